@@ -6,7 +6,7 @@
 14.0
 """
 
-TYPE_CHECKING = False  # as typing has it, which need not be loaded for it
+TYPE_CHECKING = False  # type checkers treat this name like typing.TYPE_CHECKING; it saves importing typing
 if TYPE_CHECKING:
     from zeroplan.differences import Changed, Difference, diff
     from zeroplan.errors import MeasurementError, SpecError, UnknownNameError, ZeroplanError
@@ -56,7 +56,7 @@ __all__ = [
     "job",
 ]
 
-#: Where each name is, below this package: importing the package alone loads none of them.
+#: The submodule of each public name. They are imported on first use, so that `import zeroplan` is fast.
 _HOMES = {
     "differences": ("Changed", "Difference", "diff"),
     "errors": ("MeasurementError", "SpecError", "UnknownNameError", "ZeroplanError"),
@@ -75,7 +75,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Import a public name on first use."""
-        from importlib import import_module  # noqa: PLC0415  so that this package's own import loads nothing
+        from importlib import import_module  # noqa: PLC0415  keeps `import zeroplan` fast
 
         home = next((home for home, names in _HOMES.items() if name in names), None)
         if home is None:

@@ -1,4 +1,4 @@
-"""``python -m zeroplan``, and the script ``zeroplan``."""
+"""The entry point of ``python -m zeroplan`` and of the script ``zeroplan``; the commands are in ``zeroplan/cli``."""
 
 import sys
 
@@ -6,10 +6,10 @@ from zeroplan.current_folder import leave_out_current_folder
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it without a traceback at any time, while modules are imported, too."""
+    """Run the command line. Ctrl-C ends it without a traceback, even during imports."""
     leave_out_current_folder()
     try:
-        from zeroplan.cli.app import main as run  # noqa: PLC0415  what takes time, and may be interrupted
+        from zeroplan.cli.app import main as run  # noqa: PLC0415  a slow import, which Ctrl-C may interrupt
 
         run()
     except KeyboardInterrupt:

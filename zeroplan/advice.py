@@ -1,7 +1,7 @@
-"""What would each single change of a job free, and what would it cost in time?
+"""How much memory would each single change of a job free, and how much slower would the step be?
 
-Changes are those of :mod:`zeroplan.remedies` and, beside them, what takes states to host memory and what makes buffers smaller.
-Each is estimated in full, and timed where a GPU is named. Nothing is heaped up: that is what ``zeroplan plan`` is for.
+The changes are those of :mod:`zeroplan.remedies`, and smaller communication buffers. Each change gets a full estimate, and a step
+time if the job names a GPU. Changes are not combined; ``zeroplan plan`` searches combinations.
 """
 
 from collections.abc import Iterator
@@ -15,39 +15,39 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import SMALL_BUCKET
 from zeroplan.steptime import StepTime, step_time
 
-#: What frees less than this share of the peak is none, and what slows by less costs nothing: neither is known any better.
+#: Changes that free a smaller share of the peak are dropped; a smaller slowdown counts as free. Estimates are no more accurate.
 _LEAST_FREED, _FREE = 0.002, 0.005
-#: What a change costs beside time, by its kind.
+#: The cost of a change other than time, by its kind.
 OTHER_COSTS = {
     "shorter_sequences": "another training: shorter sequences",
     "more_gpus": "more GPUs to pay for",
     "smaller_state": "the optimizer's state is rounded to 8 bits",
     "weights_in_four_bits": "frozen weights are rounded to 4 bits",
 }
-#: Kinds of which there is always a stronger one.
+#: Kinds without a strongest change: sequences can always be shorter, and GPUs more.
 _ENDLESS = ("shorter_sequences", "more_gpus")
 
 
 class Advice(NamedTuple):
-    """One change and the result of it."""
+    """One change, the memory it frees and its cost."""
 
     change: Change
     after: Estimate
     freed_bytes: int
-    """Of the allocated peak and what is outside the allocator."""
+    """The difference of the allocated peak plus memory outside the allocator. [bytes]"""
     tokens_per_s: float | None
-    """Of one GPU after the change; None where no GPU is named, or its time is not known."""
+    """Tokens/s of one GPU after the change; None if the job names no GPU or the step's time is unknown."""
     slower: float | None
-    """Share of tokens/s per GPU that the change costs; below 0 where it is faster."""
+    """The relative loss of tokens/s per GPU; negative if the change makes the step faster."""
 
     @property
     def other_cost(self) -> str:
-        """What it costs beside time; empty where nothing."""
+        """The cost other than time, in words; empty if there is none."""
         return OTHER_COSTS.get(self.change.kind, "")
 
 
 class Advised(NamedTuple):
-    """The job as it is, and what could be changed, the best first."""
+    """The job as it is, and the changes that help, the best first."""
 
     before: Estimate
     tokens_per_s: float | None
@@ -55,10 +55,10 @@ class Advised(NamedTuple):
 
 
 def advise(job: JobSpec) -> Advised:
-    """Return the single changes that free memory: where the job does not fit, those first that alone make it fit.
+    """Return the single changes that free memory, the best first.
 
-    Among equals come those that leave training and bill as they are; of them those that cost no time, by what they free, then the
-    others, by what they free per time that is lost.
+    Changes that alone make a job fit come first. Then those that keep training and bill the same. Then those that cost no time, by
+    the freed bytes, and the others by freed bytes per lost time.
     """
     before, rate = replayed_if_tight(estimate(job)), _tokens_per_s(job)
     found = [one for change in _changes(job) if (one := _advice(change, before, rate)) is not None]
@@ -75,7 +75,7 @@ def _changes(job: JobSpec) -> Iterator[Change]:
 def _advice(change: Change, before: Estimate, rate: float | None) -> Advice | None:
     try:
         after = estimate(change.job)
-    except SpecError:  # a size that the engine does not offer
+    except SpecError:  # the engine does not support the change
         return None
     freed = before.least_bytes - after.least_bytes
     if freed < _LEAST_FREED * before.least_bytes:
@@ -85,7 +85,7 @@ def _advice(change: Change, before: Estimate, rate: float | None) -> Advice | No
 
 
 def _worth_telling(one: Advice, alike: list[Advice]) -> bool:
-    """Of a kind the mildest, the first that makes the job fit, and the strongest, where there is one."""
+    """Whether it is the mildest of its kind, the first that makes the job fit, or the strongest (if the kind has one)."""
     enough = next((other for other in alike if other.after.fits), None)
     strongest = None if one.change.kind in _ENDLESS else alike[-1]
     return any(one is other for other in (alike[0], enough, strongest))
@@ -98,7 +98,7 @@ def _rank(one: Advice, before: Estimate) -> tuple[object, ...]:
 
 
 def time_of(job: JobSpec) -> StepTime | None:
-    """The step's time; None where no GPU is named, or its time is not known, as of a traced module."""
+    """The time of the job's step; None if the job names no GPU or the time is unknown, as for a traced module."""
     if job.cluster.gpu is None:
         return None
     try:
@@ -121,7 +121,7 @@ def _with(job: JobSpec, group: str, **said: object) -> JobSpec:
 
 
 def _smaller_buffers(job: JobSpec) -> _Other:
-    """What is reduced at a time, and in which dtype."""
+    """Yield smaller buffers for gradient reduction: reduction in bf16 (FSDP2), smaller buckets (DeepSpeed)."""
     recipe = job.recipe
     if recipe.engine == "fsdp2" and recipe.fsdp2.reduce_dtype == "fp32" and recipe.precision == "bf16-mixed":
         flags = "--set fsdp2.reduce_dtype=param"
@@ -135,5 +135,5 @@ def _smaller_buffers(job: JobSpec) -> _Other:
 def _tried(change: str, flags: str, job: JobSpec, group: str, **said: object) -> _Other:
     try:
         yield change, flags, _with(job, group, **said)
-    except SpecError:  # not with adapters, say
+    except SpecError:  # for example, the option does not work with adapters
         return

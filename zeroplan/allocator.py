@@ -15,9 +15,9 @@ Source: ``c10/cuda/CUDACachingAllocator.cpp`` (``malloc``, ``get_free_block``, `
 ``find_expandable_block``, ``try_allocate_expandable_block``, ``map_block``, ``unmap_block``, ``free_block``,
 ``release_cached_blocks``, ``release_blocks``, ``PrivatePool``, ``releasePool``) and ``c10/core/AllocatorConfig.h``, torch 2.13.
 
-A block that another stream uses (``Tensor.record_stream``) is not free when its tensor goes, but when that stream has come to the
-point where the tensor went (``insert_events``, ``process_events``). The GPU is behind the program, so that the caller says which
-points it has reached. An allocator that finds the GPU full waits for all of them (``synchronize_and_free_events``).
+A block that another stream uses (``Tensor.record_stream``) becomes free when that stream reaches the point where the tensor was
+deleted (``insert_events``, ``process_events``). The GPU lags behind the program, so the caller passes the points that it has
+reached. If the GPU is full, the allocator waits for all of them (``synchronize_and_free_events``).
 
 Left out: the settings that change sizes (``max_split_size_mb``, ``roundup_power2_divisions``,
 ``garbage_collection_threshold``), which are off by default.
@@ -55,7 +55,7 @@ def counted_bytes(n_bytes: int) -> int:
 
 
 class Chunk:
-    """A stretch of a segment (in use, free, or without pages) and its neighbours there."""
+    """A block of a segment (in use, free, or without pages), linked to its neighbours in the segment."""
 
     __slots__ = ("address", "after", "before", "free", "mapped", "pool", "size")
 
@@ -74,13 +74,13 @@ class Chunk:
 
     @property
     def grows_to(self) -> int:
-        """The size to which a free chunk can grow in place, with the addresses behind it that have no pages yet. [bytes]"""
+        """The size to which a free chunk can grow in place, by mapping pages into the hole behind it. [bytes]"""
         after = self.after
         return self.size if after is None or after.mapped else self.size + after.size
 
     @property
     def available(self) -> bool:
-        """Whether it is unused, with or without pages."""
+        """Whether the chunk is unused, with or without pages."""
         return self.free or not self.mapped
 
 
@@ -138,13 +138,13 @@ def _address(chunk: Chunk) -> int:
 
 
 def expandable_segments_are_set() -> bool:
-    """Whether the environment of this process turns expandable segments on for torch's allocator."""
+    """Whether an environment variable of this process turns on expandable segments in torch's allocator."""
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 class CachingAllocator:
-    """A GPU's allocator, empty at first; without ``room_bytes`` it never runs out.
+    """A GPU's allocator, empty at first; without ``room_bytes`` it never runs out of memory.
 
     ``allocated_bytes`` and ``reserved_bytes`` equal ``torch.cuda.memory_allocated`` and ``memory_reserved`` now,
     ``highest_bytes`` is ``max_memory_reserved``, and ``retries`` is ``num_alloc_retries`` of ``memory_stats``.
@@ -170,9 +170,9 @@ class CachingAllocator:
         self._expandable = expandable_segments
         self._pools: dict[tuple[bool, int, int], _Pool] = {}
         self._waiting: list[tuple[int, Chunk]] = []
-        """Chunks that a stream may still use, and the points that it must have reached."""
+        """Released chunks that another stream may still use, each with the point that the stream must reach first."""
         self._kept: set[int] = set()
-        """Private pools that a graph uses."""
+        """Private pools that CUDA graphs still use."""
 
     def request(self, n_bytes: int, stream: int = 0, private: int = 0) -> Chunk:
         """Allocate a chunk on a stream, from a private pool within a capture.
@@ -216,7 +216,7 @@ class CachingAllocator:
         return used
 
     def release(self, chunk: Chunk, *, once_at: int | None = None) -> None:
-        """Free a chunk, and merge it with free neighbours; at once, or when the GPU has reached a point (:meth:`reached`).
+        """Free a chunk and merge it with free neighbours, now or when the GPU reaches the point ``once_at`` (:meth:`reached`).
 
         >>> card = CachingAllocator()
         >>> card.release(card.request(30 * MIB), once_at=1)
@@ -233,7 +233,7 @@ class CachingAllocator:
             self._waiting.append((once_at, chunk))
 
     def reached(self, point: int) -> None:
-        """Free what waits for the GPU to reach this point, or an earlier one. Points are counted in the order of the program."""
+        """Free the chunks that wait for the GPU to reach this point or an earlier one. Points are numbered in program order."""
         now = [chunk for at, chunk in self._waiting if at <= point]
         self._waiting = [one for one in self._waiting if one[0] > point]
         for chunk in now:
@@ -249,7 +249,7 @@ class CachingAllocator:
         return sum(chunk.size for pool in self._pools.values() if pool.private in self._kept for chunk in pool.free)
 
     def chunks(self, in_use: Iterable[Chunk]) -> Iterator[Chunk]:
-        """All chunks: the given ones in use, and the free ones."""
+        """Yield the given chunks, which are in use, and all free chunks."""
         yield from in_use
         for pool in self._pools.values():
             yield from pool.free
@@ -257,7 +257,7 @@ class CachingAllocator:
     def release_cached(self) -> list[Chunk]:
         """Free every segment, or page, without a block in use, as ``empty_cache`` does.
 
-        It waits for all streams before. Returns the freed segments; none with expandable segments, which shrink.
+        First it waits for all streams. Returns the freed segments; expandable segments shrink instead, so then the list is empty.
         """
         self.reached(max((at for at, _ in self._waiting), default=0))
         gone = []
@@ -395,7 +395,7 @@ def _page(pool: _Pool) -> int:
 
 
 def segment_bytes(size: int) -> int:
-    """Return what the allocator asks the driver for where no cached block is large enough (``get_allocation_size``). [bytes]
+    """Return the size of the new segment for a request that no cached block can serve (``get_allocation_size``). [bytes]
 
     >>> segment_bytes(512) // MIB, segment_bytes(2 * MIB) // MIB, segment_bytes(10 * MIB + 1) // MIB
     (2, 20, 12)

@@ -1,7 +1,7 @@
-"""A model that no formula covers, traced without being asked: the profile of its ``config.json``, made once and kept.
+"""Traces a model that zeroplan has no formulas for, automatically, and caches the profile of its ``config.json``.
 
-The trace runs in a process of its own (``zeroplan profile``), because torch is to believe in a GPU that is not there. Needs torch
-and transformers; without them the answer stays that there are no formulas, and what to install.
+The trace runs in a child process (``zeroplan profile``), which fakes a GPU for torch. It needs torch and transformers; without
+them the error for a model without formulas says what to install.
 """
 
 import hashlib
@@ -26,16 +26,16 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.profiled import profile_of
 from zeroplan.whole import write_whole
 
-#: Engines whose estimate takes a profile.
+#: Engines that can be estimated from a profile.
 _ENGINES = ("ddp", "fsdp2", "deepspeed")
-#: Where sequences of every length are not computed alike, and no length is said. [tokens]
+#: The traced length if a profile cannot cover all lengths and the user gave none. [tokens]
 _USUAL_SEQ_LEN = 4096
-#: The exit code with which the trace refuses what it was given.
+#: The exit code of `zeroplan profile` for input that it refuses.
 _REFUSED = 2
 
 
 class Traced(NamedTuple):
-    """A request whose model is a profile where it has to be, and what the user must know of that; empty where it is not."""
+    """A request, with the model replaced by its profile if that was necessary, and notes on the trace for the user."""
 
     request: Request
     notes: tuple[str, ...] = ()
@@ -44,13 +44,13 @@ class Traced(NamedTuple):
 def with_own_profile(
     request: Request, *, say: Callable[[str], None], chosen: tuple[str, ...] = (), every: bool = False
 ) -> Traced:
-    """Return the request with the profile of its ``config.json``, if zeroplan has no formulas for that.
+    """Return the request with a profile of its ``config.json``, if zeroplan has no formulas for that model.
 
-    The profile is of the manner of execution that the request's recipe needs. ``every`` asks for each engine and recomputation,
-    for a search among them. ``say`` is given a line when a trace begins, which takes 10 s to some minutes.
+    The profile covers the engine and recomputation of the request's recipe; with ``every`` all of them, for a search.
+    A trace takes 10 s to some minutes; ``say`` receives a line when it begins.
 
-    Raises NoFormulasError with what to install where torch or transformers are not, MeasurementError where the model cannot be
-    traced, and SpecError for what is no configuration.
+    Raises NoFormulasError, which says what to install, if torch or transformers is missing; MeasurementError if the trace fails;
+    and SpecError for a file that is not a configuration.
     """
     source = request.config or request.fetched
     if not source or is_content(source) or request.treat_as is not None:
@@ -59,7 +59,7 @@ def with_own_profile(
         read_config(Path(source))
     except NoFormulasError as unknown:
         return _profiled(request, unknown, say, chosen, every=every)
-    except SpecError:  # said again, with all that is to be said, where the request is resolved
+    except SpecError:  # `resolve` raises it again with more context
         pass
     return Traced(request)
 
@@ -84,7 +84,7 @@ def _profiled(
 
 
 class _Wanted(NamedTuple):
-    """The profile to look for: of which file, under which name, with which settings."""
+    """The profile that a request needs: its config file, its name, and the flags of `zeroplan profile`."""
 
     file: Path
     name: str
@@ -93,10 +93,10 @@ class _Wanted(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, recipe: RecipeSpec, *, every: bool) -> "_Wanted":
-        """What a request needs."""
+        """Return the profile that this request and recipe need."""
         said = Path(request.config or str(request.fetched))
         file = said / "config.json" if said.is_dir() else said
-        precision = "bf16-mixed" if recipe.precision == "fp16-mixed" else recipe.precision  # as many bytes
+        precision = "bf16-mixed" if recipe.precision == "fp16-mixed" else recipe.precision  # both have the same bytes
         attention = "eager" if recipe.attention == "eager" else "sdpa"
         flags = ["--precision", precision, "--attention", attention]
         if not every:
@@ -105,7 +105,7 @@ class _Wanted(NamedTuple):
         return cls(file, name, tuple(flags), request.seq_len or _USUAL_SEQ_LEN)
 
     def kept(self) -> Iterator[Path]:
-        """Where such a profile is kept: one of every length, or one of this length."""
+        """Yield the paths where it may be cached: a profile for every sequence length, then one for this length."""
         made_of = (SCHEMA_VERSION, _releases(), _own_code(), self.name, self.flags, self.file.read_text(encoding="utf-8"))
         key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
         stem = "".join(sign if sign.isalnum() or sign in "-._" else "-" for sign in self.name).strip(".-")
@@ -114,7 +114,7 @@ class _Wanted(NamedTuple):
 
 
 def cache_folder() -> Path:
-    """The folder of automatically made profiles: ``zeroplan/profiles`` in the user's cache."""
+    """The folder of cached profiles: ``zeroplan/profiles`` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "zeroplan" / "profiles"
 
@@ -124,7 +124,7 @@ def _releases() -> dict[str, str | None]:
 
 
 def _own_code() -> str:
-    """A digest of the code that traces: what an older one counted is not read again."""
+    """A hash of the tracing code, so that profiles of older code are not reused."""
     digest = hashlib.sha256()
     for file in sorted((Path(__file__).parent / "verify").rglob("*.py")):
         digest.update(file.read_bytes())
@@ -132,7 +132,7 @@ def _own_code() -> str:
 
 
 def _is_readable(file: Path) -> bool:
-    """Whether a profile is kept there; one that was damaged is made again."""
+    """Whether the file is a valid profile; damaged ones are traced again."""
     try:
         read_profile(str(file))
     except SpecError:
@@ -141,7 +141,7 @@ def _is_readable(file: Path) -> bool:
 
 
 def _made(wanted: _Wanted, unknown: NoFormulasError, say: Callable[[str], None]) -> Path:
-    """Trace the model, keep its profile and return where it is; in a folder for this run alone where nothing can be kept."""
+    """Trace the model, cache its profile and return the path; a temporary folder if the cache cannot be written."""
     say(f"no formulas for {wanted.name}: tracing the model's own code, once (10 s to some minutes)")
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "profile.json"

@@ -1,8 +1,8 @@
-"""Calibrates a GPU's rates with measured steps.
+"""Calibrates a GPU's rates with measured steps: which fraction of the data sheet does it really reach?
 
 One factor scales all fitted shares until the modelled step is as long as the measured one. If the optimizer's step was timed
-apart, it has its own factor. One run cannot show which operators were slow, and its factor carries that run's own slowness to
-every other; the median factor of several runs does not.
+separately, it has its own factor. One run cannot show which operators were slow, and its factor carries that run's own slowness
+to every other; the median factor of several runs does not.
 """
 
 import math
@@ -56,10 +56,10 @@ def middle(several: Sequence[Reached]) -> Reached:
 
 
 def calibrated(records: Sequence[Measurement], cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with the shares that the records' steps reached on its GPU: one record's, or the median of several.
+    """Return the cluster with the shares that the recorded steps reached on its GPU, the median of several records.
 
     The scaled shares are those of the first record's engine. Raises :class:`~zeroplan.errors.SpecError` for a record without
-    times, of another GPU, or that fits no share of its rates.
+    times, of another GPU, or with a duration that no share of its rates explains.
     """
     steps = [_of_record(record, cluster) for record in records]
     factor = middle([step.reached for step in steps])
@@ -69,22 +69,22 @@ def calibrated(records: Sequence[Measurement], cluster: ClusterSpec) -> ClusterS
 
 
 class Learnt(NamedTuple):
-    """What a measured rate of a job teaches about its GPUs."""
+    """The calibration of a cluster from one measured rate of a job."""
 
     cluster: ClusterSpec
     """The job's cluster with the shares that the run reached."""
     measured_s: float
-    """The step as measured. [s]"""
+    """The measured duration of the step. [s]"""
     estimated_s: float
-    """The step as estimated before. [s]"""
+    """The duration that was estimated before calibration. [s]"""
     factor: float
-    """The shares of everything that computes, as a multiple of the fitted ones."""
+    """The reached shares of all computation, as a multiple of the fitted ones."""
 
 
 def learnt_from(job: JobSpec, tokens_per_s: float) -> Learnt:
-    """Return what a run of this job at this many tokens per second and GPU teaches.
+    """Calibrate the job's cluster with its measured rate, in tokens per second and GPU.
 
-    Raises :class:`~zeroplan.errors.SpecError` where no share of the GPU's rates explains the rate.
+    Raises :class:`~zeroplan.errors.SpecError` if no share of the GPU's rates explains that rate.
     """
     account, base = account_of(job, job.batch), shares_of(replace(job.cluster, shares=None))
     before = _time(job, account, base, None)
@@ -154,7 +154,7 @@ def _time(job: JobSpec, account: Account, share: Efficiency, running: Running | 
 
 
 def _seconds(time: StepTime, took: Measured, *, step: bool | None) -> float:
-    """The modelled seconds of the timed parts: the optimizer's, the others, or all."""
+    """The modelled time of the optimizer's step (True), of the rest (False), or of both (None). [s]"""
     parts = (part for part in time.parts if took.moved_data or part.does not in _SENT)
     return sum(float(part.seconds) for part in parts if step is None or (part.does in _STEP) == step)
 

@@ -80,7 +80,7 @@ class Comparison(NamedTuple):
 
     @property
     def away(self) -> tuple[Compared, ...]:
-        """The figures of memory outside the GPU."""
+        """The figures of host memory and NVMe, where compared."""
         return tuple(row for row in (self.host, self.nvme) if row is not None)
 
     def beyond(self, tolerance: float) -> tuple[Compared, ...]:

@@ -1,8 +1,7 @@
-"""Keeps the folder that a program is started in off its import path: what lies there by chance is not ours to run.
+"""Removes the current folder from the import path, so that zeroplan never runs Python files that happen to be there.
 
-``python -m`` puts that folder first on the path, and so does an empty part of ``PYTHONPATH``. The programs of this package take it
-off again before they import anything else, and start others without it. Nothing is imported here that Python has not loaded by
-then.
+``python -m`` and an empty part of ``PYTHONPATH`` put the current folder first on the path. zeroplan's programs remove it before
+they import anything else, and start child processes without it. This file imports only modules that Python has already loaded.
 """
 
 import os
@@ -10,10 +9,10 @@ import sys
 
 
 def leave_out_current_folder() -> None:
-    """Take the current folder off this process's path, unless ``PYTHONPATH`` names it. Pythons started later do not look there."""
+    """Remove the current folder from ``sys.path``, also for child processes, unless ``PYTHONPATH`` names it."""
     try:
         here = os.getcwd()  # noqa: PTH109  pathlib is not loaded yet
-    except OSError:  # the folder is gone, and nothing can be imported from it
+    except OSError:  # the folder was deleted, so nothing can be imported from it
         return
     if not sys.flags.safe_path and sys.path[:1] == [here]:
         del sys.path[0]
@@ -24,7 +23,7 @@ def leave_out_current_folder() -> None:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment for a Python that must find zeroplan and not look in the current folder.
+    """The environment for a child Python that must find zeroplan and must not import from the current folder.
 
     >>> environment()["PYTHONSAFEPATH"]
     '1'

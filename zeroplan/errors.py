@@ -1,33 +1,33 @@
-"""What zeroplan raises on purpose.
+"""The exceptions that zeroplan raises for users' mistakes and limits.
 
-ZeroplanError            anything below: one line, the value and the way out
-├── SpecError            a description of something that could not run (also a ValueError)
-│   └── NoFormulasError  a model that runs, and that zeroplan has no formulas for
-├── UnknownNameError     a name no catalogue knows, with the nearest ones (also a LookupError)
-└── MeasurementError     a verification that could not be carried out or read
+ZeroplanError            any of these: a message of one line, with the value and the way out
+├── SpecError            the input describes something that cannot run or is not modelled (also a ValueError)
+│   └── NoFormulasError  zeroplan has no formulas for the model, although it may run
+├── UnknownNameError     no catalogue contains the name; the message lists the nearest ones (also a LookupError)
+└── MeasurementError     a verification failed, or its record cannot be read
 """
 
 from collections.abc import Iterable
 
 
 class ZeroplanError(Exception):
-    """Anything zeroplan raises on purpose."""
+    """The base class of zeroplan's exceptions."""
 
 
 class SpecError(ZeroplanError, ValueError):
-    """A description of something that could not run."""
+    """The input describes something that cannot run, or that zeroplan does not model."""
 
 
 class NoFormulasError(SpecError):
-    """A configuration that transformers may well build a model of, and that zeroplan has no formulas for."""
+    """zeroplan has no formulas for this configuration, although transformers may build a model from it."""
 
 
 class UnknownNameError(ZeroplanError, LookupError):
-    """A name that no catalogue knows."""
+    """No catalogue contains the name."""
 
 
 class MeasurementError(ZeroplanError):
-    """A verification that could not be carried out or read."""
+    """A verification failed, or its record cannot be read."""
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], way_out: str) -> UnknownNameError:
@@ -36,7 +36,7 @@ def unknown_name(what: str, name: str, known: Iterable[str], way_out: str) -> Un
     >>> str(unknown_name("GPU", "h10", ["h100-sxm-80gb", "a10"], "`zeroplan gpus` lists all"))
     "unknown GPU 'h10'; nearest: a10, h100-sxm-80gb; `zeroplan gpus` lists all"
     """
-    import difflib  # noqa: PLC0415  only an error pays for it
+    import difflib  # noqa: PLC0415  only errors need it
 
     names = sorted(known)
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.3)

@@ -1,4 +1,4 @@
-"""How much memory does one GPU need for this job, when, why, and does it fit? The one call that everything above makes."""
+"""How much memory does one GPU need for this job, when in the step, why, and does it fit? Start at :func:`estimate`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 
 class EngineModule(Protocol):
-    """What every module of ``zeroplan.engines`` named after an engine offers."""
+    """The interface of the engine modules in ``zeroplan.engines``."""
 
     def account(self, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-        """Memory and traffic of one rank."""
+        """Return the memory and traffic of one rank."""
         ...
 
 
 def engine_module(engine: Engine) -> EngineModule:
-    """Load one engine; the others stay on disk, since start-up is part of the time to an answer."""
+    """Import and return one engine's module; importing only that one keeps start-up fast."""
     return cast("EngineModule", import_module(f"zeroplan.engines.{engine}"))
 
 
 def step_implementation(recipe: RecipeSpec) -> OptimizerImpl | None:
-    """How the optimizer steps under this recipe: what was requested, or the engine's default; None on paper.
+    """The implementation of the optimizer's step: the requested one, or the engine's default; None for closed-form engines.
 
     >>> step_implementation(RecipeSpec()), step_implementation(RecipeSpec(engine="paper"))
     ('foreach', None)
@@ -58,55 +58,55 @@ def step_implementation(recipe: RecipeSpec) -> OptimizerImpl | None:
     return None if recipe.engine in ON_PAPER else implementation_of(recipe)
 
 
-#: The model states of the ZeRO paper (arXiv:1910.02054, section 3.1), in its order; an engine may hold buffers beside them.
+#: The model states of the ZeRO paper (arXiv:1910.02054, section 3.1), in its order. Engines may hold other buffers as well.
 MODEL_STATES = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE)
 
 Verdict = Literal["fits", "tight", "does not fit", "unknown"]
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, which would leave no place for what is worked out once
+@dataclass(frozen=True, kw_only=True)  # cached_property needs a __dict__, so no slots
 class Estimate:
     """The memory account of one GPU (rank 0) in the steady state of a training step. All sizes in bytes."""
 
     job: JobSpec
-    """The job, complete."""
+    """The complete job."""
     parameters: int
-    """All parameters, tied ones once."""
+    """The number of parameters; tied ones count once."""
     active_parameters: int
-    """Those that one token uses."""
+    """The number of parameters that one token uses."""
     states: tuple[Line, ...]
     """Parameters, gradients and optimizer state as the engine keeps them."""
     engine_moments: Sequence[Moment]
     """Every named moment of the step with the engine's own lines."""
     workspaces: tuple[Line, ...]
-    """What libraries hold at all of them."""
+    """Workspaces of libraries (cuBLAS), alive at every moment."""
     peak: Moment
-    """The largest moment, workspaces included: what ``torch.cuda.max_memory_allocated`` would say."""
+    """The largest moment, workspaces included; its total is what ``torch.cuda.max_memory_allocated`` would return."""
     outside: tuple[Outside, ...]
-    """What the card gives to the context and to communicators."""
+    """GPU memory outside the allocator: CUDA's context and communicators."""
     host: tuple[Line, ...]
-    """Host memory per rank, empty unless something is offloaded."""
+    """Host memory per rank; empty without offload."""
     nvme: tuple[Line, ...]
-    """Files on NVMe per rank, likewise."""
+    """Files on NVMe per rank; empty without offload to NVMe."""
     traffic: Traffic
-    """What one GPU sends in a step."""
+    """The bytes that one GPU sends in a step, by collective."""
     symbols: tuple[Symbol, ...]
-    """What the engine's formulas use beyond the model's legend."""
+    """The engine's own symbols, which its formulas use beside the model's legend."""
     approximate: str
-    """Which part is not exact for this architecture, in a sentence; empty otherwise."""
+    """A sentence on the part that is not exact for this architecture; empty if all is exact."""
     notes: tuple[str, ...]
-    """What a reader would trip over, a sentence each."""
+    """Sentences about surprising parts of the answer."""
     kept: tuple[tuple[str, tuple[Line, ...]], ...]
-    """The kind of each block and what one of it keeps for its backward, where the moments give it as one line."""
+    """For each kind of block whose saved tensors the moments sum in one line: the kind and the single lines of one block."""
     pipeline: tuple[PipelineRank, ...] = ()
-    """Every rank of a pipeline, the one that this estimate is of first."""
+    """All ranks of a pipeline; the first is the rank of this estimate."""
     replay: "StepReplay | None" = None
-    """The first steps request by request, where they were requested; what is reserved then follows from them."""
+    """A replay of the first steps' requests, if it was asked for; it then gives the reserved memory."""
     longest_bytes: int = 0
-    """What is comfortable with the longest sequences that there may be, where lengths were drawn; else 0. [bytes]"""
+    """``comfortable_bytes`` for the longest possible sequences, if lengths were drawn from a distribution; else 0."""
 
     def __repr__(self) -> str:
-        """Return the answer in a line: all fields with every line of every moment would fill a hundred screens."""
+        """Return one line with the peak and the verdict; a dataclass's own repr would fill a hundred screens."""
         job, ranks = self.job, self.job.mesh.world_size
         name = job.model.name or job.model.family
         asked = f"{name!r}, {job.recipe.engine}, ZeRO stage {job.recipe.zero_stage}, ranks={ranks}"
@@ -114,7 +114,7 @@ class Estimate:
 
     @property
     def legend(self) -> dict[str, int]:
-        """The number of every symbol that the formulas of the lines use."""
+        """The value of every symbol in the lines' formulas."""
         job = self.job
         shared = job.mesh.cp if job.recipe.engine == "fsdp2" else 1
         batch = job.batch if shared == 1 else replace(job.batch, seq_len=job.batch.seq_len // shared)
@@ -136,29 +136,29 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest memory that the caching allocator has allocated."""
+        """The peak of allocated memory, as ``torch.cuda.max_memory_allocated`` returns it."""
         return int(self.peak.total_bytes)
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """Every named moment with all that is alive then, library workspaces included."""
+        """Every named moment with all its lines, library workspaces included."""
         return tuple(moment._replace(lines=(*moment.lines, *self.workspaces)) for moment in self.engine_moments)
 
     @cached_property
     def _sizes(self) -> Sizes:
-        """What the moments say of the allocator's blocks, from which :meth:`reserved_with` and :meth:`under_pressure` follow."""
+        """The moments' highest totals, by stream and kind, from which reserved memory is computed."""
         return sizes_of(self.moments, self.job.recipe)
 
     @cached_property
     def reserved(self) -> Band:
-        """What the caching allocator takes around the peak, with its default settings, on a card that never runs out."""
+        """The memory that the caching allocator reserves with its default settings, on a GPU with enough memory."""
         return self.reserved_with("default")
 
     def reserved_with(self, settings: AllocatorSettings) -> Band:
-        """What it takes with its default settings, or with expandable segments. [bytes]
+        """The memory that the caching allocator reserves with these settings. [bytes]
 
-        What recorded jobs of the engine say. A replay of the step's requests (:mod:`zeroplan.replay`), where there is one, says the
-        least and the expected; the most stays, since programs on GPUs reserve for more than their steps.
+        It comes from recorded jobs of the engine. A replay of the step's requests (:mod:`zeroplan.replay`), if there is one, gives
+        the lowest and expected value. The highest stays, since programs on GPUs also reserve memory outside their steps.
         """
         of_records = _reserved(self._sizes, self.job, settings)
         if self.replay is None:
@@ -167,22 +167,22 @@ class Estimate:
         return Band(least, expected, maximum(most, of_records.high_bytes))
 
     def under_pressure(self, settings: AllocatorSettings = "default") -> Band:
-        """In how much room the job runs where the card is full, and the allocator gives cached blocks back. [bytes]
+        """The smallest room in which the job runs if the allocator frees its cache whenever the GPU is full. [bytes]
 
-        At least the peak; expected and most with what it cannot give back, since a block in use lies in the same segment.
+        The lowest value is the peak. The others include cached memory that cannot be freed: its segment has a block in use.
         """
         return under_pressure(self._sizes, self.job.recipe, settings)
 
     @property
     def allocator_room_bytes(self) -> int | None:
-        """What the GPU has for the allocator, context and communicators taken off; None where no GPU is named."""
+        """The GPU's memory minus context and communicators; None if the job names no GPU."""
         return allocator_room(self.job.mesh, self.job.cluster.gpu)
 
     @property
     def held(self) -> tuple[Line, ...]:
-        """What the engine holds from step to step: the lines that are there when a step ends and at every moment until the next.
+        """The lines that are alive at a step's end and at every moment until the next optimizer's step.
 
-        During the optimizer's step DeepSpeed's stage 3 releases small parameters, and gathers them again at its end.
+        The optimizer's step does not count: during it DeepSpeed's stage 3 releases small parameters and gathers them again.
         """
         last = [moment.lines for moment in self.engine_moments if moment.phase is Phase.STEP][-1]
         until = [moment.lines for moment in self.engine_moments if moment.phase not in (Phase.INIT, Phase.STEP)]
@@ -191,62 +191,61 @@ class Estimate:
 
     @property
     def outside_band(self) -> Band:
-        """Context and communicators together."""
+        """The sum of context and communicators."""
         return total_band(self.outside)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory per rank, where something is offloaded."""
+        """Host memory per rank; 0 without offload."""
         return int(total_bytes(self.host))
 
     @property
     def ranks_per_node(self) -> int | None:
-        """GPUs of this job that share a node, where the cluster or its GPU says how many there are."""
+        """GPUs of this job that share a node; None if unknown."""
         known = node_size(self.job.cluster)
         return None if known is None else min(known, self.job.mesh.world_size)
 
     @property
     def host_bytes_per_node(self) -> int | None:
-        """Host memory of a node, where it is known how many ranks share one."""
+        """Host memory of a node; None if the number of ranks per node is unknown."""
         return None if self.ranks_per_node is None else self.host_bytes * self.ranks_per_node
 
     @property
     def nvme_bytes(self) -> int:
-        """Files on NVMe per rank, where something is offloaded there."""
+        """Files on NVMe per rank; 0 without offload to NVMe."""
         return int(total_bytes(self.nvme))
 
     @property
     def nvme_bytes_per_node(self) -> int | None:
-        """Files on NVMe of a node, where it is known how many ranks share one."""
+        """Files on NVMe of a node; None if the number of ranks per node is unknown."""
         return None if self.ranks_per_node is None else self.nvme_bytes * self.ranks_per_node
 
     @property
     def bytes_on_slowest_link(self) -> int:
-        """What one GPU sends per step without what stays among ranks that may share a node: tensor-parallel ones, ZeRO++'s."""
+        """The bytes that one GPU sends per step, without groups whose ranks may share a node (tensor parallelism, ZeRO++)."""
         ranks, calls = self.job.mesh.world_size, self.traffic.collectives
         return int(self.traffic.total_bytes) - sum(int(call.sent_bytes) for call in calls if call.near and call.group != ranks)
 
     @property
     def capacity_bytes(self) -> int | None:
-        """What torch reports as the GPU's memory; None where no GPU is named."""
+        """The GPU's memory as torch reports it; None if the job names no GPU."""
         gpu = self.job.cluster.gpu
         return None if gpu is None else int(gpu.memory_bytes.value)
 
     @property
     def least_bytes(self) -> int:
-        """What must fit: the allocated peak and the expected context and communicators.
+        """The minimum that must fit: the allocated peak plus the expected context and communicators.
 
-        Cached blocks do not count: the allocator gives them back before it runs out of memory, as far as it can
-        (:meth:`under_pressure`).
+        Cached blocks do not count: before it runs out of memory, the allocator frees as many as it can (:meth:`under_pressure`).
         """
         return self.peak_bytes + int(self.outside_band.expected_bytes)
 
     @property
     def comfortable_bytes(self) -> int:
-        """What fits without the allocator having to give back cached blocks: expected reserved plus what is outside.
+        """The memory with which the allocator never has to free its cache: expected reserved memory plus memory outside it.
 
-        Where lengths of sequences were drawn, that of the longest that they may have. Where runs of such jobs went beyond their
-        estimates, at least as much as the furthest of them.
+        If sequence lengths were drawn, it is that of the longest possible sequences. If runs of such jobs exceeded their estimates,
+        it is at least the estimate plus the largest excess.
         """
         return max(self._own_comfortable_bytes, self.longest_bytes)
 
@@ -257,15 +256,15 @@ class Estimate:
 
     @property
     def is_tight_by_length(self) -> bool:
-        """Whether the job is ``tight`` only since sequences may be longer than those that were drawn."""
+        """Whether the job is ``tight`` only because real sequences may be longer than the drawn ones."""
         capacity = self.capacity_bytes
         return capacity is not None and self._own_comfortable_bytes <= capacity < self.longest_bytes
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the job fits the GPU: ``tight`` where it fits only if the allocator's cache stays small.
+        """Whether the job fits the GPU; ``tight``: it fits only if the allocator's cache stays small.
 
-        A job whose replay runs out of memory with either setting of the allocator does not fit, whatever its peak.
+        If a replay runs out of memory with both settings of the allocator, the job does not fit, whatever its peak.
         """
         found = verdict(self.least_bytes, self.comfortable_bytes, self.capacity_bytes)
         if found == "does not fit" or any(self.goes_through(settings) for settings in SETTINGS):
@@ -273,34 +272,34 @@ class Estimate:
         return "does not fit"
 
     def goes_through(self, settings: AllocatorSettings) -> bool:
-        """Whether the replayed step does not run out of memory on the GPU; true without a replay or a GPU."""
+        """Whether the replayed step has enough memory on the GPU; True without a replay or a GPU."""
         room = self.allocator_room_bytes
         return self.replay is None or room is None or self.replay.on_card(room, settings).fits
 
     @property
     def needs_expandable_segments(self) -> bool:
-        """Whether the replayed step runs out of memory with the allocator's default settings, and not with expandable segments."""
+        """Whether the replayed step runs out of memory with the default settings and runs with expandable segments."""
         return not self.goes_through("default") and self.goes_through("expandable_segments")
 
     @property
     def fits(self) -> bool | None:
-        """True for ``fits`` and ``tight``; None where no GPU is named."""
+        """True for ``fits`` and ``tight``; None if the job names no GPU."""
         return None if self.capacity_bytes is None else self.verdict != "does not fit"
 
     @property
     def room_bytes(self) -> int | None:
-        """Capacity left beside the peak and what is outside the allocator; negative where it does not fit."""
+        """The GPU's memory minus ``least_bytes``; negative if the job does not fit."""
         capacity = self.capacity_bytes
         return None if capacity is None else capacity - self.least_bytes
 
 
 def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = False) -> Estimate:
-    """Account for the memory and traffic of one GPU under this job: of a pipeline, of the rank whose peak is the highest.
+    """Return the memory and traffic of one GPU of this job; in a pipeline, of the rank with the highest peak.
 
-    ``pipeline_rank`` asks for another one of a pipeline. ``replay`` writes the first steps out request by request and replays them
-    as CUDA's allocator does them, which takes some hundredths of a second: what is reserved is a figure then. Raises
-    :class:`~zeroplan.errors.SpecError` for a combination that no engine offers (an optimizer without the asked implementation,
-    say), and where ``replay`` asks for requests that are not known.
+    ``pipeline_rank`` selects another rank of a pipeline. ``replay`` replays the first steps' requests through a model of CUDA's
+    allocator, in some hundredths of a second, so that reserved memory is one figure instead of a range. Raises
+    :class:`~zeroplan.errors.SpecError` for a combination that the engine does not support (for example an optimizer without the
+    requested implementation), and for ``replay`` if zeroplan does not know the job's requests.
 
     >>> from zeroplan import BatchSpec, MeshSpec, ModelSpec, RecipeSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -327,7 +326,7 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
         host=account.host,
         nvme=account.nvme,
         traffic=_traffic(job, account, trained_count(job.model) if has_frozen(job.model) else parameters),
-        symbols=tuple(dict.fromkeys(account.symbols)),  # runs of one kind of block have the same ones
+        symbols=tuple(dict.fromkeys(account.symbols)),  # runs of blocks of the same kind repeat their symbols
         approximate=approximation(job.model, compute_of(job.recipe)),
         notes=(
             *account.notes,
@@ -351,16 +350,16 @@ def _with_longest(job: JobSpec) -> int:
 
 
 REPLAYED_MICRO_BATCHES = 4
-"""One step more than after which nothing changes; tests/test_replay.py compares it with eight."""
+"""Enough micro-batches to reach the steady state; tests/test_replay.py compares with eight."""
 
 
 def replayed_if_tight(answer: Estimate) -> Estimate:
-    """The answer with a replay of its requests, if only a replay can say whether the job runs.
+    """Return the answer with a replay of its requests, if only a replay can tell whether the job runs.
 
-    That is so where the peak fits the GPU and what the allocator may reserve around it does not. Of a step's micro-batches the
-    first few are replayed: from the third on, each makes the same requests as the one before it and finds the same free blocks.
-    A replay takes tenths of a second. The answer stays as it is where the requests are not known, and where expert-parallel ranks
-    get the tokens that are routed to them: a replay has as many for each.
+    That is the case if the peak fits the GPU and the memory that the allocator may reserve does not. The replay has only the first
+    few micro-batches of a step: from the third on, each makes the same requests and finds the same free blocks. It takes tenths of
+    a second. The answer is returned unchanged if zeroplan does not know the requests, and with expert parallelism: a replay gives
+    every rank the same number of tokens.
     """
     if answer.replay is not None or answer.verdict != "tight" or answer.is_tight_by_length or answer.job.mesh.ep > 1:
         return answer
@@ -382,7 +381,7 @@ def _replay(job: JobSpec, pipeline_rank: int | None) -> "StepReplay":
 
 
 def verdict(least_bytes: int, comfortable_bytes: int, capacity_bytes: int | None) -> Verdict:
-    """Whether what must fit fits, and whether what would be comfortable does. [bytes]"""
+    """Compare the minimum and the comfortable memory with the GPU's capacity. [bytes]"""
     if capacity_bytes is None:
         return "unknown"
     if least_bytes > capacity_bytes:
@@ -391,14 +390,14 @@ def verdict(least_bytes: int, comfortable_bytes: int, capacity_bytes: int | None
 
 
 class Needed(NamedTuple):
-    """What a card must give: see :attr:`Estimate.least_bytes` and :attr:`Estimate.comfortable_bytes`. [bytes]"""
+    """The memory that a job needs; see :attr:`Estimate.least_bytes` and :attr:`Estimate.comfortable_bytes`. [bytes]"""
 
     least_bytes: Int
     comfortable_bytes: Int
 
 
 def needed(job: JobSpec, batch: Batch) -> Needed:
-    """What the job needs with another batch, whose numbers may be columns: one account for all of them. [bytes]
+    """The memory that the job needs with another batch, whose numbers may be columns (one row per layout). [bytes]
 
     >>> from zeroplan.resolve import job
     >>> one = job(model="gpt2", gpus=8, stage=3, seq_len=128)
@@ -414,7 +413,7 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
 
 
 def needed_by(account: Account, job: JobSpec) -> Needed:
-    """What a GPU with this account of the job needs. [bytes]"""
+    """The memory that a GPU with this account of the job needs. [bytes]"""
     workspaces = _workspaces(job)
     beside = total_band(outside(job.mesh, job.cluster.gpu)).expected_bytes
     moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account.moments)
@@ -426,13 +425,13 @@ def needed_by(account: Account, job: JobSpec) -> Needed:
 
 
 def _with_missed(reserved_bytes: Int, peak_bytes: Int, job: JobSpec) -> Int:
-    """What is expected to be reserved, or what the estimate may miss if that is more. [bytes]"""
+    """The expected reserved memory, raised to the peak plus the known underestimate of such jobs. [bytes]"""
     missed = missed_by(job.model, job.recipe)
     return maximum(reserved_bytes, peak_bytes * (1000 + missed) // 1000) if missed else reserved_bytes
 
 
 def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:
-    """One account where ranks are alike, else that of every pipeline rank."""
+    """One account without a pipeline, else the account of every pipeline rank."""
     if job.mesh.pp == 1:
         return (account_of(job, batch),)
     job = replace(job, model=counted_model(job.model, job.recipe))
@@ -440,10 +439,10 @@ def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:
 
 
 class _Pipeline(EngineModule, Protocol):
-    """What :mod:`zeroplan.engines.pipeline` and an engine with its own pipeline offer beside the account of the worst rank."""
+    """The further interface of :mod:`zeroplan.engines.pipeline`, and of an engine with its own pipeline."""
 
     def accounts(self, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
-        """Memory and traffic of every rank."""
+        """Return the memory and traffic of every pipeline rank."""
         ...
 
 
@@ -466,14 +465,14 @@ _FLATTENED_IN_HOST_MEMORY = (
 
 
 def counted_model(model: ModelSpec, recipe: RecipeSpec) -> ModelSpec:
-    """The model as it is counted: of a vision tower the weights alone where its activations are not modelled."""
+    """The model to be counted: the vision tower's weights only, if its activations are not modelled with this recipe."""
     if model.vision is None or not _tower_not_modelled(model.vision, recipe):
         return model
     return replace(model, vision=weights_alone(model.vision))
 
 
 def _tower_not_modelled(vision: VisionSpec, recipe: RecipeSpec) -> str:
-    """What the activations of a vision tower are not modelled with; empty where they are."""
+    """The setting with which a vision tower's activations are not modelled; empty if they are."""
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (recipe.recompute_layers is not None, "recomputation of some layers"),
@@ -492,12 +491,12 @@ def _of_the_tower(job: JobSpec) -> tuple[str, ...]:
 
 
 def account_of_job(job: JobSpec) -> Account:
-    """The engine's account, which the memory and the time of a job share within one question."""
+    """The engine's account of the job, cached within one question: both memory and step time need it."""
     return recalled(lambda: ("account", job), lambda: account_of(job, job.batch))
 
 
 def account_of(job: JobSpec, batch: Batch) -> Account:
-    """The engine's account; with DeepSpeed's own way round, where its construction alone would not fit the GPU.
+    """The engine's account. If DeepSpeed's flat copy of the weights does not fit the GPU, DeepSpeed makes it in host memory.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
     """
@@ -522,12 +521,12 @@ def flattens_on_the_gpu(recipe: RecipeSpec) -> bool:
 
 
 def flattened_through_the_host(recipe: RecipeSpec) -> RecipeSpec:
-    """The recipe as DeepSpeed carries it out where there is none."""
+    """The recipe that DeepSpeed follows if the GPU has no room for the flat copy."""
     return replace(recipe, deepspeed=replace(recipe.deepspeed, flatten_on_accelerator=False))
 
 
 def _held_logits(job: JobSpec, highest: Moment) -> tuple[str, ...]:
-    """What a loop that holds the model's output adds to a peak in or after the loss, or has added. [bytes in words]
+    """A note on the memory of a training loop that holds the model's output during the backward.
 
     accelerate 1.15 returns logits in fp32 (``Accelerator.prepare_model``, ``convert_outputs_to_fp32``; not with DeepSpeed), and
     the loops of its examples hold them. transformers 5.23's Trainer releases them, torchtitan since June 2024 (pull request 391).

@@ -20,13 +20,13 @@ from typing import NamedTuple, TypeAlias, Union
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 
 Values: TypeAlias = Mapping[str, Int]
-"""The value of every symbol; a column where it differs between layouts."""
+"""The value of every symbol: a number, or a column with one number per layout."""
 Monomial: TypeAlias = tuple[str, ...]
 """A product of symbols and of functions of them, in alphabetical order."""
 
 
 class Symbol(NamedTuple):
-    """The name of a number, as in the legend."""
+    """A symbol of the legend, such as ``T``."""
 
     text: str
 
@@ -36,7 +36,7 @@ class Symbol(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function of sizes: its text, and its value from those of the symbols."""
+    """A function of sizes, such as ``ceil``: its text, and how to compute it from the symbols' values."""
 
     text: str
     value: Callable[[Values], Int]
@@ -113,13 +113,13 @@ class Size:
         return total
 
     def has(self, symbol: "Size") -> bool:
-        """Whether a symbol is a factor anywhere in this size. It does not look into arguments of functions."""
+        """Whether a symbol is a factor of this size; arguments of functions are not searched."""
         ((name,),) = symbol.terms
         factors = (factor for term in self.terms for factor in term)
         return any(factor.has(symbol) if isinstance(factor, Size) else factor == name for factor in factors)
 
     def replacing(self, others: "Mapping[str, Size | int]") -> "Size":
-        """Return the size with other sizes instead of symbols. It does not replace symbols in arguments of functions."""
+        """Return the size with symbols replaced by other sizes; arguments of functions stay as they are."""
         return Size(tuple(tuple(part for factor in term for part in _replaced(factor, others)) for term in self.terms))
 
     def multiplied_out(self, widths: Mapping[str, int]) -> Mapping[Monomial, int]:
@@ -157,7 +157,7 @@ def _replaced(factor: Factor, others: "Mapping[str, Size | int]") -> Term:
 
 
 def _text(terms: tuple[Term, ...], *, tight: bool = False) -> str:
-    """Return the formula; ``tight``: without spaces, for brackets."""
+    """Return the formula; with ``tight`` without spaces, for use in brackets."""
     minus, plus = ("-", "+") if tight else (" - ", " + ")
     made = ""
     for term in terms:

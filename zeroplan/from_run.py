@@ -1,4 +1,4 @@
-"""Predicts other runs of a script from its saved dry run, and the error at the run's own settings."""
+"""Predicts other runs of a script from its saved dry run. How far is the prediction from the run itself?"""
 
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
@@ -16,10 +16,10 @@ from zeroplan.spec.profile import Profile, model_of
 from zeroplan.units import format_size
 
 _EXACT = 1e-4
-"""Differences below this share of the peak are given in bytes; the loss and its counts are not in a profile."""
+"""Smaller differences, as a share of the peak, are printed in bytes. A profile has no tensors of the loss, hence a remainder."""
 
 _MATTERS = 0.01
-"""Differences of other phases below this share are not mentioned."""
+"""Smaller differences of a phase, as a share of it, are not mentioned."""
 
 
 class FromRun:
@@ -34,12 +34,12 @@ class FromRun:
 
     @property
     def request(self) -> Request:
-        """The run's own settings, all of which flags may override."""
+        """The settings of the run itself; flags may override all of them."""
         settings = {one.name: getattr(self._settings, one.name) for one in fields(Settings) if one.name != "remarks"}
         return Request(model=model_of(self._profile), gpus=self._run.gpus, gpu=self._run.gpu, **settings)
 
     def overridden_by(self, flags: Request) -> Request:
-        """The run's settings with flags: another engine or stage resets stage, engine and optimizer implementation."""
+        """The run's settings overridden by flags; another engine or stage resets stage, engine and optimizer implementation."""
         run = self.request
         if flags.engine is not None and flags.engine != run.engine:
             run = replace(run, stage=None, optimizer_impl=None, replicas=None)
@@ -48,13 +48,13 @@ class FromRun:
         return run.overridden_by(flags)
 
     def to_search(self, flags: Request, searched: Collection[str]) -> Request:
-        """The run's settings with flags, without the settings that a plan decides or searches."""
+        """The run's settings overridden by flags, without the settings that the planner searches."""
         from zeroplan.planner.asking import SEARCHED  # noqa: PLC0415  only plans need it
 
         return replace(self.request, **dict.fromkeys((*SEARCHED, *searched))).overridden_by(flags)
 
     def held_against(self, run: DryRun, flags: Request) -> Comparison:
-        """The prediction for these flags compared with another run of the script, which used them."""
+        """Compare the prediction for these flags with another run of the script that used them."""
         job = resolve(self.overridden_by(flags)).job
         measured = Measurement(
             job=job, backend="simulate", tensors="fake", kernels="cuda", process_group="fake", rank=run.rank,
@@ -69,9 +69,9 @@ class FromRun:
         return self.held_against(self._run, Request())
 
     def how_sure(self, job: JobSpec) -> tuple[str, ...]:
-        """Remarks on a prediction for this job, a sentence each, beginning with the error at the run's own settings.
+        """Remarks on the accuracy of a prediction for this job, first its error at the run's own settings.
 
-        Raises SpecError for sequences that the script's model refuses.
+        Raises SpecError for sequence lengths that the script's model refuses.
         """
         too_long = self._general.too_long
         if too_long is not None and job.batch.seq_len >= too_long:
@@ -97,7 +97,7 @@ class FromRun:
         )
 
     def _phases(self) -> Iterator[str]:
-        """Phases of the run that the prediction underestimates; any may be the peak of another job."""
+        """Remarks on phases of the run that the prediction underestimates; each may be the peak of another job."""
         compared = self.own_comparison
         for phase in compared.phases:
             if -phase.difference > max(_MATTERS * phase.measured, -compared.peak.difference):
@@ -105,7 +105,7 @@ class FromRun:
                 yield f"the run's {phase.what} is {low} above this prediction; if a job peaks there, its estimate is too low"
 
     def _beyond(self, job: JobSpec) -> Iterator[str]:
-        """How the job goes beyond what was run or traced."""
+        """Remarks on settings of the job that the script neither ran nor traced."""
         recipe, batch, settings, longest = job.recipe, job.batch, self._settings, self._general.longest
         if recipe.engine != settings.engine:
             yield f"the script ran with engine {settings.engine!r}; no run confirms this prediction for {recipe.engine!r}"

@@ -1,4 +1,4 @@
-"""What is installed here beside zeroplan itself, what needs it, and what can therefore be done? Nothing is imported to find out."""
+"""Which optional packages are installed, and which commands work with them? It finds out without importing them."""
 
 import platform
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Package(NamedTuple):
-    """A package that something needs: what it is called on PyPI, how it is imported, the extra that brings it."""
+    """A dependency: its name on PyPI, its module, and the extra of zeroplan that installs it."""
 
     name: str
     module: str
@@ -38,19 +38,19 @@ _BY_MODULE = {package.module: package for package in PACKAGES}
 
 
 class Ability(NamedTuple):
-    """Something that can be done or not, and why not."""
+    """A command or feature, and why it does not work here, if it does not."""
 
     what: str
     missing: str = ""
-    """What is missing and the way out; empty where nothing is."""
+    """The missing packages and how to install them; empty if nothing is missing."""
 
     @property
     def works(self) -> bool:
-        """Whether it can be done here."""
+        """Whether it works here."""
         return not self.missing
 
 
-#: What can be done beyond estimating and planning, and the modules it asks for.
+#: Commands and features, with the modules that each needs.
 _ABILITIES = (
     (
         "estimate, plan, advise, compare, diagnose, report, plot --text, models, gpus",
@@ -68,12 +68,12 @@ _ABILITIES = (
 
 
 def installed(package: Package) -> str | None:
-    """The version that is installed; None where it is absent.
+    """The installed version; None if the package is absent.
 
     >>> installed(Package("no-such-package", "no_such_package", "")) is None
     True
     """
-    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  start-up is part of every command's time
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  keeps start-up fast
 
     if find_spec(package.module) is None:
         return None
@@ -84,7 +84,7 @@ def installed(package: Package) -> str | None:
 
 
 def not_installed(*modules: str, by: str = "") -> str:
-    """Which of these modules are not there, and how to get them; ``by`` is what needs them. Empty where all are there.
+    """Which of these modules are missing and how to install them; empty if none. ``by`` names the feature that needs them.
 
     >>> not_installed("pydantic", by="the page")
     ''
@@ -98,7 +98,7 @@ def not_installed(*modules: str, by: str = "") -> str:
 
 
 def absent(*modules: str) -> str:
-    """What is missing of these modules, or older than zeroplan asks for, and how to get it; empty where nothing is.
+    """Which of these modules are missing or too old, and how to install them; empty if none.
 
     >>> absent("pydantic")
     ''
@@ -109,8 +109,8 @@ def absent(*modules: str) -> str:
 def _install(modules: list[str], *, upgrade: bool = False) -> str:
     extras = dict.fromkeys(_BY_MODULE[module].extra for module in modules if module in _BY_MODULE)
     named = ",".join(extra for extra in extras if extra)
-    what = f'".[{named}]"' if named else "."  # quoted so that every shell takes it, cmd.exe too
-    return f"pip install {'--upgrade ' if upgrade else ''}{what} in a clone of zeroplan"  # which no package index has
+    what = f'".[{named}]"' if named else "."  # the quotes work in every shell, cmd.exe included
+    return f"pip install {'--upgrade ' if upgrade else ''}{what} in a clone of zeroplan"  # zeroplan is on no package index
 
 
 def _too_old(module: str) -> str:
@@ -122,7 +122,7 @@ def _too_old(module: str) -> str:
 
 
 def _parts(said: str) -> tuple[int, ...]:
-    """The numbers of a release, to be compared.
+    """The numbers of a version, for comparison.
 
     >>> _parts("2.13.0+cpu") > _parts("2.9.1")
     True
@@ -132,21 +132,21 @@ def _parts(said: str) -> tuple[int, ...]:
 
 @cache
 def _least() -> dict[str, str]:
-    """The oldest release of each package that zeroplan's own metadata asks for; of several extras the one that asks least."""
-    from importlib.metadata import PackageNotFoundError, requires  # noqa: PLC0415  start-up is part of every command's time
+    """The minimum version of each package by zeroplan's metadata; the lowest one if several extras name it."""
+    from importlib.metadata import PackageNotFoundError, requires  # noqa: PLC0415  keeps start-up fast
 
     try:
         asked = requires("zeroplan") or ()
-    except PackageNotFoundError:  # run from its source
+    except PackageNotFoundError:  # zeroplan runs from its source and is not installed
         return {}
     said = [(found[1], found[2]) for one in asked if (found := re.match(r"([\w.-]+)(?:\[.*?\])?>=([\d.]+)", one))]
     return dict(sorted(said, key=lambda one: _parts(one[1]), reverse=True))
 
 
 def abilities(gpus: Callable[[], str], dry_runs: Callable[[], str]) -> tuple[Ability, ...]:
-    """What works here. Both functions return why something does not, and run only where torch is installed.
+    """Every command and whether it works here.
 
-    ``gpus`` is about a real GPU, ``dry_runs`` about a process in which torch believes in one.
+    ``gpus`` and ``dry_runs`` return why real GPUs and dry runs on a fake GPU do not work; they are called if torch is installed.
     """
     found = [Ability(what, absent(*modules)) for what, modules in _ABILITIES]
     found.append(Ability("dryrun", absent("torch") or dry_runs()))

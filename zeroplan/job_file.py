@@ -1,4 +1,4 @@
-"""A job as a file: TOML or JSON, with the keys of the flags (``set`` as a list), or the complete ``job`` of an answer's JSON."""
+"""Reads a job from TOML or JSON: the flags as keys (``set`` as a list), or the complete ``job`` of an answer's JSON."""
 
 import tomllib
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from zeroplan.spec.job import JobSpec
 
 
 def read_job_file(path: Path) -> Request:
-    """Read a job file; a relative ``config`` or ``deepspeed_config`` in it is meant relative to the file.
+    """Return the request in a job file. Relative paths in it, such as ``config``, are relative to the file's folder.
 
-    Raises SpecError in one line for everything that is no job file, and says where it belongs where that is known.
+    Raises SpecError in one line for any other file; for another program's configuration it names the flag ``--from``.
     """
     try:
         return _request(path)
@@ -26,19 +26,19 @@ def read_job_file(path: Path) -> Request:
 
 
 def _belonging(path: Path) -> str:
-    """Where a file goes that is no job file."""
+    """The message for another program's configuration file; empty for any other file."""
     from zeroplan.catalog.setups.reading import is_setup  # noqa: PLC0415  only an error pays for it
 
     try:
         return f"job file {str(path)!r} is another program's set-up; give it to --from" if is_setup(path) else ""
-    except SpecError:  # what cannot be read is said by who wanted a job file
+    except SpecError:  # the caller reports unreadable files
         return ""
 
 
 def _no_file_but_a_name(path: Path) -> str:
     try:
         meant = path.suffix not in (".toml", ".json") and not path.exists()
-    except (OSError, ValueError):  # a name too long, or with a NUL
+    except (OSError, ValueError):  # the name is too long or contains a NUL
         return ""
     return "; a model is named with --model, a size with --params" if meant else ""
 
@@ -61,7 +61,7 @@ def _request(path: Path) -> Request:
 
 
 def request_of_keys(data: Mapping[str, object], *, where: str) -> Request:
-    """Read the keys of a job, ``set`` among them: ``engine.option=value`` as the flag takes it, one text or a list of them."""
+    """Return the request for the keys of a job; ``set`` is a text ``engine.option=value``, like the flag, or a list of them."""
     settings = data.get("set", [])
     said = [settings] if isinstance(settings, str) else settings
     if not isinstance(said, list) or not all(isinstance(one, str) for one in said):
@@ -76,7 +76,7 @@ def request_of_keys(data: Mapping[str, object], *, where: str) -> Request:
 
 
 def _beside(path: Path, named: str | None) -> str | None:
-    """A file that a job file names, from where the job file is."""
+    """The path of a file that a job file names; relative ones are relative to the job file's folder."""
     return named if not named or Path(named).is_absolute() else str(path.parent / named)
 
 
@@ -93,6 +93,6 @@ def _parsed(path: Path, text: str) -> object:
 
 
 def _keys_of_flags(data: Mapping[str, object]) -> dict[str, object]:
-    """Accept keys as flags write them: ``seq-len`` for ``seq_len``."""
+    """The keys with underscores; the file may also use the flags' spelling, ``seq-len``."""
     pairs = (("from_file" if key == "from" else key.replace("-", "_"), value) for key, value in data.items())
     return each_key_once(pairs, "the job file")

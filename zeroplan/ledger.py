@@ -48,7 +48,7 @@ class Kind(StrEnum):
 
 
 NOT_TOLD_APART = "not told apart"
-"""The kind of what a file counts and does not say what for."""
+"""The kind of bytes whose purpose a file does not record."""
 
 
 class Phase(StrEnum):
@@ -71,13 +71,13 @@ class Beside(StrEnum):
     LOADING = "loading"
     """From the start of the process to the first training forward: building, loading, wrapping and moving the model."""
     EVALUATION = "evaluation"
-    """Forwards of the trained model in evaluation mode, and what the script makes of their results."""
+    """Forwards of the trained model in evaluation mode, and what the script computes from their results."""
     NO_GRAD = "forward without gradients"
     """Forwards of the trained model in training mode with gradients off: scoring in reinforcement learning, a GAN's samples."""
     GENERATION = "generation"
     """``generate`` of transformers."""
     SAVING = "saving"
-    """State dicts, and writing them."""
+    """Building and writing state dicts."""
     AFTER = "after training"
     """After the script has freed its model or optimizer."""
 
@@ -97,13 +97,13 @@ class Role(StrEnum):
     OUTPUT = "output"
     """The output of a linear layer."""
     NAMED = "held by name"
-    """Held only by a variable of the model's forward until that is over."""
+    """Held only by a local variable of the model's forward, until the forward returns."""
     BATCH = "batch"
     """Token ids and positions."""
     LABELS = "labels"
     """Labels as the loss prepares them."""
     UNTIL_NEXT_STEP = "until the next step"
-    """It is alive after the optimizer's step and freed at the beginning of the next step, before any of its moments."""
+    """Alive after the optimizer's step, and freed at the start of the next step, before its first moment."""
 
 
 class Module(StrEnum):
@@ -132,23 +132,23 @@ class Module(StrEnum):
 
 
 class OffGpu(StrEnum):
-    """How a run without a GPU differs from a run with one, for a tensor."""
+    """How a tensor differs in a run without a GPU: on fake tensors, or with CPU kernels."""
 
     SAME = ""
     NO_TENSOR = "no tensor"
-    """It does not exist on fake tensors either: it is inside a CUDA kernel."""
+    """A CUDA kernel's internal memory, which does not exist on fake tensors or on a CPU."""
     NOTHING = "nothing"
-    """It does not exist where CPU kernels run."""
+    """CPU kernels do not allocate it."""
     TWICE = "twice"
-    """A second copy exists, unless a selective checkpoint keeps the kernel's output."""
+    """CPU kernels keep a second copy, unless a selective checkpoint keeps the kernel's output."""
     HALF = "half"
-    """16 bits where CUDA's autocast uses 32."""
+    """CPU kernels use 16 bits, CUDA's autocast uses 32."""
     COMPUTE_DTYPE = "compute dtype"
-    """The compute dtype where CUDA uses 32 bits."""
+    """CPU kernels use the compute dtype, CUDA uses 32 bits."""
 
 
 class Tag(NamedTuple):
-    """What code may read about a tensor beside its kind; a line's words are for people alone."""
+    """Properties of a tensor that code may read. A line's ``reason`` is text for people; code never reads it."""
 
     role: Role = Role.NONE
     module: Module = Module.NONE
@@ -162,31 +162,28 @@ PLAIN = Tag()
 
 
 class Line(NamedTuple):
-    """A number of bytes and why they are there."""
+    """A number of bytes with the reason why they are allocated, a formula and a source."""
 
     kind: Kind
     """The kind of memory."""
     n_bytes: Int
     """How many bytes."""
     reason: str
-    """What it is, in words."""
+    """What the bytes are, in words for people."""
     formula: str = ""
     """The arithmetic, in the symbols of the estimate's legend (``4·P/N``). A test evaluates it and expects ``n_bytes``."""
     source: str = ""
     """The paper and equation, or the file and symbol of the engine."""
     tag: Tag = PLAIN
-    """What code may read about it."""
+    """Properties that code may read."""
 
 
 class Band(NamedTuple):
-    """A figure that is not known to the byte: the least, the expected and the most. [bytes]"""
+    """A range for a figure that cannot be known to the byte: lowest, expected and highest value. [bytes]"""
 
     low_bytes: Int
-    """The least."""
     expected_bytes: Int
-    """The expected."""
     high_bytes: Int
-    """The most."""
 
     def plus(self, n_bytes: Int) -> "Band":
         """Return the band shifted by ``n_bytes``.
@@ -198,7 +195,7 @@ class Band(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A named moment of the training step and everything alive then."""
+    """A named point of the training step, and the lines alive at that point."""
 
     name: str
     """What happens."""
@@ -207,7 +204,7 @@ class Moment(NamedTuple):
     lines: tuple[Line, ...]
     """Everything that is alive."""
     of_forward: bool = False
-    """It belongs to the forward. Code needs to know this of the loss's moments."""
+    """Whether it belongs to the forward pass. Moments of the loss may belong to either pass."""
 
     @property
     def total_bytes(self) -> Int:
@@ -269,7 +266,7 @@ class Collective(NamedTuple):
     among: Among = Among.SHARDS
     """Which ranks are in it, for code; ``what`` is for people."""
     is_root: bool = False
-    """It belongs to what is outside the blocks. Nothing computes beside these collectives."""
+    """Whether it transfers parameters or gradients outside the blocks. No computation overlaps these collectives."""
 
     @property
     def payload_bytes(self) -> Int:

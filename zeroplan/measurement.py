@@ -1,6 +1,6 @@
-"""The record of a run of a real engine. Estimates and measurements share only this data, and reading it needs no torch.
+"""The record of a run of a real engine, as data; reading it needs no torch. ``comparison.py`` compares it with an estimate.
 
-A record is one JSON object; within a schema version keys are added, never renamed or removed.
+A record is one JSON object. Within a schema version keys are added, never renamed or removed.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ SETTINGS: tuple[AllocatorSettings, ...] = ("default", "expandable_segments")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment(Spec):
-    """Where and when it ran (UTC, ``2026-11-20``): package versions, and the machine in words."""
+    """The machine and package versions of a run, and its date (UTC, ``2026-11-20``)."""
 
     python: str
     platform: str
@@ -48,7 +48,7 @@ class BlocksMeasured(Spec):
 
     @classmethod
     def highest(cls, several: Iterable["BlocksMeasured"]) -> "BlocksMeasured":
-        """The highest of each count, and all seconds together; zeros for none."""
+        """Return the maximum of each count and the sum of the seconds; zeros for an empty input."""
         found = list(several)
         names = ("allocated_bytes", "requested_bytes", "active_bytes", "reserved_bytes")
         counts = {name: max((getattr(one, name) for one in found), default=0) for name in names}

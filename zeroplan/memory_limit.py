@@ -1,4 +1,4 @@
-"""A ceiling on what this process may take while it reads what a stranger wrote."""
+"""Limits this process's memory while it reads an untrusted file."""
 
 import sys
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from pathlib import Path
 
 @contextmanager
 def no_more_memory_than(n_bytes: int) -> Iterator[None]:
-    """Let the process grow by so much and no further: a small file can ask for gigabytes of places to remember things.
+    """Let the process allocate at most this much more, since a small malicious file can make its reader allocate gigabytes.
 
-    Past it Python raises MemoryError. Where the system sets no such limit, nothing is done.
+    Beyond the limit Python raises MemoryError. Systems other than Linux get no limit.
     """
     if sys.platform != "linux":
         yield
         return
-    import resource  # noqa: PLC0415  not everywhere
+    import resource  # noqa: PLC0415  absent on Windows
 
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])

@@ -150,13 +150,13 @@ def for_each_value(function: Callable[[int], int], values: Int) -> Int:
 
 
 class Distinct(NamedTuple):
-    """The distinct elements of a column, and where each element of the column is among them; of a number, that number."""
+    """The distinct elements of a column, and the index of each element among them. A plain number is its only element."""
 
     values: tuple[int, ...]
     positions: "NDArray[np.intp] | None" = None
 
     def each(self, function: Callable[[int], Sequence[float]]) -> tuple[Float, ...]:
-        """Return a function's several results for each distinct value: numbers for a number, else columns of distinct values."""
+        """Return the several results of a function, each as a column with one entry per distinct value; numbers for a number."""
         if self.positions is None:
             return tuple(function(self.values[0]))
         import numpy as np  # noqa: PLC0415  keeps start-up fast
@@ -164,11 +164,11 @@ class Distinct(NamedTuple):
         return tuple(np.array(each) for each in zip(*map(function, self.values), strict=True))
 
     def spread(self, of_distinct: Float) -> Float:
-        """Return one value for every element of the column, from one for each distinct value."""
+        """Expand a column with one entry per distinct value to one entry per element of the original column."""
         return of_distinct if self.positions is None or isinstance(of_distinct, float) else of_distinct[self.positions]
 
 
-#: Up to here a table of all numbers is smaller than sorting a column is slow.
+#: Below this maximum, `bincount` finds the distinct values faster than sorting, and its table stays small.
 _SMALL = 1 << 16
 
 

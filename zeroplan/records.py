@@ -12,12 +12,12 @@ RESULTS = ".jsonl"
 
 
 def is_results(path: Path) -> bool:
-    """Whether a path names a matrix's results; any other file is one record."""
+    """Whether the path is a file of matrix results; any other file contains one record."""
     return path.suffix == RESULTS
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a path: a folder's records and matrix results by name, or the file itself."""
+    """The record and result files in a folder, sorted by name; a file is returned as it is."""
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.iterdir() if file.suffix in (".json", RESULTS) and not file.name.startswith("."))
@@ -30,7 +30,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def record_paths(path: Path) -> list[Path]:
-    """The files of single records of a path."""
+    """The files of a path that contain a single record."""
     return [file for file in files_of(path) if not is_results(file)]
 
 

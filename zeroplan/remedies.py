@@ -1,8 +1,7 @@
-"""What are the nearest changes that would make a job fit its GPU?
+"""Which small changes would make a job fit its GPU?
 
-Each candidate is one change a person would try, in the order of what it costs them; each is estimated in full. Where no
-single change is enough, changes are added in the same order until the job fits. Then each one that is not needed, or needed
-only in a milder form, is removed or weakened.
+Each candidate is one change that a person would try, the cheapest first, with a full estimate. If no single change is enough,
+changes are combined in that order until the job fits. Then each change is removed or weakened if the job still fits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,23 +24,23 @@ class Remedy(NamedTuple):
     """A change (or several together) after which the job fits."""
 
     change: str
-    """For a reader: ``recompute everything``."""
+    """In words: ``recompute every block``."""
     flags: str
-    """For the command line: ``--recompute full``."""
+    """As flags: ``--recompute full``."""
     needed_bytes: int
-    """Allocated peak and what is outside the allocator, after the change."""
+    """The allocated peak plus memory outside the allocator, after the change."""
     room_bytes: int
     is_tight: bool = False
-    """It then fits if the allocator's cache stays small."""
+    """Whether the job then fits only if the allocator's cache stays small."""
 
     @property
     def how(self) -> str:
-        """How it then fits, where not comfortably: words to follow what it needs, with their comma."""
+        """``", tightly"`` for a tight fit, else empty; messages append it to the needed bytes."""
         return ", tightly" * self.is_tight
 
 
 class _Needs(NamedTuple):
-    """What a job needs of its GPU, and what is left; whether it fits, and its servers have the host memory. [bytes]"""
+    """The memory that a job needs and leaves on its GPU. ``fits`` includes host memory per server. [bytes]"""
 
     fits: bool
     least_bytes: int
@@ -50,11 +49,11 @@ class _Needs(NamedTuple):
 
 
 MOST_HOST_BYTES = 2 * TIB
-"""Host memory of a server beyond which offload is no suggestion: what NVIDIA's DGX H100 has (datasheet, 2023). [bytes]"""
+"""The most host memory per server that an offload suggestion may need: an NVIDIA DGX H100's (datasheet, 2023). [bytes]"""
 
 
 class _Candidate(NamedTuple):
-    """One change: in words, as flags, and done to a job."""
+    """One change: in words, as flags, and as a function from a job to the changed job."""
 
     change: str
     flags: str
@@ -65,10 +64,10 @@ _Kind: TypeAlias = Callable[[JobSpec], Iterator[_Candidate]]
 
 
 def remedies(short: Estimate, *, most: int = 5) -> tuple[Remedy, ...]:
-    """Return up to ``most`` changes that make the job fit, the mildest of each kind; empty where it fits or no GPU is named.
+    """Return up to ``most`` changes that make the job fit, the mildest of each kind; empty if it fits or names no GPU.
 
-    Where no change alone is enough that leaves the GPUs and the training as they are, combinations come first: one on the GPUs that
-    are there, and one that may take more. Leaves out changes of the model and of the GPU.
+    If no single change is enough that keeps the GPUs and the training, combinations come first: one on the same number of GPUs,
+    and one that may add GPUs. Changes of the model and of the type of GPU are left out.
     """
     if short.fits is not False:
         return ()
@@ -82,31 +81,31 @@ def remedies(short: Estimate, *, most: int = 5) -> tuple[Remedy, ...]:
 
 
 class Change(NamedTuple):
-    """One change of a job, whether or not it is enough: in words, as flags, and what the job is after it."""
+    """One change of a job, in words and as flags, and the changed job, which need not fit."""
 
     change: str
     flags: str
     job: JobSpec
     kind: str
-    """``recompute``, ``more_gpus``: what is changed, more or less of it."""
+    """The kind of change, such as ``recompute`` or ``more_gpus``."""
 
 
 def single_changes(job: JobSpec) -> Iterator[Change]:
-    """Every single change that a person would try and some engine takes, the mildest of each kind first."""
+    """Yield every single change that a person would try, the mildest of each kind first."""
     for one in _free_changes(job.recipe):
         yield Change(one.change, one.flags, one.applied_to(job), one.flags)
     for kind in _KINDS:
         for one in kind(job) if kind is not _lighter_step else ():
             try:
                 yield Change(one.change, one.flags, one.applied_to(job), kind.__name__.strip("_"))
-            except SpecError:  # what the engine does not offer
+            except SpecError:  # the engine does not support it
                 continue
 
 
 def _mildest(job: JobSpec, kind: _Kind) -> Remedy | None:
-    """The mildest change of a kind that is enough. Where the strongest is known not to be, none is.
+    """The mildest change of a kind that makes the job fit; None if the strongest does not.
 
-    Except for experts under FSDP2, which fills their first dimension up to its ranks: more GPUs may take more memory.
+    For experts under FSDP2 the strongest says nothing: FSDP2 pads their dim 0 to its ranks, so more GPUs may need more memory.
     """
     options = tuple(kind(job))
     fills_up = job.recipe.engine == "fsdp2" and job.model.moe is not None
@@ -116,7 +115,7 @@ def _mildest(job: JobSpec, kind: _Kind) -> Remedy | None:
 
 
 def _needs_after(job: JobSpec, changes: Sequence[_Candidate]) -> _Needs | None:
-    """What the job needs after the changes; None for a size that no job can have, and for what the engine does not offer."""
+    """What the job needs after the changes; None if the changed job is invalid or the engine does not support it."""
     try:
         return _needs_of(_all_applied(job, changes))
     except SpecError:
@@ -124,7 +123,7 @@ def _needs_after(job: JobSpec, changes: Sequence[_Candidate]) -> _Needs | None:
 
 
 def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
-    """The changes as a remedy, if the job fits after them."""
+    """The changes as a remedy; None if the job does not fit after them."""
     needs = _needs_after(job, changes)
     if needs is None or not needs.fits:
         return None
@@ -138,7 +137,7 @@ def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
 
 
 def _flags_of(changes: Sequence[_Candidate]) -> str:
-    """The flags of several changes; of a flag that two of them set, the later value."""
+    """The flags of several changes; for a flag that two changes set, the later value."""
     said = " ".join(one.flags for one in changes).removeprefix("--").split(" --")
     last = {flag if flag.startswith("set ") else flag.partition(" ")[0]: flag for flag in said}
     return " ".join(f"--{flag}" for flag in last.values())
@@ -146,7 +145,7 @@ def _flags_of(changes: Sequence[_Candidate]) -> str:
 
 @lru_cache(maxsize=256)
 def _needs_of(job: JobSpec) -> _Needs | None:
-    """What a job needs; None where the engine does not offer it. A combination asks for the same job more than once."""
+    """What a job needs; None if the engine does not support it. Cached, since combinations try the same job repeatedly."""
     try:
         answer = estimate(job)
     except SpecError:
@@ -157,13 +156,13 @@ def _needs_of(job: JobSpec) -> _Needs | None:
 
 
 def _can_free_enough(answer: Estimate) -> bool:
-    """Whether the peak fits with what the allocator could not free in similar jobs; a replay of each change would take seconds."""
+    """Whether the peak fits beside the cache that the allocator could not free in similar jobs; faster than a replay."""
     room = answer.allocator_room_bytes
     return room is None or int(answer.under_pressure()[1]) <= room
 
 
 def _combined(job: JobSpec, kinds: Sequence[_Kind]) -> Remedy | None:
-    """Heap up the strongest change of every kind until the job fits; then take back what is not needed, dearest first."""
+    """Combine the strongest change of every kind until the job fits; then weaken or remove changes, the costliest first."""
     heap: list[tuple[_Candidate, ...]] = []
     current = job
     for kind in kinds:
@@ -178,7 +177,7 @@ def _combined(job: JobSpec, kinds: Sequence[_Kind]) -> Remedy | None:
 
 
 def _up_to_the_strongest(job: JobSpec, kind: _Kind) -> tuple[_Candidate, ...]:
-    """The changes of a kind from the mildest to the strongest that some engine offers for this job; empty if it offers none."""
+    """The changes of a kind, from the mildest to the strongest that the engine supports for this job; empty if none is."""
     options = tuple(kind(job))
     for count in range(len(options), 0, -1):
         try:
@@ -194,7 +193,7 @@ def _taken_back(job: JobSpec, heap: Sequence[tuple[_Candidate, ...]]) -> list[_C
     chosen: list[tuple[_Candidate, ...]] = [options[-1:] for options in heap]
     for position in reversed(range(len(heap))):
         before, after = _joined(chosen[:position]), _joined(chosen[position + 1 :])
-        milder = ((), *((one,) for one in heap[position]))  # the last of which is what was heaped up, and fits
+        milder = ((), *((one,) for one in heap[position]))  # the last one is the current choice, which fits
         chosen[position] = next(one for one in milder if _tried(job, [*before, *one, *after]))
     return _joined(chosen)
 
@@ -212,7 +211,7 @@ def _with_batch(change: str, flags: str, **fields: int) -> _Candidate:
 
 
 def _lighter_step(job: JobSpec) -> Iterator[_Candidate]:
-    """What costs nothing but a flag, each once, then all of them."""
+    """Yield each change that costs nothing, then all of them together."""
     each = list(_free_changes(job.recipe))
     yield from each
     if len(each) > 1:
@@ -243,7 +242,7 @@ def _free_changes(recipe: RecipeSpec) -> Iterator[_Candidate]:
 
 
 def _lighter_loss(job: JobSpec) -> Iterator[_Candidate]:
-    """Logits are never whole; not where the fused kernel would read a head that DeepSpeed has cut up."""
+    """Fuse head and loss, so that logits are never whole; not with stage 3 of DeepSpeed, whose head is sharded."""
     recipe = job.recipe
     if recipe.loss == "full" and not (recipe.engine == "deepspeed" and recipe.zero_stage == 3):
         change = "fuse the head and the loss (Liger's kernel)"
@@ -270,7 +269,7 @@ def _offloaded_activations(job: JobSpec) -> Iterator[_Candidate]:
 
 
 def _offloaded_states(job: JobSpec) -> Iterator[_Candidate]:
-    """States to host memory, as far as the engine takes them."""
+    """Offload states to host memory, as far as the engine supports it."""
     recipe = job.recipe
     both = "--offload-optimizer cpu --offload-param cpu"
     if recipe.engine == "fsdp2" and not recipe.fsdp2.cpu_offload:
@@ -298,17 +297,17 @@ def _at_stage(recipe: RecipeSpec, stage: Stage) -> _Candidate:
     engine = engine_at(stage, recipe.engine)
     other = "" if engine == recipe.engine else f", which takes {engine} instead of {recipe.engine}"
     flags = f"--stage {stage} --engine {engine}"
-    reentrant = recipe.reentrant if engine == "ddp" else None  # counted with DDP alone
+    reentrant = recipe.reentrant if engine == "ddp" else None  # modelled for DDP only
     return _with_recipe(f"shard more: ZeRO stage {stage}{other}", flags, zero_stage=stage, engine=engine, reentrant=reentrant)
 
 
 def _arranged(job: JobSpec, *, gpus: int, replicas: int) -> JobSpec:
-    """The job on this many GPUs, a multiple of what it has, in this many replicas, a factor of those it has."""
+    """The job on this many GPUs (a multiple of its own) with this many replicas (a divisor of its own)."""
     return replace(job, mesh=replace(job.mesh, dp_replicate=replicas, dp_shard=gpus // (replicas * job.mesh.model_ranks)))
 
 
 def _fewer_replicas(job: JobSpec) -> Iterator[_Candidate]:
-    """Shard over the ranks that now hold replicas."""
+    """Shard over ranks that now hold replicas."""
     replicas = job.mesh.dp_replicate
     while job.recipe.zero_stage > 0 and replicas > 1:
         replicas //= _smallest_factor(replicas)
@@ -321,7 +320,7 @@ def _in_replicas(replicas: int) -> _Candidate:
 
 
 def _even_shards(job: JobSpec) -> Iterator[_Candidate]:
-    """FSDP2 cuts a tensor along its first dimension, so experts that the ranks do not divide leave some ranks with more."""
+    """Use DeepSpeed where FSDP2 shards experts unevenly: it shards dim 0, and the ranks do not divide the number of experts."""
     moe = job.model.moe
     if job.recipe.engine == "fsdp2" and moe is not None and moe.num_experts % job.mesh.dp_shard and job.mesh.dp_replicate == 1:
         change = f"shard evenly, which FSDP2 cannot with {moe.num_experts} experts on so many ranks"
@@ -339,7 +338,7 @@ def _fewer_sequences(job: JobSpec) -> Iterator[_Candidate]:
 
 
 def _smallest_factor(number: int) -> int:
-    """The smallest prime factor, or the number itself where that is beyond a thousand."""
+    """The smallest prime factor; the number itself if that factor is above 1,000."""
     return next((factor for factor in range(2, 1000) if number % factor == 0), number)
 
 
@@ -351,7 +350,7 @@ def _shorter_sequences(job: JobSpec) -> Iterator[_Candidate]:
 
 
 def _more_gpus(job: JobSpec) -> Iterator[_Candidate]:
-    """More ranks to shard over; where one rank holds everything so far, at stage 3 too."""
+    """Double the GPUs; if one rank holds everything, also at stage 3."""
     recipe, world = job.recipe, job.mesh.world_size
     doubled = [gpus for doublings in range(1, 13) if (gpus := world << doublings) <= MOST_GPUS]
     if recipe.zero_stage > 0:
@@ -379,7 +378,7 @@ def _smaller_state(job: JobSpec) -> Iterator[_Candidate]:
 
 
 def _weights_in_four_bits(job: JobSpec) -> Iterator[_Candidate]:
-    """Frozen weights beside adapters, as QLoRA has them (Dettmers et al., arXiv 2305.14314, section 3)."""
+    """Quantise the frozen weights beside adapters, as QLoRA does (Dettmers et al., arXiv 2305.14314, section 3)."""
     adapter = job.model.adapter
     if adapter is not None and adapter.quantize == "none":
         choices: tuple[tuple[Quantize, str], ...] = (("nf4", ""), ("nf4-double", ", and their scales in 8"))
@@ -394,20 +393,20 @@ def _quantised(change: str, adapter: AdapterSpec) -> _Candidate:
     return _Candidate(change, flags, lambda job: replace(job, model=replace(job.model, adapter=adapter)))
 
 
-#: From what costs nothing to what changes the training or the bill.
+#: From changes that cost nothing to those that change the training or the bill.
 _KINDS: tuple[_Kind, ...] = (
     _lighter_step, _lighter_loss, _recompute, _higher_stage, _fewer_replicas, _even_shards, _offloaded_activations,
     _fewer_sequences, _weights_in_four_bits, _offloaded_states, _shorter_sequences, _more_gpus, _smaller_state,
 )  # fmt: skip
-#: What is slow, takes other GPUs, or trains another way.
+#: Changes that are slow, need more GPUs, or change the training.
 _DEAR: frozenset[_Kind] = frozenset((_weights_in_four_bits, _offloaded_states, _shorter_sequences, _more_gpus, _smaller_state))
-#: In this order they are heaped up: sharding is free on the GPUs there are, shorter sequences train another model. With more
-#: GPUs experts may cease to divide, so that is asked again.
+#: The order of combining: sharding is free on the same GPUs, shorter sequences change the training. `_even_shards` comes twice,
+#: since more GPUs may no longer divide the experts.
 _HEAPED: tuple[_Kind, ...] = (
     _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards, _more_gpus,
     _even_shards, _shorter_sequences,
 )  # fmt: skip
-#: The same without more GPUs and without shorter sequences: offload is slow, and is taken back first where it is not needed.
+#: The same without more GPUs or shorter sequences. Offload is slow: it comes last, so it is the first to be removed.
 _ON_THESE_GPUS: tuple[_Kind, ...] = (
     _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards,
     _weights_in_four_bits, _offloaded_states, _offloaded_activations,

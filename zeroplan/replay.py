@@ -1,8 +1,8 @@
-"""Replays a predicted step through the model of CUDA's caching allocator: how much is reserved, and how much of that is unusable.
+"""How much memory does the caching allocator reserve in a predicted step, and how much of that is unusable?
 
-The engines' programs say every request in order (:mod:`zeroplan.engines.requests`). cuBLAS takes a workspace at the first product
-of matrices of the forward's thread and of autograd's: when it is called, and so after the product's output. Recorded runs on fake
-tensors are replayed with it before the output.
+The engines' programs write every request in order (:mod:`zeroplan.engines.requests`), and this file replays them through
+:mod:`zeroplan.allocator`. cuBLAS requests a workspace in the first matrix product of the forward's thread and of autograd's,
+after the product's output. Recorded runs on fake tensors are replayed with the workspace before the output.
 """
 
 from collections.abc import Iterable
@@ -21,34 +21,34 @@ from zeroplan.script_trace import Blocks, CollectiveRecorded, SpanRecorded, Trac
 from zeroplan.spec.job import JobSpec
 
 _THREADS = 2
-"""The forward pass runs in one thread, autograd in another, and each has a handle of cuBLAS with a workspace."""
+"""The forward runs in one thread and autograd in another; each has its own cuBLAS handle with a workspace."""
 
 
 class Replayed(NamedTuple):
-    """What the allocator shows after the steps, with some settings, on a card that never runs out. [bytes]"""
+    """The allocator's counters after the steps, on a GPU with unlimited memory. [bytes]"""
 
     allocated_bytes: int
     """``max_memory_allocated`` of the last step."""
     reserved_bytes: int
-    """``max_memory_reserved`` of all."""
+    """``max_memory_reserved`` of all steps."""
     unusable_bytes: int
-    """Memory that was free when the allocator last took more from the card, in blocks too small or for another stream."""
+    """Cached memory that was free when the allocator last reserved more, in blocks that were too small or on another stream."""
 
 
 class OnCard(NamedTuple):
-    """The result of the steps on a card that has so much for the allocator."""
+    """The result of the steps with limited memory for the allocator."""
 
     fits: bool
     retries: int
-    """How often cached blocks went back to the driver to make room (``num_alloc_retries``)."""
+    """How often the allocator freed its cache and retried (``num_alloc_retries``)."""
     phase: Phase | None
-    """Where it ran out of memory, if it did."""
+    """The phase in which it ran out of memory; None if it did not."""
     free_bytes: int
-    """Memory that was reserved but not in use then, and that the request could not use."""
+    """Reserved memory that was free when it ran out, and that the failed request could not use. [bytes]"""
 
 
 class Full(NamedTuple):
-    """A request that the allocator cannot meet: its place among the log's deeds, and what it had then. [bytes]"""
+    """The request at which the GPU is full: its index in the log's ``deeds``, and the allocator's counters then. [bytes]"""
 
     at: int
     allocated_bytes: int
@@ -56,18 +56,18 @@ class Full(NamedTuple):
 
 
 class StepReplay:
-    """The first steps of a job, and what the allocator makes of them.
+    """The first steps of a job, replayed through the allocator's model.
 
-    The GPU is as far behind the program as the engine lets it be, or is said to keep up (``keeps_up``): what another stream uses is
-    then free as soon as it is released.
+    By default the GPU lags behind the program as far as the engine lets it. With ``keeps_up`` it does not lag: a block that another
+    stream uses is free as soon as it is released.
     """
 
     def __init__(
         self, job: JobSpec, *, pipeline_rank: int | None = None, starts: Starts = "loaded", keeps_up: bool = False
     ) -> None:  # fmt: skip
-        """Write the steps out, of a pipeline those of the fullest rank or of another. Raises SpecError where they are not known.
+        """Write the job's requests. Raises SpecError if zeroplan does not know them.
 
-        ``starts`` says where the weights are before the engine takes them.
+        ``pipeline_rank`` defaults to the rank with the highest peak. ``starts``: where the weights are before wrapping.
         """
         self.job, self.keeps_up = job, keeps_up
         self.log = requests_of(job, pipeline_rank=pipeline_rank, starts=starts)
@@ -76,7 +76,7 @@ class StepReplay:
         self._cards: dict[tuple[int, AllocatorSettings], OnCard] = {}
 
     def replayed(self, settings: AllocatorSettings = "default") -> Replayed:
-        """What the allocator shows in the end.
+        """The allocator's counters at the end.
 
         >>> from zeroplan import job
         >>> shown = StepReplay(job(model="gpt2", gpus=8, stage=3, seq_len=128)).replayed()
@@ -88,19 +88,19 @@ class StepReplay:
         return self._done[settings]
 
     def _least_bytes(self, settings: AllocatorSettings) -> int:
-        """What is reserved if the GPU keeps up."""
+        """The reserved bytes if the GPU keeps up with the program."""
         if not self.log.marked or self.keeps_up:
             return self.replayed(settings).reserved_bytes
         return min(self.replayed(settings).reserved_bytes, self._play(_endless(settings), keeps_up=True).reserved_bytes)
 
     def band(self, settings: AllocatorSettings = "default") -> Band:
-        """What is reserved, with how far off replays of an engine's steps were where its code ran. [bytes]"""
+        """The reserved bytes, with the errors of such replays against runs of the engine's own code. [bytes]"""
         reserved, (low, high) = self.replayed(settings).reserved_bytes, off_by(self.job.recipe, settings)
         least = max(self._least_bytes(settings) * low // 1000, self.replayed(settings).allocated_bytes)
         return Band(min(least, reserved), reserved, reserved * high // 1000)
 
     def on_card(self, room_bytes: int, settings: AllocatorSettings = "default") -> OnCard:
-        """The result of it where the allocator may take so much."""
+        """The result of the steps if the allocator may reserve at most ``room_bytes``."""
         key = room_bytes, settings
         if key not in self._cards:
             self._cards[key] = self._outcome(*key)
@@ -116,12 +116,12 @@ class StepReplay:
         return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=card.reserved_bytes - card.allocated_bytes)
 
     def full_at(self, room_bytes: int, settings: AllocatorSettings = "default") -> "Full | None":
-        """Return where the allocator runs out, where it may take so much; None where it does not."""
+        """Return the request at which an allocator with ``room_bytes`` runs out of memory; None if it does not."""
         card, full_at = self._on_card(room_bytes, settings)
         return None if full_at is None else Full(full_at, card.allocated_bytes, card.reserved_bytes)
 
     def _on_card(self, room_bytes: int, settings: AllocatorSettings) -> tuple[CachingAllocator, int | None]:
-        """An allocator that may take so much, after the steps, and the deed at which it ran out."""
+        """An allocator with ``room_bytes`` after the steps, and the index of the deed at which it ran out of memory, if it did."""
         card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
         try:
             self._play(card, keeps_up=self.keeps_up)
@@ -134,7 +134,7 @@ class StepReplay:
         return frozenset(self.log.products.values())
 
     def _play(self, card: CachingAllocator, *, keeps_up: bool) -> Replayed:
-        """The card at the end of the replay; raises _FullAtError if it runs out of memory."""
+        """Replay the steps on this allocator and return its counters; raises _FullAtError if it runs out of memory."""
         requests, chunks = self.log.requests, dict[int, Chunk]()
         marked = frozenset[int]() if keeps_up else self.log.marked
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
@@ -161,12 +161,12 @@ class StepReplay:
 
 
 def _endless(settings: AllocatorSettings) -> CachingAllocator:
-    """An allocator on a card that never runs out."""
+    """An allocator with unlimited memory."""
     return CachingAllocator(expandable_segments=settings == "expandable_segments")
 
 
 class _FullAtError(Exception):
-    """The card was full at a deed of the log, which is counted from 0."""
+    """The GPU is full at this index of the log's deeds."""
 
     def __init__(self, at: int) -> None:
         super().__init__(at)
@@ -177,7 +177,7 @@ _MODULES = {-1: "embedding", ENDING: "final norm, head and loss"}
 
 
 def trace_of(log: Log) -> Trace:
-    """The requests as a dry run records them, for everything that reads those. One deed is one moment."""
+    """The requests in the format of a dry run's trace, so that its readers work on a predicted step. One deed is one moment."""
     born, died, span_of = [0] * len(log.requests), [len(log.deeds) + 1] * len(log.requests), [0] * len(log.requests)
     span = -1
     for moment, deed in enumerate(log.deeds, 1):
@@ -216,7 +216,7 @@ def _named(one: Request) -> tuple[str, str, str]:
 
 
 def module_of(layer: int) -> str:
-    """Return the name of a layer's module."""
+    """Return the module's name for a layer's index."""
     return _MODULES.get(layer) or f"layers.{layer}"
 
 

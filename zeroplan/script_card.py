@@ -1,4 +1,4 @@
-"""The result of a script on real GPUs, rank by rank, as data. Reading it needs no torch."""
+"""The memory that a script used on real GPUs, rank by rank, as data. Reading it needs no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -16,9 +16,9 @@ EndedOnCard = Literal["steps taken", "script ended", "out of memory"]
 class RankOnCard(Spec):
     """One rank on a GPU of its own: the peaks of every phase as CUDA's allocator counted them. [bytes]
 
-    ``alone``: the process group sent nothing, and other ranks were assumed to do what this rank did. A phase's ``peak_bytes``
-    is ``torch.cuda.max_memory_allocated``, its ``blocks`` are the allocator's other counts. ``said`` is torch's message when
-    the GPU ran out of memory. Kinds and modules are unknown here.
+    ``alone``: the process group sent nothing, and the other ranks were assumed to do the same as this rank. A phase's
+    ``peak_bytes`` is ``torch.cuda.max_memory_allocated``, its ``blocks`` are the allocator's other counters. ``said`` is torch's
+    message when the GPU ran out of memory. Kinds and modules are unknown here.
     """
 
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION

@@ -1,4 +1,4 @@
-"""What other runs can use of a script's run, as data: its settings, and a profile of its model."""
+"""The settings of a script's run and a profile of its model, as data; ``from_run.py`` predicts other runs from them."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The result of a script as one rank of N, as data. Reading it needs no torch."""
+"""The result of a dry run: a script that ran as one rank of N, as data. Reading it needs no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -64,7 +64,7 @@ class OperatorsOfStep(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeUp(Spec):
-    """An assumed value that no fake tensor has: what was read, the value, the line, and how often."""
+    """A value that the script read from a fake tensor and the dry run made up: what was read, the value, the line, how often."""
 
     read: str
     said: str
@@ -74,7 +74,7 @@ class MadeUp(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoodIn(Spec):
-    """Replaced library code that needs a GPU: what it was, its replacement, and how often the script used it."""
+    """Library code that needs a GPU and was replaced: its name, the replacement, and how often the script used it."""
 
     what: str
     by: str

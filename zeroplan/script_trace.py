@@ -1,4 +1,4 @@
-"""Every block of memory that a script requested as one rank of N, as data. Reading it needs no torch."""
+"""The trace of a dry run: every block of memory that a script requested as one rank of N, as data. Reading it needs no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -65,7 +65,7 @@ class CollectiveRecorded(Spec):
     n_bytes: CountOrZero
     moment: CountOrZero
     among: str = ""
-    """Which ranks of the mesh these are, as ``Among`` has it; a script's run does not say."""
+    """Which ranks of the mesh take part, a value of ``Among``; empty for a script's run, where it is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""An engine's own option as text, ``engine.option=value``: of the flag ``--set``, and of the page."""
+"""Parses an engine's own option, ``engine.option=value``, for the flag ``--set`` and for the page."""
 
 from dataclasses import fields, replace
 
@@ -14,11 +14,11 @@ _GROUPS = {
     "deepspeed": DeepSpeedOptions,
     "megatron": MegatronOptions,
 }
-_NAMES = ("torch",)  # a release is no number, though it looks like one
+_NAMES = ("torch",)  # a release such as 2.15 stays text
 
 
 def with_setting(request: Request, setting: str) -> Request:
-    """Apply ``engine.option=value``; raises SpecError where it is none, or the engine has no such option."""
+    """Return the request with ``engine.option=value`` applied; raises SpecError for another form or an unknown option."""
     key, equals, text = setting.partition("=")
     group, dot, option = key.partition(".")
     kind = _GROUPS.get(group)

@@ -1,8 +1,8 @@
-"""Where sequences differ in length: how high is a step's peak, in how many steps does memory run out, and what would help?
+"""If sequences differ in length: how high is a step's peak, in how many steps does memory run out, and what would help?
 
-A step's peak is the highest over its ranks and micro-batches. The estimator says what a micro-batch takes; this module says how
-many steps have one as long. The longest of a step's sequences has an exact distribution over all orders of the data. For sums of
-sequences, orders are drawn with a fixed seed; of few sequences every order is tried.
+A step's peak is the highest over its ranks and micro-batches. The estimator gives the memory of a micro-batch; this module gives
+the share of steps whose longest micro-batch has a given length. For the longest sequence of a step that distribution is exact
+over all orders of the data. For sums of sequences, orders are drawn with a fixed seed, or all are tried if there are few.
 """
 
 import math
@@ -22,47 +22,47 @@ from zeroplan.spec.job import JobSpec
 
 Shares: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
-#: Orders that are drawn at the most, and sequences of all of them together; of those under a budget.
+#: The most orders to draw, the most sequences in all orders together, and the same under a token budget.
 _ORDERS, _DRAWN, _BUDGETED = 199, 2_000_000, 5_000
 _MOST_SHAPES: Final = 1024
 _STEP_OF_A_CAP, _STEP_OF_A_BUDGET = 64, 1024
-#: A cut leaves so many sequences whole. Where all steps fit, it is shown if it is clearly shorter than the longest sequence.
+#: The share of sequences that a suggested cut leaves whole. If all steps fit, a cut is suggested only below 0.9 of the longest.
 _WHOLE, _WORTH_IT = 0.99, 0.9
 #: Shares are sums of floats.
 _SLACK: Final = 1e-9
 
 
 class Peaks(NamedTuple):
-    """One way of batching, and what its steps take. Peaks are what is allocated. [bytes]"""
+    """One way of batching, and the allocated peaks of its steps. [bytes]"""
 
-    flags: str  # what to add to the job for it; empty: as asked
+    flags: str  # flags to add to the job for it; empty for the job's own batching
     batching: Batching
     median_bytes: int
     of_90_in_100_bytes: int
     of_99_in_100_bytes: int
-    highest_bytes: int  # of any order, drawn or not
+    highest_bytes: int  # over all orders, drawn or not
     longest: int  # tokens of the longest micro-batch: of each of its sequences if they are padded, else of all
     runs_out: float | None  # share of the steps that need more than the GPU has; None without a GPU
-    fits: bool | None  # whether the longest micro-batch fits: one that no drawn order has may not
+    fits: bool | None  # whether the longest possible micro-batch fits, also if no drawn order has it
     dropped: float  # share of the tokens that are cut off
     padding: float  # share of a micro-batch's tokens that only pad
     steps: int  # of an epoch
-    exact: bool  # over all orders of the data, rather than over those that were drawn
+    exact: bool  # over all orders of the data, not a sample
 
 
 class Lengths(NamedTuple):
-    """What lengths do to the steps of a run: as asked, and batched in other ways."""
+    """The peaks of a run's steps, with the job's own batching and with others."""
 
     varying: Varying
     own: Peaks
     others: tuple[Peaks, ...]
-    needs_flash: bool  # some of the others need FlashAttention, which the job does not have
+    needs_flash: bool  # whether one of the others needs FlashAttention, which the job does not use
 
 
 def step_peaks(answer: Estimate, varying: Varying) -> Lengths:
     """Return the steps' peaks with the job's own batching, with a shorter cut, padded, joined, packed and under a budget.
 
-    What the job's engine or model does not take is left out. Raises SpecError if its own longest sequences are not modelled.
+    Ways that the job's engine or model does not support are left out. Raises SpecError if the job's own batching is not modelled.
     """
     own = _priced(answer, varying, "", varying.batching)
     others = tuple(_others(answer, varying, own))
@@ -84,12 +84,12 @@ def _others(answer: Estimate, varying: Varying, own: Peaks) -> Iterator[Peaks]:
         if makes_sense and (other.way != batching.way or other.cut != batching.cut):
             try:
                 yield _priced(answer, varying, flags, other)
-            except SpecError:  # not modelled, or no program does it
+            except SpecError:  # not modelled, or no program batches like this
                 continue
 
 
 def _cap(answer: Estimate, varying: Varying, own: Peaks) -> int:
-    """Return where sequences should be cut: at the most with which no step runs out, or as long as 99 in 100 are. [tokens]"""
+    """Return the length at which to cut: the largest with which every step fits, or the 99th percentile; 0 for none. [tokens]"""
     cut = min(varying.batching.cut, max(varying.tokens))
     long = round_up(varying.within(_WHOLE), _STEP_OF_A_CAP)
     if own.runs_out and varying.batching.way == "padded" and cut > _STEP_OF_A_CAP:
@@ -115,7 +115,7 @@ def _priced(answer: Estimate, varying: Varying, flags: str, batching: Batching) 
 
 
 def _job_of(job: JobSpec, varying: Varying, tokens: int) -> JobSpec:
-    """Return the job with its longest micro-batch, which checks itself. Joined sequences need FlashAttention."""
+    """Return the job with its longest micro-batch; raises SpecError if that is invalid. Joined sequences need FlashAttention."""
     batching, padded = varying.batching, varying.batching.way == "padded"
     batch = replace(
         job.batch, micro_batch_size=batching.micro_batch if padded else 1, seq_len=tokens, longest_seq_len=None,
@@ -125,10 +125,10 @@ def _job_of(job: JobSpec, varying: Varying, tokens: int) -> JobSpec:
 
 
 def _needed(job: JobSpec, sequences: int, tokens: Column) -> Column:
-    """Return what a GPU needs with micro-batches of this many tokens or fewer. [bytes]
+    """Return the most memory that a GPU needs for micro-batches of up to this many tokens. [bytes]
 
-    Of some models a somewhat longer sequence needs less (Phi-3 where its window ends), hence "or fewer". More than 1,024 distinct
-    shapes are rounded up to as many.
+    "Up to", since with some models a slightly longer sequence needs less (Phi-3 at the end of its window). More than 1,024
+    distinct lengths are rounded up to 1,024.
     """
     tried = np.unique(np.minimum(round_up(tokens, ceil_div(int(tokens[-1]), _MOST_SHAPES)), tokens[-1]))
     found = needed(job, Columns(sequences, tried, job.batch.grad_accum_steps)).least_bytes
@@ -139,7 +139,7 @@ def _needed(job: JobSpec, sequences: int, tokens: Column) -> Column:
 
 
 class _Steps(NamedTuple):
-    """The steps of an epoch: how long the longest micro-batch of each is."""
+    """The distribution of the longest micro-batch over the steps of an epoch."""
 
     items: int  # sequences or packs of an epoch
     tokens: Column  # distinct values, ascending
@@ -159,20 +159,20 @@ def _steps_of(cut: Column, batching: Batching) -> _Steps:
     drawn = np.concatenate([per_order(order[:most], batching) for order in _orders(cut, most)])
     tokens, counts = np.unique(round_up(drawn, batching.multiple), return_counts=True)
     highest = round_up(_longest(cut, batching), batching.multiple)
-    if not _are_few(cut) and highest > tokens[-1]:  # no drawn order has it
+    if not _are_few(cut) and highest > tokens[-1]:  # no drawn order contains the longest possible one
         tokens, counts = np.append(tokens, highest), np.append(counts, 0)
     return _Steps(len(cut), tokens, counts / counts.sum(), _are_few(cut))
 
 
 def _longest(cut: Column, batching: Batching) -> int:
-    """Return the tokens of the longest micro-batch of any order: the longest sequences meet, as far as a budget allows."""
+    """Return the tokens of the longest possible micro-batch: the longest sequences together, at most the budget."""
     at_once = batching.of_a_rank if batching.way == "budget" else batching.micro_batch
     together = int(np.sort(cut)[-at_once:].sum())
     return min(batching.budget, together) if batching.way == "budget" else together
 
 
 def of_the_longest(values: Column, per_step: int) -> tuple[Column, Shares]:
-    """Return the distinct values, and the share of steps of which each is the highest; an epoch's last step has the rest."""
+    """Return the distinct values, and the share of steps in which each is the highest. An epoch's last step may be smaller."""
     tokens, counts = np.unique(values, return_counts=True)
     full, rest = divmod(len(values), per_step)
     up_to = full * _none_above(counts, per_step) + (_none_above(counts, rest) if rest else 0)
@@ -180,7 +180,7 @@ def of_the_longest(values: Column, per_step: int) -> tuple[Column, Shares]:
 
 
 def _none_above(counts: Column, drawn: int) -> Shares:
-    """Return the chance that none of this many drawn values is above each distinct one: C(up to it, drawn) / C(all, drawn)."""
+    """For each distinct value v: the chance that all drawn values are at most v, C(values up to v, drawn) / C(all, drawn)."""
     up_to, drawn = np.cumsum(counts), min(drawn, int(counts.sum()))
     log = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, up_to[-1] + 1)))))
     chance = np.exp(log[up_to] - log[np.maximum(up_to - drawn, 0)] - log[up_to[-1]] + log[up_to[-1] - drawn])
@@ -188,12 +188,12 @@ def _none_above(counts: Column, drawn: int) -> Shares:
 
 
 def _are_few(values: Column) -> bool:
-    """Whether every order of the values can be tried."""
+    """Whether there are few enough values to try every order."""
     return math.factorial(min(len(values), 9)) <= _ORDERS
 
 
 def _orders(values: Column, most: int) -> Iterator[Column]:
-    """Yield all orders of few values, else some of them, with this many values together."""
+    """Yield all orders of few values, else random orders with at most ``most`` values together."""
     if _are_few(values):
         yield from (np.array(order) for order in permutations(values.tolist()))
         return

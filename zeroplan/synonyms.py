@@ -1,11 +1,11 @@
-"""What does a name mean that other programs use: ours for their flag, key or value.
+"""Translates other programs' names of flags, keys and values to zeroplan's, for error messages.
 
-Somebody who has just come from another program types its words. They are not taken, since two words for one thing would have
-to agree for ever; the refusal says ours.
+Users type the words of the program that they know. zeroplan does not accept them as aliases, since two names for one option must
+be kept the same for ever; its error names the right one.
 """
 
-#: Ours, with the value where theirs is a switch, and what it is called elsewhere (transformers, accelerate, DeepSpeed, Megatron-LM,
-#: torchtitan, Lightning, other calculators).
+#: zeroplan's name (with a value if the other program has a switch), and the names in transformers, accelerate, DeepSpeed,
+#: Megatron-LM, torchtitan, Lightning and other calculators.
 _ELSEWHERE = {
     "model": "model_name model_name_or_path model_id model_path hf_model",
     "params": "model_size num_params n_params num_parameters parameters size",
@@ -47,7 +47,7 @@ _OURS = {theirs: ours for ours, names in _ELSEWHERE.items() for theirs in names.
 
 
 def ours_for(name: str) -> str:
-    """Our name for a flag or key of another program's, ``name`` or ``name=value``; empty where none is known.
+    """The name in zeroplan for another program's flag or key, ``name`` or ``name=value``; empty if unknown.
 
     >>> ours_for("--batch-size"), ours_for("gradient_checkpointing"), ours_for("colour")
     ('micro_batch', 'recompute=full', '')
@@ -56,7 +56,7 @@ def ours_for(name: str) -> str:
 
 
 def meant(value: str, choices: list[str]) -> str:
-    """The choice that a value has as its first or last words, or is most like; empty where there is none.
+    """The choice that a mistyped value probably means: its first or last words, or the nearest spelling; empty if none.
 
     >>> optimizers = ["adamw", "adam", "adamw-8bit"]
     >>> [meant(value, optimizers) for value in ("AdamW", "adamw_torch", "paged_adamw_8bit", "adamw8bit", "prodigy")]

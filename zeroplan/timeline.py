@@ -12,19 +12,19 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Moments
 from zeroplan.weights import ONE_POOL, POOLS, Pools
 
-#: FSDP2 makes the inputs of its reductions on the stream that computes, and what comes out, the shards, on one of their own
-#: (torch 2.13, _fsdp_collectives.py, foreach_reduce).
+#: FSDP2 allocates the inputs of a reduce-scatter on the compute stream, and its outputs, the sharded gradients, on the reduce
+#: stream (torch 2.13, _fsdp_collectives.py, foreach_reduce).
 _OF_FSDP2: Pools = {Kind.GATHER: 1, Kind.GRADIENTS: 2}
-#: FSDP1 casts and gathers on streams of their own, and reduces on another (torch 2.13, _runtime_utils.py, _init_streams).
+#: FSDP1 casts and all-gathers on extra streams (one pool here), and reduces on another (2.13, _runtime_utils.py, _init_streams).
 _OF_FSDP1: Pools = {Kind.GATHER: 1, Kind.UNSHARDED_PARAMETERS: 1, Kind.REDUCE: 2, Kind.GRADIENTS: 2}
-#: DeepSpeed's stage 3 gathers and reduces on streams of its own (0.19.8, partition_parameters.py, stage3.py).
+#: DeepSpeed's stage 3 has one extra stream for all-gathers and one for reductions (0.19.8, partition_parameters.py, stage3.py).
 _OF_STAGE_3: Pools = {Kind.GATHER: 1, Kind.REDUCE: 2}
-#: Its other stages have one for reductions where ``overlap_comm`` is on (stage_1_and_2.py, reduction_stream).
+#: DeepSpeed's stages 1 and 2 have a stream for reductions if ``overlap_comm`` is on (stage_1_and_2.py, reduction_stream).
 _OVERLAPPED: Pools = {Kind.REDUCE: 2}
 
 
 def pool_of(kind: Kind, recipe: RecipeSpec) -> str:
-    """The allocator's pool in which an engine has a kind: that of the stream which it allocates it on.
+    """The name of the allocator's pool for a kind of memory: that of the stream on which the engine allocates it.
 
     >>> fsdp2, ddp = RecipeSpec(engine="fsdp2"), RecipeSpec(engine="ddp", zero_stage=0)
     >>> pool_of(Kind.GATHER, fsdp2), pool_of(Kind.PARAMETERS, fsdp2), pool_of(Kind.REDUCE, ddp)
@@ -34,7 +34,7 @@ def pool_of(kind: Kind, recipe: RecipeSpec) -> str:
 
 
 def own_pools(recipe: RecipeSpec) -> Pools:
-    """The kinds that are not on the stream that computes, each with the number of its pool."""
+    """The kinds that the engine allocates on another stream than the compute stream, with the number of their pool."""
     if recipe.engine == "fsdp1":
         return _OF_FSDP1
     if recipe.engine == "fsdp2":
@@ -47,7 +47,7 @@ def own_pools(recipe: RecipeSpec) -> Pools:
 
 
 def peak(moments: Sequence[Moment]) -> Moment:
-    """Return the moment that decides whether the job fits; the earliest of equals. Totals must be ints, not columns.
+    """Return the moment with the largest total; the earliest of equals. Totals must be ints, not columns.
 
     >>> from zeroplan.ledger import Line, Phase
     >>> quiet, loud = (Moment(name, Phase.STEP, (Line(Kind.TEMPORARY, size, ""),)) for name, size in (("quiet", 1), ("loud", 2)))
@@ -61,27 +61,27 @@ def peak(moments: Sequence[Moment]) -> Moment:
 
 
 class Sizes(NamedTuple):
-    """What the moments of a job say of blocks. [bytes]"""
+    """The highest totals over a job's moments: of all memory, by stream and by kind. [bytes]"""
 
     peak: Int
-    """The highest moment, initialisation included."""
+    """The largest total, initialisation included."""
     streams: Int
-    """The sum of what each stream holds at most in a step: blocks are used again within a stream alone."""
+    """The sum over streams of each stream's highest total in a step: the allocator reuses blocks only within a stream."""
     kinds: dict[Kind, Int]
-    """What there is of each kind at most in a step."""
+    """The highest total of each kind in a step."""
 
     @property
     def apart(self) -> Int:
-        """What all kinds take where none uses a block of another."""
+        """The memory of all kinds if no kind reused a block of another."""
         return sum(self.kinds.values(), start=0)
 
     def of(self, *kinds: Kind) -> Int:
-        """What there is of some kinds at most."""
+        """The sum of the highest totals of these kinds."""
         return sum((self.kinds.get(kind, 0) for kind in kinds), start=0)
 
 
 def sizes_of(moments: Sequence[Moment], recipe: RecipeSpec) -> Sizes:
-    """What the moments say of blocks; ints or columns. [bytes]"""
+    """Return the highest totals over the moments; ints or columns. [bytes]"""
     by_kind: defaultdict[Kind, list[Int]] = defaultdict(list)
     by_pool: defaultdict[int, list[Int]] = defaultdict(list)
     own, totals = own_pools(recipe), list[Int]()
@@ -90,7 +90,7 @@ def sizes_of(moments: Sequence[Moment], recipe: RecipeSpec) -> Sizes:
         totals.append(sum(kinds.values(), start=0))
         if moment.phase is Phase.INIT:
             continue
-        if Kind.ACTIVATION_GRADIENTS in kinds:  # of the sizes of activations, whose blocks they take
+        if Kind.ACTIVATION_GRADIENTS in kinds:  # they reuse blocks of activations, which have the same sizes
             kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0) + kinds.pop(Kind.ACTIVATION_GRADIENTS)
         pools: dict[int, Int] = {}
         for kind, n_bytes in kinds.items():
@@ -104,16 +104,15 @@ def sizes_of(moments: Sequence[Moment], recipe: RecipeSpec) -> Sizes:
 
 
 def reserved(sizes: Sizes, recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
-    """What ``torch.cuda.max_memory_reserved`` will say on a card that never runs out. [bytes]
+    """Return the range of ``torch.cuda.max_memory_reserved`` on a GPU with enough memory. [bytes]
 
-    Never less than the peak. More by what the allocator cannot use again, for three reasons: a freed block is used by its own
-    stream alone; a freed block of one size is in pieces, or too small, when a larger one is requested (buffers of collectives,
-    whole gradients, logits, in the order in which they grow); and segments come in whole 2 or 20 MiB. The first follows from the
-    moments (``Sizes.streams``), the others depend on the order of all requests, which the moments do not have. How far they went
-    was measured: requests of real engines, replayed through a model of the allocator
-    (:mod:`zeroplan.engines.reserved_shares`, which says how many of them lie in the band).
+    It is never below the peak. It exceeds the peak by cached memory that the allocator cannot reuse, for three reasons. A freed
+    block serves only its own stream. A freed block is split or too small when a larger one is requested (collective buffers, whole
+    gradients, logits). Segments are whole multiples of 2 or 20 MiB. The first follows from the moments (``Sizes.streams``). The
+    others depend on the order of all requests, which moments do not contain. Their size was measured: requests of real engines,
+    replayed through a model of the allocator (:mod:`zeroplan.engines.reserved_shares`, with the number of jobs inside the range).
 
-    Without a measurement (``engine="paper"``): from the peak, over the streams' sum, to no block being used for another kind.
+    Without a measurement (``engine="paper"``): from the peak, over the streams' sum, to the sum without any reuse between kinds.
     Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp (``BlockPool`` per stream, ``get_free_block``, ``should_split``).
     """
     shares = shares_of(recipe, settings)
@@ -123,7 +122,7 @@ def reserved(sizes: Sizes, recipe: RecipeSpec, settings: AllocatorSettings = "de
 
 
 def band_of(sizes: Sizes, recipe: RecipeSpec, shares: Shares) -> Band:
-    """The band of what is reserved, by some figures: at or above the peak, and with what is expected inside. [bytes]"""
+    """Return the range of reserved memory from measured shares: never below the peak, with the expected value inside. [bytes]"""
     expected = expected_bytes(sizes.peak, sizes.streams, shares)
     middle, scale = measured_from(sizes, recipe)
     low, high = middle + scale * shares.low // 1000, middle + scale * shares.high // 1000
@@ -131,18 +130,18 @@ def band_of(sizes: Sizes, recipe: RecipeSpec, shares: Shares) -> Band:
 
 
 def expected_bytes(peak_bytes: Int, streams_bytes: Int, shares: Shares | None) -> Int:
-    """What is expected to be reserved: this many thousandths of the streams' sum, as in the middle of the measured jobs. [bytes]"""
+    """The expected reserved memory: the streams' sum times the median ratio of the measured jobs, at least the peak. [bytes]"""
     thousandths = 1000 if shares is None else shares.expected
     return maximum(peak_bytes, streams_bytes * thousandths // 1000)
 
 
 def measured_from(sizes: Sizes, recipe: RecipeSpec) -> tuple[Int, Int]:
-    """Where the band is measured from, and in which measure: the bytes of what comes and goes in large blocks.
+    """The middle of the range of reserved memory, and the scale of its width: the bytes in large blocks that come and go. [bytes]
 
-    Flat buffers of collectives, gradients of whole weights and logits come in blocks of many sizes, and what different kinds
-    take after each other (the kinds apart less the streams' sum) is used again in part. A tenth of the streams' sum represents
-    all smaller blocks and for whole segments. DeepSpeed's stages 0 to 2 lay weights and gradients flat, and what is used again
-    varies more: there it is measured from the middle between both sums, and in the streams' sum itself.
+    Flat collective buffers, gradients of whole weights and logits have blocks of many sizes. Memory that different kinds use one
+    after the other (``apart`` minus ``streams``) is reused in part. A tenth of the streams' sum stands for smaller blocks and for
+    rounding to whole segments. DeepSpeed's stages 0 to 2 flatten weights and gradients, and reuse varies more: there the middle is
+    between both sums, and the scale is the streams' sum.
     """
     streams, apart = sizes.streams, sizes.apart
     if recipe.engine == "deepspeed" and recipe.zero_stage < 3:
@@ -154,11 +153,11 @@ def measured_from(sizes: Sizes, recipe: RecipeSpec) -> tuple[Int, Int]:
 
 
 def under_pressure(sizes: Sizes, recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
-    """How much room the allocator needs on a full card, where it gives cached blocks back before it fails. [bytes]
+    """The room that the allocator needs on a full GPU, where it frees cached blocks before it fails. [bytes]
 
-    At least the peak. More by what it cannot give back, since a block in use lies in the same segment; the smallest room in
-    which replayed jobs ran says how much more that is (:mod:`zeroplan.engines.reserved_shares`). Without a measurement from the
-    peak to what is reserved at most.
+    The lowest value is the peak. The others add cached memory that cannot be freed because its segment has a block in use. The
+    smallest room in which replayed jobs ran gives that excess (:mod:`zeroplan.engines.reserved_shares`). Without a measurement, the
+    range ends at the highest reserved memory.
     """
     pressed = pressed_of(recipe, settings)
     if pressed is None:

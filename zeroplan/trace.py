@@ -16,7 +16,7 @@ from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream,
 
 
 class Inside:
-    """Consecutive moments beside the same other lines, such as the points of a block's backward."""
+    """Consecutive moments with the same other lines alive, such as the points of a block's backward."""
 
     def __init__(self, points: Iterable[tuple[str, tuple[tuple[Line, ...], ...]]]) -> None:
         """``points``: the name of each moment, and its lines in groups."""
@@ -44,7 +44,7 @@ class Inside:
 
 
 class Entry(NamedTuple):
-    """A recorded moment, or several consecutive ones beside the same lines."""
+    """A recorded moment, or several consecutive moments with the same lines alive."""
 
     name: str
     phase: Phase
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
     alive: tuple[tuple[Line, ...], ...]
     """The groups of lines that were alive."""
     inside: Inside | None = None
-    """With several moments, the lines of each beside those; their names follow this one's."""
+    """With several moments: the further lines of each. Their names follow the entry's name."""
 
     @property
     def n_moments(self) -> int:
@@ -177,7 +177,7 @@ def highest_of(entries: Iterable[Entry], pools: Pools) -> Highest:
 
 
 def beside(inside: Highest, weight: Weight) -> Highest:
-    """Return the same with other lines beside it."""
+    """Return the maxima with other lines alive at the same time."""
     if not isinstance(weight, dict):
         pools = [one + more for one, more in zip(inside.pools, weight, strict=True)]
         return Highest(inside.peak_bytes + total(weight), tuple(pools))

@@ -1,4 +1,4 @@
-"""How much does one GPU send per step, against plain data parallelism, and how long does that take at best?"""
+"""How much does one GPU send per step, compared with plain data parallelism, and how long does that take at least?"""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ from zeroplan.spec.hardware import ClusterSpec, GpuSpec, network_bytes_per_s
 
 
 class Traffic(NamedTuple):
-    """What one GPU sends in one optimizer step.
+    """The bytes and elements that one GPU sends in one optimizer step.
 
-    ``relative_to_ddp`` compares volumes in elements, the ZeRO paper's measure (1x, 1x, 1x, 1.5x): against one ring all-reduce of
-    all gradients, 2Ψ, as often as this job reduces gradients. ``relative_bytes_to_ddp`` compares bytes, against that all-reduce
-    in the dtype in which this job reduces gradients.
+    ``relative_to_ddp`` is the volume in elements divided by DDP's, as in the ZeRO paper (1x, 1x, 1x, 1.5x). DDP's is a ring
+    all-reduce of all gradients, 2Ψ, as often as this job reduces gradients. ``relative_bytes_to_ddp`` is the same ratio in bytes,
+    with DDP's all-reduce in the dtype in which this job reduces gradients.
     """
 
     collectives: tuple[Collective, ...]
@@ -25,10 +25,10 @@ class Traffic(NamedTuple):
 def traffic(
     collectives: tuple[Collective, ...], *, parameters: int, ranks: int, reductions: int, gradient_bytes: int
 ) -> Traffic:
-    """Totals of one step. With one rank nothing is sent and both ratios are 0.
+    """Return the totals of one step. With one rank both ratios are 0.
 
-    ``ranks`` are all data-parallel ranks; ``reductions`` how often gradients are reduced per step; ``gradient_bytes`` the width
-    of a gradient element in the reduction.
+    ``ranks``: all data-parallel ranks; ``reductions``: gradient reductions per step; ``gradient_bytes``: bytes per gradient element
+    in the reduction.
 
     Source: arXiv:1910.02054, section 7, for the baseline of 2Ψ.
     """
@@ -45,18 +45,17 @@ def traffic(
 
 
 class WireTime(NamedTuple):
-    """The least time the traffic takes, and the link that bounds it."""
+    """The lower bound of the traffic's time, and the link that limits it."""
 
     seconds: float
     link: str
 
 
 def wire_time(sent_bytes: int, cluster: ClusterSpec, *, gpus: int) -> WireTime | None:
-    """Time to send the step's bytes at the full rate of the slowest link a ring crosses. [s]
+    """Return the time to send the step's bytes at the full rate of the slowest link that a ring crosses. [s]
 
-    Between nodes a ring is as fast as the network cards of all GPUs of a node together, one a GPU, since it is cut into as many
-    rings. A lower bound for rings: no latency, no protocol overhead, nothing else on the wire. ``None`` without a GPU, or where no
-    rate between nodes is known.
+    Between nodes, NCCL splits a ring into one per network card, so the rate is that of all cards of a node together. It is a lower
+    bound: no latency, no protocol overhead, no other traffic. ``None`` without a GPU, or if the rate between nodes is unknown.
     """
     gpu = cluster.gpu
     if gpu is None or gpus == 1:

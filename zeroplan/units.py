@@ -1,4 +1,4 @@
-"""The only place where units change: bytes to GB and GiB, and what a person types to an integer.
+"""Converts units: bytes to GB and GiB, and a user's text such as ``7b`` or ``80GiB`` to an integer. No other file does.
 
 A unit is a plain number: multiply it in, divide it out. GB is 10^9 bytes and GiB is 2^30 bytes, everywhere.
 """
@@ -16,7 +16,7 @@ _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10*
 _BYTE_SUFFIX = {
     "": 1, "b": 1, "kb": KB, "mb": MB, "gb": GB, "tb": TB, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
 }  # fmt: skip
-#: A comma groups by threes: ``7,5e9`` may mean 7.5e9 where commas are decimal, so it is refused rather than read as 75e9.
+#: A comma must separate thousands. ``7,5e9`` is refused: some countries write 7.5e9 like this.
 _WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*)"
 _NUMBER = re.compile(rf"\s*({_WHOLE}(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{{1,3}})?|\.[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
 _LARGEST = 10**18
@@ -26,7 +26,7 @@ _HEXADECIMAL = re.compile(r"0[xX][0-9a-fA-F]{1,15}")
 def parse_count(
     text: str, *, what: str = "count", examples: str = "7e9, 7b, 350M or 7_000_000_000", most: int = _LARGEST
 ) -> int:
-    """Read a count from 1 to ``most`` as people write it: ``7e9``, ``7b``, ``7B``, ``7_000_000_000``, ``1.5T``.
+    """Return the count, from 1 to ``most``, that a text such as ``7e9``, ``7b``, ``7B``, ``7_000_000_000`` or ``1.5T`` means.
 
     >>> parse_count("7b"), parse_count("7_000_000_000"), parse_count("0.5B"), parse_count("4k")
     (7000000000, 7000000000, 500000000, 4000)
@@ -35,7 +35,7 @@ def parse_count(
 
 
 def parse_tokens(text: str, *, what: str, most: int = _LARGEST) -> int:
-    """Read the length of a sequence. ``4k`` is refused: 4,000 are meant by some, 4,096 by most.
+    """Return a sequence length from text. ``4k`` is refused: it may mean 4,000 or 4,096. [tokens]
 
     >>> parse_tokens("4096", what="--seq-len")
     4096
@@ -49,7 +49,7 @@ def parse_tokens(text: str, *, what: str, most: int = _LARGEST) -> int:
 
 
 def parse_size(text: str, *, what: str = "size") -> int:
-    """Read a size in bytes, to the nearest byte: ``80GiB``, ``79.1GiB``, ``25 MB``, ``500000000``.
+    """Return the size that a text such as ``80GiB``, ``79.1GiB``, ``25 MB`` or ``500000000`` means, to the nearest byte. [bytes]
 
     >>> parse_size("80GiB") == 80 * GIB, parse_size("25 MB")
     (True, 25000000)
@@ -58,7 +58,7 @@ def parse_size(text: str, *, what: str = "size") -> int:
 
 
 def parse_fraction(text: str) -> float | None:
-    """Read a part of a whole; None for what is no number.
+    """Return a fraction from ``0.45`` or ``45%``; None for other text.
 
     >>> parse_fraction("0.45"), parse_fraction("45%"), parse_fraction("much")
     (0.45, 0.45, None)
@@ -108,15 +108,15 @@ def format_gib(n_bytes: int) -> str:
 
 
 class Unit(NamedTuple):
-    """The unit in which an answer gives its sizes, the smaller ones of its kind among them."""
+    """The unit of an answer's sizes (GiB or GB), with the smaller units for small sizes."""
 
     name: str
     n_bytes: int
     smaller: tuple[tuple[str, int], ...]
-    """For sizes below a tenth of the unit, the largest first. [bytes]"""
+    """Units for sizes below a tenth of this one, the largest first, with their bytes."""
 
     def amount(self, n_bytes: int) -> str:
-        """The number alone, for a column whose head names the unit.
+        """The number without its unit, for a column whose header names the unit.
 
         >>> GIBIBYTES.amount(14_000_000_000)
         '13.04'
@@ -132,7 +132,7 @@ class Unit(NamedTuple):
         return f"{self.part(n_bytes, n_bytes)} {self._unit_of(n_bytes)[0]}"
 
     def part(self, n_bytes: int, of: int) -> str:
-        """The number alone, in the unit in which ``of`` is written.
+        """The number without its unit, in the unit that :meth:`size` chooses for ``of``.
 
         >>> GIBIBYTES.part(1_114_112, 8_519_680)
         '1.06'
@@ -141,7 +141,7 @@ class Unit(NamedTuple):
         return f"{n_bytes:,}" if unit == 1 else f"{n_bytes / unit:,.2f}"
 
     def _unit_of(self, n_bytes: int) -> tuple[str, int]:
-        """The largest unit of which it is a tenth, with its name; bytes, where there is none."""
+        """The name and bytes of the largest unit of which the size is at least a tenth; else bytes."""
         every = ((self.name, self.n_bytes), *self.smaller)
         return next(((name, unit) for name, unit in every if abs(n_bytes) >= max(unit // 10, 10 * KB)), ("B", 1))
 
@@ -151,7 +151,7 @@ GIGABYTES = Unit("GB", GB, (("MB", MB), ("kB", KB)))
 
 
 def unit_named(name: str) -> Unit:
-    """The unit that a person names.
+    """The unit for a value of ``--unit``; raises SpecError for another value.
 
     >>> unit_named("gb").name
     'GB'
@@ -163,7 +163,7 @@ def unit_named(name: str) -> Unit:
 
 
 def format_size(n_bytes: int) -> str:
-    """Both units, so that nobody has to guess; small sizes in MiB and MB, KiB and kB, or bytes.
+    """The size in GiB and GB; small sizes in MiB and MB, KiB and kB, or bytes.
 
     >>> format_size(14_000_000_000), format_size(8_519_680), format_size(65_536), format_size(512)
     ('13.04 GiB = 14.00 GB', '8.12 MiB = 8.52 MB', '64.00 KiB = 65.54 kB', '512 B')

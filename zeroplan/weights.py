@@ -1,6 +1,6 @@
-"""The sums of lines in each pool of the caching allocator: of ints, and of columns by their shape.
+"""Sums lines by pool of the caching allocator, fast: ints directly, columns by shape.
 
-Values that hold for a whole row or column of layouts are summed as such; only the end broadcasts them to the grid.
+Columns of the same shape are added first, and only the last additions broadcast to the full grid of layouts.
 """
 
 import math
@@ -38,7 +38,7 @@ class Highest(NamedTuple):
         return summed(self.pools)
 
     def beside(self, n_bytes: Int, pool: int) -> "Highest":
-        """Return the same with ``n_bytes`` more in one pool at every moment."""
+        """Return the maxima with ``n_bytes`` more in one pool at every moment."""
         pools = tuple([held + n_bytes if at == pool else held for at, held in enumerate(self.pools)])
         return Highest(self.peak_bytes + n_bytes, pools)
 

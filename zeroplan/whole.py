@@ -1,7 +1,7 @@
 """Writes files completely or not at all: under a temporary name in the same folder, then renamed.
 
-Everything that zeroplan leaves for a user is written here, apart from results that are appended to. A failure, a full disk say,
-leaves what was there before as it was, and nothing else. Nothing that is there is written over unless that is requested.
+All of zeroplan's output files go through this module, except results that are appended to. A failure, such as a full disk, leaves
+the existing file unchanged and no partial file. Existing files are overwritten only on request.
 """
 
 import errno
@@ -16,9 +16,9 @@ from zeroplan.errors import SpecError
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """A new empty file beside ``path``, to be filled and put there; where it is not, it is gone afterwards.
+    """Yield a new empty file in the folder of ``path``, to be filled and renamed with :func:`put`. Otherwise it is deleted.
 
-    Folders that are missing are made. Raises OSError where there can be no such file.
+    Missing folders are created. Raises OSError if the file cannot be created.
     """
     folder = _meant(path).parent
     beside = folder / f".{os.urandom(8).hex()}.unfinished"
@@ -40,7 +40,7 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """Reports errors of the temporary name under the file's own name."""
+    """Raise errors about the temporary file with the final file's name."""
     try:
         yield
     except OSError as error:
@@ -48,7 +48,7 @@ def _errors_of(path: Path) -> Iterator[None]:
 
 
 def put(beside: Path, path: Path, *, force: bool) -> None:
-    """Flush an unfinished file to the disk and give it its name; ``force`` over what is there, or else FileExistsError."""
+    """Flush an unfinished file to disk and rename it to ``path``. Raises FileExistsError if ``path`` exists, unless ``force``."""
     with beside.open("rb+") as file:
         os.fsync(file.fileno())
     if force:
@@ -57,7 +57,7 @@ def put(beside: Path, path: Path, *, force: bool) -> None:
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     try:
-        path.hardlink_to(beside)  # which, unlike a rename, never replaces what somebody else has put there since
+        path.hardlink_to(beside)  # unlike a rename, a link never replaces a file that another process has just created
     except FileExistsError:
         raise
     except OSError:  # a file system without hard links
@@ -73,25 +73,25 @@ def _replace(beside: Path, path: Path) -> None:
 
 
 def _meant(path: Path) -> Path:
-    """Where a link leads: the file is replaced, the link stays."""
+    """The target of a symbolic link: the target is replaced, the link stays."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 @contextmanager
 def whole(path: Path, *, force: bool) -> Iterator[Path]:
-    """A new file to be filled, which gets its own name if the block ends without an error. Raises as :func:`write_whole` does."""
+    """Yield a new file to be filled; it gets its final name if the block ends without an error. Raises like :func:`write_whole`."""
     with unfinished(path) as beside, _errors_of(path):
         yield beside
         put(beside, path, force=force)
 
 
 def write_whole(path: Path, content: str | bytes, *, force: bool) -> None:
-    """Write one file. Raises FileExistsError where something is there already and ``force`` is not given, OSError otherwise."""
+    """Write one file. Raises FileExistsError if it exists, unless ``force``, and OSError for other failures."""
     write_all({path: content}, force=force)
 
 
 def write_all(contents: Mapping[Path, str | bytes], *, force: bool) -> None:
-    """Write several files, all of them in full before the first has its name. Raises as :func:`write_whole` does."""
+    """Write several files; all are complete before the first gets its final name. Raises like :func:`write_whole`."""
     with ExitStack() as stack:
         made = [(stack.enter_context(unfinished(path)), path) for path in contents]
         for (beside, path), content in zip(made, contents.values(), strict=True):
@@ -116,17 +116,17 @@ def put_numbered(beside: Path, folder: Path, stem: str, ending: str) -> Path:
     raise AssertionError("count ends")
 
 
-# Before anything is computed
+# Checks before the computation
 
 
 def refuse_target(path: Path, flag: str, *, force: bool, new_folder: bool = False) -> None:
-    """Refuse a file that could not be written in the end, in one line that names the flag; SpecError.
+    """Raise SpecError, in one line with the flag, for an output file that could not be written.
 
-    ``new_folder`` says that its folder may be missing, and is then made.
+    ``new_folder``: its folder may be missing and will be created.
     """
     try:
         there, file, folder = _is_there(path), path.is_file() or not path.exists(), path.parent.is_dir()
-    except (OSError, ValueError) as error:  # a name too long, or with a NUL
+    except (OSError, ValueError) as error:  # the name is too long or contains a NUL
         raise SpecError(f"{flag} {str(path)!r} cannot be written: {reason(error)}; name another file") from None
     if not file:
         raise SpecError(f"{flag} {str(path)!r} is there and is not a file; name another")
@@ -138,7 +138,7 @@ def refuse_target(path: Path, flag: str, *, force: bool, new_folder: bool = Fals
 
 
 def refuse_folder(folder: Path, flag: str) -> None:
-    """Refuse a folder in which no file can be made, or that itself cannot be; SpecError. Nothing of it is left."""
+    """Raise SpecError for a folder that cannot be created or written to. The test file is deleted."""
     try:
         there = next(one for one in (folder, *folder.parents) if _is_there(one))
         with unfinished(there / "any"):
@@ -148,7 +148,7 @@ def refuse_folder(folder: Path, flag: str) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether something has this name, a link that leads nowhere too; OSError or ValueError where nothing can have it."""
+    """Whether the name exists, as a broken link too; raises OSError or ValueError for an impossible name."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -157,12 +157,12 @@ def _is_there(path: Path) -> bool:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Why a file cannot be written, in the system's words."""
+    """The operating system's message for the failure."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def unwritten(error: OSError) -> SpecError:
-    """The message for a user about an error of this module."""
+    """The user's message for an error of this module."""
     if isinstance(error, FileExistsError):
         return SpecError(f"{error.filename!r} is there already; --force writes over it")
     return SpecError(f"{error.filename!r} cannot be written: {reason(error)}")

@@ -1,1 +1,1 @@
-"""What an agent asks of zeroplan: tools with small answers, and the server that offers them by the Model Context Protocol."""
+"""Tools for agents (``tools.py``), and the server that offers them over the Model Context Protocol (``server.py``)."""

@@ -1,4 +1,4 @@
-"""The tools over the Model Context Protocol, on standard input and output. Needs the official SDK, ``mcp``."""
+"""Serves the tools over the Model Context Protocol, on standard input and output. Needs the official SDK, ``mcp``."""
 
 import json
 
@@ -22,7 +22,7 @@ def server() -> Server[dict[str, object]]:
 
 
 def serve() -> None:
-    """Answer on standard input and output until the client goes."""
+    """Serve on standard input and output until the client disconnects."""
     anyio.run(_serve)
 
 
@@ -49,7 +49,7 @@ async def _call_tool(
     context: ServerRequestContext[dict[str, object]],  # noqa: ARG001  the protocol's
     params: types.CallToolRequestParams,
 ) -> types.CallToolResult:
-    """Answer in a thread, so that the server hears a client that goes while a plan is made."""
+    """Run the tool in a thread, so that the server notices a client that disconnects during a plan."""
     try:
         answer = await anyio.to_thread.run_sync(called, params.name, params.arguments or {}, abandon_on_cancel=True)
     except ZeroplanError as error:

@@ -1,6 +1,6 @@
-"""The tools that an agent calls: each answers one question with a small dictionary, and changes nothing.
+"""The tools that an agent calls. Each answers one question with a small dictionary, and has no side effects.
 
-They call what the command line calls, so that the same job has the same answer. Nothing here knows the protocol.
+They call the same functions as the command line. ``server.py`` has the protocol.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ Arguments = Mapping[str, object]
 
 
 class Tool(NamedTuple):
-    """A tool: its name, when to call it, the schema of its arguments, and what answers."""
+    """A tool: its name, a description that says when to call it, the schema of its arguments, and its function."""
 
     name: str
     description: str
@@ -43,7 +43,7 @@ class Tool(NamedTuple):
 
 
 def called(name: str, arguments: Arguments) -> Answer:
-    """Return a tool's answer. Raises :class:`~zeroplan.errors.ZeroplanError`, one line, for arguments that are no job.
+    """Return a tool's answer. Raises :class:`~zeroplan.errors.ZeroplanError`, one line, for invalid arguments.
 
     >>> called("check", {"job": {"model": "gpt2", "gpus": 2, "gpu": "l4-24gb", "seq_len": 512}})["fits"]
     True
@@ -163,7 +163,7 @@ def _gpus(arguments: Arguments) -> Answer:
 
 
 def _verdict(found: Estimate) -> Answer:
-    """Return whether the job fits, in words and numbers. [GiB]"""
+    """Return the verdict in words and numbers. [GiB]"""
     return {
         "verdict": verdict_sentence(found, GIBIBYTES, name_a_gpu="Name yours as gpu."),
         "fits": found.fits,
@@ -202,7 +202,7 @@ def _resolved(arguments: Arguments, key: str = "job") -> Resolved:
 
 
 def _request(arguments: Arguments, key: str = "job") -> Request:
-    """Return the request of a job's keys, which are those of a job file."""
+    """Return the request for a job's keys, the same as in a job file."""
     asked = arguments.get(key)
     if not isinstance(asked, dict):
         raise SpecError(f"{key} is {asked!r:.60}; write an object with the keys of a job, such as model, gpu, gpus and stage")
@@ -249,7 +249,7 @@ def _schema(required: tuple[str, ...], **properties: object) -> dict[str, object
 
 _A_JOB = _job("The training job: name a model (or params, or config), and what else is known.")
 _ANOTHER_JOB = {"type": "object", "description": "A training job, with the keys of estimate's job."}
-"""Only one tool lists the keys: a client sends every schema to its language model, which costs tokens."""
+"""Only one tool's schema lists the keys: clients send every schema to their language model, which costs tokens."""
 _SEARCH = {"type": "string", "description": "Words that the names must contain; leave it out for all."}
 
 TOOLS: tuple[Tool, ...] = (

@@ -1,1 +1,1 @@
-"""Published figures as TOML files, each with its source, and the code that reads them."""
+"""The catalogue of models and GPUs, one TOML file each with sources, and readers of other programs' files (``setups/``)."""

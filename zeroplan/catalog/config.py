@@ -101,14 +101,14 @@ def read_config(path: Path, *, treat_as: str | None = None, name: str = "") -> M
 
 
 def read_config_with_notes(path: Path, *, treat_as: str | None = None, name: str = "") -> ConfigRead:
-    """Return the same with notes on what of the file is not counted."""
+    """Return the shape in the ``config.json`` at ``path``, with notes on what of the file is not counted."""
     file = _config_file(path)
     config = strict_json(read_text(file, what="config.json"), f"config.json {str(file)!r}")
     return config_with_notes(config, name=name or named_after(path, file), treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
 
 
 def is_content(said: str) -> bool:
-    """Whether ``--config`` has the content of a config.json itself, a JSON object, and no path.
+    """Whether the value of ``--config`` is the content of a config.json, a JSON object, rather than a path.
 
     >>> is_content('{"model_type": "gpt2"}'), is_content("gpt2/config.json")
     (True, False)
@@ -117,7 +117,7 @@ def is_content(said: str) -> bool:
 
 
 def config_said(said: str, *, treat_as: str | None = None) -> ConfigRead:
-    """Return the same of what ``--config`` says: a path, or the content itself."""
+    """Return the shape and notes for the value of ``--config``: a path, or the content itself."""
     if not is_content(said):
         return read_config_with_notes(Path(said), treat_as=treat_as)
     content = strict_json(said, "the config.json given as text")
@@ -143,17 +143,17 @@ def _config_file(path: Path) -> Path:
 
 
 class _Source(NamedTuple):
-    """A config, and the family whose keys and defaults apply."""
+    """A config with its family, which gives the keys and defaults."""
 
     config: Config
     family: str
 
     def keys(self, field: str) -> tuple[str, ...]:
-        """Return the keys under which ``field`` may be."""
+        """Return all keys that may contain ``field``."""
         return config_keys(self.family).keys.get(field, (field,))
 
     def key(self, field: str) -> str:
-        """Return the key under which ``field`` is, or would be."""
+        """Return the config's key for ``field``; the usual key if the config has none."""
         return next((key for key in self.keys(field) if self.config.get(key) is not None), self.keys(field)[0])
 
     def states(self, field: str) -> bool:
@@ -199,7 +199,7 @@ class _Source(NamedTuple):
 
 
 def _refuse_other_kinds(config: Config) -> None:
-    """Raise SpecError for anything but a decoder-only transformer, whatever the user wants to treat it as."""
+    """Raise SpecError for anything but a decoder-only transformer, also with --treat-as."""
     model_type = config.get("model_type")
     kinds = [f"model_type {shown(model_type)} is {kind}" for kind, types in OTHER_KINDS.items() if model_type in types]
     if config.get("is_encoder_decoder") is True:
@@ -240,7 +240,7 @@ def _known_family(treat_as: str) -> str:
 
 
 def _refuse_other_architectures(source: _Source) -> None:
-    """Raise SpecError for keys that add or remove parameters unknown to the family's class."""
+    """Raise SpecError for keys that add or remove parameters that the family's class does not have."""
     config, family = source
     for key, only in config_keys(family).fixed.items():
         if config.get(key) is not None and config[key] != only:
@@ -366,7 +366,7 @@ def _bias(source: _Source, field: str) -> bool:
 
 
 def _of_neox(source: _Source) -> dict[str, object]:
-    """Return whether GPT-NeoX's MLP reads the same input as attention."""
+    """Return whether MLP and attention of GPT-NeoX read the same input, as a field."""
     if source.family != "gpt_neox":
         return {}
     in_parallel = source.config.get("use_parallel_residual") is None or source.flag("use_parallel_residual")
@@ -380,7 +380,7 @@ def _window(source: _Source) -> int | None:
 
 
 def _some_layers_have_it(source: _Source) -> bool:
-    """Return the window. Qwen2 and Qwen3 have it from layer ``max_window_layers`` on (default 28), Qwen3-MoE in all layers."""
+    """Whether some layers have a window: in Qwen2 and Qwen3 those from ``max_window_layers`` on (default 28); in Qwen3-MoE all."""
     if source.family == "qwen3_moe":
         return True
     return source.integer("max_window_layers", 28, least=0) < source.integer("num_hidden_layers")
@@ -404,7 +404,7 @@ def _some_layers_have_experts(source: _Source) -> bool:
 
 
 def _shared_experts(source: _Source) -> int:
-    """Return the number of shared experts; for one shared expert of any width, as many as have that width together."""
+    """Return the number of shared experts. One wide shared expert counts as several of the routed experts' width."""
     if source.family not in WIDE_SHARED_EXPERTS:
         return source.integer("num_shared_experts", 0)
     shared, width = source.integer("shared_expert_intermediate_size"), source.integer("moe_intermediate_size")
@@ -436,7 +436,7 @@ def _linear(source: _Source) -> LinearSpec | None:
 
 
 def _of_layers(source: _Source) -> dict[str, object]:
-    """Return each layer's kind as a letter, and whether attention has rotary positions, in families whose configs say so."""
+    """Return the layers' letters and whether attention has rotary positions, for families whose configs contain them."""
     if source.family not in PATTERNED:
         return {}
     letters, traits = _letters(source), TRAITS[source.family]
@@ -480,7 +480,7 @@ def _dense_layers(source: _Source) -> int:
 
 
 def _dense_kinds(source: _Source) -> int:
-    """Return the same of a list of each layer's kind; without one, the class makes the first layer dense."""
+    """Return the number of dense layers from ``mlp_layer_types``; without that list, the class makes the first layer dense."""
     layers = source.config.get("mlp_layer_types")
     if layers is None:
         return 1

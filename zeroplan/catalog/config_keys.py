@@ -1,7 +1,7 @@
-"""The kinds of models that are known by their ``model_type`` alone."""
+"""Values of ``model_type`` beyond the families: aliases, and kinds of models that are not decoder-only."""
 
-#: Other names of the same classes, and text parts whose blocks and parameters are those of a family. Source: transformers 5.23,
-#: ``models/qwen3_vl/modeling_qwen3_vl.py``, ``Qwen3VLTextDecoderLayer``, and those of its like.
+#: Other names of a family, and text parts with the same blocks and parameters as a family. Source: transformers 5.23,
+#: ``models/qwen3_vl/modeling_qwen3_vl.py``, ``Qwen3VLTextDecoderLayer``, and the same classes of the other models.
 SAME_AS = {
     "kimi_k2": "deepseek_v3", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",

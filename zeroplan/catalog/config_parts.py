@@ -1,4 +1,4 @@
-"""Finds the language model in a multimodal model's ``config.json``, and what counting it alone leaves out."""
+"""Finds the language model in a multimodal model's ``config.json``, and notes the parts that are not counted."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from zeroplan.spec.vision import VisionSpec
 
 Config = Mapping[str, object]
 
-#: Models whose head is tied if the language model's part of the file says so too, by their ``model_type``. Source: transformers
+#: Models whose head is tied if the file's text part has that, by their ``model_type``. Source: transformers
 #: 5.23, ``models/<model>/configuration_<model>.py``.
 TIED_BY_THE_TEXT = (
     "llava", "llava_next_video", "llava_onevision", "fast_vlm", "video_llama_3", "shieldgemma2", "perception_lm", "vibevoice",
@@ -19,17 +19,17 @@ TIED_BY_THE_TEXT = (
 
 
 class TextPart(NamedTuple):
-    """Return the language model's config, and notes on what it leaves out; no notes if it is the whole model."""
+    """The language model's config, and notes on the parts that it leaves out; no notes if it is the whole model."""
 
     config: Config
     is_part: bool
     notes: tuple[str, ...] = ()
     vision: VisionSpec | None = None
-    """The vision tower, where it is known."""
+    """The vision tower, if zeroplan knows it."""
 
     @property
     def words(self) -> str:
-        """What a model's name says of it, which every answer shows; nothing where all of it is counted."""
+        """A suffix for the model's name in every answer; empty if the whole model is counted."""
         if self.vision is None:
             return " (text part)" if self.is_part else ""
         return "" if self.vision.has_blocks else " (without its tower's activations)"
@@ -50,7 +50,7 @@ def text_part(config: Config) -> TextPart:
 def _text_config(config: Config) -> Config | None:
     """Return the text part; older files of Qwen's models have its keys beside ``vision_config``.
 
-    Qwen3-VL's router always divides its weights by their sum, and its class has no key that says so.
+    Qwen3-VL's router always normalises its weights; its class has no key for that.
     """
     text, kind = config.get("text_config"), f"{config.get('model_type')}_text"
     if isinstance(text, Mapping):
@@ -61,11 +61,11 @@ def _text_config(config: Config) -> Config | None:
 
 
 def _tied(config: Config, text: Config) -> object:
-    """Whether the head is tied: transformers reads the whole model's config, not its part's.
+    """Whether the head is tied: transformers reads this from the whole model's config, not from the text part.
 
-    Source: transformers 5.23, ``modeling_utils.py``, ``get_expanded_tied_weights_keys``. Without a value there, that of the
-    text part or its family's default counts. Some classes assume a tied head then, but loading a checkpoint with both weights
-    leaves them apart (``tie_weights``).
+    Source: transformers 5.23, ``modeling_utils.py``, ``get_expanded_tied_weights_keys``. If the whole config has no value, the
+    text part's or its family's default counts. Some classes then assume a tied head, but loading a checkpoint with both weights
+    keeps them separate (``tie_weights``).
     """
     kind, outer, inner = config.get("model_type"), config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
     if kind in TIED_BY_THE_TEXT and inner is True and outer is False:

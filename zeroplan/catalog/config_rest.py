@@ -1,6 +1,6 @@
-"""Checks the keys of a ``config.json`` that size no tensor: which are refused, and which need a note.
+"""Checks the keys of a ``config.json`` that are not sizes of tensors: which are refused, and which need a note?
 
-The reader uses every key, or ignores it as harmless, or refuses values without a formula, or names it in a note.
+Every key is used, ignored as harmless, refused if its value has no formula, or named in a note.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ _FIELDS = (
 )  # fmt: skip
 _EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers")
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-#: Suffixes of ``linear_``.
+#: Fields of linear attention; in a config they have the prefix ``linear_``.
 LINEAR_FIELDS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 #: Keys that the readers of all families check in order to refuse another architecture.
 _LOOKED_AT = (
@@ -48,7 +48,7 @@ def config_keys(family: str) -> ConfigKeys:
 
 
 def notes_on_other_keys(config: Config, family: str) -> tuple[str, ...]:
-    """Return a note on each thing that is not counted; raises SpecError for what would be counted wrongly."""
+    """Return notes on settings that are not counted; raises SpecError for settings that would be counted wrongly."""
     _refuse_values(config, family)
     _refuse_layer_types(config, family)
     _refuse_other_turns(config, family)
@@ -99,13 +99,13 @@ def known_keys(family: str) -> frozenset[str]:
 
 
 def unknown_keys(config: Config, family: str) -> tuple[str, ...]:
-    """Return the keys that nothing here reads."""
+    """Return the config's keys that zeroplan does not know for this family."""
     known = known_keys(family)
     return tuple(str(key) for key in config if key not in known and config[key] is not None)
 
 
 def listed(keys: Iterable[str]) -> str:
-    """Return keys for one line, at most the first dozen."""
+    """Return at most twelve keys as text, and the number of further ones."""
     every = list(keys)
     more = len(every) - _MOST_NAMED
     return ", ".join(shown(key)[1:-1] for key in every[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -139,7 +139,7 @@ def _values(config: Config, key: str) -> Iterator[object]:
 
 
 def _refuse_layer_types(config: Config, family: str) -> None:
-    """Raise SpecError for kinds of attention in another order than the family's class derives from its other keys."""
+    """Raise SpecError if ``layer_types`` differs from the order that the family's class derives from its other keys."""
     said = config.get("layer_types")
     if said is None or family in PATTERNED:
         return
@@ -158,7 +158,7 @@ def _refuse_layer_types(config: Config, family: str) -> None:
 
 
 def _refuse_other_turns(config: Config, family: str) -> None:
-    """Raise NoFormulasError for a list of a value per layer in another order than the family's period."""
+    """Raise NoFormulasError for a list with one value per layer that does not follow the family's period."""
     for key, (often, rare) in config_keys(family).in_turn.items():
         said, every = config.get(key), GLOBAL_LAYERS[family]
         if said is not None and said != [often if layer % every else rare for layer in range(1, len(said) + 1)]:  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def _refuse_other_turns(config: Config, family: str) -> None:
 
 
 def _windowed(config: Config, family: str, layer: int) -> bool:
-    """Whether other keys give a layer of Qwen2 or Qwen3 a window; the size of that window is then refused."""
+    """Whether other keys give a layer of Qwen2 or Qwen3 a window; its size is refused elsewhere."""
     first = config.get("max_window_layers", 28)
     return (
         config_keys(family).optional_window
@@ -208,7 +208,7 @@ def _another_head(config: Config) -> Iterator[str]:
 
 
 def quantised(config: Config) -> Iterator[str]:
-    """Yield a note on how the checkpoint stores its weights, if they are not trained that way."""
+    """Yield a note if the checkpoint is quantised, since training does not use that format."""
     said = config.get("quantization_config")
     if said is None:
         return

@@ -1,16 +1,16 @@
-"""The keys that size no tensor in the ``config.json`` of any family: which matter, which do not, and why.
+"""Keys of any family's ``config.json`` that are not sizes of tensors: which matter for memory, and why do the others not?
 
 A family's own keys are in its file (``zeroplan/transformer/families``). A test compares both with every key of every class.
 """
 
-#: Keys with the only values that the formulas of all families cover; absent or null means the class's default.
+#: Keys with the only values that the formulas cover, in all families; absent or null means the class's default.
 ONLY: dict[str, tuple[object, ...]] = {
     "output_hidden_states": (False,),
     "output_attentions": (False,),
     "per_layer_config": ({},),
 }
 
-#: Keys that change no tensor of a training step in any family, by the reason.
+#: Keys that change no tensor of a training step in any family, by reason.
 HARMLESS: dict[str, tuple[str, ...]] = {
     "names, versions and code": (
         "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "auto_map", "custom_pipelines",

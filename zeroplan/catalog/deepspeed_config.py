@@ -18,7 +18,7 @@ _AUTO = "auto"
 
 
 class Beside(NamedTuple):
-    """The values for the file's ``"auto"``: the model's width, the ranks, and given flags."""
+    """The values that replace ``"auto"`` in the file: the model's width, the ranks, and the user's flags."""
 
     hidden_size: int
     ranks: int
@@ -35,7 +35,7 @@ class Stated(NamedTuple):
     auto: bool = False
 
     def __str__(self) -> str:
-        """Return it as a sentence."""
+        """Return key and value as a clause, for messages."""
         if isinstance(self.value, bool):
             return f"{self.key} is {str(self.value).lower()}"
         if isinstance(self.value, int):
@@ -61,9 +61,9 @@ def parsed_config(path: Path) -> tuple[dict[str, object], str]:
 
 
 def config_of(data: Mapping[str, object], where: str, beside: Beside) -> DeepSpeedConfig:
-    """Return the values of a parsed configuration: a file of its own, or a section of another program's.
+    """Return the values of a parsed configuration, from DeepSpeed's own file or a section of another program's file.
 
-    Raises SpecError in one line for what is not modelled. Does not check everything that DeepSpeed itself would refuse.
+    Raises SpecError in one line for settings that are not modelled. It does not check everything that DeepSpeed refuses.
     """
     return _Reader(data, where, beside).read()
 
@@ -91,7 +91,7 @@ class _Reader:
         self._note_unknown_keys()
         return DeepSpeedConfig(self._flags, self._options, tuple(self._notes))
 
-    # What is refused, and what is unknown
+    # Refused and unknown keys
 
     def _refuse_what_is_not_modelled(self) -> None:
         for prefix, section, refused in (("", self._data, _REFUSED), ("zero_optimization.", self._zero, _ZERO_REFUSED)):
@@ -114,7 +114,7 @@ class _Reader:
             for key in sorted(section.keys() - known[prefix]):
                 self._notes.append(f"{shown(prefix + key)} is not known here and left out")
 
-    # What goes into the job
+    # Keys that set fields of the job
 
     def _read_stage(self) -> None:
         key = "zero_optimization.stage"
@@ -140,7 +140,7 @@ class _Reader:
         self._read_low_precision_states(low["bf16-mixed"])
 
     def _resolve_auto_precision(self, auto: list[str]) -> None:
-        """Read the precision: the Trainer's ``bf16`` and ``fp16``, which are ``--precision`` here, or else the file's own."""
+        """Resolve ``auto``: it follows the Trainer's ``bf16`` and ``fp16``, here ``--precision``, or else the file's section."""
         key, asked = f"{auto[0][:4]}.enabled", self._beside.precision
         if asked is None:
             self._notes.append(f"{key} is auto and --precision not given: zeroplan assumes {auto[0]}")
@@ -148,7 +148,7 @@ class _Reader:
         self._flags["precision"] = Stated(key, (asked or auto[0]) if fits else auto[0])
 
     def _read_low_precision_states(self, bf16: Mapping[str, object]) -> None:
-        """Read dtypes: weights and states both in bf16 are the precision ``bf16``; one of them alone is not modelled."""
+        """Read the states' dtypes: precision ``bf16`` has weights and states in bf16; only one of them in bf16 is not modelled."""
         keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
         low = [self._switch(bf16.get(key, False), f"bf16.{key}") is True for key in keys]
         if not any(low) or self._flags["precision"].value != "bf16-mixed":
@@ -158,7 +158,7 @@ class _Reader:
         self._flags["precision"] = Stated(f"bf16.{keys[0]}", "bf16")
 
     def _read_offload(self) -> None:
-        """Read the devices of optimizer and parameters. With ``cpu`` it ignores what only NVMe needs, and always ignores paths."""
+        """Read the devices for optimizer and parameters. NVMe's own keys are ignored with ``cpu``, and paths always."""
         for name in ("offload_optimizer", "offload_param"):
             section, key = self._object(self._zero.get(name) or {}, f"zero_optimization.{name}"), f"zero_optimization.{name}"
             device = section.get("device", "none")
@@ -174,7 +174,7 @@ class _Reader:
             self._set_option(f"{name}_pin_memory", f"{key}.pin_memory", section.get("pin_memory", True))
 
     def _read_nvme(self, name: str, section: Mapping[str, object]) -> None:
-        """Read NVMe's buffers and pipelines, and assume DeepSpeed's default for the size of its reads and writes."""
+        """Read NVMe's buffers and pipelines. The size of reads and writes is always DeepSpeed's default."""
         if section.get("device") != "nvme":
             return
         for inner in _NVME_KEYS[name]:
@@ -201,7 +201,7 @@ class _Reader:
             raise SpecError(f"{self._where}: optimizer.type={shown(kind)} is not modelled; Adam and AdamW are")
         params = self._object(section.get("params", {}), "optimizer.params")
         torchs = self._switch(params.get("torch_adam", False), "optimizer.params.torch_adam") is True
-        default = "offload_optimizer" not in self._flags  # torch's own steps one tensor after the other on the host
+        default = "offload_optimizer" not in self._flags  # torch's Adam loops over tensors on the host
         listed = params.get("foreach") is True or (params.get("foreach") is None and default)
         fused = not torchs or self._switch(params.get("fused", False), "optimizer.params.fused") is True
         self._flags["optimizer"] = Stated("optimizer.type", name)
@@ -283,7 +283,7 @@ class _Reader:
             raise SpecError(f"{self._where}: communication_data_type={communicated!r} beside {own} weights is not modelled")
 
     def _read_clipping(self) -> None:
-        """Ignore gradient clipping: DeepSpeed computes norms either way and clips in place."""
+        """Check gradient clipping, which needs no memory: DeepSpeed computes norms anyway and clips in place."""
         limit = self._data.get("gradient_clipping", 0.0)
         if limit == _AUTO:
             return
@@ -336,7 +336,7 @@ class _Reader:
 
 
 def _is_off(value: object, harmless: object) -> bool:
-    """Whether a key's value leaves its feature out."""
+    """Whether a value turns its key's feature off."""
     if harmless is True:
         return value is None or value is True or value == _AUTO
     if isinstance(value, dict):
@@ -372,7 +372,7 @@ _NVME_KEYS = {
     "offload_param": ("buffer_count", "buffer_size", "max_in_cpu"),
 }
 
-#: Keys that change memory without a field in a job, with the value that changes nothing.
+#: Keys that change memory and have no field in a job, with the value that has no effect.
 _ZERO_REFUSED: dict[str, object] = {
     "cpu_offload": None, "cpu_offload_param": None, "zenflow": None,
     "zero_quantized_nontrainable_weights": None,

@@ -1,4 +1,4 @@
-"""Reads one TOML entry of a catalogue, or raises one line of error."""
+"""Reads one TOML entry of a catalogue; errors have one line."""
 
 import tomllib
 from pathlib import Path
@@ -8,7 +8,7 @@ from zeroplan.errors import SpecError
 
 
 def read_toml(path: Path, *, what: str) -> dict[str, object]:
-    """Return one TOML entry as tables; raises ``SpecError`` with the place of an error in one line.
+    """Return one TOML entry as tables; raises ``SpecError`` in one line with the error's position.
 
     >>> from tempfile import NamedTemporaryFile
     >>> with NamedTemporaryFile(suffix=".toml") as file:

@@ -21,7 +21,7 @@ _FOLDER = Path(__file__).parent / "gpus"
 def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
     """Return the accelerator called ``name``: a canonical name, an alias or torch's name of the device.
 
-    Ignores case, blanks and underscores. A name with a number of GPUs, as Slurm has it, is refused: the number would be lost.
+    Ignores case, blanks and underscores. A name with a number of GPUs, such as Slurm's ``a100:4``, is refused.
     ``extra``: a folder of entries that override the shipped ones.
 
     >>> gpu("H100").name, gpu("rtx4090").name, gpu("NVIDIA A100-SXM4-80GB").name, gpu("6000 ada").name
@@ -41,7 +41,7 @@ def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
 
 
 def _plain(name: str) -> str:
-    """Return a name as the catalogue spells it: without Slurm's word and a maker, and with the unit of its memory.
+    """Return a name in the catalogue's spelling: without Slurm's prefix and the vendor, and with the unit of memory.
 
     >>> _plain("gpu:a100"), _plain("NVIDIA A100 40G"), _plain("a100-40"), _plain("rtx-4090")
     ('a100', 'a100-40gb', 'a100-40gb', 'rtx-4090')
@@ -51,7 +51,7 @@ def _plain(name: str) -> str:
 
 
 def _by_words(plain: str) -> str | None:
-    """Return the one shipped entry that has all words of a name in its own name or in an alias; None for a single word.
+    """Return the only shipped entry whose name or alias contains all words of a name; None for a single word.
 
     >>> _by_words("6000-ada"), _by_words("rtx-pro-6000"), _by_words("a100-80gb")
     ('rtx-6000-ada-48gb', 'rtx-pro-6000-blackwell-96gb', None)

@@ -1,7 +1,7 @@
 """Fetches a model's config.json from the Hugging Face Hub, if huggingface_hub is installed.
 
-Only the command line's ``--model`` and the keyword of :func:`zeroplan.job` fetch, for names on the Hub. Job files and the
-browser page do not.
+Only the command line's ``--model`` and the keyword ``model`` of :func:`zeroplan.job` use it. Job files and the browser page
+never fetch.
 """
 
 import socket
@@ -15,7 +15,7 @@ from zeroplan.catalog.text import one_line
 from zeroplan.errors import UnknownNameError
 
 _ANSWER_S, _ALL_S = 5.0, 20.0
-"""Time limits of one answer of the Hub, and of everything together, with the look-up of its host. [s]"""
+"""Time limits for one response of the Hub, and for the whole download including DNS. [s]"""
 _LONGEST_REASON = 160
 
 
@@ -58,7 +58,7 @@ def _downloaded(name: str) -> str | None:
 
 
 def _within(seconds: float, call: Callable[[], str | None]) -> str | None:
-    """Return or raise what a call returns or raises; None if it takes longer. It then runs on in the background."""
+    """Return the result of a call, or raise its error; None if it takes longer. It then continues in the background."""
     done: SimpleQueue[tuple[str | None, Exception | None]] = SimpleQueue()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Names that refer to the Hugging Face Hub: ``hf:owner/name``, or the address of a model's page."""
+"""Recognises names that refer to the Hugging Face Hub: ``hf:owner/name``, or the URL of a model's page."""
 
 import re
 
@@ -8,7 +8,7 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 def repository_of(name: str) -> str | None:
-    """Return the part after the Hub's name in a model's name; None if the name is not the Hub's.
+    """Return the part after ``hf:`` or the Hub's URL in a model's name; None for other names.
 
     >>> repository_of("hf:mine/good"), repository_of("https://huggingface.co/mine/good"), repository_of("mine/good")
     ('mine/good', 'mine/good', None)
@@ -18,12 +18,12 @@ def repository_of(name: str) -> str | None:
 
 
 def is_repository(name: str) -> bool:
-    """Whether a repository may have this name: ``owner/name``."""
+    """Whether a name has the form ``owner/name`` of a repository."""
     return _REPOSITORY.fullmatch(name) is not None
 
 
 def way_to_the_hub(name: str) -> str:
-    """Return how to ask the Hub for a name that the catalogue does not have; empty if it cannot be the Hub's.
+    """Return a hint on how to fetch a model from the Hub; empty if the name cannot be on the Hub.
 
     >>> way_to_the_hub("mine/good")
     '; --model hf:mine/good on the command line fetches it from the Hugging Face Hub'

@@ -1,6 +1,6 @@
-"""Finds the file of a name.
+"""Finds the TOML file of a model or GPU by its name.
 
-There is one TOML file per entry. Its stem is the canonical name, and it lists aliases. A user's folder comes first.
+The file's stem is the canonical name, and the file lists aliases. A user's folder takes precedence.
 """
 
 import re
@@ -16,11 +16,11 @@ _TUNED = re.compile(
     r"^(nousresearch|unsloth|llm-research|ai-modelscope|modelscope|mlx-community|lmstudio-community|font-info|openrlhf|hugging-quants)/|"
     r"(-(instruct|chat|it|base|hf|pt|thinking|2507|awq|gptq|int4|int8|4bit|8bit|fp8|bf16|fp16|bnb|unsloth))+$"
 )
-"""Owners that mirror others' models, and the ends of names of tuned and stored ones, which have the shape of the model itself."""
+"""Owners that mirror models, and suffixes of tuned or quantised models, which have the base model's shape."""
 
 
 class Shelf(NamedTuple):
-    """One kind of entry: its word, the folder of the shipped ones, and the reader of an entry's aliases."""
+    """One kind of entry: its name in errors, the folder of shipped entries, and the function that reads an entry's aliases."""
 
     what: str
     folder: Path
@@ -40,8 +40,8 @@ def normal(name: str) -> str:
 def find(shelf: Shelf, name: str, *, extra: Path | None) -> Path:
     """Return the file of the entry called ``name``, canonically or by an alias; an entry of ``extra`` wins.
 
-    A canonical name opens no file. An alias opens entries with the same beginning first. Hyphens may be missing where only one
-    entry can be meant. Raises UnknownNameError with the nearest names.
+    A canonical name opens no file. For an alias, entries with the same prefix are opened first. Hyphens may be missing if only one
+    entry matches. Raises UnknownNameError with the nearest names.
     """
     wanted, own, shipped = normal(name), own_files(extra), shipped_files(shelf.folder)
     file = own.get(wanted) or _own_alias(shelf, wanted, own) or shipped.get(wanted)
@@ -56,14 +56,14 @@ def find(shelf: Shelf, name: str, *, extra: Path | None) -> Path:
 
 
 def files(shelf: Shelf, *, extra: Path | None) -> dict[str, Path]:
-    """Return every entry's file by its canonical name, sorted; opens none."""
+    """Return every entry's file by its canonical name, sorted, without opening them."""
     together = {**shipped_files(shelf.folder), **own_files(extra)}
     return {name: together[name] for name in sorted(together)}
 
 
 @cache
 def shipped_files(folder: Path) -> Mapping[str, Path]:
-    """Return the entries that come with zeroplan, which do not change while it runs."""
+    """Return zeroplan's own entries; cached, since they do not change."""
     return _named(folder.iterdir())
 
 
@@ -103,7 +103,7 @@ def _shipped_alias(shelf: Shelf, wanted: str) -> str | None:
 
 
 def _but_for_hyphens(shelf: Shelf, wanted: str) -> str | None:
-    """Return the one entry with a name or alias that has the same letters and digits: ``rtx4090``, ``llama3-8b``."""
+    """Return the only entry with the same name or alias apart from hyphens: ``rtx4090``, ``llama3-8b``."""
     asked = wanted.replace("-", "")
     named = ((name, (name, *shelf.aliases(file))) for name, file in shipped_files(shelf.folder).items())
     meant = [name for name, called in named if asked in {one.replace("-", "") for one in called}]

@@ -17,7 +17,7 @@ from zeroplan.spec.base import Range, Spec, read
 from zeroplan.spec.hardware import Figure
 from zeroplan.spec.model import ModelSpec
 
-#: Flags that name a model. A job has one of them.
+#: Flags that name a model. A job has exactly one of them.
 WAYS_TO_NAME = ("model", "params", "config", "profile")
 _WHAT = "model entry"
 _FOLDER = Path(__file__).parent / "models"
@@ -32,9 +32,9 @@ class ModelEntry(Spec):
     released: Annotated[int, Range(1900, 2999)]
     aliases: tuple[str, ...] = ()
     published_parameters: Figure | None = None
-    """All parameters. The note is ``exact``, or describes how the figure is printed and what it leaves out."""
+    """The number of parameters. The note is ``exact``, or describes the figure's rounding and what it leaves out."""
     published_active_parameters: Figure | None = None
-    """Parameters one token uses, for a mixture of experts."""
+    """The parameters that one token uses, for a mixture of experts."""
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class ModelEntry(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written(Spec):
-    """A TOML entry as it is written."""
+    """The content of a TOML entry."""
 
     model_type: str
     config: dict[str, object]
@@ -56,7 +56,7 @@ class _Written(Spec):
     published_parameters: Figure | None = None
     published_active_parameters: Figure | None = None
     vision_tower: str = ""
-    """What the published model has beside the text, and the shape has not."""
+    """The part of the published model that the entry leaves out, such as a vision tower."""
 
 
 def model(name: str, *, extra: Path | None = None) -> ModelSpec:
@@ -78,7 +78,7 @@ def model_entry(name: str, *, extra: Path | None = None) -> ModelEntry:
 
 
 def tower_left_out(name: str, *, extra: Path | None = None) -> str:
-    """Return what the published model has beside the text that its entry is; empty where nothing.
+    """Return the part of the published model that its text-only entry leaves out; empty if none.
 
     >>> tower_left_out("gemma-3-1b"), tower_left_out("qwen3.5-9b")
     ('', 'a vision tower')
@@ -87,7 +87,7 @@ def tower_left_out(name: str, *, extra: Path | None = None) -> str:
 
 
 def model_names(*, extra: Path | None = None) -> tuple[str, ...]:
-    """Return every canonical name, sorted; reads no entry.
+    """Return every canonical name, sorted, without reading entries.
 
     >>> model_names()[:3]
     ('bloom-176b', 'bloom-1b7', 'bloom-3b')
@@ -127,7 +127,7 @@ def _checked_entry(file: Path) -> ModelEntry:
 
 @cache
 def _shipped_shape(file: Path) -> ModelSpec:
-    """Return the shape alone of one of zeroplan's own entries; a test compares each with the checked entry."""
+    """Return only the shape of one of zeroplan's own entries; a test compares each with the checked entry."""
     fields = read_toml(file, what=_WHAT)
     return _shape(file, str(fields["model_type"]), fields["config"], fields.get("nulls", ()))  # type: ignore[arg-type]
 

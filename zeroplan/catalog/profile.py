@@ -1,4 +1,4 @@
-"""Reading the file that ``zeroplan profile`` writes; needs no torch."""
+"""Reads the file that ``zeroplan profile`` writes; needs no torch."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from zeroplan.spec.profile import SCHEMA_VERSION, Profile, model_of
 def read_profile(named: str) -> ModelSpec:
     """Return the model that a profile describes.
 
-    Raises :class:`~zeroplan.errors.SpecError`, in one line, for anything but a profile: no file, a folder, a JSON that is cut
-    short or of something else, another version, figures out of range, parts that do not fit each other.
+    Raises :class:`~zeroplan.errors.SpecError`, in one line, for anything but a profile: a missing file, a folder, incomplete or
+    other JSON, another version, figures out of range, inconsistent parts.
     """
     if not named:
         raise SpecError("--profile '' names no file; give the path of what `zeroplan profile` wrote")

@@ -1,4 +1,4 @@
-"""How fast was a run, by the log that its program wrote?"""
+"""Reads a run's tokens per second from the log of torchtitan, Megatron-LM or transformers' Trainer."""
 
 import re
 from statistics import median
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from zeroplan.errors import SpecError
 
-#: torchtitan 2026-08, components/metrics.py, MetricsProcessor.log: tokens per second and GPU; a validation has no FLOPs. Colours
-#: stand between the words.
+#: torchtitan 2026-08, components/metrics.py, MetricsProcessor.log: tokens per second and GPU; lines of a validation have no FLOPs.
+#: Colour codes separate the words.
 _TORCHTITAN = re.compile(r"tps: +([\d,]+).*tflops: ")
 #: Megatron-LM 2026-08, megatron/training/training.py, training_log.
 _MEGATRON = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+) \|.*\bglobal batch size: +(\d+)")
@@ -16,7 +16,7 @@ _TRAINER = re.compile(r"""["']train_samples_per_second["']: ["']?([\d.]+)""")
 
 
 class Step(NamedTuple):
-    """What all GPUs of a run process in one optimizer step."""
+    """The sequences of one optimizer step on all GPUs."""
 
     sequences: int
     seq_len: int
@@ -24,9 +24,9 @@ class Step(NamedTuple):
 
 
 def tokens_per_s(log: str, step: Step, *, where: str) -> float:
-    """Return the rate of one GPU by a log of torchtitan, Megatron-LM or transformers' Trainer. [tokens/s]
+    """Return the rate of one GPU from a log of torchtitan, Megatron-LM or transformers' Trainer. [tokens/s]
 
-    Of several steps it is the median without the first, which warms up. Raises SpecError for another log, or another batch.
+    It is the median of all steps but the first, which warms up. Raises SpecError for another log, or another batch size.
     """
     if found := _of_torchtitan(log) or _of_megatron(log, step, where) or _of_trainer(log, step):
         return median(found[1:] or found)

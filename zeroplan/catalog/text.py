@@ -1,4 +1,4 @@
-"""Reads a user's files, and shows their values in one line."""
+"""Reads text and JSON files of the user strictly, and prints values in one line."""
 
 import json
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ Key = TypeVar("Key")
 
 
 def read_text(path: Path, *, what: str, most: int = LARGEST_FILE_BYTES) -> str:
-    """Return the text of a regular UTF-8 file of at most this many bytes; raises an error of one line."""
+    """Return the text of a regular UTF-8 file of at most ``most`` bytes; raises SpecError in one line."""
     try:
         fault = _fault(path, what, most)
         if fault:
@@ -38,7 +38,7 @@ def read_text(path: Path, *, what: str, most: int = LARGEST_FILE_BYTES) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether there is something at a path; there is nothing at a name too long, or with a NUL."""
+    """Whether a path exists; False for a name that is too long or contains a NUL."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -46,7 +46,7 @@ def is_there(path: Path) -> bool:
 
 
 def _fault(path: Path, what: str, most: int) -> str | None:
-    """Return why ``path`` cannot be opened; called before anything is read."""
+    """Return why ``path`` cannot be read; None if it can."""
     if "\0" in str(path) or not path.exists():
         return "does not exist; check the path"
     if not path.is_file():
@@ -57,9 +57,9 @@ def _fault(path: Path, what: str, most: int) -> str | None:
 
 
 def strict_json(text: str | bytes, where: str, *, written: str = "") -> object:
-    """Return the content of a JSON file, in which each key occurs once; ``where``: the file's name in errors.
+    """Return the content of a JSON file without duplicate keys; ``where``: the file's name in errors.
 
-    ``written``: what it is, of a file that zeroplan writes itself.
+    ``written``: the kind of file, if zeroplan itself writes such files.
     """
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, where))
@@ -72,7 +72,7 @@ def strict_json(text: str | bytes, where: str, *, written: str = "") -> object:
 
 
 def each_key_once(pairs: Iterable[tuple[Key, object]], where: str) -> dict[Key, object]:
-    """Return keys and values as a table; raises for a key that occurs twice, of which JSON would take the last."""
+    """Return keys and values as a dict; raises SpecError for a duplicate key, of which JSON would silently use the last."""
     together: dict[Key, object] = {}
     for key, value in pairs:
         if key in together:
@@ -82,12 +82,12 @@ def each_key_once(pairs: Iterable[tuple[Key, object]], where: str) -> dict[Key, 
 
 
 def written_json(path: Path, *, what: str) -> object:
-    """Return the content of a file that zeroplan writes itself, a ``what``."""
+    """Return the JSON of a file that zeroplan writes itself; ``what``: the kind of file, for errors."""
     return strict_json(read_text(path, what=what), f"{what} {str(path)!r}", written=what)
 
 
 def shown(value: object) -> str:
-    """Return a value for a one-line message, at most 60 characters of it.
+    """Return a value as text for a one-line message, at most 60 characters.
 
     >>> shown("llama"), shown(10**10000)
     ("'llama'", 'a number of thousands of digits')

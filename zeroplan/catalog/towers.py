@@ -1,7 +1,7 @@
 """Reads the vision tower in a multimodal model's ``config.json``.
 
-Source: transformers 5.23, ``models/<model>/configuration_<model>.py`` and ``modeling_<model>.py``, and of the towers of Gemma 3 and
-LLaVA ``models/siglip`` and ``models/clip``. A test holds each kind against the model that transformers builds.
+Source: transformers 5.23, ``models/<model>/configuration_<model>.py`` and ``modeling_<model>.py``; for Gemma 3 and LLaVA
+``models/siglip`` and ``models/clip``. A test compares each kind with the model that transformers builds.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ _THREE_MATRICES = ("pixtral", "ovis2_vision")
 
 
 class _Sizes(NamedTuple):
-    """The sizes in a vision config, with those that its class assumes."""
+    """Reads sizes from a vision config, with its class's defaults; raises KeyError for a missing or invalid size."""
 
     config: Config
     whole: Config
@@ -35,9 +35,9 @@ class _Sizes(NamedTuple):
 
 
 def vision_of(config: Config, text: Config) -> VisionSpec | None:
-    """Return the tower of a multimodal model's config; None for a kind of model without formulas, or without its sizes.
+    """Return the vision tower of a multimodal model's config; None if zeroplan has no formulas or a size is missing.
 
-    Of some kinds only the parameters in the tower's layers are known.
+    For some kinds only the number of parameters in the tower's layers is known.
     """
     vision, read = config.get("vision_config"), _TOWERS.get(str(config.get("model_type")))
     if not isinstance(vision, Mapping):
@@ -52,7 +52,7 @@ def vision_of(config: Config, text: Config) -> VisionSpec | None:
 
 
 def _in_layers(of: _Sizes) -> VisionSpec | None:
-    """Return a tower with the matrices of its layers, of those kinds that are plain transformers."""
+    """Return a tower with only the matrices of its layers, for kinds that are plain transformers."""
     kind = of.config.get("model_type")
     if kind not in (*_TWO_MATRICES, *_THREE_MATRICES):
         return None
@@ -69,7 +69,7 @@ def _linear(reads: int, writes: int) -> int:
 
 
 def _encoder_layer(width: int, inner: int) -> int:
-    """The parameters of a layer of CLIP, or of Qwen2-VL's tower: two norms, attention, an MLP of two matrices, all with biases."""
+    """Parameters of a layer of CLIP or Qwen2-VL's tower: two norms, attention, an MLP of two matrices, all with biases."""
     return 4 * width + 4 * _linear(width, width) + _linear(width, inner) + _linear(inner, width)
 
 
@@ -94,7 +94,7 @@ def _llava(of: _Sizes) -> VisionSpec:
 
 
 def _patch(of: _Sizes) -> int:
-    """Return the numbers in one patch of Qwen's towers."""
+    """Numbers in one patch of Qwen's towers."""
     colours = of("in_channels", 3) if "in_channels" in of.config else of("in_chans", 3)
     return colours * of("temporal_patch_size", 2) * of("patch_size", 14) ** 2
 
@@ -115,7 +115,7 @@ def _qwen2_5(of: _Sizes) -> VisionSpec:
 
 
 def _qwen3(of: _Sizes) -> VisionSpec:
-    """Of Qwen3-VL and Qwen3.5. Some layers of the first have a merger of their own."""
+    """The tower of Qwen3-VL or Qwen3.5. In Qwen3-VL some layers have their own merger."""
     deep = of.config.get("deepstack_visual_indexes", ())
     sixteen = of._replace(config={"patch_size": 16, **of.config})
     return replace(

@@ -1,17 +1,17 @@
-"""The command line: one file per command, and the only place that prints. Here is what all commands share."""
+"""The command line, which alone prints. Each command has a file; this one has the exit codes and helpers of all commands."""
 
 import sys
 from contextlib import suppress
 
-#: What an exit code says, beside 0, answered: no; bad input; a measurement disagrees; it cannot run here.
+#: Exit codes beside 0 (answered): the answer is no; bad input; a measurement disagrees; the command cannot run here.
 NO, BAD_INPUT, DISAGREES, CANNOT_RUN = 1, 2, 3, 4
-#: What a shell makes of SIGINT, 128 + 2.
+#: The shell's exit code after SIGINT, 128 + 2.
 INTERRUPTED = 130
 
 
 def json_text(payload: object) -> str:
     """Return an answer as indented JSON, without escaped characters."""
-    import json  # noqa: PLC0415  only the rendering asked for is loaded
+    import json  # noqa: PLC0415  imports only the requested format
 
     return json.dumps(payload, indent=2, ensure_ascii=False)
 
@@ -23,6 +23,6 @@ def say(text: str) -> None:
 
 
 def say_notes(notes: tuple[str, ...]) -> None:
-    """Say what was filled in."""
+    """Print notes on standard error."""
     for note in notes:
         say(f"note: {note}")

@@ -46,7 +46,7 @@ def _advise(
 
 
 def _setup(asked: Asked) -> SetupRead:
-    """The configuration again, for its words; a DeepSpeed configuration by its flag is one, too."""
+    """The user's configuration file, so that advice can name its keys; ``--deepspeed-config`` counts as one."""
     request = asked.request
     if request.from_file is None and request.deepspeed_config is not None:
         return SetupRead(request, kind="deepspeed")
@@ -54,7 +54,7 @@ def _setup(asked: Asked) -> SetupRead:
 
 
 def _as_its_program_would(job: "JobSpec", found: SetupRead) -> "JobSpec":
-    """Accelerate's FSDP2, which transformers' Trainer takes too, reduces gradients in the dtype it computes in."""
+    """The job with gradients reduced in bf16, as accelerate's FSDP2 does (also under transformers' Trainer)."""
     if found.kind not in ("accelerate", "trainer", "llama-factory", "axolotl") or job.recipe.precision != "bf16-mixed":
         return job
     return replace(job, recipe=replace(job.recipe, fsdp2=replace(job.recipe.fsdp2, reduce_dtype="param")))
@@ -63,15 +63,15 @@ def _as_its_program_would(job: "JobSpec", found: SetupRead) -> "JobSpec":
 def _words(found: SetupRead, job: "JobSpec", one: "Advice") -> tuple[str, ...]:
     if found.kind is None:
         return (one.change.flags,)
-    from zeroplan.export.setup_words import deepspeed_place, in_its_words  # noqa: PLC0415  only a set-up has words
+    from zeroplan.export.setup_words import deepspeed_place, in_its_words  # noqa: PLC0415  only configuration files need it
 
     place = "" if found.kind == "deepspeed" or found.deepspeed is None else deepspeed_place(found.deepspeed.where)
     return in_its_words(job, one.change.job, found.kind, found.keys, place)
 
 
 def _job_or_setup(path: Path) -> Request:
-    """The argument is a configuration, or a job file."""
-    from zeroplan.catalog.setups.reading import is_setup  # noqa: PLC0415  only this command takes both
+    """Read the argument, which is another program's configuration or a job file."""
+    from zeroplan.catalog.setups.reading import is_setup  # noqa: PLC0415  only this command accepts both
     from zeroplan.job_file import read_job_file  # noqa: PLC0415
 
     return replace(Request(), from_file=str(path)) if is_setup(path) else read_job_file(path)

@@ -1,4 +1,4 @@
-"""The program: its commands, and the one place where an error becomes a line on stderr and an exit code."""
+"""The program with its commands. Here every error becomes one line on stderr and an exit code."""
 
 import os
 import sys
@@ -12,10 +12,10 @@ from zeroplan.cli import BAD_INPUT, CANNOT_RUN, INTERRUPTED
 from zeroplan.cli.quick import Commands, QuickGroup
 from zeroplan.errors import MeasurementError, ZeroplanError
 
-#: A value of thousands of signs is shown by its two ends.
+#: Longer messages are shortened in the middle.
 _LONGEST_MESSAGE = 600
 
-#: Every command, in the order of the help, and where it is written.
+#: Every command in the order of the help, with its module and function.
 COMMANDS = {
     **{name: (f"zeroplan.cli.{name}", f"{name}_command") for name in (
         "estimate", "check", "time", "dryrun", "plan", "advise", "verify", "profile", "compare", "diff", "diagnose",
@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 class _Program(QuickGroup):
-    """The program itself, with all its commands."""
+    """The program's group of commands, imported on use."""
 
     def __init__(self, **attributes: Any) -> None:  # noqa: ANN401  click's
         super().__init__(**attributes)
@@ -45,7 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-#: The base class of what the parser raises: click's own, which newer releases of typer carry inside.
+#: The base class of the parser's errors: click's, or typer's copy of it in newer releases.
 _UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 answered, 1 no, 2 bad input, 3 a measurement disagrees, 4 it cannot run here."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a sign still gets the numbers
+            stream.reconfigure(errors="replace")  # replace characters that the terminal cannot encode
     code = _run(arguments)
     _drop_unwritten(sys.stderr)
     sys.exit(code)
@@ -81,7 +81,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         result = app(args=arguments, standalone_mode=False)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):
-        # The reader of our output has gone (`| head`), for which typer leaves with a code that here means "no".
+        # The reader closed the pipe (`| head`). typer would exit with 1, which means "no" here.
         _drop_unwritten(sys.stdout)
         return 0
     except (typer.Abort, KeyboardInterrupt):
@@ -101,7 +101,7 @@ def _message(error: Exception) -> str:
 
 
 def _usage(error: Exception) -> str:
-    """What the parser says, and the command whose help says more."""
+    """The parser's message, and the command that lists the arguments."""
     from zeroplan.cli.wrong_flags import in_our_words  # noqa: PLC0415  only an error pays for it
 
     message = error.format_message() if hasattr(error, "format_message") else str(error)
@@ -117,14 +117,14 @@ def _refuse(message: str, code: int = BAD_INPUT) -> int:
     folded = "".join(sign if sign.isprintable() else " " for sign in " ".join(message.split()))
     if len(folded) > _LONGEST_MESSAGE:
         folded = f"{folded[: _LONGEST_MESSAGE // 2]} … {folded[-_LONGEST_MESSAGE // 2 :]}"
-    if sys.stderr is not None:  # print would take stdout instead
-        with suppress(OSError):  # where nothing can be written, the exit code has to do
+    if sys.stderr is not None:  # print would use stdout instead
+        with suppress(OSError):  # if stderr cannot be written, only the exit code remains
             print(f"zeroplan: {folded}", file=sys.stderr, flush=True)
     return code
 
 
 def _drop_unwritten(stream: TextIO | None) -> None:
-    """Flush a stream, or where that fails let what is left in it vanish: the interpreter flushes again when it exits."""
+    """Flush a stream. If that fails, redirect it to the null device, since the interpreter flushes again at exit."""
     if stream is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Many cases as a table, one line each, and what they come to: of ``verify --matrix`` and of ``compare``."""
+"""A table with one row per case, and a summary, for ``verify --matrix`` and ``compare``."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """One case beside its prediction. [bytes]
+    """One case with its prediction. [bytes]
 
-    ``fits`` is the estimate's verdict in words, empty where no card is known; ``outcome`` is the result of the run and ``why`` its
-    reason; ``agrees`` is None where there is nothing to judge.
+    ``fits`` is the estimate's verdict in words, empty without a GPU; ``outcome`` is the result of the run and ``why`` its reason;
+    ``agrees`` is None if the case cannot be judged.
     """
 
     name: str
@@ -50,7 +50,7 @@ _NUMBERS = ("predicted", "measured", "error")
 
 
 def size(n_bytes: int) -> str:
-    """One unit, the binary one.
+    """The size in binary units only.
 
     >>> size(14_000_000_000), size(512)
     ('13.04 GiB', '512 B')
@@ -59,12 +59,12 @@ def size(n_bytes: int) -> str:
 
 
 def word(agrees: bool | None) -> str:
-    """Whether a case agrees, so that what does not is seen."""
+    """The word for a case; disagreement is in capitals."""
     return {True: "agrees", False: "DISAGREES", None: "not judged"}[agrees]
 
 
 def table(rows: Sequence[Row], *, tolerance: float) -> str:
-    """All cases in columns, and what they come to. A column that says the same of every case is left out."""
+    """Return the table and the summary. Empty columns are left out."""
     shown = _shown(rows)
     widths = [max(len(line[at]) for line in shown) for at in range(len(shown[0]))]
     lines = [
@@ -78,7 +78,7 @@ def table(rows: Sequence[Row], *, tolerance: float) -> str:
 
 
 def table_markdown(rows: Sequence[Row], *, tolerance: float) -> str:
-    """The same in Markdown."""
+    """Return the table and the summary in Markdown."""
     shown = _shown(rows)
     ruler = ["---:" if title in _NUMBERS else "---" for title in shown[0]]
     lines = [f"| {' | '.join(line)} |" for line in (shown[0], ruler, *shown[1:])]
@@ -86,7 +86,7 @@ def table_markdown(rows: Sequence[Row], *, tolerance: float) -> str:
 
 
 def _shown(rows: Sequence[Row]) -> list[list[str]]:
-    """The columns' titles and every case's cells, without verdicts where there are none, and outcomes where all were measured."""
+    """The header and the rows, without the verdict's column if it is empty, and the outcome's if all cases were measured."""
     left_out = {
         "verdict": not any(row.fits for row in rows),
         "outcome": all(row.outcome == "measured" for row in rows),
@@ -96,8 +96,8 @@ def _shown(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def summary(rows: Sequence[Row], tolerance: float) -> Iterator[str]:
-    """How far peaks are off, what disagrees or was not judged and why, and how many cases agree."""
-    from zeroplan.verify.cases.verdicts import BAND  # noqa: PLC0415  one record alone is compared without verify's modules
+    """Yield the errors of peaks, the cases that disagree or were not judged with reasons, and the counts."""
+    from zeroplan.verify.cases.verdicts import BAND  # noqa: PLC0415  a single record needs no modules of verify
 
     errors = [abs(row.comparison.peak.error) for row in rows if row.comparison is not None]
     if errors:

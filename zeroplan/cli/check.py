@@ -1,4 +1,4 @@
-"""``zeroplan check``: do the jobs of these files fit? For CI, a hook before a commit, or a job script's first line."""
+"""``zeroplan check``: do the jobs of these files fit? For CI, a pre-commit hook, or the first line of a job script."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -63,7 +63,7 @@ def _format(text: str) -> Format:
 
 
 def _checked(name: str, shared: Shared) -> Checked:
-    """Return the row of one file; of the flags alone where the name is empty."""
+    """Return the result of one file; an empty name stands for the job of the flags."""
     from zeroplan.estimator import estimate, replayed_if_tight  # noqa: PLC0415  start-up is part of every command's time
 
     try:
@@ -79,7 +79,7 @@ def _checked(name: str, shared: Shared) -> Checked:
 
 
 def _not_counted(request: "Request | None") -> tuple[tuple[str, ...], bool]:
-    """Return the keys of another program's file that change memory and are not modelled, and whether some may take memory."""
+    """Return the file's keys that change memory and are not modelled, and whether any of them may need more memory."""
     from zeroplan.resolve import with_setup  # noqa: PLC0415  only a file pays for it
 
     if request is None:

@@ -10,7 +10,7 @@ from zeroplan.cli.flags import TOLERANCE, AsJson, AsMarkdown, Tolerance, parse_t
 if TYPE_CHECKING:
     from zeroplan.cli.case_table import Row
 
-#: Outcomes of a case that says nothing of the estimate.
+#: Outcomes of cases that neither confirm nor contradict the estimate.
 UNSETTLED = ("refused", "failed")
 
 
@@ -45,7 +45,7 @@ def compare_command(
 
 
 def exit_code(rows: "list[Row]") -> int:
-    """3 where a case disagrees, 4 where none does and one was refused or failed, else 0: as ``verify --matrix`` exits."""
+    """3 if a case disagrees, else 4 if a case was refused or failed, else 0; the same as for ``verify --matrix``."""
     if any(row.agrees is False for row in rows):
         return DISAGREES
     return CANNOT_RUN if any(row.outcome in UNSETTLED for row in rows) else 0

@@ -1,4 +1,4 @@
-"""What ``verify`` and ``compare`` print of comparisons: one run in full, or many in a table, a line for each."""
+"""The output of ``verify`` and ``compare``: one run in full, or many in a table."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,37 +17,37 @@ SCHEMA_VERSION = 1
 
 
 class Held(NamedTuple):
-    """A measurement and the estimate of its job."""
+    """A measurement and its comparison with the estimate of its job."""
 
     measurement: Measurement
     comparison: Comparison
     name: str = ""
-    """Of the file that it was read from."""
+    """The name of its file."""
 
     @classmethod
     def of(cls, measurement: Measurement, name: str = "") -> "Held":
-        """Estimate the job of a measurement and compare the two."""
+        """Compare a measurement with the estimate of its job."""
         return cls(measurement, compare_with_estimate(measurement), name)
 
     def row(self, tolerance: float) -> Row:
-        """Its line in a table."""
+        """The row in the table."""
         return Row(self.name, self.comparison.peak.predicted, self.comparison, self.comparison.agrees(tolerance))
 
 
 class Given(NamedTuple):
-    """The records of some files: those of single runs, and the last result of each case of a matrix."""
+    """The content of some files: records of single runs, and the last result of each case of a matrix."""
 
     held: tuple[Held, ...]
     results: "tuple[Result, ...]"
 
     @property
     def measured(self) -> tuple[Held, ...]:
-        """The results that have a record, compared with the estimates of their jobs."""
+        """The results with a record, compared with the estimates of their jobs."""
         return tuple(Held.of(one.record, one.name) for one in self.results if one.record is not None)
 
 
 def given(records: list[str]) -> Given:
-    """Read every record at the paths; raises :class:`~zeroplan.errors.SpecError` for the first that is none."""
+    """Return the records and results at the paths; raises :class:`~zeroplan.errors.SpecError` for the first other file."""
     held: list[Held] = []
     results: list[Result] = []
     for path in (file for record in records for file in files_of(Path(record))):
@@ -61,10 +61,10 @@ def given(records: list[str]) -> Given:
 
 
 def judged(held: tuple[Held, ...]) -> tuple[Held, ...]:
-    """Return of each run the record of the fullest rank, which the estimate describes.
+    """Return the record of each run's fullest rank, which the estimate describes.
 
     Records with the same job, workload and backend are ranks of one run. Ranks differ if an engine assigns whole tensors to them
-    or leaves the last one short.
+    or gives the last one less.
     """
     fullest: dict[str, Held] = {}
     for one in held:
@@ -75,7 +75,7 @@ def judged(held: tuple[Held, ...]) -> tuple[Held, ...]:
 
 
 def rows_of(found: Given, *, tolerance: float) -> list[Row]:
-    """One line for each run and each case of a matrix."""
+    """Return a row for each run and each case of a matrix."""
     runs = [one.row(tolerance) for one in judged(found.held)]
     if not found.results:
         return runs
@@ -90,7 +90,7 @@ def printed(held: tuple[Held, ...], *, tolerance: float, as_json: bool) -> str:
 
 
 def printed_of_many(found: Given, rows: list[Row], *, tolerance: float, verbose: bool, as_markdown: bool) -> str:
-    """Return one run in full, and several as a table; ``verbose`` puts each in full above it."""
+    """Return one run in full, or several as a table; ``verbose`` adds each run in full above the table."""
     parts, alone = [], len(rows) == 1 and rows[0].comparison is not None
     if alone or verbose:
         parts.append(in_full(found, tolerance=tolerance, as_markdown=as_markdown))
@@ -101,7 +101,7 @@ def printed_of_many(found: Given, rows: list[Row], *, tolerance: float, verbose:
 
 
 def in_full(found: Given, *, tolerance: float, as_markdown: bool = False) -> str:
-    """Return every comparison line by line, and a line for the other ranks of each run."""
+    """Return every run's comparison in full, and one line for each of its other ranks."""
     rendering = comparison_markdown if as_markdown else comparison_text
     chosen = judged(found.held)
     shown = (*chosen, *found.measured)
@@ -113,7 +113,7 @@ def in_full(found: Given, *, tolerance: float, as_markdown: bool = False) -> str
 
 
 def _tabled(rows: list[Row], others: int, *, tolerance: float, as_markdown: bool) -> str:
-    """One line for each case and what they come to; ``others`` are further ranks of the same runs."""
+    """Return the table and summary, with a remark on the ``others`` records of further ranks."""
     text = (table_markdown if as_markdown else table)(rows, tolerance=tolerance)
     if not others:
         return text
@@ -123,7 +123,7 @@ def _tabled(rows: list[Row], others: int, *, tolerance: float, as_markdown: bool
 
 
 def as_data(found: Given, *, tolerance: float) -> str:
-    """Return every comparison as JSON, and the cases of a matrix that left no record."""
+    """Return every comparison as JSON, and the cases of a matrix without a record."""
     every = (*found.held, *found.measured)
     rows = [{"name": one.name, **comparison_payload(one.comparison, one.measurement, tolerance=tolerance)} for one in every]
     without = [{"name": one.name, "outcome": one.outcome, "says": one.says} for one in found.results if one.record is None]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
 
 _PICKLE = b"\x80"
-"""How a snapshot begins."""
+"""The first byte of a snapshot, which is a pickle."""
 
 
 def _diagnose(
@@ -62,17 +62,17 @@ diagnose_command = takes_a_job(_diagnose, or_none=True)
 
 
 def _piped() -> str:
-    """Return the name of standard input; raises SpecError where a person sits at it."""
+    """Return ``-`` for standard input; raises SpecError if it is a terminal."""
     if sys.stdin is None or sys.stdin.isatty():
         raise SpecError("no file is named; give a snapshot or a text with torch's message, or pipe the message in")
     return "-"
 
 
 def _text(name: str) -> str | None:
-    """Return a text file's end, what comes on standard input, or the message itself; None for a snapshot, which is a pickle."""
+    """Return the end of a text file, standard input, or the argument if it is the message itself; None for a snapshot."""
     if name == "-":
         return sys.stdin.read()
-    if "tried to allocate" in name.lower():  # torch's words, which no file is called
+    if "tried to allocate" in name.lower():  # torch's words, which are no file's name
         return name
     path = Path(name)
     if not path.is_file():
@@ -85,7 +85,7 @@ def _text(name: str) -> str | None:
 
 
 def _of_message(text: str, where: str, resolved: Resolved | None, *, as_json: bool) -> str:
-    """Return what torch's message means, with the request of the job where one is named."""
+    """Return the explanation of torch's message; with a job also the request that failed."""
     from zeroplan.report.out_of_memory import message_payload, message_text  # noqa: PLC0415  only a message pays for it
     from zeroplan.snapshots.message import read_message  # noqa: PLC0415  the same
 
@@ -108,7 +108,7 @@ def _of_message(text: str, where: str, resolved: Resolved | None, *, as_json: bo
 
 
 def _on_a_card(job: "JobSpec", capacity_bytes: int) -> "JobSpec":
-    """Return the job on its GPU; where it names none, on one of the catalogue that has the message's memory, to 1 %."""
+    """Return the job with a GPU: its own, or the catalogue's GPU whose memory is within 1 % of the message's."""
     from zeroplan.catalog.gpu import gpu, gpu_names  # noqa: PLC0415
 
     if job.cluster.gpu is not None:
@@ -126,7 +126,7 @@ def _device(text: str | None) -> int | None:
 
 
 def _against(resolved: Resolved, found: "Diagnosis") -> "tuple[tuple[Compared, ...], str]":
-    """What the estimate of the job had at its peak, beside what was in use."""
+    """The estimate's peak by kind compared with the memory in use, and the job's headline."""
     from zeroplan.comparison import against_kinds  # noqa: PLC0415
     from zeroplan.estimator import estimate  # noqa: PLC0415
     from zeroplan.report.words import headline  # noqa: PLC0415

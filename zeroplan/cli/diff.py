@@ -67,7 +67,7 @@ diff_command = takes_flags_of_two(_diff)
 
 
 def _limit(text: str | None) -> float | None:
-    """Return the fraction by which B's peak may be higher."""
+    """Return the value of ``--fail-above`` as a fraction."""
     if text is None:
         return None
     value = parse_fraction(text)
@@ -89,7 +89,7 @@ def _show(found: "Difference", sizes: Unit, limit: float | None, *, verbose: boo
 
 
 def _sides(words: list[str], shared: Shared) -> "tuple[Side, Side]":
-    """The two that are compared: two files, one with flags, one measured and the job of the flags, or two lists of flags."""
+    """Return A and B: two files, one file without and with flags, the flags' job and a measured file, or two lists of flags."""
     from zeroplan.differences.reading import opened  # noqa: PLC0415  see above
 
     files, flags = _split(words)
@@ -109,7 +109,7 @@ def _sides(words: list[str], shared: Shared) -> "tuple[Side, Side]":
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Files, and from the first flag on the flags of B."""
+    """Return the files, and the flags of B, which begin at the first flag."""
     at = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     for word in words[at:]:
         if word.partition("=")[0] in _BEFORE:
@@ -118,7 +118,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _behind(flags: list[str], pair: "list[Opened | None]") -> str:
-    """What B is called where it is not a file alone."""
+    """The name of B if it has flags; else empty, and B has the name of its file."""
     if not flags:
         return ""
     second = pair[1]
@@ -126,7 +126,7 @@ def _behind(flags: list[str], pair: "list[Opened | None]") -> str:
 
 
 def _side(found: "Opened | None", shared: Shared, flags: tuple[str, ...], name: str) -> "Side":
-    """One of the two: figures as they are in a file, or the estimate of a job under the flags."""
+    """Return A or B: a file's figures, or the estimate of a job with the flags."""
     from zeroplan.differences import of_estimate  # noqa: PLC0415  see above
     from zeroplan.estimator import estimate, replayed_if_tight  # noqa: PLC0415
 

@@ -44,7 +44,7 @@ def dryrun_command(words: list[str] | None, flags: Flags) -> int:
 
 
 def _run(words: list[str] | None, flags: Flags) -> "SavedRun":
-    """Run the script, and keep its blocks where a file or a comparison needs them."""
+    """Run the script; record its blocks of memory if a file or a comparison needs them."""
     task = replace(
         flags.ranks.task(read_command(words or [])),
         traced=bool(flags.wanted.named or flags.against),

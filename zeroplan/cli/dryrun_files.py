@@ -1,4 +1,4 @@
-"""The files that `zeroplan dryrun` writes beside its answer, and what it reads again."""
+"""The files that `zeroplan dryrun` writes beside its answer, and the saved runs that it reads."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Wanted(NamedTuple):
-    """Which files to write of a run; None where one is not wanted."""
+    """The files to write for a run; None for a file that was not requested."""
 
     save: str | None
     snapshot: str | None
@@ -21,19 +21,19 @@ class Wanted(NamedTuple):
 
     @property
     def named(self) -> dict[str, str]:
-        """Return the files that the flags name."""
+        """The requested files, by flag."""
         flags = {"--save": self.save, "--snapshot": self.snapshot, "--trace": self.trace}
         return {flag: path for flag, path in flags.items() if path is not None}
 
     def refuse(self) -> None:
-        """Refuse, before anything runs, files that could not be written; SpecError."""
+        """Raise SpecError, before the run, for files that could not be written."""
         for flag, path in self.named.items():
             refuse_target(Path(path), flag, force=self.force)
         if len({Path(path).absolute() for path in self.named.values()}) < len(self.named):
             raise SpecError(f"{' and '.join(self.named)} name one file; name different ones")
 
     def write(self, saved: "SavedRun") -> None:
-        """Write them all, each whole, and say so."""
+        """Write the requested files, each completely or not at all, and print their paths."""
         from zeroplan.saved_runs.files import save  # noqa: PLC0415  start-up is part of every command's time
         from zeroplan.saved_runs.perfetto import save_trace  # noqa: PLC0415
         from zeroplan.saved_runs.snapshot import save_snapshot  # noqa: PLC0415
@@ -45,14 +45,14 @@ class Wanted(NamedTuple):
 
 
 def show_saved(path: str, command: list[str] | None) -> "SavedRun":
-    """The saved run at a path, instead of running a script; SpecError where both are wanted."""
+    """Return the saved run of ``--show``; raises SpecError if a command is given as well."""
     if command:
         raise SpecError(f"--show {path!r} runs nothing; leave out the script behind --")
     return saved_at(path)
 
 
 def saved_at(path: str) -> "SavedRun":
-    """The saved run at a path; SpecError where there is none."""
+    """Return the saved run at a path; raises SpecError for any other file."""
     from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415  see above
 
     return read_saved(Path(path))

@@ -1,4 +1,4 @@
-"""The flags of `zeroplan dryrun`, and which of them exclude each other. Each flag stands once, as a field of ``Flags``."""
+"""The flags of `zeroplan dryrun`, each a field of ``Flags``, and which of them exclude each other."""
 
 import inspect
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class Flags(NamedTuple):
 
     @property
     def ranks(self) -> Ranks:
-        """The flags that say which rank of how many the script is."""
+        """The flags for the rank, the number of ranks, the GPU and the steps."""
         return Ranks(self.gpus, self.gpu, self.gpus_per_node, self.as_rank, self.steps or "2")
 
     @property
@@ -99,7 +99,7 @@ class Flags(NamedTuple):
 
     @property
     def on_card(self) -> bool:
-        """Whether the script runs on real GPUs, too."""
+        """Whether the script also runs on real GPUs."""
         return self.backend == CUDA
 
     @property
@@ -109,11 +109,11 @@ class Flags(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long the script may run. [s]"""
+        """The script's time limit. [s]"""
         return number(self.timeout or "600", "--timeout", 1, 1e6, "a number of seconds from 1 on; write 600")
 
     def refuse(self) -> None:
-        """Refuse, before anything runs, what cannot be written, and flags that would be ignored beside others; SpecError."""
+        """Raise SpecError, before the run, for files that cannot be written and for flags without effect."""
         self.wanted.refuse()
         if self.backend not in (None, "fake", CUDA):
             raise SpecError(f"--backend {self.backend!r} is none of fake, cuda")
@@ -133,7 +133,7 @@ class Flags(NamedTuple):
             raise SpecError(f"--profile {self.profile} goes into the file of a saved run; add --save FILE")
 
     def _refuse_beside(self) -> None:
-        """Refuse a flag that another one leaves without effect."""
+        """Raise SpecError for a flag that another flag makes ineffective."""
         typed = [name for name, value in self._asdict().items() if value not in (None, False)]
         given = ["--" + name.replace("_", "-") for name in typed]
         for rule in self._rules():
@@ -141,7 +141,7 @@ class Flags(NamedTuple):
                 raise SpecError(f"{ignored} has no effect beside {rule.flag}, {rule.why}; leave one of them out")
 
     def _rules(self) -> tuple["_Rule", ...]:
-        """The rules of the flags that were typed."""
+        """The rules that apply to the given flags."""
         rules = (
             (self.on_card, _ON_CARD),
             (self.on_card and self.against is not None, _ON_CARD_AGAINST),
@@ -153,7 +153,7 @@ class Flags(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """Flags that have no effect beside another one, and why."""
+    """The flags that have no effect beside ``flag``, and why."""
 
     flag: str
     without_effect: tuple[str, ...]
@@ -179,7 +179,7 @@ _AGAINST = _Rule("--against", ("--verbose",), "which prints the changes instead 
 
 
 def takes_flags(command: Callable[[list[str] | None, Flags], int]) -> Callable[..., int]:
-    """Give a command ``f(words, flags)`` the flags as its signature, which is what typer reads."""
+    """Turn ``f(words, flags)`` into a command with every flag in its signature, which typer reads."""
 
     @wraps(command)
     def run(*, words: list[str] | None, **given: object) -> int:

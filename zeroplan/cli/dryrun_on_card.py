@@ -1,4 +1,4 @@
-"""`zeroplan dryrun --backend cuda`: the script on this machine's GPUs, and how far its dry run is from what they count."""
+"""`zeroplan dryrun --backend cuda`: runs the script on this machine's GPUs, and compares its dry run with their memory."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Limits(NamedTuple):
-    """How far the dry run and the GPU may be apart, and how long each may take. [s]"""
+    """The tolerated difference between dry run and GPU, and the time limit of each. [s]"""
 
     tolerance: float
     seconds: float
 
 
 class Asked(NamedTuple):
-    """A script, as which rank to run it, and how."""
+    """A script, its rank and how to run it."""
 
     command: Command
     how: Ranks
@@ -38,17 +38,17 @@ class Asked(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether a single process runs, as one rank of N: no launcher was given, or --as-rank names a rank."""
+        """Whether a single process runs as one rank of N: without a launcher, or with --as-rank."""
         return not self.command.launcher or self.how.rank is not None
 
 
 def on_card(
     asked: Asked, wanted: Wanted, before: "tuple[str, SavedRun] | None", sizes: Unit, *, as_json: bool
 ) -> int:  # fmt: skip
-    """Run a script on GPUs, compare it with its dry run and print that; the exit code is 3 where they disagree.
+    """Run a script on GPUs, compare it with its dry run and print the comparison; returns 3 if they disagree.
 
-    The dry run is made first, or is one that was saved: its path and what it holds. Raises MeasurementError, in one line, where
-    there is no GPU.
+    ``before`` is a saved dry run with its path; without it the dry run is made first. Raises MeasurementError, in one line,
+    without a GPU.
     """
     if lacking := not_installed("torch", by="--backend cuda"):
         raise MeasurementError(lacking)
@@ -74,7 +74,7 @@ def on_card(
 
 
 def _for_card(task: DryRunTask, asked: Asked, card: "CardHere") -> DryRunTask:
-    """The task for the GPUs at hand, where none is named, and for as many where the launcher takes those that are there."""
+    """The task with this machine's GPU if the user named none, and its number of GPUs if the launcher uses all of them."""
     from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415  see on_card
 
     if not asked.alone and asked.how.gpus is None and asked.command.gpus is None:

@@ -1,4 +1,4 @@
-"""From the flags of `zeroplan dryrun` to the task of its process, and the run itself."""
+"""Turns the flags of `zeroplan dryrun` into the task of its child process, and runs it."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from zeroplan.script_trace import SavedRun
 
 ANY_GPU = "h100-sxm-80gb"
-"""Where no GPU is named."""
+"""The GPU of a dry run without --gpu."""
 _MOST_GPUS = 1_000_000
 
 
 class Ranks(NamedTuple):
-    """The flags that say which rank of how many the script is, on which GPU, for how many steps; as typed."""
+    """The flags for the number of ranks, the GPU, the rank and the steps, as typed."""
 
     gpus: str | None
     gpu: str | None
@@ -27,7 +27,7 @@ class Ranks(NamedTuple):
     steps: str
 
     def task(self, found: Command) -> DryRunTask:
-        """The task of a command; SpecError where a flag is wrong."""
+        """Return the task of a command; raises SpecError for a wrong flag."""
         from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415  start-up is part of every command's time
 
         kind = gpu_named(self.gpu or ANY_GPU)
@@ -51,7 +51,7 @@ def _number(text: str, what: str, low: int, high: int) -> int:
 
 
 def dry_run_of(task: DryRunTask, seconds: float, *, quiet: bool) -> "SavedRun":
-    """Run a task without a GPU; MeasurementError where torch is not installed."""
+    """Run a task without a GPU; raises MeasurementError if torch is not installed."""
     if lacking := not_installed("torch", by="a dry run"):
         raise MeasurementError(lacking)
     from zeroplan.dryrun.launch import dry_run  # noqa: PLC0415  see above

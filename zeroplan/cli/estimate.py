@@ -72,7 +72,7 @@ def _passes(answer: Estimate) -> bool:
 
 
 def _loop(resolved: Resolved) -> "Beside | None":
-    """The result of the loop that a file makes the job a part of."""
+    """The verdict of the fine-tuning loop in the user's file, of which the job is a part; None without a loop."""
     if not resolved.loop:
         return None
     from zeroplan.report.checks import loop_beside  # noqa: PLC0415  few files have a loop
@@ -81,7 +81,7 @@ def _loop(resolved: Resolved) -> "Beside | None":
 
 
 class _Files(NamedTuple):
-    """The files that are written of a replayed step; None where one is not wanted."""
+    """The files to write for a replayed step; None for a file that was not requested."""
 
     trace: str | None
     snapshot: str | None
@@ -89,21 +89,21 @@ class _Files(NamedTuple):
 
     @property
     def wanted(self) -> bool:
-        """Whether there is any."""
+        """Whether any file was requested."""
         return self.trace is not None or self.snapshot is not None
 
     def refuse(self) -> None:
-        """Refuse to overwrite where nothing is written; SpecError."""
+        """Raise SpecError for --force without a file."""
         if self.force and not self.wanted:
             raise SpecError(
                 "--force overwrites a file, but no flag writes one; add --trace FILE or --snapshot FILE, or leave --force out"
             )
 
     def write(self, answer: Estimate) -> None:
-        """Write those that are wanted."""
+        """Write the requested files."""
         if answer.replay is None or not self.wanted:
             return
-        from zeroplan.replay import trace_of  # noqa: PLC0415  only what is asked for is loaded
+        from zeroplan.replay import trace_of  # noqa: PLC0415  imports only what was requested
         from zeroplan.saved_runs.perfetto import save_events  # noqa: PLC0415
         from zeroplan.saved_runs.snapshot import save_requests  # noqa: PLC0415
 
@@ -115,7 +115,7 @@ class _Files(NamedTuple):
 
 
 class _How(NamedTuple):
-    """How the answer is shown."""
+    """The format of the answer."""
 
     verbose: bool
     explain: bool

@@ -64,7 +64,7 @@ def _write(out: str | None, pyodide: str | None, run: str | None, *, force: bool
 
 
 def _page_of(run: str) -> bytes:
-    """The page of a saved run, made once, before anything is served."""
+    """Return the page of a saved run, built before the server starts."""
     from zeroplan.explore.saved_run import run_page  # noqa: PLC0415  start-up is part of every command's time
     from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415
 
@@ -80,13 +80,13 @@ def _port(text: str) -> int:
 def _listening(port: int) -> "socket.socket":
     import socket  # noqa: PLC0415  start-up is part of every command's time
 
-    # Named as TCP's, or asyncio would not send small answers at once, and each would wait 40 ms for the reader's receipt.
+    # With an explicit TCP protocol, asyncio sets TCP_NODELAY. Otherwise each small answer waits 40 ms for an acknowledgement.
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         if os.name == "posix":
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((HOST, port))
-        listening.listen()  # from now on whoever asks waits, as a browser does that is quicker than the server
+        listening.listen()  # from now on a browser that is faster than the server waits instead of failing
     except OSError as error:
         listening.close()
         raise MeasurementError(f"port {port} cannot be used: {error.strerror}; --port 0 chooses a free one") from None
@@ -99,7 +99,7 @@ def _serve(listening: "socket.socket", run: bytes | None) -> None:
     from zeroplan.explore.connection import TimedConnection  # noqa: PLC0415
     from zeroplan.explore.server import LONGEST_QUERY, explore_app  # noqa: PLC0415
 
-    # Of the two readers of HTTP that uvicorn knows, this one bounds what it reads before it answers.
+    # uvicorn's h11 parser, unlike httptools, limits how much it reads of a request.
     config = uvicorn.Config(
         explore_app(run), log_level="warning", lifespan="off", access_log=False, server_header=False, timeout_keep_alive=5,
         limit_concurrency=256, http=TimedConnection, h11_max_incomplete_event_size=4 * LONGEST_QUERY,

@@ -1,4 +1,4 @@
-"""Flags that several commands have, how a flag is declared, and how what was typed is read."""
+"""Flags of several commands, helpers to declare a flag, and parsers of typed values."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,15 +10,15 @@ from zeroplan.errors import SpecError
 from zeroplan.units import parse_fraction
 
 OUTPUT = "Output"
-"""The panel of the help that says how an answer is shown or written."""
+"""The help's panel of flags for the format of an answer and its files."""
 
 
 def flag(
     name: str, value: str | None, says: str, *, short: str = "", panel: str = OUTPUT, shown: bool = False
 ) -> typer.models.OptionInfo:
-    """Declare a flag. Without a ``name`` it has that of its parameter; ``value`` is what the help shows for a user's value.
+    """Declare a flag. Without a ``name`` it has its parameter's name; ``value`` is the help's placeholder for the user's value.
 
-    ``shown`` says that the help prints its default.
+    ``shown``: the help prints the default.
     """
     names = tuple(filter(None, (name, short)))
     option: typer.models.OptionInfo = typer.Option(*names, metavar=value, help=says, rich_help_panel=panel, show_default=shown)
@@ -47,26 +47,26 @@ Catalog: TypeAlias = Annotated[
 
 
 def folder(catalog: str | None) -> Path | None:
-    """The folder that ``--catalog`` names."""
-    if catalog == "":  # which a path would take for the current folder
+    """Return the folder of ``--catalog``."""
+    if catalog == "":  # Path("") would be the current folder
         raise SpecError("--catalog '' names no folder; give one that holds models/*.toml or gpus/*.toml")
     return None if catalog is None else Path(catalog)
 
 
 def refuse_two_renderings(*, as_json: bool, as_markdown: bool) -> None:
-    """Refuse two renderings; SpecError."""
+    """Raise SpecError if two formats are requested."""
     if as_json and as_markdown:
         raise SpecError("--json and --markdown are two formats; choose one")
 
 
 def refuse_given(others: Mapping[str, object], why: str) -> None:
-    """Refuse the first flag that is given; SpecError says why."""
+    """Raise SpecError, with the reason, for the first given flag of ``others``."""
     if (given := next((name for name, value in others.items() if value is not None), None)) is not None:
         raise SpecError(f"{given} {why}")
 
 
 def number(text: str, what: str, low: float, high: float, otherwise: str) -> float:
-    """Return a number that was typed; SpecError says what it is not, where it is none from ``low`` to ``high``."""
+    """Return the typed number; raises SpecError if it is not a number from ``low`` to ``high``, ``otherwise`` in words."""
     try:
         value = float(text)
     except ValueError:
@@ -83,7 +83,7 @@ Tolerance = Annotated[
 
 
 def parse_tolerance(text: str) -> float:
-    """Read a tolerance as a fraction: ``0.02``, or ``2%``."""
+    """Return a tolerance as a fraction, from ``0.02`` or ``2%``."""
     value = parse_fraction(text)
     if value is None or not 0 <= value <= 1:
         raise SpecError(f"--tolerance {text!r} is not a fraction from 0 to 1; write 0.02 or 2%")

@@ -1,4 +1,4 @@
-"""``zeroplan gpus``: which accelerators are known, and every figure of one with its source."""
+"""``zeroplan gpus``: lists the GPUs in the catalogue, and shows every figure of one with its source."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""The flags that describe a job, shared by every command that takes one, and how they become a request.
+"""The flags that describe a job, shared by many commands, and how they become a request.
 
-Each flag is declared once, by a field of :class:`~zeroplan.resolve.Request`. A command is a function of the resolved job;
-:func:`takes_a_job` gives it the flags as its signature, so that help, completion and parsing come from the same declarations.
+Each flag is a field of :class:`~zeroplan.resolve.Request`. A command is a function of the resolved job. :func:`takes_a_job` puts
+the flags into its signature, so that help, completion and parsing come from the same declarations.
 """
 
 import inspect
@@ -37,19 +37,18 @@ _OFTEN_NEEDED = frozenset({
     "--model", "--params", "--config", "--gpu", "--gpus", "--stage", "--engine", "--from", "--seq-len", "--micro-batch",
     "--recompute", "--lora-rank",
 })  # fmt: skip
-"""The flags of a job that ``--help`` explains; ``--help-all`` explains all."""
+"""The flags that ``--help`` explains; ``--help-all`` explains all flags."""
 _RARELY_NEEDED = frozenset({"--from-run", "--set", "--catalog", *(one.flag for one in FLAGS)}) - _OFTEN_NEEDED
 
 
 def takes_a_job(
     command: Callable[..., int | None], *, or_none: bool = False, gpus_as: str = "", traces: bool = True, in_pairs: bool = False
 ) -> Callable[..., int | None]:
-    """Give a command ``f(resolved, **own)`` the job's flags beside its own, and pass it the resolved job.
+    """Return ``f(resolved, **own)`` as a command with the job's flags beside its own; ``resolved`` is the resolved job.
 
-    ``or_none`` passes None if no flag of a job is given. Arguments of its own come before the job file.
-    ``gpus_as`` is a flag of the command's own that also sets the number of GPUs. ``traces`` says whether a model without
-    formulas is traced. ``in_pairs``: the command makes two sequences of each pair itself, so that a file's pairs stay
-    pairs.
+    ``or_none``: None instead of a job if no flag of a job is given. The command's own arguments come before the job file.
+    ``gpus_as``: a flag of the command that also sets the number of GPUs. ``traces``: whether to trace a model without formulas.
+    ``in_pairs``: the command itself turns each pair into two sequences, so the micro-batch stays in pairs.
     """
 
     def resolved(given: dict[str, object], mine: dict[str, object]) -> Resolved | None:
@@ -64,48 +63,48 @@ _ReadFile = Callable[[Path], Request]
 
 
 def takes_a_request(command: Callable[..., int | None], *, read_file: _ReadFile | None = None) -> Callable[..., int | None]:
-    """Give a command ``f(asked, **own)`` the job's flags beside its own, and pass it the request, before it is resolved.
+    """Return ``f(asked, **own)`` as a command with the job's flags beside its own; ``asked`` has the unresolved request.
 
-    ``read_file`` reads its argument if that may be another file than a job file.
+    ``read_file`` reads the argument if it may be another file than a job file.
     """
     return _with_flags(command, "asked", lambda given, _: _traced(_asked(given, read_file), every=True))
 
 
 class Shared(NamedTuple):
-    """Flags that apply to two jobs, neither of which is resolved yet."""
+    """Flags that apply to both of two jobs, not yet resolved."""
 
     given: dict[str, object]
 
     @property
     def said(self) -> bool:
-        """Whether there is any."""
+        """Whether any flag was given."""
         return any(value not in (None, (), []) for name, value in self.given.items() if name != "catalog")
 
     def beside(self, words: Sequence[str]) -> "Shared":
-        """The same with flags of one of the two, which override those of both."""
+        """Return the flags overridden by further flags of one of the two jobs."""
         if not words:
             return self
-        from zeroplan.cli.quick import as_command  # noqa: PLC0415  only flags of one of the two pay for it
+        from zeroplan.cli.quick import as_command  # noqa: PLC0415  only flags of one job need it
 
         command = as_command("diff", _with_flags(lambda: None, "", lambda *_: None, with_file=False))
         own = command.make_context("diff", [*words], parent=command.make_context("zeroplan", [])).params
         settings = [*_listed(self.given["settings"]), *_listed(own["settings"])]
         if not any(word.startswith("--catalog") for word in words):
-            own["catalog"] = None  # that of the environment is in the flags of both
+            own["catalog"] = None  # the environment's catalogue is already in the shared flags
         said = {name: value for name, value in own.items() if value is not None}
         given = self.given
-        if said.keys() & set(WAYS_TO_NAME):  # another model replaces the model as a whole
+        if said.keys() & set(WAYS_TO_NAME):  # a model in the further flags replaces all flags of the model
             given = {**given, **dict.fromkeys((*WAYS_TO_NAME, "treat_as"))}
         return Shared({**given, **said, "settings": settings or None})
 
     def resolved(self, request: Request | None, name: str) -> Resolved:
-        """The complete job of a file's request with these flags over it, or of the flags alone."""
+        """Return the complete job of a file's request overridden by these flags, or of the flags alone."""
         given = {**self.given, "job_file": None if request is None else name}
         return _resolved(given, traces=True, read_file=None if request is None else lambda _: request)
 
 
 def takes_flags_of_two(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Give a command ``f(shared, **own)`` the job's flags beside its own, and pass it the flags that apply to both jobs."""
+    """Return ``f(shared, **own)`` as a command with the job's flags beside its own; ``shared`` has the flags of both jobs."""
     return _with_flags(command, "shared", lambda given, _: Shared(given), with_file=False)
 
 
@@ -122,7 +121,7 @@ def _with_flags(
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != name_of_job]
     first = [one for one in own if any(isinstance(said, ArgumentInfo) for said in getattr(one.annotation, "__metadata__", ()))]
 
-    def run(*, help_all: bool = False, **given: object) -> int | None:  # noqa: ARG001  its callback has ended the program
+    def run(*, help_all: bool = False, **given: object) -> int | None:  # noqa: ARG001  its callback has already ended the program
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}
         return command(**{name_of_job: read(given, mine)}, **mine)
 
@@ -152,7 +151,7 @@ def _with_gpus(given: dict[str, object], flag: str, ranks: object) -> dict[str, 
 
 
 def keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
-    """Return a flag of a command as a parameter of its signature."""
+    """Return a keyword-only parameter for a command's signature."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
@@ -195,28 +194,28 @@ def _set_parameter() -> inspect.Parameter:
 
 
 class Asked(NamedTuple):
-    """The request of a job: flags over a job file or a run, the user's own catalogue, and the options of `--set`."""
+    """A job's request (flags over a job file or a run), the user's catalogue, and the names of options from `--set`."""
 
     request: Request
     extra: Path | None
     chosen: tuple[str, ...]
     run: "FromRun | None" = None
     said: Request = Request()
-    """The flags alone."""
+    """Only the flags' values."""
     notes: tuple[str, ...] = ()
-    """What was done to answer, for the answer's notes."""
+    """Notes for the answer, such as on a trace."""
 
     def to_search(self, looked_for: Collection[str]) -> Request:
-        """The request for a plan, which decides what of a run's settings no flag says, and looks for some."""
+        """The request for a plan: a run's settings that the plan searches are left open unless a flag sets them."""
         return self.request if self.run is None else self.run.to_search(self.said, looked_for)
 
     def how_sure(self, job: "JobSpec") -> tuple[str, ...]:
-        """What must be known of an answer that comes from a run, or from a trace of the model; empty where neither does."""
+        """Remarks on the accuracy of an answer from a saved run or a trace; empty without either."""
         return self.notes if self.run is None else self.run.how_sure(job)
 
 
 def _traced(asked: Asked, *, every: bool) -> Asked:
-    """What was said, with the profile of a model that has no formulas; for ``every`` engine and recomputation, or for its own."""
+    """The request with a profile if its model has no formulas; ``every``: a profile for all engines and recomputations."""
     if asked.request.config is None and asked.request.fetched is None:
         return asked
     from zeroplan.auto_profile import with_own_profile  # noqa: PLC0415  few models need it
@@ -258,7 +257,7 @@ def _asked(given: dict[str, object], read_file: _ReadFile | None = None) -> Aske
 
 
 def _run(path: str, said: dict[str, object], job_file: object) -> "FromRun":
-    """The run at a path; SpecError where something else says what is trained, too."""
+    """Return the saved run at a path; raises SpecError if another flag or a job file names a model as well."""
     other = next((name for name in (*WAYS_TO_NAME, "from_file", "deepspeed_config") if name in said), None)
     if other is not None or job_file is not None:
         flag = f"--{other.removesuffix('_file').replace('_', '-')}" if other else f"job file {str(job_file)!r}"
@@ -272,7 +271,7 @@ def _run(path: str, said: dict[str, object], job_file: object) -> "FromRun":
 
 
 def _looked_up(request: Request, extra: Path | None) -> Request:
-    """The request with what its flag ``--model`` names beyond the catalogue: a model of the Hub's, or by mistake a file."""
+    """The request with the config.json of a model on the Hub; raises UnknownNameError if ``--model`` is a file's path."""
     if is_there(Path(str(request.model))):
         try:
             find_model(str(request.model), extra=own_folder(extra, "models"))
@@ -281,7 +280,7 @@ def _looked_up(request: Request, extra: Path | None) -> Request:
     return with_fetched(request, extra=extra)
 
 
-#: ``8xH100``, as clouds and papers write it; ``0x10`` is no number of GPUs.
+#: ``8xH100``, as clouds and papers write it; it must not match ``0x10``.
 _NUMBER_AND_NAME = re.compile(r"([1-9][0-9]*) ?[xX*] ?(\S.*)")
 
 
@@ -307,7 +306,7 @@ def _kept(text: str) -> bool | str:
 
 
 def _most(flag: Declared) -> int:
-    """The largest number that a flag's field takes."""
+    """The largest value that a flag's field accepts."""
     return largest(Request, flag.field) or 10**18
 
 

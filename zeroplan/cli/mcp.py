@@ -1,4 +1,4 @@
-"""``zeroplan mcp``: answers for agents, by the Model Context Protocol."""
+"""``zeroplan mcp``: a server of the Model Context Protocol, for agents."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""``zeroplan models``: which models are known, and the shape, source and parameter count of one."""
+"""``zeroplan models``: lists the models in the catalogue, and shows the shape, source and parameters of one."""
 
 from dataclasses import asdict
 from typing import Annotated

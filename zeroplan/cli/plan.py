@@ -123,7 +123,7 @@ def plan_command(
 
 
 def _planned(asked: Asked, question: "Question", target: "Target | None") -> "tuple[Plan, Request, tuple[str, ...]]":
-    """The plan, the completed request, and notes on the file to write."""
+    """Return the plan, the completed request, and notes on the file to write."""
     from zeroplan.export.accelerate import as_accelerate_has_it  # noqa: PLC0415  see plan_command
     from zeroplan.export.files import inexpressible_in  # noqa: PLC0415
     from zeroplan.planner.asking import ask, with_setup_defaults  # noqa: PLC0415
@@ -150,7 +150,7 @@ def _with_command(beside: "Beside", best: "Best", request: Request, asked: Asked
 
 
 def _with_files(beside: "Beside", best: "Best", target: "Target", folder: Path, *, force: bool) -> "Beside":
-    """Write what runs a layout, and tell where it is."""
+    """Write the files that run a layout, and add their paths to the output."""
     from zeroplan.export.files import export, write  # noqa: PLC0415  see plan_command
 
     made = export(best.layout.job, target)
@@ -162,7 +162,7 @@ def question_of(
     global_batch: str | None, objective: str | None, mfu: str | None, *, min_gpus: bool, max_seq: bool, max_batch: bool,
     max_params: bool,
 ) -> "Question":  # fmt: skip
-    """The question, from the flags."""
+    """Return the planner's question from the flags."""
     from zeroplan.planner.asking import Question  # noqa: PLC0415  see plan_command
 
     batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024")
@@ -171,7 +171,7 @@ def question_of(
 
 
 def shares_measured(records: list[str] | None, asked: Asked) -> "SharesSpec | None":
-    """The shares of the GPU's rates that the steps in records reached."""
+    """Return the shares of the GPU's rates that the recorded steps reached; None without records."""
     if not records:
         return None
     from zeroplan.calibration import calibrated  # noqa: PLC0415  only this flag pays for it
@@ -182,7 +182,7 @@ def shares_measured(records: list[str] | None, asked: Asked) -> "SharesSpec | No
 
 
 def measured_rate(text: str, job: "JobSpec") -> float:
-    """Return the tokens per second and GPU of ``--measured``, a rate or a log of this job; SpecError for anything else."""
+    """Return the tokens per second and GPU of ``--measured``, a rate or a log of this job; raises SpecError for other text."""
     if Path(text).is_file():
         from zeroplan.catalog.run_log import Step, tokens_per_s  # noqa: PLC0415  only a log pays for it
         from zeroplan.catalog.text import read_text  # noqa: PLC0415
@@ -203,7 +203,7 @@ _RATE = "tokens-per-second"
 
 
 def _learnt(measured: str | None, path: str | None, asked: Asked, calibrate: list[str] | None) -> "Learnt | None":
-    """The shares that a run of another job on these GPUs reached."""
+    """Return the calibration from the run of --measured and --measured-job; None without it."""
     if (measured is None) != (path is None):
         raise SpecError(
             "--measured needs --measured-job, the job file of that run, and --measured-job needs --measured; give both"
@@ -258,7 +258,7 @@ def _objective(text: str | None) -> "Objective":
 
 
 def share_of(text: str, name: str) -> float:
-    """Return a share that was typed; SpecError names its flag."""
+    """Return the typed share as a fraction; raises SpecError with the flag's name."""
     share = parse_fraction(text)
     if share is None:
         raise SpecError(f"{name} {text!r} is not a share; write 0.45 or 45%")

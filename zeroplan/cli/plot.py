@@ -1,4 +1,4 @@
-"""``zeroplan plot``: the kinds of pictures. The code that draws one is imported only for that kind."""
+"""``zeroplan plot``: the group of commands, one per kind of picture. Each is imported on use; see ``plotting.py``."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The commands of ``zeroplan plot``: each makes its series, then draws it into a file, on the screen or in the terminal."""
+"""The commands of ``zeroplan plot``: each computes a series, then draws it into a file, on the screen or in the terminal."""
 
 import os
 import sys
@@ -38,7 +38,7 @@ _Text = Annotated[bool, switch("--text", "Draw bars of text in the terminal.")]
 
 
 class _Where(NamedTuple):
-    """Where a picture goes, and how it looks."""
+    """Where and how to draw a picture."""
 
     out: Path | None
     theme: str
@@ -47,7 +47,7 @@ class _Where(NamedTuple):
 
 
 def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
-    """Check the flags before anything is computed."""
+    """Check the flags before the computation, and return them."""
     if theme not in THEMES:
         raise SpecError(f"--theme {theme!r} is neither light nor dark")
     if text and out is not None:
@@ -69,13 +69,13 @@ def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
 
 
 def _drawn(kind: str, series: object, where: _Where) -> None:
-    """Draw a series of this kind into a file, on the screen or in the terminal."""
+    """Draw a series of this kind to ``where``."""
     if where.text:
         _print(kind, series)
         return
     try:
-        from zeroplan.report.plots import frame  # noqa: PLC0415  only a picture pays for matplotlib
-    except (ImportError, ValueError) as error:  # an installation that is broken, or settings that matplotlib refuses
+        from zeroplan.report.plots import frame  # noqa: PLC0415  only pictures need matplotlib
+    except (ImportError, ValueError) as error:  # a broken installation, or invalid settings of matplotlib
         raise MeasurementError(f"matplotlib cannot be loaded: {error}; fix that, or use --text") from error
     draw: Callable[..., None] = getattr(import_module(f"zeroplan.report.plots.{kind}"), f"draw_{kind}")
     theme = THEMES[where.theme]
@@ -90,7 +90,7 @@ def _drawn(kind: str, series: object, where: _Where) -> None:
 
 
 def _print(kind: str, series: object) -> None:
-    from rich.console import Console  # noqa: PLC0415  only --text pays for it
+    from rich.console import Console  # noqa: PLC0415  only --text needs it
     from rich.text import Text  # noqa: PLC0415
 
     console = Console(highlight=False, soft_wrap=True)
@@ -101,7 +101,7 @@ def _print(kind: str, series: object) -> None:
 
 
 def _job_picture(kind: str) -> Callable[..., int | None]:
-    """A command that draws a job and takes nothing else."""
+    """Return the command for a kind of picture that needs only a job."""
 
     def command(
         *, resolved: Resolved, out: _Out = None, theme: _Theme = "light", text: _Text = False, force: Force = False
@@ -195,7 +195,7 @@ def _timeline(
 
 
 def _draw_step(job: "JobSpec", moments: "TimelineSeries", where: _Where) -> bool:
-    """Draw a step request by request; False where its requests are not known."""
+    """Draw a step request by request; returns False if zeroplan does not know its requests."""
     from zeroplan.estimator import estimate  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.run import run_of_step  # noqa: PLC0415
     from zeroplan.report.series.step import step  # noqa: PLC0415

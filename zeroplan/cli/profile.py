@@ -25,7 +25,7 @@ _RECOMPUTE = ("none", "selective", "full")
 _ATTENTION = ("sdpa", "eager")
 
 
-#: What to do with a module that reads values: a profile is made of fake tensors alone.
+#: The hint for a module that reads values of tensors: the trace uses fake tensors, which have none.
 _NO_VALUES = "leave out what reads them (.item(), .tolist(), a branch on a value), or profile a variant without it"
 
 
@@ -102,9 +102,9 @@ def _traced(
     workload: str | None, config: str | None, engines: tuple[str, ...], precisions: tuple[str, ...], recompute: tuple[str, ...],
     attention: tuple[str, ...], lengths: tuple[int | None, int | None],
 ) -> "Profile":  # fmt: skip
-    """Trace, and tell what a workload raises from what goes wrong here. ``lengths``: for this one and longer; the fallback."""
-    os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")  # torch is to believe in GPUs that are not there
-    import warnings  # noqa: PLC0415  only a trace pays for these
+    """Return the profile; ``lengths``: --seq-len and its fallback. Errors of the user's workload get their own message."""
+    os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")  # the trace fakes GPUs, so real ones are hidden
+    import warnings  # noqa: PLC0415  only a trace needs these
 
     from zeroplan.verify.failures import cause_of, hint, text_of, workload_raised  # noqa: PLC0415
     from zeroplan.verify.profiling.profile import Wanted, profile  # noqa: PLC0415
@@ -136,7 +136,7 @@ def _write(found: "Profile", path: Path, *, force: bool) -> None:
 
 
 def said(value: object) -> object:
-    """A description as plain data, without what is as it is by default."""
+    """Return a spec as plain data, without fields that have their default."""
     if isinstance(value, Spec):
         pairs = ((field.name, field.default, getattr(value, field.name)) for field in fields(value))
         return {

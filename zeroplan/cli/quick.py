@@ -1,10 +1,10 @@
-"""Commands that start fast, because typer builds no pydantic adapters for their parameters.
+"""Makes commands start fast: no pydantic adapters for parameters, and no import of commands that do not run.
 
-Every parameter of ours is a text, a switch or a list of texts, and the specs check what they say. Recent releases of typer
-build a pydantic adapter per parameter before a command runs, which takes as long as everything else together; such a
-parameter passes on what was typed. Older releases have no such step and are left as they are.
+All parameters are texts, switches or lists of texts, which the specs check. Recent releases of typer build a pydantic adapter
+per parameter before a command runs, which takes as long as everything else together. Here parameters skip that step. Older
+releases of typer do not have it.
 
-Nor is a command read before it is requested: the flags of all of them together take longer than most answers.
+A command is imported when it is requested, since declaring the flags of all commands takes longer than most answers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,21 +18,21 @@ from zeroplan.errors import SpecError, unknown_name
 
 
 class _AsTyped:
-    """Stands where typer keeps a parameter's conversion: what was typed is the value."""
+    """Replaces typer's conversion of a parameter: the value is the typed text."""
 
     def coerce(self, value: object, **_: object) -> object:
-        """Pass on the value."""
+        """Return the value unchanged."""
         return tuple(value) if isinstance(value, list) else value
 
 
 class QuickCommand(TyperCommand):
-    """A typer command whose texts stay texts. Its help leaves out flags that few people need, until all are requested."""
+    """A typer command without conversions. Its ``--help`` leaves out rarely needed flags; ``--help-all`` has all."""
 
     rarely_needed: frozenset[str] = frozenset()
-    """Flags that only ``--help-all`` explains; ``--help`` names them."""
+    """Flags that ``--help`` only names and ``--help-all`` explains."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401  click's context and formatter
-        """Write the help: of all flags after ``--help-all``."""
+        """Write the help; after ``--help-all`` for all flags."""
         left_out = [] if ctx.meta.get(ALL_FLAGS) else [one for one in self.params if self.rarely_needed & set(one.opts)]
         epilog, self.epilog = self.epilog, _more_flags(_called(ctx), left_out) or self.epilog
         for one in left_out:
@@ -44,12 +44,12 @@ class QuickCommand(TyperCommand):
             for one in left_out:
                 one.hidden = False  # type: ignore[attr-defined]  # as above
 
-    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  click's context, whose home has moved
-        """Return the parameters, help among them, without typer's conversions."""
+    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  click's context, whose module has moved
+        """Return the parameters, --help included, without typer's conversions."""
         return _as_typed(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401  as above
-        """Parse, and let every error know which command it is of: of a flag without its value the parser does not say it."""
+        """Parse, and add the context to errors that lack it: those about a flag without its value."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -63,7 +63,7 @@ ALL_FLAGS = "zeroplan: the help of all flags"
 
 
 def _called(context: Any) -> str:  # noqa: ANN401  click's context, whose home has moved
-    """Return a command as a person calls it, however this program was started."""
+    """Return the command as a user types it, however the program was started."""
     names: list[str] = []
     while context.parent is not None:
         names, context = [context.info_name, *names], context.parent
@@ -71,7 +71,7 @@ def _called(context: Any) -> str:  # noqa: ANN401  click's context, whose home h
 
 
 def _more_flags(command: str, left_out: list[Any]) -> str:
-    """Return the names of flags by panel, a paragraph each, after how to have them explained."""
+    """Return a paragraph on ``--help-all``, and one paragraph with the names of flags per panel."""
     panels: dict[str, list[str]] = {}
     for one in left_out:
         panels.setdefault(one.rich_help_panel or "Options", []).append(one.opts[0])
@@ -80,7 +80,7 @@ def _more_flags(command: str, left_out: list[Any]) -> str:
 
 
 class QuickGroup(TyperGroup):
-    """The program itself, whose switches stay switches."""
+    """A group of commands without typer's conversions."""
 
     def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  click's context, whose home has moved
         """Return the parameters, help among them, without typer's conversions."""
@@ -88,7 +88,7 @@ class QuickGroup(TyperGroup):
 
 
 def group_of(what: str, names: Sequence[str], command_of: Callable[[str], Any], says: str) -> typer.Typer:
-    """Return a program with a command per name, made when it is requested: the job's flags of all would slow down the start."""
+    """Return a group with one command per name. Each is built on use: the job's flags of all of them slow down the start."""
 
     class Group(QuickGroup):
         def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401, ARG002  click's context, whose home has moved
@@ -118,7 +118,7 @@ def _as_typed(parameters: list[Any]) -> list[Any]:
 
 
 class Commands(Mapping[str, Any]):
-    """Commands by name, each read when it is first asked for; ``places`` says where: the module, and what it is called there."""
+    """Commands by name, imported on first use; ``places`` has the module and the function's name of each."""
 
     def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
         self._places = places
@@ -138,7 +138,7 @@ class Commands(Mapping[str, Any]):
 
 
 def as_command(name: str, written: Any) -> Any:  # noqa: ANN401  click's command
-    """A function, or a program of its own, as a command of this name."""
+    """Return a function, or a typer group, as a command of this name."""
     if isinstance(written, typer.Typer):
         group = typer.main.get_group(written)
         group.name = name

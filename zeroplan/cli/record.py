@@ -1,4 +1,4 @@
-"""``zeroplan record``: prepares records for other people."""
+"""``zeroplan record``: prepares records of measurements for sharing with other people."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +11,13 @@ from zeroplan.errors import SpecError
 from zeroplan.whole import reason, write_all
 
 record_app = typer.Typer(help="Prepare records of measurements for other people.", no_args_is_help=True)
-#: How many left-out texts are listed; further ones are only counted.
+#: The most left-out texts that are listed; further ones are only counted.
 _SHOWN = 40
 
 
 @record_app.callback()
 def _records() -> None:
-    """Have `share` typed, as more may come."""
+    """Keep `share` a subcommand: without a callback, typer would make a single command the program itself."""
 
 
 @record_app.command("share")

@@ -1,4 +1,4 @@
-"""``zeroplan report``: one answer as an HTML file."""
+"""``zeroplan report``: writes one answer as an HTML file."""
 
 import shlex
 import sys
@@ -36,7 +36,7 @@ def report_command(
 
 
 def _command() -> str:
-    """What was typed, as an estimate: the report's own options left out."""
+    """Return the typed command as ``zeroplan estimate``, without the report's own flags."""
     words, kept = iter(sys.argv[2:]), []
     for word in words:
         if word in ("--out", "-o"):

@@ -1,6 +1,6 @@
-"""How wide is the reader's terminal? An answer has a hundred columns; on a narrower one its lines are folded between words.
+"""Wraps an answer's lines, which have up to 100 columns, for a narrower terminal.
 
-A file and a pipe get every line as it is, and so does what is there to be copied: a command, flags, a formula.
+Files and pipes get the lines unchanged. Commands, flags and formulas are never wrapped, since users copy them.
 """
 
 import re
@@ -13,19 +13,19 @@ import typer
 
 from zeroplan.report.words import WIDTH
 
-#: A gap between columns: the last column that has room for words is folded under itself.
+#: A gap between columns. Text wraps under the last column that leaves enough room.
 _GAP = re.compile(r"(?<=\S) {2,}(?=\S)")
 _ROOM = 18
 _TO_COPY = ("zeroplan ", "--", "accelerate ", "torchrun ", "deepspeed ", "= ", "source: ")
 
 
 def show(text: str, columns: int = WIDTH) -> None:
-    """Print an answer written for this many columns, folded where it goes to a terminal that is narrower."""
+    """Print an answer that was written for ``columns``; on a narrower terminal its lines are wrapped."""
     typer.echo(fitted(text, shutil.get_terminal_size().columns, columns) if sys.stdout.isatty() else text)
 
 
 def fitted(text: str, width: int, columns: int = WIDTH) -> str:
-    """The text, written for ``columns``, folded to a width below that; a sentence of several lines is folded as one.
+    """Return the text, which was written for ``columns``, wrapped to ``width``. A sentence of several lines is wrapped as one.
 
     >>> print(fitted("  gradients   1.00  an example of a row with words", 40))
       gradients   1.00  an example of a row
@@ -44,7 +44,7 @@ def _folded(lines: list[str], width: int, columns: int) -> Iterator[str]:
 
 
 def _goes_on(line: str, following: str, columns: int) -> bool:
-    """Whether the following line is the rest of a sentence: its first word had no room any more."""
+    """Whether the following line continues the sentence: its first word had no room on this line."""
     prose = following.strip() and not _GAP.search(line) and not _GAP.search(following)
     full = prose and len(line) + 1 + len(following.split(maxsplit=1)[0]) > columns
     return bool(full) and _indent(following) == _hanging(line) and not line.lstrip().startswith(_TO_COPY)
@@ -59,7 +59,7 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def _hanging(line: str) -> int:
-    """Where a sentence goes on: under its beginning, behind the dash of a list."""
+    """The indent of a sentence's next line: that of its first word, after the dash of a list."""
     return _indent(line) + 2 * line.lstrip().startswith("- ")
 
 

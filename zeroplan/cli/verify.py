@@ -25,8 +25,8 @@ _flag, _switch = partial(flag, panel="Run"), partial(switch, panel="Run")
 BACKENDS = ("simulate", "cpu", "cuda")
 _TRANSPORT: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
 _SETTLED = 3
-"""Steps until every engine is: the first makes the optimizer's state, in the second DDP rebuilds buckets, and DeepSpeed's stage 3
-first follows the trace of the first."""
+"""Steps until all engines are in their steady state. The first step allocates the optimizer's state. In the second, DDP rebuilds
+its buckets, and DeepSpeed's stage 3 follows the trace of the first for the first time."""
 
 
 _Backend = Annotated[
@@ -112,11 +112,11 @@ def _verify(
     if resume is not None:
         refuse_given(said, "has no effect with --resume, because the job already has it; leave it out")
         return _resumed(Path(resume), into)
-    return _one(resolved or resolve(Request()), flags, of_slurm, into)  # which says what is missing
+    return _one(resolved or resolve(Request()), flags, of_slurm, into)  # resolve raises with what is missing
 
 
 class _Flags(NamedTuple):
-    """How to run, as typed; ``every`` rank in a process of its own."""
+    """How to run, as typed; ``every``: one process per rank."""
 
     backend: str
     nproc: str | None
@@ -130,7 +130,7 @@ class _Flags(NamedTuple):
     snapshot: str | None
 
     def given(self) -> "dict[str, object]":
-        """The flags that name a job and how to run it; None where a flag is not given."""
+        """The flags that only apply to a single job; None for flags that are not given."""
         return {"--of": self.of, "--nproc": self.nproc, "--steps": self.steps, "--workload": self.workload,
                 "--slurm": self.every or None, "--as-rank": None if self.rank == "0" else self.rank,
                 "--all-layers": self.all_layers or None, "--snapshot": self.snapshot}  # fmt: skip
@@ -145,13 +145,13 @@ class OfSlurm(NamedTuple):
     options: tuple[str, ...]
 
     def given(self) -> "dict[str, object]":
-        """The flags; None where nothing is said."""
+        """Slurm's flags; None for flags that are not given."""
         return {"--partition": self.partition, "--account": self.account, "--time-limit": self.time_limit,
                 "--slurm-option": self.options or None}  # fmt: skip
 
 
 class _Into(NamedTuple):
-    """Where records go, and what is made of them."""
+    """The folder for records, the tolerance and the format."""
 
     folder: Path | None
     tolerance: float
@@ -173,7 +173,7 @@ def _resumed(folder: Path, into: _Into) -> int:
 
 
 def _one(resolved: Resolved, flags: _Flags, of_slurm: OfSlurm, into: _Into) -> int:
-    """Run one job, here or under Slurm."""
+    """Run one job, on this machine or under Slurm."""
     task = _task(resolved.job, flags)
     _refuse_folders(task, into.folder)
     say_notes(resolved.notes)
@@ -185,7 +185,7 @@ def _one(resolved: Resolved, flags: _Flags, of_slurm: OfSlurm, into: _Into) -> i
 
 
 def _refuse_folders(task: "Task", records: Path | None) -> None:
-    """Find out before the run whether the result of it can be written."""
+    """Raise SpecError, before the run, if its results could not be written."""
     if records is not None:
         refuse_folder(records, "--record-dir")
     if task.snapshots:
@@ -193,7 +193,7 @@ def _refuse_folders(task: "Task", records: Path | None) -> None:
 
 
 def answer(kept: "list[Measurement]", *, tolerance: float, as_json: bool) -> int:
-    """Print what the records say of the estimate, and return the exit code."""
+    """Print the comparison of records and estimate, and return the exit code."""
     from zeroplan.cli.comparing import Held, judged, printed  # noqa: PLC0415  only this command needs them
 
     held = tuple(Held.of(measured) for measured in sorted(kept, key=lambda measured: measured.rank))
@@ -205,7 +205,7 @@ verify_command = takes_a_job(_verify, or_none=True, gpus_as="of", traces=False)
 
 
 class _Keeper:
-    """Collects records as they come, and writes each at once where a folder was named."""
+    """Collects records, and writes each immediately if there is a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -220,7 +220,7 @@ class _Keeper:
 
 
 def _run(task: "Task", folder: Path | None) -> "list[Measurement]":
-    """Run in processes of their own: torch is patched there, printed to, killed, and nothing of it is left here."""
+    """Run the task in child processes, which may patch torch, print, and be killed without affecting this one."""
     from zeroplan.verify.failures import OutOfMemoryError  # noqa: PLC0415  only a run pays for it
     from zeroplan.verify.processes.launch import launch  # noqa: PLC0415
 
@@ -235,7 +235,7 @@ def _run(task: "Task", folder: Path | None) -> "list[Measurement]":
 
 
 def _estimated(job: "JobSpec") -> str:
-    """The estimate of a job that ran out of memory, in words."""
+    """The estimate in words, for the error of a job that ran out of memory."""
     from zeroplan.estimator import estimate  # noqa: PLC0415  only this failure needs it
 
     estimated = estimate(job)
@@ -243,7 +243,7 @@ def _estimated(job: "JobSpec") -> str:
 
 
 def _task(job: "JobSpec", flags: _Flags) -> "Task":
-    """What is requested, where it can be run at all."""
+    """Return the task for the flags; raises SpecError if it cannot run."""
     from zeroplan.verify.release import as_installed  # noqa: PLC0415  only a run pays for it
     from zeroplan.verify.task import Task  # noqa: PLC0415
 
@@ -288,7 +288,7 @@ def _refuse_what_is_no_run(task: "Task") -> None:
 
 
 def require(job: "JobSpec") -> None:
-    """Refuse, with the extra to install, what is not there; nothing is imported."""
+    """Raise MeasurementError if a package that the job needs is missing; nothing is imported."""
     needed = ["torch", "transformers"]
     if job.recipe.engine == "deepspeed":
         needed.append("deepspeed")

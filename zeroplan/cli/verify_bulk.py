@@ -1,4 +1,4 @@
-"""``zeroplan verify --matrix``: many cases, a bar that says how far it is, results kept line by line, a table at the end."""
+"""``zeroplan verify --matrix``: runs many cases with a progress bar, stores each result as a line, and prints a table."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ SCHEMA_VERSION = 1
 
 
 class Asked(NamedTuple):
-    """What the flags say."""
+    """The values of the flags."""
 
     matrix: str
     backend: str
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 
 
 def verify_matrix(asked: Asked) -> int:
-    """Run what has no result yet, and print how all cases agree; returns 3 where one does not, 4 where one has no result."""
+    """Run the cases without a result, and print all; returns 3 if a case disagrees, else 4 if one has no settled result."""
     path = find_matrix(asked.matrix)
     cases = read_matrix(path, tensors=_TENSORS[asked.backend], card_bytes=card_bytes() if asked.backend == "cuda" else None)
     missing = _not_installed(cases)
@@ -54,7 +54,7 @@ def verify_matrix(asked: Asked) -> int:
 
 
 def _not_installed(cases: tuple[Case, ...]) -> dict[Task, str]:
-    """Cases whose engine is not here, and what to install; raises MeasurementError where there is none for any of them."""
+    """Return the cases whose engine is not installed, with what to install; raises MeasurementError if none can run."""
     missing: dict[Task, str] = {}
     for case in cases:
         try:
@@ -71,7 +71,7 @@ def _run_what_is_left(cases: tuple[Case, ...], results: Results, asked: Asked, m
     left = [case for case, one in zip(cases, before, strict=True) if one is None or one.outcome not in SETTLED]
     again = sum(one is not None and one.outcome not in SETTLED for one in before)
     say(f"results: {results.path}{'; '.join(('', *_found(results, cases=len(cases), left=len(left), again=again)))}")
-    left.sort(key=lambda case: case.name == results.broken_off)  # what ended a run may end another, so it comes last
+    left.sort(key=lambda case: case.name == results.broken_off)  # the case that killed the last run comes last
     refused = [
         Result(name=one.name, task=one.task, outcome="refused", says=missing[one.task]) for one in left if one.task in missing
     ]
@@ -90,7 +90,7 @@ def _run_what_is_left(cases: tuple[Case, ...], results: Results, asked: Asked, m
 
 
 def _found(results: Results, *, cases: int, left: int, again: int) -> Iterator[str]:
-    """What an earlier run left, so that whoever starts the next knows how that one ended."""
+    """Yield remarks on the results of an earlier run."""
     if left < cases:
         yield f"{cases - left} of {cases} cases have a result already"
     if again:
@@ -104,7 +104,7 @@ def _found(results: Results, *, cases: int, left: int, again: int) -> Iterator[s
 
 
 class _Told(NamedTuple):
-    """Reports when a case begins and ends, and the progress in between."""
+    """Callbacks that report the beginning, the end and the progress of a case."""
 
     begin: Callable[[Case], None]
     end: Callable[[Judged], None]
@@ -113,7 +113,7 @@ class _Told(NamedTuple):
 
 @contextmanager
 def _progress(total: int) -> Iterator[_Told]:
-    """A bar on a terminal; a line per case elsewhere."""
+    """Show a progress bar on a terminal; elsewhere print a line per case."""
     console = Console(stderr=True)
     if not console.is_terminal:
         numbers = iter(range(1, total + 1))

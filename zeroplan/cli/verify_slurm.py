@@ -1,4 +1,4 @@
-"""``zeroplan verify --slurm`` and ``--resume``: run a job's ranks as a Slurm job, and wait for it now or later."""
+"""``zeroplan verify --slurm`` and ``--resume``: runs a job's ranks as a Slurm job, and waits for it now or later."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def _wanted(asked: OfSlurm) -> Wanted:
 
 
 def verify_on_slurm(task: Task, asked: OfSlurm, folder: Path | None, *, tolerance: float, as_json: bool) -> int:
-    """Submit a task and wait for it."""
+    """Submit a task, wait for it, print the comparison, and return the exit code."""
     if folder is None:
         raise SpecError("--slurm needs a folder that all nodes see, for the records and for --resume; add --record-dir DIR")
     submitted = submit(task, _wanted(asked), folder)
@@ -31,7 +31,7 @@ def verify_on_slurm(task: Task, asked: OfSlurm, folder: Path | None, *, toleranc
 
 
 def resume(folder: Path, *, tolerance: float, as_json: bool) -> int:
-    """Reconnect to a Slurm job, in whatever state it is."""
+    """Reconnect to a Slurm job in any state, wait for it, print the comparison, and return the exit code."""
     return _awaited(taken_up(folder), folder, tolerance=tolerance, as_json=as_json)
 
 

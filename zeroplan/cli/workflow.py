@@ -1,4 +1,4 @@
-"""``zeroplan workflow NAME``: how much GPU memory does each phase of a fine-tuning loop need? Each has its own flags."""
+"""``zeroplan workflow NAME``: how much GPU memory does each phase of a fine-tuning loop need? Each loop has its own flags."""
 
 import inspect
 from typing import Annotated, Any
@@ -56,7 +56,7 @@ def _value(field: str, called: str, text: str | bool | None) -> Any:  # noqa: AN
 
 
 def _answered(resolved: Resolved, asked: Asked, *, explain: bool, as_json: bool, check: bool) -> int:
-    from zeroplan.workflow import loop_of  # noqa: PLC0415  help does not pay for it
+    from zeroplan.workflow import loop_of  # noqa: PLC0415  --help does not need it
 
     if check and resolved.job.cluster.gpu is None:
         raise SpecError("--check needs a GPU to compare with; add --gpu NAME (`zeroplan gpus` lists them)")

@@ -1,4 +1,4 @@
-"""What a flag that cannot be parsed was meant to be: ours for another program's, and what belongs behind one that has no value."""
+"""Improves the parser's errors: zeroplan's name for another program's flag, and the help of a flag without its value."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ _NO_COMMAND = re.compile(r"No such command ('[^']*')")
 
 
 def in_our_words(error: Exception, context: Any) -> str:  # noqa: ANN401  click's context, whose home has moved
-    """What to say of the parser's error instead of what the parser says; empty where that will do."""
+    """A better message than the parser's; empty if the parser's is good enough."""
     name, flags = getattr(error, "option_name", ""), _flags(context)
     unknown = _NO_COMMAND.match(str(error))
     if unknown is not None and context is not None and "show" in getattr(context.command, "commands", ()):
@@ -27,6 +27,6 @@ def in_our_words(error: Exception, context: Any) -> str:  # noqa: ANN401  click'
 
 
 def _flags(context: Any) -> dict[str, str]:  # noqa: ANN401  as above
-    """Every flag of the command, and what its help says."""
+    """Every flag of the command, with its help."""
     parameters = () if context is None else context.command.params
     return {flag: (getattr(one, "help", "") or "").rstrip(".") for one in parameters for flag in one.opts}

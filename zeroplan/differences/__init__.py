@@ -1,4 +1,4 @@
-"""What changed between two of anything: estimates, answers, records, dry runs, snapshots, traces. Needs no torch."""
+"""Compares two estimates, answers, records, dry runs, snapshots or traces. Needs no torch. Start at :func:`diff`."""
 
 from os import PathLike, fspath
 from pathlib import Path
@@ -28,10 +28,10 @@ Comparable = Estimate | JobSpec | str | PathLike[str]
 
 
 def diff(before: Comparable, after: Comparable) -> Difference:
-    """What changed from one thing to another: tensors that came, went, grew or shrank; the bytes add up to the peaks' difference.
+    """Return the tensors that came, went, grew or shrank between two peaks; their bytes add up to the peaks' difference.
 
-    Each is a job, an estimate, or the path of a file: a job, a configuration, an answer's JSON, a record, a dry run, a snapshot of
-    torch's allocator, a trace. Raises :class:`~zeroplan.errors.SpecError`, in one line, for a file that is none of these.
+    Each argument is a job, an estimate, or the path of a file: a job, a configuration, an answer's JSON, a record, a dry run, a
+    snapshot of torch's allocator, a trace. Raises :class:`~zeroplan.errors.SpecError`, in one line, for any other file.
 
     >>> from zeroplan import job
     >>> found = diff(job(model="gpt2", gpus=8, stage=2), job(model="gpt2", gpus=8, stage=3))
@@ -57,5 +57,5 @@ def _side(one: Comparable) -> Side:
     found = opened(path)
     if found.side is not None:
         return found.side
-    assert found.request is not None  # noqa: S101  what has no figures is a job
+    assert found.request is not None  # noqa: S101  a file without figures is a job
     return of_estimate(estimate(resolve(with_fetched(found.request)).job), path.name)

@@ -1,4 +1,4 @@
-"""The difference of two sides, line by line: it adds up to the difference of their peaks, to the byte."""
+"""Computes the difference of two sides line by line; the lines add up to the difference of the peaks, to the byte."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,31 +11,28 @@ Happened = Literal["came", "went", "grew", "shrank", "stayed"]
 
 
 class Changed(NamedTuple):
-    """Something before and after; 0 where it is not there. [bytes]"""
+    """One line of a comparison: bytes before and after, 0 if absent. [bytes]"""
 
     kind: str
-    """What the memory is for, or the operation of a collective."""
+    """The kind of memory, or the operation of a collective."""
     what: str
-    """Which tensor, module or place; empty where kinds are compared."""
+    """The tensor, module or place in code; empty if kinds are compared."""
     before_bytes: int
-    """In the first of the two."""
     after_bytes: int
-    """In the second."""
     before_blocks: tuple[tuple[int, int], ...] = ()
-    """Sizes of blocks and how many of each, where both are snapshots."""
+    """For snapshots: each size of block, and the number of blocks of that size."""
     after_blocks: tuple[tuple[int, int], ...] = ()
-    """Likewise of the second."""
     elsewhere: str = ""
-    """Of what came or went: the moment at which the other of the two has it, though not at its peak."""
+    """For lines that came or went: the moment at which the other side has the most of it, outside its peak."""
 
     @property
     def change_bytes(self) -> int:
-        """How much it grew. [bytes]"""
+        """After minus before. [bytes]"""
         return self.after_bytes - self.before_bytes
 
     @property
     def happened(self) -> Happened:
-        """What happened to it.
+        """Whether the line came, went, grew, shrank or stayed.
 
         >>> Changed("gradients", "", 0, 5).happened, Changed("gradients", "", 5, 3).happened
         ('came', 'shrank')
@@ -50,18 +47,18 @@ class Changed(NamedTuple):
 
 
 class SameMoment(NamedTuple):
-    """The moment of one side's peak, and what the other has at the moment that is most like it."""
+    """The moment of one side's peak compared with the corresponding moment of the other side."""
 
     of_before: bool
     """Whether it is the first side's peak."""
     before: At
     after: At
     changes: tuple[Changed, ...]
-    """Empty where only sums are known."""
+    """Empty if only the sums are known."""
 
 
 class Setting(NamedTuple):
-    """A setting that is another one."""
+    """A setting that differs."""
 
     name: str
     before: str
@@ -69,44 +66,42 @@ class Setting(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What changed between two things. The changes at their peaks add up to the difference of the peaks. [bytes]"""
+    """The result of a comparison. Its ``changes`` add up to the difference of the peaks. [bytes]"""
 
     before: Side
-    """The first of the two."""
     after: Side
-    """The second."""
     grain: Grain
-    """How finely they are compared: by ``tensor``, ``module``, ``place`` in the code, or ``kind``."""
+    """The unit of comparison: ``tensor``, ``module``, ``place`` in the code, or ``kind``."""
     changes: tuple[Changed, ...]
-    """What came, went, grew or shrank between the peaks, each side at its own; the largest first."""
+    """The lines that changed from one peak to the other, the largest first."""
     kinds: tuple[Changed, ...]
-    """The same by kind of memory."""
+    """The changes by kind of memory."""
     same_moments: tuple[SameMoment, ...]
-    """Where the peaks are at different moments: both at the moment of each."""
+    """If the peaks are at different moments: both sides at each of these moments."""
     held: tuple[Changed, ...]
-    """What changed of that which is held between steps."""
+    """The changes of the memory held between steps."""
     sent: tuple[Changed, ...]
-    """Collectives: bytes that one GPU sends per step, or where a side does not know that, of their buffers."""
+    """Collectives: the bytes that one GPU sends per step, or if a side does not know them, the bytes of the buffers."""
     totals: tuple[Changed, ...]
-    """Sums that both sides have, those that stayed among them."""
+    """Sums that both sides have, equal ones included."""
     settings: tuple[Setting, ...]
     """Settings that differ, by the names of the flags."""
     notes: tuple[str, ...]
-    """What a reader must know to judge it."""
+    """Remarks on the limits of the comparison."""
 
     @property
     def peak(self) -> Changed:
-        """The two peaks."""
+        """The peaks of both sides."""
         return Changed("peak allocated", "", self.before.peak.n_bytes, self.after.peak.n_bytes)
 
     @property
     def sent_by_one(self) -> bool:
-        """Whether ``sent`` has what one GPU sends, and not the bytes of buffers."""
+        """Whether ``sent`` has the bytes that one GPU sends; otherwise it has the bytes of buffers."""
         return _known_sent(self.before, self.after)
 
     @property
     def of_two_engines(self) -> bool:
-        """Whether both are of a job, each with an engine of its own, whose tensors have other names."""
+        """Whether the sides are of jobs with different engines, whose tensors have different names."""
         return _of_two_engines(self.before, self.after)
 
     @property
@@ -117,14 +112,14 @@ class Difference(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """By which part of the first peak the second is higher; infinite where the first is of nothing."""
+        """The relative increase of the peak; infinite if the first peak is 0."""
         if self.peak.before_bytes:
             return self.peak.change_bytes / self.peak.before_bytes
         return float("inf") if self.peak.change_bytes else 0.0
 
 
 def between(before: Side, after: Side) -> Difference:
-    """The difference of two sides, as finely as both tell their memory apart."""
+    """Return the difference of two sides, in their common unit of comparison, or else by kind."""
     grain: Grain = before.grain if before.grain == after.grain else "kind"
     return Difference(
         before=before,
@@ -144,7 +139,7 @@ def between(before: Side, after: Side) -> Difference:
 
 
 def changes(before: Iterable[Held], after: Iterable[Held], grain: Grain) -> tuple[Changed, ...]:
-    """What changed between two lists of lines, the largest first. Lines of one kind and name count as one."""
+    """Return the changes between two lists of lines, the largest first. Lines with the same kind and name are summed."""
     if grain == "kind":
         before, after = by_kind(before), by_kind(after)
     ours, theirs = _summed(before), _summed(after)
@@ -163,13 +158,13 @@ def _summed(lines: Iterable[Held]) -> dict[tuple[str, str], Held]:
 
 def _row(before: Held | None, after: Held | None) -> Changed:
     one = after or before
-    assert one is not None  # noqa: S101  a row is of one side at least
+    assert one is not None  # noqa: S101  at least one side has the line
     ours, theirs = before or Held(one.kind, one.what, 0), after or Held(one.kind, one.what, 0)
     return Changed(one.kind, one.what, ours.n_bytes, theirs.n_bytes, ours.blocks, theirs.blocks)
 
 
 def _paired(rows: list[Changed]) -> list[Changed]:
-    """The rows, with what went and what came as one where their names differ in numbers alone and no other is like them."""
+    """The rows; a pair of one that went and one that came becomes one row if their names differ only in numbers."""
     alike: dict[tuple[str, str], dict[Happened, list[Changed]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         alike[row.kind, loosened(row.what)][row.happened].append(row)
@@ -189,7 +184,7 @@ def _largest_first(rows: Iterable[Changed]) -> tuple[Changed, ...]:
 
 
 def _same_moments(before: Side, after: Side, grain: Grain) -> Iterator[SameMoment]:
-    """Both at the moment of each side's peak, where these are two; nothing where a side has no other moments."""
+    """Yield the comparison at each side's peak moment, if these moments differ and the other side has a corresponding one."""
     if _is_same(before.peak, after.peak, grain):
         return
     theirs, ours = _like(before.peak, after.moments), _like(after.peak, before.moments)
@@ -200,7 +195,7 @@ def _same_moments(before: Side, after: Side, grain: Grain) -> Iterator[SameMomen
 
 
 def _is_same(one: At, other: At, grain: Grain) -> bool:
-    """Whether two peaks are at one moment; names of different programs' moments are not alike, and their phases are."""
+    """Whether two peaks are at the same moment: by name, or by phase if the sides' names differ."""
     return one.phase == other.phase if grain == "kind" else from_the_nearer_end(one.name) == from_the_nearer_end(other.name)
 
 
@@ -209,7 +204,7 @@ def _at_both(before: At, after: At, grain: Grain) -> tuple[Changed, ...]:
 
 
 def _like(at: At, moments: tuple[At, ...]) -> At | None:
-    """The highest moment of the same name, of the block at the same place, of any block, or of the same phase."""
+    """The corresponding moment: the highest with the same name, the same block, any block, or the same phase, in this order."""
     names: tuple[Callable[[At], str], ...] = (
         lambda one: one.name,
         lambda one: from_the_nearer_end(one.name),
@@ -224,13 +219,13 @@ def _like(at: At, moments: tuple[At, ...]) -> At | None:
 
 
 def _placed(rows: Iterable[Changed], before: Side, after: Side, grain: Grain) -> tuple[Changed, ...]:
-    """The rows, each of what came or went with the moment at which the other side has it."""
+    """The rows; those that came or went get the moment at which the other side has the line."""
     moments = {"came": _moments_of(before, grain), "went": _moments_of(after, grain)}
     return tuple(row._replace(elsewhere=moments.get(row.happened, {}).get((row.kind, row.what), "")) for row in rows)
 
 
 def _moments_of(side: Side, grain: Grain) -> dict[tuple[str, str], str]:
-    """Of everything that a side has at some moment, the moment at which there is most of it."""
+    """For each line of a side, the name of the moment at which it is largest."""
     most: dict[tuple[str, str], tuple[int, str]] = {}
     for moment in side.moments:
         lines = by_kind(moment.lines) if grain == "kind" else moment.lines
@@ -249,7 +244,7 @@ def _known_sent(before: Side, after: Side) -> bool:
 
 
 def _sent(before: Side, after: Side) -> tuple[Changed, ...]:
-    """By operation with the bytes of its buffers; where both know what is sent with that, and of one engine by what it is for."""
+    """The changes of collectives by operation: with sent bytes if both sides know them, and by purpose if engines are equal."""
     if before.sent is None or after.sent is None:
         return ()
     known, named = _known_sent(before, after), not _of_two_engines(before, after)
@@ -258,13 +253,13 @@ def _sent(before: Side, after: Side) -> tuple[Changed, ...]:
 
 
 def _call(one: Sent, *, sent: bool, named: bool) -> Held:
-    """As a line; engines and their users write all-reduce, torch writes all_reduce."""
+    """A collective as a line, with torch's spelling of the operation, all_reduce."""
     operation = one.operation.replace("-", "_").replace(" ", "_")
     return Held(operation, one.what if named else "", one.sent_bytes or 0 if sent else one.payload_bytes)
 
 
 def _notes(before: Side, after: Side) -> Iterator[str]:
-    """What is known of both, and that what only CUDA's kernels take is on one side alone."""
+    """Yield both sides' notes, and a note if only one side includes the memory of CUDA's kernels."""
     yield from dict.fromkeys((*before.notes, *after.notes))
     on = {"A": before.tensors, "B": after.tensors}
     without = [letter for letter, tensors in on.items() if tensors not in ("", "cuda")]
@@ -276,7 +271,7 @@ def _notes(before: Side, after: Side) -> Iterator[str]:
 
 
 def _settings(before: Side, after: Side) -> Iterator[Setting]:
-    """Settings that differ: of things of one sort all of them, else those that both have."""
+    """Yield the settings that differ; for sides of different types only those that both have."""
     ours, theirs = before.settings, after.settings
     every: Mapping[str, str] = {**ours, **theirs}
     for name in every:

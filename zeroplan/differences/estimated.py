@@ -1,4 +1,4 @@
-"""An estimate, or the answer that ``zeroplan estimate --json`` printed, as one of the two that are compared."""
+"""Turns an estimate, or the JSON that ``zeroplan estimate --json`` printed, into a side of a comparison."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -18,7 +18,7 @@ _LARGEST = 10**18
 
 
 def of_estimate(answer: Estimate, name: str = "") -> Side:
-    """An estimate, tensor by tensor."""
+    """Return the side of an estimate, tensor by tensor."""
     time = time_of(answer.job)
     sent = tuple(
         Sent(call.operation, f"{call.what}, {call.when}", int(call.payload_bytes), int(call.sent_bytes))
@@ -64,9 +64,9 @@ def _lines(lines: tuple[Line, ...]) -> tuple[Held, ...]:
 
 
 def of_answer(data: Mapping[str, object], where: str, name: str = "") -> Side:
-    """An answer as it was printed. Raises SpecError, in one line, where it is none, or contradicts itself.
+    """Return the side of a printed answer. Raises SpecError, in one line, for other JSON and for contradictions.
 
-    Where this zeroplan estimates the same for its job, it is that estimate, which tells more.
+    If this zeroplan estimates the same peak for the answer's job, it returns the side of that estimate, which has more details.
     """
     try:
         printed = _printed(data, where, name)
@@ -117,7 +117,7 @@ def _printed(data: Mapping[str, object], where: str, name: str) -> Side:
 
 
 def job_of_answer(data: Mapping[str, object], where: str) -> JobSpec:
-    """The job of an answer."""
+    """Return the job of a printed answer."""
     return read(JobSpec, _dict(data["job"]), where=where)
 
 

@@ -1,4 +1,4 @@
-"""What was measured as one of the two that are compared: a record, a dry run, a snapshot of torch's allocator."""
+"""Turns a record, a dry run or a snapshot of torch's allocator into a side of a comparison."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from zeroplan.snapshots.reading import Snapshot, Stack
 
 
 def of_record(measured: Measurement, name: str = "") -> Side:
-    """The steady state of a record, kind by kind."""
+    """Return the side of a record's steady state, by kind."""
     steady = measured.steady
     away = {"host memory": steady.host_bytes, "NVMe": measured.nvme_bytes}
     run = {"backend": measured.backend, "tensors": measured.tensors, "rank": text_of(measured.rank)}
@@ -35,7 +35,7 @@ def of_record(measured: Measurement, name: str = "") -> Side:
 
 
 def of_dry_run(run: DryRun, name: str = "") -> Side:
-    """The last step of a dry run, module by module, layers of one kind together."""
+    """Return the side of a dry run's last step, by module; the same module of all layers counts as one."""
     last = run.steps[-1]
     return Side(
         name=name,
@@ -54,7 +54,7 @@ def of_dry_run(run: DryRun, name: str = "") -> Side:
 
 
 def _modules(run: DryRun) -> tuple[Held, ...]:
-    """What is alive at the peak by kind and module; of each kind what no module is known for."""
+    """The bytes alive at the peak by kind and module, with a remainder per kind without a module."""
     peak, found = run.steps[-1].peak, Counter[tuple[str, str]]()
     for part in run.modules:
         found[part.kind, layers_together(part.name)] += part.n_bytes
@@ -79,7 +79,7 @@ def _totals(step: StepMeasured, allocator: Sequence[AllocatorMeasured]) -> dict[
 
 
 def _sent(collectives: Sequence[CollectiveMeasured]) -> tuple[Sent, ...]:
-    """What is sent: calls among a single rank move nothing."""
+    """The collectives, without those in groups of one rank, which move nothing."""
     return tuple(Sent(one.operation, f"{one.dtype}, {one.phase}", one.n_bytes) for one in collectives if one.group > 1)
 
 
@@ -88,7 +88,7 @@ def _versions(environment: Environment) -> dict[str, str]:
 
 
 def of_snapshot(snapshot: Snapshot, name: str = "") -> Side:
-    """A snapshot at the moment when memory ran out, or else was highest: by kind and by the place that asked."""
+    """Return the side of a snapshot at its failed request or its peak, by kind and the line of code that requested."""
     lives = lives_of(snapshot)
     found = sorted_into_kinds(snapshot, lives)
     at, failure = moment_of(snapshot, lives)
@@ -105,7 +105,7 @@ def of_snapshot(snapshot: Snapshot, name: str = "") -> Side:
 
 
 def _places(lives: Sequence[Life], kinds: dict[Life, str]) -> tuple[Held, ...]:
-    """Blocks of one kind that one place asked for as one, with how many there are of each size."""
+    """One line per kind and place in code, with the number of blocks of each size."""
     blocks: dict[tuple[str, str], Counter[int]] = {}
     for life in lives:
         blocks.setdefault((kinds[life], _place(life.stack)), Counter())[life.n_bytes] += 1
@@ -116,7 +116,7 @@ def _places(lives: Sequence[Life], kinds: dict[Life, str]) -> tuple[Held, ...]:
 
 
 def _place(stack: Stack) -> str:
-    """The line of code that asked, or in a snapshot of zeroplan's own the module and the operator."""
+    """The line of code that made the request; in zeroplan's own snapshots the module and operator."""
     named = {frame.file: frame.name for frame in stack if frame.file in (OPERATOR, MODULE)}
     if OPERATOR in named:
         return f"{layers_together(named.get(MODULE, ''))}: {named[OPERATOR]}"

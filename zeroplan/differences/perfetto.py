@@ -1,6 +1,6 @@
-"""A trace for Perfetto that zeroplan wrote, read back: bytes by kind at the highest moment of its last step, and what is sent.
+"""Reads a Perfetto trace that zeroplan wrote: bytes by kind at the peak of the last step, and the collectives.
 
-It is data that anybody may have written: every figure is checked, and the counter of all must be the sum of those of the kinds.
+The file is untrusted, so every figure is checked, and the counter of the total must equal the sum of the kinds' counters.
 """
 
 from bisect import bisect_right
@@ -18,19 +18,19 @@ _LARGEST = 10**15
 
 
 class Figure(NamedTuple):
-    """A figure that changes: at which moments, and to what. [bytes]"""
+    """A counter over time: the moments of its changes, and its values from then on. [bytes]"""
 
     at: list[int]
     n_bytes: list[int]
 
     def after(self, moment: int) -> int:
-        """What it is after a moment; 0 before the first."""
+        """The counter's value after a moment; 0 before its first change."""
         place = bisect_right(self.at, moment)
         return self.n_bytes[place - 1] if place else 0
 
 
 class _Phase(NamedTuple):
-    """A part of a step; both ends are moments of it."""
+    """A phase of a step, from moment ``start`` to ``end``, both included."""
 
     phase: str
     step: int
@@ -39,7 +39,7 @@ class _Phase(NamedTuple):
 
 
 class Course(NamedTuple):
-    """A trace as it runs: what is alive of each kind, the phases, and each collective with its moment and its bytes."""
+    """A trace's memory over time: a counter per kind, the phases, and each collective with its moment and bytes."""
 
     kinds: Mapping[str, Figure]
     phases: tuple[_Phase, ...]
@@ -47,7 +47,7 @@ class Course(NamedTuple):
 
 
 def course_of(data: object, where: str) -> Course:
-    """The memory over time of a trace of ``estimate --trace`` or ``dryrun --trace``; SpecError, in one line, for others."""
+    """Return the memory over time of a trace from ``--trace``. Raises SpecError, in one line, for any other file."""
     try:
         return _course(_events(data))
     except (KeyError, TypeError, ValueError) as error:
@@ -70,7 +70,7 @@ def _not_ours(error: Exception, where: str) -> SpecError:
 
 
 def of_trace(data: object, where: str, name: str = "") -> Side:
-    """A trace of ``estimate --trace`` or ``dryrun --trace``. Raises SpecError, in one line, where it is none of these."""
+    """Return the side of a trace from ``estimate --trace`` or ``dryrun --trace``. Raises SpecError, in one line, for others."""
     try:
         return _side(_events(data), where, name)
     except (KeyError, TypeError, ValueError) as error:
@@ -106,7 +106,7 @@ def _side(events: list[Mapping[str, object]], where: str, name: str) -> Side:
 
 
 def _counters(events: list[Mapping[str, object]]) -> dict[str, Figure]:
-    """What is allocated in all, and of each kind."""
+    """The counters of the total and of each kind, by name."""
     found: dict[str, Figure] = {}
     for event in events:
         if event["ph"] == "C":
@@ -137,7 +137,7 @@ def _phase(event: Mapping[str, object]) -> _Phase:
 
 
 def _at(phase: _Phase, counters: Mapping[str, Figure], every: Figure) -> At:
-    """The highest moment of a phase, the earliest of equals."""
+    """The peak of a phase; the earliest of equals."""
     inside = (moment for moment in every.at if phase.start < moment <= phase.end)
     moment = max((phase.start, *inside), key=every.after)
     return At(phase.phase, phase.phase, every.after(moment), _lines(counters, moment))

@@ -1,4 +1,4 @@
-"""Reads a file of any kind that can be compared, and recognises it by its content. It runs nothing in it and checks everything."""
+"""Reads any file that can be compared, and recognises its type by its content. The file is untrusted."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,16 +13,16 @@ from zeroplan.resolve import Request
 from zeroplan.units import MIB
 
 _HEAD = 64
-"""Enough to tell the large sorts apart. [bytes]"""
+"""Enough bytes to recognise snapshots, saved runs and traces. [bytes]"""
 _PICKLE, _GZIP = b"\x80", b"\x1f\x8b"
 _RUN, _TRACE = b'{"content":"zeroplan dryrun"', b'{"traceEvents"'
 _AT_LEAST_BYTES, _TIMES = 512 * MIB, 48
-"""How much memory reading may take, and how much more per byte, as of a saved run."""
+"""The memory limit for reading: a base plus a multiple of the size, as for a saved run."""
 _OF_A_MODEL = ("model_type", "architectures")
 
 
 class Opened(NamedTuple):
-    """What a file holds: a job, which flags may override, or figures, or both."""
+    """The content of a file: a job, which flags may override, or figures, or both."""
 
     name: str
     side: Side | None
@@ -31,10 +31,10 @@ class Opened(NamedTuple):
 
 
 def opened(path: Path) -> Opened:
-    """Read a file to compare: a job, a configuration, an answer, a record, a dry run, a snapshot, a trace.
+    """Return the content of a job, a configuration, an answer, a record, a dry run, a snapshot or a trace.
 
-    Raises :class:`~zeroplan.errors.SpecError`, in one line, for everything else, and for what asks for more memory than a file of
-    its size may.
+    Raises :class:`~zeroplan.errors.SpecError`, in one line, for any other file, and for a file whose reading needs more memory than
+    its size justifies.
     """
     head = head_of(path)
     if is_snapshot(path, head):
@@ -52,12 +52,12 @@ def is_snapshot(path: Path, head: bytes) -> bool:
 
 
 def is_run_or_trace(head: bytes) -> bool:
-    """Whether a file is a saved dry run or a trace of ours, or compressed, by its first bytes."""
+    """Whether a file is a saved dry run, zeroplan's trace, or compressed, by its first bytes."""
     return head.startswith((_GZIP, _RUN, _TRACE))
 
 
 def head_of(path: Path) -> bytes:
-    """The first bytes of a file; SpecError where there is none."""
+    """Return the first bytes of a file; raises SpecError if it cannot be read."""
     where = f"file {str(path)!r}"
     try:
         if "\0" in str(path) or not path.exists():
@@ -75,14 +75,14 @@ def _no_file_but_a_name(path: Path) -> str:
 
 
 def _snapshot(path: Path) -> Opened:
-    from zeroplan.differences.measured import of_snapshot  # noqa: PLC0415  only the sort at hand is loaded
+    from zeroplan.differences.measured import of_snapshot  # noqa: PLC0415  imports only the reader for this type
     from zeroplan.snapshots.reading import read_snapshot  # noqa: PLC0415
 
     return Opened(path.name, of_snapshot(read_snapshot(path), path.name), what="snapshot")
 
 
 def large_data(path: Path) -> object:
-    """The JSON of a saved dry run or a trace, which may be compressed and of tens of megabytes."""
+    """Return the JSON of a saved dry run or a trace, which may be compressed and have tens of megabytes."""
     from zeroplan.saved_runs.files import content_of  # noqa: PLC0415  see above
 
     where = f"file {str(path)!r}"
@@ -99,7 +99,7 @@ def _decoded(content: bytes, where: str) -> str:
 
 
 def _small(path: Path) -> Opened:
-    """JSON, TOML or YAML of at most the size of a configuration."""
+    """Read a small JSON, TOML or YAML file."""
     where = f"file {str(path)!r}"
     text = read_text(path, what="file")
     if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
@@ -110,7 +110,7 @@ def _small(path: Path) -> Opened:
 
 @contextmanager
 def _limited(n_bytes: int, where: str) -> Iterator[None]:
-    """Take no more memory than a file of this many bytes may need; SpecError beyond."""
+    """Limit the memory for reading a file of this size; raises SpecError beyond."""
     try:
         with no_more_memory_than(_AT_LEAST_BYTES + _TIMES * n_bytes):
             yield
@@ -119,7 +119,7 @@ def _limited(n_bytes: int, where: str) -> Iterator[None]:
 
 
 def _of_data(data: object, path: Path, where: str) -> Opened:
-    """What a JSON is, by its keys."""
+    """Recognise a JSON file by its keys, and read it."""
     keys = data if isinstance(data, dict) else {}
     if keys.get("content") == "zeroplan dryrun" or {"command", "steps", "modules"} <= keys.keys():
         return _dry_run(keys, path.name, where)
@@ -161,7 +161,7 @@ def _answer(data: Mapping[str, object], name: str, where: str) -> Opened:
 
 
 def _job(path: Path) -> Opened:
-    """A job file, or a configuration of another program's."""
+    """Read a job file, or another program's configuration."""
     from zeroplan.catalog.setups.reading import is_setup  # noqa: PLC0415  see above
     from zeroplan.job_file import read_job_file  # noqa: PLC0415
 

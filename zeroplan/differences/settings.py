@@ -1,4 +1,4 @@
-"""A job's settings as names and texts, in the words of its flags, so that two of them can be compared."""
+"""A job's settings as texts by flag, so that two jobs can be compared."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,7 +14,7 @@ _WORDS = {True: "yes", False: "no"}
 
 
 def settings_of(job: JobSpec) -> dict[str, str]:
-    """Every setting of a job by the name of its flag; those of an engine and of the model with a dot.
+    """Return every setting of a job by the name of its flag; options of an engine and of the model have a dot.
 
     >>> from zeroplan import job
     >>> settings = settings_of(job(model="gpt2", gpus=8, stage=3))
@@ -36,14 +36,14 @@ def _texts(name: str, value: object) -> Iterator[tuple[str, str]]:
             if field.name not in (
                 "name",
                 "profile",
-            ):  # a profile has thousands of numbers, and its model's name says which it is
+            ):  # a profile has thousands of numbers; the model's name identifies it
                 yield from _texts(f"{name}.{field.name}", getattr(value, field.name))
     else:
         yield name, text_of(value)
 
 
 def text_of(value: object) -> str:
-    """A value as a person reads it.
+    """Return a value as text for people.
 
     >>> text_of(True), text_of(None), text_of(500_000_000), text_of(3.5)
     ('yes', 'not set', '500,000,000', '3.5')

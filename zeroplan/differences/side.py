@@ -1,4 +1,4 @@
-"""One of two things that are compared: what is alive at its peak, what is held, what is sent, with which settings."""
+"""The common form of everything that can be compared: the lines at the peak, the moments, collectives, sums and settings."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from zeroplan.ledger import NOT_TOLD_APART, Kind
 from zeroplan.spec.job import JobSpec
 
 Grain = Literal["tensor", "module", "place", "kind"]
-"""How finely a thing tells its memory apart: by tensor, by module, by the line of code that asked, or by kind alone."""
+"""The unit in which a side lists its memory: by tensor, by module, by the line of code that requested it, or only by kind."""
 
 _NUMBER = re.compile(r"\d[\d,]*")
 _OF_MANY = re.compile(r"(\d[\d,]*) of (\d[\d,]*)")
@@ -17,7 +17,7 @@ _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoi
 
 
 class Held(NamedTuple):
-    """Bytes of one kind, and what they are; ``blocks`` has their sizes and how many there are of each, where blocks are known."""
+    """A line: bytes of one kind, with a name. ``blocks``, if known: each size of block, and the number of that size."""
 
     kind: str
     what: str
@@ -26,7 +26,7 @@ class Held(NamedTuple):
 
 
 class At(NamedTuple):
-    """A moment and what is alive then; ``lines`` is empty where only the sum is known. The phase is as a run has it. [bytes]"""
+    """A moment and its lines; ``lines`` is empty if only the sum is known. The phase has a run's name. [bytes]"""
 
     name: str
     phase: str
@@ -35,7 +35,7 @@ class At(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Collectives of one sort in a step: the bytes of their buffers, and what one GPU sends, where that is known. [bytes]"""
+    """The collectives of one type in a step: the bytes of their buffers, and the bytes that one GPU sends, if known. [bytes]"""
 
     operation: str
     what: str
@@ -44,34 +44,34 @@ class Sent(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One of the two. The lines of its peak add up to the peak. [bytes]"""
+    """One side of a comparison. The lines of its peak add up to the peak. [bytes]"""
 
     name: str
-    """What the user called it: a file, or flags."""
+    """Its name for the user: a file or flags."""
     is_a: str
     """``estimate``, ``record``, ``dry run``, ``snapshot`` or ``trace``."""
     grain: Grain
     peak: At
     moments: tuple[At, ...] = ()
-    """Named moments beside the peak, or the highest of each phase."""
+    """All named moments, or the peak of each phase."""
     held: tuple[Held, ...] | None = None
-    """What is held between steps; None where it is not known."""
+    """The lines held between steps; None if unknown."""
     sent: tuple[Sent, ...] | None = None
     totals: Mapping[str, int] = {}
     settings: Mapping[str, str] = {}
     job: JobSpec | None = None
     verdict: str = ""
     tensors: str = ""
-    """Whose memory it counts: ``cuda``, ``cpu`` or ``fake`` tensors; empty where that is not known."""
+    """The tensors that it counts: ``cuda``, ``cpu`` or ``fake``; empty if unknown."""
     notes: tuple[str, ...] = ()
     step_s: float | None = None
-    """The estimated time of a step, where a GPU is named and its time is known. [s]"""
+    """The estimated time of a step; None if unknown. [s]"""
     tokens_per_s: float | None = None
-    """The tokens that one GPU then trains per second."""
+    """The estimated tokens/s per GPU; None if unknown."""
 
 
 def with_remainder(lines: Iterable[Held], n_bytes: int) -> tuple[Held, ...]:
-    """The lines, with a last one for what they leave of a sum.
+    """Return the lines, with a last line for the remainder to ``n_bytes``.
 
     >>> with_remainder([Held("parameters", "", 3)], 5)[-1]
     Held(kind='not told apart', what='', n_bytes=2, blocks=())
@@ -82,12 +82,12 @@ def with_remainder(lines: Iterable[Held], n_bytes: int) -> tuple[Held, ...]:
 
 
 def of_kinds(kinds: Mapping[str, int], n_bytes: int) -> tuple[Held, ...]:
-    """A ledger by kind as lines that add up to a sum."""
+    """Return sums by kind as lines that add up to ``n_bytes``."""
     return with_remainder((Held(kind, "", size) for kind, size in kinds.items() if size), n_bytes)
 
 
 def by_kind(lines: Iterable[Held]) -> tuple[Held, ...]:
-    """The lines of each kind as one; gradients of activations are temporaries, since a run cannot tell them apart."""
+    """Return one line per kind; gradients of activations count as temporaries, since a run cannot distinguish them."""
     sums: dict[str, int] = {}
     for line in lines:
         kind = Kind.TEMPORARY.value if line.kind == Kind.ACTIVATION_GRADIENTS.value else line.kind
@@ -96,7 +96,7 @@ def by_kind(lines: Iterable[Held]) -> tuple[Held, ...]:
 
 
 def loosened(name: str) -> str:
-    """A name whose numbers say nothing.
+    """Return a name with its numbers replaced, for comparison.
 
     >>> loosened("inputs of all 32 blocks")
     'inputs of all # blocks'
@@ -105,7 +105,7 @@ def loosened(name: str) -> str:
 
 
 def from_the_nearer_end(name: str) -> str:
-    """A moment's name with blocks counted from the nearer end of the model: of any depth, the last block but one is one moment.
+    """Return a moment's name with the block's number counted from the nearer end of the model, to match models of any depth.
 
     >>> from_the_nearer_end("backward of block 31 of 32"), from_the_nearer_end("backward of block 2 of 32")
     ('backward of block 1 from the end', 'backward of block 2')
@@ -119,7 +119,7 @@ def _counted(found: re.Match[str]) -> str:
 
 
 def layers_together(name: str) -> str:
-    """A module's name, the same for all layers, and without wrappers.
+    """Return a module's name without its layer's number and without wrappers.
 
     >>> layers_together("module.layers.3._checkpoint_wrapped_module.mlp")
     'layers.*.mlp'

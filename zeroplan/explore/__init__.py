@@ -1,5 +1,5 @@
-"""A local page with controls for a job's numbers, which shows its memory at once.
+"""A local web page with controls for a job, which shows its memory immediately.
 
-``controls`` lists the controls. ``answers`` turns the page's questions into plain data with the command line's functions.
-``server`` serves it on the loopback. ``page/`` draws it and contains no formula.
+``controls`` lists the controls. ``answers`` answers the page's questions with the command line's functions. ``server`` serves
+the page on the loopback interface. ``page/`` is the page itself and contains no formula.
 """

@@ -1,4 +1,4 @@
-"""Answers the page's questions as plain data, with the command line's functions. It keeps nothing but a cache of estimates."""
+"""Answers the page's questions as plain data, with the command line's functions. Its only state is a cache of estimates."""
 
 import json
 import shlex
@@ -33,13 +33,13 @@ from zeroplan.units import GIBIBYTES, parse_count, parse_tokens
 
 SCHEMA_VERSION = 1
 
-#: The controls that describe the job to the planner; its search decides the others.
+#: The controls that the planner reads; its search decides the others.
 DESCRIBE = ("model", "config", "lora_rank", "quantize", "gpu", "gpus", "precision", "optimizer", "attention", "seq_len")
 
 
 @lru_cache(maxsize=32)
 def estimate(job: JobSpec) -> Estimate:
-    """Return the estimate of a job, which several questions about it share."""
+    """Return the estimate of a job; cached, since the page asks several questions about a job."""
     return estimate_anew(job)
 
 
@@ -66,7 +66,7 @@ def controls_payload() -> dict[str, object]:
 
 
 def answer_payload(said: Mapping[str, str]) -> dict[str, object]:
-    """Return the whole answer for a job from flags: the estimate of ``--json``, and the data of the drawings.
+    """Return the whole answer for the controls' job: the estimate of ``--json``, and the data of the charts.
 
     Raises :class:`~zeroplan.errors.ZeroplanError`, one line, for an invalid job.
     """
@@ -74,7 +74,7 @@ def answer_payload(said: Mapping[str, str]) -> dict[str, object]:
 
 
 def answer_of(resolved: Resolved, command: str, *, name_a_gpu: str = NAME_A_GPU) -> dict[str, object]:
-    """Return the answer for a complete job, with its command line; ``name_a_gpu``: how a reader names a GPU."""
+    """Return the answer for a complete job and its command line; ``name_a_gpu``: the hint for a job without a GPU."""
     with remembering():
         return _answer_of(resolved, command, name_a_gpu)
 
@@ -96,7 +96,7 @@ def _answer_of(resolved: Resolved, command: str, name_a_gpu: str) -> dict[str, o
 
 
 def _speed(job: JobSpec) -> dict[str, object]:
-    """Return the modelled step time and the tokens per GPU and second; or ``refusal``: why there is none."""
+    """Return the modelled step time and the tokens/s per GPU, or in ``refusal`` the reason why there is none."""
     if job.cluster.gpu is None:
         return {"refusal": "not known without a GPU"}
     try:
@@ -107,7 +107,7 @@ def _speed(job: JobSpec) -> dict[str, object]:
 
 
 def _speed_at(job: JobSpec, stage: Stage) -> dict[str, object]:
-    """Return the same under another ZeRO stage."""
+    """Return the speed under another ZeRO stage."""
     try:
         return _speed(at_stage(job, stage))
     except SpecError as refused:
@@ -115,18 +115,18 @@ def _speed_at(job: JobSpec, stage: Stage) -> dict[str, object]:
 
 
 def step_payload(said: Mapping[str, str]) -> dict[str, object]:
-    """Return what is alive over one step, and its collectives."""
+    """Return the memory over one step, and its collectives, for the controls' job."""
     return step_of(resolved_of(said))
 
 
 def step_of(resolved: Resolved) -> dict[str, object]:
-    """Return the same for a complete job."""
+    """Return the memory over one step, and its collectives, for a complete job."""
     answer = estimate(resolved.job)
     return {"schema_version": SCHEMA_VERSION, "step": plain(step(answer, timeline(resolved.job, own=answer)))}
 
 
 def scaling_payload(said: Mapping[str, str]) -> dict[str, object]:
-    """Return what a GPU needs on 1, 2, 4 and more GPUs under each ZeRO stage, as ``zeroplan plot scaling`` draws it."""
+    """Return a GPU's memory on 1, 2, 4 and more GPUs under each ZeRO stage, as ``zeroplan plot scaling`` draws it."""
     with remembering():
         found = scaling(resolved_of(said).job)
     lines = [{**cast("dict[str, object]", plain(line)), "fits": line.fits_words} for line in found.lines]
@@ -134,9 +134,9 @@ def scaling_payload(said: Mapping[str, str]) -> dict[str, object]:
 
 
 def changes_payload(said: Mapping[str, str]) -> dict[str, object]:
-    """Return the verdict, of a replay where only that can say whether the job runs, and changes that would make it fit.
+    """Return the verdict (from a replay, if only that can tell) and changes that would make the job fit.
 
-    Each has the controls' values and the price in speed.
+    Each change has the values of the controls and its cost in speed.
     """
     resolved = resolved_of(said)
     answer = replayed_if_tight(estimate(resolved.job))
@@ -150,13 +150,13 @@ def _judged(answer: Estimate) -> dict[str, object]:
 
 
 def changes_of(resolved: Resolved) -> dict[str, object]:
-    """Return the changes for a complete job, without controls."""
+    """Return the verdict and changes for a complete job, without values of controls."""
     answer = replayed_if_tight(estimate(resolved.job))
     return {"schema_version": SCHEMA_VERSION, **_judged(answer), "changes": [one._asdict() for one in remedies(answer)]}
 
 
 def _priced(change: Remedy, said: Mapping[str, str], job: JobSpec) -> dict[str, object]:
-    """Return the controls' values after a change, None where a flag has no control, and the share of tokens/s that it costs."""
+    """Return the controls' values after a change (None if a flag has no control), and the relative loss of tokens/s."""
     after = with_flags(said, change.flags)
     if after is None:
         return {"said": None, "slower": None}
@@ -168,7 +168,7 @@ def _priced(change: Remedy, said: Mapping[str, str], job: JobSpec) -> dict[str, 
 
 
 def with_flags(said: Mapping[str, str], flags: str) -> dict[str, str] | None:
-    """Return the values of the controls with these flags of the command line; None if a flag has no control.
+    """Return the controls' values changed by these flags; None if a flag has no control.
 
     >>> with_flags({"model": "gpt2", "stage": "0"}, "--stage 3 --micro-batch 2")
     {'model': 'gpt2', 'stage': '3', 'micro_batch': '2'}
@@ -184,12 +184,12 @@ def with_flags(said: Mapping[str, str], flags: str) -> dict[str, str] | None:
 
 
 def text_of(data: dict[str, object]) -> bytes:
-    """Return an answer as the JSON that is sent."""
+    """Return an answer as JSON."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def plain(value: object) -> object:
-    """Return a series as dicts and lists. ``dataclasses.asdict`` also copies every text, which takes longer than the answer."""
+    """Return a series as dicts and lists. ``dataclasses.asdict`` is too slow here, since it copies every text."""
     if isinstance(value, (str, int, float)) or value is None:
         return value
     if isinstance(value, (tuple, list)):
@@ -208,7 +208,7 @@ def resolved_of(said: Mapping[str, str]) -> Resolved:
 
 
 def request_of(said: Mapping[str, str]) -> Request:
-    """Return the request of the controls, not yet completed."""
+    """Return the request for the controls, without defaults."""
     unknown = said.keys() - _controls().keys()
     if unknown:
         raise SpecError(f"the page has no control {min(unknown)!r}; it has {', '.join(_controls())}")
@@ -224,7 +224,7 @@ def request_of(said: Mapping[str, str]) -> Request:
 
 
 def _of_content(values: dict[str, object]) -> dict[str, object]:
-    """Return the values with the content of a config.json instead of a model's name. The page reads no file of this machine."""
+    """Return the values without the model's name, since they have a config.json. The page never reads a file of this machine."""
     if not is_content(str(values["config"])):
         raise SpecError(f"{_label('config')} is not the content of a config.json, which begins with {{")
     return {name: value for name, value in values.items() if name != "model"}
@@ -244,7 +244,7 @@ def _set_keys(said: Mapping[str, str]) -> list[str]:
 
 
 def command(said: Mapping[str, str]) -> str:
-    """Return the command line of the same answer, without default values."""
+    """Return the command line for the same answer, without default values."""
     return shlex.join(("zeroplan", "estimate", *flags(said)))
 
 
@@ -276,7 +276,7 @@ _SAME_BY_DEFAULT = (
 
 
 def _model_key(text: str) -> str:
-    """Return a model's flag: a name of the catalogue, or a number of parameters."""
+    """Return the model's flag: ``params`` for a number of parameters, else ``model``."""
     try:
         parse_count(text, what="--params")
     except SpecError:
@@ -302,7 +302,7 @@ _FEW = 12
 
 
 def _invalid_choice(control: Control, text: str) -> ZeroplanError:
-    """Return all choices if they are few, else the nearest ones."""
+    """Return the error, with all choices if they are few, else with the nearest ones."""
     choices = [choice for choice in control.choices if choice]
     if len(choices) > _FEW:
         return unknown_name(control.label, text, choices, "choose one from its list")

@@ -12,7 +12,7 @@ _NO_PROGRAM = "engine paper is a formula without a program; choose ddp, fsdp2 or
 
 
 def configurations(job: JobSpec) -> list[dict[str, object]]:
-    """Return for each target its files, its command and what they leave to the training script, or why there are none."""
+    """Return for each target its files, launch command and notes, or the reason why it cannot express the job."""
     return [_configuration(job, target) for target in TARGETS]
 
 

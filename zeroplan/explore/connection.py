@@ -1,17 +1,17 @@
-"""An HTTP connection that closes when idle; uvicorn itself waits for a first request without a limit."""
+"""An HTTP connection that closes when idle. uvicorn itself waits for the first request for ever."""
 
 import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PATIENCE_S = 10.0
-"""The time limit for a whole request, from the connection's beginning or the last answer. [s]"""
+"""The time limit for receiving a request, from the start of the connection or the last answer. [s]"""
 
 
 class TimedConnection(H11Protocol):
-    """uvicorn's HTTP protocol with a limit of ``PATIENCE_S`` for each request, and for the client to read the answer.
+    """uvicorn's HTTP protocol, with a limit of ``PATIENCE_S`` to receive a request and for the client to read the answer.
 
-    Computing the answer has no limit.
+    The computation of an answer has no limit.
     """
 
     _timer: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""The controls of the page, each with its choices or its range, by the name of its flag."""
+"""The controls of the page, each with the name of its flag and its choices or range."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -25,7 +25,7 @@ class Control:
     most: int = 1
     default: str = ""
     empty: str = "default"
-    """The label of no choice."""
+    """The label of the empty choice."""
     hint: str = ""
 
 

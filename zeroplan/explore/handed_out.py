@@ -1,4 +1,4 @@
-"""What a reader takes along from the page: the report, and pictures of the charts, each as one file."""
+"""The files that users download from the page: the report, and pictures of the charts."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from zeroplan.spec.job import JobSpec
 if TYPE_CHECKING:
     from zeroplan.report.plots.inline import Series
 
-#: matplotlib's settings are those of the process: pictures are drawn one after the other.
+#: matplotlib's settings are global, so only one picture is drawn at a time.
 _ONE = threading.Lock()
 
 
@@ -27,7 +27,7 @@ def report_of(said: Mapping[str, str]) -> bytes:
 
 
 def picture_of(said: Mapping[str, str]) -> bytes:
-    """Return a picture of the controls' job as SVG, as ``zeroplan plot`` draws it; ``picture`` says which."""
+    """Return a picture of the controls' job as SVG, as ``zeroplan plot`` draws it; the key ``picture`` selects the kind."""
     from zeroplan.report.plots.inline import svg  # noqa: PLC0415  the page starts without matplotlib
 
     kind = said.get("picture", "")
@@ -39,7 +39,7 @@ def picture_of(said: Mapping[str, str]) -> bytes:
 
 
 def _timeline(job: JobSpec) -> "Series":
-    """The step request by request; where its requests are not known, moment by moment."""
+    """The step request by request; if zeroplan does not know its requests, moment by moment."""
     from zeroplan.report.series.run import run_of_step  # noqa: PLC0415  it needs NumPy, which a report does not
 
     moments = timeline(job)
@@ -47,5 +47,5 @@ def _timeline(job: JobSpec) -> "Series":
     return run_of_step(found) if found.requests else moments
 
 
-#: The page's charts that are handed out as pictures, by name.
+#: The charts that can be downloaded as pictures, by name.
 PICTURES: "dict[str, Callable[[JobSpec], Series]]" = {"stages": stages, "timeline": _timeline, "scaling": scaling}

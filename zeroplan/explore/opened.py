@@ -1,4 +1,4 @@
-"""Opens a file that a reader drops on the page: a snapshot, a trace, or a saved dry run. It is read as a stranger's file."""
+"""Opens a file that a user drops on the page: a snapshot, a trace, or a saved dry run. The file is untrusted."""
 
 import tempfile
 import threading
@@ -15,7 +15,7 @@ from zeroplan.explore.answers import SCHEMA_VERSION, plain, text_of
 from zeroplan.units import MIB
 
 LARGEST_BYTES = 512 * MIB
-"""The limit of a file; a snapshot of a step of a large model has tens of megabytes. [bytes]"""
+"""The largest accepted file; a snapshot of a large model's step has tens of megabytes. [bytes]"""
 _LONGEST_NAME, _LONGEST_SUFFIX, _TURN_S = 120, 8, 10.0
 
 
@@ -24,7 +24,7 @@ class _BusyError(Exception):
 
 
 class Opening:
-    """Opens one file at a time, beside other answers, since a large one takes seconds. Nothing of it is kept."""
+    """Opens one file at a time, in a thread, since a large one takes seconds. The file is deleted afterwards."""
 
     def __init__(self) -> None:
         self._one = threading.Lock()
@@ -56,7 +56,7 @@ class Opening:
 
 
 def opened_bytes(path: Path, name: str) -> bytes:
-    """Return the answer for a file, which its reader knows by ``name``. Raises SpecError, one line, if it cannot be opened."""
+    """Return the memory over time in a file as JSON; ``name``: its name for the user. Raises SpecError, one line."""
     from zeroplan.report.series.opened import opened  # noqa: PLC0415  most readers of the page open no file
 
     found = opened(path, name)
@@ -64,7 +64,7 @@ def opened_bytes(path: Path, name: str) -> bytes:
 
 
 def _suffix(name: str) -> str:
-    """Return the end of a name, by which readers tell pickles and compressed files."""
+    """Return the suffix of a name, which distinguishes pickles and compressed files."""
     suffix = Path(name).suffix
     return suffix if len(suffix) <= _LONGEST_SUFFIX and suffix[1:].isalnum() else ""
 

@@ -1,4 +1,4 @@
-"""The planner's answer for these GPUs, each layout with the values of the controls that show it."""
+"""The planner's answer for the page; each layout has the values of the controls that show it."""
 
 import shlex
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from zeroplan.units import parse_count
 
 SCHEMA_VERSION = 1
 
-#: Fields beside the controls: labels and flags.
+#: The planner's own fields on the page, with label and flag.
 ASKED = {
     "global_batch": ("Sequences of all GPUs per step", "--global-batch"), "objective": ("Best for", "--objective"),
     "file": ("To run from", "--emit"),
@@ -34,7 +34,7 @@ _MOST_GPUS = 4096
 def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
     """Return the best layouts for the model, GPUs and sequence, as in ``zeroplan plan --json``.
 
-    Each has the values of the controls that show it in full, and why it is the best or is not.
+    Each layout has the values of the controls that show it in full, and the reason why it is or is not the best.
     """
     request, question, target = (
         request_of({name: said[name] for name in DESCRIBE if name in said}),
@@ -58,7 +58,7 @@ def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
 
 
 def _scatter(plan: Plan, request: Request) -> dict[str, object]:
-    """Return every layout as a spot by memory and speed, and the front, whose layouts can be loaded into the controls."""
+    """Return all layouts as points of memory and speed, and the Pareto front with the values of the controls."""
     series = pareto(plan)
     spots = [(spot.needed_bytes, round(spot.tokens_per_s, 1), spot.engine, spot.verdict, spot.layouts) for spot in series.spots]
     front = [
@@ -104,12 +104,12 @@ def _layout(layout: Layout, request: Request, why: str) -> dict[str, object]:
     return {**layout_payload(layout), "why": why, "said": said_of(layout.job, request)}
 
 
-#: Flags without a control whose value is the page's default.
+#: Flags without a control that have the default's value.
 _TAKEN_ANYWAY = (("--lora-targets", "all-linear"),)
 
 
 def said_of(job: JobSpec, request: Request) -> dict[str, str] | None:
-    """Return the controls' values for a job, from the flags of its command; None if a flag has no control."""
+    """Return the controls' values for a job; None if one of its flags has no control."""
     of_page, words = {control.name: control for control in controls()}, iter(shlex.split(estimate_command(job, request))[2:])
     said: dict[str, str] = {}
     for flag in words:

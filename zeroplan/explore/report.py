@@ -1,6 +1,6 @@
-"""One answer as one file: the page with its style, its script and its data, for a mail, a ticket or a website.
+"""Writes an answer as one HTML file with style, script and data, to attach to a mail or a ticket.
 
-The file also holds the answers of the same job under the other ZeRO stages: its one control chooses the stage.
+The file also contains the answers under the other ZeRO stages; its only control chooses the stage.
 """
 
 import json
@@ -22,9 +22,9 @@ _LINK = "The address of this page contains the job: copy it to come back, or to 
 
 
 def report_html(resolved: Resolved, command: str) -> str:
-    """Return the page for one job as a single file, which loads nothing else.
+    """Return the page for one job as a single file without external resources.
 
-    ``command``: the command line of the same answer.
+    ``command``: the command line for the same answer.
     """
     told = {
         **{name: controls_payload()[name] for name in ("colours", "hatches")},
@@ -47,7 +47,7 @@ def report_html(resolved: Resolved, command: str) -> str:
 
 
 def _made(day: date) -> str:
-    """Return with what and when an answer was made.
+    """Return a sentence with zeroplan's version and the date.
 
     >>> _made(date(2026, 3, 1)).partition(" on ")[2]
     '1 March 2026.'
@@ -56,7 +56,7 @@ def _made(day: date) -> str:
 
 
 def _answers(resolved: Resolved, command: str) -> dict[int, object]:
-    """Return the answer, the step and the changes under every ZeRO stage that some engine offers for the job."""
+    """Return the answer, the step and the changes under every ZeRO stage that the job supports."""
     found: dict[int, object] = {}
     for stage in STAGES:
         try:
@@ -69,7 +69,7 @@ def _answers(resolved: Resolved, command: str) -> dict[int, object]:
 
 
 def _command_at(command: str, job: JobSpec) -> str:
-    """Return a command with this job's stage and engine instead of its own.
+    """Return the command with the stage and engine of this job.
 
     >>> from zeroplan import job
     >>> _command_at("zeroplan estimate --model gpt2 --stage 3 --gpus 2", job(model="gpt2", gpus=2, stage=0))

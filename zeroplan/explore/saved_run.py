@@ -1,4 +1,4 @@
-"""The page of a saved dry run: its pictures, its answer, every line of code and module at the peak. It loads nothing else."""
+"""The page of a saved dry run: pictures, the answer, and every line of code and module at the peak. No external resources."""
 
 import base64
 import io

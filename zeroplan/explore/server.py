@@ -1,7 +1,7 @@
-"""Serves the page on the loopback, and limits the source, size and rate of requests.
+"""Serves the page on the loopback interface, and limits the source, size and rate of requests.
 
-Nothing leaves this machine, and other sites have no access: requests must name this host and come from this page. The server
-keeps no state; every answer depends only on its address.
+The server sends nothing to other machines, and other websites cannot use it: requests must name this host and come from this
+page. It has no state; an answer depends only on the request's address.
 """
 
 import threading
@@ -29,7 +29,7 @@ _Question = Callable[[Request], Awaitable[Response]]
 _App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 LONGEST_QUERY = 8000
-"""The largest size of an address after the question mark, which may have the content of a config.json. [bytes]"""
+"""The largest query string, which may contain a config.json. [bytes]"""
 _LONGEST_HEADERS = 8000
 _PER_SECOND, _AT_ONCE = 1000.0, 2000.0
 _PLANS_PER_SECOND, _PLANS_AT_ONCE, _TURN_S = 2.0, 20.0, 10.0
@@ -46,7 +46,7 @@ _HEADERS = {
 
 
 def explore_app(run: bytes | None = None) -> _App:
-    """Return the application with its guards; ``run``: the page of a saved dry run, served as ``/run``."""
+    """Return the guarded application; ``run``: the page of a saved dry run, served as ``/run``."""
     app = FastAPI(title="zeroplan", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     for path, (name, media_type) in _PAGE.items():
         app.add_api_route(path, _file(name, media_type), methods=["GET"], include_in_schema=False)
@@ -89,7 +89,7 @@ _REFUSED: dict[int | str, dict[str, object]] = {
 
 
 def _said_of(question: str) -> dict[str, object]:
-    """Return the fields of a request for the schema: the controls, and what a plan needs beside them."""
+    """Return the OpenAPI parameters of a request: the controls, and further fields for plans and pictures."""
     said = [(control.name, control.label, control.choices) for control in controls() if control.name not in ("model", "set")]
     said += [("model", "Model", ()), ("set", "Options of the engine", ())]
     said += [(name, label, ()) for name, (label, _) in ASKED.items()] if question == "plan" else []
@@ -103,7 +103,7 @@ def _parameter(name: str, label: str, choices: tuple[str, ...]) -> dict[str, obj
 
 
 def _of_a_file() -> dict[str, object]:
-    """Return the fields of a request with a file for the schema."""
+    """Return the OpenAPI parameters and body of a request with a file."""
     return {
         "parameters": [
             {"name": "name", "in": "query", "description": "The file's name", "required": False, "schema": {"type": "string"}}
@@ -137,7 +137,7 @@ async def _changes(request: Request) -> Response:
 
 
 async def _scaling(request: Request) -> Response:
-    return await run_in_threadpool(_answered, "scaling", request)  # half a second of estimates, beside other answers
+    return await run_in_threadpool(_answered, "scaling", request)  # takes half a second, so it runs in a thread
 
 
 async def _report(request: Request) -> Response:
@@ -149,7 +149,7 @@ async def _picture(request: Request) -> Response:
 
 
 async def _handed_out(request: Request, make: Callable[[Mapping[str, str]], bytes], media_type: str, name: str) -> Response:
-    """Return a file to save, made beside other answers, since it takes a second."""
+    """Return a file to download; it is made in a thread, since it takes a second."""
     try:
         content = await run_in_threadpool(make, dict(_asked(request)))
     except ZeroplanError as error:
@@ -158,9 +158,9 @@ async def _handed_out(request: Request, make: Callable[[Mapping[str, str]], byte
 
 
 class Planning:
-    """Answers plans one after the other, beside other answers, since a plan takes seconds; limited per minute.
+    """Answers one plan at a time in a thread, since a plan takes seconds, at a limited rate.
 
-    It caches answers. A question that would wait too long is refused with a time to retry.
+    It caches answers. A request that would wait too long is refused.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Guarded:
 
 
 def _longest_body(scope: _Scope) -> int:
-    """Return how large the body of a request may be. [bytes]"""
+    """Return the largest allowed body of a request. [bytes]"""
     return LARGEST_BYTES if scope.get("path") == _FILES and scope.get("method") == "POST" else 0
 
 

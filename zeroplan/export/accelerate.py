@@ -1,4 +1,4 @@
-"""A job as YAML for ``accelerate launch`` (accelerate 1.15, commands/config/config_args.py, ClusterConfig)."""
+"""Writes a job as YAML for ``accelerate launch`` (accelerate 1.15, commands/config/config_args.py, ClusterConfig)."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,14 +13,14 @@ _MIXED = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 
 
 def accelerate_yaml(job: JobSpec, *, nodes: int, deepspeed_file: str) -> str:
-    """Return the YAML of a DDP, FSDP1, FSDP2 or DeepSpeed layout; DeepSpeed's own configuration is in a file beside it."""
+    """Return the YAML of a DDP, FSDP1, FSDP2 or DeepSpeed layout. It refers to DeepSpeed's own file, ``deepspeed_file``."""
     return "".join(f"{line}\n" for line in _lines(job, nodes, deepspeed_file))
 
 
 def as_accelerate_has_it(request: Request) -> Request:
-    """Return the recipe as accelerate would run it: the model returns logits in fp32, which the training loop holds by default.
+    """Return the request with accelerate's behaviour: the model returns fp32 logits, which the training loop holds by default.
 
-    Its FSDP2 reduces gradients in the dtype it computes in (accelerate 1.15, utils/dataclasses.py, ``set_mixed_precision``).
+    Its FSDP2 reduces gradients in the compute dtype (accelerate 1.15, utils/dataclasses.py, ``set_mixed_precision``).
     """
     if request.precision == "fp32":
         return request

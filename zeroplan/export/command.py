@@ -1,4 +1,4 @@
-"""The command line that asks ``zeroplan estimate`` for a job."""
+"""Writes a job as a command line of ``zeroplan estimate``."""
 
 import shlex
 from collections.abc import Collection, Iterator, Mapping
@@ -18,9 +18,9 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def estimate_command(job: JobSpec, asked: Request, *, from_run: str | None = None) -> str:
-    """Return the command; ``asked``: how the user named the model; ``from_run``: the saved run that the job comes from.
+    """Return the command; ``asked`` has the user's name of the model, ``from_run`` is the saved run that the job comes from.
 
-    A run's own settings replace the defaults, so that the command then names every setting.
+    With ``from_run`` the command names every setting, since the run's settings replace the defaults.
 
     >>> from zeroplan.resolve import resolve
     >>> asked = Request(model="gpt2", gpus=2, gpu="h100")
@@ -92,7 +92,7 @@ def _cluster(job: JobSpec) -> Iterator[str]:
 def _set(
     job: JobSpec, defaults: ClusterSpec | MeshSpec | RecipeSpec | BatchSpec, leave_out: Collection[str] = ()
 ) -> Iterator[str]:
-    """The flags of one part of a job, where it differs from its defaults."""
+    """Yield the flags for the values of one part of a job that differ from its defaults."""
     for one in OPTIONS.values():
         part, _, name = one.option.sets.partition(".")
         if one.help and isinstance(defaults, _PARTS.get(part, ())) and one.field not in leave_out:
@@ -105,7 +105,7 @@ _PARTS: Mapping[str, type] = {"cluster": ClusterSpec, "mesh": MeshSpec, "recipe"
 
 
 def _words(one: Declared, value: object) -> Iterator[str]:
-    """A flag with its value, as a person types it."""
+    """Yield a flag and its value, as a user types them."""
     if one.is_switch:
         yield one.flag if value else f"--no-{one.flag[2:]}"
     elif one.field == "keep_logits":

@@ -1,4 +1,4 @@
-"""A job as DeepSpeed's configuration (0.18, 0.19), and back through ``--deepspeed-config``."""
+"""Writes a job as DeepSpeed's configuration (0.18, 0.19); ``--deepspeed-config`` reads it back."""
 
 from dataclasses import asdict
 
@@ -6,9 +6,9 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 
 _OFFLOADED = ("offload_optimizer", "offload_param")
-#: Options of a job that are no keys of ``zero_optimization``.
+#: zeroplan's DeepSpeed options that are not keys of ``zero_optimization``.
 _OURS = ("grad_accum_dtype", "torch_adam", "zero_init", "flatten_on_accelerator", "gpus_per_node")
-#: Keys that DeepSpeed 0.18 refuses as unknown: written only if they differ from its default.
+#: Keys that DeepSpeed 0.18 refuses as unknown. They are written only if they differ from the default.
 _LATE: dict[str, object] = {"compute_grad_norm": True, "stage3_allgather_sequential": False}
 
 _PRECISIONS: dict[str, dict[str, object]] = {
@@ -33,9 +33,9 @@ def configuration(job: JobSpec, *, nvme_path: str | None = None) -> dict[str, ob
 
 
 def with_optimizer(job: JobSpec) -> dict[str, object]:
-    """Return the same with the optimizer that DeepSpeed builds itself, for Adam and AdamW; scripts build others.
+    """Return the configuration with an optimizer that DeepSpeed builds, for Adam and AdamW; scripts build other optimizers.
 
-    Leaves out the learning rate: DeepSpeed uses its optimizer's default without one.
+    The learning rate is left out, so DeepSpeed uses the optimizer's default.
     """
     config, recipe = configuration(job), job.recipe
     if recipe.optimizer not in ADAM:
@@ -63,7 +63,7 @@ def _zero(recipe: RecipeSpec, nvme_path: str | None) -> dict[str, object]:
 
 
 def _offloaded(said: dict[str, object], nvme_path: str | None) -> dict[str, object]:
-    """Return the sections for offload, from the options with the section's name as prefix."""
+    """Return the sections ``offload_optimizer`` and ``offload_param``, from the options with these prefixes."""
     sections: dict[str, object] = {}
     path = {} if nvme_path is None else {"nvme_path": nvme_path}
     for section in _OFFLOADED:

@@ -1,4 +1,4 @@
-"""The files that run a layout, and the command. There is one writer per target. It refuses what its target cannot express."""
+"""Writes the files that run a layout, and the launch command. Each target has a writer, which refuses what it cannot express."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from zeroplan.whole import unwritten, write_all
 
 Target = Literal["deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron"]
 TARGETS: tuple[Target, ...] = ("deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron")
-#: Degrees that a target can express.
+#: Degrees of parallelism that a target can express.
 _DEGREES: dict[str, tuple[str, ...]] = {
     "torchtitan": ("tp", "cp", "pp", "ep"),
     "megatron": ("tp", "cp", "pp", "ep"),
@@ -26,7 +26,7 @@ _DEGREES: dict[str, tuple[str, ...]] = {
 }
 _LAUNCHED_BY_ACCELERATE = ("ddp", "fsdp1", "fsdp2", "deepspeed")
 
-#: Names that no user gives a file, so that ``--force`` replaces nothing else.
+#: Unusual names, so that ``--force`` replaces no other files.
 DEEPSPEED_FILE, ACCELERATE_FILE = "deepspeed-zeroplan.json", "accelerate-zeroplan.yaml"
 TORCHTITAN_MODULE, TORCHTITAN_FILE, MEGATRON_FILE = "torchtitan_zeroplan", "torchtitan-zeroplan.toml", "megatron-zeroplan.txt"
 
@@ -39,7 +39,7 @@ class File(NamedTuple):
 
 
 class Export(NamedTuple):
-    """The files of a layout, the command that runs them, and what they leave to the training script."""
+    """The files of a layout, the command that runs them, and notes on what the training script must do."""
 
     files: tuple[File, ...]
     launch: str
@@ -47,7 +47,7 @@ class Export(NamedTuple):
 
 
 def cannot_say(recipe: RecipeSpec, target: Target) -> str:
-    """Return what of a recipe a target cannot express; empty if it can express all.
+    """Return the recipe's setting that a target cannot express, in words; empty if it can express all.
 
     >>> cannot_say(RecipeSpec(), "fsdp2"), cannot_say(RecipeSpec(), "deepspeed")
     ('', 'its engine is fsdp2')
@@ -63,7 +63,7 @@ def cannot_say(recipe: RecipeSpec, target: Target) -> str:
 
 
 def cannot_split(mesh: Split, target: Target) -> str:
-    """Return what of the degrees a target cannot express; empty if it can express all.
+    """Return the degrees of parallelism that a target cannot express, in words; empty if it can express all.
 
     >>> from zeroplan.spec.mesh import MeshSpec
     >>> cannot_split(MeshSpec(dp_shard=8), "accelerate"), cannot_split(MeshSpec(dp_shard=4, tp=2), "accelerate")
@@ -77,7 +77,7 @@ def cannot_split(mesh: Split, target: Target) -> str:
 
 
 def inexpressible_in(target: Target | None) -> Callable[[RecipeSpec, Split], str] | None:
-    """Return the check of every layout in a search for a file format; None without one."""
+    """Return a check of layouts for a search that writes this target; None without a target."""
     if target is None:
         return None
     return lambda recipe, split: cannot_say(recipe, target) or cannot_split(split, target)
@@ -152,7 +152,7 @@ def _accelerate(job: JobSpec) -> Export:
 
 
 def _accumulates(job: JobSpec) -> str:
-    """Return accelerate's files. It keeps whole gradients until the last micro-batch unless told to reduce after each."""
+    """Return a note on gradient accumulation: by default accelerate reduces gradients only after the last micro-batch."""
     steps, each = job.batch.grad_accum_steps, job.recipe.sync_every_micro_batch
     plugin = f"GradientAccumulationPlugin(num_steps={steps}, sync_each_batch={each})"
     said = f"says Accelerator(gradient_accumulation_plugin={plugin}) and " if steps > 1 else ""
@@ -235,7 +235,7 @@ def _nodes(job: JobSpec) -> tuple[int, int]:
 
 
 def write(made: Export, folder: Path, *, force: bool) -> tuple[Path, ...]:
-    """Write the files into a folder, which is made if need be; raises SpecError if one exists and ``force`` is not given."""
+    """Write the files into a folder, which is created if missing; raises SpecError if a file exists, unless ``force``."""
     paths = tuple(folder / file.name for file in made.files)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A job as a training script for FSDP2 (``fully_shard``): a loop over random tokens, for the user's data."""
+"""Writes a job as a training script for FSDP2 (``fully_shard``): a loop over random tokens, to be replaced by the user's data."""
 
 from zeroplan.export.fsdp2_split import pieces
 from zeroplan.spec.job import JobSpec
@@ -81,7 +81,7 @@ _SELECTIVE = """    from functools import partial
     kinds = {type(block) for block in blocks(model)}
     wrapping.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda one: type(one) in kinds)
 """
-#: Only the first blocks, in place of all blocks of their kind.
+#: Replaces `_EVERY` if only the first blocks are recomputed.
 _FIRST = """    first = set(blocks(model)[:{layers}])
 """
 _EVERY = "    kinds = {type(block) for block in blocks(model)}\n", "lambda one: type(one) in kinds"
@@ -89,7 +89,7 @@ _CHECKPOINTING = {"none": "", "full": _FULL, "selective": _SELECTIVE}
 
 
 def reshards(recipe: RecipeSpec) -> bool:
-    """Return the argument for resharding parameters between forward and backward, over some ranks or all.
+    """Whether FSDP2 reshards parameters between forward and backward, over all ranks or some.
 
     >>> reshards(RecipeSpec(zero_stage=3)), reshards(RecipeSpec(zero_stage=2))
     (True, False)
@@ -99,7 +99,7 @@ def reshards(recipe: RecipeSpec) -> bool:
 
 
 FSDP2_FILE = "fsdp2-zeroplan.py"
-"""Return the script's name."""
+"""The script's file name."""
 
 
 def fsdp2_script(job: JobSpec) -> str:

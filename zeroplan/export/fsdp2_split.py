@@ -1,4 +1,4 @@
-"""The additions to a training script for FSDP2 where ranks split the model or sequences: the same as in ``verify``."""
+"""The parts of FSDP2's training script that depend on tensor and context parallelism. ``verify`` runs the same code."""
 
 from typing import NamedTuple
 
@@ -6,28 +6,28 @@ from zeroplan.spec.mesh import MeshSpec
 
 
 class Pieces(NamedTuple):
-    """The parts of the script that differ."""
+    """The parts of the script that depend on the mesh."""
 
     imports: str
     degrees: str
     """Constants beside the numbers of replicas and shards."""
     world: str
-    """The number of all ranks, in the script's constants."""
+    """The expression for the world size, in the script's constants."""
     mesh: str
     among: str
-    """The part of the mesh that shards."""
+    """The expression for the part of the mesh over which FSDP2 shards."""
     helpers: str
     unmasked: bool
-    """Arguments that call attention without a mask."""
+    """Whether attention is called without a mask."""
     splitting: str
     tokens: str
-    """The source of the tokens, and comments on all batches."""
+    """The definition of positions and of the random generator for tokens."""
     step: str
-    """One forward and backward pass."""
+    """The code of one forward and backward."""
 
 
 def pieces(mesh: MeshSpec) -> Pieces:
-    """Return the script's comments on a mesh."""
+    """Return the script's parts for a mesh."""
     if mesh.model_ranks == 1:
         return _plain(mesh)
     context, tensor = mesh.cp > 1, mesh.tp > 1

@@ -1,7 +1,7 @@
-"""A job as Megatron-LM's arguments (megatron/training/arguments.py), one per line.
+"""Writes a job as Megatron-LM's arguments (megatron/training/arguments.py), one per line.
 
 They contain shape, degrees, batch, precision and recomputation. The user adds data, tokenizer, learning rate and checkpoints.
-For torch's DDP a note gives the memory under the engine ``megatron``; there is none for FSDP2.
+For a layout of torch's DDP a note gives its memory with engine ``megatron``; for FSDP2 zeroplan has no such estimate.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _OTHER_BUFFERS = "Megatron-LM holds weights and gradients in buffers of its own,
 
 
 def megatron_notes(job: JobSpec) -> tuple[str, ...]:
-    """Return what Megatron-LM itself would hold of the layout, if that is modelled."""
+    """Return a note on the layout's memory in Megatron-LM itself, with a figure if it is modelled."""
     if job.recipe.engine == "megatron":
         return ()
     own = None if job.recipe.engine != "ddp" else _as_megatron_holds_it(job)
@@ -38,12 +38,12 @@ def _as_megatron_holds_it(job: JobSpec) -> Estimate | None:
     try:
         recipe = replace(job.recipe, engine="megatron", optimizer_impl=None, sync_every_micro_batch=True)
         return estimate(replace(job, recipe=recipe))
-    except SpecError:  # it has no formula for recomputing some blocks
+    except SpecError:  # for example, engine megatron cannot recompute only some blocks
         return None
 
 
 def missing(recipe: RecipeSpec) -> str:
-    """Return what of a recipe Megatron's arguments cannot express; empty if they can express all."""
+    """Return the recipe's setting that Megatron's arguments cannot express, in words; empty if they can express all."""
     sharded = recipe.engine == "fsdp2"
     for inexpressible, said in (
         (recipe.engine not in ("ddp", "fsdp2", "megatron"), f"Megatron-LM has no {recipe.engine}"),
@@ -196,7 +196,7 @@ def _recipe(recipe: RecipeSpec) -> Iterator[str]:
 
 
 def _implementation(options: MegatronOptions) -> Iterator[str]:
-    """Yield the arguments for layers and loss; families that are written have dropout only on request."""
+    """Yield the arguments for layers and loss; dropout is on only if requested."""
     yield f"--hidden-dropout {0.1 if options.hidden_dropout else 0.0}"
     yield f"--attention-dropout {0.1 if options.attention_dropout else 0.0}"
     if options.transformer_impl != "transformer_engine":
@@ -227,7 +227,7 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
 
 
 def _experts(job: JobSpec) -> Iterator[str]:
-    """How tokens come to their experts, and what these are."""
+    """Yield the arguments for experts and their token dispatcher."""
     options = job.recipe.megatron
     if job.model.moe is None:
         return

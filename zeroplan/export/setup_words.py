@@ -1,4 +1,4 @@
-"""Returns which key of a configuration file to change, and its new value, for a change of the job."""
+"""Which key of the user's configuration file makes a suggested change of the job, and with which value?"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +15,14 @@ _Value = object
 
 
 class Changed(NamedTuple):
-    """One field of a job that a change sets: ``recipe.recompute``, ``deepspeed.offload_optimizer``."""
+    """One field of a job with its new value, such as ``recipe.recompute`` or ``deepspeed.offload_optimizer``."""
 
     name: str
     value: _Value
 
 
 def changed(before: JobSpec, after: JobSpec) -> tuple[Changed, ...]:
-    """Return every field that differs, engines' options one by one."""
+    """Return every field that differs, with each option of an engine as its own field."""
     found: list[Changed] = []
     for part in ("recipe", "mesh", "batch"):
         old, new = getattr(before, part), getattr(after, part)
@@ -44,10 +44,10 @@ def changed(before: JobSpec, after: JobSpec) -> tuple[Changed, ...]:
 def in_its_words(
     before: JobSpec, after: JobSpec, kind: "Kind", keys: Mapping[str, str], deepspeed: str = ""
 ) -> tuple[str, ...]:
-    """Return the keys to change with their values, in the file's syntax. Without a key the setting is the training script's.
+    """Return the keys to change with their values, in the file's syntax; settings without a key refer to the training script.
 
-    ``keys``: the file's keys for a job's flags, where there are several possible ones; ``deepspeed``: where DeepSpeed's own
-    keys are, from :func:`deepspeed_place`.
+    ``keys``: the file's keys by flag, for flags with several possible keys; ``deepspeed``: the place of DeepSpeed's keys, from
+    :func:`deepspeed_place`.
     """
     words = _Words(before, after, keys, deepspeed)
     told: list[str] = []
@@ -68,7 +68,7 @@ class _Words(NamedTuple):
     deepspeed: str
 
     def key(self, flag: str, otherwise: str) -> str:
-        """Return the key that the file has, if it has one."""
+        """Return the file's own key for a flag, or else the given one."""
         return self.keys.get(flag, otherwise)
 
 
@@ -99,7 +99,7 @@ def _nothing(_: _Words, __: _Value) -> list[str]:
     return []
 
 
-#: Fields for which no file has a key.
+#: Fields that most files have no key for.
 _IN_SCRIPT: dict[str, _Said] = {
     "recipe.reentrant": _nothing,
     "recipe.attention": _script('attn_implementation="{value}"'),
@@ -132,12 +132,12 @@ def _recomputed(_: _Words, value: _Value) -> list[str]:
 
 # DeepSpeed
 
-#: accelerate's own section of a few keys.
+#: accelerate's section with a few of DeepSpeed's keys.
 _SECTION = "deepspeed_config"
 
 
 def deepspeed_place(where: str) -> str:
-    """Return where DeepSpeed's keys are, from their configuration's name in errors.
+    """Return the place of DeepSpeed's keys, as a prefix for them, from the configuration's name in errors.
 
     >>> deepspeed_place("DeepSpeed configuration 'here/ds_config.json'"), deepspeed_place("TrainingArguments 'a.json': deepspeed")
     ('in ds_config.json: ', 'deepspeed.')
@@ -160,7 +160,7 @@ def _deepspeed_batch(key: str, flag: str) -> _Said:
 
 
 def _deepspeed_option(key: str) -> _Said:
-    """Return accelerate's words if the configuration is accelerate's own section, else DeepSpeed's."""
+    """Return the writer of a DeepSpeed key: with accelerate's name in accelerate's section, else with DeepSpeed's."""
     section, _, option = key.rpartition(".")
     inline = {"stage": "zero_stage", "device": f"{section.rpartition('.')[2]}_device"}
 
@@ -177,7 +177,7 @@ def _deepspeed_option(key: str) -> _Said:
 
 
 def _zero_options() -> Iterator[tuple[str, _Said]]:
-    from zeroplan.spec.recipe import DeepSpeedOptions  # noqa: PLC0415  the table is made when it is asked for
+    from zeroplan.spec.recipe import DeepSpeedOptions  # noqa: PLC0415  keeps start-up fast
 
     for field in fields(DeepSpeedOptions):
         name = field.name
@@ -210,7 +210,7 @@ _DEEPSPEED: dict[str, _Said] = {
 
 
 def _sharding(yes: str, no: str) -> _Said:
-    """Return stage 3 or 2 of FSDP2 in a file with FSDP2, or DeepSpeed's stage if the engine is DeepSpeed."""
+    """Return the writer of a ZeRO stage: FSDP2's key for resharding, or DeepSpeed's stage."""
 
     def said(words: _Words, value: _Value) -> list[str]:
         if words.after.recipe.engine == "deepspeed":
@@ -324,7 +324,7 @@ _TRAINER: dict[str, _Said] = {
 
 
 def _on_the_trainer(recomputed: str, kept: str, optimizer: str, micro_batch: str, length: str) -> dict[str, _Said]:
-    """Return the words of a YAML file with these keys, and its lines for full recomputation and none."""
+    """Return the writers for a YAML file of a program that uses the Trainer, with its keys and lines for recomputation."""
     lines = {"full": [recomputed], "none": [kept]}
     return {
         **_ZERO,

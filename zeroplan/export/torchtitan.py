@@ -1,6 +1,6 @@
-"""A job for torchtitan: a function that returns its configuration (0.3), and the same as TOML (up to 0.2).
+"""Writes a job for torchtitan: as a Python function that returns its configuration (since 0.3), and as TOML (up to 0.2).
 
-Since 0.3 a Python function describes a run, up to 0.2 a TOML file (config/README.md and config/manager.py of either).
+Source: torchtitan, config/README.md and config/manager.py of both versions.
 """
 
 import json
@@ -14,14 +14,14 @@ from zeroplan.spec.recipe import DdpOptions, RecipeSpec, ways_of_resharding
 
 
 class _Flavor(NamedTuple):
-    """A model under torchtitan's names: the module, the flavour, the function that configures a run of it."""
+    """torchtitan's names for a model: its module, its flavour, and the function that returns its configuration."""
 
     module: str
     flavor: str
     function: str
 
 
-#: Models by the catalogue's names (0.3, models/<module>/config_registry.py).
+#: torchtitan's models, by the catalogue's name (0.3, models/<module>/config_registry.py).
 _FLAVORS = {
     "llama-3.1-8b": _Flavor("llama3", "8B", "llama3_8b"),
     "llama-3.1-70b": _Flavor("llama3", "70B", "llama3_70b"),
@@ -46,7 +46,7 @@ _Value = str | int | bool
 
 
 def missing(recipe: RecipeSpec) -> str:
-    """Return what of a recipe torchtitan cannot express; empty if it can express all."""
+    """Return the recipe's setting that torchtitan cannot express, in words; empty if it can express all."""
     sharded = recipe.engine == "fsdp2"
     for inexpressible, said in (
         (not sharded and not (recipe.engine == "ddp" and recipe.zero_stage == 0), "torchtitan runs FSDP2, or DDP without ZeRO"),
@@ -92,7 +92,7 @@ def _flavor(job: JobSpec) -> _Flavor:
 
 
 def _tables(job: JobSpec) -> dict[str, dict[str, _Value]]:
-    """Return the tables and keys that both forms have."""
+    """Return the tables and keys that both formats have."""
     return {
         "training": _training(job),
         "parallelism": _parallelism(job),

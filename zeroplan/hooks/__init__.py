@@ -1,4 +1,4 @@
-"""Ask before a run whether it fits: a function for any training loop, and callbacks for transformers' Trainer and for Lightning.
+"""Checks before training whether the job fits: a function for any loop, and callbacks for transformers' Trainer and Lightning.
 
 .. code-block:: python
 
@@ -8,7 +8,7 @@
     transformers.Trainer(..., callbacks=[MemoryCheck(seq_len=4096)])
     lightning.Trainer(..., callbacks=[LightningMemoryCheck(model="llama-3.1-8b", micro_batch=2, seq_len=4096)])
 
-Each stops a run that cannot fit. Where a job is not modelled, it says so and lets the run go on.
+Each stops a run that cannot fit. For a job that is not modelled, it prints a message and training continues.
 """
 
 import os
@@ -34,22 +34,22 @@ _CALLBACKS = {"MemoryCheck": "trainer", "LightningMemoryCheck": "lightning"}
 
 
 def __getattr__(name: str) -> object:
-    """Return a callback; only its own program is imported for it."""
+    """Return a callback; only the program that it is for is imported."""
     if name in _CALLBACKS:
         return getattr(import_module(f"{__name__}.{_CALLBACKS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class WillNotFitError(RuntimeError):
-    """The job cannot fit its GPU: its peak and what is outside the allocator are more than the GPU has."""
+    """The job cannot fit its GPU: its peak plus memory outside the allocator exceed the GPU's memory."""
 
 
 def check_memory(*, if_too_large: IfTooLarge = "stop", **said: object) -> Estimate | None:
-    """Estimate a job, and stop it if it cannot fit; returns the estimate, None where it is not modelled.
+    """Return the estimate of a job, and stop the job if it cannot fit; returns None if the job is not modelled.
 
-    The keywords are those of :func:`zeroplan.job`, such as ``from_file``, ``model``, ``seq_len`` and ``engine``. Left out, ``gpus``
-    is the launcher's ``WORLD_SIZE``, and ``gpu`` this machine's. ``if_too_large``: ``stop`` raises :class:`WillNotFitError`,
-    ``warn`` only says so. The first rank speaks, on stderr.
+    The keywords are those of :func:`zeroplan.job`, such as ``from_file``, ``model``, ``seq_len`` and ``engine``. The default of
+    ``gpus`` is the launcher's ``WORLD_SIZE``, that of ``gpu`` is this machine's GPU. ``if_too_large``: ``stop`` raises
+    :class:`WillNotFitError`, ``warn`` prints a warning. Only rank 0 prints, to stderr.
     """
     world = os.environ.get("WORLD_SIZE", "")
     try:
@@ -65,7 +65,7 @@ def check_memory(*, if_too_large: IfTooLarge = "stop", **said: object) -> Estima
 
 
 def checked(request: Request, if_too_large: IfTooLarge, *, speaks: bool | None = None) -> Estimate | None:
-    """Return the estimate of a request; says its verdict, and raises :class:`WillNotFitError`."""
+    """Return the estimate of a request and print its verdict; raises :class:`WillNotFitError`."""
     speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
     try:
         found = resolve(request)
@@ -87,7 +87,7 @@ def _unknown(error: ZeroplanError, *, speaks: bool = True) -> None:
 
 
 def own_gpu() -> str:
-    """Return the name of this machine's GPU; raises SpecError where there is none."""
+    """Return the name of this machine's GPU; raises SpecError if there is none."""
     import torch  # noqa: PLC0415  a job that names its GPU needs no torch
 
     if not torch.cuda.is_available():
@@ -96,7 +96,7 @@ def own_gpu() -> str:
 
 
 def said_afterwards(predicted: Estimate, *, speaks: bool) -> None:
-    """Say what a run took, and how far off the estimate was; on a GPU only."""
+    """Print the measured peak of a run, and the estimate's error; only on a GPU."""
     import torch  # noqa: PLC0415  as above
 
     if torch.cuda.is_available():
@@ -106,6 +106,6 @@ def said_afterwards(predicted: Estimate, *, speaks: bool) -> None:
 
 
 def say(text: str, *, speaks: bool) -> None:
-    """Say it once, on the first rank."""
+    """Print a message on stderr, if ``speaks``: on rank 0."""
     if speaks:
         print(f"zeroplan: {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
-"""A callback for Lightning: it stops a run that cannot fit before the model is set up.
+"""A callback for Lightning that stops a run that cannot fit, before the model is set up.
 
-Strategy, precision, devices and accumulation are the Trainer's, read as ``zeroplan estimate --from`` reads LightningCLI's YAML.
+It takes strategy, precision, devices and accumulation from the Trainer, as ``zeroplan estimate --from`` does from LightningCLI's
+YAML.
 """
 
 import json
@@ -25,20 +26,19 @@ else:
 class LightningMemoryCheck(Callback):
     """Estimates the job when ``fit`` begins.
 
-    The keywords are those of :func:`zeroplan.job` for what Lightning does not know: ``model`` (left out: that of the module's
-    ``model.config``), ``micro_batch``, ``seq_len``, ``optimizer``, ``recompute``. ``gpu``: the GPU's name in the catalogue, where
-    it is not the one of this machine; ``if_too_large``: ``stop`` raises :class:`zeroplan.hooks.WillNotFitError`, ``warn`` only
-    says so.
+    The keywords are those of :func:`zeroplan.job` that Lightning does not know: ``model`` (default: the module's ``model.config``),
+    ``micro_batch``, ``seq_len``, ``optimizer``, ``recompute``. ``gpu``: the GPU's name in the catalogue (default: this machine's
+    GPU); ``if_too_large``: ``stop`` raises :class:`zeroplan.hooks.WillNotFitError`, ``warn`` prints a warning.
     """
 
     def __init__(self, *, if_too_large: IfTooLarge = "stop", **said: object) -> None:
-        """Take what the Trainer does not know."""
+        """Store the settings that the Trainer does not know."""
         self.if_too_large, self.said = if_too_large, said
         self.predicted: Estimate | None = None
-        """The estimate, once fitting has begun; None where the job is not modelled."""
+        """The estimate after fitting has begun; None if the job is not modelled."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401  Lightning's own
-        """Estimate the job, and stop it if it cannot fit. Raises :class:`zeroplan.hooks.WillNotFitError`."""
+        """Estimate the job. Raises :class:`zeroplan.hooks.WillNotFitError` if it cannot fit."""
         if stage != "fit":
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ class LightningMemoryCheck(Callback):
             self.predicted = checked(request, self.if_too_large, speaks=trainer.is_global_zero)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401, ARG002  Lightning's own
-        """Say what the run took, and how far off the estimate was; on a GPU only."""
+        """Print the measured peak of the run, and the estimate's error; only on a GPU."""
         if self.predicted is not None:
             said_afterwards(self.predicted, speaks=trainer.is_global_zero)
 

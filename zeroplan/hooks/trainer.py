@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer: it stops a run that cannot fit before the first step, and says afterwards what it took.
+"""A callback for transformers' Trainer that stops a run that cannot fit, and prints the measured peak after training.
 
 .. code-block:: python
 
@@ -6,8 +6,8 @@
 
     trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[MemoryCheck(seq_len=4096)])
 
-The job is read from the Trainer's own arguments and the model's configuration, as ``zeroplan estimate --from`` reads them. Where
-these say something that is not modelled, the callback says so and lets the run go on.
+It takes the job from the Trainer's arguments and the model's configuration, as ``zeroplan estimate --from`` does. If something is
+not modelled, it prints a message and training continues.
 """
 
 import json
@@ -26,22 +26,22 @@ from zeroplan.resolve import Request
 class MemoryCheck(TrainerCallback):
     """Estimates the Trainer's job when training begins.
 
-    ``seq_len``: tokens per sequence, where the arguments do not contain them; ``gpu``: the GPU's name in the catalogue, where it is
-    not the one of this machine; ``if_too_large``: ``stop`` raises :class:`zeroplan.hooks.WillNotFitError`, ``warn`` only says so.
+    ``seq_len``: tokens per sequence, if the arguments do not contain them; ``gpu``: the GPU's name in the catalogue (default: this
+    machine's GPU); ``if_too_large``: ``stop`` raises :class:`zeroplan.hooks.WillNotFitError`, ``warn`` prints a warning.
     """
 
     def __init__(
         self, *, seq_len: int | None = None, gpu: str | None = None, if_too_large: IfTooLarge = "stop"
     ) -> None:  # fmt: skip
-        """Take what the arguments do not contain."""
+        """Store the settings that the Trainer's arguments do not contain."""
         self.seq_len, self.gpu, self.if_too_large = seq_len, gpu, if_too_large
         self.predicted: Estimate | None = None
-        """The estimate, once training has begun; None where the job is not modelled."""
+        """The estimate after training has begun; None if the job is not modelled."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **there: Any  # noqa: ANN401, ARG002
     ) -> None:  # fmt: skip
-        """Estimate the job, and stop it if it cannot fit. Raises :class:`zeroplan.hooks.WillNotFitError`."""
+        """Estimate the job. Raises :class:`zeroplan.hooks.WillNotFitError` if it cannot fit."""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 request = self._request(args, there["model"], Path(folder))
@@ -53,12 +53,12 @@ class MemoryCheck(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **there: Any  # noqa: ANN401, ARG002
     ) -> None:  # fmt: skip
-        """Say what the run took, and how far off the estimate was; on a GPU only."""
+        """Print the measured peak of the run, and the estimate's error; only on a GPU."""
         if self.predicted is not None:
             said_afterwards(self.predicted, speaks=args.process_index == 0)
 
     def _request(self, args: TrainingArguments, model: Any, folder: Path) -> Request:  # noqa: ANN401  a module of the user's
-        """Return the request of the Trainer's arguments and the model's configuration, which it writes into the folder."""
+        """Write the Trainer's arguments and the model's configuration into the folder, and return a request that reads them."""
         said, config = folder / "training_args.json", folder / "config.json"
         said.write_text(json.dumps(args.to_dict(), default=str), encoding="utf-8")  # type: ignore[no-untyped-call]
         config.write_text(model.config.to_json_string(use_diff=False), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Finds the best layout that fits, and why it is the best.
+"""Which layout that fits is the best, and why? ``search.py`` evaluates layouts, ``choose.py`` compares them.
 
 The search covers what the memory model covers: engines and stages, replicas, tensor, context, pipeline and expert parallelism,
 recomputation, micro-batches, optimizer implementations, the chunked loss, offload.

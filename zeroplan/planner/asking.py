@@ -1,4 +1,4 @@
-"""Turns a request from flags or a job file into a search: what is fixed, and what the planner decides."""
+"""Turns a user's request into a search: which settings are fixed, and which does the planner choose?"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -30,16 +30,16 @@ from zeroplan.spec.hardware import SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.transformer.params import parameter_count
 
-#: Fields of a request that the search decides unless they are given.
+#: Fields of a request that the search decides unless the user gives them.
 SEARCHED = tuple(one.field for one in OPTIONS.values() if one.option.searched)
 
 _HELD = "reentrant checkpoints hold a block's output each during its backward, which a search does not count"
-#: Options of one engine. The search keeps them whatever else it tries.
+#: The engines' own options, which the search does not change.
 _OPTIONS = ("ddp", "fsdp1", "fsdp2", "deepspeed", "megatron")
 
 
 class Question(NamedTuple):
-    """What a user asks for beside the job: an objective, or the largest or smallest number of something."""
+    """The user's question about a job: an objective, or a largest or smallest number of something."""
 
     objective: Objective = "throughput"
     global_batch: int | None = None
@@ -55,7 +55,7 @@ class Question(NamedTuple):
 
 
 def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """Return the request with the values of the configuration that it names, and notes about these. The search decides defaults."""
+    """Return the request with the values of its configuration file, without those that the search decides, and notes."""
     found = with_setup(request)
     if found.deepspeed is not None:
         raise SpecError(
@@ -71,7 +71,7 @@ def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
 
 @remembering()
 def ask(request: Request, question: Question, *, extra: Path | None = None, inexpressible: Inexpressible | None = None) -> Plan:
-    """Return the plan for a question on a request. Raises SpecError in one line for a contradiction or an impossible wish."""
+    """Return the plan for a question on a request. Raises SpecError in one line for contradictory or impossible settings."""
     request, told = with_setup_defaults(request)
     _refuse(request, question)
     fixed = _fixed(request, question)
@@ -114,7 +114,7 @@ _IN_BF16 = (
 
 
 def _training_notes(answer: Plan) -> Iterator[str]:
-    """Yield a note where the best layout does not train as requested, apart from its micro-batch."""
+    """Yield a note if the best layout has another optimizer or precision than requested."""
     if answer.best is None:
         return
     asked, found = answer.base.recipe, answer.best.layout.job.recipe
@@ -125,7 +125,7 @@ def _training_notes(answer: Plan) -> Iterator[str]:
 
 
 def _base(request: Request, extra: Path | None) -> Resolved:
-    """Return the job around which the planner searches, without the fields that the search decides."""
+    """Return the job that the search starts from, without the fields that the search decides."""
     base, notes, *_ = resolve(replace(request, **dict.fromkeys((*SEARCHED, *_OPTIONS))), extra=extra)
     options = {name: said for name in _OPTIONS if (said := getattr(request, name)) is not None}
     gpu_of(base)  # raises SpecError without a GPU
@@ -133,7 +133,7 @@ def _base(request: Request, extra: Path | None) -> Resolved:
 
 
 def _with_the_largest_model(request: Request, fixed: Fixed, extra: Path | None, inexpressible: Inexpressible | None) -> Request:
-    """Return the request with the most parameters for which some layout fits, or the fewest tried if none does."""
+    """Return the request with the largest number of parameters for which some layout fits, or the smallest tried if none does."""
 
     def at(count: int) -> JobSpec:
         return _base(replace(request, params=count), extra).job
@@ -184,7 +184,7 @@ def _refuse_values(request: Request, question: Question) -> None:
 
 
 def _fixed(request: Request, question: Question) -> Fixed:
-    """What of a layout the request decides, by the name of the job's field, or of the option where it sets no single field."""
+    """Return the settings of a layout that the request fixes."""
     given = {one.option.sets.rpartition(".")[2] or one.field: getattr(request, one.field) for one in OPTIONS.values()}
     return Fixed(
         **{field.name: given[field.name] for field in fields(Fixed) if field.name in given},
@@ -230,15 +230,15 @@ def _with_sequences(base: JobSpec, fixed: Fixed, sequences: int) -> tuple[JobSpe
 _Largest = Callable[[JobSpec, Fixed, Inexpressible | None, Room], int]
 _At = Callable[[JobSpec, Fixed, int], tuple[JobSpec, Fixed]]
 _WORTH_SAYING = 1.25
-"""How much more must fit with offload than without for the answer to name it."""
+"""With offload, at least this multiple must fit for the answer to mention it."""
 
 
 def _first(
     largest: _Largest, base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None, at: _At
 ) -> tuple[int, str, str]:  # fmt: skip
-    """Return the largest number in the first kind of room in which anything fits, that room, and how many others would fit.
+    """Return the largest number in the first kind of room in which anything fits, that room, and the numbers for other rooms.
 
-    0 if nothing fits. What fits tightly is replayed if it is the answer; beside another answer it is a bound.
+    0 if nothing fits. A tight answer is checked by a replay. Tight numbers beside another answer are upper bounds.
     """
     for place, room in enumerate(ROOMS):
         found = largest(base, fixed, inexpressible, room)
@@ -257,12 +257,12 @@ def _first(
 
 
 def _worth(room: Room, found: int) -> float:
-    """How much must fit in another kind of room for the answer to name it."""
+    """The least number in another kind of room that the answer mentions."""
     return found + 1 if room.tight else _WORTH_SAYING * found
 
 
 def _that_goes_through(most: int, answer: Callable[[int], Plan]) -> int:
-    """Return the largest of a few numbers up to the most with which a layout goes through a replay of its requests; 0 if none."""
+    """Return the largest number up to ``most`` with which a layout has enough memory in a replay, by a short bisection; or 0."""
     if answer(most).best is not None:
         return most
     step = SEQUENCE_STEP if most % SEQUENCE_STEP == 0 else 1
@@ -275,5 +275,5 @@ def _that_goes_through(most: int, answer: Callable[[int], Plan]) -> int:
     return low * step
 
 
-#: Each takes a plan.
+#: The most steps of the bisection; each needs a whole plan.
 _REPLAYED = 8

@@ -1,4 +1,4 @@
-"""How fast can a pipeline be at the most? Layouts that cannot be nearly as fast as one that fits are not worth an evaluation."""
+"""Upper bounds of a pipeline's speed. They spare the search the evaluation of pipelines that would be clearly too slow."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -13,14 +13,14 @@ from zeroplan.spec.pipeline import SPLIT, stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime import least_computing
 
-#: A pipeline is evaluated if it may take at most so many times as long as the fastest layout that fits.
+#: A pipeline is evaluated if its step may be at most this many times as long as that of the fastest layout that fits.
 NEARLY = 1.1
 
 
 class Bounds:
     """Upper bounds of the rates of pipelines, with a cache of the time of a micro-batch.
 
-    The ranks of a pipeline together compute as much as one rank with all layers, and wait until the pipeline is full and empty.
+    The ranks of a pipeline together compute as much as one rank with all layers, and idle while the pipeline fills and drains.
     """
 
     def __init__(self, base: JobSpec, mfu: float | None) -> None:
@@ -28,14 +28,14 @@ class Bounds:
         self._seconds: dict[RecipeSpec, dict[tuple[int, int, int, int], float]] = {}
 
     def is_near(self, recipe: RecipeSpec, grid: Grid, quickest: float, *, partly: bool = True) -> NDArray[np.bool_]:
-        """Whether layouts may be nearly as fast as this rate or, ``partly`` recomputed, as fast. [tokens/s of a GPU]"""
+        """Whether layouts may be nearly as fast as this rate, or as fast if they are ``partly`` recomputed. [tokens/s of a GPU]"""
         near = self.most_tokens_per_s(recipe, grid) >= quickest / NEARLY
         if recipe.recompute == "none" or not partly:
             return near
         return near | (self.most_tokens_per_s(replace(recipe, recompute="none", recompute_layers=None), grid) >= quickest)
 
     def most_tokens_per_s(self, recipe: RecipeSpec, grid: Grid) -> NDArray[np.float64]:
-        """Return a bound of each layout's rate; schedules that split backwards may wait for nothing. [tokens/s of a GPU]"""
+        """Return an upper bound of each layout's rate; schedules that split the backward may have no bubble. [tokens/s of a GPU]"""
         steps = grid.row(grid.grad_accum_steps)
         chunks = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
         waits = 0.0 if recipe.pipeline_schedule in SPLIT else (grid.pp - 1) / (chunks * steps)
@@ -44,7 +44,7 @@ class Bounds:
         return rates
 
     def _of_micro_batches(self, recipe: RecipeSpec, grid: Grid) -> NDArray[np.float64]:
-        """Return what a rank with all layers takes for one micro-batch of each layout; 0 where its engine refuses it. [s]"""
+        """Return the time of one micro-batch on a rank with all layers, for each layout; 0 if the engine refuses it. [s]"""
         plain = replace(recipe, pipeline_schedule=None, pipeline_stages_per_rank=None)
         known, sizes = self._seconds.setdefault(plain, {}), grid.row(grid.micro_batch_size).tolist()
         keys = [(size, grid.tp, grid.cp, grid.ep) for size in sizes]

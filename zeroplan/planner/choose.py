@@ -1,4 +1,4 @@
-"""Chooses the answer from all evaluated layouts."""
+"""Chooses the best layout, its rivals and their explanations from all evaluated layouts. Start at :func:`plan`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -41,7 +41,7 @@ class _Field(NamedTuple):
     """Indexes of layouts, the best first."""
     fits: NDArray[np.bool_]
     easy: NDArray[np.bool_]
-    """It fits together with the allocator's cache, and leaves the margin free."""
+    """Whether a layout fits with the allocator's cache and the margin."""
     room_bytes: int
     """The GPU's memory."""
     easy_bytes: int
@@ -71,7 +71,7 @@ class _Field(NamedTuple):
         return tuple(order[stays[self.layouts.structure[order]]][:1].tolist())
 
     def each_once(self, chosen: Iterable[int]) -> tuple[int, ...]:
-        """Return layouts without those that are the same to the byte and the second, as DeepSpeed's stages on one GPU are."""
+        """Return layouts without duplicates in memory and time, such as DeepSpeed's stages on one GPU."""
         alike: dict[tuple[object, ...], int] = {}
         for at in chosen:
             recipe = self.found[int(self.layouts.structure[at])].recipe
@@ -100,13 +100,13 @@ def plan(
     """Return the best layout of ``base``'s model on its GPUs, and why it is the best.
 
     Raises :class:`~zeroplan.errors.SpecError` for a contradiction, and its subclass
-    :class:`~zeroplan.planner.rules.NoLayoutError` where no layout can be tried on this number of GPUs.
+    :class:`~zeroplan.planner.rules.NoLayoutError` if no layout can be tried on this number of GPUs.
     """
     room, free = _rooms(base, fixed)
     found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=objective == "headroom")
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
-    if objective != "headroom":  # more blocks never reduce them
+    if objective != "headroom":  # fewer recomputed blocks never save memory
         found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
     layouts = field(found)
     fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= free
@@ -132,7 +132,7 @@ def plan(
 
 
 def _rooms(base: JobSpec, fixed: Fixed) -> tuple[int, int]:
-    """Return the GPU's memory with and without the margin; raises SpecError where no layout can be tried. [bytes]"""
+    """Return the GPU's memory with and without the margin; raises SpecError if no layout can be tried. [bytes]"""
     room = int(gpu_of(base).memory_bytes.value)
     if base.model.profile is not None:
         from zeroplan.transformer.profiled import check_operations, profile_of  # noqa: PLC0415  keeps start-up fast
@@ -146,9 +146,9 @@ def _rooms(base: JobSpec, fixed: Fixed) -> tuple[int, int]:
 
 
 def _that_go_through(answers: _Field) -> _Field:
-    """Drop tight layouts whose replayed step runs out of memory, as :class:`~zeroplan.Estimate` judges them, until one is left.
+    """If all layouts are tight, drop those whose replayed step runs out of memory, until one has enough.
 
-    Only where all layouts are tight. After a few that run out, those that need least come first.
+    The fastest few are replayed first, then those with the least memory.
     """
     if answers.easy.any():
         return answers
@@ -168,12 +168,12 @@ def _that_go_through(answers: _Field) -> _Field:
     return answers._replace(fits=left)
 
 
-#: So many tight layouts are replayed in the order of their rates, and in all. Each replay takes tenths of a second.
+#: The most tight layouts that are replayed in the order of speed, and in total. A replay takes tenths of a second.
 _QUICKEST, _REPLAYED = 5, 40
 
 
 def _best(answers: _Field) -> Best:
-    """Return the first layout that fits, estimated once more as a single job."""
+    """Return the first layout that fits, with its full estimate as a single job."""
     layout = answers.layout(answers.order[answers.kept[answers.order]][0])
     time = time_of(layout.job, mfu=answers.mfu)
     tight, further = layout.comfortable_bytes > answers.easy_bytes, _nearest_gain(answers, layout)
@@ -184,7 +184,7 @@ def _best(answers: _Field) -> Best:
 
 
 def _rankings(answers: _Field) -> Iterator[Ranked]:
-    """Yield the fastest layout that is kept, and of those nearly as fast the one that needs the least memory."""
+    """Yield the fastest candidate, and the candidate with the least memory among those nearly as fast."""
     layouts, kept = answers.layouts, answers.kept
     rates = np.where(kept, layouts.tokens_per_s, 0.0)
     order = ordered(layouts, "throughput", float(rates.max()))
@@ -195,19 +195,19 @@ def _rankings(answers: _Field) -> Iterator[Ranked]:
 
 
 def ranked(name: str, layout: Layout, room: int) -> Ranked:
-    """Return a layout as the first of a ranking, on a GPU with so much memory. [bytes]"""
+    """Return a layout as the first of a ranking; ``room``: the GPU's memory. [bytes]"""
     return Ranked(name, layout, room - layout.comfortable_bytes)
 
 
 def _nothing_starts(fallen: Sequence[Fallen]) -> str:
-    largest = max(fallen, key=lambda one: (bool(one.example), one.layouts), default=None)  # an engine says most
+    largest = max(fallen, key=lambda one: (bool(one.example), one.layouts), default=None)  # an engine's message explains most
     if largest is None:
         return "no engine has this combination: the stage, offload or options belong to another engine; leave one of them out"
     return f"no layout can be tried: {largest.example or largest.rule.value}"
 
 
 def _rivals(answers: _Field, best: Best) -> tuple[Rival, ...]:
-    """Return what an expert would try first, the second best layout, the best one that trains as requested, and other engines'."""
+    """Return an expert's first choices, the second best, the best without training changes or offload, and other engines'."""
     fitting = answers.order[answers.kept[answers.order]]
     others = *answers.on_the_gpu(fitting), *(int(at) for at in answers.firsts(fitting))
     chosen = dict.fromkeys((*fitting[1:2].tolist(), *answers.as_asked(fitting), *others))
@@ -228,7 +228,7 @@ def _why_not(one: Layout, best: Best, answers: _Field) -> str:
 
 
 def _usual(answers: _Field) -> Iterator[tuple[int, str]]:
-    """Yield the best layout of each kind that an expert would try first, or the smallest if none fits; unsearched kinds not."""
+    """Yield for each kind that an expert would try first the best layout, or the smallest if none fits."""
     kept = answers.order[answers.kept[answers.order]]
     smallest = np.argsort(answers.layouts.least_bytes, kind="stable")
     for name, is_one in _USUAL.items():
@@ -247,7 +247,7 @@ _USUAL: dict[str, Callable[[RecipeSpec, Degrees], bool]] = {
 
 
 def _closest(answers: _Field) -> tuple[Rival, ...]:
-    """Return the layout of each engine and stage that needs the least memory, for the case that nothing fits."""
+    """Return the smallest layout of each engine and stage, for a plan in which nothing fits."""
     order = np.argsort(answers.layouts.least_bytes, kind="stable")
     near = sorted((answers.layout(at) for at in answers.firsts(order)), key=lambda one: one.least_bytes)
     return tuple(Rival(one, _too_much(one.least_bytes - answers.room_bytes)) for one in near[:_MOST_RIVALS])
@@ -260,14 +260,14 @@ def _too_much(n_bytes: int) -> str:
 
 
 def _gain(answers: _Field, best: Layout, missing_bytes: int) -> More | None:
-    """Return the fastest layout that would fit easily with so much memory more, if it is clearly faster."""
+    """Return the fastest layout that would fit easily with ``missing_bytes`` more memory, if it is clearly faster."""
     missing, gains = _missing_and_gained(answers, best)
     worth = np.flatnonzero((missing > 0) & (missing <= missing_bytes) & (gains > _WORTH))
     return _more(answers, worth[np.argmax(gains[worth])], best) if len(worth) else None
 
 
 def _nearest_gain(answers: _Field, best: Layout) -> More | None:
-    """Return the layout that gains clearly with the least memory more, up to twice the GPU's."""
+    """Return the clearly faster layout that needs the least additional memory, up to twice the GPU's."""
     missing, gains = _missing_and_gained(answers, best)
     worth = (missing > 0) & (missing <= answers.easy_bytes) & (gains > _WORTH)
     better = answers.order[worth[answers.order]]
@@ -284,5 +284,5 @@ def _more(answers: _Field, at: np.int64, best: Layout) -> More:
     return More(answers.layout(at), int(missing[at]), float(gains[at]))
 
 
-#: The model cannot distinguish smaller gains.
+#: Smaller gains are below the accuracy of the time model.
 _WORTH = 0.01

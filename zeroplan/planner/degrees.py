@@ -1,8 +1,8 @@
 """The ways to split a model over GPUs: tensor, context, pipeline and expert parallelism.
 
-Degrees are structure: the search looks at each combination by itself, under the engines that support it (FSDP2, Megatron-Core).
-Tensor parallelism stays within a node. Usually parts of a sequence have many tokens, and pipeline stages have equally many layers.
-If nothing fits so, the search is *wide*: it tries every degree that an engine can start.
+Degrees are structure: the search evaluates each combination separately, with the engines that support it (FSDP2, Megatron-Core).
+Tensor parallelism stays within a node. By default parts of a sequence have many tokens, and pipeline stages have about equal
+numbers of layers. If nothing fits, the search is *wide*: it tries every degree that an engine can start.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,14 +18,14 @@ from zeroplan.spec.recipe import Engine, RecipeSpec, ways_of_resharding
 SPLITTING: tuple[Engine, ...] = ("fsdp2", "megatron")
 #: Pipeline schedules that the search tries; the first is the default.
 SCHEDULES: tuple[PipelineSchedule | None, ...] = (None, "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
-#: The fewest tokens of a sequence per rank. With fewer, a rank would wait longer than it computes. [tokens]
+#: The fewest tokens of a sequence per context-parallel rank. With fewer, a rank waits longer than it computes. [tokens]
 LEAST_OF_A_SEQUENCE = 4096
 
 
 def degrees(base: JobSpec, fixed: Fixed, *, wide: bool = False) -> Iterator[Degrees]:
-    """Yield every way to split the model that divides the GPUs, the plainest first. Given degrees stay as they are.
+    """Yield all combinations of degrees that divide the GPUs, the simplest first. Requested degrees are fixed.
 
-    An engine that cannot split a model leaves it whole.
+    With an engine that cannot split a model, all degrees are 1.
     """
     gpus = base.mesh.world_size // (fixed.dp_replicate or 1)
     ways = product(
@@ -43,9 +43,9 @@ def degrees(base: JobSpec, fixed: Fixed, *, wide: bool = False) -> Iterator[Degr
 
 
 def _is_tried(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
-    """Whether to try this pipeline under FSDP2: even stages, with whole matrices and experts, or split as far as possible.
+    """Whether to try this pipeline under FSDP2: even stages, with ``tp`` and ``ep`` either 1 or as large as possible.
 
-    Each of its layouts takes time to evaluate. Requested degrees are always tried.
+    Each layout takes time to evaluate. Requested degrees are always tried.
     """
     if one.pp & (one.pp - 1) or base.model.num_hidden_layers % one.pp:
         return False
@@ -54,7 +54,7 @@ def _is_tried(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
 
 
 def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, *, wide: bool = False) -> Iterator[Degrees]:
-    """Yield the ways that the recipe's engine supports; FSDP2's pipelines only with its plainest recipes, to save time."""
+    """Yield the combinations that the recipe's engine supports; FSDP2's pipelines only with simple recipes, to save time."""
     for one in degrees(base, fixed, wide=wide):
         if (
             one == WHOLE
@@ -68,10 +68,7 @@ def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, *, wide: bool = 
 
 
 def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed, layers: int) -> Iterator[RecipeSpec]:
-    """Yield the recipe with each pipeline schedule to try: one stage per rank, interleaved stages, split backwards.
-
-    Split backwards are left out where they are not modelled.
-    """
+    """Yield the recipe with each pipeline schedule to try: 1F1B, interleaved, and those that split the backward, if modelled."""
     recipe = with_split_sequences(recipe, split)
     if split.pp == 1:
         yield recipe
@@ -86,7 +83,7 @@ def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed, layers: int) -> 
 
 
 def with_split_sequences(recipe: RecipeSpec, split: Degrees) -> RecipeSpec:
-    """Return the recipe whose tensor-parallel ranks also split the sequence under Megatron, for less memory and the same time."""
+    """Return the recipe; under Megatron with ``tp`` it gets sequence parallelism, which saves memory and costs no time."""
     return replace(recipe, sequence_parallel=True) if recipe.engine == "megatron" and split.tp > 1 else recipe
 
 
@@ -95,7 +92,7 @@ def _chunks(layers: int, pp: int) -> int | None:
     return next((each for each in range(2, layers // pp + 1) if is_balanced(layers, pp * each)), None)
 
 
-#: Layers that the fullest chunk of a pipeline may have beyond its share, where embedding and loss count as one each.
+#: The largest chunk of a pipeline may have this multiple of the mean number of layers; embedding and loss count as one layer each.
 _UNEVEN = 1.05
 
 
@@ -109,14 +106,14 @@ def is_balanced(layers: int, parts: int) -> bool:
 
 
 def _may_split(recipe: RecipeSpec, split: Degrees) -> bool:
-    """Whether backwards may be split: whole stages, no recomputation, no sharding between passes."""
+    """Whether schedules that split the backward are modelled: stages not split further, no recomputation, stage 2."""
     plain = recipe.engine == "fsdp2" and recipe.recompute == "none" and recipe.zero_stage == 2
     plain = plain and not (recipe.fsdp2.ends_apart or recipe.fsdp2.of_torch_2_15)
     return plain and split.tp == split.cp == split.ep == 1
 
 
 def _plain(recipe: RecipeSpec, fixed: Fixed) -> bool:
-    """Whether the recipe sets nothing beyond the request that has an equally fast and small alternative."""
+    """Whether the recipe has no unrequested loss or resharding, for which there are equally good alternatives."""
     return (recipe.loss == "full" or fixed.loss is not None) and (
         ways_of_resharding(recipe.fsdp2) is None or fixed.fsdp2 is not None
     )

@@ -8,14 +8,14 @@ from zeroplan.steptime import StepTime
 from zeroplan.steptime.parts import Does
 from zeroplan.units import GIB
 
-#: Differences that two digits of GiB, or one of a per cent, do not show.
+#: Differences that would be 0 in the output's rounding. [bytes], [fraction]
 _SMALL, _VISIBLE_SLOWDOWN = 5 * 10**6, 0.0005
-#: Parts of a step that the links cause.
+#: Parts of a step that depend on the links.
 _WAITING = (Does.SENDING, Does.SENDING_AT_STEP, Does.COPYING)
 
 
 def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str:
-    """Return a sentence: how much slower the rival is and in which part, or why an equally fast rival comes second."""
+    """Return why the rival is not the best: how much slower it is and in which part, or why an equally fast one comes second."""
     slower = best.tokens_per_s / rival.tokens_per_s - 1
     if slower < TIE:
         more = rival.least_bytes - best.least_bytes
@@ -30,7 +30,7 @@ def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str
 
 
 def why_larger(rival: Layout, best: Layout) -> str:
-    """Return a sentence: how much more memory the rival needs than the smallest layout, and how fast it is."""
+    """Return how much more memory the rival needs than the smallest layout, and its relative speed."""
     more, faster = rival.least_bytes - best.least_bytes, rival.tokens_per_s / best.tokens_per_s - 1
     speed = "as fast" if abs(faster) < TIE else f"{abs(faster):.1%} {'faster' if faster > 0 else 'slower'}"
     return f"needs {more / GIB:,.2f} GiB more; {speed}" if more > _SMALL else f"as small; {speed}, with a more complex recipe"
@@ -48,7 +48,7 @@ def _per(time: StepTime) -> str:
 
 
 def _largest_excess(its: StepTime, winner: StepTime) -> tuple[str, float]:
-    """Return the part whose time grows most, for the same number of tokens."""
+    """Return the part of the step whose time exceeds the winner's most, for the same number of tokens, and the excess. [s]"""
     scale = float(its.tokens) / float(winner.tokens)
     before = {part.name: float(part.seconds) * scale for part in winner.parts}
     excess = {part.name: float(part.seconds) - before.get(part.name, 0.0) for part in its.parts}
@@ -57,7 +57,7 @@ def _largest_excess(its: StepTime, winner: StepTime) -> tuple[str, float]:
 
 
 def binding(time: StepTime, further: More | None) -> str:
-    """Return what limits the best layout: memory, where more would gain speed, else the largest part of its step."""
+    """Return what limits the best layout: memory, if more of it would allow a faster layout, else the longest part of its step."""
     largest = max(time.parts, key=lambda part: float(part.seconds))
     share = float(largest.seconds) / float(time.seconds)
     if further is not None:

@@ -57,12 +57,12 @@ def _complexities(one: Found) -> Column:
 
 
 def complexity_of(job: JobSpec) -> int:
-    """Return the complexity of a whole layout: its recipe, replicas, the ways in which it splits the model, and how far."""
+    """Return the complexity of a whole layout: of its recipe, replicas and degrees of parallelism."""
     return int(_with_degrees(complexity(job.recipe) + _arranged(job.mesh), job.mesh))
 
 
 def _with_degrees(plain: Int, mesh: Grid | MeshSpec) -> Int:
-    """Of equally complex layouts, the one that splits the model over fewer ranks is simpler."""
+    """Add the degrees: among equally complex layouts, the one that splits the model over fewer ranks is simpler."""
     return 64 * plain + int(mesh.tp * mesh.cp * mesh.pp * mesh.ep).bit_length()
 
 
@@ -97,9 +97,9 @@ def complexity(recipe: RecipeSpec) -> int:
 
 
 def ordered(layouts: Field, objective: Objective, quickest: float) -> Column:
-    """Return indexes of layouts, the best first. On a given number of GPUs the fastest layout costs least.
+    """Return indexes of layouts, the best first. On a given number of GPUs the fastest layout is also the cheapest.
 
-    ``quickest``: the rate from which ties count; a layout slower by at most a tie is as fast. [tokens/s]
+    ``quickest``: the fastest rate; layouts are grouped by how many multiples of ``TIE`` they are slower. [tokens/s]
     """
     rates = np.floor(np.log(quickest / layouts.tokens_per_s) / TIE)
     if objective == "headroom":

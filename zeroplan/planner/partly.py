@@ -1,8 +1,7 @@
-"""Layouts that recompute only the first blocks, where no recomputation does not fit and full recomputation fits.
+"""Layouts that recompute only the first blocks: some fit although the same layout without recomputation does not.
 
-Memory falls and time grows with every recomputed block, so that the fewest blocks that fit are the fastest. A bisection finds
-them in the most promising layouts: those that would beat everything found so far if their figures are linear in the number of
-blocks.
+Every recomputed block saves memory and costs time, so the fewest blocks that fit are the fastest. A bisection finds that number
+for the most promising layouts: those that would be the fastest so far if memory and time were linear in the number of blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +23,14 @@ _CLOSELY = 8
 
 
 class _Candidate(NamedTuple):
-    """A layout that fits with all blocks recomputed, and not with none."""
+    """A layout that fits with all blocks recomputed, and does not fit without recomputation."""
 
     recipe: RecipeSpec
-    """The recipe with all blocks recomputed, selectively or fully."""
+    """The recipe that recomputes all blocks, selectively or fully."""
     grid: Grid
     """The grid of this layout alone."""
     layers: int
-    """The number of blocks that is enough if memory is linear or convex in it."""
+    """The number of blocks that suffices if memory is linear or convex in it."""
     tokens_per_s: float
     """The rate with that many blocks, if time is linear in them."""
 
@@ -39,9 +38,9 @@ class _Candidate(NamedTuple):
 def partly_recomputed(
     base: JobSpec, found: Sequence[Found], fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None
 ) -> tuple[Found, ...]:
-    """Return layouts that recompute only the first blocks, as few as fit, each clearly faster than all known before.
+    """Return layouts that recompute as few blocks as fit, each clearly faster than all known before.
 
-    Returns none where the user decides about recomputation.
+    Returns none if the user has fixed recomputation.
     """
     if fixed.recompute is not None or fixed.recompute_layers is not None or base.cluster.gpu is None:
         return ()
@@ -67,7 +66,7 @@ _Need = Callable[[Found], Column]
 
 
 def _needed(found: Sequence[Found], room: int) -> _Need:
-    """Return what must fit: memory with the allocator's expected cache, unless nothing fits with it."""
+    """Return the figure that must fit: memory with the allocator's expected cache, or without it if nothing fits with it."""
     if any(bool((one.comfortable_bytes <= room).any()) for one in found):
         return lambda one: one.comfortable_bytes
     return lambda one: one.least_bytes
@@ -123,7 +122,7 @@ def _only(grid: Grid, at: int) -> Grid:
 
 
 def _least(base: JobSpec, chance: _Candidate, need: _Need, room: int, mfu: float | None) -> Found | None:
-    """Return the layout with the fewest recomputed blocks that fits; None if that takes all blocks."""
+    """Return the layout with the fewest recomputed blocks that fits; None if all blocks are needed."""
     low, high, layers = 1, base.model.num_hidden_layers - 1, chance.layers
     best: Found | None = None
     while low <= high:

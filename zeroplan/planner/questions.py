@@ -1,4 +1,4 @@
-"""Finds the smallest or largest number with which some layout fits: GPUs, tokens, sequences, or parameters."""
+"""Finds the fewest GPUs, or the longest sequence, largest micro-batch or largest model with which some layout fits."""
 
 import math
 from bisect import bisect_left
@@ -44,9 +44,9 @@ SEQUENCE_STEP = 128
 def fewest_gpus(
     base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None = None
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return the plan on the fewest GPUs on which anything fits, and notes: which numbers were tried, and what offload would do.
+    """Return the plan on the fewest GPUs on which anything fits, and notes on the tried numbers and on offload.
 
-    Offload to host memory is left out where the job leaves it open and anything fits without.
+    Unless requested, offload to host memory is used only if nothing fits without it.
     """
 
     def fewest(fixed: Fixed, most: int = _MOST_GPUS) -> Plan:
@@ -76,7 +76,7 @@ def fewest_gpus(
 
 
 def _without_offload(base: JobSpec, fixed: Fixed) -> Fixed:
-    """Return what is fixed without offload to host memory, where the job leaves that open."""
+    """Return the fixed settings with offload excluded, unless the user has decided about it; then the same object."""
     if {fixed.offload_optimizer, fixed.offload_param} != {None} or base.recipe.offloads:
         return fixed
     return replace(fixed, offload_optimizer="none", offload_param="none")
@@ -85,10 +85,10 @@ def _without_offload(base: JobSpec, fixed: Fixed) -> Fixed:
 def _fewest_of(
     base: JobSpec, fixed: Fixed, on: Callable[[int], Plan | NoLayoutError], most: int, inexpressible: Inexpressible | None
 ) -> Plan:  # fmt: skip
-    """Return the plan on the fewest GPUs, up to the most.
+    """Return the plan on the fewest GPUs, at most ``most``.
 
     It doubles the number until something fits, then bisects: with more GPUs no GPU needs more memory. Numbers on which not even the
-    states fit are left out.
+    states fit are skipped.
     """
     per_node = gpus_per_node(base)
     every = (*_parts_of_a_node(per_node), *range(per_node, _MOST_GPUS + 1, per_node))
@@ -117,9 +117,9 @@ def _fewest_of(
 
 
 def _states_are_too_large(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
-    """Whether parameters and optimizer states do not fit this many GPUs that share all of them, which no layout holds less of.
+    """Whether fully sharded parameters and optimizer states exceed a GPU's memory; no layout needs less.
 
-    FSDP2 shares them out by rows, so that its largest share is up to 2 % above an equal one.
+    FSDP2 shards by rows, so its largest shard is up to 2 % larger than the mean.
     """
     open_ = fixed.search_optimizer or fixed.search_precision or _without_offload(base, fixed) is not fixed
     if open_ or base.recipe.offloads or {fixed.offload_optimizer, fixed.offload_param} - {None, "none"}:
@@ -135,7 +135,7 @@ def _states_are_too_large(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
 
 
 def _may_fit(gpus: int, base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> bool:
-    """Whether the smallest layouts fit this many GPUs to the last byte. Unlike a plan, this computes no times."""
+    """Whether one of the smallest layouts fits, at least tightly. Unlike a plan, this computes no times."""
     there, offload = replace(base, mesh=MeshSpec(dp_shard=gpus)), _without_offload(base, fixed) is not fixed
     rooms = (Room(tight=True), Room(offload=True, tight=True)) if offload else (Room(tight=True),)
     with remembering():
@@ -145,7 +145,7 @@ def _may_fit(gpus: int, base: JobSpec, fixed: Fixed, inexpressible: Inexpressibl
 def _on(
     gpus: int, base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None
 ) -> Plan | NoLayoutError:  # fmt: skip
-    """Return the plan on this number of GPUs, or why no layout can be tried on it; another number may have an answer."""
+    """Return the plan on this number of GPUs, or the error if no layout can be tried; another number may have an answer."""
     try:
         return plan(
             replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective=objective, mfu=mfu, inexpressible=inexpressible
@@ -155,7 +155,7 @@ def _on(
 
 
 def _plans(answers: Sequence[Plan | NoLayoutError]) -> list[Plan]:
-    """Return the plans among the answers; raises the first refusal if there are none."""
+    """Return the plans among the answers; raises the first error if there are none."""
     plans = [answer for answer in answers if isinstance(answer, Plan)]
     if not plans:
         raise next(answer for answer in answers if isinstance(answer, NoLayoutError))
@@ -163,7 +163,7 @@ def _plans(answers: Sequence[Plan | NoLayoutError]) -> list[Plan]:
 
 
 def _divides(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
-    """Whether some way to split the model, and the batch, divides this number of GPUs."""
+    """Whether this number of GPUs is divisible by some combination of degrees, and divides the batch."""
     if gpus % (fixed.dp_replicate or 1):
         return False
     total, there = fixed.global_batch_size, replace(base, mesh=MeshSpec(dp_shard=gpus))
@@ -195,10 +195,10 @@ def _parts_of_a_node(per_node: int) -> list[int]:
 
 
 def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, inexpressible: Inexpressible | None = None) -> Plan:
-    """Return the plan with the most tokens per GPU and second, on at most the given GPUs; of equal ones that with most GPUs.
+    """Return the plan with the most tokens/s per GPU, on at most the given GPUs; among equal ones, the one with most GPUs.
 
-    Offload to host memory is left out where the job leaves it open and anything fits without. It skips numbers of GPUs on
-    which no layout can be tried; raises the refusal of the largest if that is all of them.
+    Unless requested, offload is used only if nothing fits without it. It skips numbers of GPUs on which no layout can be tried,
+    and raises the error of the largest if there are no others.
     """
     most = base.mesh.world_size
     fewer = [gpus for gpus in reversed(_counts(gpus_per_node(base), most - 1)) if _divides(gpus, base, fixed)]
@@ -215,7 +215,7 @@ def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, inexpressible: I
 
 
 def cheaper(answer: Plan, fixed: Fixed, *, mfu: float | None, inexpressible: Inexpressible | None = None) -> Ranked | None:
-    """Return the layout with clearly more tokens per GPU and second on a half, a quarter or an eighth of the plan's GPUs, if any.
+    """Return a layout with clearly more tokens/s per GPU on a half, a quarter or an eighth of the plan's GPUs; None if none.
 
     It searches the engine, stage and degrees of the plan's best layout.
     """
@@ -241,7 +241,7 @@ def cheaper(answer: Plan, fixed: Fixed, *, mfu: float | None, inexpressible: Ine
 
 
 def _fewest(on: Callable[[int], Plan | NoLayoutError | None], counts: list[int]) -> Plan | None:
-    """Return the plan on the smallest of rising counts on which anything fits, by bisection; None if nothing fits."""
+    """Return the plan on the smallest of ascending counts on which anything fits, by bisection; None if nothing fits."""
     answer = None
     while counts:
         middle = len(counts) // 2
@@ -256,19 +256,19 @@ def _fewest(on: Callable[[int], Plan | NoLayoutError | None], counts: list[int])
 
 
 class Room(NamedTuple):
-    """Where the search for a largest number may go: to host memory, and up to the last byte of the GPU."""
+    """The room for the search of a largest number: with or without offload, and with or without the allocator's cache."""
 
     offload: bool = False
     tight: bool = False
 
     @property
     def words(self) -> str:
-        """What a reader must know of it; empty for what fits comfortably on the GPU alone."""
+        """Words for the answer; empty for the default room."""
         return "with offload to host memory" if self.offload else "tightly" if self.tight else ""
 
 
 ROOMS = (Room(), Room(offload=True), Room(tight=True))
-"""In the order in which they are tried: offload is slow, and what fits tightly may run out of memory."""
+"""The order of trying: offload is slow, and a tight layout may run out of memory."""
 
 
 @remembering()
@@ -295,11 +295,11 @@ def largest_batch(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | No
 
 
 def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
-    """Return the most parameters, in two digits, with which some layout fits one sequence; 0 if none does.
+    """Return the largest number of parameters, in two digits, with which some layout fits one sequence; 0 if none does.
 
-    ``at`` returns the job with a number of parameters, whose shape it infers as ``--params`` does. Blocks are recomputed, which
-    takes least memory, unless the user decides otherwise. The search bisects. A larger shape may need a little less memory where
-    it follows another published depth, so that it also tries the next few counts.
+    ``at`` returns the job for a number of parameters, with a shape as for ``--params``. Blocks are recomputed, which needs the
+    least memory, unless the user has decided otherwise. The search bisects, and then tries the next few counts: a slightly larger
+    model may need less memory if its shape follows another published model.
     """
     base = at(LEAST_PARAMETERS)
     fixed = replace(fixed, recompute=fixed.recompute or "full")
@@ -313,7 +313,7 @@ def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, inexpressible: Ine
 
 
 def _two_digits(most: int) -> list[int]:
-    """Return counts of two significant digits, up to one byte per parameter."""
+    """Return all counts with two significant digits, up to ``most``."""
     decades = range(len(str(LEAST_PARAMETERS)) - 2, len(str(most)) - 1)
     counts = (digits * 10**decade for decade in decades for digits in range(10, 100))
     return [count for count in counts if LEAST_PARAMETERS <= count <= most]
@@ -323,7 +323,7 @@ def _two_digits(most: int) -> list[int]:
 def _fits(
     base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None, room: Room = ROOMS[0], *, wide: bool = False
 ) -> bool:  # fmt: skip
-    """Whether some structure fits in this room, with the requested micro-batch or one sequence."""
+    """Whether some structure fits in this kind of room, with the requested micro-batch or one sequence."""
     size = np.full(1, fixed.micro_batch_size or 1, dtype=np.int64)
     for recipe, split in _smallest_structures(base, fixed, inexpressible, offload=room.offload, wide=wide):
         sharing = base.mesh.world_size // split.model_ranks
@@ -345,7 +345,7 @@ def _fitting(
     tokens: bool = False,
     tight: bool = False,
 ) -> Column:
-    """Return those values with which one structure fits: lengths of sequences if ``tokens``, else micro-batches."""
+    """Return the values with which one structure fits: sequence lengths if ``tokens``, else micro-batches."""
     ones = np.ones(len(values), dtype=np.int64)
     grid = grid_of(
         ones[:1] * (fixed.dp_replicate or 1), base.mesh.world_size, micro_batch_size=ones if tokens else values,
@@ -361,9 +361,9 @@ def _fitting(
 def _smallest_structures(
     base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None, *, offload: bool = False, wide: bool = False
 ) -> Iterator[tuple[RecipeSpec, Degrees]]:
-    """Yield the structures with the least memory: no smaller shards between forward and backward, no unrequested offload.
+    """Yield the structures with the least memory: full resharding after the forward, offload only on request.
 
-    ``wide``: also Megatron's at unusual degrees.
+    ``wide``: also Megatron's with unusual degrees.
     """
     for recipe in structures(base, fixed, offload=offload, wide=True):
         if recipe.engine == "fsdp2" and ways_of_resharding(recipe.fsdp2) is not None:
@@ -376,7 +376,7 @@ def _smallest_structures(
                 yield with_split_sequences(recipe, split), split
 
 
-#: The smallest transformer that is tried, and how many counts above the first that does not fit are tried.
+#: The smallest transformer that is tried, and the number of counts to try above the first that does not fit.
 LEAST_PARAMETERS, _BEYOND = 50_000_000, 3
 
 
@@ -395,6 +395,6 @@ def _most(base: JobSpec, fixed: Fixed, values: Column, room: Room, *, tokens: bo
 
 
 def _modelled(lengths: Column, base: JobSpec, split: Degrees) -> Column:
-    """Return the lengths that are modelled: within the sliding window where ranks split the model."""
+    """Return the lengths that are modelled: with tensor or context parallelism, those within the sliding window."""
     window = base.model.sliding_window
     return lengths if window is None or split.tp * split.cp == 1 else lengths[lengths < window]

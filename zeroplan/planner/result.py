@@ -1,4 +1,4 @@
-"""The planner's answer: the best layout, the best of the others, and the reasons."""
+"""The planner's answer: the best layout, its rivals, and the reasons."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,32 +16,32 @@ class Layout(NamedTuple):
 
     job: JobSpec
     least_bytes: int
-    """Allocated peak and memory outside the allocator: what must fit."""
+    """The minimum that must fit: allocated peak plus memory outside the allocator."""
     comfortable_bytes: int
-    """The same with the allocator's expected cache."""
+    """``least_bytes`` plus the allocator's expected cache."""
     seconds: float
-    """Time of one optimizer step."""
+    """Time of one optimizer step. [s]"""
     tokens_per_s: float
     """Rate of one GPU."""
 
 
 class Rival(NamedTuple):
-    """Another layout, and why it is not the best: one of another engine and stage, or one that an expert would try first."""
+    """Another layout, and why it is not the best."""
 
     layout: Layout
     why_not: str
     usual: str = ""
-    """The name of what an expert would try first; empty for other layouts."""
+    """The name of the kind, if an expert would try it first; empty for other layouts."""
 
 
 class More(NamedTuple):
-    """What more memory would gain."""
+    """A faster layout that would fit with more memory."""
 
     layout: Layout
     missing_bytes: int
-    """Memory that a GPU lacks for it."""
+    """The memory that the GPU lacks for it."""
     gain: float
-    """Gain in tokens/s, as a share."""
+    """The relative gain in tokens/s."""
 
 
 class Ranked(NamedTuple):
@@ -50,7 +50,7 @@ class Ranked(NamedTuple):
     ranking: str
     layout: Layout
     free_bytes: int
-    """What the GPU has left beside it and what the allocator is expected to cache."""
+    """The GPU's memory minus ``comfortable_bytes``."""
 
 
 class Best(NamedTuple):
@@ -65,10 +65,10 @@ class Best(NamedTuple):
     tight: bool
     binding: str
     further: More | None
-    """The layout that clearly more memory would gain, with the least of it; None where no amount would gain any."""
+    """The clearly faster layout that needs the least additional memory; None if there is none."""
     one_more_gib: More | None
     margin: More | None
-    """What the memory that the plan keeps free would gain."""
+    """The faster layout that would fit in the plan's margin."""
 
 
 class Cloud(NamedTuple):
@@ -80,10 +80,10 @@ class Cloud(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer to one question; ``best`` is None where nothing fits, and ``rivals`` are then the closest layouts.
+    """The answer to one question. ``best`` is None if nothing fits; ``rivals`` are then the closest layouts.
 
-    ``considered`` counts all layouts, ``evaluated`` those whose memory and time were computed; ``fallen`` lists the rules that
-    rejected the others. ``front``: the layouts that no other beats in both time and memory; ``cloud``: all computed layouts.
+    ``considered``: the number of all layouts; ``evaluated``: of those with computed memory and time; ``fallen``: the rules that
+    rejected the others; ``front``: the Pareto front of time and memory; ``cloud``: all evaluated layouts.
     """
 
     base: JobSpec
@@ -96,5 +96,5 @@ class Plan:
     fallen: tuple[Fallen, ...]
     notes: tuple[str, ...] = ()
     rankings: tuple[Ranked, ...] = ()
-    """The fastest layout, the smallest of those nearly as fast, and, if it was searched, the cheapest."""
+    """The fastest layout, the smallest among those nearly as fast, and the cheapest if it was searched."""
     cloud: Cloud | None = field(default=None, compare=False, repr=False)

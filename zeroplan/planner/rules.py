@@ -27,7 +27,7 @@ class Rule(StrEnum):
 
 
 class Fallen(NamedTuple):
-    """How many layouts a rule rejected, and its first message."""
+    """The number of layouts that a rule rejected, and the first message."""
 
     rule: Rule
     layouts: int
@@ -49,5 +49,5 @@ class Tally:
 
     @property
     def fallen(self) -> tuple[Fallen, ...]:
-        """Return what each rule rejected, in the order of the rules."""
+        """The rejected layouts by rule, in the order of the rules."""
         return tuple(Fallen(rule, self._counts[rule], self._examples[rule]) for rule in Rule if rule in self._counts)

@@ -1,4 +1,4 @@
-"""Memory and step time of every layout: one pass of the same formulas per structure, over columns."""
+"""Computes memory and step time of every layout. The formulas run once per structure, over columns of numbers."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,13 +42,13 @@ class Found(NamedTuple):
     recipe: RecipeSpec
     grid: Grid
     least_bytes: Column
-    """Allocated peak and memory outside the allocator: what must fit."""
+    """The minimum that must fit: allocated peak plus memory outside the allocator."""
     comfortable_bytes: Column
-    """Expected reserved memory and memory outside the allocator."""
+    """Expected reserved memory plus memory outside the allocator."""
     seconds: NDArray[np.float64]
 
     def fits(self, base: JobSpec) -> bool:
-        """Whether a layout fits the GPU, comfortably or not."""
+        """Whether some layout fits the GPU, at least tightly."""
         return bool((self.least_bytes <= room_of(base)).any())
 
     def quickest(self, base: JobSpec, fixed: Fixed) -> float:
@@ -64,7 +64,7 @@ class Searched(NamedTuple):
     tally: Tally
 
 
-#: Returns what of a recipe or of a way to split the model the requested file format cannot express; empty if nothing.
+#: Returns the setting or degrees that the requested file format cannot express, in words; empty if it can express all.
 Inexpressible = Callable[[RecipeSpec, Degrees], str]
 
 
@@ -76,11 +76,11 @@ def search(
     inexpressible: Inexpressible | None = None,
     slow_too: bool = True,
 ) -> Searched:
-    """Return every layout that some engine can start, evaluated. ``base`` has the model, the GPUs and the sequence length.
+    """Return the figures of every layout that some engine can start. ``base`` has the model, the GPUs and the sequence length.
 
-    If nothing fits with the margin, the search tries unusual degrees and smaller buckets too. Offload costs time, so that the
-    search tries it only if nothing fits without it, on request, or where GPUs are joined by PCIe alone. ``slow_too``: also
-    pipelines that cannot be nearly as fast as a layout that fits.
+    If nothing fits with the margin, the search also tries unusual degrees and smaller buckets. Offload costs time, so the search
+    tries it only if nothing fits without it, on request, or if GPUs are joined only by PCIe. ``slow_too``: also pipelines that
+    cannot be nearly as fast as a layout that fits.
     """
     with remembering(), _without_garbage_collection():
         return _search(_Space(base, fixed, Tally(), mfu, inexpressible, bounds=None if slow_too else Bounds(base, mfu)))
@@ -88,7 +88,7 @@ def search(
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Turn garbage collection off: a search keeps nearly all that it makes until its end."""
+    """Turn garbage collection off: a search keeps nearly all its objects until its end."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -101,7 +101,7 @@ def _without_garbage_collection() -> Iterator[None]:
 def faster_than(
     rate: float, base: JobSpec, fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None
 ) -> tuple[Found, ...]:
-    """Return layouts among which are all that fit easily at a higher rate, without offload. [tokens/s of a GPU]"""
+    """Return layouts without offload, including all that fit easily and exceed this rate. [tokens/s of a GPU]"""
     space = _Space(base, fixed, Tally(), mfu, inexpressible, bounds=Bounds(base, mfu), quickest=NEARLY * rate)
     with remembering(), _without_garbage_collection():
         return tuple(_searched(space, offload=False))
@@ -116,16 +116,16 @@ def _search(space: "_Space") -> Searched:
     if (space.bounds is not None and _joined_by_pcie(base)) or not any(one.fits(base) for one in found):
         found += _searched(space._replace(tally=tally), offload=True)
     found += _with_whole_sequences(space, found)
-    if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # then find the closest ones
+    if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # to report the closest layouts
         tally = Tally()
         found += _searched(space._replace(tally=tally, wide=True, whatever_weighs=True), offload=False)
     return Searched(tuple(found), tally)
 
 
 def _with_whole_sequences(space: "_Space", found: Sequence[Found]) -> list[Found]:
-    """Return Megatron's structures that are nearly the fastest, once more with whole sequences on every tensor-parallel rank.
+    """Return Megatron's nearly fastest structures once more, without sequence parallelism.
 
-    That takes more memory, and fewer collectives: nothing is gathered again in the backward. Experts refuse it.
+    That needs more memory and fewer collectives: the backward gathers nothing again. Models with experts refuse it.
     """
     quickest, made = max((one.quickest(space.base, space.fixed) for one in found), default=0.0), list[Found]()
     for one in found:
@@ -137,13 +137,13 @@ def _with_whole_sequences(space: "_Space", found: Sequence[Found]) -> list[Found
 
 
 def _joined_by_pcie(base: JobSpec) -> bool:
-    """Whether ranks exchange what they shard over the links by which they could offload it instead, which may then be faster."""
+    """Whether GPUs are joined only by PCIe. Then offload, which uses the same links, may be faster than sharding."""
     gpu = base.cluster.gpu
     return gpu is not None and gpu.node_link.startswith("PCIe") and base.mesh.world_size > 1
 
 
 def _programs(base: JobSpec, grid: Grid) -> Iterator[Grid]:
-    """Yield the parts of a grid that are one program: profiles distinguish one sequence from several."""
+    """Yield the parts of a grid that one formula covers: profiles distinguish one sequence from several."""
     if base.model.profile is None:
         if grid.layouts:
             yield grid
@@ -155,7 +155,7 @@ def _programs(base: JobSpec, grid: Grid) -> Iterator[Grid]:
 
 
 class _Space(NamedTuple):
-    """A search: its job, what is fixed, and the counts of rejected layouts."""
+    """A search: its job, the fixed settings, and the counts of rejected layouts."""
 
     base: JobSpec
     fixed: Fixed
@@ -163,12 +163,12 @@ class _Space(NamedTuple):
     mfu: float | None
     inexpressible: Inexpressible | None
     wide: bool = False
-    """Try unusual degrees and smaller buckets too."""
+    """Whether to try unusual degrees and smaller buckets too."""
     whatever_weighs: bool = False
     quickest: float = 0.0
     """The rate of the fastest layout that is known to fit. [tokens/s of a GPU]"""
     bounds: Bounds | None = None
-    """Of the rates of pipelines; without, slow pipelines are evaluated too."""
+    """Upper bounds of pipelines' rates; None to evaluate slow pipelines too."""
 
 
 def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
@@ -191,7 +191,7 @@ def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
 
 
 def _takes_long(one: tuple[RecipeSpec, Degrees]) -> bool:
-    """Whether layouts are evaluated one by one. These come last, when others say how fast they must be."""
+    """Whether layouts are evaluated one by one. They come last, when the rate to beat is known."""
     return one[0].engine != "megatron" and one[1].pp > 1
 
 
@@ -228,15 +228,15 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
 
 
 def _near(bounds: Bounds, space: _Space, recipe: RecipeSpec, grid: Grid, quickest: float) -> Grid:
-    """Return the batches that may be nearly as fast as this rate, however GPUs are arranged. [tokens/s of a GPU]"""
-    first = grid.only(np.arange(grid.shape[0])[:, None] == 0)  # what is computed is the same in every arrangement
+    """Return the batches that may be nearly as fast as this rate, in any arrangement of the GPUs. [tokens/s of a GPU]"""
+    first = grid.only(np.arange(grid.shape[0])[:, None] == 0)  # the computation is the same in every arrangement
     kept = grid.with_batches(bounds.is_near(recipe, first, quickest, partly=not space.quickest)[None, :])
     space.tally.cut(Rule.SLOW, grid.layouts - kept.layouts)
     return kept
 
 
 def _runnable_batches(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid:
-    """Return the batches that a pipeline can run; unrequested interleaving only where one stage per rank would idle long."""
+    """Return the batches that a pipeline can run; unrequested interleaving only if one stage per rank would idle long."""
     steps = grid.grad_accum_steps
     if recipe.pipeline_schedule not in (None, "1f1b"):
         filling = grid.with_batches(steps % grid.pp == 0)
@@ -255,7 +255,7 @@ FULL_ENOUGH = 16
 
 
 def _pipelines(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> "Weigher":
-    """Return the ranks of a pipeline, with a cache of those computed."""
+    """Return an object that computes and caches the memory of a pipeline's ranks."""
     from zeroplan.engines.pipeline.weighed import Weigher  # noqa: PLC0415  keeps start-up fast
 
     job = job_at(base, recipe, grid, 0)  # raises SpecError as for a single job
@@ -265,8 +265,7 @@ def _pipelines(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> "Weigher":
 def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, ranks: "Weigher") -> Grid:
     """Return the batches with which the first and the last rank of a pipeline fit the GPU.
 
-    Larger micro-batches have the same number in flight, so that if some number of sequences does not fit, more do not fit
-    either.
+    The number of micro-batches in flight does not depend on their size, so if some size does not fit, larger ones do not either.
     """
     gpu = base.cluster.gpu
     beside = _workspaces(base, recipe)
@@ -282,9 +281,9 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, rank
 
 
 def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:
-    """Whether a rank's share of the weights, which every stage below 3 gathers or holds, exceeds the GPU.
+    """Whether a rank's unsharded weights, which every stage below 3 holds, exceed the GPU's memory.
 
-    Megatron holds main gradients beside them.
+    Megatron also holds unsharded main gradients.
     """
     gpu = base.cluster.gpu
     if base.model.is_quantised:
@@ -315,10 +314,10 @@ def evaluated(
     reach: bool = False,
     timed: bool = True,
 ) -> Found:
-    """Return the figures of all layouts of one structure; raises SpecError where the engine refuses it.
+    """Return the figures of all layouts of one structure; raises SpecError if the engine refuses it.
 
-    ``timed``: with their times. ``ranks``: pipeline ranks computed before. ``reach``: without Megatron's pipelines that need over
-    twice the GPU's memory, since no memory to buy would help these.
+    ``timed``: with step times. ``ranks``: a cache of pipeline ranks. ``reach``: without Megatron's pipelines that need over twice
+    the GPU's memory, which no larger GPU would help.
     """
     if grid.pp > 1 and recipe.engine != "megatron":
         return _layout_by_layout(base, recipe, grid, mfu=mfu, ranks=ranks or _pipelines(base, recipe, grid))
@@ -330,7 +329,7 @@ def evaluated(
     time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu).seconds if timed else 0.0
     needs = _needed(highest(account.moments, recipe), recipe, base)
     least = grid.row(needs.least_bytes + card)
-    # Where nothing fits, the comfortable figure is not needed.
+    # If nothing fits, the comfortable figure is not needed.
     comfortable = grid.row(needs.comfortable_bytes + card) if least.min() <= room_of(base) else least
     return Found(recipe, grid, least, comfortable, grid.times(time))
 
@@ -366,7 +365,7 @@ def _workspaces(base: JobSpec, recipe: RecipeSpec) -> Int:
 
 
 def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:
-    """Return what tensors and workspaces need, and what the allocator is expected to reserve for them. [bytes]"""
+    """Return the memory of tensors and workspaces, and the expected reserved memory. [bytes]"""
     gpu, workspaces = base.cluster.gpu, _workspaces(base, recipe)
     peak = found.peak_bytes + workspaces
     held = expected_bytes(peak, found.streams_bytes + workspaces, shares_of(recipe, "default"))
@@ -374,7 +373,7 @@ def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:
 
 
 def _layout_by_layout(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, ranks: "Weigher") -> Found:
-    """Return the figures layout by layout: the order of a pipeline's schedule depends on its numbers."""
+    """Return the figures layout by layout, since the order of a pipeline's schedule depends on the numbers."""
     from zeroplan.engines.pipeline import ranks_in_question  # noqa: PLC0415  keeps start-up fast
     from zeroplan.engines.pipeline.weighed import fullest  # noqa: PLC0415  as above
 
@@ -396,7 +395,7 @@ def job_at(base: JobSpec, recipe: RecipeSpec, grid: Grid, at: int) -> JobSpec:
 
 
 def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Account:
-    """Return the engine's account; DeepSpeed builds in host memory where the GPU lacks room, as for a single job."""
+    """Return the engine's account; DeepSpeed flattens in host memory if the GPU lacks room, as for a single job."""
     engine, gpu = engine_module(recipe.engine), base.cluster.gpu
     model = counted_model(base.model, recipe)
     account = engine.account(model, recipe, grid, grid)

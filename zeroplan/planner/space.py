@@ -1,4 +1,4 @@
-"""The layouts to choose from. Python loops over structures; numbers are columns.
+"""Enumerates the layouts to choose from: Python loops over structures, and numbers are columns.
 
 A *structure* is a recipe: engine, stage, recomputation, optimizer implementation, loss, offload. *Numbers* are replicas and
 sequences per micro-batch; gradient accumulation follows from the global batch.
@@ -42,7 +42,7 @@ from zeroplan.spec.recipe import (
 Column = NDArray[np.int64]
 
 ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2", "deepspeed", "megatron")
-"""The engines that are tried by default, the simplest first."""
+"""The engines that the search tries by default, the simplest first."""
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 #: Micro-batches that are tried without a global batch.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
@@ -60,9 +60,9 @@ class Fixed(Spec):
     recompute: Recompute | None = None
     recompute_layers: Count | None = None
     search_optimizer: bool = False
-    """Also try Adam's states in 8 bits, which changes the training."""
+    """Whether to try Adam's states in 8 bits too, which changes the training."""
     search_precision: bool = False
-    """Also try weights and states in bf16 alone, which changes the training."""
+    """Whether to try weights and states in bf16 only, which changes the training."""
     optimizer_impl: OptimizerImpl | None = None
     loss: Loss | None = None
     offload_optimizer: OffloadDevice | None = None
@@ -83,11 +83,11 @@ class Fixed(Spec):
     grad_accum_steps: Count | None = None
     global_batch_size: Count | None = None
     margin: Annotated[float, Range(0, 0.9)] = 0.05
-    """Share of the GPU's memory that a plan keeps free, beside what the allocator is expected to cache."""
+    """Share of the GPU's memory that a plan keeps free beyond the allocator's expected cache."""
 
 
 class Degrees(NamedTuple):
-    """One way to split the model."""
+    """Degrees of the parallelism that splits the model or a sequence."""
 
     tp: int = 1
     cp: int = 1
@@ -100,7 +100,7 @@ class Degrees(NamedTuple):
         return self.tp * self.cp * self.pp
 
 
-#: The model is whole on every rank, apart from ZeRO's sharding.
+#: No parallelism other than data parallelism and ZeRO's sharding.
 WHOLE = Degrees()
 
 
@@ -140,7 +140,7 @@ class Grid(NamedTuple):
 
     @property
     def degrees(self) -> Degrees:
-        """How all of them split the model."""
+        """The degrees of parallelism, which all layouts share."""
         return Degrees(self.tp, self.cp, self.pp, self.ep)
 
     def row(self, value: Int) -> Column:
@@ -148,7 +148,7 @@ class Grid(NamedTuple):
         return np.broadcast_to(np.asarray(value, dtype=np.int64), self.shape).reshape(-1)
 
     def times(self, value: Float) -> NDArray[np.float64]:
-        """Return the same for a time or a rate."""
+        """Return one time or rate per layout in one row, broadcast like :meth:`row`."""
         return np.broadcast_to(np.asarray(value, dtype=np.float64), self.shape).reshape(-1)
 
     def only(self, kept: NDArray[np.bool_]) -> "Grid":
@@ -203,7 +203,7 @@ def grid_of(
 def structures(base: JobSpec, fixed: Fixed, *, offload: bool, wide: bool = False) -> Iterator[RecipeSpec]:
     """Yield every recipe that the search tries, with or without offload. Engines may refuse some of them later.
 
-    What the user has decided about offload holds either way. ``wide``: also DeepSpeed's smaller buckets, which save memory and no
+    The user's choice about offload applies in both cases. ``wide``: also DeepSpeed's smaller buckets, which save memory but no
     time; with ``engine="deepspeed"`` they are always tried.
     """
     if base.recipe.fsdp2.modules == "torchtitan":
@@ -222,7 +222,7 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool, wide: bool = False
 
 
 def _optimizers_and_precisions(recipe: RecipeSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
-    """Yield the recipe with each optimizer and precision to try: the requested ones, and narrower ones on request."""
+    """Yield the recipe with each optimizer and precision to try: the user's, and narrower ones on request."""
     for precision in dict.fromkeys((recipe.precision, *(("bf16",) if fixed.search_precision else ()))):
         for optimizer in dict.fromkeys((recipe.optimizer, *(("adamw-8bit",) if fixed.search_optimizer else ()))):
             yield replace(recipe, precision=precision, optimizer=optimizer)
@@ -238,7 +238,7 @@ def _of_engines(base: JobSpec, fixed: Fixed, *, smaller_buckets: bool) -> Iterat
                         yield recipe
 
 
-#: Stages to try where not all are worth it: Megatron's distributed optimizer takes less memory and no more time.
+#: Stages to try instead of all: Megatron's distributed optimizer (stage 1) saves memory and costs no time.
 _STAGES: Mapping[Engine, tuple[Stage, ...]] = {"megatron": (1,)}
 
 
@@ -246,13 +246,13 @@ def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iter
     recipe = base.recipe
     chunks = (engine == "fsdp2" or (engine == "ddp" and base.mesh.world_size == 1)) and not recipe.keep_logits
     losses: tuple[Loss, ...] = ("full", "chunked") if chunks else ("full",)
-    # Adam's fused kernel makes no temporaries and reads and writes less, so that lists of tensors (foreach) never win.
+    # Adam's fused kernel has no temporaries and less memory traffic, so foreach never wins.
     step: OptimizerImpl | None = "fused" if recipe.optimizer in ADAM and engine not in _OWN_STEP else None
     again = _RECOMPUTE if fixed.recompute_layers is None else _RECOMPUTE[1:]
     if engine == "megatron" and fixed.megatron is None and recipe.attention != "eager":
         again = tuple(
             one for one in again if one != "selective"
-        )  # recomputes attention alone, which saves little beside a fused one
+        )  # it recomputes only attention, which saves little with a fused kernel
     for recompute in again if fixed.recompute is None else (fixed.recompute,):
         for loss in losses if fixed.loss is None else (fixed.loss,):
             said = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss,
@@ -286,13 +286,13 @@ def _options(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Itera
 
 
 def _overlapped(model: ModelSpec, stage: Stage) -> MegatronOptions:
-    """Return Megatron's overlaps, which cost no memory, and whole experts: narrow ones are slower."""
+    """Return Megatron's options with overlaps, which need no memory, and unsplit experts, since split ones are slower."""
     whole = None if model.moe is None else 1
     return MegatronOptions(overlap_grad_reduce=True, overlap_param_gather=stage > 0, expert_tensor_parallel_size=whole)
 
 
 def _fsdp2(options: Fsdp2Options, fixed: Fixed, stage: Stage) -> Iterator[Fsdp2Options]:
-    """Yield FSDP2's options. It offloads parameters, gradients and optimizer together, or nothing."""
+    """Yield FSDP2's options to try. FSDP2 offloads parameters, gradients and optimizer together, or nothing."""
     asked = {fixed.offload_optimizer, fixed.offload_param} - {None}
     kept = fixed.fsdp2 is not None and options.cpu_offload
     reshard: tuple[bool | int | None, ...] = (
@@ -315,7 +315,7 @@ def _deepspeed(base: JobSpec, fixed: Fixed, stage: Stage) -> Iterator[DeepSpeedO
 
 
 def _default_deepspeed_options(base: JobSpec, stage: Stage) -> Iterator[DeepSpeedOptions]:
-    """Yield DeepSpeed's options: reductions beside the backward, default or small buckets, hpZ or not.
+    """Yield DeepSpeed's options to try: overlapped reductions, default or small buckets, with and without hpZ.
 
     hpZ is a second copy of the weights in each node. Stage 3 also tries small buckets without prefetching.
     """
@@ -356,7 +356,7 @@ def easy_room_of(base: JobSpec, fixed: Fixed) -> int:
 
 
 def _is_worth_trying(optimizer: OffloadDevice, weights: OffloadDevice, stage: Stage, fixed: Fixed) -> bool:
-    """Whether a combination is worth the search's time. A requested one always is; an engine that refuses it reports that."""
+    """Whether to try a combination of offloads. Requested ones are always tried, and the engine may then refuse them."""
     if (fixed.offload_optimizer or "none", fixed.offload_param or "none") != ("none", "none"):
         return True
     return (stage > 0 or optimizer == "none") and (weights == "none" or (stage == 3 and optimizer != "none"))
@@ -383,7 +383,7 @@ def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = 
 
 
 def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed, *, pipelined: bool) -> Column:
-    """Return replicas that divide the GPUs and leave at least two ranks to shard; for pipelines only requested ones."""
+    """Return numbers of replicas that divide the GPUs and leave at least two sharding ranks; with pipelines only requested ones."""
     if fixed.dp_replicate is not None:
         return np.array([fixed.dp_replicate], dtype=np.int64)
     several = recipe.engine == "fsdp2" and not pipelined
@@ -399,7 +399,7 @@ def _divisors(number: int, most: int) -> Column:
 
 
 def _batches(base: JobSpec, fixed: Fixed, sharing: int) -> tuple[Column, Column, int]:
-    """Return sequences per micro-batch, micro-batches, and how many sizes do not divide the batch of one of ``sharing`` ranks."""
+    """Return micro-batch sizes, micro-batches per step, and the number of sizes that do not divide a rank's batch."""
     total, size, steps = fixed.global_batch_size, fixed.micro_batch_size, fixed.grad_accum_steps
     most = max(1, MOST_TOKENS // base.batch.seq_len)
     if total is None:
@@ -419,9 +419,9 @@ def _batches(base: JobSpec, fixed: Fixed, sharing: int) -> tuple[Column, Column,
 
 
 def check_batch(base: JobSpec, fixed: Fixed, splits: Sequence[Degrees]) -> None:
-    """Raise SpecError for a batch that contradicts itself or exceeds any GPU: columns are exact only up to 2^63.
+    """Raise SpecError for a contradictory batch, or one so large that columns, exact up to 2^63, may overflow.
 
-    ``splits``: every way to split the model that is tried.
+    ``splits``: all combinations of degrees that are tried.
     """
     ranks = base.mesh.world_size // min(one.model_ranks for one in splits)
     tokens = base.batch.seq_len * (fixed.micro_batch_size or 1)

@@ -1,7 +1,7 @@
-"""From the user's input (names, files, counts, flags) to a complete job, with a note on everything that was filled in.
+"""Turns the user's input (names, files, counts, flags) into a complete job, with a note on everything that was filled in.
 
-A :class:`Request` contains what a command line or a job file has. :func:`resolve` looks names up, reads configurations, infers
-a shape if only a parameter count is known, and fills in the defaults of a PyTorch user.
+A :class:`Request` has the values of a command line or a job file. :func:`resolve` looks up names, reads configurations, infers
+a shape from a parameter count, and fills in the defaults.
 """
 
 import math
@@ -61,9 +61,9 @@ class Resolved(NamedTuple):
     job: JobSpec
     notes: tuple[str, ...]
     varying: "Varying | None" = None
-    """Sequences of several lengths, of which the job has the longest micro-batch of a run."""
+    """The sequence lengths of ``--lengths``; the job then has the longest micro-batch of a run."""
     loop: Mapping[str, object] = {}
-    """The fine-tuning loop that a file makes the job a part of: ``workflow``, its options, and whether it has ``pairs``."""
+    """The fine-tuning loop that the user's file describes: ``workflow``, its options, and whether batches are ``pairs``."""
 
 
 def job(**said: object) -> JobSpec:
@@ -100,8 +100,8 @@ def with_fetched(request: Request, *, extra: Path | None = None) -> Request:
 def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str] = ()) -> Resolved:
     """Return the complete job of a request. ``extra``: a folder of the user's entries (``models/*.toml``, ``gpus/*.toml``).
 
-    ``chosen``: the DeepSpeed options that the user set one by one. A DeepSpeed configuration with another value is then refused
-    even if the option has its default.
+    ``chosen``: the DeepSpeed options that the user set with ``--set``. A DeepSpeed configuration with another value is then refused
+    even if the option equals its default.
 
     Raises :class:`~zeroplan.errors.SpecError` or :class:`~zeroplan.errors.UnknownNameError`, one line each.
     """
@@ -126,7 +126,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         mesh=mesh_of(request, gpus),
         batch=batch,
     )
-    ignored = tuple(_ignored_options(complete.recipe))  # of the options that a flag or a file gives
+    ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (
         *model_notes,
@@ -148,21 +148,21 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
-    """Return the request with the values of the configuration file that it names. Values beside the file must be the same.
+    """Return the request with the values of the configuration file that it names.
 
-    Raises SpecError in one line for an invalid file, for what is not modelled, or for a flag that contradicts it.
+    Raises SpecError in one line for an invalid file, for settings that are not modelled, or for a flag that contradicts the file.
     """
     if request.from_file is None:
         return SetupRead(request)
     if not request.from_file:
         raise SpecError("--from '' names no file; give the path of a set-up")
-    from zeroplan.resolve.set_up import read_beside  # noqa: PLC0415  only this flag pays for it
+    from zeroplan.resolve.set_up import read_beside  # noqa: PLC0415  only this flag needs it
 
     return read_beside(request, Path(request.from_file), chosen)
 
 
 def _with_program_of_setup(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
-    """Return the job with the modules and units of a configuration's own program, if they are modelled, and notes."""
+    """Return the job with the modules and FSDP2 units of the program that owns the configuration, if modelled, and notes."""
     if read.own is None and not read.own_units:
         return complete, ()
     from zeroplan.resolve.set_up import by_its_own_modules, by_its_own_units  # noqa: PLC0415  only a set-up pays for it
@@ -173,7 +173,7 @@ def _with_program_of_setup(read: SetupRead, complete: JobSpec, chosen: Sequence[
 
 
 def _with_deepspeed_config(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:
-    """Return the request with the values of a DeepSpeed configuration. Values beside the file must be the same."""
+    """Return the request with the values of its DeepSpeed configuration; raises SpecError for a flag that contradicts it."""
     if found.request.deepspeed_config is None and found.deepspeed is None:
         return found.complete, ()
     if found.request.deepspeed_config == "":
@@ -184,9 +184,9 @@ def _with_deepspeed_config(found: SetupRead, model: ModelSpec, chosen: Sequence[
 
 
 def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
-    """Return the recipe of a request with its configuration and DeepSpeed configuration, for any model.
+    """Return the recipe of a request and its configuration files, without reading its model.
 
-    Sizes that DeepSpeed's ``auto`` takes from the model are those of another model. Raises what :func:`resolve` raises.
+    DeepSpeed's ``auto`` sizes, which depend on the model, are then those of Llama 2 7B. Raises what :func:`resolve` raises.
     """
     any_model = find_model("llama-2-7b")
     found, _ = _with_deepspeed_config(with_setup(request, chosen), any_model, chosen)
@@ -222,7 +222,7 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
 
 
 def _first_flag(request: Request) -> str:
-    """The first flag of adapters that a request without a rank has."""
+    """The first adapter flag of a request that has no rank."""
     for name, value in (
         ("quantize", request.quantize), ("lora-targets", request.lora_targets), ("upcast", request.upcast),
         ("lora-compute", request.lora_compute), ("bitsandbytes", request.bitsandbytes),
@@ -287,7 +287,7 @@ def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[M
 
 
 def own_folder(extra: Path | None, kind: str) -> Path | None:
-    """Return a sub-folder of the user's catalogue, or None."""
+    """Return the ``models`` or ``gpus`` folder of the user's catalogue; None if there is none."""
     if extra is None:
         return None
     if not (is_there(extra) and extra.is_dir()):
@@ -323,7 +323,7 @@ def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec, chosen: Sequence[str]) -
 
 
 def mesh_of(request: Request, gpus: int) -> MeshSpec:
-    """Return the arrangement of the GPUs; raises :class:`~zeroplan.errors.SpecError` if the degrees do not divide them."""
+    """Return the degrees of parallelism; raises :class:`~zeroplan.errors.SpecError` if they do not divide the GPUs."""
     ways = {
         "--replicas": request.replicas or 1,
         "--tensor-parallel": request.tensor_parallel or 1,
@@ -339,7 +339,7 @@ def mesh_of(request: Request, gpus: int) -> MeshSpec:
 
 
 def _default_stage(engine: Engine | None, gpus: int) -> Stage:
-    """Return the default stage: full sharding, or the plainest that the engine has for this many GPUs.
+    """Return the default stage: 3 on several GPUs, 0 on one and with DDP, 1 with Megatron-Core.
 
     >>> _default_stage(None, 8), _default_stage(None, 1), _default_stage("ddp", 8), _default_stage("megatron", 8)
     (3, 0, 0, 1)
@@ -352,7 +352,7 @@ def _default_stage(engine: Engine | None, gpus: int) -> Stage:
 
 
 def _with_modules(request: Request) -> Request:
-    """Return FSDP2's options with the requested modules."""
+    """Return the request with ``--modules`` moved into FSDP2's options."""
     if request.modules is None:
         return request
     options = request.fsdp2 or Fsdp2Options()
@@ -369,7 +369,7 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
 
 
 def _offload(request: Request, engine: Engine) -> dict[str, object]:
-    """Return the engine's own options for offload: DeepSpeed offloads optimizer and parameters separately, FSDP2 both or none."""
+    """Return the engine's options for the offload flags. FSDP2 can only offload optimizer and parameters together."""
     asked = {name: value for name in ("offload_optimizer", "offload_param") if (value := getattr(request, name)) is not None}
     if not asked:
         return {}
@@ -390,7 +390,7 @@ def _offload(request: Request, engine: Engine) -> dict[str, object]:
 
 
 def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:
-    """Yield the options that are set for an engine that does not run this job."""
+    """Yield notes on options of other engines than the job's."""
     defaults = RecipeSpec()
     for group in ("ddp", "fsdp1", "fsdp2", "deepspeed"):
         if group != recipe.engine and getattr(recipe, group) != getattr(defaults, group):
@@ -398,7 +398,7 @@ def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:
 
 
 def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
-    """Return a file's request without Liger's kernels where Liger has none for the family, or they were not compared; a note."""
+    """Return the request without a file's Liger kernels if they are not modelled for the family, and a note."""
     if "liger-" not in (request.fused_kernels or "") or (model.profile is None and model.family in LIGER_FAMILIES):
         return request, ""
     note = f"Liger's kernels are not modelled with family {model.family!r}: transformers' own operators are counted"
@@ -406,7 +406,7 @@ def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
 
 
 def _without_bf16(job: JobSpec) -> str:
-    """Return a note on a GPU that has no matrix units for the job's bf16."""
+    """Return a note if the job uses bf16 and the GPU has no tensor cores for it."""
     gpu = job.cluster.gpu
     if gpu is None or "bf16" not in job.recipe.precision or "bf16" in gpu.dense_flops_per_s:
         return ""
@@ -424,7 +424,7 @@ def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:
 
 
 def _batch(request: Request, seq_len: int) -> "tuple[BatchSpec, str, Varying | None]":
-    """Return the batch; of several lengths the longest micro-batch, a note on it, and the lengths."""
+    """Return the batch, a note, and the lengths of ``--lengths``; the batch is then the longest micro-batch."""
     batch = BatchSpec(
         micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1,
         longest_seq_len=request.longest_seq_len,
@@ -446,7 +446,7 @@ def _batch(request: Request, seq_len: int) -> "tuple[BatchSpec, str, Varying | N
 
 
 def _with_imbalance(request: Request, model: ModelSpec) -> tuple[Request, str]:
-    """Return the request with the load of the fullest rank as a number, and a note on the loads."""
+    """Return the request with ``imbalance`` as a number, and a note on the experts' loads."""
     said, ranks = request.imbalance, request.expert_parallel or 1
     if said is None or said == 1:
         return request, ""
@@ -455,7 +455,7 @@ def _with_imbalance(request: Request, model: ModelSpec) -> tuple[Request, str]:
             f"--imbalance {said} needs experts on several ranks: use --expert-parallel with a model that has experts"
         )
     if model.moe.num_experts % ranks:
-        return replace(request, imbalance=None), ""  # the job refuses the ranks
+        return replace(request, imbalance=None), ""  # JobSpec then refuses the number of ranks
     from zeroplan.resolve.imbalance import imbalance_of  # noqa: PLC0415  only this flag pays for it
 
     ratio, note = imbalance_of(said, experts=model.moe.num_experts, ranks=ranks)
@@ -463,7 +463,7 @@ def _with_imbalance(request: Request, model: ModelSpec) -> tuple[Request, str]:
 
 
 def beyond_positions(complete: JobSpec) -> str:
-    """Return a note if a sequence is longer than the model was configured for, else an empty string."""
+    """Return a note if sequences are longer than the model was configured for; else an empty string."""
     longest, asked = complete.model.max_position_embeddings, complete.batch.seq_len
     if asked <= longest:
         return ""

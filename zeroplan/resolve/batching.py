@@ -1,6 +1,6 @@
-"""How sequences of several lengths become micro-batches: padded to the longest, joined, packed, or up to a number of tokens.
+"""Batches sequences of different lengths into micro-batches: padded, joined, packed, or under a token budget.
 
-Packing is that of TRL 1.16, a budget of tokens that of verl 0.9.1: tests/test_batching.py compares both with their own code.
+Packing follows TRL 1.16 and token budgets follow verl 0.9.1; tests/test_batching.py compares both with their own code.
 """
 
 from bisect import bisect_left, insort
@@ -22,9 +22,9 @@ Way = Literal["padded", "padding-free", "packed", "budget"]
 WAYS: Final[dict[str, Way]] = {
     "": "padded", "--padding-free": "padding-free", "--packing": "packed", "--token-budget": "budget",
 }  # fmt: skip
-#: ``datasets.Dataset.map`` hands TRL so many sequences at a time. Of larger data, so many are packed.
+#: ``datasets.Dataset.map`` passes 1,000 sequences at a time to TRL. From larger data sets only 20,000 sequences are packed.
 PACKED_AT_ONCE, MOST_PLACED = 1000, 20_000
-#: verl's measure of the work of a sequence: so many times its tokens, and their square.
+#: verl's work of a sequence is 24576 · tokens + tokens².
 _PER_TOKEN: Final = 24576
 
 
@@ -32,26 +32,26 @@ class Batching(NamedTuple):
     """How sequences become the micro-batches of a step."""
 
     way: Way
-    micro_batch: int  # sequences of a micro-batch; if packed, packs; under a budget a rank has so many per accumulated one
-    cut: int  # tokens at which a sequence is cut off
+    micro_batch: int  # sequences, or packs, of a micro-batch; under a budget, a rank's sequences per step / accumulated
+    cut: int  # longer sequences are cut to this many tokens
     ranks: int  # data-parallel ranks
     accumulated: int  # micro-batches of a rank in a step
-    budget: int = 0  # tokens of a micro-batch at the most, with a budget
+    budget: int = 0  # with a budget, the most tokens of a micro-batch
     multiple: int = 1  # ranks that share a sequence pad it to a multiple of this
 
     @property
     def of_a_rank(self) -> int:
-        """Sequences of a rank's step."""
+        """Sequences of one rank in a step."""
         return self.micro_batch * self.accumulated
 
     @property
     def per_step(self) -> int:
-        """Sequences of a step on all ranks."""
+        """Sequences of all ranks in a step."""
         return self.of_a_rank * self.ranks
 
 
 class Varying(NamedTuple):
-    """Sequences of several lengths, and how they are batched."""
+    """Sequences of different lengths, and how they are batched."""
 
     tokens: tuple[int, ...]
     batching: Batching
@@ -63,12 +63,12 @@ class Varying(NamedTuple):
         return np.array(self.tokens, dtype=np.int64)
 
     def within(self, share: float) -> int:
-        """Tokens that this share of the sequences do not exceed."""
+        """The length that this share of the sequences does not exceed. [tokens]"""
         return sorted(self.tokens)[int(np.ceil(share * len(self.tokens))) - 1]
 
 
 def packed(lengths: Sequence[int], size: int) -> list[int]:
-    """Return the tokens of each pack: best fit, the longest sequence first, a thousand sequences at a time. [tokens]
+    """Return the length of each pack, by best fit, the longest sequence first, in groups of 1,000 sequences. [tokens]
 
     Source: TRL 1.16, data_utils.py, ``_pack_bfd`` with ``on_seq_length_overflow="truncate"``.
     """
@@ -77,7 +77,7 @@ def packed(lengths: Sequence[int], size: int) -> list[int]:
 
 
 def _packs(longest_first: Sequence[int], size: int) -> Iterator[int]:
-    """Yield the tokens of each pack. A sequence goes where least room is left, or else into a new pack."""
+    """Yield the length of each pack. A sequence goes into the fullest pack that has room, or into a new one. [tokens]"""
     rooms: list[int] = []
     for length in longest_first:
         at = bisect_left(rooms, length)
@@ -86,9 +86,9 @@ def _packs(longest_first: Sequence[int], size: int) -> Iterator[int]:
 
 
 def budgeted(each_rank: Sequence[Sequence[int]], budget: int) -> list[int]:
-    """Return the tokens of the micro-batches of a step: each rank's sequences, so that none has more than the budget. [tokens]
+    """Return the lengths of all micro-batches of a step, none above the budget. [tokens]
 
-    Ranks have as many micro-batches as each other. Source: verl 0.9.1, utils/seqlen_balancing.py, ``rearrange_micro_batches``.
+    All ranks have the same number of micro-batches. Source: verl 0.9.1, utils/seqlen_balancing.py, ``rearrange_micro_batches``.
     """
     count = max(min(len(lengths), -(-sum(lengths) // budget)) for lengths in each_rank)
     while True:
@@ -101,7 +101,7 @@ def budgeted(each_rank: Sequence[Sequence[int]], budget: int) -> list[int]:
 
 
 class _Parts:
-    """Parts of some sequences, each with its work and the sequences in it, the most work first."""
+    """A partition of some sequences: each part has its work and its sequences; the part with the most work comes first."""
 
     def __init__(self, parts: list[tuple[int, int, list[tuple[int, int]]]]) -> None:
         self.parts = sorted(parts, reverse=True)
@@ -116,7 +116,7 @@ class _Parts:
 
 
 def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Return the sequences of each of this many parts of about the same work, by Karmarkar and Karp's differencing.
+    """Partition the sequences into ``count`` parts of about equal work (Karmarkar-Karp); return the indices of each part.
 
     Source: verl 0.9.1, utils/seqlen_balancing.py, ``karmarkar_karp`` of ``calculate_workload``.
     """
@@ -129,16 +129,16 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def largest(varying: Varying) -> tuple[int, int]:
-    """Return the tokens of the largest micro-batch that a budget allows, and how many a rank's longest sequences make."""
+    """Return the tokens of the largest possible micro-batch under the budget, and the most micro-batches of a rank's step."""
     batching = varying.batching
     total = int(np.sort(np.minimum(varying.lengths, batching.cut))[-batching.of_a_rank :].sum())
     return min(batching.budget, total), -(-total // batching.budget)
 
 
 def of_varying(text: str, flag: str, asked: BatchSpec, mesh: MeshSpec, budget: int) -> tuple[BatchSpec, str, Varying]:
-    """Return the longest micro-batch of a run, a note on it, and the lengths that ``--lengths`` says, batched in this way.
+    """Return the longest micro-batch of a run, a note on it, and the lengths of ``--lengths`` with their batching.
 
-    ``asked``: the micro-batch, the tokens at which sequences are cut, and how many micro-batches a step has.
+    ``asked`` has the size of a micro-batch, the length at which sequences are cut, and the micro-batches of a step.
     """
     lengths, cut, size, steps = lengths_of(text), asked.seq_len, asked.micro_batch_size, asked.grad_accum_steps
     multiple = 2 * mesh.cp * mesh.tp if mesh.cp > 1 else mesh.tp

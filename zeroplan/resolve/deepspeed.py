@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed configuration into a request, and checks that it agrees with other flags."""
+"""Applies a DeepSpeed configuration to a request, and checks that it agrees with the flags."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -43,11 +43,11 @@ def _contradiction(mine: str, where: str, stated: Stated) -> str:
 
 
 def _set_by_user(options: DeepSpeedOptions, chosen: Sequence[str]) -> dict[str, object]:
-    """Return the options that are set beside the file: one by one, or by a value that is not the default."""
+    """Return the options that the user set beside the file: with ``--set``, or to another value than the default."""
     default, names = DeepSpeedOptions(), [field.name for field in fields(DeepSpeedOptions)]
     return {name: mine for name in names if (mine := getattr(options, name)) != getattr(default, name) or name in chosen}
 
 
 def _quoted(where: str) -> str:
-    """Return the file's name for an error."""
+    """Return the file's name inside the quotes of ``where``."""
     return where.partition("'")[2].partition("'")[0]

@@ -1,4 +1,4 @@
-"""Which images do the sequences of a vision-language model have, and which parts of its vision tower are trained?"""
+"""Adds the images of a sequence and the frozen parts of the vision tower to a vision-language model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +17,8 @@ def with_images(
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """Return the model with the requested images and frozen parts of its tower, and notes on what was filled in.
 
-    ``freezes``: the program that trains freezes the tower and what joins it to the text unless its file says otherwise. Raises
-    SpecError for images of a model without a tower.
+    ``freezes``: the training program freezes tower and projector by default. Raises SpecError for images of a model without a
+    tower.
     """
     frozen = tuple(name for name in names_in(request.freeze) if name in VISION_PARTS)
     if model.vision is None:
@@ -57,7 +57,7 @@ def _with_images(vision: VisionSpec, request: "Request") -> VisionSpec:
         vision = replace(vision, image_width=width, image_height=height)
     if request.images is not None:
         return replace(vision, images=request.images)
-    is_said = vision.images or isinstance(request.model, ModelSpec)  # a complete job may have none
+    is_said = vision.images or isinstance(request.model, ModelSpec)  # a complete job may have no images
     return vision if is_said else replace(vision, images=1)
 
 

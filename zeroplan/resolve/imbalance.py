@@ -1,4 +1,4 @@
-"""How unevenly are experts visited? A ratio, measured loads, or drawn ones: what the fullest rank gets beside the mean."""
+"""How many tokens do the experts of the fullest rank get, relative to the mean? From a ratio, measured or random loads."""
 
 import re
 from pathlib import Path
@@ -11,16 +11,16 @@ from zeroplan.errors import SpecError
 
 _LOGNORMAL = re.compile(r"lognormal\(\s*([0-4](?:\.\d*)?|5)\s*\)")
 _FORMS = "a number from 1 on, a file with the load of every expert, nor lognormal(SPREAD) with a SPREAD of 0 to 5"
-#: Draws of the loads of a layer, and how many of a hundred have no fuller rank than the one that is taken.
+#: Random draws of a layer's loads, and the percentile of the fullest rank that is used.
 _DRAWS, _CAREFUL = 199, 95
 #: A capacity factor that papers train with (Switch Transformer, arXiv:2101.03961, section 2.2).
 _CAPACITY: Final = 1.25
 
 
 def imbalance_of(said: str | float, *, experts: int, ranks: int) -> tuple[float, str]:
-    """Return what comes to the fullest of this many ranks, beside the mean, and a note; raises SpecError for what is no load.
+    """Return the fullest rank's tokens divided by the mean, and a note; raises SpecError for invalid loads.
 
-    A file has a number for each expert, in one line per layer, or one per line for all layers.
+    A file has one line per layer with a number per expert, or one number per line for all layers.
 
     >>> imbalance_of("1.5", experts=8, ranks=4)
     (1.5, '')

@@ -1,4 +1,4 @@
-"""From a number of parameters to a shape that has exactly that many."""
+"""Infers a model's shape from a number of parameters."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ REFERENCE_MODELS = (
     "smollm2-135m", "smollm2-360m", "tinyllama-1.1b", "smollm2-1.7b", "llama-3.2-3b", "llama-2-7b", "llama-2-13b",
     "mistral-small-24b", "yi-34b", "llama-2-70b", "mistral-large-123b", "llama-3.1-405b",
 )  # fmt: skip
-#: Beyond this ratio of sizes depth and width are scaled too, not only the width of the MLP.
+#: If the nearest published model differs by more than this ratio, depth and width are scaled too, not only the MLP.
 _NEAR = 1.5
 _MOST_PARAMETERS = 10**15
 

@@ -1,6 +1,6 @@
-"""Sequences of several lengths: which micro-batch is the longest? It decides the peak of a run.
+"""If sequences differ in length, how long is the longest micro-batch of a run? It decides the peak.
 
-A run passes its sequences in one order of many. Orders are drawn with a fixed seed, so the same lengths give the same answer.
+That depends on the order of the data. Orders are drawn with a fixed seed, so the same lengths give the same answer.
 """
 
 import json
@@ -16,46 +16,46 @@ from zeroplan.errors import SpecError
 from zeroplan.units import MIB
 
 Drawn: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-#: Orders that are drawn, and lengths of all of them together at the most.
+#: The number of random orders, and the most lengths in all orders together.
 _ORDERS: Final = 199
 _MOST_DRAWN: Final = 20_000_000
 _MOST_SEQUENCES: Final = _MOST_DRAWN // 9
-#: The order that decides, of a hundred: most runs have no longer micro-batch.
+#: The percentile of orders that decides: 95 % of runs have no longer micro-batch.
 CAREFUL: Final = 95
 _LOGNORMAL = re.compile(r"lognormal\(\s*([\d.]+)\s*,\s*([\d.]+)\s*,\s*(\d+)\s*\)")
 _FORMS = "a file with one length per line nor lognormal(MEAN,SPREAD,SEQUENCES), for example lognormal(290,0.5,8000)"
 _LARGEST_FILE: Final = 256 * MIB
 _LONGEST: Final = 10**9
-#: Fields of a record that say how long it is, or whose items are its tokens.
+#: Fields of a record that contain its length or its token ids.
 _FIELDS: Final = ("length", "num_tokens", "n_tokens", "token_count", "seq_len", "seq_length", "input_ids", "tokens")
 
 
 class Lognormal(NamedTuple):
-    """Lengths of which only a few numbers are known: the logarithm is normally distributed."""
+    """A distribution of lengths whose logarithm is normal."""
 
     mean: float
-    """Tokens of a sequence, on average."""
+    """Mean length. [tokens]"""
     spread: float
     """Standard deviation of the logarithm."""
     sequences: int
 
 
 class Longest(NamedTuple):
-    """The longest micro-batch of a run, over the orders that were drawn."""
+    """The length of a run's longest micro-batch, over the random orders."""
 
     micro_batches: int
     found: tuple[int, ...]
-    """Tokens of the longest in each order, ascending; padding included."""
+    """Tokens of the longest micro-batch of each order, ascending, with padding."""
     sequences: int
     """Sequences of a padded micro-batch; 1 without padding."""
 
     def within(self, percent: int) -> int:
-        """Tokens of one sequence of the micro-batch that the longest is within, in this many of a hundred orders."""
+        """Tokens per sequence of the longest micro-batch, at this percentile of the orders."""
         return self.found[min(len(self.found) - 1, percent * len(self.found) // 100)] // self.sequences
 
 
 def lengths_of(text: str) -> Lognormal | Drawn:
-    """Return what ``--lengths`` says; raises SpecError for a file that cannot be read and for numbers that are no lengths."""
+    """Return the lengths or the distribution of ``--lengths``; raises SpecError for an unreadable file or invalid lengths."""
     said = _LOGNORMAL.fullmatch(text.strip())
     if said is None:
         return _of_file(text)
@@ -84,7 +84,7 @@ def _of_file(text: str) -> Drawn:
 
 
 def _of_records(content: str, name: str, field: str) -> Iterator[int]:
-    """Yield the length of each record of a JSON Lines file: of a field that counts tokens, or that lists them."""
+    """Yield the length of each record of a JSON Lines file, from a field with the number of tokens or their ids."""
     for number, line in enumerate(content.splitlines(), start=1):
         if line.strip():
             record = _record(line, f"{name!r}, line {number}")
@@ -115,14 +115,14 @@ def _no_length(record: dict[str, object], field: str) -> str:
 
 
 def longest_of(lengths: Lognormal | Drawn, *, cut: int, micro_batch: int, padding_free: bool) -> Longest:
-    """Return the longest micro-batch of each order drawn; sequences are cut at this many tokens. A last, smaller one counts too.
+    """Return the longest micro-batch of each random order; sequences are cut to ``cut`` tokens. A smaller last one counts too.
 
-    Padding makes all sequences of a micro-batch as long as its longest; without it they are joined.
+    Padding makes all sequences of a micro-batch as long as its longest; ``padding_free`` joins them.
     """
     draw = np.random.default_rng(0)
     count = lengths.sequences if isinstance(lengths, Lognormal) else len(lengths)
     found = []
-    alike = not padding_free and not isinstance(lengths, Lognormal)  # every order has the longest sequence of the data
+    alike = not padding_free and not isinstance(lengths, Lognormal)  # in every order, the longest sequence decides
     for _ in range(1 if alike else max(9, min(_ORDERS, _MOST_DRAWN // count))):
         order = _drawn(lengths, draw) if isinstance(lengths, Lognormal) else draw.permutation(lengths)
         cut_off = np.minimum(order, cut)
@@ -139,12 +139,12 @@ def _drawn(lengths: Lognormal, draw: np.random.Generator) -> Drawn:
 
 
 def drawn_once(lengths: Lognormal | Drawn) -> Drawn:
-    """Return the lengths of a file, or one draw of those that only a few numbers say."""
+    """Return the lengths of a file, or one draw from a distribution."""
     return _drawn(lengths, np.random.default_rng(0)) if isinstance(lengths, Lognormal) else lengths
 
 
 def note_of(longest: Longest, taken: int, *, drawn: bool) -> str:
-    """Return a note on the assumed micro-batch and on other orders; ``drawn``: lengths were not read from a file."""
+    """Return a note on the assumed micro-batch and other orders; ``drawn``: lengths are from a distribution."""
     each, half = (f"{longest.sequences} x {tokens:,}" for tokens in (taken, longest.within(50)))
     return (
         f"sequences differ in length: the estimate is for the longest of {longest.micro_batches:,} micro-batches, "

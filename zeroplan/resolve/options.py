@@ -1,7 +1,7 @@
-"""How a field of a :class:`~zeroplan.resolve.Request` declares the option that it is: its flag, its control, what it sets in a job.
+"""How a field of a :class:`~zeroplan.resolve.Request` declares its flag, its control on the page, and the job's field that it sets.
 
-The metadata of each field of a request hold an :class:`Option`. The flags of the command line, the keys of a job file, the controls
-of the page, the rows of the documentation and the way from a request to a job and back are all read from these declarations.
+Each field's metadata has an :class:`Option`. Command line, job files, the page, the documentation and the conversion between
+request and job all read these declarations.
 """
 
 from collections.abc import Mapping
@@ -23,54 +23,54 @@ BATCH: Final = "Batch"
 GROUPS: Final = ("Model", "GPUs", "Recipe", "Batch", "Split of the model")
 OF_MODEL, OF_GPUS, OF_RECIPE, OF_BATCH, OF_SPLIT = GROUPS
 
-#: What a person writes for ``keep_logits``, and its value.
-#: Values of a control whose flag takes none.
+#: The choices of a switch on the page.
 SWITCH: Final = ("no", "yes")
+#: The text that users write for ``keep_logits``, and its value.
 KEEP_LOGITS: Final[Mapping[str, bool | Literal["fp32"]]] = {"no": False, "yes": True, "fp32": "fp32"}
 
 
 class Control(NamedTuple):
-    """How the page offers an option."""
+    """An option's control on the page."""
 
     label: str
     group: str
     default: str = ""
     kind: Literal["choice", "number", "text"] = "choice"
     choices: tuple[str, ...] | None = None
-    """``None``: those of the field's type."""
+    """``None``: the choices of the field's type."""
     listed: Literal["", "models", "gpus"] = ""
-    """The names of this catalogue are choices, too."""
+    """The catalogue whose names are choices as well."""
     may_be_empty: bool = False
-    """The first choice is none, which leaves the option out."""
+    """The first choice leaves the option out."""
     least: int = 1
     most: int = 1
     empty: str = "default"
-    """What the empty choice is called."""
+    """The label of the empty choice."""
     hint: str = ""
 
 
 class Option(NamedTuple):
-    """What a field of a request declares beside its type."""
+    """The declaration of a request's field, beside its type."""
 
     help: str = ""
-    """Of its flag; an option without a help text has no flag."""
+    """The flag's help; an option without help has no flag."""
     panel: str = ""
-    """Where ``--help`` lists the flag."""
+    """The panel of ``--help`` with the flag."""
     metavar: str = ""
     sets: str = ""
-    """Part and field of a job, as ``mesh.tp``; empty where the option sets no single field of it."""
+    """The job's field that the option sets, such as ``mesh.tp``; empty if it sets no single field."""
     searched: bool = False
-    """``plan`` decides it where the request does not."""
+    """``plan`` chooses the value if the request has none."""
     control: Control | None = None
 
 
 class Declared(NamedTuple):
-    """A field of a request with its option."""
+    """A request's field with its option."""
 
     field: str
     option: Option
     checks: tuple[Check, ...]
-    """What its value may be, None left out."""
+    """The accepted types and values, without None."""
 
     @property
     def help(self) -> str:
@@ -84,7 +84,7 @@ class Declared(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Whether its value is a whole number and nothing else."""
+        """Whether its value can only be a whole number."""
         return self._is_only(int)
 
     @property
@@ -97,14 +97,14 @@ class Declared(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The choices of its type; empty where it has none."""
+        """The choices of its type; empty if it has none."""
         return tuple(str(choice) for one in self.checks for choice in one.choices)
 
 
 def declared(request: type[Spec]) -> Mapping[str, Declared]:
-    """Return the options that a kind of request declares, by the field's name and in order.
+    """Return the options that a request class declares, by the field's name and in order.
 
-    Types are those of the request's own checks: reading annotations is slow, and the first request needs these anyway.
+    Types come from the class's checks, since reading annotations again would be slow.
     """
     checks = checks_of(request)
     return {
@@ -115,5 +115,5 @@ def declared(request: type[Spec]) -> Mapping[str, Declared]:
 
 
 def value_of(job: JobSpec, one: Declared) -> object:
-    """Return what a complete job has for an option that sets a field of it."""
+    """Return the value of the job's field that an option sets."""
     return attrgetter(one.option.sets)(job)

@@ -1,4 +1,4 @@
-"""The user's input for a job: the flags of a command line, the keys of a job file."""
+"""The user's input for a job. Every flag of the command line, which is also a key of a job file, is declared here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Spec):
-    """What a user asks of a job: the command line's flags and the keys of a job file, each declared once, here."""
+    """The values of a job's flags or of a job file's keys; None for those that were not given."""
 
     # fmt: off
     model: str | ModelSpec | None = field(default=None, metadata={"option": Option(
@@ -337,18 +337,18 @@ class Request(Spec):
     )})
     # fmt: on
     device_kernels: Kernels | None = field(default=None, metadata={"option": Option(sets="recipe.kernels")})
-    """The kernels that compute, in a complete job; no flag."""
+    """``kernels`` of a complete job; it has no flag."""
     longest_seq_len: Count | None = field(default=None, metadata={"option": Option(sets="batch.longest_seq_len")})
-    """The longest sequence where lengths were drawn, likewise."""
+    """The longest possible sequence of a complete job with drawn lengths; it has no flag."""
     shares: SharesSpec | None = field(default=None, metadata={"option": Option(sets="cluster.shares")})
-    """What a measured step reached of the GPU's rates, likewise."""
+    """The measured shares of the GPU's rates in a complete job; it has no flag."""
     fetched: str | None = None
     """The config.json fetched for ``model``; the command line and :func:`zeroplan.job` fill it in."""
 
     def overridden_by(self, other: "Request") -> "Request":
-        """Return this request with the values of ``other`` instead of its own; another model replaces the whole model."""
+        """Return this request overridden by the values of ``other``. A model in ``other`` replaces all fields of the model."""
         said = {field.name: value for field in fields(other) if (value := getattr(other, field.name)) is not None}
-        own = replace(self, longest_seq_len=None) if "seq_len" in said else self  # every sequence has this length then
+        own = replace(self, longest_seq_len=None) if "seq_len" in said else self  # all lengths are then equal
         base = replace(own, **dict.fromkeys((*WAYS_TO_NAME, "treat_as", "fetched"))) if said.keys() & set(WAYS_TO_NAME) else own
         return replace(base, **said)
 
@@ -358,21 +358,21 @@ OPTIONS = declared(Request)
 
 
 def fields_set(request: Request, part: str) -> dict[str, object]:
-    """Return what a request gives for the fields of one part of a job (``recipe``), by the field's name there."""
+    """Return the request's values for one part of a job, such as ``recipe``, by the name of the part's field."""
     given = ((one.option.sets.partition("."), getattr(request, one.field)) for one in OPTIONS.values())
     return {name: value for (where, _, name), value in given if where == part and value is not None}
 
 
 def request_of(complete: JobSpec) -> Request:
-    """Return a complete job as a request, so that flags can override any part of it."""
+    """Return a complete job as a request, so that flags can override parts of it."""
     said = {name: value_of(complete, one) for name, one in OPTIONS.items() if one.option.sets}
     return Request(model=complete.model, **said)  # type: ignore[arg-type]  # Request checks every field
 
 
 class SetupRead(NamedTuple):
-    """A request with the values of a configuration.
+    """A request with the values of a configuration file.
 
-    ``filled`` holds unless DeepSpeed's own configuration, which the configuration may name, contains another value.
+    ``filled`` has values that DeepSpeed's own configuration, which the file may name, can still override.
     """
 
     request: Request
@@ -381,29 +381,29 @@ class SetupRead(NamedTuple):
     deepspeed: "DeepSpeedPart | None" = None
     kind: "Kind | None" = None
     keys: Mapping[str, str] = {}
-    """The file's keys for flags' values."""
+    """The file's keys, by the flag that they set."""
     own: "OwnModules | None" = None
-    """The modules that the file's program trains, if they are modelled."""
+    """The program's own modules, if they are modelled."""
     own_units: str = ""
-    """The program that makes embedding and head FSDP2 units of their own, if the file's does."""
+    """The name of the file's program if it makes embedding and head separate FSDP2 units; else empty."""
     matters: Mapping[str, str] = {}
-    """Keys of the file that change memory in a way that is not modelled, and a note on each."""
+    """The file's keys that change memory and are not modelled, with a note on each."""
     saves: frozenset[str] = frozenset()
-    """Those among them that can only save memory."""
+    """The keys of ``matters`` that can only save memory."""
     head_rows: int | None = None
-    """Outputs of the head, where the file trains a model that classifies."""
+    """Outputs of the head if the file trains a classifier."""
     pairs: bool = False
-    """The micro-batch is the file's, in pairs, each of which is two sequences here."""
+    """The file counts its micro-batch in pairs; a pair is two sequences here."""
     loop: Mapping[str, object] = {}
     """The file's fine-tuning loop, as :class:`~zeroplan.catalog.setups.told.Setup` has it."""
 
     @property
     def complete(self) -> Request:
-        """The request with the filled-in values."""
+        """The request with ``filled`` for values that it lacks."""
         request = self.request
         left = {name: value for name, value in self.filled.items() if getattr(request, name) is None}
         steps = request.grad_accum or left.get("grad_accum")
-        if steps in (None, 1):  # the only micro-batch is the last
+        if steps in (None, 1):  # without accumulation the option has no effect
             left.pop("sync_every_micro_batch", None)
         if request.loss not in (None, "full"):
             left.pop("keep_logits", None)

@@ -1,4 +1,4 @@
-"""Reads another program's configuration into a request, and checks that it agrees with other flags."""
+"""Applies another program's configuration file to a request, and checks that it agrees with the flags."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -46,19 +46,19 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
 
 
 def _keys_of(setup: Setup, filled: Mapping[str, object]) -> Iterator[str]:
-    """Yield which keys of the file say something of the job, and what it leaves to its program."""
+    """Yield notes on the file's keys that were used, and on values that are the program's defaults."""
     if setup.used:
         yield f"its keys that say something of the job: {', '.join(map(shown, setup.used))}"
     left_out = {
         name: told.value for name, told in setup.flags.items() if name not in WAYS_TO_NAME and told.key not in setup.used
     }
     granted = [f"{name} {shown(value)}" for name, value in (left_out | {**filled}).items()]
-    if granted:  # what the program's code says where the file does not
+    if granted:  # defaults of the program's code
         yield f"taken for granted, as its program does: {', '.join(granted)}"
 
 
 def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
-    """Return the job with the modules of the file's program, unless others are requested or these not modelled; and notes."""
+    """Return the job with the program's own modules, unless the user chose others or they are not modelled, and notes."""
     own, recipe = read.own, complete.recipe
     if own is None:
         return complete, ()
@@ -72,9 +72,9 @@ def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]
 
 
 def by_its_own_units(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
-    """Return the job with the FSDP2 units of the file's program, unless others are requested or they are not modelled; and a note.
+    """Return the job with the program's FSDP2 units, unless the user chose others or they are not modelled, and a note.
 
-    A tied head is in one unit with the embedding anyway. A job with DDP gets the units that it would have under FSDP2.
+    A tied head is in the embedding's unit anyway. A DDP job gets the units that it would have under FSDP2.
     """
     recipe = complete.recipe
     is_asked = recipe.fsdp2.shards_ends or "fsdp2.ends_apart" in chosen
@@ -89,7 +89,7 @@ def by_its_own_units(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) 
 
 
 def _engine_options(request: Request, setup: Setup, where: str, chosen: Sequence[str]) -> dict[str, object]:
-    """Return the file's options of an engine, beside the requested ones."""
+    """Return the engines' options: those of the file, combined with the user's."""
     groups: dict[str, object] = {}
     for name, told in setup.options.items():
         group, _, option = name.partition(".")
@@ -104,6 +104,6 @@ def _engine_options(request: Request, setup: Setup, where: str, chosen: Sequence
 
 
 def _asks_for_another(request: Request, engine: str) -> bool:
-    """Whether the request has an engine or a stage of another engine."""
+    """Whether the request names another engine, or a stage of another engine."""
     asked = request.engine or (None if request.stage is None else DEFAULT_ENGINE[request.stage])
     return asked not in (None, engine)

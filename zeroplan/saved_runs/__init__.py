@@ -1,1 +1,1 @@
-"""Saves dry runs as files, reads them as untrusted data, compares them, and exports them. Needs no torch."""
+"""Saves dry runs to files, reads them as untrusted data, compares them with real GPUs, and exports them. Needs no torch."""

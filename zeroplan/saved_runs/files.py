@@ -1,4 +1,4 @@
-"""Saves and reads dry runs as JSON, compressed if the name ends in ``.gz``. Reading checks everything."""
+"""Saves and reads dry runs as JSON, compressed if the name ends in ``.gz``. Reading checks every value."""
 
 import gzip
 import json
@@ -17,13 +17,13 @@ from zeroplan.whole import unwritten, write_whole
 LARGEST_BYTES = 64 * MIB
 """Limit of the uncompressed JSON, about a million blocks. [bytes]"""
 _AT_LEAST_BYTES, _TIMES = 512 * MIB, 48
-"""Memory that reading may use: a base, and a multiple of the JSON's size. A list of empty lists needs half the multiple in Python,
-and the check needs as much again."""
+"""The memory limit for reading: a base plus a multiple of the JSON's size. In the worst case, a list of empty lists, Python needs
+half the multiple, and the check needs the other half."""
 _GZIP = b"\x1f\x8b"
 
 
 def save(saved: SavedRun, path: Path, *, force: bool) -> None:
-    """Write a run completely or not at all. Raises SpecError if it cannot be written, or is too large to be read again."""
+    """Write a run completely or not at all. Raises SpecError if it cannot be written, or is too large to read back."""
     content = json.dumps(saved, default=as_data, separators=(",", ":")).encode()
     if len(content) > LARGEST_BYTES:
         blocks = len(saved.trace.blocks.n_bytes) if saved.trace else 0
@@ -58,7 +58,7 @@ def read_saved(path: Path) -> SavedRun:
 
 
 def run_of(data: object, where: str) -> SavedRun:
-    """The run that a file's JSON says. Raises SpecError, in one line, where it says another thing."""
+    """Return the run in a file's JSON. Raises SpecError, in one line, for other JSON."""
     if not isinstance(data, dict) or data.get("content") != "zeroplan dryrun":
         raise SpecError(f"{where} is JSON, but not a run that `zeroplan dryrun --save` wrote")
     version = data.get("schema_version")
@@ -70,7 +70,7 @@ def run_of(data: object, where: str) -> SavedRun:
 
 
 def content_of(path: Path, where: str, what: str = "saved run") -> bytes:
-    """The bytes of a file's JSON, up to one more than the limit. Raises SpecError, in one line, where there are none."""
+    """Return a file's JSON, uncompressed. Raises SpecError, in one line, for a missing, damaged or too large file."""
     try:
         if fault := _fault(path):
             raise SpecError(f"{where} {fault}")

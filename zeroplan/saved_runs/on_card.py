@@ -1,4 +1,4 @@
-"""Compares a script's run on real GPUs with its dry run: the allocator's counts of each phase, and the prediction."""
+"""Compares a script's memory on real GPUs with its dry run, phase by phase."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,8 +15,8 @@ _A_THOUSANDTH = 1000
 class OnCard(NamedTuple):
     """The rows of a comparison. [bytes]
 
-    ``judged`` are the peak of every step and the bytes held after the last; ``phases`` are shown beside them. ``reserved`` is
-    shown as well but not judged, since the dry run has it from a model of the allocator.
+    ``judged``: the peak of every step, and the bytes held after the last; these decide. ``phases`` and ``reserved`` are only shown.
+    The dry run has ``reserved`` from a model of the allocator.
     """
 
     phases: tuple[Compared, ...]
@@ -62,7 +62,7 @@ def _peak(step: StepMeasured) -> int:
 
 
 def require_same(predicted: DryRun, *, command: tuple[str, ...], gpus: int, rank: int | None, where: str) -> None:
-    """Raise SpecError if a saved dry run is of another script, number of GPUs or rank; without ``rank`` any rank is accepted."""
+    """Raise SpecError if a saved dry run has another script, number of GPUs or rank; ``rank`` None accepts any rank."""
     for what, there, here in (
         ("script", _short(predicted.command), _short(command)), ("number of GPUs", predicted.gpus, gpus),
         ("rank", predicted.rank, predicted.rank if rank is None else rank),
@@ -72,5 +72,5 @@ def require_same(predicted: DryRun, *, command: tuple[str, ...], gpus: int, rank
 
 
 def _short(command: tuple[str, ...]) -> str:
-    """A command without its script's folder, since a saved run may come from another machine."""
+    """The command without its script's folder, since a saved run may come from another machine."""
     return " ".join((command[0].replace("\\", "/").rpartition("/")[2], *command[1:]))

@@ -41,7 +41,7 @@ def _names(name: str) -> Iterator[_Event]:
 
 
 def _counters(trace: Trace) -> Iterator[_Event]:
-    """Bytes alive, in all and of each kind, at each change."""
+    """Yield counters of the bytes alive, total and by kind, at each change."""
     blocks = trace.blocks
     yield from _counter("allocated", trace.live)
     for number, kind in enumerate(trace.kinds):
@@ -59,7 +59,7 @@ def _counter(name: str, live: list[int]) -> Iterator[_Event]:
 
 
 def _slices(trace: Trace) -> Iterator[_Event]:
-    """The phases, and below them the modules that request memory, in order."""
+    """Yield slices for the phases, and for the modules that request memory."""
     for at, span in enumerate(trace.spans):
         window = trace.window(at)
         name = f"{span.phase}, step {span.step + 1}" if span.step >= 0 else span.phase
@@ -74,7 +74,7 @@ def _slices(trace: Trace) -> Iterator[_Event]:
 
 
 def _calls(trace: Trace) -> Iterator[_Event]:
-    """The collectives; those between the same two requests are side by side."""
+    """Yield slices for the collectives; several between the same two requests share their microsecond."""
     for moment, calls in groupby(trace.collectives, key=lambda one: one.moment):
         together = list(calls)
         for at, one in enumerate(together):

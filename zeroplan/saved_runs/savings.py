@@ -1,7 +1,7 @@
-"""Changes that would lower a run's peak, with upper bounds from its own blocks.
+"""Which changes of a script would lower its peak, and by how much at most? Computed from the run's own blocks.
 
-A saving is how much lower the peak of the last step would be without the blocks. Memory that a change keeps anyway, or needs
-instead, is unknown and not subtracted.
+A saving is the difference between the last step's peak with and without the blocks that a change avoids. It is an upper bound: the
+memory that the change needs instead is unknown.
 """
 
 import re
@@ -17,11 +17,11 @@ _LAYER = re.compile(r"(.*?(?:^|\.))\d+(?:\.|$)")
 _WORTH = 100
 """Savings below 1/100 of the peak are left out."""
 _NAMES = 2
-"""Modules or lines to name per saving."""
+"""The number of modules or lines named per saving."""
 
 
 class _Life(NamedTuple):
-    """A block that a change would avoid, and the moments between which it would."""
+    """A block that a change would avoid, from moment ``born`` to ``died``."""
 
     block: int
     born: int
@@ -29,7 +29,7 @@ class _Life(NamedTuple):
 
 
 def savings(trace: Trace) -> tuple[Saving, ...]:
-    """The changes that would save 1/100 of the last step's peak or more, the largest first."""
+    """Return the changes that would save at least 1/100 of the last step's peak, the largest first."""
     step, live = trace.last_step, trace.live
     window = slice(step.start, step.stop)
     peak = max(live[window])
@@ -66,7 +66,7 @@ def _phase(trace: Trace, block: int) -> str:
 
 
 def _layers(trace: Trace, block: int) -> str:
-    """The list of layers of a block's module; empty outside all layers."""
+    """The name of the list of layers that contains a block's module; empty outside layers."""
     found = _LAYER.match(trace.modules[trace.blocks.module[block]])
     return f"{found[1]}*" if found else ""
 
@@ -76,7 +76,7 @@ def _line(trace: Trace, block: int) -> str:
 
 
 def _kept_by_layers(trace: Trace) -> Iterator[_Life]:
-    """Activations that layers keep for the backward; none if some layers are recomputed already."""
+    """Activations that layers save for the backward; none if some layers are already recomputed."""
     kept = [block for block in _of_kinds(trace, Kind.ACTIVATIONS) if _layers(trace, block)]
     if not any(_phase(trace, block) == Phase.BACKWARD for block in kept):
         yield from (_whole(trace, block) for block in kept if _phase(trace, block) == Phase.FORWARD)
@@ -87,7 +87,7 @@ def _logits(trace: Trace) -> Iterator[_Life]:
 
 
 def _made_by_the_step(trace: Trace) -> Iterator[_Life]:
-    """Temporaries that the optimizer step makes and frees; longer-lived ones are the next batch."""
+    """Temporaries that the optimizer's step allocates and frees; longer-lived blocks belong to the next batch."""
     blocks = trace.blocks
     for block in _of_kinds(trace, Kind.OPTIMIZER_TEMPORARY):
         if blocks.died[block] < trace.window(blocks.span[block]).stop:
@@ -95,7 +95,7 @@ def _made_by_the_step(trace: Trace) -> Iterator[_Life]:
 
 
 def _earlier(trace: Trace, *kinds: Kind) -> Iterator[int]:
-    """Blocks of earlier steps that are alive when the last one begins."""
+    """Blocks of earlier steps that are still alive when the last step begins."""
     start, blocks = trace.last_step.start, trace.blocks
     for block in _of_kinds(trace, *kinds):
         if trace.spans[blocks.span[block]].step >= 0 and blocks.born[block] <= start < blocks.died[block]:
@@ -111,7 +111,7 @@ def _old_gradients(trace: Trace) -> Iterator[_Life]:
 
 
 def _old_tensors(trace: Trace) -> Iterator[_Life]:
-    """Tensors of an earlier step's forward or backward that are still held; later ones may be the next batch."""
+    """Tensors of an earlier step's forward or backward that are still held; those after the backward may be the next batch."""
     for block in _earlier(trace, Kind.ACTIVATIONS, Kind.LOGITS, Kind.TEMPORARY):
         if _phase(trace, block) in (Phase.FORWARD, Phase.BACKWARD):
             yield _whole(trace, block)

@@ -1,7 +1,7 @@
 """Exports a saved run as a memory snapshot: the dict of ``torch.cuda.memory._snapshot``, for pytorch.org/memory_viz.
 
-A GPU's snapshot records what its allocator did. Here the model of that allocator serves the same requests, with default
-settings and unlimited memory. cuBLAS's workspaces are left out. Each request and release is one microsecond.
+A snapshot records the history of the allocator. Here the allocator's model serves the run's requests, with default settings and
+unlimited memory. cuBLAS's workspaces are left out. Each request and release is one microsecond.
 
 Source: ``torch/cuda/memory.py`` (``_snapshot``), ``torch/csrc/cuda/memory_snapshot.cpp``, torch 2.13.
 """
@@ -17,9 +17,9 @@ from zeroplan.script_trace import SavedRun, Trace
 from zeroplan.snapshots.frames import KIND_OF_BLOCK, MODULE, OPERATOR, PHASE
 
 _POOL = 2**40
-"""Distance of the pools' addresses; in the model each pool begins at 0. memory_viz keeps 53 bits."""
+"""The distance between pools in addresses; in the model each pool begins at 0. memory_viz keeps 53 bits."""
 _LONGEST = 32
-"""Longest line of code as a frame's name. [characters]"""
+"""Longer lines of code are cut to this length in frames. [characters]"""
 
 _Entry = dict[str, object]
 
@@ -42,7 +42,7 @@ def snapshot(trace: Trace) -> _Entry:
 
 
 class _Replay:
-    """Serves a trace's requests with the model of the allocator, and records them as torch does."""
+    """Replays a trace through the allocator's model, and records the events as torch does."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -70,7 +70,7 @@ class _Replay:
         }
 
     def _let_go(self, moment: int) -> None:
-        """Release the private pools that no CUDA graph uses after a moment."""
+        """Let the allocator free the private pools that no CUDA graph uses after this moment."""
         pools = self._trace.pools
         for pool, at in () if pools is None else zip(pools.let_go, pools.let_go_at, strict=True):
             if at == moment:
@@ -80,7 +80,7 @@ class _Replay:
         return 0 if self._trace.pools is None else self._trace.pools.of_block[block]
 
     def _events(self) -> Iterator[tuple[int, bool]]:
-        """Every requested (True) or released block, one per moment."""
+        """The requested (True) or released block of each moment."""
         blocks, last = self._trace.blocks, self._trace.moments
         at: list[tuple[int, bool]] = [(0, True)] * (last + 1)
         for block, (born, died) in enumerate(zip(blocks.born, blocks.died, strict=True)):
@@ -104,7 +104,7 @@ class _Replay:
         self._card.release(chunk)
 
     def _empty(self, moment: int) -> None:
-        """Free the empty segments; these events have no frames."""
+        """Free the empty segments, as ``empty_cache`` does; these events have no frames."""
         for chunk in self._card.release_cached():
             self._noted.append({
                 "action": "segment_free", "addr": self._address(chunk), "size": chunk.size, "time_us": moment, "frames": [],
@@ -119,7 +119,7 @@ class _Replay:
         })  # fmt: skip
 
     def _address(self, chunk: Chunk) -> int:
-        """A chunk's address among those of all pools; 0 is not an address."""
+        """A chunk's address, unique over all pools and never 0."""
         return _POOL * self._pools[id(chunk.pool)][0] + chunk.address
 
     def _stack(self, block: int) -> list[_Entry]:
@@ -137,7 +137,7 @@ class _Replay:
         return self._frames[key]
 
     def _segments(self) -> Iterator[_Entry]:
-        """The segments reserved at the end, with their blocks."""
+        """Yield the segments reserved at the end, with their blocks."""
         blocks = self._trace.blocks
         held = {id(chunk): block for block, chunk in self._chunks.items()}
         for first in {id(one): one for one in map(_first, self._card.chunks(self._chunks.values()))}.values():
@@ -162,7 +162,7 @@ class _Replay:
         }  # fmt: skip
 
     def _annotations(self) -> Iterator[_Entry]:
-        """The phases of the steps, as torch writes its profiler's annotations."""
+        """Yield the phases of the steps in the format of torch's profiler annotations."""
         for at, span in enumerate(self._trace.spans):
             window, name = self._trace.window(at), f"{span.phase}, step {span.step + 1}" if span.step >= 0 else span.phase
             for stage, moment in (("START", window.start), ("END", window.stop - 1)):
@@ -174,7 +174,7 @@ def _frame(file: str, name: str, line: int = 0) -> _Entry:
 
 
 def _line(line: str, source: str) -> Iterator[_Entry]:
-    """A line of code as a Python frame: ``train.py:31``, or a library's ``trl.trainer.sft_trainer:412``."""
+    """Yield a Python frame for a line of code, ``train.py:31`` or a library's ``trl.trainer.sft_trainer:412``."""
     file, _, number = line.rpartition(":")
     if file and number.isdecimal():
         name = source if len(source) <= _LONGEST else f"{source[: _LONGEST - 1]}…"

@@ -1,4 +1,4 @@
-"""Shows what held the memory at the peak, or when it ran out."""
+"""What held the memory at a snapshot's peak, or when the GPU ran out of memory? Start at :func:`diagnose`."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Site(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Bytes in use of one kind, and the places that requested most of them. [bytes]"""
+    """The bytes in use of one kind, and the places that requested most of them. [bytes]"""
 
     kind: str
     n_bytes: int
@@ -28,9 +28,9 @@ class Held(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A request that failed. [bytes]
+    """A failed request. [bytes]
 
-    ``free_bytes`` is what the driver had left, ``idle_bytes`` what was reserved and not in use.
+    ``free_bytes``: free memory of the driver; ``idle_bytes``: reserved memory that was not in use.
     """
 
     asked_bytes: int
@@ -44,21 +44,21 @@ class Failure(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """A snapshot's highest moment, or the one of its failure: bytes in use by kind, the largest first. [bytes]"""
+    """The bytes in use by kind at a snapshot's failed request or peak, the largest first. [bytes]"""
 
     device: int
     events: int
     before_bytes: int
-    """Bytes in use when the history begins."""
+    """Bytes in use at the start of the history."""
     live_bytes: int
     reserved_bytes: int
     largest_free_bytes: int
     part: str
-    """The part of the training loop that made the last request."""
+    """The part of the training loop at that moment."""
     held: tuple[Held, ...]
     failure: Failure | None
     replayed: Replayed | None
-    """The same requests in the model of the allocator; None if segments were already expandable."""
+    """A replay of the requests through the allocator's model; None if segments were already expandable."""
     with_stacks: bool
 
 
@@ -84,7 +84,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
 
 
 def moment_of(snapshot: Snapshot, lives: Lives) -> tuple[int, Failure | None]:
-    """The last failed request, or the event after which most bytes were in use."""
+    """The index of the last failed request and the failure, or of the event after which most bytes were in use."""
     failed = [at for at, event in enumerate(snapshot.events) if event.action == "out of memory"]
     if not failed:
         return lives.live_bytes.index(max(lives.live_bytes)) - 1, None

@@ -1,8 +1,8 @@
-"""Which jobs, one setting away from the one that a user describes, would run out of memory as torch's message says?
+"""Which jobs that differ in one setting from the user's description match torch's out-of-memory message?
 
-A user who describes a run from memory is often wrong in one setting: the stage, the micro-batch, the length, or a flag of the
-loop. Each of these is changed alone. A job agrees if its step has a request of the message's size with as much in tensors before
-it, to 2 % of the card.
+A description of a failed run is often wrong in one setting, such as stage, micro-batch, length or a flag of the loop. This file
+tries each alone. A job matches if its step has a request of the message's size, and the tensors alive before it have the
+message's bytes, within 2 % of the GPU's memory.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from zeroplan.spec.job import JobSpec, engine_at
 from zeroplan.spec.recipe import RecipeSpec, Stage
 
 NEAR = 0.02
-"""By which part of the card prediction and message may differ."""
+"""The tolerance, as a share of the GPU's memory."""
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"), "precision": ("bf16-mixed", "bf16", "fp32"), "attention": ("sdpa", "eager"),
@@ -25,23 +25,23 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _TIMES = (2, 4, 8)
 _Setting = tuple[str, str, dict[str, object]]
-"""Its flags, the part of the job that it is of, and the part's fields."""
+"""The flags, the changed part of the job, and the part's new fields."""
 
 
 class Other(NamedTuple):
-    """A job that agrees with the message: the flags that make it, and its request."""
+    """A job that matches the message: the flags that change the user's job, and the matching request."""
 
     flags: str
     found: Found
 
 
 def agrees(found: Found, message: Message) -> bool:
-    """Whether as much is in tensors before the request as the message says, to 2 % of the card."""
+    """Whether the bytes alive before the request equal the message's, within 2 % of the GPU's memory."""
     return abs(found.live_bytes - message.allocated_bytes) <= NEAR * message.capacity_bytes
 
 
 def other_jobs(message: Message, job: JobSpec, *, most: int = 4) -> tuple[Other, ...]:
-    """Return the jobs one setting away that agree with the message, the nearest first. Takes seconds for a large model."""
+    """Return the jobs that differ in one setting and match the message, the nearest first; takes seconds for large models."""
     agreeing = [other for other in _others(message, job) if agrees(other.found, message)]
     return tuple(sorted(agreeing, key=lambda one: abs(one.found.live_bytes - message.allocated_bytes))[:most])
 
@@ -50,18 +50,18 @@ def _others(message: Message, job: JobSpec) -> Iterator[Other]:
     for flags, part, fields in _settings(job):
         try:
             answer = estimate(replace(job, **{part: replace(getattr(job, part), **fields)}))
-        except SpecError:  # what the engine does not offer, or two settings that exclude each other
+        except SpecError:  # the engine does not support it, or settings exclude each other
             continue
         lowest, near = sum(int(line.n_bytes) for line in answer.held), NEAR * message.capacity_bytes
         if not lowest - near <= message.allocated_bytes <= answer.peak_bytes + near:
-            continue  # so much is never in its tensors
+            continue  # its tensors never have this many bytes
         found = nearest_request(message, answer)
         if found is not None:
             yield Other(flags, found)
 
 
 def _settings(job: JobSpec) -> Iterator[_Setting]:
-    """Every setting that is changed alone."""
+    """Yield every change of a single setting."""
     gpus, shards = job.mesh.world_size, job.mesh.dp_shard
     for times in _TIMES:
         sequences, tokens = job.batch.micro_batch_size * times, job.batch.seq_len * times

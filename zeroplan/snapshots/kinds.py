@@ -1,7 +1,7 @@
-"""Gives each block a kind, by where it was requested and which parts of a step it outlived.
+"""Gives each block of a snapshot a kind, from the functions in its stack and from its lifetime.
 
-Functions of engines identify it by name. Otherwise its lifetime decides: a forward leaves activations for its backward, a backward
-leaves gradients for the optimizer, and the optimizer's first step leaves its state.
+Functions of engines identify a kind by name. Otherwise the lifetime decides: activations live from the forward to the backward,
+gradients from the backward to the optimizer's step, and optimizer state from a step on.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,7 +17,7 @@ from zeroplan.snapshots.reading import Event, Frame, Snapshot, Stack
 from zeroplan.units import KIB, MIB
 
 UNKNOWN = "held before the history began"
-"""The kind of blocks without a stack and without a gradient of their size."""
+"""The kind of blocks without a stack whose size matches no gradient."""
 
 
 class Part(StrEnum):
@@ -30,11 +30,11 @@ class Part(StrEnum):
     OTHER = "outside a step"
 
 
-#: Functions of the engines (torch 2.13, DeepSpeed 0.19), with the end of their file's name and the kind they request.
+#: Functions of the engines (torch 2.13, DeepSpeed 0.19), with the end of their file's path and the kind that they allocate.
 _FUNCTIONS: dict[str, tuple[str, Kind]] = {
     "foreach_all_gather": ("_fsdp_collectives.py", Kind.GATHER),
     "foreach_reduce": ("_fsdp_collectives.py", Kind.REDUCE),
-    "wait_for_unshard": ("_fsdp_param_group.py", Kind.UNSHARDED_PARAMETERS),  # a single rank casts and copies there
+    "wait_for_unshard": ("_fsdp_param_group.py", Kind.UNSHARDED_PARAMETERS),  # with a single rank, the casts are made there
     "init_all_gather_outputs": ("_fsdp_param.py", Kind.UNSHARDED_PARAMETERS),
     "alloc_all_gather_outputs": ("_fsdp_param.py", Kind.UNSHARDED_PARAMETERS),
     "to_sharded_post_forward": ("_fsdp_param.py", Kind.UNSHARDED_PARAMETERS),
@@ -52,7 +52,7 @@ _OF_A_MODULE = ("_apply", "to", "cuda", "to_empty", "_load_pretrained_model", "f
 _RECOMPUTES = ("unpack_hook", "recompute_fn", "backward")
 _NO_STEP = ("zero_grad", "__init__", "add_param_group", "load_state_dict", "state_dict")
 _OF_THE_LOSS = ("cross_entropy", "loss")
-#: cuBLAS's workspaces before Hopper and since, which torch allocates once per handle and never frees.
+#: Sizes of cuBLAS's workspace before Hopper and since; torch allocates one per handle and never frees it.
 _WORKSPACES = (2 * 4096 * KIB + 8 * 16 * KIB, 32 * MIB)
 _CUBLAS = ("CUDABlasHandle", "CublasHandle", "cublasSetWorkspace", "getNewWorkspace", "CUDABlasLt")
 
@@ -63,14 +63,14 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 
 class Sorted(NamedTuple):
-    """Every block's kind in order, and every event's part of the step."""
+    """The kind of each block and the part of the step of each event, in order."""
 
     kinds: tuple[str, ...]
     parts: tuple[Part, ...]
 
 
 def sorted_into_kinds(snapshot: Snapshot, lives: Lives) -> Sorted:
-    """The kinds of all blocks."""
+    """Return the kind of each block, and the part of each event."""
     parts = _parts(snapshot)
     course = _Course(parts)
     workspaces = set(_workspaces(lives, course))
@@ -98,7 +98,7 @@ def _in_a_step(event: Event, snapshot: Snapshot) -> Part | None:
 
 
 def _part(stack: Stack, *, named: bool) -> Part:
-    """The part of the loop of a stack; autograd's own thread has no Python frames."""
+    """The part of the loop that a stack belongs to. Autograd's thread has no Python frames, so an empty stack is a backward."""
     if not stack:
         return Part.BACKWARD if named else Part.OTHER
     if (phase := next((frame.name for frame in stack if frame.file == PHASE), None)) is not None:
@@ -131,7 +131,7 @@ def _is_loss(name: str) -> bool:
 
 
 class _Course:
-    """The parts of the loop in order, and how long each lasts."""
+    """The part of each event in order, with look-ups of the next part and the end of a part."""
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         self.parts = parts
@@ -145,7 +145,7 @@ class _Course:
             self._end[at] = self._end[at + 1] if parts[at] is parts[at + 1] else at + 1
 
     def next(self, part: Part, after: int) -> int | None:
-        """The first event of the next such part after an event; None without one."""
+        """The first event of the next such part after an event; None if there is none."""
         starts = self._starts[part]
         at = bisect_right(starts, after)
         return starts[at] if at < len(starts) else None
@@ -176,9 +176,9 @@ def _named(stack: Stack) -> Kind | None:
 
 
 def _workspaces(lives: Lives, course: _Course) -> Iterator[Life]:
-    """Blocks that cuBLAS requested; else the first blocks of its size in forward and backward that are never freed.
+    """Blocks that cuBLAS requested, and the first blocks of its workspace's size in forward and backward that are never freed.
 
-    In a pass in which memory ran out, no block is freed.
+    Only passes that completed count: in a pass that ran out of memory, no block is freed.
     """
     found: dict[Part, Life] = {}
     for life in lives.blocks:
@@ -232,7 +232,7 @@ _BY_PART = {
 
 
 def _name_older_blocks(lives: Lives, kinds: list[str]) -> None:
-    """Name blocks without a stack by gradients of their size: one per gradient is its parameter, two more its optimizer state."""
+    """Give blocks without a stack a kind by size: for each gradient, one block of its size is the parameter, two are its states."""
     gradients = Counter(life.n_bytes for life in _last_gradients(lives, kinds))
     left = {size: [count, 2 * count] for size, count in gradients.items()}
     for at, life in enumerate(lives.blocks):
@@ -248,7 +248,7 @@ def _name_older_blocks(lives: Lives, kinds: list[str]) -> None:
 
 
 def _last_gradients(lives: Lives, kinds: list[str]) -> Iterator[Life]:
-    """The gradients in use at the moment with most of them."""
+    """The gradients in use at the moment with the most gradients."""
     found = [life for life, kind in zip(lives.blocks, kinds, strict=True) if kind == Kind.GRADIENTS.value]
     deaths = sorted(life.died for life in found)
     most = max(range(len(found)), key=lambda at: at + 1 - bisect_left(deaths, found[at].born + 1), default=None)

@@ -1,7 +1,6 @@
-"""Follows every block of a snapshot from its request to its release, and counts the bytes in use at each event.
+"""When was each block of a snapshot allocated and freed, and how many bytes were in use after each event?
 
-The history may have begun late or lost its beginning. The blocks at the end are known, so they are traced backwards: before its
-request a block did not exist, before its release it did.
+A snapshot's history may lack its beginning, but contains the blocks in use at its end. So this file walks the events backwards.
 """
 
 from typing import NamedTuple
@@ -10,11 +9,11 @@ from zeroplan.script_trace import live_bytes
 from zeroplan.snapshots.reading import Snapshot, Stack
 
 BEFORE = -1
-"""``born`` of a block from before the history."""
+"""``born`` of a block that is older than the history."""
 
 
 class Life(NamedTuple):
-    """A block, with the events of its request and its release; ``BEFORE`` and the number of events if they are missing."""
+    """A block with the indices of its request and release; ``BEFORE`` and the number of events if they are not in the history."""
 
     address: int
     n_bytes: int
@@ -29,7 +28,7 @@ class Lives(NamedTuple):
 
     blocks: tuple[Life, ...]
     live_bytes: tuple[int, ...]
-    """One more entry than events: the first is before them."""
+    """One more entry than events: the first is before all events."""
 
 
 def lives_of(snapshot: Snapshot) -> Lives:
@@ -40,7 +39,7 @@ def lives_of(snapshot: Snapshot) -> Lives:
     for at in range(over - 1, -1, -1):
         event = snapshot.events[at]
         if event.action == "requested":
-            died, _, _ = alive.pop(event.address, (at + 1, 0, ()))  # its release is missing in the history
+            died, _, _ = alive.pop(event.address, (at + 1, 0, ()))  # the history lacks its release
             blocks.append(Life(event.address, event.n_bytes, at, died, event.stack))
         elif event.action == "released":
             alive[event.address] = (at, event.n_bytes, ())

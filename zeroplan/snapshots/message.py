@@ -1,4 +1,4 @@
-"""Reads torch's message about a GPU that ran out of memory: what was requested, and what the GPU had.
+"""Reads torch's message of a GPU that ran out of memory: the size of the failed request, and the memory at that moment.
 
 Source: ``c10/cuda/CUDACachingAllocator.cpp`` (``DeviceCachingAllocator::malloc``; ``format_size`` rounds to two digits), torch
 1.10, 2.1 and 2.13.
@@ -11,7 +11,7 @@ from zeroplan.errors import SpecError
 from zeroplan.units import KIB, parse_size
 
 LONGEST_BYTES = 4 * 1024 * KIB
-"""Of a log; the message stands near its end. [bytes]"""
+"""How much of a log's end is read; the message is near the end. [bytes]"""
 _SIZE = r"(\d+(?:\.\d+)? (?:bytes|KiB|MiB|GiB))"
 _TRIED = re.compile(rf"out of memory[.:]? Tried to allocate {_SIZE}", re.IGNORECASE)
 _PARTS = {
@@ -26,36 +26,36 @@ _PARTS = {
 
 
 class Message(NamedTuple):
-    """What torch said, to two digits. ``None``: this release does not say it. [bytes]"""
+    """The message's figures, which torch rounds to two digits. ``None``: this release of torch does not print it. [bytes]"""
 
     tried_bytes: int
-    """What was asked of the driver: the request, rounded up by the allocator."""
+    """The size requested from the driver: the failed request, rounded up by the allocator."""
     tried_text: str
-    """The same as torch printed it."""
+    """The same, as torch printed it."""
     capacity_bytes: int
     free_bytes: int
     allocated_bytes: int
-    """In tensors."""
+    """Memory in use by tensors."""
     unallocated_bytes: int
-    """In the allocator's cache."""
+    """Free memory in the allocator's cache."""
     in_use_bytes: int | None = None
-    """By the process, with what is outside the allocator."""
+    """Memory of the process, including memory outside the allocator."""
     private_bytes: int | None = None
-    """In the private pools of CUDA graphs, among what is allocated."""
+    """The part of the allocated memory that is in private pools of CUDA graphs."""
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator has of the driver. [bytes]"""
+        """The memory that the allocator has reserved. [bytes]"""
         return self.allocated_bytes + self.unallocated_bytes
 
     @property
     def outside_bytes(self) -> int | None:
-        """What the process has outside the allocator: the CUDA context, communicators, other libraries. [bytes]"""
+        """Memory of the process outside the allocator: CUDA context, communicators, other libraries. [bytes]"""
         return None if self.in_use_bytes is None else max(0, self.in_use_bytes - self.reserved_bytes)
 
     @property
     def others_bytes(self) -> int | None:
-        """What other processes have on the card. [bytes]"""
+        """Memory of other processes on the GPU. [bytes]"""
         return None if self.in_use_bytes is None else max(0, self.capacity_bytes - self.free_bytes - self.in_use_bytes)
 
     @property
@@ -65,7 +65,7 @@ class Message(NamedTuple):
 
 
 def read_message(text: str, *, where: str) -> Message:
-    """Return the last message in a text. Raises :class:`~zeroplan.errors.SpecError`, one line, where there is none.
+    """Return the last message in a text. Raises :class:`~zeroplan.errors.SpecError`, one line, if there is none.
 
     >>> said = read_message(
     ...     "CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.02 GiB is "

@@ -1,7 +1,7 @@
-"""Reads a snapshot file as untrusted data: nothing in it is run, and everything is checked.
+"""Reads a snapshot file as untrusted data: no code in it runs, and every value is checked.
 
-A pickle is a program for a small machine. This one cannot look up any class or function, so it can only build numbers, texts, lists
-and dicts, which is all that a snapshot contains.
+A pickle can run code by naming classes and functions. The unpickler here refuses all names, so it can only build numbers, texts,
+lists and dicts, which is all that a snapshot contains.
 Source: ``torch/csrc/cuda/memory_snapshot.cpp`` (``_memory_snapshot_pickled``) and
 ``torch/cuda/memory.py`` (``_snapshot``), torch 2.13.
 """
@@ -16,7 +16,7 @@ from zeroplan.memory_limit import no_more_memory_than
 from zeroplan.units import MIB
 
 LARGEST_FILE_BYTES = 2048 * MIB
-"""Enough for millions of events; in Python's memory a snapshot is several times as large."""
+"""Enough for millions of events. A snapshot needs several times its file's size in Python's memory."""
 _AT_LEAST_BYTES, _TIMES = 512 * MIB, 64
 """Memory that reading may use: a base, and a multiple of the file's size."""
 _LARGEST_NUMBER = 2**64
@@ -29,7 +29,7 @@ _ACTIONS: dict[str, Action] = {
 
 
 class Frame(NamedTuple):
-    """A place in a program."""
+    """A stack frame."""
 
     file: str
     name: str
@@ -40,9 +40,9 @@ Stack = tuple[Frame, ...]
 
 
 class Event(NamedTuple):
-    """A request, its release, a failed request, or a segment allocated or freed; innermost frame first. [bytes]
+    """A request, a release, a failed request, or a segment that was allocated or freed. [bytes]
 
-    The ``address`` of a failed request is the free memory that the driver reported.
+    The stack begins with the innermost frame. The ``address`` of a failed request is the driver's free memory.
     """
 
     action: Action
@@ -54,7 +54,7 @@ class Event(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Memory allocated from the driver in one piece, and its stream. [bytes]"""
+    """A segment, which the allocator got from the driver in one piece, and its stream. [bytes]"""
 
     address: int
     n_bytes: int
@@ -70,9 +70,9 @@ class Standing(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What one device's allocator did, as far as its history goes, and its state at the end. [bytes]
+    """The history of one device's allocator, and its state at the end. [bytes]
 
-    ``largest_free_bytes`` is the largest free stretch within the reserved memory.
+    ``largest_free_bytes`` is the largest free block within the reserved memory.
     """
 
     device: int
@@ -83,14 +83,14 @@ class Snapshot(NamedTuple):
     largest_free_bytes: int
     expandable_segments: bool
     steps: tuple[tuple[int, int], ...]
-    """Beginning and end of optimizer steps, from the snapshot's annotations. [microseconds]"""
+    """Start and end of each optimizer step, from the snapshot's annotations. [microseconds]"""
 
 
 def read_snapshot(path: Path, *, device: int | None = None) -> Snapshot:
     """The snapshot of the device with most events, or of the named one.
 
-    Raises :class:`~zeroplan.errors.SpecError`, in one line, for any file that is not a snapshot, and for any pickle that would
-    do more than hold data.
+    Raises :class:`~zeroplan.errors.SpecError`, in one line, for any file that is not a snapshot, and for any pickle that contains
+    more than plain data.
     """
     where = f"snapshot {str(path)!r}"
     data = _unpickled(path, where)
@@ -111,7 +111,7 @@ def read_snapshot(path: Path, *, device: int | None = None) -> Snapshot:
 
 
 class _DataOnly(pickle.Unpickler):
-    """Reads numbers, texts, lists and dicts, and raises for everything that needs a name looked up."""
+    """Reads numbers, texts, lists and dicts; raises for a pickle that names a class or a function."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise SpecError(f"it wants to run {module}.{name}, but a snapshot contains only data; it was not opened")
@@ -193,7 +193,7 @@ def _chosen(traces: list[list[object]], segments: list[Mapping[str, object]], de
 
 
 class _Stacks:
-    """Converts stacks to tuples; a list of frames that several events share is converted once."""
+    """Converts stacks to tuples; a list of frames that several events share is converted only once."""
 
     def __init__(self) -> None:
         self._read: dict[int, Stack] = {}
@@ -231,7 +231,7 @@ def _standing(block: Mapping[str, object], stacks: _Stacks) -> Standing:
 
 
 def _steps(annotations: object, device: int) -> Iterator[tuple[int, int]]:
-    """Beginning and end of each ``Optimizer.step`` annotation. [microseconds]"""
+    """Yield the start and end of each ``Optimizer.step`` annotation. [microseconds]"""
     began: int | None = None
     for one in annotations if isinstance(annotations, list) else []:
         entry = _dict(one)

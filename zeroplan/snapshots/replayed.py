@@ -1,7 +1,7 @@
-"""Replays a snapshot's requests through the model of CUDA's allocator: as on the GPU, and with expandable segments.
+"""How much memory would expandable segments reserve? Replays a snapshot's requests through the model of CUDA's allocator.
 
-The first replay begins with the segments at the history's beginning and grows as the model does. If its growth equals the
-GPU's, the second replay is reliable.
+A first replay has the GPU's own settings and starts with the segments at the history's start. If it reserves memory at the same
+requests as the GPU did, the second replay, with expandable segments, is reliable.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,10 +14,10 @@ from zeroplan.units import MIB
 
 
 class Replayed(NamedTuple):
-    """The result of replaying a snapshot's requests. [bytes]
+    """The result of both replays. [bytes]
 
-    ``requests`` is their number; ``alike`` counts those that grew the reserved memory as on the GPU. ``reserved_bytes`` is the
-    final state, ``expandable_bytes`` the same with expandable segments from an empty GPU on.
+    ``requests``: their number; ``alike``: those after which the reserved memory grew as on the GPU; ``reserved_bytes``: reserved at
+    the end; ``expandable_bytes``: the same with expandable segments, from an empty GPU.
     """
 
     requests: int
@@ -27,7 +27,7 @@ class Replayed(NamedTuple):
 
 
 def replayed(snapshot: Snapshot, lives: Lives) -> Replayed | None:
-    """Both replays; None if blocks lie outside the segments, as after a history with gaps."""
+    """Return the result of both replays; None if blocks are outside the segments, as in a history with gaps."""
     try:
         card, chunks = _initial_state(snapshot, lives)
     except ValueError:
@@ -40,7 +40,7 @@ def replayed(snapshot: Snapshot, lives: Lives) -> Replayed | None:
 
 
 def _play(snapshot: Snapshot, card: CachingAllocator, chunks: dict[int, Chunk]) -> tuple[int, int]:
-    """Make a snapshot's requests; return how many there are, and how many grew the reserved memory as on the GPU."""
+    """Replay a snapshot's requests; return their number, and the number after which reserved memory grew as on the GPU."""
     requests = alike = grown = 0
     for event in snapshot.events:
         if event.action == "grown":
@@ -57,7 +57,7 @@ def _play(snapshot: Snapshot, card: CachingAllocator, chunks: dict[int, Chunk]) 
 
 
 def _initial_state(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, dict[int, Chunk]]:
-    """The allocator at the history's beginning: its segments, and the blocks in use in them."""
+    """The allocator at the start of the history: its segments, and the blocks in use in them."""
     segments = {segment.address: segment for segment in snapshot.segments}
     for event in reversed(snapshot.events):
         if event.action == "grown":
@@ -77,11 +77,11 @@ def _initial_state(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, 
 
 
 def _older_blocks(snapshot: Snapshot, lives: Lives, segments: list[int]) -> list[tuple[int, int]]:
-    """Address and size of the blocks in use at the history's beginning, in the order of addresses.
+    """Address and size of the blocks in use at the start of the history, ordered by address.
 
-    A snapshot contains the requested size of such a block, not its own size: the allocator may not have split off a rest of up to a
-    MiB. A request is placed at the start of a free chunk. So if the first request behind a block in use leaves such a rest, it is
-    the block's.
+    A snapshot contains a block's requested size. The block may be up to 1 MiB larger, if the allocator did not split off the
+    remainder. Requests are placed at the start of a free chunk. So if there is a gap of up to 1 MiB between a block and the first
+    request after it, the gap belongs to the block.
     """
     older = sorted((life for life in lives.blocks if life.born == BEFORE), key=lambda life: life.address)
     starts, sizes, met = [life.address for life in older], [life.n_bytes for life in older], set[int]()

@@ -1,8 +1,8 @@
-"""Which request of a job's step is the one that torch's message is about?
+"""Which request of a job's step failed, according to torch's out-of-memory message?
 
-The model of the allocator replays the step with as much memory as the message says. Where it fails at a request of the message's
-size, with as much allocated, that is the one. Where it does not, the run was not quite this job, and of the requests of that size
-the one counts before which most nearly as much is allocated.
+The allocator's model replays the step with the message's memory. If the replay fails at a request of the message's size, with the
+message's allocated bytes, that is the request. Otherwise the run differed from the job, and the best match is the request of that
+size before which the allocated bytes are nearest to the message's.
 """
 
 from itertools import accumulate
@@ -20,22 +20,22 @@ from zeroplan.units import GIB, MIB
 
 
 class Found(NamedTuple):
-    """A request of the step: what it is for, where it is made, and what is alive before it. [bytes]"""
+    """A request of the step: its purpose, its place in the step, and the bytes alive before it. [bytes]"""
 
     kind: str
     reason: str
     step: int
-    """The first is 0; -1 before the first."""
+    """The step's number from 0; -1 before the first step."""
     phase: str
     module: str
     n_bytes: int
     live_bytes: int
     replayed: bool
-    """Whether the replay fails at it, too."""
+    """Whether the replay fails at this request."""
 
 
 def request_of(message: Message, answer: Estimate) -> Found | None:
-    """Return the request that failed; None where none has the message's size, or the requests of this job are not known."""
+    """Return the failed request; None if no request has the message's size or zeroplan does not know the job's requests."""
     if not_written(answer.job):
         return None
     replay = _replay_of(answer)
@@ -45,7 +45,7 @@ def request_of(message: Message, answer: Estimate) -> Found | None:
 
 
 def nearest_request(message: Message, answer: Estimate) -> Found | None:
-    """Return the request of the message's size before which most nearly as much is allocated, without a replay; or None."""
+    """Return the request of the message's size with the nearest allocated bytes, without a replay; None if there is none."""
     return None if not_written(answer.job) else _nearest(message, _replay_of(answer).log, answer)
 
 
@@ -63,7 +63,7 @@ def _nearest(message: Message, log: Log, answer: Estimate) -> Found | None:
 
 
 def _replayed(message: Message, replay: StepReplay) -> Full | None:
-    """Return where a replay fails as the message says; None where none does."""
+    """Return the request at which a replay fails like the message; None if no replay does."""
     room = message.reserved_bytes + message.free_bytes
     for settings in SETTINGS:
         for off in _OFF_MIB:
@@ -74,13 +74,13 @@ def _replayed(message: Message, replay: StepReplay) -> Full | None:
 
 
 _OFF_MIB = (0, -4, 4, -8, 8, -12, 12, -16, 16)
-"""The message has three figures of the room, each to two digits: up to 5 MiB off where they are in GiB."""
+"""The room is the sum of three figures of the message, each rounded to two digits: up to 5 MiB off each if in GiB."""
 _ROUNDED = 0.006
-"""How far off a figure of the message is; what is reserved is the sum of two. [GiB or MiB]"""
+"""The rounding error of a figure of the message; reserved memory is the sum of two figures. [GiB or MiB]"""
 
 
 def _is_as_full(full: Full, message: Message) -> bool:
-    """Whether as much is allocated and reserved as the message says, to its digits."""
+    """Whether allocated and reserved bytes equal the message's, within its rounding."""
     pairs = ((full.allocated_bytes, message.allocated_bytes), (full.reserved_bytes, message.reserved_bytes))
     return all(
         abs(one - other) <= _ROUNDED * (GIB if other >= GIB else MIB) * digits for digits, (one, other) in enumerate(pairs, 1)
@@ -88,7 +88,7 @@ def _is_as_full(full: Full, message: Message) -> bool:
 
 
 def _alive(log: Log, answer: Estimate) -> list[int]:
-    """Return the bytes alive before each deed, workspaces included."""
+    """Return the bytes alive before each deed of the log, workspaces included."""
     beside = int(bytes_by_kind(answer.peak.lines).get(Kind.WORKSPACE, 0))
     sizes = [one.n_bytes for one in log.requests]
     changes = (sizes[deed] if deed >= 0 else -sizes[-1 - deed] for deed in log.deeds)
@@ -96,7 +96,7 @@ def _alive(log: Log, answer: Estimate) -> list[int]:
 
 
 def _printed(log: Log, at: int) -> str:
-    """Return what torch would print for a request at which no cached block is large enough; empty for a release."""
+    """Return the size that torch would print if this request failed; empty for a release."""
     deed = log.deeds[at]
     return as_torch_prints(segment_bytes(counted_bytes(log.requests[deed].n_bytes))) if deed >= 0 else ""
 

@@ -1,1 +1,1 @@
-"""Descriptions of a job by the user: frozen, strictly checked, without formulas."""
+"""The user's description of a job: frozen dataclasses that check themselves, without formulas. Start at ``job.py``."""

@@ -1,4 +1,4 @@
-"""Fine-tuning with low-rank adapters beside frozen weights."""
+"""Options of LoRA and QLoRA: low-rank adapters beside frozen weights."""
 
 import re
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ Upcast = Literal["none", "norms", "all"]
 ADAPTED_FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma2", "gemma3_text", "olmo2", "granite",
 )  # fmt: skip
-#: Families whose blocks with adapters are modelled with older releases of transformers alone.
+#: Families whose blocks with adapters are modelled only with older releases of transformers.
 ADAPTED_IN_OLDER = ("mixtral",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec(Spec):
-    """LoRA as peft builds it; QLoRA where weights are quantised.
+    """LoRA as peft builds it; QLoRA if ``quantize`` is set.
 
     Each targeted linear layer gets a product of two matrices of ``rank``; everything else is frozen. ``targets`` names linear
     layers of a block as peft does, separated by commas, or ``all-linear``, ``attention`` or ``mlp``. Frozen weights have the
@@ -43,22 +43,21 @@ class AdapterSpec(Spec):
     """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: their scales are quantised too; ``gptq``: GPTQ's four
     bits, run by its kernels for Triton in fp16."""
     group_size: Annotated[int, Range(-1, 2**20)] = 128
-    """With ``gptq``: weights that share a scale and a zero; -1: all that make one output."""
+    """With ``gptq``: weights that share a scale and a zero point; -1: all weights of one output."""
     dropout: bool = False
-    """``lora_dropout`` is above 0: each adapter reads a copy of its layer's input with zeros in it, and keeps it with its mask."""
+    """Whether ``lora_dropout`` is above 0: each adapter then keeps a masked copy of its layer's input, and the mask."""
     compute: Compute = "autocast"
-    """How adapters compute under mixed precision: under autocast, or without it in fp32, between casts of peft's, beside layers
-    that run in 16 bits (a Trainer without ``bf16``, whose model was loaded in 16 bits)."""
+    """How adapters compute under mixed precision: under autocast, or in fp32 between peft's casts while the layers run in 16 bits
+    (a Trainer without ``bf16`` whose model was loaded in 16 bits)."""
     upcast: Upcast = "all"
-    """What beside weights in four bits is fp32 under autocast: embedding, norms and head, as peft's
-    ``prepare_model_for_kbit_training`` makes them; norms alone, as TRL's ``peft_module_casting_to_bf16`` leaves them; or
-    nothing."""
+    """Which unquantised weights are fp32 under autocast: embedding, norms and head (``all``: peft's
+    ``prepare_model_for_kbit_training``); only norms (``norms``: TRL's ``peft_module_casting_to_bf16``); or none."""
     bitsandbytes: str | None = None
-    """The release of bitsandbytes, as ``0.43.1``; before 0.43.2 a layer in four bits saves its input, and before 0.47.0 it
-    computes in fp32 after a norm in fp32. ``None``: 0.50."""
+    """The release of bitsandbytes, such as ``0.43.1``. Before 0.43.2 a 4-bit layer saves its input, and before 0.47.0 it computes
+    in fp32 after a norm in fp32. ``None``: 0.50."""
 
     def check_rules(self) -> None:
-        """Raise SpecError for names of no linear layer."""
+        """Raise SpecError for unknown targets, group sizes and releases."""
         if not self.targets:
             raise SpecError("LoRA needs linear layers; name some (q_proj,v_proj), or all-linear")
         for name in self.targets.split(","):
@@ -77,9 +76,9 @@ class AdapterSpec(Spec):
 
     @property
     def four_bits_follow_inputs(self) -> bool:
-        """Whether a layer in four bits computes in the dtype of its first input where that is fp32, whatever was asked for.
+        """Whether a 4-bit layer computes in fp32 if its first input is fp32, and ignores the configured compute dtype.
 
-        bitsandbytes before 0.47.0, nn/modules.py, ``Linear4bit.set_compute_type``; later ones keep the dtype that was asked for.
+        bitsandbytes before 0.47.0, nn/modules.py, ``Linear4bit.set_compute_type``; later ones keep the configured dtype.
         """
         return self._before(0, 47)
 

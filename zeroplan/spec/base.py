@@ -1,8 +1,8 @@
-"""The base of every description: a frozen dataclass that checks itself.
+"""The base class of a job's descriptions: a frozen dataclass that checks the type and range of every field.
 
-Plain dataclasses, because every answer builds a description, and importing a validation framework would take longer than the
-answer. Files and other foreign data go through :func:`read`, where pydantic checks types, unknown keys and nesting against the
-same classes. Ranges and rules are defined once, here and in the classes, for both ways.
+These are plain dataclasses, since importing pydantic takes longer than an answer. :func:`read` builds them from files and other
+foreign data with pydantic, which checks types, unknown keys and nesting against the same classes. Both use the same ranges and
+rules.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Range(NamedTuple):
 Count = Annotated[int, Range(1, 10**15)]
 CountOrZero = Annotated[int, Range(0, 10**15)]
 Dimension = Annotated[int, Range(1, 10**7)]
-#: Ranks of a job: of one degree, and of all together.
+#: The most ranks of a job, for one degree of parallelism and for their product.
 MOST_RANKS = 10**6
 Degree = Annotated[int, Range(1, MOST_RANKS)]
 
@@ -63,16 +63,16 @@ class Spec:
         self.check_rules()
 
     def check_rules(self) -> None:
-        """Raise SpecError where fields contradict each other."""
+        """Raise SpecError if fields contradict each other."""
 
 
 class Check(NamedTuple):
-    """A type of a field, with its bounds or its choices."""
+    """One accepted type of a field, with its bounds or choices."""
 
     type: type
     bounds: Range | None
     choices: tuple[object, ...]
-    """The values themselves, where they are listed; the type is then ``object``."""
+    """The accepted values of a ``Literal``, whose ``type`` is ``object``."""
     wording: str
 
     def admits(self, value: object) -> bool:
@@ -85,7 +85,7 @@ class Check(NamedTuple):
 
 
 def checks_of(cls: type[Spec]) -> Mapping[str, tuple[Check, ...]]:
-    """Return what the value of each field may be, by the field's name and in order."""
+    """Return the accepted types and values of each field, by the field's name and in order."""
     return _read_once(cls)  # type: ignore[arg-type]  # as above
 
 
@@ -103,7 +103,7 @@ def largest(cls: type[Spec], field: str) -> int | None:
 
 
 def _accepted(admissible: tuple[Check, ...]) -> str:
-    """Return what a field accepts, without the None that leaves it out."""
+    """Return the words for a field's accepted values; None, which leaves the field out, is not mentioned."""
     said = [check.wording for check in admissible if check.wording and check.type is not NoneType]
     return " or ".join(said) or "nothing"
 
@@ -140,9 +140,9 @@ def _wording(plain: type, bounds: Range | None) -> str:
 
 
 S = TypeVar("S")
-#: Errors of pydantic without a value to show.
+#: Types of pydantic's errors whose value is not shown.
 _WITHOUT_VALUE = ("value_error", "missing", "unexpected_keyword_argument", "extra_forbidden")
-#: What pydantic appends to the location of an error in ``str | int``, and plainer words for its messages.
+#: pydantic appends these names to an error's location in unions such as ``str | int``. Below, plainer words for its messages.
 _UNION_ARMS = ("str", "int", "float", "bool")
 _WORDS = {
     "unexpected_keyword_argument": "no such key", "missing": "is missing", "int_type": "is no whole number",
@@ -151,12 +151,12 @@ _WORDS = {
 
 
 def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
-    """Build a spec from foreign data (a parsed TOML or JSON object), strictly.
+    """Return a spec built strictly from foreign data (a parsed TOML or JSON object).
 
     Raises :class:`~zeroplan.errors.SpecError` in one line that names ``where``, the key and the value: unknown keys, missing
     ones, wrong types, values out of range, contradictions.
     """
-    import json  # noqa: PLC0415  only foreign data pays for json and pydantic
+    import json  # noqa: PLC0415  only foreign data needs json and pydantic
 
     from pydantic import ValidationError  # noqa: PLC0415
 
@@ -168,14 +168,14 @@ def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
 
 @cache
 def _reader(cls: type) -> "TypeAdapter[object]":
-    """Return pydantic's reader of a class, which takes longer to build than to run."""
+    """Return pydantic's reader of a class; cached, since building it takes longer than running it."""
     from pydantic import TypeAdapter  # noqa: PLC0415
 
     return TypeAdapter(cls)
 
 
 def _in_one_line(error: "ValidationError", cls: type) -> str:
-    """Return the most useful error: a misspelt key is also missing, and the misspelling is the better hint."""
+    """Return the most useful error in one line. A misspelt key also counts as missing; the error about the misspelling wins."""
     errors = error.errors(include_url=False)
     first = next((one for one in errors if one["type"] == "unexpected_keyword_argument"), errors[0])
     loc = first["loc"][:-1] if first["loc"][1:] and first["loc"][-1] in _UNION_ARMS else first["loc"]
@@ -188,7 +188,7 @@ def _in_one_line(error: "ValidationError", cls: type) -> str:
 
 
 def nearest_fields(cls: type, key: str) -> str:
-    """Return a suggestion for an unknown key, as the end of a sentence: another program's name for a field, or a misspelling."""
+    """Return a suggestion for an unknown key, as the end of a sentence: zeroplan's name for it, or the nearest spelling."""
     import difflib  # noqa: PLC0415  only an error pays for it
 
     from zeroplan.synonyms import ours_for  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The batch of a step: ints in a job, ints or columns in formulas."""
+"""The batch of a step. A job has ints; formulas also accept columns, with one row per layout."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -27,7 +27,7 @@ class Batch(Protocol):
 
 
 class Numbers(NamedTuple):
-    """A batch for formulas, of checked numbers."""
+    """A batch of ints that were already checked."""
 
     micro_batch_size: int
     seq_len: int
@@ -35,7 +35,7 @@ class Numbers(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The same with a column of sequence lengths."""
+    """A batch whose numbers may be columns."""
 
     micro_batch_size: Int
     seq_len: Int
@@ -43,7 +43,7 @@ class Columns(NamedTuple):
 
 
 def of_a_rank(batch: Batch, ranks: int) -> Batch:
-    """Return one rank's share of the batch, where this many ranks share every sequence.
+    """Return one rank's part of the batch if ``ranks`` ranks split every sequence.
 
     >>> of_a_rank(BatchSpec(seq_len=8192), 4).seq_len
     2048
@@ -59,4 +59,4 @@ class BatchSpec(Spec):
     seq_len: Count = 4096
     grad_accum_steps: Count = 1
     longest_seq_len: Count | None = None
-    """Where lengths were drawn: what ``seq_len`` may come to with real data. The verdict is ``fits`` only if that fits, too."""
+    """If lengths were drawn: the longest ``seq_len`` that real data may have. The verdict is ``fits`` only if that fits as well."""

@@ -20,25 +20,25 @@ Activation = Literal[
     "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "mish", "hardswish", "leaky_relu",
     "relu", "relu6", "relu2", "sigmoid", "tanh",
 ]  # fmt: skip
-#: Those in one operator that saves its input, as SiLU does.
+#: Activation functions that are one operator which saves only its input, like SiLU.
 SAVES_ITS_INPUT: tuple[str, ...] = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "mish", "hardswish", "leaky_relu", "relu6")
 
 
 class Traits(NamedTuple):
-    """What sets a family apart from Llama."""
+    """The differences between a family and Llama."""
 
     file: str
     """Its file in ``zeroplan/transformer/families``."""
     activation: Activation = "silu"
     """The activation function of its published models, and its class's default."""
     other_activations: bool = True
-    """It may have another activation function."""
+    """A config may choose another activation function."""
     window: bool = False
     """It may have a sliding window."""
     global_every: int | None = None
-    """The period of alternating layers: one has full attention, the others a window or linear attention."""
+    """The period of alternating layers: one layer per period has full attention, the others a window or linear attention."""
     linear: bool = False
-    """Those others have linear attention."""
+    """Its other layers have linear attention."""
     pattern: bool = False
     """A config gives the kind of each layer: a state space (Mamba-2), attention, or more."""
     one_module: bool = False
@@ -46,37 +46,37 @@ class Traits(NamedTuple):
     may_be_dense: bool = False
     """A model of the family may have no experts."""
     unturned_models: bool = False
-    """A model of the family may have no rotary positions."""
+    """A config may turn rotary positions off."""
     unturned: bool = False
-    """That one has no rotary positions."""
+    """That one layer per period has no rotary positions."""
     experts: Literal["none", "on this rank", "dispatched"] = "none"
-    """Its blocks have experts; ``dispatched``: experts on several ranks are modelled too."""
+    """Whether its blocks have experts; ``dispatched``: experts on several ranks are modelled too."""
     shared_experts: bool = False
     """It may have shared experts, which every token visits."""
     routes_in_32_bits: bool = False
-    """Its router's weights, and so the experts' weighted outputs, stay in fp32."""
+    """The router's weights stay in fp32, and therefore the experts' weighted outputs as well."""
     dense_layers: bool = False
     """Its first layers may have a dense MLP."""
     one_width: bool = False
     """Its experts are as wide as ``intermediate_size``."""
     learned_positions: bool = False
-    """A position's embedding is added to that of a token."""
+    """A learned position embedding is added to the token's embedding."""
     biased_output: bool = True
-    """Where attention's projections have biases, its output projection has one too."""
+    """If attention's projections have biases, the output projection has one too."""
     head_norms: bool | None = False
-    """Queries and keys are normalised over each head; None: a config says whether they are."""
+    """Queries and keys are normalised over each head; None: the config decides."""
     plain_heads: bool = False
-    """The width of a head is hidden / heads, and there are as many key/value heads as heads."""
+    """The head width is hidden / heads, and there are as many key/value heads as query heads."""
     divides_logits: bool = False
     """The model divides its logits by a constant before the loss. Liger has no fused loss for that."""
     angles_of_kinds: bool = False
-    """Layers with a window have tables of positions of their own."""
+    """Layers with a window have their own rotary tables."""
     turned: int = 1
     """Rotary positions rotate 1/``turned`` of each head."""
     latent: bool = False
     """It has multi-head latent attention."""
     sdpa: bool = True
-    """It runs ``scaled_dot_product_attention`` (``_supports_sdpa``), else eager attention."""
+    """transformers runs it with ``scaled_dot_product_attention`` (``_supports_sdpa``), else with eager attention."""
 
 
 TRAITS: Mapping[str, Traits] = {
@@ -167,13 +167,13 @@ USUAL_ACTIVATION: Mapping[str, Activation] = {name: one.activation for name, one
 FREE_ACTIVATION = families(lambda one: one.other_activations)
 WINDOWED_FAMILIES = families(lambda one: one.window)
 LEARNED_POSITIONS = families(lambda one: one.learned_positions)
-#: Positions that are no rotation of queries and keys: learned, or a slope over the scores.
+#: Families without rotary positions: learned ones, or ALiBi (BLOOM).
 UNROTATED = (*LEARNED_POSITIONS, "bloom")
 LINEAR_FAMILIES = families(lambda one: one.linear)
 PATTERNED = families(lambda one: one.pattern)
 LATENT_FAMILIES = families(lambda one: one.latent)
 SHARED_EXPERTS = families(lambda one: one.shared_experts)
-#: Their shared expert has a width of its own.
+#: Families whose shared expert has its own width.
 WIDE_SHARED_EXPERTS = families(lambda one: one.shared_experts and (one.file == "qwen3_next" or one.one_module))
 MAY_BE_DENSE = families(lambda one: one.may_be_dense)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)

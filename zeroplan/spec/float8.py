@@ -1,4 +1,4 @@
-"""Which jobs may run their linear layers in float8?"""
+"""Checks whether a job may run its linear layers in float8."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,14 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
-#: torchao's products need rows and columns of whole groups (float8/float8_linear_utils.py, ``_auto_filter_for_recipe``).
+#: torchao's float8 products need widths that 16 divides (float8/float8_linear_utils.py, ``_auto_filter_for_recipe``).
 _GROUP = 16
-#: Families whose blocks multiply in layers of ``nn.Linear`` alone.
+#: Families all of whose matrix products are ``nn.Linear`` layers.
 _FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "smollm3", "granite", "seed_oss")
 
 
 def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuSpec | None = None) -> None:
-    """Raise SpecError, in one line with the way out, for float8 where it is not modelled.
+    """Raise SpecError, in one line with the way out, if float8 is not modelled for this job.
 
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -1,4 +1,4 @@
-"""Frozen parameters of a model without adapters."""
+"""The frozen parameters of a model without adapters."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Which jobs does FSDP1 refuse, and which are not modelled with it?"""
+"""Checks whether FSDP1 can run a job, and whether zeroplan models it."""
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.mesh import MeshSpec
@@ -7,7 +7,7 @@ from zeroplan.spec.recipe import RecipeSpec
 
 
 def check_fsdp1(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
-    """Refuse what FSDP1 cannot run, and what is not modelled with it, in one line.
+    """Raise SpecError, in one line, for a job that FSDP1 cannot run or that is not modelled with it.
 
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -1,4 +1,4 @@
-"""The hardware of a job: one accelerator and the number of them per node."""
+"""The hardware of a job: the accelerator, the number per node, and the network."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Figure(Spec):
     source: str
     """Document and table, or public thread."""
     as_of: str = ""
-    """Date of that source, as exactly as it is known: ``2023``, ``2025-05-16``."""
+    """The source's date, as precise as known: ``2023``, ``2025-05-16``."""
     note: str = ""
     check: dict[str, float] | None = None
     """Factors whose product is the figure, if it can be derived: units, FMA per clock, FLOP per FMA, clock."""
@@ -53,7 +53,6 @@ class GpuSpec(Spec):
     full_name: str
     """Its name in answers."""
     vendor: Literal["nvidia", "amd"]
-    """Its vendor."""
     architecture: str
     """Its generation: ``Hopper``, ``CDNA 3``."""
     compute_capability: str
@@ -67,7 +66,7 @@ class GpuSpec(Spec):
     marketing_memory_gb: Figure
     """The advertised size."""
     memory_bytes: ByteFigure
-    """``total_memory`` of ``torch.cuda.get_device_properties(0)``, without the part of ECC and firmware."""
+    """``total_memory`` of ``torch.cuda.get_device_properties(0)``, which excludes ECC and firmware."""
     memory_bandwidth_bytes_per_s: Figure
     """Peak rate of its memory."""
     dense_flops_per_s: dict[Dtype, Figure]
@@ -101,16 +100,16 @@ _OfMeasured = Annotated[float, Range(0.001, 1.5)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesSpec(Spec):
-    """Shares of the rates that a measured step reached, which replace the usual shares, and the run."""
+    """The shares of the data sheet's rates that a measured step reached. They replace the fitted shares."""
 
     matrices: _OfMeasured
-    """What its matrix products reached of the rate that products of their shape have alone."""
+    """Rate of its matrix products, divided by the rate of isolated products of the same shapes."""
     attention: _OfMeasured
-    """The same of a fused attention kernel."""
+    """The same for the fused attention kernel."""
     bandwidth: _Share
     """Share of the memory's bandwidth in memory-bound operators."""
     stepping: _OfMeasured
-    """Share of the memory's bandwidth in the optimizer's step, at most all of it; above 1 the CPU launches faster."""
+    """Share of the memory's bandwidth in the optimizer's step. Above 1, the bandwidth stays full and the CPU launches faster."""
     source: str
     """The run, in words."""
 
@@ -120,11 +119,11 @@ class ClusterSpec(Spec):
     """The GPU, if named, the number of GPUs per node, and the network between nodes."""
 
     gpu: GpuSpec | None = None
-    """The accelerator; None to ask only for the need."""
+    """The accelerator; None to compute the needed memory without a verdict."""
     gpus_per_node: Count | None = None
     """GPUs per node; None for the accelerator's usual server."""
     network_gbit_per_s: Count | None = None
-    """The rate of a network card, in each direction; None for that of the accelerator's usual server."""
+    """The rate of a network card per direction; None for the accelerator's usual server. [Gbit/s]"""
     nics_per_node: Count | None = None
     """Network cards of a node; None for one per GPU."""
     shares: SharesSpec | None = None
@@ -141,7 +140,7 @@ def node_size(cluster: ClusterSpec) -> int | None:
 
 
 def network_bytes_per_s(cluster: ClusterSpec) -> float | None:
-    """Return what the network cards of a node carry in one direction, per GPU; None if unknown.
+    """Return the network rate between nodes per GPU and direction; None if unknown. [bytes/s]
 
     >>> network_bytes_per_s(ClusterSpec())
     """

@@ -1,4 +1,4 @@
-"""A whole training job: model, cluster, recipe, mesh and batch."""
+"""A complete training job: model, cluster, recipe, mesh and batch, and the checks across them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
     "deepspeed": {0: "DeepSpeed stage 0", 1: "DeepSpeed stage 1", 2: "DeepSpeed stage 2", 3: "DeepSpeed stage 3"},
 }
 
-#: The engine of a PyTorch user for each stage.
+#: The default engine for each stage: PyTorch's own.
 DEFAULT_ENGINE: dict[Stage, Engine] = {0: "ddp", 1: "ddp", 2: "fsdp2", 3: "fsdp2"}
 
 
 def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
-    """What is not modelled of the adapter's own options, and what to use instead."""
+    """Yield the adapter's options that are not modelled with this recipe, and what to use instead."""
     if adapter.compute == "fp32":
         asked, here = "adapters that compute in fp32", recipe.engine
         yield here not in ("ddp", "fsdp1") and f"{asked}, and engine {here!r}", "engine 'ddp' or 'fsdp1'"
@@ -70,7 +70,7 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
 
 
 def _beside_experts(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
-    """What is not modelled of adapters in a model with experts."""
+    """Yield what is not modelled for adapters in a model with experts, and what to use instead."""
     if model.moe is None:
         return
     yield recipe.engine not in ("ddp", "fsdp1") and f"experts and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp1'"
@@ -78,7 +78,7 @@ def _beside_experts(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) 
 
 
 def engine_at(stage: Stage, engine: Engine) -> Engine:
-    """Return the engine itself if it offers the stage, else that of a PyTorch user.
+    """Return the engine if it supports the stage, else the stage's default engine.
 
     >>> engine_at(1, "fsdp2"), engine_at(1, "deepspeed")
     ('ddp', 'deepspeed')
@@ -153,11 +153,11 @@ class JobSpec(Spec):
 
     @property
     def _has_more_before_blocks(self) -> bool:
-        """Whether the model has parameters before its blocks beside the token embedding."""
+        """Whether the model has other parameters than the token embedding before its blocks."""
         return bool(self.model.positions) or self.model.family == "bloom"
 
     def _check_ends_apart(self) -> None:
-        """Raise SpecError for what is not modelled with embedding and head as units of their own."""
+        """Raise SpecError for options that are not modelled with embedding and head as separate FSDP2 units."""
         recipe = self.recipe
         if not recipe.fsdp2.ends_apart:
             return
@@ -170,7 +170,7 @@ class JobSpec(Spec):
                 raise SpecError(f"fsdp2.ends_apart with {asked} is not modelled; use {instead}, or leave ends_apart out")
 
     def _check_step_in_backward(self) -> None:
-        """Raise SpecError where the optimizer's step inside the backward is not modelled."""
+        """Raise SpecError if the optimizer's step inside the backward is not modelled for this job."""
         recipe = self.recipe
         if not recipe.ddp.step_in_backward:
             return
@@ -188,12 +188,12 @@ class JobSpec(Spec):
                 raise SpecError(f"ddp.step_in_backward with {asked} is not modelled; use {instead}, or leave it out")
 
     def _check_fused_loss(self) -> None:
-        """Raise SpecError where Liger has no fused loss (transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``)."""
+        """Raise SpecError without a fused loss of Liger (transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``)."""
         if self.recipe.loss == "fused" and self.model.family in DIVIDED_LOGITS:
             raise SpecError(f"loss 'fused': Liger has none for family {self.model.family!r}; use loss 'full' or 'chunked'")
 
     def _check_nodes(self) -> None:
-        """Raise SpecError for two different numbers of GPUs per node, with DeepSpeed's quantized gradients."""
+        """Raise SpecError if DeepSpeed's quantized gradients and the cluster have different numbers of GPUs per node."""
         known, said = node_size(self.cluster), self.recipe.deepspeed.gpus_per_node
         if known is not None and known != said:
             raise SpecError(
@@ -223,7 +223,7 @@ class JobSpec(Spec):
             )
 
     def _check_expert_ranks(self) -> None:
-        """Raise SpecError for experts that do not divide over the ranks, and for what is not modelled with them."""
+        """Raise SpecError if the ranks do not divide the experts, and for options not modelled with expert parallelism."""
         ep, moe, recipe = self.mesh.ep, self.model.moe, self.recipe
         if moe is None:
             raise SpecError(f"ep={ep} needs a model with experts, and this one ({self.model.family}) has none; leave ep out")
@@ -240,7 +240,7 @@ class JobSpec(Spec):
         self._check_chunks_of_experts(moe.num_experts)
 
     def _check_chunks_of_experts(self, experts: int) -> None:
-        """Raise SpecError where ``fully_shard`` does: along dim 1, with fewer experts than ranks, chunks must be even."""
+        """Raise SpecError where ``fully_shard`` fails: with fewer experts than ranks it shards dim 1, which must divide evenly."""
         sharing, ep, widths = self.mesh.dp_shard * self.mesh.cp * self.mesh.tp, self.mesh.ep, widths_of_experts(self.model)
         if not shards_of_experts_are_even(experts, widths, sharing, ep):
             first, second = widths
@@ -250,7 +250,7 @@ class JobSpec(Spec):
             )
 
     def _check_pipeline(self) -> None:
-        """Raise SpecError for what is not modelled on pipeline ranks, and for what torch's schedules refuse."""
+        """Raise SpecError for options that are not modelled with pipelines, and for those that torch's schedules refuse."""
         recipe, model = self.recipe, self.model
         for asked, instead in (
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
@@ -277,7 +277,7 @@ class JobSpec(Spec):
             self._check_frozen_stages(model.frozen.layers)
 
     def _check_tower(self, vision: VisionSpec) -> None:
-        """Raise SpecError for ranks that split a model with a vision tower in a way that is not modelled."""
+        """Raise SpecError for a parallelism that is not modelled with a vision tower."""
         ranks = self.mesh.tp * self.mesh.cp * self.mesh.ep * self.mesh.pp
         if ranks > 1 and (vision.has_blocks or vision.frozen_names or self.mesh.pp > 1):
             raise SpecError(
@@ -285,7 +285,7 @@ class JobSpec(Spec):
             )
 
     def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
-        """Yield what is not modelled with schedules that split backwards."""
+        """Yield the options that are not modelled with schedules that split the backward in two."""
         mesh, model, options = self.mesh, self.model, self.recipe.fsdp2
         if self.recipe.pipeline_schedule not in SPLIT:
             return
@@ -300,7 +300,7 @@ class JobSpec(Spec):
             yield asked and f"schedule {self.recipe.pipeline_schedule!r} and {what}", "1f1b or interleaved-1f1b"
 
     def _frozen_in_stages(self) -> Iterator[tuple[str | bool, str]]:
-        """Yield frozen parts whose units FSDP2 gathers for a backward that never runs, and what to use instead."""
+        """Yield frozen parts that FSDP2 prefetches for a backward that never runs, and what to use instead."""
         recipe, frozen, embeds = self.recipe, self.model.frozen, self.model.adapter is not None
         embeds = embeds or (frozen is not None and "embedding" in frozen.names)
         resharding = recipe.fsdp2.reshard_after_forward
@@ -311,7 +311,7 @@ class JobSpec(Spec):
         yield recipe.fsdp2.ends_apart and "fsdp2.ends_apart and a frozen embedding at stage 3", "stage 2"
 
     def _check_frozen_stages(self, layers: int) -> None:
-        """Raise SpecError for pipeline stages without trained parameters: such a rank's optimizer would be empty."""
+        """Raise SpecError if the first pipeline stage has no trained parameters: its optimizer would be empty."""
         recipe, pp = self.recipe, self.mesh.pp
         each = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
         first, *_ = cut(self.model.num_hidden_layers, pp * each, recipe.layers_by_hand)
@@ -322,7 +322,7 @@ class JobSpec(Spec):
             )
 
     def _check_what_a_profile_tells(self) -> None:
-        """Raise SpecError for what the trace of a module with its own loss does not contain."""
+        """Raise SpecError for options that a profile, the trace of a module with its own loss, cannot answer."""
         recipe = self.recipe
         if recipe.engine in ON_PAPER:
             raise SpecError(f"engine {recipe.engine!r} does not take a profile; use fsdp2, ddp or deepspeed")
@@ -340,7 +340,7 @@ class JobSpec(Spec):
             raise SpecError("keep_logits='fp32' with a profile is not modelled; use yes or no")
 
     def _check_adapter(self, adapter: AdapterSpec) -> None:
-        """Raise SpecError for what is not modelled with adapters."""
+        """Raise SpecError for options that are not modelled with adapters."""
         recipe = self.recipe
         deepspeed, quantised = recipe.engine == "deepspeed", self.model.is_quantised
         for asked, instead in (
@@ -358,7 +358,7 @@ class JobSpec(Spec):
                 raise SpecError(f"LoRA with {asked} is not modelled yet; use {instead}")
 
     def _check_frozen(self) -> None:
-        """Raise SpecError for what is not modelled with frozen parameters."""
+        """Raise SpecError for options that are not modelled with frozen parameters."""
         recipe = self.recipe
         if recipe.engine not in ("ddp", "fsdp2", "deepspeed"):
             raise SpecError(
@@ -376,7 +376,7 @@ class JobSpec(Spec):
                 raise SpecError(f"frozen parameters with {asked} are not modelled yet; use {instead}")
 
     def _check_recompute_layers(self, layers: int) -> None:
-        """Raise SpecError for more blocks than there are, and for what is not modelled if not all blocks are recomputed."""
+        """Raise SpecError if the model has fewer blocks, or if recomputing some of them is not modelled."""
         model = self.model
         if layers > model.num_hidden_layers:
             raise SpecError(

@@ -1,4 +1,4 @@
-"""What the closed formula of Megatron-Core takes, and what it refuses: with Megatron-LM's own rules where that refuses it too."""
+"""Checks jobs with engine ``megatron``: what Megatron-LM itself refuses, and what zeroplan's formulas do not cover."""
 
 import re
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import Stage, cut, stages_per_rank
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 
-#: Families that Megatron-LM has arguments for and whose layers have a closed form here.
+#: Families with arguments in Megatron-LM and formulas in zeroplan.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "bloom")
-#: Precisions that have a line in Megatron-LM's table of bytes per parameter.
+#: Precisions in Megatron-LM's table of bytes per parameter.
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "fp32")
 SCHEDULES = (None, "1f1b", "interleaved-1f1b")
 
 
 def chunks_of(layers: int, parts: int, by_hand: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
-    """Cut this many layers into chunks: by hand, or evenly, or else with embedding and loss as a layer each, the first ones larger.
+    """Cut the layers into pipeline chunks: by hand, or evenly. If they do not divide, embedding and loss count as one layer each.
 
-    Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, get_num_layers_to_build; its layouts
-    (``--pipeline-model-parallel-layout``) can say every cut, and a chunk without a layer.
+    Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, get_num_layers_to_build. A layout
+    (``--pipeline-model-parallel-layout``) can describe every cut, also with a chunk without layers.
 
     >>> [[chunk.layers for chunk in chunks_of(*one)] for one in ((8, 4), (14, 4), (13, 4), (6, 4, (0, 3, 3, 0)))]
     [[2, 2, 2, 2], [3, 4, 4, 3], [3, 4, 4, 2], [0, 3, 3, 0]]
@@ -48,7 +48,7 @@ def layers_of_layout(text: str) -> tuple[int, ...]:
 
 
 def cut_flags(chunks: tuple[Stage, ...], predictions: int = 0) -> tuple[str, ...]:
-    """Return Megatron-LM's arguments for this cut, with this many modules for multi-token prediction; none where it is even.
+    """Return Megatron-LM's arguments for this cut, with ``predictions`` modules for multi-token prediction; none if it is even.
 
     >>> cut_flags(chunks_of(6, 2)), cut_flags(chunks_of(5, 2)), cut_flags(chunks_of(14, 4))[0]
     ((), ('--pipeline-model-parallel-layout Ettt|ttL',), '--account-for-embedding-in-pipeline-split')
@@ -66,7 +66,7 @@ def cut_flags(chunks: tuple[Stage, ...], predictions: int = 0) -> tuple[str, ...
 
 
 def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> None:
-    """Refuse what is not modelled under Megatron-Core, and splits that Megatron-LM refuses (arguments.py, validate_args)."""
+    """Raise SpecError for options that are not modelled, and for splits that Megatron-LM refuses (arguments.py, validate_args)."""
     for asked, instead in (
         *_not_modelled(model, recipe, mesh), *_not_pretrained(model, recipe, mesh), *_not_split(model, recipe, mesh, batch)
     ):  # fmt: skip
@@ -120,7 +120,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
 
 
 def _not_by_muon(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
-    """Refuse what Megatron-LM's Muon does not take (megatron/core/optimizer/__init__.py), and Mamba-2's matrices."""
+    """Yield what Megatron-LM's Muon does not support (megatron/core/optimizer/__init__.py), and Mamba-2's matrices."""
     own, what = recipe.megatron, "optimizer 'muon' and "
     yield recipe.precision != "bf16-mixed" and f"{what}precision {recipe.precision!r}", "'bf16-mixed'"
     yield own.grad_reduce_in_bf16 and f"{what}grad_reduce_in_bf16", "main gradients in fp32"
@@ -130,7 +130,7 @@ def _not_by_muon(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
 
 
 def _not_hybrid(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
-    """Refuse what is not modelled of layers in a hybrid pattern."""
+    """Yield what is not modelled with a hybrid layer pattern."""
     own, what = recipe.megatron, "hybrid_layer_pattern and "
     pattern = own.hybrid_layer_pattern or ""
     yield not set(pattern) <= set("M*-E") and f"hybrid_layer_pattern {pattern!r}", "letters M, *, - and E"
@@ -151,7 +151,7 @@ def _not_hybrid(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterato
 
 
 def _not_overlapped(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
-    """Refuse what Megatron-LM does not overlap (transformer_config.py, __post_init__), and pipelines that it does."""
+    """Yield what Megatron-LM does not overlap (transformer_config.py, __post_init__), and pipelines, which are not modelled."""
     what, own = "overlap_moe_expert_parallel_comm and ", recipe.megatron
     yield mesh.ep == 1 and f"{what}ep=1", "several expert-parallel ranks"
     gathers = own.moe_token_dispatcher_type == "allgather"  # noqa: S105  tokens of text
@@ -164,7 +164,7 @@ def _not_overlapped(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Ite
 
 
 def _not_pretrained(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
-    """Refuse what is not modelled of BERT and T5, whose attention reads a mask of padding."""
+    """Yield what is not modelled for BERT and T5, whose attention reads a padding mask."""
     script = recipe.megatron.pretrains
     what = f"pretrains {script!r} and "
     if script == "gpt":
@@ -179,7 +179,7 @@ def _not_pretrained(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Ite
 
 
 def _not_in_groups(recipe: RecipeSpec, mesh: MeshSpec, steps: int) -> Iterator[tuple[str | bool, str]]:
-    """Micro-batches that an interleaved schedule does not take (schedules.py, forward_backward_pipelining_with_interleaving)."""
+    """Yield micro-batches that the interleaved schedule refuses (schedules.py, forward_backward_pipelining_with_interleaving)."""
     said = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage
     if said is None:
         yield steps % mesh.pp > 0 and f"{steps} interleaved micro-batches on pp={mesh.pp} ranks", "a multiple of pp"

@@ -1,4 +1,4 @@
-"""The arrangement of the ranks: degrees of parallelism, ints in a job, ints or columns in formulas."""
+"""The degrees of parallelism. A job has ints; formulas also accept columns, with one row per layout."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +18,7 @@ class Split(Protocol):
 
     @property
     def cp(self) -> Int:
-        """Context-parallel ranks, which split a sequence; what ``dp_shard`` shards is sharded over them too."""
+        """Context-parallel ranks, which split a sequence; FSDP2 also shards over them what it shards over ``dp_shard``."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class Split(Protocol):
 
 
 class Mesh(Split, Protocol):
-    """The fields of an arrangement that formulas read."""
+    """The degrees that formulas read."""
 
     @property
     def dp_replicate(self) -> Int:
@@ -42,7 +42,7 @@ class Mesh(Split, Protocol):
 
     @property
     def dp_shard(self) -> Int:
-        """Ranks that share one copy of what the ZeRO stage shards; with stage 0, the data-parallel ranks."""
+        """Ranks that shard one copy of the states; with stage 0, the data-parallel ranks."""
         ...
 
 
@@ -58,7 +58,7 @@ class MeshSpec(Spec):
     ep: Degree = 1
 
     def check_rules(self) -> None:
-        """Raise SpecError for experts on ranks that do not exist, and for more ranks than ``--gpus`` allows."""
+        """Raise SpecError if ``ep`` does not divide the ranks that may hold experts, and for more ranks than ``--gpus`` allows."""
         if self.world_size > MOST_RANKS:
             raise SpecError(
                 f"dp_replicate={self.dp_replicate} x dp_shard={self.dp_shard} x tp={self.tp} x cp={self.cp} x pp={self.pp} are "

@@ -1,4 +1,4 @@
-"""The model: its shape, in the words of a Hugging Face ``config.json``."""
+"""The model's shape, with the names of a Hugging Face ``config.json``."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Protocol
@@ -71,9 +71,9 @@ class MlaSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec(Spec):
-    """Linear attention behind a short convolution: a gated delta rule (Qwen3-Next), or a state space (Mamba-2).
+    """Linear attention after a short convolution: a gated delta rule (Qwen3-Next), or a state space (Mamba-2).
 
-    A state space's C and B are its queries and keys, a group is a head of them, and a state is as wide as a key.
+    For Mamba-2: C and B count as queries and keys, a group is one of their heads, and a state is as wide as a key.
     """
 
     num_key_heads: Annotated[int, Range(1, 10**5)]
@@ -99,14 +99,14 @@ class LinearSpec(Spec):
 
 
 class Profiled(Spec):
-    """The base class of :class:`zeroplan.spec.profile.Profile`, which only jobs with a profile load."""
+    """The base class of :class:`zeroplan.spec.profile.Profile`; only jobs with a profile import that class."""
 
     __slots__ = ()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: "_Handler") -> object:
-        """Tell pydantic, which reads foreign data, to read the real class."""
-        from zeroplan.spec.profile import Profile  # noqa: PLC0415  no job without a profile pays for it
+        """Make pydantic read a :class:`zeroplan.spec.profile.Profile`."""
+        from zeroplan.spec.profile import Profile  # noqa: PLC0415  only profiles need it
 
         return handler(source) if cls is not Profiled else handler.generate_schema(Profile)
 
@@ -120,13 +120,13 @@ class _Handler(Protocol):
 
 
 def as_scorer(model: "ModelSpec", rows: int | None) -> "ModelSpec":
-    """Return the model with this many outputs of its head, which no embedding shares; itself for None."""
+    """Return the model with a head of ``rows`` outputs, not tied to the embedding; the same model for None."""
     return model if rows is None else replace(model, head_rows=rows, tie_word_embeddings=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(Spec):
-    """Shape of a decoder-only transformer."""
+    """The shape of a decoder-only transformer."""
 
     name: str = ""
     """The model's name in answers."""
@@ -161,7 +161,7 @@ class ModelSpec(Spec):
     sliding_window: Count | None = None
     """The window of attention, in tokens; None for full attention."""
     hidden_act: Activation | None = None
-    """The MLP's activation function, if it is not the family's usual one."""
+    """The MLP's activation function; None for the family's usual one."""
     parallel_residual: bool = True
     """GPT-NeoX only: attention and MLP read the same input."""
     use_qk_norm: bool = False
@@ -173,11 +173,11 @@ class ModelSpec(Spec):
     linear: LinearSpec | None = None
     """Linear attention, in families with it."""
     layer_pattern: str = ""
-    """A letter for each layer, repeated as needed: M Mamba-2, * attention; in Nemotron-H also - an MLP, E experts."""
+    """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts."""
     turned: bool = True
     """Attention has rotary positions."""
     unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
-    """Parameters that an inferred shape does not cover: one vector beside the embeddings."""
+    """The remaining parameters of an inferred shape, counted as one vector beside the embeddings."""
     profile: Profiled | None = None
     """A traced module instead of a family's formulas; the other sizes are then unused."""
     adapter: AdapterSpec | None = None
@@ -189,7 +189,7 @@ class ModelSpec(Spec):
 
     @property
     def tower_layers(self) -> int:
-        """Blocks of its vision tower, which run before its own."""
+        """The number of blocks in the vision tower, which run before the text's."""
         return 0 if self.vision is None else self.vision.num_hidden_layers
 
     @property
@@ -204,7 +204,7 @@ class ModelSpec(Spec):
 
     @property
     def letters(self) -> str:
-        """The letters of all layers."""
+        """``layer_pattern`` repeated to one letter per layer."""
         repeated = self.layer_pattern * -(-self.num_hidden_layers // max(1, len(self.layer_pattern)))
         return repeated[: self.num_hidden_layers]
 
@@ -220,12 +220,12 @@ class ModelSpec(Spec):
 
     @property
     def upcasts_norms(self) -> bool:
-        """Whether norms are fp32 under autocast beside weights in four bits, and with them the residual stream."""
+        """Whether QLoRA's norms are fp32 under autocast, and with them the residual stream."""
         return self.adapter is not None and self.adapter.quantize in ("nf4", "nf4-double") and self.adapter.upcast != "none"
 
     @property
     def upcasts_ends(self) -> bool:
-        """Whether embedding and head are, too."""
+        """Whether QLoRA's embedding and head are fp32 as well."""
         return self.adapter is not None and self.upcasts_norms and self.adapter.upcast == "all"
 
     def check_rules(self) -> None:

@@ -1,4 +1,4 @@
-"""Which jobs may keep what blocks save in host memory, and which of them without recomputation."""
+"""Checks whether a job may offload activations to host memory, with and without recomputation."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,9 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.spec.releases import NOW, release_of
 
-#: BLOOM's blocks read a tensor of positions that the model makes, and hold the attention weights of the block below.
+#: BLOOM's blocks save the model's ALiBi tensor, and hold the attention weights of the block below.
 _READ_OTHERS = ("bloom",)
-#: Families whose programs do not list every table and index that an operator saves.
+#: Families whose formulas do not list every saved table and index tensor.
 NOT_LISTED = (
     "gpt_oss", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
     "minimax_m2", "olmoe", "qwen2_moe", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h",
@@ -18,7 +18,7 @@ NOT_LISTED = (
 
 
 def check_offloaded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
-    """Raise SpecError for what is not modelled with offloaded activations: GPT-2's block saves its mask like its input."""
+    """Raise SpecError for jobs whose offloaded activations are not modelled."""
     if not recipe.offload_activations:
         return
     if model.profile is not None:
@@ -33,7 +33,7 @@ def check_offloaded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Non
 
 
 def _of_all_that_is_saved(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[str | bool]:
-    """What saves tensors that the blocks' programs do not list one by one, views of weights among them."""
+    """Yield settings whose saved tensors (views of weights among them) the blocks' formulas do not list one by one."""
     yield recipe.engine == "deepspeed" and recipe.zero_stage == 3 and "DeepSpeed's own linear layers at stage 3"
     yield recipe.engine == "megatron" and "engine 'megatron'"
     yield recipe.fsdp2.modules == "torchtitan" and "modules 'torchtitan'"

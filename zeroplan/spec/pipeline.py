@@ -1,6 +1,6 @@
-"""How a model is cut into pipeline stages, and which stages a rank has, for estimates and runs alike.
+"""Which layers does each pipeline stage have, and which stages does each rank have? Estimates and runs both use this.
 
-Stages are cut as torchtitan cuts them (2026-08, ``distributed/pipeline_parallel.py``, ``_generate_llm_fqn_per_model_part``):
+Stages are cut like torchtitan's (2026-08, ``distributed/pipeline_parallel.py``, ``_generate_llm_fqn_per_model_part``):
 the embedding counts as one layer, the final norm and head as one, and earlier stages get the remaining layers.
 """
 
@@ -15,7 +15,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zer
 #: Schedules with one stage per rank; the others have two by default (torchtitan's default).
 SINGLE: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b")
 
-#: Schedules that split a backward in two halves: gradients of inputs first, those of weights later.
+#: Schedules that split a backward in two: first the gradients of inputs, later those of weights.
 SPLIT: tuple[PipelineSchedule, ...] = ("interleaved-zero-bubble", "zbv")
 
 #: Families whose stages need no special handling: one kind of attention, no positions added to the embedding.
@@ -50,7 +50,7 @@ def stages_per_rank(schedule: PipelineSchedule, asked: int | None) -> int:
 def cut(layers: int, stages: int, by_hand: tuple[int, ...] | None = None, *, fewest: int = 1) -> tuple[Stage, ...]:
     """Return the stages, first to last; ``by_hand`` gives the layers of each.
 
-    Raises SpecError if a stage would have less than the fewest layers, or if those by hand are not those of the model.
+    Raises SpecError if a stage would have fewer than ``fewest`` layers, or if ``by_hand`` does not add up to ``layers``.
 
     >>> [stage.layers for stage in cut(32, 4)], [stage.start for stage in cut(32, 4, (6, 9, 9, 8))]
     ([8, 9, 8, 7], [0, 6, 15, 24])
@@ -77,7 +77,7 @@ def _evenly(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def indices_of_rank(schedule: PipelineSchedule, *, rank: int, pp: int, stages: int) -> tuple[int, ...]:
-    """Return the stages of a rank: every pp-th, or for the V of ``zbv`` one on the way down and one on the way up.
+    """Return the stages of a rank: every pp-th stage; for ``zbv``, stage ``rank`` and its mirror from the end.
 
     >>> indices_of_rank("interleaved-1f1b", rank=1, pp=4, stages=8), indices_of_rank("zbv", rank=1, pp=4, stages=8)
     ((1, 5), (1, 6))
@@ -91,7 +91,7 @@ def check_schedule(
     schedule: PipelineSchedule, asked: int | None, *, pp: int, layers: int, micro_batches: int,
     by_hand: tuple[int, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Raise SpecError where torch's schedules do, and for stages without a layer.
+    """Raise SpecError where torch's schedules raise, and for stages without a layer.
 
     Source: torch 2.13, torch/distributed/pipelining/schedules.py, ``__init__`` of each schedule.
     """

@@ -1,4 +1,4 @@
-"""The memory of a traced module: the data of the file that ``zeroplan profile`` writes and ``--profile`` reads."""
+"""The memory of a traced module, as data: the file that ``zeroplan profile`` writes and ``--profile`` reads."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ Coefficient = Annotated[int, Range(-(10**15), 10**15)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount(Spec):
-    """Bytes for any batch, as a sum of products of tokens and sequences.
+    """A polynomial in tokens and sequences, which gives the bytes for any batch.
 
     ``micro_batch`` is per sequence, ``seq_len`` per position of one sequence, ``tokens`` per token, ``seq_len_squared`` per
     pair of positions, ``tokens_seq_len`` per pair in every sequence; ``padding`` is per position that pads a sequence to a
@@ -33,7 +33,7 @@ class Amount(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor(Spec):
-    """One parameter; ``autocast``: ``torch.autocast`` copies it."""
+    """One parameter; ``autocast``: ``torch.autocast`` makes a 16-bit copy of it."""
 
     name: str
     shape: tuple[Dimension, ...]
@@ -74,7 +74,7 @@ class Point(Spec):
     flash: Flash | None = None
 
     def check_rules(self) -> None:
-        """Raise SpecError for a gradient in the making that does not count among those made."""
+        """Raise SpecError if the gradient being computed has more elements than all gradients."""
         if self.current > self.gradients:
             raise SpecError(
                 f"point {self.name!r} of the profile has current={self.current:,}, more than its gradients={self.gradients:,}; "
@@ -84,7 +84,7 @@ class Point(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed(Spec):
-    """A weight whose gradient is ready, in autograd's order, and what is alive then as in :class:`Point`."""
+    """The moment when a weight's gradient is ready, in autograd's order, with the bytes alive as in :class:`Point`."""
 
     name: str
     saved: Amount
@@ -93,7 +93,7 @@ class Handed(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multiplied(Spec):
-    """Operations of one forward, for any batch: of matrix products, and of attention's kernels. [FLOPs]"""
+    """Floating-point operations of one forward, for any batch: matrix products, and attention kernels. [FLOPs]"""
 
     matrices: Amount = Amount()
     attention: Amount = Amount()
@@ -101,10 +101,10 @@ class Multiplied(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledBlock(Spec):
-    """One kind of block, computed in one way: its input, what it keeps, and the moments where it can peak.
+    """One kind of block in one :class:`Variant`: its input, its saved tensors, and the moments where memory can peak.
 
     ``forward``: candidates for the highest total beyond ``kept`` in its forward. ``operations``: None if not counted, or if
-    they follow no polynomial.
+    no polynomial fits them.
     """
 
     input: Amount
@@ -118,13 +118,13 @@ class ProfiledBlock(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledPass(Spec):
-    """A whole pass: every kind of block, and what is outside them.
+    """A whole forward and backward: every kind of block, and everything outside the blocks.
 
-    ``shared``: alive from before the first block to the end; ``beside``: while blocks run forward; ``first_input``: the first
-    block's input where a variable holds it; ``loss``: between the last block and the backward; ``head``: moments from the
+    ``shared``: alive from before the first block to the end; ``beside``: alive while blocks run forward; ``first_input``: the
+    first block's input if a variable holds it; ``loss``: between the last block and the backward; ``head``: moments from the
     loss's backward to the last block's; ``last``: after the first block's backward. Each of these lists candidates for the
-    largest. ``seq_multiple``: kernels pad lengths to a multiple of it. Lengths that are no multiple of ``counted_by`` run other
-    operators and count as the next multiple. ``remarks``: what is not exact. ``operations``: those outside the blocks.
+    largest. ``seq_multiple``: kernels pad lengths to a multiple of it. Other lengths than multiples of ``counted_by`` run
+    other operators; they count as the next multiple. ``remarks``: what is not exact. ``operations``: those outside the blocks.
     """
 
     seq_multiple: Annotated[int, Range(1, 4096)] = 1
@@ -145,7 +145,7 @@ class ProfiledPass(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant(Spec):
-    """One way to compute; ``one`` for a single sequence, which some modules handle differently, ``more`` for several."""
+    """One combination of precision, kernels and recomputation. Some modules handle a single sequence (``one``) differently."""
 
     element_bytes: Literal[2, 4]
     autocast: bool
@@ -165,10 +165,10 @@ class Run(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules(Spec):
-    """Modules in the order of their forward: those that contain the blocks, those before and after, and those in each kind.
+    """Modules in forward order: those that contain the blocks, those before and after, and those inside each kind of block.
 
-    No gradients reach the outputs of ``unfollowed`` modules, nor the inputs of ``unnoticed`` ones. ``tied`` is the module after
-    the blocks that shares an embedding's weight.
+    The outputs of ``unfollowed`` modules get no gradients, and neither do the inputs of ``unnoticed`` ones. ``tied`` is the module
+    after the blocks that shares an embedding's weight.
     """
 
     holding: tuple[str, ...]
@@ -250,7 +250,7 @@ def _check_order(profile: Profile) -> None:
 
 
 def model_of(profile: Profile) -> ModelSpec:
-    """Return the model of a job with a profile. Sizes that only formulas read are 1."""
+    """Return the model of a job with a profile. Sizes that only the families' formulas read are 1."""
     return ModelSpec(
         name=profile.name,
         family="profile",

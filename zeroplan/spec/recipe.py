@@ -1,4 +1,4 @@
-"""The training recipe: structure that a search loops over and that formulas may branch on."""
+"""The training recipe: engine, stage, precision, optimizer and other choices. Formulas may branch on them."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from zeroplan.spec.pipeline import PipelineSchedule
 Kernels = Literal["cuda", "cpu"]
 StepKernels = Literal["eager", "fused", "compiled"]
 Engine = Literal["paper", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron"]
-#: Engines that are closed forms, without a run.
+#: Engines with closed formulas only; `zeroplan verify` cannot run them.
 ON_PAPER: tuple[Engine, ...] = ("paper", "megatron")
 Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
@@ -21,9 +21,9 @@ Optimizer = Literal[
     "torchao-adamw-4bit", "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "adam-mini", "apollo",
     "galore", "soap",
 ]  # fmt: skip
-#: Both forms of Adam, which step alike.
+#: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
-#: Optimizers whose step over one tensor depends on its elements alone.
+#: Optimizers whose step on a tensor is elementwise.
 STEPS_ALONE: tuple[Optimizer, ...] = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "lion")
 Float8Recipe = Literal["tensorwise", "rowwise"]
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
@@ -31,11 +31,11 @@ Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
 LogProbs = Literal["tiles", "divergence", "in place"]
-#: What ``fused_kernels`` may name.
+#: The names that ``fused_kernels`` accepts.
 FUSED = ("cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu")
-#: Those of them that Liger has.
+#: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
-#: Families with Liger's kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) that were compared, or whose own operators stay.
+#: Families whose Liger kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) were compared, or that keep their own operators.
 LIGER_FAMILIES = frozenset({
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "smollm3", "gemma", "gemma2", "gemma3", "olmo2",
 })  # fmt: skip
@@ -49,19 +49,19 @@ class DdpOptions(Spec):
     """Arguments of ``torch.nn.parallel.DistributedDataParallel``; torch's defaults."""
 
     gradient_as_bucket_view: bool = False
-    """Gradients are views of the buckets they are reduced in, and take no memory of their own."""
+    """Gradients are views of DDP's reduction buckets and need no memory of their own."""
     bucket_cap_mb: Count | None = None
-    """MiB of gradients that close a bucket. ``None``: 25, and 1 for the first bucket."""
+    """The size of a bucket of gradients, in MiB. ``None``: 25, and 1 for the first bucket."""
     find_unused_parameters: bool = False
-    """DDP copies the model's output after every forward (``_DDPSink``), and reduces a map of the used parameters."""
+    """DDP copies the model's output after every forward (``_DDPSink``), and all-reduces a map of the used parameters."""
     static_graph: bool = False
     """DDP learns from the first step which parameters are used, and copies nothing from the second step on."""
     wrap_one_rank: bool = False
-    """A single rank is wrapped in DDP too, as it is for ``gradient_as_bucket_view``. Otherwise one rank runs a plain loop, as
-    accelerate and transformers' Trainer do."""
+    """A single rank is wrapped in DDP too, as with ``gradient_as_bucket_view``. By default a single rank runs a plain loop, as with
+    accelerate and transformers' Trainer."""
     step_in_backward: bool = False
-    """In a plain loop on one GPU: each weight has an optimizer of its own, which steps and frees the gradient as soon as that is
-    there (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
+    """In a plain loop on one GPU: each weight has its own optimizer, which steps and frees the gradient as soon as it is computed
+    (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,23 +74,23 @@ class Fsdp2Options(Spec):
     reduce_dtype: Literal["fp32", "param"] = "fp32"
     """Under mixed precision: gradients are reduced in fp32, or in the parameters' compute dtype."""
     cpu_offload: bool = False
-    """``CPUOffloadPolicy``: shards of parameters and gradients and the optimizer are in host memory, and the optimizer runs
-    there."""
+    """``CPUOffloadPolicy``: sharded parameters, gradients and optimizer states are in host memory, and the CPU runs the
+    optimizer."""
     torch: Literal["2.13", "2.15"] | None = None
     """The torch release of ``fully_shard``: 2.13 covers 2.11 to 2.14, whose code is the same where it matters (2.11.0, 2.12.0,
     2.13.0, 2.14.0 and 2.14.1 were checked); 2.15 covers 2.15.0. ``None``: 2.13; a run uses the installed release."""
 
     modules: WhoseModules = "transformers"
-    """The training program: transformers' modules, with everything outside the blocks in one unit, or torchtitan's own Llama 3
-    (0.2.2), whose embedding, and last norm with head, are two units of their own."""
+    """Whose modules train: transformers' (everything outside the blocks is one FSDP2 unit), or torchtitan's own Llama 3 (0.2.2; the
+    embedding is one unit, the last norm with the head another)."""
 
     ends_apart: bool = False
-    """The embedding is a ``fully_shard`` unit of its own, and so are last norm and head together, which stay gathered until
-    their backward, as in accelerate 1.15 and torchtitan. A tied head keeps all of it in one unit."""
+    """The embedding is one ``fully_shard`` unit, and the last norm with the head another, which stays gathered until its backward,
+    as in accelerate 1.15 and torchtitan. With a tied head all of it is one unit."""
 
     @property
     def shards_ends(self) -> bool:
-        """Whether embedding and head are units of their own."""
+        """Whether embedding and head are separate FSDP2 units."""
         return self.ends_apart or self.modules == "torchtitan"
 
     @property
@@ -101,26 +101,26 @@ class Fsdp2Options(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp1Options(Spec):
-    """Arguments of ``FullyShardedDataParallel``, and how it is put around a model; torch's defaults."""
+    """Arguments of ``FullyShardedDataParallel``, and how it wraps a model; torch's defaults."""
 
     use_orig_params: bool = False
     """The optimizer updates the model's own parameters, as views of this rank's flat shard. Otherwise it updates flat shards."""
     backward_prefetch: Literal["backward_pre", "backward_post", "no_prefetch"] = "backward_pre"
-    """When the next block of a backward is gathered: before a block's gradients are made, after, or in its own turn."""
+    """When FSDP1 all-gathers the next block in the backward: before the current block's gradients, after them, or when it runs."""
     forward_prefetch: bool = False
-    """The next block of a forward is gathered while a block runs."""
+    """FSDP1 all-gathers the next block while the current block runs its forward."""
     limit_all_gathers: bool = True
-    """The host waits while two blocks are gathered. It changes what the allocator reserves, not what is allocated."""
+    """The CPU waits while two all-gathers are in flight. It changes reserved memory, not allocated memory."""
     reduce_dtype: Literal["fp32", "param"] = "param"
     """Under mixed precision: gradients are reduced in fp32, or in the parameters' compute dtype, as accelerate does."""
     wraps_adapters: bool = True
-    """Every matrix of an adapter is a unit of its own (peft's ``fsdp_auto_wrap_policy``), so that the block's unit is frozen."""
+    """Every matrix of an adapter is its own FSDP1 unit (peft's ``fsdp_auto_wrap_policy``); the block's unit is then frozen."""
     ignores_adapters: bool = False
-    """Adapters are no part of FSDP1 (``ignored_modules``): whole on every rank, their gradients all-reduced one by one, as
-    fms-acceleration has them with fused kernels."""
+    """FSDP1 ignores adapters (``ignored_modules``): every rank holds them whole and all-reduces their gradients one by one, as in
+    fms-acceleration with fused kernels."""
     checkpoints_units: bool = False
-    """A checkpoint calls a block's unit, as transformers did before 4.53; since then a unit calls what is checkpointed. Where units
-    are frozen, checkpoints around them are kept to the end of the backward, with their gradients."""
+    """The checkpoint is around a block's FSDP1 unit, as in transformers before 4.53; since then the unit is around the checkpoint.
+    Checkpoints around frozen units stay alive until the end of the backward, with their gradients."""
 
 
 def ways_of_resharding(options: Fsdp2Options) -> int | None:
@@ -133,75 +133,75 @@ def ways_of_resharding(options: Fsdp2Options) -> int | None:
     return None if isinstance(ways, bool) else ways
 
 
-#: What ``--recompute-modules`` may name (megatron/core/transformer/transformer_config.py).
+#: The names that ``--recompute-modules`` accepts (megatron/core/transformer/transformer_config.py).
 RECOMPUTED_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions(Spec):
-    """Megatron-LM's own arguments (2026-08), with its names and, except for dropout, its defaults.
+    """Megatron-LM's arguments (2026-08), with its names and, except for dropout, its defaults.
 
-    The overlaps change only time; the others change memory.
+    The overlap options change only time; the others change memory.
     """
 
     pretrains: Literal["gpt", "bert", "t5"] = "gpt"
-    """Megatron-LM's script: ``bert`` is ``pretrain_bert.py``, ``t5`` is ``pretrain_t5.py``, where the job describes the decoder and
-    its sequences. Both take a model of GPT-2's family."""
+    """Megatron-LM's script: ``bert`` is ``pretrain_bert.py``; ``t5`` is ``pretrain_t5.py``, for which the job describes the decoder
+    and its sequences. Both need a model of GPT-2's family."""
     bert_binary_head: bool = True
-    """False is ``--bert-no-binary-head``: BERT predicts masked tokens alone."""
+    """False is ``--bert-no-binary-head``: BERT only predicts masked tokens."""
     encoder_num_layers: Count | None = None
     """T5's ``--encoder-num-layers``. ``None``: as many as the decoder has."""
     encoder_seq_length: Count | None = None
     """T5's ``--encoder-seq-length``. ``None``: as long as the decoder's. [tokens]"""
     overlap_grad_reduce: bool = False
-    """``--overlap-grad-reduce``: gradients are reduced beside the last micro-batch's backward, not after it."""
+    """``--overlap-grad-reduce``: gradient reduction overlaps the last micro-batch's backward."""
     overlap_param_gather: bool = False
-    """``--overlap-param-gather``: the distributed optimizer's weights are gathered beside the first micro-batch's forward."""
+    """``--overlap-param-gather``: the all-gather of updated weights overlaps the first micro-batch's forward."""
     overlap_p2p_comm: bool = True
     """False is ``--no-overlap-p2p-communication``: an interleaved pipeline waits for every send, as 1F1B does."""
     microbatch_group_size_per_virtual_pipeline_stage: Count | None = None
-    """Micro-batches that an interleaved pipeline takes through a chunk before the next one. ``None``: as many as ranks."""
+    """Micro-batches that an interleaved pipeline runs through a chunk before the next chunk. ``None``: as many as ranks."""
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
-    """``--transformer-impl``: the layers' implementation. ``local`` has only eager attention, whose scores go through a buffer."""
+    """``--transformer-impl``: the layers' implementation. ``local`` has only eager attention, with a buffer for the scores."""
     cross_entropy_fusion_impl: Literal["native", "te"] | None = None
-    """``--cross-entropy-loss-fusion`` with this ``--cross-entropy-fusion-impl``: ``native`` makes a further fp32 copy of the
+    """``--cross-entropy-loss-fusion`` with this ``--cross-entropy-fusion-impl``: ``native`` makes another fp32 copy of the
     logits. ``None``: not fused."""
     transformer_engine_release: Literal["2.2", "2.17", "2.18"] = "2.18"
-    """``2.17``: Transformer Engine 2.3 to 2.17. Its fused loss (``cross_entropy_fusion_impl`` ``te``) writes the gradient over
-    the 16-bit logits; since 2.18 the gradient is a tensor of its own in fp32. ``2.2``: 2.2 or older, which makes a placeholder of
-    a weight's gradient for a moment, where later ones keep one for all weights of a shape."""
+    """``2.17``: Transformer Engine 2.3 to 2.17, whose fused loss (``cross_entropy_fusion_impl`` ``te``) writes the gradient over
+    the 16-bit logits; since 2.18 the gradient is a separate fp32 tensor. ``2.2``: 2.2 or older, which allocates a placeholder per
+    weight gradient for a moment; later ones keep one placeholder for all weights of a shape."""
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    """``--cp-comm-type``: how context-parallel ranks attend to each other's tokens. ``a2a`` exchanges heads, and keeps attention's
-    result before and after the exchange."""
+    """``--cp-comm-type``: how context-parallel ranks exchange tokens. ``a2a`` exchanges heads by all-to-all, and keeps attention's
+    output before and after it."""
     hidden_dropout: bool | None = None
-    """Whether ``--hidden-dropout`` is above 0: masks are kept. ``None``: with GPT-2's family alone (Megatron-LM: 0.1, always)."""
+    """Whether ``--hidden-dropout`` is above 0, which keeps masks. ``None``: only for GPT-2's family (Megatron-LM: 0.1, always)."""
     attention_dropout: bool | None = None
-    """Whether ``--attention-dropout`` is above 0; eager attention then keeps masks. ``None``: as above."""
+    """Whether ``--attention-dropout`` is above 0, with which eager attention keeps masks. ``None``: only for GPT-2's family."""
     recompute_modules: str = "core_attn"
     """``--recompute-modules``, separated by commas, for recompute ``selective``: ``core_attn``, ``layernorm``, ``mla_up_proj``,
     ``mlp``, ``moe``, ``moe_act`` and ``shared_experts``."""
     recompute_num_layers: Count = 1
-    """``--recompute-num-layers`` with ``--recompute-method uniform``, for recompute ``full``: layers of one checkpoint."""
+    """``--recompute-num-layers`` with ``--recompute-method uniform``, for recompute ``full``: layers per checkpoint."""
     masked_softmax_fusion: bool = True
     """False is ``--no-masked-softmax-fusion``: with ``local`` layers the softmax is torch's."""
     attention_softmax_in_fp32: bool = False
-    """``--attention-softmax-in-fp32``: such a softmax keeps its result in fp32 (Megatron-LM sets it with
+    """``--attention-softmax-in-fp32``: an unfused softmax keeps its result in fp32 (Megatron-LM sets it with
     ``--apply-query-key-layer-scaling``)."""
     create_attention_mask_in_dataloader: bool = True
-    """False is ``--no-create-attention-mask-in-dataloader``: no mask of one byte per pair of tokens comes with a batch."""
+    """False is ``--no-create-attention-mask-in-dataloader``: the batch has no mask (one byte per pair of tokens)."""
     deterministic_mode: bool = False
-    """``--deterministic-mode``: what experts return is added up in an order, for which it is kept."""
+    """``--deterministic-mode``: the experts' outputs are kept and added in a fixed order."""
     gradient_accumulation_fusion: bool = True
-    """False is ``--no-gradient-accumulation-fusion``: a weight's gradient is a tensor before it is added to the main gradients."""
+    """False is ``--no-gradient-accumulation-fusion``: a weight's gradient is a separate tensor, added to the main gradient."""
     defer_embedding_wgrad_compute: bool = False
-    """``--defer-embedding-wgrad-compute``: the last pipeline rank keeps what the gradient of the head's weight is made of until all
-    micro-batches have gone backward."""
+    """``--defer-embedding-wgrad-compute``: the last pipeline rank keeps the head's inputs and output gradients, and computes the
+    gradient of its weight after all backwards."""
     wgrad_deferral_limit: CountOrZero = 0
-    """``--wgrad-deferral-limit``: of how many micro-batches it does; 0: of all."""
+    """``--wgrad-deferral-limit``: the number of deferred micro-batches; 0: all."""
     grad_reduce_in_bf16: bool = False
-    """``--grad-reduce-in-bf16``: main gradients are in 16 bits, and have fp32 copies at the optimizer's step."""
+    """``--grad-reduce-in-bf16``: main gradients have 16 bits; the optimizer's step copies them to fp32."""
     use_precision_aware_optimizer: bool = False
-    """``--use-precision-aware-optimizer``: of bf16 weights' fp32 copies the lower half alone is kept; gradients are not copied."""
+    """``--use-precision-aware-optimizer``: stores only the lower 16 bits of a bf16 weight's fp32 copy, and copies no gradients."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """``--main-grads-dtype`` of that optimizer."""
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
@@ -211,7 +211,7 @@ class MegatronOptions(Spec):
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
     """``--exp-avg-sq-dtype`` of that optimizer."""
     num_distributed_optimizer_instances: Degree = 1
-    """``--num-distributed-optimizer-instances``: this many groups of data-parallel ranks each share out the optimizer."""
+    """``--num-distributed-optimizer-instances``: groups of data-parallel ranks, each of which shards the optimizer."""
     make_vocab_size_divisible_by: Count = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel ranks."""
     swiglu: bool | None = None
@@ -221,42 +221,42 @@ class MegatronOptions(Spec):
     expert_tensor_parallel_size: Degree | None = None
     """``--expert-tensor-parallel-size``: ranks that split every expert. ``None``: as many as tensor-parallel ranks."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105  tokens of text
-    """How tokens come to their experts (Megatron-LM: ``allgather``, which few jobs keep). ``flex``: by HybridEP, whose buffers lie
+    """How tokens get to their experts (Megatron-LM's default ``allgather`` is rarely used). ``flex``: HybridEP, whose buffers are
     outside torch's allocator."""
     moe_grouped_gemm: bool = True
-    """``--moe-grouped-gemm``: one product for all experts of a rank (Megatron-LM: one expert after the other)."""
+    """``--moe-grouped-gemm``: one grouped product for all experts of a rank (Megatron-LM's default: one expert after the other)."""
     moe_router_dtype: Literal["fp32"] | None = None
     """Routing weights in fp32; ``None``: in the activations' dtype."""
     moe_shared_expert_intermediate_size: Count | None = None
     """Width of an expert that every token visits; ``None``: there is none."""
     overlap_moe_expert_parallel_comm: bool = False
-    """``--overlap-moe-expert-parallel-comm``: the next micro-batch goes forward, layer by layer, beside the backward of one."""
+    """``--overlap-moe-expert-parallel-comm``: the next micro-batch's forward runs layer by layer beside the current backward."""
     moe_aux_loss: bool = False
-    """Whether ``--moe-aux-loss-coeff`` is above 0: scores of all experts are kept for it."""
+    """Whether ``--moe-aux-loss-coeff`` is above 0, which keeps the scores of all experts."""
     core_release: Literal["0.12", "0.13"] = "0.13"
-    """``0.12``: Megatron-Core 0.12 or older multiplies the experts' outputs with the routing weights, and keeps them for that;
-    since 0.13 what is between the experts' matrices is multiplied."""
+    """``0.12``: Megatron-Core 0.12 or older, which multiplies the experts' outputs with the routing weights and keeps the outputs;
+    since 0.13 it multiplies the activations between the experts' two matrices."""
     mtp_num_layers: CountOrZero = 0
     """``--mtp-num-layers``: modules for multi-token prediction on the last pipeline rank, each with a layer like the model's last
-    one and a loss of its own."""
+    one and its own loss."""
     hybrid_layer_pattern: str | None = None
-    """``--hybrid-layer-pattern`` without its ``|``, which ``pipeline_layers`` says: a letter for each of the model's layers, ``M``
-    for Mamba-2, ``*`` for attention, ``-`` for an MLP and ``E`` for experts. ``None``: each layer has attention and an MLP."""
+    """``--hybrid-layer-pattern`` without ``|`` (use ``pipeline_layers``): one letter per layer, ``M`` for Mamba-2, ``*`` for
+    attention, ``-`` for an MLP and ``E`` for experts. ``None``: each layer has attention and an MLP."""
     mamba_state_dim: Count = 128
     """``--mamba-state-dim``, of Mamba-2 layers."""
     mamba_head_dim: Count = 64
     """``--mamba-head-dim``."""
     mamba_num_groups: Count = 8
-    """``--mamba-num-groups``: groups of heads that share two of the states' factors."""
+    """``--mamba-num-groups``: groups of heads that share B and C."""
     mamba_num_heads: Count | None = None
-    """``--mamba-num-heads``. ``None``: as many as make twice the hidden width."""
+    """``--mamba-num-heads``. ``None``: twice the hidden width divided by ``mamba_head_dim``."""
 
     def expert_ways(self, tp: int) -> int:
-        """Return how many of ``tp`` ranks split every expert (Megatron-LM, arguments.py, validate_args)."""
+        """Return the number of ranks that split every expert (Megatron-LM, arguments.py, validate_args)."""
         return self.expert_tensor_parallel_size or tp
 
     def check_rules(self) -> None:
-        """Raise SpecError where Megatron-LM does (megatron/training/arguments.py, validate_args)."""
+        """Raise SpecError where Megatron-LM raises (megatron/training/arguments.py, validate_args)."""
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
         narrow = (self.main_grads_dtype, self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
@@ -276,7 +276,7 @@ class MegatronOptions(Spec):
             )
 
 
-#: A common ``reduce_bucket_size`` where the default's buffers are too large: a tenth of it. [elements]
+#: A common smaller ``reduce_bucket_size``: a tenth of the default. [elements]
 SMALL_BUCKET = 50_000_000
 
 
@@ -285,49 +285,49 @@ class DeepSpeedOptions(Spec):
     """The keys of DeepSpeed's ``zero_optimization`` that change memory; DeepSpeed's defaults, sizes in elements.
 
     Four fields are not keys of that section: ``grad_accum_dtype`` is in ``data_types``, ``torch_adam`` in ``optimizer.params``;
-    ``zero_init`` and ``flatten_on_accelerator`` set how the model gets to the GPU. ``offload_optimizer`` and ``offload_param`` are
-    sections of their own there; here their keys have the section's name as prefix.
+    ``zero_init`` and ``flatten_on_accelerator`` set how the model gets to the GPU. DeepSpeed's sections ``offload_optimizer`` and
+    ``offload_param`` are flat fields here, with the section's name as prefix.
     """
 
     reduce_bucket_size: Count = 500_000_000
-    """Elements of gradients that fill a bucket, which is then reduced."""
+    """The bucket's size: DeepSpeed reduces gradients when this many elements are ready."""
     overlap_comm: bool | None = None
     """``None``: True at stage 3, False below."""
     contiguous_gradients: bool = True
     """Gradients are copied into one flat bucket as they arrive."""
     reduce_scatter: bool = True
-    """A bucket is averaged for the ranks that own it, through a copy where several do; False all-reduces the bucket itself."""
+    """DeepSpeed reduces each part of a bucket to the rank that owns it, through a copy if several do; False: one all-reduce."""
     compute_grad_norm: bool = True
     """Stages 1 and 2 only: False skips the gradient norm, which is computed in fp64."""
     sub_group_size: Count = 1_000_000_000
-    """Stage 3: elements of its share that a rank updates at a time."""
+    """Stage 3: the rank's optimizer step updates this many elements at a time."""
     stage3_prefetch_bucket_size: CountOrZero = 50_000_000
-    """Elements that are gathered ahead of their use."""
+    """Stage 3 prefetches parameters of up to this many elements."""
     stage3_param_persistence_threshold: CountOrZero = 100_000
-    """Parameters of fewer elements are never released."""
+    """Stage 3 never releases parameters with fewer elements."""
     stage3_model_persistence_threshold: Annotated[int, Range(0, 2**63 - 1)] = 2**63 - 1
-    """Elements that may stay gathered for that reason."""
+    """The most elements of such persistent parameters."""
     stage3_max_live_parameters: CountOrZero = 1_000_000_000
-    """Elements that may be gathered before something has to be released."""
+    """The most elements that are gathered at the same time."""
     stage3_max_reuse_distance: CountOrZero = 1_000_000_000
-    """A parameter that is used again within this many elements is not released."""
+    """A parameter that is used again within this many elements stays gathered."""
     stage3_allgather_sequential: bool = False
     """Parameters are gathered one by one instead of in flat groups."""
     memory_efficient_linear: bool = True
-    """Stage 3: False leaves torch's own ``linear`` in place, which keeps a layer's gathered weight from its forward to its
-    backward; so did DeepSpeed before July 2026 in a model that was not built under ``zero.Init``."""
+    """Stage 3: with False, torch's own ``linear`` runs and saves the gathered weight from the forward to the backward. DeepSpeed
+    before July 2026 also did that in models that were not built under ``zero.Init``."""
     zero_hpz_partition_size: Degree = 1
-    """ZeRO++: ranks, as a rule those of a node, that hold a second copy of the weights from the forward to the optimizer's step."""
+    """ZeRO++: the ranks (usually of one node) that shard a second copy of the weights from the forward to the optimizer's step."""
     zero_quantized_weights: bool = False
-    """ZeRO++: what a pass gathers is sent in 8 bits."""
+    """ZeRO++: all-gathers send weights in 8 bits."""
     zero_quantized_gradients: bool = False
     """ZeRO++: gradients are reduced in 4 bits, within nodes and then across."""
     gpus_per_node: Degree = 8
-    """GPUs that one process sees. It is no key of DeepSpeed; only ``zero_quantized_gradients`` reads it."""
+    """GPUs that one process sees. It is not a key of DeepSpeed; only ``zero_quantized_gradients`` uses it."""
     grad_accum_dtype: Literal["fp32", "param"] = "param"
     """``data_types.grad_accum_dtype``: the dtype of the sum of several micro-batches' gradients."""
     torch_adam: bool = False
-    """``optimizer.params.torch_adam``: Adam is torch's, not DeepSpeed's own kernel; also where a script gives DeepSpeed torch's."""
+    """``optimizer.params.torch_adam``: Adam is torch's, not DeepSpeed's own kernel; True also if a script passes torch's Adam."""
     zero_init: bool = True
     """Stage 3: the model is built under ``deepspeed.zero.Init``, sharded from the start."""
     flatten_on_accelerator: bool = True
@@ -394,7 +394,7 @@ class RecipeSpec(Spec):
     recompute_layers: Count | None = None
     """How many blocks, from the first; None: all (Megatron-LM's ``--recompute-method block``)."""
     offload_activations: bool = False
-    """Blocks' saved tensors are in host memory until the backward: ``offload_wrapper`` around every block, outside its
+    """Blocks' saved tensors are in host memory until the backward: ``offload_wrapper`` is around every block, outside its
     checkpoint."""
     attention: Attention = "sdpa"
     """The implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or eager operators."""
@@ -409,20 +409,20 @@ class RecipeSpec(Spec):
     prompt_len: Count = 1
     """Tokens of each sequence that loss ``log-probs`` does not score: its prompt, at least its first token."""
     log_probs: LogProbs = "tiles"
-    """How loss ``log-probs`` is made: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from all
-    logits at once, over which flash-attn's cross-entropy writes their gradient (verl)."""
+    """How loss ``log-probs`` is computed: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from
+    all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl)."""
     forward_only: bool = False
-    """No backward ever follows, so that stage 3 keeps nothing gathered for one. Set for a reference model in a workflow."""
+    """No backward follows, so stage 3 keeps nothing gathered for it. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False
     """The training loop holds the model's output (the logits) while it calls backward; ``fp32``: upcast to fp32."""
     sync_every_micro_batch: bool = True
-    """Gradients are reduced after every micro-batch (plain loop) rather than after the last one (``no_sync``)."""
+    """True: gradients are reduced after every micro-batch (plain loop). False: only after the last one (``no_sync``)."""
     pipeline_schedule: PipelineSchedule | None = None
     """The order in which pipeline ranks run their micro-batches (torch.distributed.pipelining); ``None``: 1f1b."""
     pipeline_stages_per_rank: Annotated[int, Range(1, 1000)] | None = None
     """``None``: 1 with gpipe and 1f1b, else 2."""
     pipeline_layers: str | None = None
-    """Layers of each pipeline stage, first to last, separated by commas; ``None``: as torchtitan cuts them."""
+    """Layers of each pipeline stage, first to last, separated by commas; ``None``: cut like torchtitan."""
     ddp: DdpOptions = DdpOptions()
     """DDP's own options."""
     fsdp1: Fsdp1Options = Fsdp1Options()
@@ -434,21 +434,21 @@ class RecipeSpec(Spec):
     megatron: MegatronOptions = MegatronOptions()
     """Megatron-LM's own options."""
     reentrant: bool | None = None
-    """Checkpoints are reentrant: each holds its block's output while the block runs its backward (engine ddp). ``None``: as
-    transformers makes them, reentrant before 5.0."""
+    """Checkpoints are reentrant: each holds its block's output during the block's backward (engine ddp). ``None``: transformers'
+    default, reentrant before 5.0."""
     fused_kernels: str | None = None
     """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``
-    writes the gradient over the logits, ``rms-norm``, ``rope``, and ``lora``, the attention projections of QLoRA. Liger's are
-    ``rope``, which both write alike, ``liger-rms-norm`` and ``liger-swiglu``; families without such operators keep theirs."""
+    (writes the gradient over the logits), ``rms-norm``, ``rope``, and ``lora`` (attention projections of QLoRA). Liger's are
+    ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own."""
     float8_recipe: Float8Recipe | None = None
-    """torchao's float8 for all linear layers of the blocks, and how it scales: one number per tensor, or per row."""
+    """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row."""
     transformers: str | None = None
-    """The release of transformers whose modules train, as ``4.48`` (:mod:`zeroplan.spec.releases`); ``None``: 5.23."""
+    """The release of transformers, such as ``4.48`` (:mod:`zeroplan.spec.releases`); ``None``: 5.23."""
     kernels: Kernels = "cuda"
     """The kernels: a GPU's, or a CPU's to compare the estimate with a run without a GPU."""
     step_kernels: StepKernels | None = None
-    """How operators bound by memory run, for the time of a step alone: one by one, as one kernel each for norms, rotary positions,
-    gated products and the loss, or compiled. ``None``: as the engine usually runs them."""
+    """How memory-bound operators run; it changes only the step's time. One by one (eager), one kernel each for norms, rotary
+    positions, gated products and the loss (fused), or compiled. ``None``: the engine's usual way."""
 
     @property
     def wraps_one_rank(self) -> bool:
@@ -457,7 +457,7 @@ class RecipeSpec(Spec):
 
     @property
     def keeps_gathered_linears(self) -> bool:
-        """Whether torch's ``linear`` runs on weights that DeepSpeed gathers, and saves them for the backward."""
+        """Whether torch's ``linear`` saves the weights that DeepSpeed's stage 3 gathers, until the backward."""
         return self.engine == "deepspeed" and self.zero_stage == 3 and not self.deepspeed.memory_efficient_linear
 
     @property
@@ -472,7 +472,7 @@ class RecipeSpec(Spec):
 
     @property
     def fused_parts(self) -> tuple[str, ...]:
-        """Return what fused kernels replace, each once.
+        """Return the operators that fused kernels replace, each once; raises SpecError for an unknown name.
 
         >>> RecipeSpec(fused_kernels="rope, rms-norm").fused_parts
         ('rms-norm', 'rope')
@@ -523,11 +523,11 @@ class RecipeSpec(Spec):
 
     @property
     def imbalance_in_thousandths(self) -> int:
-        """The imbalance of experts as a whole number, rounded up; floats next to a thousandth are that thousandth."""
+        """The imbalance of experts in thousandths, rounded up; float noise around a whole thousandth is ignored."""
         return math.ceil(round(self.imbalance * EVEN, 6))
 
     def _check_fused_kernels(self) -> None:
-        """Raise SpecError for names of no kernel, and where they are not modelled."""
+        """Raise SpecError for unknown kernels, and for recipes with which they are not modelled."""
         parts = self.fused_parts
         if not parts:
             return
@@ -539,7 +539,7 @@ class RecipeSpec(Spec):
             raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
 
     def _check_recompute_layers(self, layers: int) -> None:
-        """Raise SpecError for options without an effect, and for what is not modelled."""
+        """Raise SpecError for recipes without recomputation, and for options that are not modelled."""
         if self.recompute == "none":
             raise SpecError(f"recompute_layers={layers} with recompute 'none' has nothing to do; use 'full', or leave it out")
         for asked, instead in (

@@ -1,4 +1,4 @@
-"""What older releases of transformers hold that 5.23, whose code the formulas follow, does not."""
+"""How do older releases of transformers differ in memory from 5.23, whose code the formulas follow?"""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "mixtral", "granite")
 
 
 class Release(NamedTuple):
-    """What a release does otherwise than 5.23.
+    """The differences between a release and 5.23.
 
     Read in 4.39.3, 4.43.3, 4.44.2, 4.45.2, 4.46.0, 4.48.1, 4.49.0, 4.50.0, 4.51.0, 4.53.0, 4.54.1, 4.55.0, 4.56.2, 4.57.3, 5.0.0
     and 5.23.0: ``models/llama/modeling_llama.py``, ``loss/loss_utils.py``, ``integrations/sdpa_attention.py`` and
@@ -25,41 +25,41 @@ class Release(NamedTuple):
     wide_logits: bool = False
     """The model returns its logits in fp32, and releases those in 16 bits (before 4.46)."""
     shifts_logits: bool = False
-    """The loss copies the logits without the last token of each sequence (before 4.49); later ones shift the labels alone."""
+    """The loss copies the logits without the last token of each sequence (before 4.49); later releases shift only the labels."""
     repeats_keys: bool = False
     """``scaled_dot_product_attention`` gets a copy of keys and values for each query head, with or without a mask (before 4.54)."""
     copies_heads: bool = False
-    """It gets contiguous queries, keys and values (4.48 to 4.55). Flash's output is then copied into the order of tokens."""
+    """SDPA gets contiguous queries, keys and values (4.48 to 4.55). FlashAttention's output is then copied into token order."""
     flash_repeats: tuple[str, ...] = ()
-    """Families whose flash attention is given a copy of keys and values for each query head."""
+    """Families whose FlashAttention gets a copy of keys and values for each query head."""
     tables_in_layers: tuple[str, ...] = ()
-    """Families each of whose layers keeps tables of rotary positions, as long as the model can count."""
+    """Families each of whose layers keeps its own rotary tables, for all ``max_position_embeddings``."""
     missing: tuple[str, ...] = ()
-    """Families that it does not have."""
+    """Families that the release does not have."""
     loops_over_experts: bool = False
-    """Mixtral's experts are layers of their own, which run one after the other (read up to 4.48)."""
+    """Mixtral's experts are separate layers, which run one after the other (read up to 4.48)."""
     reentrant: bool = False
-    """``gradient_checkpointing_enable`` makes reentrant checkpoints, which hold a block's output while it runs its backward
+    """``gradient_checkpointing_enable`` uses reentrant checkpoints, which hold a block's output during its backward
     (before 5.0, modeling_utils.py)."""
     masks_all: bool = False
-    """It gets a mask wherever the model gets none and caches no keys (4.54 to 4.57), so that a kernel that takes masks runs.
+    """``scaled_dot_product_attention`` always gets a mask if the user passes none and keys are not cached (4.54 to 4.57).
 
-    The model then looks for packed sequences, and makes a mask whether it finds any or not: ``masking_utils.py``,
-    ``_preprocess_mask_arguments``.
+    The model then looks for packed sequences, and makes a mask even if it finds none: ``masking_utils.py``,
+    ``_preprocess_mask_arguments``. A kernel that accepts masks runs.
     """
 
 
-#: The first releases whose flash attention repeats no keys (``MistralFlashAttention2.forward`` and its like).
+#: The first releases whose FlashAttention does not repeat keys (``MistralFlashAttention2.forward`` and the same in other families).
 FLASH_REPEATED_UNTIL = {"mistral": (4, 48), "qwen2": (4, 48), "mixtral": (4, 48)}
-#: The first releases whose layers have no tables of their own (``MistralRotaryEmbedding._set_cos_sin_cache`` and its like).
+#: The first releases whose layers have no rotary tables (``MistralRotaryEmbedding._set_cos_sin_cache`` and the same elsewhere).
 TABLES_UNTIL = {"llama": (4, 41), "mistral": (4, 42), "qwen2": (4, 45), "mixtral": (4, 48)}
 
-#: The release whose code the formulas follow, and all that hold the same.
+#: The release whose code the formulas follow, and all with the same memory.
 NOW = Release()
 
 
 def release_of(text: str | None) -> Release:
-    """Return what a release of transformers does otherwise. Raises SpecError for what is none, or was not read.
+    """Return the differences of a release of transformers. Raises SpecError for other text and for releases outside the range.
 
     >>> release_of("4.48.1").shifts_logits, release_of("4.48.1").wide_logits
     (True, False)
@@ -94,7 +94,7 @@ def _before(release: tuple[int, int], first: dict[str, tuple[int, int]]) -> tupl
 
 
 def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
-    """Refuse what is not modelled of an older release, where a job is trained with one."""
+    """Raise SpecError for jobs that are not modelled with their release of transformers."""
     release = release_of(recipe.transformers)
     if model.family == "granite" and "granite" in release.missing:
         raise SpecError(f"transformers={recipe.transformers!r} has no Granite; use 4.45 or later, or leave it out")
@@ -110,7 +110,7 @@ def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
 
 
 def _check_mixtral(model: ModelSpec, recipe: RecipeSpec, release: Release) -> None:
-    """Refuse adapters beside experts in fused tensors, and experts that are trained one after the other."""
+    """Raise SpecError for adapters in releases with fused experts, and for full training in releases with a loop over experts."""
     if model.adapter is not None and not release.loops_over_experts:
         raise SpecError("LoRA in a mixtral model is modelled with --transformers 4.39 to 4.48, whose experts are single layers")
     if model.adapter is None and release != NOW:

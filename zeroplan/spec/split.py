@@ -1,4 +1,4 @@
-"""The jobs that tensor-parallel ranks can split under FSDP2 and DTensor, and those that context-parallel ranks can split."""
+"""Checks whether tensor parallelism (FSDP2 with DTensor) and context parallelism can split a job, and are modelled for it."""
 
 from zeroplan.errors import SpecError
 from zeroplan.numeric import Bool, Int
@@ -9,13 +9,13 @@ from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 
 #: Families whose blocks are split as torchtitan splits them.
 SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-#: Families with context parallelism while their experts are on several ranks.
+#: Families with tensor and context parallelism if their experts are on several ranks.
 SHARED_BESIDE_EXPERTS = ("mixtral", "qwen3_moe")
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 
 
 def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:
-    """Raise SpecError for what DTensor cannot split evenly, and for what is not modelled with it.
+    """Raise SpecError for dimensions that DTensor cannot split evenly, and for options not modelled with tensor parallelism.
 
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -43,7 +43,7 @@ def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec
 
 
 def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:
-    """Raise SpecError for sequences that do not divide evenly, and for what is not modelled with context parallelism.
+    """Raise SpecError for sequences that do not divide evenly, and for options not modelled with context parallelism.
 
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -82,9 +82,9 @@ def _check_family(way: str, ranks: int, model: ModelSpec, mesh: MeshSpec) -> Non
 
 
 def shards_of_experts_are_even(experts: int, widths: tuple[int, int], sharing: Int, ep: int) -> Bool:
-    """Whether ``fully_shard`` can shard experts over this many ranks: along dim 1, if there are more ranks than experts.
+    """Whether ``fully_shard`` can shard experts evenly over these ranks. With more ranks than experts it shards along dim 1.
 
-    ``widths``: those of the two weights along dim 1, :func:`widths_of_experts`.
+    ``widths``: the size of dim 1 of the two weights, :func:`widths_of_experts`.
 
     >>> shards_of_experts_are_even(8, (192, 64), 16, 2), shards_of_experts_are_even(8, (192, 64), 20, 2)
     (True, False)
@@ -94,7 +94,7 @@ def shards_of_experts_are_even(experts: int, widths: tuple[int, int], sharing: I
 
 
 def widths_of_experts(model: ModelSpec) -> tuple[int, int]:
-    """Return the widths of the experts' two weights along dim 1."""
+    """Return the size of dim 1 of the experts' two weights."""
     width = 0 if model.moe is None else model.moe.moe_intermediate_size
     return width if model.family == "gpt_oss" else 2 * width, model.hidden_size
 

@@ -1,4 +1,4 @@
-"""What is modelled of torchtitan's own program: its Llama 3 under FSDP2 on sharding ranks alone."""
+"""Checks jobs with torchtitan's own modules: only its Llama 3 under FSDP2 without other parallelism is modelled."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from zeroplan.spec.recipe import RecipeSpec
 
 
 def check_torchtitan(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
-    """Raise SpecError for what torchtitan's program does not do or what is not modelled of it."""
+    """Raise SpecError for a job with torchtitan's modules that torchtitan does not support or that is not modelled."""
     if recipe.fsdp2.modules != "torchtitan":
         return
     for asked, instead in refusals(model, recipe, mesh):
@@ -17,7 +17,7 @@ def check_torchtitan(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> No
 
 
 def refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str, str]]:
-    """Yield what torchtitan's program does not do or is not modelled of it, and what to use instead."""
+    """Yield settings that torchtitan does not support or that are not modelled with it, and what to use instead."""
     for asked, instead in (*_of_the_model(model), *_of_the_recipe(recipe), *_of_the_ranks(mesh)):
         if isinstance(asked, str):
             yield asked, instead

@@ -1,4 +1,4 @@
-"""The vision tower of a multimodal model, what joins it to the text, and the images of a sequence."""
+"""The vision tower and projector of a multimodal model, and the images of a sequence."""
 
 from dataclasses import dataclass
 from math import ceil, floor, sqrt
@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import CountOrZero, Range, Spec
 
-#: Towers with formulas. ``other``: its weights count, its activations do not.
+#: Towers with formulas. ``other``: only its weights count.
 Tower = Literal["qwen2_5_vl", "qwen3_vl", "siglip", "other"]
-#: Words of ``--freeze`` for the tower, and for what joins it to the text.
+#: Words of ``--freeze`` for the tower, and for the projector between tower and text.
 VISION_PARTS = ("tower", "projector")
 #: The fewest and the most pixels of an image.
 _PIXELS = {"qwen2_5_vl": (3_136, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
@@ -19,44 +19,44 @@ _Size = Annotated[int, Range(0, 10**7)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec(Spec):
-    """A vision tower: its shape, what of it is frozen, and the images of each sequence."""
+    """A vision tower: its shape, its frozen parts, and the images of each sequence."""
 
     tower: Tower
-    """Whose blocks it has."""
+    """The architecture of its blocks."""
     hidden_size: _Size = 0
     """Width of its blocks."""
     intermediate_size: _Size = 0
     """Width of their MLP."""
     num_hidden_layers: Annotated[int, Range(0, 10**4)] = 0
-    """Its blocks."""
+    """Number of blocks."""
     num_attention_heads: Annotated[int, Range(0, 10**5)] = 0
-    """Heads of each."""
+    """Heads of a block."""
     patch_size: _Size = 0
     """Pixels along a side of a patch."""
     patch_numbers: _Size = 0
-    """Numbers in a patch: pixels, colours, and frames of a video."""
+    """Numbers in a patch: pixels times colours times frames of a video."""
     merge_size: Annotated[int, Range(1, 10**3)] = 1
     """Patches along each side that become one token of the text."""
     out_hidden_size: _Size = 0
-    """Width of a token's features: that of the text."""
+    """Width of the features of a text token: the text model's hidden size."""
     positions: CountOrZero = 0
-    """Rows of its table of learned positions."""
+    """Rows of the table of learned positions."""
     deeper: Annotated[int, Range(0, 10**3)] = 0
-    """Blocks whose outputs are merged and added to the text's first blocks, too (DeepStack)."""
+    """Number of blocks whose outputs are also merged and added to the text's first blocks (DeepStack)."""
     fixed_size: _Size = 0
-    """Pixels along each side to which every image is resized; 0 where images keep their shape."""
+    """Side of the square to which every image is resized, in pixels; 0 if images keep their aspect ratio."""
     other_parameters: CountOrZero = 0
     """Parameters without a formula: all of an ``other`` tower, and SigLIP's pooling head."""
     freeze_tower: bool = False
     """The tower is not trained."""
     freeze_projector: bool = False
-    """What joins it to the text is not trained."""
+    """The projector is not trained."""
     images: Annotated[int, Range(0, 10**5)] = 0
     """Images of each sequence."""
     image_width: _Size = 768
-    """Pixels of an image before it is resized."""
+    """Width of an image before it is resized. [pixels]"""
     image_height: _Size = 768
-    """The same of its other side. The default is the area to which LLaMA-Factory limits images (``image_max_pixels``)."""
+    """Height of an image. The default area is LLaMA-Factory's limit (``image_max_pixels``). [pixels]"""
 
     @property
     def has_blocks(self) -> bool:
@@ -65,7 +65,7 @@ class VisionSpec(Spec):
 
     @property
     def patches(self) -> int:
-        """Patches of one image, resized as its processor does.
+        """The number of patches of one image, after the processor's resize.
 
         Sources: transformers 5.23, models/qwen2_vl/image_processing_qwen2_vl.py, ``smart_resize``, with the limits in
         ``preprocessor_config.json`` of Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct; Gemma 3's processor resizes all
@@ -89,22 +89,22 @@ class VisionSpec(Spec):
 
     @property
     def tokens_per_image(self) -> int:
-        """Tokens of the text that one image takes."""
+        """The number of text tokens that one image becomes."""
         return self.patches // self.merge_size**2
 
     @property
     def masks_text(self) -> bool:
-        """Whether tokens of an image attend to each other both ways, so that all layers of the text get a mask (Gemma 3)."""
+        """Whether image tokens attend to each other in both directions, so that all text layers get a mask (Gemma 3)."""
         return self.tower == "siglip" and self.images > 0
 
     @property
     def turns_text(self) -> bool:
-        """Whether tokens have positions in three dimensions, so that each sequence has rotary tables of its own (Qwen)."""
+        """Whether tokens have three-dimensional positions, so that each sequence has its own rotary tables (Qwen)."""
         return self.tower in ("qwen2_5_vl", "qwen3_vl")
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
-        """Its frozen parts, in the words of ``--freeze``."""
+        """The frozen parts, as words of ``--freeze``."""
         return tuple(
             name for name, is_so in zip(VISION_PARTS, (self.freeze_tower, self.freeze_projector), strict=True) if is_so
         )

@@ -1,7 +1,7 @@
-"""How much GPU memory does each phase of a fine-tuning loop need, and which phase needs most?
+"""How much GPU memory does each phase of a fine-tuning loop need, and which phase needs most? Start at ``loop.py``.
 
-The phases of a loop run one after another on the same GPU. Training is an ordinary job; a reference model or a rollout engine stays
-beside it or works alone. The words and defaults are those of TRL 1.16.
+The phases of a loop run one after another on the same GPU. Training is an ordinary job; a reference model or a rollout engine may
+stay on the GPU beside it. Names and defaults are those of TRL 1.16.
 """
 
 from zeroplan.workflow.asked import WORKFLOWS, Asked

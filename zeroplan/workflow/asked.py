@@ -1,4 +1,4 @@
-"""The options of a workflow beside its job: each declared once, with the workflows that have it, by TRL's or verl's name."""
+"""The workflows, and their options beside the job's flags. Each option has TRL's or verl's name."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -10,22 +10,22 @@ Name = Literal["sft", "dpo", "kto", "reward", "distill", "grpo", "ppo"]
 
 
 class Workflow(NamedTuple):
-    """What distinguishes a workflow from others."""
+    """The properties of a workflow."""
 
     says: str
     ran: tuple[str, ...] = ()
-    """Where the trainer ran in a dry run, by engine and stage: the rows of tests/workflow/trl.json."""
+    """Engines and stages with which the trainer ran in a dry run, the rows of tests/workflow/trl.json."""
     sequences: int = 1
-    """Sequences of an example in a batch: a chosen and a rejected one in a pair."""
+    """Sequences per example: 2 for pairs of a chosen and a rejected completion."""
     loss: Loss = "log-probs"
     head_rows: int | None = None
-    """Outputs of the head, where they are not the vocabulary's."""
+    """Outputs of the head; None for the vocabulary."""
     compares: bool = False
-    """There is always a reference model."""
+    """Whether there is always a reference model."""
     log_probs: LogProbs = "tiles"
-    """``divergence``: a teacher runs forward in every step."""
+    """``divergence``: a teacher model runs a forward in every step."""
     generates: bool = False
-    """Rollouts come before the training step."""
+    """Whether a rollout comes before the training step."""
 
 
 # fmt: off
@@ -46,14 +46,14 @@ WORKFLOWS: dict[Name, Workflow] = {
 
 
 class Option(NamedTuple):
-    """How an option is written."""
+    """The declaration of an option."""
 
     of: tuple[Name, ...]
     value: str
-    """What help shows for a value: N a whole number, X a number, a list of words; empty for a switch."""
+    """The help's placeholder: N for a whole number, X for a number, or the choices; empty for a switch."""
     says: str
     in_verl: str = ""
-    """Its flag in verl, where that is another than its name."""
+    """verl's flag, if it has another name."""
 
 
 def _said(of: tuple[Name, ...], value: str, says: str, in_verl: str = "") -> Any:  # noqa: ANN401  the field's type
@@ -109,7 +109,7 @@ class Asked:
     # fmt: on
 
     def __post_init__(self) -> None:
-        """Raise SpecError for a word of another workflow, and for a number that no run can have."""
+        """Raise SpecError for options of another workflow, and for impossible numbers."""
         if self.workflow not in WORKFLOWS:
             raise SpecError(f"workflow {self.workflow!r} is none of {', '.join(WORKFLOWS)}")
         for name, option in OPTIONS.items():
@@ -122,7 +122,7 @@ class Asked:
 
     @property
     def share(self) -> float:
-        """The share of a GPU that vLLM takes: trl 1.16, trainer/grpo_config.py; verl 0.9.1, trainer/config/rollout/rollout.yaml."""
+        """The share of a GPU for vLLM: trl 1.16, trainer/grpo_config.py; verl 0.9.1, trainer/config/rollout/rollout.yaml."""
         default = 0.5 if self.workflow == "ppo" else 0.3
         return default if self.vllm_gpu_memory_utilization is None else self.vllm_gpu_memory_utilization
 

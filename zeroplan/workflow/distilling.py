@@ -1,7 +1,7 @@
-"""Distillation: a teacher beside the student, which runs forward in every step, and whose hidden states the loss reads.
+"""The phases of distillation: in every step a teacher model runs a forward, and the loss reads its hidden states.
 
-Source: trl 1.16, trainer/distillation_trainer.py, DistillationTrainer. DeepSpeed's stage 3 shards the teacher. Elsewhere
-accelerate prepares it for evaluation, which shards nothing: every rank has it whole.
+Source: trl 1.16, trainer/distillation_trainer.py, DistillationTrainer. DeepSpeed's stage 3 shards the teacher. With other engines
+accelerate prepares it for evaluation, which does not shard it, so every rank holds the whole teacher.
 """
 
 from collections.abc import Iterator
@@ -25,16 +25,16 @@ READ = "trl 1.16, trainer/distillation_trainer.py, _compute_loss"
 
 
 class Teacher(NamedTuple):
-    """A model whose distribution a student learns."""
+    """The teacher model of a distillation."""
 
     model: Reference
     read: tuple[Line, ...]
-    """What the loss needs of it."""
+    """The teacher's tensors that the loss reads."""
     parameters: int
 
 
 def teacher_of(job: JobSpec, name: str | None) -> Teacher:
-    """Return the teacher of a student's job, in the same dtype. [bytes]"""
+    """Return the teacher for a student's job, in the student's dtype; raises SpecError for a different vocabulary. [bytes]"""
     if name is None:
         raise SpecError("distill needs a teacher; add --teacher-model NAME (`zeroplan models` lists them)")
     teacher = find_model(name)
@@ -51,17 +51,17 @@ def teacher_of(job: JobSpec, name: str | None) -> Teacher:
 
 
 def _read(job: JobSpec, student: JobSpec) -> Iterator[Line]:
-    """What the loss reads of the teacher, forward and backward."""
+    """Yield the teacher's tensors that the loss reads, in its forward and backward."""
     width, batch, hidden = widths(job.recipe.precision).compute, job.batch, job.model.hidden_size
     scored = batch.micro_batch_size * (batch.seq_len - job.recipe.prompt_len)
     yield Line(Kind.TEMPORARY, width * scored * hidden, "teacher: hidden states of the tokens that count", "", READ)
-    if job.recipe.zero_stage == 3:  # gathered while tiles are made, until then in place of the gradient of the student's head
+    if job.recipe.zero_stage == 3:  # gathered for the tiles; later the gradient of the student's head uses this memory
         beyond = width * job.model.vocab_size * max(0, hidden - student.model.hidden_size)
         yield Line(Kind.GATHER, beyond, "teacher: head, gathered, beyond the gradient of the student's", "", READ)
 
 
 def phases(answer: Estimate, teacher: Teacher, beside: tuple[Line, ...]) -> Iterator[LoopPhase]:
-    """Yield the teacher's forward and the training step, with what stays ``beside`` them. [bytes]"""
+    """Yield the teacher's forward and the training step; the lines ``beside`` are alive in both. [bytes]"""
     width, batch, hidden = widths(answer.job.recipe.precision).compute, answer.job.batch, answer.job.model.hidden_size
     states = width * batch.micro_batch_size * batch.seq_len * hidden
     student = Line(Kind.TEMPORARY, states, "student: hidden states, until the loss", "", READ)

@@ -1,7 +1,7 @@
-"""A forward without gradients: what it takes beside what is held, whoever's weights it reads.
+"""The memory of a forward without gradients, for scoring models and teachers.
 
-Blocks take what their forward inside a checkpoint takes, which saves nothing either. The head is TRL's, which makes
-log-probabilities tile by tile.
+A block needs the same memory as in a checkpoint's forward, which saves nothing either. The head is TRL's, which computes
+log-probabilities in tiles.
 """
 
 from collections import Counter
@@ -19,20 +19,20 @@ _OF_WEIGHTS = frozenset({Kind.PARAMETERS, Kind.WEIGHT_CASTS, Kind.GATHER, Kind.U
 
 
 class Forward(NamedTuple):
-    """A forward without gradients, at its highest moment."""
+    """The peak of a forward without gradients."""
 
     moment: str
     lines: tuple[Line, ...]
-    """What comes and goes with the forward."""
+    """The memory of the forward itself, without resident parameters."""
 
 
 def without_gradients(
     job: JobSpec, weights: tuple[Line, ...] | None = None, *, head: bool = True, at_head: tuple[Line, ...] = ()
 ) -> Forward:
-    """Return the highest moment of a forward of the job's model that makes log-probabilities and saves nothing. [bytes]
+    """Return the peak of a forward of the job's model without gradients that computes log-probabilities. [bytes]
 
-    ``weights``: what the forward reads instead of what the job's engine gathers. Without a ``head`` it ends with the last norm;
-    ``at_head``: what else is there as the head scores.
+    ``weights``: the gathered weights, instead of those that the job's engine gathers. Without a ``head`` the forward ends with the
+    last norm; ``at_head``: further lines while the head computes.
     """
     recipe = replace(job.recipe, recompute="full", recompute_layers=None, keep_logits=False)
     answer = estimate(replace(job, recipe=recipe, batch=replace(job.batch, grad_accum_steps=1)))
@@ -50,9 +50,9 @@ def _reading(lines: tuple[Line, ...], weights: tuple[Line, ...]) -> tuple[Line, 
 
 
 def _unsaved(moment: Moment, named: tuple[Line, ...]) -> Moment:
-    """The moment without states of the training and without what blocks keep for their backward.
+    """The moment without training states and without the blocks' saved tensors.
 
-    After the first block a variable still holds its input, the embeddings, which only a checkpoint holds while the model trains.
+    After the first block a variable still holds the embeddings. In training, the block's checkpoint counts as their holder.
     """
     kept = tuple(line for line in moment.lines if line.kind not in _STATES and not line.tag.blocks)
     is_first = not any(line.n_bytes for line in moment.lines if line.tag.blocks)
@@ -68,9 +68,9 @@ def _of_the_head(answer: Estimate, beside: tuple[Line, ...]) -> Moment:
 
 
 def held_after_forward(answer: Estimate) -> tuple[Line, ...]:
-    """What is alive between the forward and the backward of a training step: states, and what is saved. [bytes]
+    """Return the lines alive between forward and backward of a training step: states and saved tensors. [bytes]
 
-    It is there at the loss's moment of the forward, and again when the loss runs its backward, of whose moments one shares most.
+    They are alive both in the loss's forward and in the loss's backward. The backward moment with most lines in common counts.
     """
     moments = answer.engine_moments
     at = next(at for at, one in enumerate(moments) if one.of_forward and one.phase is Phase.LOSS)

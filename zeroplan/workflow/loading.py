@@ -1,7 +1,7 @@
-"""Loading and saving: what a node's host memory and each GPU need before the first step and at a checkpoint.
+"""How much memory do loading and saving need, on each GPU and on a node's host?
 
-``from_pretrained`` builds the model on the meta device and puts every tensor of the checkpoint on the CPU, in each process.
-With ``fsdp_cpu_ram_efficient_loading`` one process of a node does so, under ZeRO-3 one of all. It hands the weights out.
+``from_pretrained`` builds the model on the meta device and loads every tensor of the checkpoint to the CPU, in each process.
+With ``fsdp_cpu_ram_efficient_loading`` only one process per node loads it, under ZeRO-3 only rank 0, and broadcasts the weights.
 """
 
 from collections.abc import Iterator
@@ -27,15 +27,15 @@ PLACED = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_init.py, _move_s
 
 
 def loading(answer: Estimate, reference: tuple[Line, ...], *, efficient: bool) -> LoopPhase:
-    """Return the GPU's highest moment before the first step, with the ``reference`` model's copy where there is one. [bytes]
+    """Return the GPU's peak before the first step; ``reference``: the lines of a reference model's copy. [bytes]
 
-    ``efficient``: one process has the weights, and under FSDP2 hands them out tensor by tensor.
+    ``efficient``: one process loads the weights, and under FSDP2 broadcasts them tensor by tensor.
     """
     moments = [moment for moment in answer.engine_moments if moment.phase is Phase.INIT]
     weights = tuple(line for line in answer.states if line.kind is Kind.PARAMETERS)
     peak = max(moments, key=lambda one: int(one.total_bytes)).lines if moments else weights
     is_one_unit = bool(reference) and answer.job.recipe.engine == "fsdp2" and answer.job.mesh.dp_shard > 1
-    if is_one_unit:  # the trained model is sharded later, when training begins
+    if is_one_unit:  # the trained model is sharded later, at the start of training
         lines = (*reference, _whole(answer, answer.parameters, "reference model"))
         return LoopPhase("loading", "the reference model becomes one unit of FSDP2", lines, DRY_RUN)
     if efficient and answer.job.recipe.engine == "fsdp2" and answer.job.mesh.dp_shard > 1:
@@ -47,7 +47,7 @@ def loading(answer: Estimate, reference: tuple[Line, ...], *, efficient: bool) -
 
 
 def _handed_out(answer: Estimate) -> tuple[Line, ...]:
-    """The tensor that takes most with the shards of those before it: whole on the GPU, and this rank's shard of it."""
+    """The peak of the broadcast: one whole tensor, and the shards received so far."""
     width, ranks = widths(answer.job.recipe.precision).stored, answer.job.mesh.dp_shard
     sizes = [one.numel for one in _tensors(answer.job)]
     shards = list(accumulate(width * ceil_div(numel, ranks) for numel in sizes))
@@ -59,7 +59,7 @@ def _handed_out(answer: Estimate) -> tuple[Line, ...]:
 
 
 def _largest_unit(answer: Estimate) -> tuple[Line, ...]:
-    """A unit moves to the GPU before it is cut, and FSDP1 lays it flat there first.
+    """The largest unit, which moves to the GPU before it is sharded. FSDP1 also flattens it there.
 
     Embedding and head are one unit of FSDP1. Under FSDP2 variables of accelerate's ``fsdp2_prepare_model`` hold both until it ends.
     """
@@ -71,13 +71,13 @@ def _largest_unit(answer: Estimate) -> tuple[Line, ...]:
 
 
 def _whole(answer: Estimate, elements: int, what: str) -> Line:
-    """A unit whose weights have moved to the GPU. [bytes]"""
+    """A whole unit on the GPU. [bytes]"""
     width = widths(answer.job.recipe.precision).stored
     return Line(Kind.TEMPORARY, width * elements, f"{what}: whole, before it is cut", f"{width}·{elements}", PLACED)
 
 
 def saving(answer: Estimate, resident: tuple[Line, ...], *, full: bool) -> LoopPhase:
-    """Return the GPU's highest moment while a checkpoint is written: one tensor gathered at a time. [bytes]"""
+    """Return the GPU's peak while a checkpoint is written; a full one is gathered tensor by tensor. [bytes]"""
     job = answer.job
     if not full or not _is_sharded(job):
         return LoopPhase("saving", "each rank writes what it has", resident)
@@ -87,7 +87,7 @@ def saving(answer: Estimate, resident: tuple[Line, ...], *, full: bool) -> LoopP
 
 
 def host(answer: Estimate, *, beside: int, efficient: bool, full: bool) -> Iterator[HostUse]:
-    """Yield what a node's host memory holds while a model and this many parameters ``beside`` it are loaded, and at a checkpoint.
+    """Yield a node's host memory during loading and saving; ``beside``: parameters of a second model that is loaded.
 
     [bytes]
     """
@@ -117,7 +117,7 @@ def _is_sharded(job: JobSpec) -> bool:
 
 
 def _saved(job: JobSpec) -> tuple[int, str]:
-    """Bytes of an element in a full state dict, and the source: what FSDP shards, and DeepSpeed's 16-bit weights."""
+    """Bytes per element in a full state dict, and the source: FSDP's stored dtype, or DeepSpeed's 16-bit weights."""
     width = widths(job.recipe.precision)
     return (width.stored, FULL) if job.recipe.engine.startswith("fsdp") else (width.compute, GATHERED)
 

@@ -1,4 +1,4 @@
-"""Which phases does a workflow have, and what stays on the GPU between them?"""
+"""Which phases does a workflow have, and what stays on the GPU between them? Start at :func:`loop_of`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -24,20 +24,20 @@ GENERATIONS = 8
 
 
 class _Parts(NamedTuple):
-    """What a workflow is made of."""
+    """The models and the rollout engine of a workflow."""
 
     answer: Estimate
     reference: Reference | None
     rollout: Rollout | None
     teacher: Teacher | None = None
-    """Whose model is the ``reference``."""
+    """With a teacher, its model is the ``reference``."""
 
 
 def loop_of(job: JobSpec, asked: Asked) -> Loop:
     """Return the phases of a workflow with this job as its training step. [bytes]
 
-    Raises :class:`~zeroplan.errors.SpecError` for an engine or a split that TRL's trainers do not have, and for numbers that no
-    run can have.
+    Raises :class:`~zeroplan.errors.SpecError` for an engine or parallelism that TRL's trainers do not support, and for impossible
+    numbers.
     """
     _check(job, asked)
     if asked.workflow == "ppo":
@@ -55,7 +55,7 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     full, efficient = bool(asked.full_state_dict), bool(asked.fsdp_cpu_ram_efficient_loading)
     stays = () if rollout is None else rollout.while_training
     first = loading(answer, copy, efficient=efficient)
-    if kind.generates:  # the engine starts before the reference model is sharded, and sleeps from then on if it does
+    if kind.generates:  # vLLM starts before the reference model is sharded, and then sleeps if sleep mode is on
         first = first._replace(lines=(*first.lines, *stays), compared_with="")
     phases = (first, *made, saving(answer, (*resident, *stays), full=full))
     if not _ran(job, asked, rollout):
@@ -67,10 +67,10 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
 
 
 def loop_of_file(job: JobSpec, said: Mapping[str, object]) -> Loop:
-    """Return the loop that another program's file makes a job a part of. [bytes]
+    """Return the fine-tuning loop that another program's file describes, with this job as its training step. [bytes]
 
-    ``said``: as :attr:`zeroplan.resolve.Resolved.loop` has it. The job's micro-batch is in sequences, and a workflow's in pairs.
-    Raises what :func:`loop_of` raises.
+    ``said``: :attr:`zeroplan.resolve.Resolved.loop`. The job's micro-batch counts sequences; a workflow's may count pairs. Raises
+    what :func:`loop_of` raises.
     """
     asked = Asked(**{name: value for name, value in said.items() if name != "pairs"})  # type: ignore[arg-type]  # checked there
     pairs = said.get("pairs") and WORKFLOWS[asked.workflow].sequences == 2
@@ -79,7 +79,7 @@ def loop_of_file(job: JobSpec, said: Mapping[str, object]) -> Loop:
 
 
 def _of_verl(job: JobSpec, asked: Asked) -> Loop:
-    """The phases of verl's PPO. The actor's step is the training step."""
+    """The loop of verl's PPO; its training step is the actor's."""
     models = verl.trained(job, asked)
     answer, full = models[0].answer, bool(asked.full_state_dict)
     rollout = rollout_of(job, asked, answer.parameters)
@@ -106,27 +106,27 @@ def _of_verl(job: JobSpec, asked: Asked) -> Loop:
 
 
 def _ran(job: JobSpec, asked: Asked, rollout: Rollout | None) -> bool:
-    """Whether TRL's trainer ran in a dry run under this engine; never beside vLLM."""
+    """Whether TRL's trainer ran in a dry run with this engine and stage; it never ran beside vLLM."""
     recipe = job.recipe
     where = "one GPU" if job.mesh.world_size == 1 else f"{recipe.engine} {recipe.zero_stage}"
     return rollout is None and where in WORKFLOWS[asked.workflow].ran
 
 
 def _resident(parts: _Parts, asked: Asked) -> tuple[Line, ...]:
-    """What stays on the GPU between phases."""
+    """The lines that stay on the GPU between phases."""
     copy = () if parts.reference is None or asked.precompute_ref_log_probs else parts.reference.resident
     return (*copy, *parts.answer.held, *parts.answer.workspaces)
 
 
 def _copy_at_first(reference: Reference | None, asked: Asked, answer: Estimate) -> tuple[Line, ...]:
-    """The reference model's copy as training begins: where log-probabilities are made before, only FSDP needs one."""
+    """The reference model's copy at the start; with precomputed log-probabilities only FSDP needs one."""
     if reference is None or (asked.precompute_ref_log_probs and not answer.job.recipe.engine.startswith("fsdp")):
         return ()
     return tuple(line for line in reference.resident if line.kind is Kind.PARAMETERS)
 
 
 def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
-    """Yield the phases in their order: weights go to the engine, which generates; models score; the model trains."""
+    """Yield the phases in order: weights go to vLLM, which generates; models score; the model trains."""
     answer, reference, rollout, teacher = parts
     batch = _buffered(answer.job, asked, compares=reference is not None and teacher is None)
     stays = () if rollout is None else rollout.while_training

@@ -1,4 +1,4 @@
-"""The result of a workflow: its phases, what stays on the GPU between them, and the host's memory."""
+"""The result of a workflow: its phases, the memory that stays on the GPU between them, and the host's memory."""
 
 from typing import NamedTuple
 
@@ -10,15 +10,15 @@ ON_A_CPU = "from_pretrained on a CPU, resident memory of the process"
 
 
 class LoopPhase(NamedTuple):
-    """A phase at its highest moment."""
+    """The peak of a phase."""
 
     name: str
     moment: str
-    """What happens then."""
+    """What happens at the peak."""
     lines: tuple[Line, ...]
-    """All that torch or another engine holds on the GPU then."""
+    """All memory that torch or another engine holds on the GPU at the peak."""
     compared_with: str = ""
-    """The code that its bytes were compared with; empty where it was read and not run."""
+    """The code whose run was compared with these bytes; empty if it was only read."""
 
     @property
     def total_bytes(self) -> int:
@@ -27,13 +27,13 @@ class LoopPhase(NamedTuple):
 
 
 class HostUse(NamedTuple):
-    """Memory of a node at a time."""
+    """A node's host memory at one time."""
 
     when: str
     each_bytes: int
-    """What one process takes. [bytes]"""
+    """The memory of one process. [bytes]"""
     processes: int
-    """How many of the node take as much."""
+    """The number of such processes on the node."""
     reason: str
     source: str
     compared_with: str = ""
@@ -41,7 +41,7 @@ class HostUse(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """What the node must have. [bytes]"""
+        """The memory of all processes. [bytes]"""
         return self.each_bytes * self.processes
 
 
@@ -50,16 +50,16 @@ class Loop(NamedTuple):
 
     workflow: str
     answer: Estimate
-    """Of the training step alone."""
+    """The estimate of the training step."""
     phases: tuple[LoopPhase, ...]
     resident: tuple[Line, ...]
-    """What stays on the GPU from one phase to the next."""
+    """The lines that stay on the GPU between phases."""
     host: tuple[HostUse, ...]
     notes: tuple[str, ...]
 
     @property
     def highest(self) -> LoopPhase:
-        """The phase with the highest peak: the one that breaks first."""
+        """The phase with the highest peak."""
         return max(self.phases, key=lambda one: one.total_bytes)
 
     @property
@@ -69,22 +69,22 @@ class Loop(NamedTuple):
 
     @property
     def least_bytes(self) -> int:
-        """What must fit: the highest phase, and what is outside the allocators. [bytes]"""
+        """The minimum that must fit: the highest phase, plus context and communicators. [bytes]"""
         return self.highest.total_bytes + int(self.outside.expected_bytes)
 
     @property
     def verdict(self) -> Verdict:
-        """Whether every phase fits. The allocator's cache beyond the peak need not fit."""
+        """Whether every phase fits; the allocator's cache does not count."""
         return verdict(self.least_bytes, self.least_bytes, self.answer.capacity_bytes)
 
     def fits(self, phase: LoopPhase) -> bool | None:
-        """Whether a phase fits the GPU; None where no GPU is named."""
+        """Whether a phase fits the GPU; None if the job names no GPU."""
         capacity = self.answer.capacity_bytes
         return None if capacity is None else phase.total_bytes + int(self.outside.expected_bytes) <= capacity
 
 
 def renamed(lines: tuple[Line, ...], whose: str) -> tuple[Line, ...]:
-    """Return lines of another model beside the trained one. Everything of it counts as parameters or temporaries."""
+    """Return another model's lines with its name in the reasons. All but its parameters count as temporaries."""
     kept = {Kind.PARAMETERS, Kind.GATHER, Kind.UNSHARDED_PARAMETERS, Kind.WEIGHT_CASTS}
     return tuple(
         line._replace(kind=line.kind if line.kind in kept else Kind.TEMPORARY, reason=f"{whose}: {line.reason}")

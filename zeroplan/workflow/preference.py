@@ -1,4 +1,4 @@
-"""Preferences and supervised fine-tuning: one trained model, and where a workflow asks for it a reference model beside it."""
+"""The phases of preference and supervised fine-tuning: one trained model, and for some workflows a reference model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,17 +18,17 @@ COMPLETION = 512
 
 
 def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
-    """Return the training step: with TRL's head, and the sequences that a batch of this workflow has."""
+    """Return the job of the training step: with TRL's loss, and two sequences per example for pairs."""
     kind = WORKFLOWS[asked.workflow]
     model, loss = job.model, "full" if asked.full_logits else kind.loss
-    kept = job.recipe.keep_logits if loss == "full" else False  # log-probabilities are made tile by tile: no logits are left
+    kept = job.recipe.keep_logits if loss == "full" else False  # in tiles, logits are never whole
     recipe = replace(job.recipe, loss=loss, prompt_len=prompt_len(job, asked), log_probs=kind.log_probs, keep_logits=kept)
     if (
         kind.log_probs == "divergence" and recipe.engine == "ddp" and recipe.precision != "bf16"
-    ):  # the redirected forward is not under autocast
+    ):  # the loss calls the student's forward outside autocast
         recipe = replace(recipe, precision="fp32")
     model = as_scorer(model, kind.head_rows)
-    if recipe.engine == "fsdp2":  # as accelerate 1.15, on which TRL's trainers run
+    if recipe.engine == "fsdp2":  # like accelerate 1.15, which TRL's trainers use
         apart = not (model.positions or model.family == "bloom")
         recipe = replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=apart, reduce_dtype="param"))
     batch = replace(job.batch, micro_batch_size=kind.sequences * job.batch.micro_batch_size)
@@ -36,7 +36,7 @@ def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
 
 
 def prompt_len(job: JobSpec, asked: Asked) -> int:
-    """Return the tokens of a sequence that are not scored. If no length is given, all but the first are scored. [tokens]"""
+    """Return the number of tokens that are not scored; by default only the first token of a sequence is not. [tokens]"""
     completion = asked.max_completion_length or (COMPLETION if WORKFLOWS[asked.workflow].generates else job.batch.seq_len - 1)
     if completion >= job.batch.seq_len:
         raise SpecError(
@@ -63,13 +63,13 @@ def phases(answer: Estimate, reference: Reference | None, asked: Asked) -> Itera
 
 
 def _alone(answer: Estimate, reference: Reference) -> tuple[Line, ...]:
-    """What is there before training: the model that scores. Under FSDP that is a copy, since the trained one is not sharded yet."""
+    """The scoring model's lines before training. Under FSDP it is a copy, since the trained model is not sharded yet."""
     weights = tuple(line for line in answer.states if line.kind is Kind.PARAMETERS)
     return reference.resident if answer.job.recipe.engine.startswith("fsdp") and reference.resident else weights
 
 
 def training(answer: Estimate, beside: tuple[Line, ...], in_loss: tuple[Line, ...] = ()) -> LoopPhase:
-    """Return the training step with what stays ``beside`` it, and what is there only in a loss, forward and backward. [bytes]"""
+    """Return the training step with the lines ``beside``, and with ``in_loss`` at moments of the loss. [bytes]"""
     moments = [moment for moment in answer.engine_moments if moment.phase is not Phase.INIT]
     at_loss = (any(line.kind is Kind.LOGITS for line in one.lines) for one in moments)
     moments = [one._replace(lines=(*one.lines, *in_loss)) if at else one for one, at in zip(moments, at_loss, strict=True)]

@@ -1,8 +1,8 @@
-"""The reference model of a preference: its copy beside the trained model, and the forward that scores with it.
+"""The memory of a reference model: its copy on the GPU beside the trained model, and its scoring forward.
 
 Sources: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__, and models/utils.py, prepare_deepspeed and prepare_fsdp. DeepSpeed
-shards the copy under stage 3 alone. FSDP2 makes the whole copy one unit, which every forward gathers at once. FSDP1's root
-unit stays gathered from its first forward on.
+shards the copy only under stage 3. FSDP2 makes the whole copy one unit, which every forward all-gathers at once. FSDP1's root
+unit stays gathered after its first forward.
 """
 
 from dataclasses import replace
@@ -22,23 +22,23 @@ WHOLE_UNIT = "trl 1.16, models/utils.py, prepare_fsdp: fully_shard of the root a
 
 
 class Reference(NamedTuple):
-    """The model that a trained one is compared with."""
+    """A reference model."""
 
     resident: tuple[Line, ...]
-    """The copy, as long as it stays; nothing where the trained model without its adapters is the reference."""
+    """The copy's lines; empty if the trained model without its adapters is the reference."""
     forward: Forward
 
 
 def reference_of(job: JobSpec, whose: str = "reference model", *, head: bool = True, all_logits: bool = False) -> Reference:
-    """Return the reference model of a job: a copy, or with adapters the trained model without them. [bytes]
+    """Return the reference model of a job: a copy, or with LoRA the trained model without its adapters. [bytes]
 
-    ``whose``: what lines call it; without a ``head`` it ends with the last norm; ``all_logits``: it makes those of all tokens.
+    ``whose``: its name in reasons; without a ``head`` its forward ends with the last norm; ``all_logits``: for all tokens at once.
     """
     at_head = (_logits(job),) if all_logits else ()
     if job.model.adapter is not None:
         forward = without_gradients(job, at_head=at_head)
         kept = tuple(line for line in forward.lines if line.kind is not Kind.WEIGHT_CASTS or job.model.upcasts_norms)
-        return Reference((), forward._replace(lines=renamed(kept, "without adapters")))  # adapters alone are cast
+        return Reference((), forward._replace(lines=renamed(kept, "without adapters")))  # only the adapters have casts
     forward = without_gradients(replace(job, recipe=replace(job.recipe, forward_only=True)), head=head, at_head=at_head)
     if job.recipe.engine == "fsdp2" and job.mesh.dp_shard > 1:
         forward = _gathered_whole(job, at_head)
@@ -50,7 +50,7 @@ def reference_of(job: JobSpec, whose: str = "reference model", *, head: bool = T
 
 
 def _root_left_gathered(job: JobSpec, forward: Forward) -> tuple[Line, ...]:
-    """FSDP1's root unit stays gathered after a forward, and no backward of the reference model ever frees it."""
+    """The gathered root unit of FSDP1: it stays gathered after a forward, and only a backward, which never runs, would free it."""
     if job.recipe.engine != "fsdp1" or job.mesh.dp_shard == 1:
         return ()
     parts = layout(job.model)
@@ -59,7 +59,7 @@ def _root_left_gathered(job: JobSpec, forward: Forward) -> tuple[Line, ...]:
 
 
 def _logits(job: JobSpec) -> Line:
-    """Logits as the model makes them, their copy in fp32, and where that is gone a sequence's shifted by their maximum."""
+    """The fp32 copy of the logits, plus the larger of the model's own logits and one sequence's logits minus their maximum."""
     width, length = widths(job.recipe.precision).compute, job.batch.seq_len
     tokens = job.batch.micro_batch_size * length
     n_bytes = 4 * tokens + max(width * tokens, 4 * length)
@@ -67,7 +67,7 @@ def _logits(job: JobSpec) -> Line:
 
 
 def _gathered_whole(job: JobSpec, at_head: tuple[Line, ...]) -> Forward:
-    """FSDP2's forward of a model that is one unit: the all-gather's output stays beside the parameters until the forward ends."""
+    """FSDP2's forward of a model in one unit: the all-gather's output stays alive beside the parameters until the forward ends."""
     width = widths(job.recipe.precision).compute
     whole, formula = width * estimate(job).parameters, f"{width}·Ψ"
     gathered = (

@@ -1,8 +1,8 @@
-"""A vLLM engine that shares the training GPU: its share, its KV cache in blocks, what sleeps, and the synchronisation of weights.
+"""The memory of a vLLM engine on the training GPU: its share, its KV cache, its sleep mode, and the synchronisation of weights.
 
-vLLM takes ``ceil(total · gpu_memory_utilization)`` for itself. Its profiling run subtracts from that the weights, the activations
-of 4,096 tokens and CUDA graphs, and the rest is the KV cache. The sum is exact. How it splits is not known before a run, so the
-KV cache is an upper bound here.
+vLLM reserves ``ceil(total · gpu_memory_utilization)``. Its profiling run subtracts the weights, the activations of 4,096 tokens
+and CUDA graphs; the rest is the KV cache. The sum is exact. The split is unknown before a run, so the KV cache is an upper bound
+here.
 """
 
 import math
@@ -29,33 +29,33 @@ BLOCK_TOKENS = 16
 WIDTH = 2
 """vLLM holds weights and KV cache in the 16 bits of the checkpoint. [bytes]"""
 STILL_THERE_BYTES = round(6.95 * GIB)
-"""What a GPU still holds beside a sleeping engine, the larger of two public logs, CUDA context included: vLLM issues 47654 and
-17117 (4.75 GiB). Models and GPUs of the logs are others, and no formula is known, so the larger one is the careful figure."""
+"""The GPU memory that a sleeping engine still uses, CUDA context included: the larger figure of two public logs, vLLM issues 47654
+and 17117 (4.75 GiB). The logs are of other models and GPUs, and no formula is known, so the larger figure is the safe one."""
 _ASLEEP = "vLLM asleep: CUDA graphs, libraries, its allocator's cache"
 _STILL_THERE = Line(Kind.TEMPORARY, STILL_THERE_BYTES, _ASLEEP, "", "vLLM issue 47654")
 
 
 class Rollout(NamedTuple):
-    """A colocated engine."""
+    """A vLLM engine on the training GPU."""
 
     share_bytes: int
-    """What the engine takes while it is awake. [bytes]"""
+    """The engine's memory while it is awake. [bytes]"""
     weights_bytes: int
     block_bytes: int
     """One block of the KV cache in all layers. [bytes]"""
     blocks: int
-    """How many there are at most: with nothing beside the weights."""
+    """The most blocks: if the share holds only weights and KV cache."""
     sleeps: bool
     level: int
 
     @property
     def kv_bytes(self) -> int:
-        """The KV cache at most. [bytes]"""
+        """The upper bound of the KV cache. [bytes]"""
         return self.blocks * self.block_bytes
 
     @property
     def awake(self) -> tuple[Line, ...]:
-        """The engine while it generates. [bytes]"""
+        """The engine's lines while it generates. [bytes]"""
         rest = self.share_bytes - self.weights_bytes - self.kv_bytes
         return (
             self.weights,
@@ -70,17 +70,17 @@ class Rollout(NamedTuple):
 
     @property
     def while_training(self) -> tuple[Line, ...]:
-        """What of it stays while the model trains: all, or where it sleeps what others saw to stay."""
+        """The engine's lines while the model trains: all, or with sleep mode what a sleeping engine still uses."""
         return (_STILL_THERE,) if self.sleeps else self.awake
 
     @property
     def while_synchronising(self) -> tuple[Line, ...]:
-        """The weights alone wake up before the new ones are written into them."""
+        """The engine's lines while it receives new weights; a sleeping engine wakes up only its weights for that."""
         return (self.weights, _STILL_THERE) if self.sleeps else self.awake
 
 
 def rollout_of(job: JobSpec, asked: Asked, parameters: int) -> Rollout:
-    """Return the engine beside the training. [bytes]"""
+    """Return the vLLM engine of a workflow; raises SpecError if its share has no room for a KV cache. [bytes]"""
     gpu, split = job.cluster.gpu, asked.split
     of_share, of_split = (
         flag_of(f"vllm_{name}", asked.workflow) for name in ("gpu_memory_utilization", "tensor_parallel_size")
@@ -113,14 +113,14 @@ def block_bytes(model: ModelSpec, split: int) -> int:
 
 
 def synchronisation(answer: Estimate, resident: tuple[Line, ...], rollout: Rollout) -> LoopPhase:
-    """Return the moment in which the trained weights are written into the engine's, parameter by parameter. [bytes]"""
+    """Return the phase that copies the trained weights into vLLM, parameter by parameter. [bytes]"""
     gathered = _gathered(answer)
     lines = (*resident, *rollout.while_synchronising, *([gathered] if gathered.n_bytes else []))
     return LoopPhase("weight synchronisation", "both copies of the weights, and what is gathered", lines)
 
 
 def _gathered(answer: Estimate) -> Line:
-    """What is gathered at once. Adapters under ZeRO-3 are merged into the whole model."""
+    """The largest gathered part: a parameter, a unit of FSDP1, or with adapters under ZeRO-3 the whole model, to merge them."""
     job = answer.job
     recipe, width = job.recipe, widths(job.recipe.precision)
     is_stage_3 = recipe.engine == "deepspeed" and recipe.zero_stage == 3
@@ -139,13 +139,13 @@ def _gathered(answer: Estimate) -> Line:
 
 
 def asleep(rollout: Rollout, here: int) -> Iterator[HostUse]:
-    """Yield what sleeping costs the host: level 1 keeps the weights in pinned memory, level 2 keeps buffers alone. [bytes]"""
+    """Yield the host memory of a sleeping engine: level 1 keeps the weights in pinned memory, level 2 only buffers. [bytes]"""
     if rollout.sleeps and rollout.level == 1:
         yield HostUse("vLLM asleep (level 1)", rollout.weights_bytes, here, "weights in pinned memory, of every GPU", ASLEEP)
 
 
 def buffered(job: JobSpec, prompt: int, completion: int, steps: int, *, scored: int) -> Line:
-    """Return the generated batch that is kept for its training steps: ids and masks, int64, and fp32 for each completion token."""
+    """Return the generated batch, kept for its training steps: ids and masks in int64, and ``scored`` fp32 numbers per token."""
     rows = steps * job.batch.micro_batch_size
     n_bytes = rows * (16 * (prompt + completion) + 4 * scored * completion)
     return Line(

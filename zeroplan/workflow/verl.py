@@ -1,8 +1,8 @@
-"""verl's PPO: actor, critic, reference model and rollout engine share the same GPUs, one after another. Its code was read, not run.
+"""The phases of verl's PPO: actor, critic, reference model and vLLM run one after another on the same GPUs. Read, not run.
 
 Source: verl 0.9.1, workers/engine_workers.py, ActorRolloutRefWorker, and workers/engine/fsdp/transformer_impl.py, FSDPEngine.
-Logits of all tokens are made at once, and flash-attn's cross-entropy writes their gradient over them. The reference model is in
-host memory (``CPUOffloadPolicy``) and comes unit by unit.
+The model computes the logits of all tokens at once, and flash-attn's cross-entropy writes the gradient over them. The reference
+model is in host memory (``CPUOffloadPolicy``); FSDP2 copies it to the GPU unit by unit.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ OFFLOADED = "verl 0.9.1, utils/fsdp_utils.py, offload_fsdp_model_to_cpu and offl
 
 
 class Trained(NamedTuple):
-    """The actor or the critic, and what of it leaves the GPU while others work."""
+    """The actor or the critic, and the kinds of memory that are offloaded outside its own phases."""
 
     name: str
     answer: Estimate
@@ -35,24 +35,24 @@ class Trained(NamedTuple):
 
     @property
     def stays(self) -> tuple[Line, ...]:
-        """What is on the GPU between its turns. [bytes]"""
+        """The lines that stay on the GPU outside its own phases. [bytes]"""
         held = (line for line in self.answer.held if line.kind not in self.offloaded)
         return tuple(line._replace(reason=f"{self.name}: {line.reason}") for line in held)
 
     @property
     def comes_back(self) -> tuple[Line, ...]:
-        """Parameters that are offloaded, and on the GPU for a forward or a checkpoint. [bytes]"""
+        """The offloaded parameters, which return to the GPU for a forward or a checkpoint. [bytes]"""
         return tuple(line for line in self.answer.held if line.kind is Kind.PARAMETERS and line.kind in self.offloaded)
 
     def host(self, here: int) -> Iterator[HostUse]:
-        """Yield what it takes of the host's memory while it is offloaded. [bytes]"""
+        """Yield its host memory while it is offloaded. [bytes]"""
         n_bytes = sum(int(line.n_bytes) for line in self.answer.held if line.kind in self.offloaded)
         if n_bytes:
             yield HostUse(f"{self.name}, offloaded", n_bytes, here, "what its rank shards", OFFLOADED)
 
 
 def trained(job: JobSpec, asked: Asked) -> tuple[Trained, ...]:
-    """Return the actor, and under ``gae`` the critic, with embedding and head in units of their own. [bytes]"""
+    """Return the actor, and with ``gae`` the critic; embedding and head are separate units. [bytes]"""
     if not job.recipe.engine.startswith("fsdp") or job.mesh.dp_shard == 1:
         raise SpecError("workflow ppo models verl's FSDP workers; use --engine fsdp2 or fsdp1 on several GPUs")
     apart = job.recipe.engine == "fsdp2" and not (job.model.positions or job.model.family == "bloom")
@@ -71,12 +71,12 @@ def trained(job: JobSpec, asked: Asked) -> tuple[Trained, ...]:
 
 
 def has_reference(job: JobSpec, asked: Asked) -> bool:
-    """Whether a reference model of its own is there: with adapters the actor without them is the reference."""
+    """Whether there is a separate reference model; with LoRA the actor without its adapters is the reference."""
     return bool(asked.use_kl_loss) and job.model.adapter is None
 
 
 def phases(models: tuple[Trained, ...], asked: Asked, rollout: Rollout) -> Iterator[LoopPhase]:
-    """Yield the phases in their order, without loading and saving. [bytes]"""
+    """Yield the phases in order, without loading and saving. [bytes]"""
     actor, *rest = models
     job, stays = actor.answer.job, (*rollout.while_training, *actor.answer.workspaces)
     everyone = tuple(line for one in models for line in one.stays)
@@ -103,13 +103,13 @@ def phases(models: tuple[Trained, ...], asked: Asked, rollout: Rollout) -> Itera
 
 
 def _forward(name: str, one: Trained, job: JobSpec, held: tuple[Line, ...], at_head: tuple[Line, ...]) -> LoopPhase:
-    """A forward of a model that is trained, whose parameters come back for it."""
+    """The phase of a trained model's forward, for which offloaded parameters return to the GPU."""
     forward = without_gradients(job, at_head=at_head)
     return LoopPhase(name, f"{one.name}: {forward.moment}", (*held, *one.comes_back, *renamed(forward.lines, one.name)))
 
 
 def _entropy(job: JobSpec, *, chunked: bool) -> Line:
-    """Softmax of the logits and its product with them; in chunks of 2,048 tokens these and the chunk's logits, in fp32."""
+    """The entropy's softmax and its product with the logits; ``chunked``: both and the logits in fp32, for 2,048 tokens."""
     tokens = job.batch.micro_batch_size * job.batch.seq_len
     n_bytes = 12 * min(tokens, 2048) if chunked else 2 * widths(job.recipe.precision).compute * tokens
     return Line(Kind.LOGITS, n_bytes * job.model.vocab_size, "entropy: softmax and products", "", ENTROPY)
