@@ -75,9 +75,10 @@ def test_what_needs_numpy_is_refused_with_the_way_out(monkeypatch: pytest.Monkey
 
 
 def test_the_first_answers_are_those_of_python(site: Path):
-    first = json.loads((site / "first.json").read_text(encoding="utf-8"))
-    assert len(first) == 1 + 4 * 4  # the controls; four questions under four stages
-    assert all(in_browser(address) == (200, content) for address, content in list(first.items())[:3])
+    first, more = (json.loads((site / name).read_text(encoding="utf-8")) for name in ("first.json", "more.json"))
+    assert [address.partition("?")[0] for address in first] == ["/api/controls", "/api/answer"]
+    assert len(more) == 4 * 4 - 1  # four questions under four stages
+    assert all(in_browser(address) == (200, content) for address, content in first.items())
 
 
 def test_nothing_of_the_page_lies_elsewhere(site: Path):

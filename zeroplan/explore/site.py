@@ -50,15 +50,17 @@ def _contents() -> Iterator[tuple[str, bytes]]:
     yield "index.html", _index((page / "index.html").read_text(encoding="utf-8")).encode()
     for name in ("page.css", "page.js", "worker.js"):
         yield name, (page / name).read_bytes()
-    yield "first.json", json.dumps(dict(_first_answers()), ensure_ascii=False).encode()
+    answers = list(_first_answers())
+    yield "first.json", json.dumps(dict(answers[:2]), ensure_ascii=False).encode()
+    yield "more.json", json.dumps(dict(answers[2:]), ensure_ascii=False).encode()
     yield f"zeroplan-{__version__}.zip", _package()
 
 
 def _first_answers() -> Iterator[tuple[str, str]]:
-    """Yield what the page asks first, under each ZeRO stage, with the answers: it shows them while Python starts."""
+    """Yield what the page asks first, and then under each ZeRO stage, with the answers: it shows them before Python starts."""
     yield "/api/controls", in_browser("/api/controls")[1]
     defaults = {control.name: control.default for control in controls() if control.default}
-    for stage in STAGES:
+    for stage in sorted(STAGES, key=lambda one: str(one) != defaults["stage"]):
         for what in ANSWERS:
             address = f"/api/{what}?{urlencode({**defaults, 'stage': stage})}"
             status, content = in_browser(address)

@@ -189,16 +189,23 @@ const busy = (asking) => of("answer").setAttribute("aria-busy", String(asking));
 const send = IN_BROWSER ? toWorker() : fetch.bind(window);
 
 function toWorker() {
-  const worker = new Worker(`worker.js?version=${document.currentScript.dataset.version}`, { type: "module" }), waiting = new Map();
-  const first = fetch("first.json").then((found) => found.json()).catch(() => ({})); // answers for the page's first job, to show at once
-  let asked = 0, broken = false, started = false;
+  const script = `worker.js?version=${document.currentScript.dataset.version}`, waiting = new Map();
+  const kept = (name) => fetch(name).then((found) => found.json()).catch(() => ({})); // answers for the page's first job, to show at once
+  const first = kept("first.json");
+  let more, worker, asked = 0, broken = false, started = false;
   const settle = (id, how, what) => { started ||= how === "answer"; waiting.get(id)[how](what); waiting.delete(id); };
-  worker.addEventListener("message", ({ data: { id, failed, content, status } }) => (failed ? settle(id, "fail", failed) : settle(id, "answer", new Response(content, { status }))));
-  worker.addEventListener("error", () => { broken = true; for (const id of [...waiting.keys()]) settle(id, "fail", GONE); });
+  const begin = () => {
+    if (worker) return;
+    worker = new Worker(script, { type: "module" });
+    worker.addEventListener("message", ({ data: { id, failed, content, status } }) => (failed ? settle(id, "fail", failed) : settle(id, "answer", new Response(content, { status }))));
+    worker.addEventListener("error", () => { broken = true; for (const id of [...waiting.keys()]) settle(id, "fail", GONE); });
+  };
+  for (const event of ["pointerover", "focusin"]) of("controls").addEventListener(event, begin, { once: true }); // who only looks loads no Python
   return async (address, { body } = {}) => {
     if (body) return new Response(JSON.stringify({ error: NO_FILES }), { status: 422 });
-    const known = (await first)[address];
+    const known = (await first)[address] || (await (more ??= kept("more.json")))[address];
     if (known) return new Response(known);
+    begin();
     if (!started) of("headline").textContent = STARTING;
     return new Promise((answer, fail) => {
       if (broken) { fail(GONE); return; }
