@@ -63,8 +63,12 @@ def _marking(made: Callable[..., Any], texts: dict[int, str]) -> Callable[..., A
     return marked
 
 
+_FIRST: dict[str, str] = {}
+"""The line that wrote each text first: equal texts stay equal, since names that are alike are numbered."""
+
+
 def _marked(text: object, line: str) -> object:
-    return f"‹{line}›{text}" if isinstance(text, str) and text and not text.startswith("‹") else text
+    return f"‹{_FIRST.setdefault(text, line)}›{text}" if isinstance(text, str) and text and not text.startswith("‹") else text
 
 
 class Asked(NamedTuple):

@@ -1,12 +1,13 @@
 """The site: every page is reachable, every link leads somewhere, and it builds without a warning and without the network."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,21 @@ def test_the_site_builds_without_a_warning_and_names_no_other_host(tmp_path: Pat
     for page in pages:
         loaded = re.findall(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=\"?(https?:[^\"\s>]+)", text_of(page))
         assert not loaded, f"{page.name} loads {loaded}"
+
+
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs mkdocs (the extra docs)")
+@pytest.mark.parametrize("command", [
+    "zeroplan estimate --params 7e9 --gpus 8 --stage 3 --explain",
+    "zeroplan estimate --model llama-3.1-8b --lora-rank 16 --gpu a100 --seq-len 2048",
+])  # fmt: skip
+def test_a_commands_link_into_the_calculator_is_its_job(command: str):
+    from tests.explore.test_answers import printed
+    from zeroplan.explore.answers import answer_payload
+
+    spec = spec_from_file_location("snapshot", DOCS / "assets" / "snapshot.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(hook := module_from_spec(spec))
+    shown = json.loads(json.dumps(answer_payload(hook._controls_of(command))["estimate"]))
+    told = printed(command)
+    assert {**shown, "notes": [], "changes": []} == {**told, "notes": [], "changes": []}  # type: ignore[dict-item]
