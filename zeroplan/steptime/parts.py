@@ -7,7 +7,7 @@ from zeroplan.numeric import Float, together
 
 
 class Does(StrEnum):
-    """What a GPU does in a part of a step."""
+    """A GPU's activity in a part of a step."""
 
     COMPUTING = "computing"
     STEPPING = "stepping"
