@@ -135,7 +135,7 @@ def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = Fals
 
 
 def _held_bytes(answer: Estimate, as_run: Moment) -> int:
-    """What a run holds between steps; a GPU also keeps the workspaces of matrix products. [bytes]"""
+    """Bytes that a run holds between steps; a GPU also keeps the workspaces of matrix products."""
     workspaces = (line for line in as_run.lines if line.kind is Kind.WORKSPACE)
     return int(total_bytes((*answer.held, *workspaces)))
 
@@ -182,7 +182,7 @@ class _AsRun(NamedTuple):
     """For each kind of block, how much more or less it keeps than a line that sums up whole blocks."""
 
     def with_blocks(self, kept: tuple[tuple[str, tuple[Line, ...]], ...]) -> "_AsRun":
-        """A copy that knows what blocks keep, line by line (``Estimate.kept``), for lines that sum it up."""
+        """Return a copy with ``of_blocks``, computed from the blocks' own lines (``Estimate.kept``)."""
         found = ((kind, int(total_bytes(self.lines(lines)) - total_bytes(lines))) for kind, lines in kept)
         return self._replace(of_blocks=tuple((kind, more) for kind, more in found if more))
 

@@ -115,7 +115,7 @@ def _mildest(job: JobSpec, kind: _Kind) -> Remedy | None:
 
 
 def _needs_after(job: JobSpec, changes: Sequence[_Candidate]) -> _Needs | None:
-    """What the job needs after the changes; None if the changed job is invalid or the engine does not support it."""
+    """Return the job's needs after the changes; None if the changed job is invalid or the engine does not support it."""
     try:
         return _needs_of(_all_applied(job, changes))
     except SpecError:
@@ -145,7 +145,7 @@ def _flags_of(changes: Sequence[_Candidate]) -> str:
 
 @lru_cache(maxsize=256)
 def _needs_of(job: JobSpec) -> _Needs | None:
-    """What a job needs; None if the engine does not support it. Cached, since combinations try the same job repeatedly."""
+    """Return a job's needs; None if the engine does not support it. Cached, since combinations try the same job repeatedly."""
     try:
         answer = estimate(job)
     except SpecError:

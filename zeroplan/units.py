@@ -141,7 +141,7 @@ class Unit(NamedTuple):
         return f"{n_bytes:,}" if unit == 1 else f"{n_bytes / unit:,.2f}"
 
     def _unit_of(self, n_bytes: int) -> tuple[str, int]:
-        """The name and bytes of the largest unit of which the size is at least a tenth; else bytes."""
+        """The name and bytes of the largest unit that the size is at least a tenth of; else bytes."""
         every = ((self.name, self.n_bytes), *self.smaller)
         return next(((name, unit) for name, unit in every if abs(n_bytes) >= max(unit // 10, 10 * KB)), ("B", 1))
 

@@ -60,14 +60,14 @@ def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as:
 
 
 class ConfigRead(NamedTuple):
-    """A model's shape, and notes on what of its ``config.json`` is not counted."""
+    """A model's shape, and notes on parts of its ``config.json`` that are not counted."""
 
     model: ModelSpec
     notes: tuple[str, ...]
 
 
 def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as: str | None = None) -> ConfigRead:
-    """Return the shape, with notes on what of the config is not counted."""
+    """Return the shape, with notes on parts of the config that are not counted."""
     if not isinstance(config, Mapping):
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
     _refuse_other_kinds(config)

@@ -83,7 +83,7 @@ def _tied_by_text_part(config: Config, text: Config, tied: object) -> Iterator[s
     )
 
 
-# --- what is left out -----------------------------------------------------------------------------------------------------
+# --- parts left out -------------------------------------------------------------------------------------------------------
 
 
 def _left_out(config: Config, text: Config, vision: VisionSpec | None) -> Iterator[str]:

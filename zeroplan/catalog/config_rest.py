@@ -111,7 +111,7 @@ def listed(keys: Iterable[str]) -> str:
     return ", ".join(shown(key)[1:-1] for key in every[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------------
 
 
 def _refuse_values(config: Config, family: str) -> None:
@@ -179,7 +179,7 @@ def _windowed(config: Config, family: str, layer: int) -> bool:
     )
 
 
-# --- what is named --------------------------------------------------------------------------------------------------------
+# --- notes ----------------------------------------------------------------------------------------------------------------
 
 
 def _dropout(config: Config, family: str) -> Iterator[str]:

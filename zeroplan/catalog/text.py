@@ -72,7 +72,7 @@ def strict_json(text: str | bytes, where: str, *, written: str = "") -> object:
 
 
 def each_key_once(pairs: Iterable[tuple[Key, object]], where: str) -> dict[Key, object]:
-    """Return keys and values as a dict; raises SpecError for a duplicate key, of which JSON would silently use the last."""
+    """Return keys and values as a dict; raises SpecError for a duplicate key (Python's json would silently keep the last)."""
     together: dict[Key, object] = {}
     for key, value in pairs:
         if key in together:

@@ -72,7 +72,7 @@ def _passes(answer: Estimate) -> bool:
 
 
 def _loop(resolved: Resolved) -> "Beside | None":
-    """The verdict of the fine-tuning loop in the user's file, of which the job is a part; None without a loop."""
+    """Return the verdict of the fine-tuning loop that the user's file describes; None if it describes none."""
     if not resolved.loop:
         return None
     from zeroplan.report.checks import loop_beside  # noqa: PLC0415  few files have a loop

@@ -112,7 +112,7 @@ def _verify(
     if resume is not None:
         refuse_given(said, "has no effect with --resume, because the job already has it; leave it out")
         return _resumed(Path(resume), into)
-    return _one(resolved or resolve(Request()), flags, of_slurm, into)  # resolve raises with what is missing
+    return _one(resolved or resolve(Request()), flags, of_slurm, into)  # resolve raises for the missing model
 
 
 class _Flags(NamedTuple):

@@ -75,7 +75,7 @@ _ENGINES = (*ENGINES, "fsdp1")
 
 
 def complexity(recipe: RecipeSpec) -> int:
-    """Return the complexity of a recipe: what it sets beyond the plainest run, then the engine.
+    """Return the complexity of a recipe: the settings beyond the plainest run, then the engine.
 
     >>> complexity(RecipeSpec(engine="ddp", zero_stage=0)) < complexity(RecipeSpec()) < complexity(RecipeSpec(recompute="full"))
     True

@@ -53,7 +53,7 @@ MOST_TOKENS, _MOST_OF_A_GPU = 1 << 24, 1 << 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed(Spec):
-    """What the user has decided; None leaves a field to the search."""
+    """Settings fixed by the user; the search chooses those that are None."""
 
     engine: Engine | None = None
     zero_stage: Stage | None = None

@@ -79,7 +79,7 @@ class LinearSpec(Spec):
     num_key_heads: Annotated[int, Range(1, 10**5)]
     """Heads of its queries and keys."""
     num_value_heads: Annotated[int, Range(1, 10**5)]
-    """Heads of its values, each of which has a state."""
+    """Heads of its values; each has a state."""
     key_head_dim: Dimension
     """Width of one head of queries or keys."""
     value_head_dim: Dimension

@@ -382,7 +382,7 @@ class RecipeSpec(Spec):
     imbalance: Annotated[float, Range(1, 1e6)] = 1.0
     """Pairs of a token and an expert that come to this rank, beside an even share; of expert-parallel ranks."""
     zero_stage: Stage = 3
-    """What is sharded: nothing, optimizer state, gradients too, parameters too."""
+    """ZeRO stage: shards nothing, optimizer state, gradients too, parameters too."""
     precision: Precision = "bf16-mixed"
     """Dtypes of weights and of computing; ``mixed`` keeps fp32 weights for the optimizer."""
     optimizer: Optimizer = "adamw"
@@ -390,7 +390,7 @@ class RecipeSpec(Spec):
     optimizer_impl: OptimizerImpl | None = None
     """Its implementation: all tensors at once, one kernel, or one tensor after the other."""
     recompute: Recompute = "none"
-    """What of a block's forward the backward recomputes."""
+    """The part of a block's forward that the backward recomputes."""
     recompute_layers: Count | None = None
     """How many blocks, from the first; None: all (Megatron-LM's ``--recompute-method block``)."""
     offload_activations: bool = False

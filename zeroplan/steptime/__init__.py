@@ -55,7 +55,7 @@ def step_time(
 ) -> StepTime:
     """Return the parts of one step; raises SpecError without a GPU, or for a model without counts of operations. [s]
 
-    ``running``: its kernels, if they are not the engine's usual ones.
+    ``running``: the step's kernels, if they differ from the engine's usual ones.
     """
     rates, here = _rates(recipe, cluster, share, running)
     gpu = rates.gpu
@@ -87,7 +87,7 @@ def _rates(
 def _busy(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, rates: Rates, mfu: float | None
 ) -> tuple[Computing, int]:
-    """Return what a rank computes, and over how many ranks a micro-batch is split."""
+    """Return a rank's computing, and the number of ranks that split a micro-batch."""
     split = recipe.engine == "fsdp2"
     tp, cp, ep = int(mesh.tp) if split else 1, int(mesh.cp) if split else 1, int(mesh.ep)
     sequence = as_key(batch.seq_len)
@@ -103,9 +103,9 @@ def _busy(
 def least_computing(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, cluster: ClusterSpec, *, mfu: float | None = None
 ) -> Float:
-    """Return the time of all that the ranks of a pipeline compute together, which no schedule hides; raises SpecError likewise. [s]
+    """Return the summed computing time of a pipeline's ranks, a lower bound for any schedule; raises SpecError as step_time. [s]
 
-    ``mesh``: one rank of the pipeline (pp=1). Ranks that split a layer also wait for each other within it.
+    ``mesh``: the job's mesh with pp=1. The time includes waits of tensor-parallel ranks for each other within a layer.
     """
     rates, here = _rates(recipe, cluster)
     if recipe.engine == "megatron":
@@ -117,7 +117,7 @@ def least_computing(
 
 
 def _least_waits(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links) -> Iterator[Float]:
-    """Yield what FSDP2's tensor-parallel ranks wait for each other at the least; nothing where that is not simple. [s]"""
+    """Yield the shortest waits of FSDP2's tensor-parallel ranks for each other; nothing for models with experts. [s]"""
     if int(mesh.tp) > 1 and model.moe is None:
         from zeroplan.engines.fsdp2.split import least_collectives  # noqa: PLC0415  keeps start-up fast
 
@@ -129,7 +129,7 @@ def _on_a_pipeline(
     account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, rates: Rates,
     *, mfu: float | None,
 ) -> StepTime:  # fmt: skip
-    """Return the slowest rank's parts. Each rank runs its share of the operations, and all of them work on the same tokens."""
+    """Return the slowest rank's parts. All ranks work on the same tokens, each with its share of the operations."""
     from zeroplan.steptime.pipeline import pipeline_parts  # noqa: PLC0415  keeps start-up fast
 
     parts = pipeline_parts(account, model, recipe, mesh, batch, here, rates, mfu)
@@ -144,7 +144,7 @@ def _on_a_pipeline(
 
 
 def _copies(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing, architecture: str) -> Iterator[Part]:
-    """Yield copies over PCIe of offloaded tensors: gradients after every backward, weights on the host for every pass."""
+    """Yield copies of offloaded tensors over PCIe: gradients after every backward; weights, if on the host, for every pass."""
     steps = batch.grad_accum_steps
     if recipe.offload_activations:
         yield copies_of_activations(steps * bytes_by_kind(account.host).get(Kind.ACTIVATIONS, 0), architecture)

@@ -23,23 +23,23 @@ from zeroplan.steptime.work import Copies, Work, copies_of, of_one
 
 #: A fused attention kernel multiplies five times in backward, twice in forward (Dao 2023, arXiv:2307.08691, section 4.1).
 ATTENTION_BACKWARD = 2.5
-#: What its backward reaches of the forward's rate: 0.80 to 0.98 of 312 against 1.07 to 1.13 on A100 (github.com/MooreThreads/
+#: Rate of its backward as a share of the forward's: 0.80 to 0.98 of 312 against 1.07 to 1.13 on A100 (github.com/MooreThreads/
 #: SimuMax at 4dcaae51, configs/system, sdp_bwd and sdp_fwd, heads of 128 and more than 8 of them).
 ATTENTION_BACKWARD_SHARE = 0.85
 #: A matrix product's backward multiplies twice; with frozen weights once.
 MATRIX_BACKWARD = 2.0
-#: What an older kernel reaches of the table's, which has FlashAttention 2 on Ampere and Ada, 3 on Hopper. FlashAttention 2 on
-#: Hopper: 370 of 650 TFLOP/s with heads of 128 (Shah et al. 2024, arXiv:2407.08608, figure 5). FlashAttention 1 on Ampere: half
-#: of 2 (Dao 2023, arXiv:2307.08691, figure 4).
+#: Rate of an older FlashAttention as a share of the table's, which has FlashAttention 2 on Ampere and Ada, 3 on Hopper.
+#: FlashAttention 2 on Hopper: 370 of 650 TFLOP/s with heads of 128 (Shah et al. 2024, arXiv:2407.08608, figure 5). FlashAttention
+#: 1 on Ampere: half of 2 (Dao 2023, arXiv:2307.08691, figure 4).
 _OLDER = {("Hopper", 2): 0.57, ("Hopper", 1): 0.35, ("Ampere", 1): 0.62}
 _POINTWISE = "reads and writes of each operator, counted: zeroplan/steptime/pointwise.py"
 
 
 class Running(NamedTuple):
-    """With which kernels a step runs."""
+    """The kernels and overlaps of a step."""
 
     kernels: StepKernels = "eager"
-    """How many operators bound by memory there are."""
+    """How far memory-bound operators are fused."""
     flash: int = 2
     """The generation of FlashAttention; cuDNN's fused attention counts as the third."""
     operands: Dtype | None = None
@@ -48,15 +48,15 @@ class Running(NamedTuple):
     """Which of Megatron's tensor-parallel collectives run beside products: those of column-parallel inputs in the backward (since
     2022), all (``--tp-comm-overlap``), or none."""
     block_scaled: bool = False
-    """Products in fp8 are MXFP8's, with a scale for every 32 elements."""
+    """Products in fp8 use MXFP8, with a scale for every 32 elements."""
     expert_overlap: bool = False
-    """Exchanges of tokens run beside another micro-batch's passes, as with ``--overlap-moe-expert-parallel-comm``."""
+    """The experts' all-to-alls overlap with another micro-batch's passes, as with ``--overlap-moe-expert-parallel-comm``."""
 
 
 def running_of(recipe: RecipeSpec, architecture: str) -> Running:
     """Return the kernels that an engine runs by default.
 
-    Transformer Engine fuses, and takes cuDNN's attention from Hopper on (pytorch/attention/dot_product_attention/utils.py,
+    Transformer Engine fuses operators, and uses cuDNN's attention from Hopper on (pytorch/attention/dot_product_attention/utils.py,
     get_attention_backend). torch's ``scaled_dot_product_attention`` prefers cuDNN's kernel on Hopper, with cuDNN 9.15.1 or later,
     as wheels for CUDA 13 bring it (torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention),
     and is FlashAttention 2 otherwise (aten/src/ATen/native/transformers/cuda/flash_attn).
@@ -82,9 +82,9 @@ class Computing(NamedTuple):
     attention_s: Float = 0.0
     """The forwards of attention."""
     ends_s: Float = 0.0
-    """What of the forwards is not in blocks: the embedding, the last norm, the head and the loss."""
+    """The forwards outside blocks: the embedding, the last norm, the head and the loss."""
     ends_backward_s: Float = 0.0
-    """The same of the backwards."""
+    """The backwards outside blocks."""
 
 
 def peak_flops_per_s(gpu: GpuSpec, recipe: RecipeSpec, operands: Dtype | None = None) -> float:
@@ -106,7 +106,7 @@ class Rates(NamedTuple):
     recipe: RecipeSpec
 
     def machine(self, operands: Dtype | None) -> Machine:
-        """Return what products in some dtype run on."""
+        """Return the table, the peak and the shares for products in a dtype."""
         narrow = widths(self.recipe.precision).name != "fp32"
         dtype = operands or ("bf16" if narrow else "fp32")
         peak = peak_flops_per_s(self.gpu, self.recipe, operands)
@@ -116,22 +116,22 @@ class Rates(NamedTuple):
 
     @property
     def table(self) -> str:
-        """The GPU whose tables are read."""
+        """The GPU whose measured tables stand for this one."""
         return table_of(self.gpu.name, self.gpu.architecture)
 
     @property
     def bandwidth(self) -> float:
-        """What operators bound by memory reach. [bytes/s]"""
+        """The rate of memory-bound operators. [bytes/s]"""
         return self.share.bandwidth * self.gpu.memory_bandwidth_bytes_per_s.value
 
 
 class Pieces(NamedTuple):
-    """Times of one micro-batch, whatever is recomputed. [s]"""
+    """Times of one micro-batch before recomputation is added. [s]"""
 
     blocks: float
     blocks_backward: float
     last: float
-    """The forwards of the last product of each block."""
+    """Forward of the last product of every block."""
     head: float
     head_backward: float
     attention: float
@@ -143,14 +143,14 @@ class Pieces(NamedTuple):
     elements: float
     """Elements of the matrices."""
     trained: float
-    """Those that get a gradient."""
+    """Elements that get a gradient."""
     flops: float
     """Operations of the forward. [FLOPs]"""
     again: float = 0.0
-    """The forwards of modules that alone are recomputed."""
+    """Forward of the modules in Megatron's ``--recompute-modules``."""
     layers: float = 0.0
     launched: float = 0.0
-    """Kernels of the blocks' forward; likewise of the others."""
+    """Kernels launched in the blocks' forward; the next three count theirs likewise."""
     launched_backward: float = 0.0
     launched_ends: float = 0.0
     launched_ends_backward: float = 0.0
@@ -159,7 +159,7 @@ class Pieces(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """Times of one micro-batch, a column where there are several sizes. [s]"""
+    """Times of one micro-batch; columns if there are several sizes. [s]"""
 
     matrices: Float
     matrices_backward: Float
@@ -183,8 +183,8 @@ def computing(
 ) -> Computing:  # fmt: skip
     """Return the time of forward, backward and recomputation of a step; ``work_of``: the work of a batch of one micro-batch.
 
-    ``mfu`` replaces what was measured: all operations, including recomputed ones, at that share of the dense peak. ``key``: what
-    the work depends on beside the size, if it is to be remembered for other recipes.
+    ``mfu`` replaces the measured rates: all operations, including recomputed ones, run at that share of the dense peak. ``key``
+    holds all inputs of the work except the batch; with a key, results are reused for other recipes.
     """
     again, steps, (sizes, batch_of) = _recomputation(model, recipe), batch.grad_accum_steps, _distinct_batches(batch)
 
@@ -211,12 +211,12 @@ def _computing(parts: tuple[Part, ...], steps: Int, forward: Float, back: Float,
     return Computing(parts, steps * forward, steps * back, one.flops, *rest)
 
 
-#: More than any sequence has tokens.
+#: Larger than any sequence's number of tokens.
 _TOKENS = 1 << 32
 
 
 def _distinct_batches(batch: Batch) -> tuple[Distinct, Callable[[int], BatchSpec]]:
-    """Return the distinct sizes of a column of batches, and the batch of each; with a column of lengths, numbers of both."""
+    """Return a column's distinct batch sizes, and a function to the batch of each; with several lengths, a size encodes both."""
     tokens = batch.seq_len
     if isinstance(tokens, int):
         return distinct(batch.micro_batch_size), lambda size: of_one(size, tokens)
@@ -251,23 +251,23 @@ _FLASH = "a fused kernel by shape, without what a causal mask hides, a backward 
 
 
 class _Recomputation(NamedTuple):
-    """What of the blocks' forward the backward recomputes.
+    """How much of the blocks' forward the backward recomputes.
 
     torch's checkpoints stop once everything saved is there again, before the last product of a block (torch 2.13,
     torch/utils/checkpoint.py, ``early_stop``); Megatron-Core's run the whole forward.
     """
 
     blocks: float
-    """The share of the blocks that it recomputes."""
+    """Share of the blocks."""
     multiplies: bool
-    """It recomputes matrix products and attention too."""
+    """Matrix products and attention are recomputed too."""
     reason: str
     modules: tuple[str, ...] = ()
-    """It recomputes these modules of all blocks, and nothing else."""
+    """If not empty, only these modules are recomputed, in all blocks."""
 
 
 def recomputed_modules(recipe: RecipeSpec) -> tuple[str, ...]:
-    """Return the modules that Megatron's selective recomputation runs once more; empty for other kinds."""
+    """Return the modules that Megatron's selective recomputation runs again; empty for other kinds of recomputation."""
     selective = recipe.engine == "megatron" and recipe.recompute == "selective"
     return tuple(recipe.megatron.recompute_modules.split(",")) if selective else ()
 
@@ -294,7 +294,7 @@ _FIRST = "the forward of the first {} of {} blocks once more"
 
 
 def _pieces(asked: Work, rates: Rates, mfu: float | None) -> Pieces:
-    """Return the times of products, attention and memory-bound operators as they were measured alone, or all at one rate."""
+    """Return the times of products, attention and memory-bound operators from measured rates, or all at ``mfu``."""
     if mfu is not None:
         return _at_given_mfu(asked, mfu * peak_flops_per_s(rates.gpu, rates.recipe, rates.running.operands), rates.recipe)
     on, head_on = rates.machine(rates.running.operands), rates.machine(None)
@@ -318,7 +318,7 @@ def _pieces(asked: Work, rates: Rates, mfu: float | None) -> Pieces:
 
 
 def _at_given_mfu(asked: Work, rate: float, recipe: RecipeSpec) -> Pieces:
-    """Return the times with every operation at one rate; a last product is recomputed as well."""
+    """Return the times with every operation at one rate; recomputation includes the last product."""
     back = MATRIX_BACKWARD if recipe.attention == "eager" and recipe.engine == "megatron" else ATTENTION_BACKWARD
     blocks, head, core = asked.blocks_flops / rate, asked.head_flops / rate, asked.core.flops / rate
     frozen = sum(one.flops for one in asked.products if one.frozen) * asked.tokens / rate
@@ -330,7 +330,7 @@ def _at_given_mfu(asked: Work, rate: float, recipe: RecipeSpec) -> Pieces:
 
 
 def _times(one: Pieces, recipe: RecipeSpec, rates: Rates, again: _Recomputation, mfu: float | None) -> _Times:
-    """Return the times of one micro-batch with what is recomputed, and with what the engine copies."""
+    """Return the times of one micro-batch, with recomputation and the engine's copies added."""
     repeated: Float = again.blocks * one.moved
     if again.multiplies:
         repeated = repeated + again.blocks * (one.blocks + one.attention - _stops_early(recipe) * one.last)
@@ -355,25 +355,25 @@ def _stops_early(recipe: RecipeSpec) -> bool:
 
 
 def _shapeless(flops: float, on: Machine) -> float:
-    """Return the time of operations whose shapes are not known: as of products of 4,096 on each side. [s]"""
+    """Return the time of operations without known shapes, at the rate of products of 4,096 on each side. [s]"""
     if not flops:
         return 0.0
     one = Product(4096.0, 4096.0, 1.0, frozen=True)
     return flops / (one.flops * 4096.0) * seconds((one,), 4096.0, on, accumulates=False).forward
 
 
-#: Depth of a product that computes longer than it reads and writes.
+#: Depth at which a product's time is bound by computing.
 _DEEP = 1024.0
 
 
 def _core_seconds(asked: Work, rates: Rates) -> Passes:
-    """Return the time of attention. Written out, it is products of narrow matrices, and its scores go through memory. [s]"""
+    """Return the time of attention. Eager attention runs narrow matrix products, and its scores go through memory. [s]"""
     core, recipe = asked.core, rates.recipe
     if not core.flops:
         return Passes(0.0, 0.0)
     on = rates.machine(None)
     if recipe.attention == "eager":
-        one = Product(core.tokens, _DEEP, 1.0, frozen=True)  # what it reads and writes counts as moved
+        one = Product(core.tokens, _DEEP, 1.0, frozen=True)  # its reads and writes are in ``core.moved``
         each = seconds((one,), core.tokens, on, accumulates=False).forward
         products = core.flops / (one.flops * core.tokens) * each
         moved = _moved(core.moved, rates)

@@ -12,14 +12,14 @@ from zeroplan.transformer.offloaded import SAVED_ON_CPU
 
 
 def copies_of_activations(kept: Int, architecture: str) -> Part:
-    """Return the time of copying some bytes down in forward and up in backward, for which the compute stream waits. [s]"""
+    """Return the time of copying bytes to the host in forward and back in backward; the compute stream waits for it. [s]"""
     takes: Float = 2.0 * kept / pcie_bytes_per_s(architecture)
     reason = "what blocks save to the host in forward and back in backward, on the stream that computes"
     return Part("copies of activations", takes, 0.0 * takes, reason, f"{PCIE_SOURCE}; {SAVED_ON_CPU}", Does.COPYING)
 
 
 def copies_of_states(account: Account, recipe: RecipeSpec, busy: Computing, architecture: str, *, times: Float) -> Part:
-    """Return the time of copying all trained parameters a number of times: gradients down, weights up. [s]
+    """Return the time of ``times`` copies of all trained parameters: gradients to the host, weights to the GPU. [s]
 
     The copies overlap with forward and backward.
     """

@@ -1,8 +1,8 @@
-"""What a step reaches of the rates that operators have alone, and where each share is from.
+"""The rate of operators in a training step as a share of their rate when measured alone, with a source for each share.
 
 Matrix products and attention take their time from products and kernels that were measured alone, by shape
-(:mod:`zeroplan.steptime.tables`). Those ran with nothing beside them and cool; a training step draws more power for longer, so that
-clocks fall. The share of a step's products is fitted to the open half of published runs (``tests/measured/throughput.py``;
+(:mod:`zeroplan.steptime.tables`). Those kernels ran alone on a cool GPU; a training step draws more power for longer, and the GPU
+lowers its clocks. The share of a step's products is fitted to the open half of published runs (``tests/measured/throughput.py``;
 docs/plan.md has the errors of both halves).
 """
 
@@ -18,20 +18,20 @@ class Efficiency(NamedTuple):
     """Shares of one architecture's rates, and their source."""
 
     matrices: float
-    """What a step's matrix products reach of the rate that products of their shape have alone."""
+    """Matrix products: share of the rate of products of the same shape measured alone."""
     attention: float
-    """The same of a fused attention kernel."""
+    """Fused attention: share of the kernel's rate measured alone."""
     bandwidth: float
-    """Share of the memory's bandwidth in memory-bound operators."""
+    """Memory-bound operators: share of the memory's bandwidth."""
     source: str
     stepping: float | None = None
-    """Share of the memory's bandwidth in the optimizer's step, at most all of it, if measured apart; the CPU's launches there
-    are as much faster."""
+    """The optimizer's step, if measured apart: share of the memory's bandwidth, used up to 1. The CPU's launches there are faster
+    by the same factor."""
     launching: float = 1.0
-    """How much faster the CPU launches than the one that was measured."""
+    """Speed of the CPU's launches relative to the measured CPU."""
 
     def scaled(self, factor: float, *, stepping: float) -> "Efficiency":
-        """Return the shares times a factor, and the optimizer's share times another; no bandwidth beyond the data sheet."""
+        """Return the shares times ``factor``, and the optimizer's times ``stepping``; bandwidth stays within the data sheet."""
         matrices, attention = (min(factor * share, MOST) for share in (self.matrices, self.attention))
         bandwidth = min(factor * self.bandwidth, 1.0)
         stepped = min(stepping * (self.stepping or self.bandwidth), MOST)
@@ -43,9 +43,9 @@ _HOPPER = Efficiency(0.80, 1.0, 0.8, _FITTED)
 #: Between steps of B200 (0.64), which may draw 1,000 W, and of GB200 (0.69), which may draw 1,200. Training's products alone reach
 #: 0.71 on a B200 (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system).
 _BLACKWELL = Efficiency(0.66, 1.0, 0.8, _FITTED)
-#: No step is so much quicker than operators alone.
+#: Upper limit of the shares of products, attention and the optimizer's step.
 MOST = 1.5
-#: The same of products in one byte and in half a byte, which draw less power: fitted likewise. MXFP8 has a scale for every 32
+#: Products in fp8 and fp4 draw less power: their shares, fitted to the same runs. MXFP8 has a scale for every 32
 #: elements. Blackwell Ultra may draw 1,400 W, Blackwell 1,000 or 1,200.
 _NARROW = {
     ("Hopper", "fp8"): 0.88, ("Blackwell", "fp8"): 0.88, ("Blackwell", "mxfp8"): 0.83, ("Blackwell", "fp4"): 1.0,
@@ -53,7 +53,7 @@ _NARROW = {
 }  # fmt: skip
 _EFFICIENCIES = {"Ampere": _AMPERE, "Hopper": _HOPPER, "Blackwell": _BLACKWELL, "Blackwell Ultra": _BLACKWELL}
 
-#: The share of its links that a ring reaches: all-gather and reduce-scatter on eight H200, 361.4 and 362.9 of 450 GB/s;
+#: Rate of NCCL's ring as a share of the links' rate: all-gather and reduce-scatter on eight H200, 361.4 and 362.9 of 450 GB/s;
 #: all-reduce on eight A100, 235 of 300 GB/s, on eight B200 without NVLS 682 of 900 GB/s.
 LINK_SHARE = 0.80
 LINK_SOURCE = (
@@ -67,7 +67,7 @@ PCIE_SOURCE = "github.com/stas00/ml-engineering, network/README.md: 55.4 of 64 G
 _PCIE_BYTES_PER_S = {3: 16e9, 4: 32e9, 5: 64e9}
 _PCIE_OF = {"Pascal": 3, "Volta": 3, "Turing": 3, "Ampere": 4, "Ada Lovelace": 4, "CDNA": 4, "CDNA 2": 4}
 
-#: Host memory of a node of two sockets with eight channels of DDR4-3200 each.
+#: Bandwidth of a node's host memory: two sockets with eight channels of DDR4-3200 each.
 HOST_BYTES_PER_S = 2 * 8 * 3200e6 * 8
 HOST_SOURCE = (
     "AMD EPYC 7002 series data sheet: eight channels of DDR4-3200, 204.8 GB/s per socket; two sockets, shared by the ranks"
@@ -75,7 +75,7 @@ HOST_SOURCE = (
 
 
 def matrices_share(share: Efficiency, architecture: str, operands: str | None) -> float:
-    """Return the share of products in some dtype."""
+    """Return the share of products in a dtype."""
     usual = _EFFICIENCIES.get(architecture)
     narrow = _NARROW.get((architecture, operands or ""))
     return share.matrices if narrow is None or usual is None else share.matrices * narrow / usual.matrices
@@ -91,11 +91,11 @@ def efficiency(architecture: str) -> Efficiency:
 
 
 def shares_of(cluster: ClusterSpec) -> Efficiency:
-    """Return the shares of a cluster's GPU: those measured in a step there, or its architecture's."""
+    """Return the shares of a cluster's GPU: measured in a step on that cluster, or those of its architecture."""
     usual = efficiency("" if cluster.gpu is None else cluster.gpu.architecture)
     if cluster.shares is not None:
         told = cluster.shares
-        quicker = told.matrices / usual.matrices  # one factor scaled all of them
+        quicker = told.matrices / usual.matrices  # all shares were scaled by this factor
         return Efficiency(told.matrices, told.attention, told.bandwidth, told.source, told.stepping, quicker)
     return usual
 

@@ -40,14 +40,14 @@ class Links(NamedTuple):
     node_hop_s: float
     network_bytes_per_s: float | None
     table: str = "h100-sxm-80gb"
-    """The GPU whose measured collectives inside a node are read."""
+    """The GPU whose measured collectives inside a node are used."""
     taken: float = 0.0
     """Share of a GPU's SMs that NCCL takes while it sends."""
     in_pairs: bool = False
-    """Each pair of a node's GPUs has links of its own, which no other can use."""
+    """A node has no switch: each pair of its GPUs has its own links."""
 
     def bytes_per_s_among(self, ranks: Int) -> Float:
-        """Return the rate of one of this many ranks of a node to the others. [bytes/s]"""
+        """Return the rate at which one of ``ranks`` GPUs in a node sends to the others. [bytes/s]"""
         if not self.in_pairs:
             return self.node_bytes_per_s
         return self.node_bytes_per_s * maximum(1, minimum(ranks, self.per_node) - 1) / (self.per_node - 1)
@@ -77,7 +77,7 @@ _WITHOUT_A_SWITCH = 4
 
 #: SMs by architecture (data sheets of A100, H100 and B200), of GPUs joined by NVLink.
 _SMS = {"Ampere": 108, "Hopper": 132, "Blackwell": 148, "Blackwell Ultra": 148}
-#: Channels of a ring, each of which runs on an SM of its own; taken for Blackwell too.
+#: Channels of a ring, each on its own SM; the same number is assumed for Blackwell.
 _CHANNELS = 16
 CHANNELS = "NCCL's channels: 16 on eight H800 (github.com/NVIDIA/nccl/issues/892), two per card on DGX A100 (issues/320)"
 
@@ -88,7 +88,7 @@ def _taken(gpu: GpuSpec) -> float:
 
 
 def _table(gpu: GpuSpec) -> str:
-    """Return the GPU whose collectives are read: over PCIe those of RTX PRO 6000 or L40S, else those of the nearest with NVLink.
+    """Return the GPU whose measured collectives are used: over PCIe the RTX PRO 6000 or L40S, else the nearest GPU with NVLink.
 
     The server of eight L40S sends at 4 to 7 % of PCIe's rate. GeForce cards without peer-to-peer reach six times as much: eight RTX
     5090 all-reduce at 28 of 63 GB/s, and RTX 4090 at nearly as much (github.com/NVIDIA/nccl/issues/1639).
@@ -120,8 +120,8 @@ def pair_of(group: Group) -> Group:
 def seconds(call: Collective, group: Group, here: Links) -> Float:
     """Return the time of all calls of a step, one after the other. [s]
 
-    In an all-to-all every GPU sends to every other at once: over its network card to other nodes, over the node's links within
-    it.
+    In an all-to-all every GPU sends to all others at once: over the node's links inside a node, over its network card to other
+    nodes.
 
     A call takes NCCL's latency once per hop of the ring, and sends at the group's rate. An all-reduce across nodes uses the
     tree where that is faster, as NCCL chooses. Leaves out NVLS and in-network reduction, which make all-reduces faster;
@@ -141,7 +141,7 @@ def seconds(call: Collective, group: Group, here: Links) -> Float:
 
 
 def _across_seconds(call: Collective, group: Group, here: Links) -> Float:
-    """Return the time of all calls of a group that spans nodes, and of those whose time inside a node is not in the tables."""
+    """Return the time of all calls of a group that spans nodes, or of an operation without measured times inside a node. [s]"""
     if call.operation == "all_to_all":
         return _exchange_seconds(call, group, here)
     ring = call.calls * latency(call.operation, group, here) + call.sent_bytes / rate(group, here)
@@ -151,7 +151,7 @@ def _across_seconds(call: Collective, group: Group, here: Links) -> Float:
 
 
 def _inside_seconds(call: Collective, group: Group, here: Links) -> Float:
-    """Return the time of all calls inside a node, as they were measured by size and ranks."""
+    """Return the time of all calls inside a node, from the measured rates by size and ranks. [s]"""
     total: Float = 0.0 * call.sent_bytes
     for ranks in distinct(group.size).values:
         if 2 <= ranks <= here.per_node:
@@ -161,15 +161,15 @@ def _inside_seconds(call: Collective, group: Group, here: Links) -> Float:
     return total
 
 
-#: So that an empty call takes no time.
+#: Avoids a division by zero for an empty call.
 _LEAST_SHARE = 1e-9
 
 
 def _tree_seconds(call: Collective, group: Group, here: Links) -> Float:
-    """Return the time of all calls through NCCL's tree. Its rates are of the whole sum; a ring of k ranks sends 2·(k - 1)/k of it.
+    """Return the time of all calls through NCCL's tree, which sends the whole tensor; a k-rank ring sends 2·(k - 1)/k of it. [s]
 
-    Two nodes send it once each way. With more nodes, inner nodes of a tree send a half up and two halves down, its ends one
-    half.
+    Two nodes send the tensor once each way. With more nodes, each of two trees carries a half: inner nodes send one half up and
+    two down, leaves send one half.
     """
     whole = call.sent_bytes * group.size / (2.0 * maximum(1, group.size - 1))
     nodes = ceil_div(group.size, group.members)
@@ -184,7 +184,7 @@ def _floor_log2(nodes: int) -> int:
 
 
 def _exchange_seconds(call: Collective, group: Group, here: Links) -> Float:
-    """Return the time of all-to-alls: each GPU sends at once, to its own node and to others side by side."""
+    """Return the time of all-to-alls, in which each GPU sends inside its node and to other nodes at the same time. [s]"""
     others = maximum(1, group.size - 1)
     away = call.sent_bytes * (group.size - group.members) / others
     inside = (call.sent_bytes - away) / (LINK_SHARE * here.node_bytes_per_s)
@@ -203,7 +203,7 @@ def rate(group: Group, here: Links) -> Float:
 
 
 def crosses(group: Group) -> Int:
-    """Return 1 where the group spans nodes, else 0."""
+    """Return 1 if the group spans nodes, else 0."""
     return where(group.size > group.members, 1, 0)
 
 

@@ -76,8 +76,6 @@ class _Machine(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """The job."""
-
     model: ModelSpec
     recipe: RecipeSpec
     mesh: Mesh
@@ -97,12 +95,12 @@ class _Passes(NamedTuple):
 
 
 class _RankTime(NamedTuple):
-    """A rank's part of the step before the optimizer. [s]"""
+    """A rank's time before the optimizer's step. [s]"""
 
     parts: tuple[Part, ...]
     computing: _Passes
     sends_s: Float
-    """Sends to neighbours beside the computing."""
+    """Sends to neighbouring stages that overlap with computing."""
 
     @property
     def total_s(self) -> Float:
@@ -139,16 +137,16 @@ def megatron_time(
 def time_without_a_pipeline(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, rates: Rates, mfu: float | None
 ) -> Float:
-    """Return what a rank with all layers computes and waits for within them in a step, without the optimizer; pp must be 1. [s]"""
+    """Return a step's computing and waits of a rank with all layers (pp must be 1), without the optimizer. [s]"""
     case = _Case(model, recipe, mesh, batch)
     return _busy(rank_of(0, model, recipe, mesh, batch), case, _Machine(rates, here, mfu)).total_s
 
 
-# --- what one rank computes -------------------------------------------------------------------------------------------------
+# --- one rank's computing ---------------------------------------------------------------------------------------------------
 
 
 def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work:
-    """Return the work of one micro-batch on a rank, its share of matrices and tokens."""
+    """Return a rank's share of the work of one micro-batch."""
     model, mesh, recipe = case.model, case.mesh, case.recipe
     tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(model, recipe)
     tokens = 1.0 * one.micro_batch_size * one.seq_len / cp
@@ -179,7 +177,7 @@ def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work
 
 
 def _is_of(name: str, modules: tuple[str, ...], *, experts: bool) -> bool:
-    """Whether a matrix is multiplied in one of these modules (megatron/core/transformer, ``recompute_modules``)."""
+    """Whether one of these modules multiplies by a matrix (megatron/core/transformer, ``recompute_modules``)."""
     return ("mla_up_proj" in modules and (".q_b_proj" in name or ".kv_b_proj" in name)) or (
         name.startswith("mlp.")
         and (("moe" if experts else "mlp") in modules or ("shared_experts" in modules and "shared_expert" in name))
@@ -187,7 +185,7 @@ def _is_of(name: str, modules: tuple[str, ...], *, experts: bool) -> bool:
 
 
 def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
-    """Return a rank's computing and waiting for all micro-batches."""
+    """Return a rank's computing and waits over all micro-batches. [s]"""
     recipe, rates = case.recipe, machine.rates
     kernels = rates.running.kernels
     degrees = int(case.mesh.tp), int(case.mesh.cp), int(case.mesh.ep)
@@ -226,7 +224,7 @@ def _adding_up(rank: Rank, case: _Case, machine: _Machine) -> Part:
 
 @lru_cache(maxsize=256)
 def _column_share(model: ModelSpec) -> float:
-    """Return the share of column-parallel matrices among those that a token meets in the blocks."""
+    """Return the share of column-parallel matrices among the block matrices that a token is multiplied by."""
     whole = layout(model)
     split = sum(
         run.layers * parameter.numel
@@ -241,7 +239,7 @@ def _column_share(model: ModelSpec) -> float:
 
 
 def _slowest(ranks: tuple[_RankTime, ...]) -> tuple[Part, ...]:
-    """Return the parts of the slowest rank; for columns, of the slowest rank in each layout."""
+    """Return the parts of the slowest rank; for columns, of the slowest rank of each layout."""
     first, *others = ranks
     parts, total = first.parts, first.total_s
     for other in others:
@@ -261,7 +259,7 @@ def _chosen(condition: object, yes: Float, no: Float) -> Float:
 
 
 def _bubble(busy: dict[int, _RankTime], ends: dict[int, int], case: _Case) -> Part:
-    """Return the slowest rank's wait while the pipeline fills and drains, including sends that are hidden otherwise."""
+    """Return the slowest rank's wait while the pipeline fills and drains, when nothing hides the overlapped sends."""
     times = tuple(one.total_s + one.sends_s for at, one in busy.items() for _ in range(ends[at]))
     chunks = chunks_per_rank(case.recipe, case.mesh)
     idle = Bubble(times, chunks, case.batch.grad_accum_steps).idle_s  # type: ignore[arg-type]  # a column, too
@@ -271,11 +269,11 @@ def _bubble(busy: dict[int, _RankTime], ends: dict[int, int], case: _Case) -> Pa
     )
 
 
-# --- what it waits for ------------------------------------------------------------------------------------------------------
+# --- its waits --------------------------------------------------------------------------------------------------------------
 
 
 def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _Machine, columns: Float) -> Part:
-    """Return waits for collectives of activations; in the backward those of column-parallel inputs overlap with a product."""
+    """Return waits for collectives of activations. In the backward, those of column-parallel inputs overlap with a product."""
     forwards = 2 if case.recipe.recompute == "full" else 1
     takes: Float = 0.0
     waits: Float = 0.0
@@ -287,17 +285,17 @@ def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _
         per_layer = 2 * forwards + (2 if call.operation == "all_gather" else 0)
         overlap = machine.rates.running.tensor_overlap
         beside = time * (_BESIDE_PER_LAYER / per_layer) if call.phase is Phase.BACKWARD and overlap != "none" else 0.0 * time
-        if overlap == "all":  # sent in as many pieces as ranks, each beside the product of another
+        if overlap == "all":  # tp pieces, each sent during another piece's product
             beside = time * (1.0 - 1.0 / int(case.mesh.tp))
         waits = waits + (time - beside) + longest(beside - columns, 0.0 * time)
-    if machine.rates.running.tensor_overlap == "backward":  # by NCCL; pieces go through Transformer Engine's buffers, on one SM
+    if machine.rates.running.tensor_overlap == "backward":  # NCCL takes SMs; Transformer Engine's buffers need one
         waits = waits + slowed(takes - waits, machine.here).seconds
     reason = "the next matrix waits for activations; in backward half of it overlaps with matrix products"
     return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {SOURCE}", Does.SENDING)
 
 
 def _ring_attention(calls: tuple[Collective, ...], case: _Case, machine: _Machine, attention: Float) -> Part:
-    """Return waits for the ring: keys and values of the next part travel while attention computes with this one's."""
+    """Return waits of ring attention: ranks pass on keys and values while attention computes with the previous ones."""
     back = ATTENTION_BACKWARD / ATTENTION_BACKWARD_SHARE + (case.recipe.recompute == "full")
     beside = {Phase.FORWARD: attention, Phase.BACKWARD: back * attention}
     cp, tp, per_node = int(case.mesh.cp), int(case.mesh.tp), machine.here.per_node
@@ -314,7 +312,7 @@ def _ring_attention(calls: tuple[Collective, ...], case: _Case, machine: _Machin
 
 
 def _to_experts(calls: tuple[Collective, ...], case: _Case, machine: _Machine, passes: _Passes) -> Part:
-    """Return waits for exchanges of tokens. With the overlap they run beside another micro-batch's passes, except the first's."""
+    """Return waits for the experts' all-to-alls. If overlapped with another micro-batch's passes, only the first ones wait."""
     exchanges = (call for call in calls if call.operation == "all_to_all")
     takes = together(seconds(call, neighbours(call.group, machine.here.per_node), machine.here) for call in exchanges)
     if not (case.recipe.megatron.overlap_moe_expert_parallel_comm or machine.rates.running.expert_overlap):
@@ -336,7 +334,7 @@ def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Flo
 
 
 def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple[Part, ...]:
-    """Return gradient reduction, optimizer step and the gather of its weights; one micro-batch hides overlapped ones."""
+    """Return gradient reduction, optimizer step and all-gather of the weights; overlapped ones hide behind one micro-batch."""
     mesh, per_node, own = case.mesh, machine.here.per_node, case.recipe.megatron
     reduced: Float = 0.0
     gathered: Float = 0.0
@@ -352,7 +350,7 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
     reason = "gradients after the last backward, weights after the step; overlapped with a micro-batch if set"
     name, hidden = "collectives around the optimizer step", reduced + gathered - waits
     sent = Part(name, waits, hidden, reason, f"{_AFTER}; {SOURCE}", Does.SENDING_AT_STEP)
-    copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # written and read too
+    copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # read and written
     states = Account((*states_of(rank, case.recipe, mesh), *copied), (), ())
     step = stepping(states, case.model, case.recipe, mesh, machine.rates, per_node)
     return sent, slowed(hidden, machine.here), step

@@ -7,13 +7,13 @@ from zeroplan.numeric import Float, together
 
 
 class Does(StrEnum):
-    """What a GPU does in a part of a step."""
+    """A GPU's activity in a part of a step."""
 
     COMPUTING = "computing"
     STEPPING = "stepping"
     """The optimizer's own computing."""
     SENDING = "sending"
-    """It sends, or waits for what others send."""
+    """It sends, or waits for data that other ranks send."""
     SENDING_AT_STEP = "sending around the optimizer's step"
     COPYING = "copying"
     """It copies to or from host memory."""
@@ -22,13 +22,13 @@ class Does(StrEnum):
 
 
 class Part(NamedTuple):
-    """A part of a step and its reason. Time that is hidden behind other parts is listed but not added."""
+    """A part of a step and its reason. Time hidden behind other parts is listed, and left out of the sum."""
 
     name: str
     seconds: Float
-    """Time that it adds to the step."""
+    """Time added to the step."""
     hidden_s: Float
-    """Time of it that is hidden behind other parts."""
+    """Time hidden behind other parts."""
     reason: str
     source: str
     does: Does = Does.COMPUTING
@@ -39,7 +39,7 @@ class StepTime(NamedTuple):
 
     parts: tuple[Part, ...]
     model_flops: Float
-    """Operations of the model's formula on one GPU: no recomputation, causal attention. [FLOPs]"""
+    """Operations of the model's formula on one GPU, with causal attention and without recomputation. [FLOPs]"""
     tokens: Float
     """Tokens of one GPU."""
     peak_flops_per_s: float
@@ -51,7 +51,7 @@ class StepTime(NamedTuple):
 
     @property
     def tokens_per_s(self) -> Float:
-        """Rate of one GPU. [tokens/s]"""
+        """Tokens per second of one GPU."""
         return self.tokens / self.seconds
 
     @property

@@ -1,11 +1,10 @@
 """The time of a step on a pipeline: the slowest rank's work, the wait for the pipeline to fill and drain, and sends.
 
-A rank runs its stages for every micro-batch, and the slowest rank sets the pace. Before it begins and after it ends, the others
-work on the first and the last micro-batch alone. With several stages per rank it begins sooner by that factor. Schedules with
-split backwards are simulated instead.
+A rank runs its stages for every micro-batch, and the slowest rank sets the pace. It waits while the other ranks work on the first
+micro-batch, and again while they finish the last. v stages per rank divide this wait by v. Schedules with split backwards are
+simulated instead.
 
-Leaves out, without a simulation, waits within a step that unequal stages cause beyond the slowest one's pace; and sends that
-share a link.
+Leaves out sends that share a link and, without a simulation, further waits caused by unequal stages.
 """
 
 from collections.abc import Iterator
@@ -50,7 +49,7 @@ class Bubble(NamedTuple):
 
     @property
     def idle_s(self) -> Float:
-        """Its wait for the pipeline to fill and drain: one micro-batch on one stage of every other rank.
+        """The slowest rank's wait while the pipeline fills and drains: one micro-batch on one stage of every other rank.
 
         Equal ranks wait (p - 1)/(v·m) of their work.
 
@@ -96,7 +95,7 @@ def _layers(schedule: PipelineSchedule, stages: tuple[Stage, ...], rank: int, pp
 
 
 def _copies(account: Account, recipe: RecipeSpec, busy: Computing, architecture: str, *, passes: int) -> Iterator[Part]:
-    """Yield copies over PCIe: gradients once a step, weights at every gather, hidden states in all ``passes`` of blocks."""
+    """Yield copies over PCIe: gradients once a step, weights at every all-gather, hidden states in all ``passes`` of blocks."""
     if recipe.offload_activations:
         hidden = next(call.n_bytes for call in account.collectives if call.operation == SEND)
         yield copies_of_activations(passes * hidden, architecture)
@@ -116,7 +115,7 @@ def _computing(
 def _costs(
     asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, rates: Rates, mfu: float | None
 ) -> Costs:  # fmt: skip
-    """Return the time of one micro-batch on one stage: weight gradients take as long as the forward's matrix products."""
+    """Return the times of one stage's passes for one micro-batch; weight gradients take as long as the forward's products. [s]"""
     whole = _computing(asked, model, recipe, batch, rates, mfu)
     matrices = asked._replace(core=Core(), moved=Moved(), ends_moved=Moved())
     weights = _computing(matrices, model, recipe, batch, rates, mfu).forward_s
@@ -125,7 +124,7 @@ def _costs(
 
 
 def _simulated_s(schedule: PipelineSchedule, costs: tuple[Costs, ...], pp: int, chunks: int, steps: int) -> Float:
-    """Return the time from the first pass of any rank to the last."""
+    """Return the simulated time from the first rank's first pass to the end of the last pass. [s]"""
     places = tuple(Place(schedule, rank, pp, chunks, steps) for rank in range(pp))
     stages = tuple(indices_of_rank(schedule, rank=rank, pp=pp, stages=len(costs)) for rank in range(pp))
     return played(tuple(map(order_of, places)), stages, costs)
@@ -149,10 +148,10 @@ def _work_of_stage(stage: Stage, model: ModelSpec, recipe: RecipeSpec, mesh: Mes
 def _traffic(
     calls: tuple[Collective, ...], busy: Computing, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links
 ) -> tuple[Part, ...]:  # fmt: skip
-    """Return waits for collectives and sends. Gathers hide behind a micro-batch's passes, except the first block's.
+    """Return waits for collectives and sends. All-gathers, except the first block's, overlap with a micro-batch's passes.
 
-    Reductions come after all passes. Schedules wait for what they receive: a send takes its full time once each way per
-    micro-batch, and so do sends within a stage.
+    Reduce-scatters run after all passes. Sends between stages, once each way per micro-batch, and collectives within a stage
+    overlap with nothing.
     """
     gathers: Float = 0.0
     bare: Float = 0.0

@@ -1,7 +1,7 @@
 """The time of a schedule's passes, simulated in the order in which each rank runs them.
 
-A pass begins when its rank is free and its input is there: a forward needs that of the stage before, input gradients need those
-of the stage after. The first stage has no input, so that its backward is one pass.
+A pass begins when its rank is free and its input has arrived: a forward needs the previous stage's forward, an input gradient the
+next stage's. The first stage has no input gradient, so its backward is one pass.
 
 Leaves out the time of sends, which is a separate part.
 """
@@ -20,7 +20,7 @@ class Costs(NamedTuple):
     weights: Float
 
     def of(self, kind: Pass, stage: int) -> Float:
-        """Return the time of one pass of a stage, by its number in the pipeline."""
+        """Return the time of one pass of stage number ``stage``. [s]"""
         if kind == "forward":
             return self.forward
         if stage == 0:
@@ -29,7 +29,7 @@ class Costs(NamedTuple):
 
 
 def played(orders: tuple[tuple[Action, ...], ...], stages: tuple[tuple[int, ...], ...], costs: tuple[Costs, ...]) -> Float:
-    """Return the time at which the last rank ends; ``stages``: each rank's stages, by index of their costs. [s]
+    """Return the time at which the last rank ends; ``stages``: the stages of each rank, as indices into ``costs``. [s]
 
     Two ranks and one micro-batch: four forwards, three input passes with one weight pass between, and the first stage's
     backward.
@@ -58,7 +58,7 @@ def played(orders: tuple[tuple[Action, ...], ...], stages: tuple[tuple[int, ...]
 
 
 def _needed(kind: Pass, stage: int, micro_batch: int, stages: int) -> tuple[str, int, int] | None:
-    """Return the pass of another stage that must have ended; a stage's own passes are in order."""
+    """Return the pass of another stage that must end first; None if there is none."""
     if kind == "forward" and stage:
         return kind, stage - 1, micro_batch
     if kind == "input" and stage < stages - 1:

@@ -1,14 +1,14 @@
-"""What operators bound by memory move: norms, rotary positions, activations, residual sums, the loss, copies of weights.
+"""Bytes moved by memory-bound operators: norms, rotary positions, activations, residual sums, the loss, copies of weights.
 
-Every operator reads its inputs and writes its outputs once. How many operators there are depends on the kernels: ``eager`` runs
-them one after the other as the module's Python says, ``fused`` runs one kernel for a norm, for rotary positions, for a gated
-activation and for the loss (Transformer Engine, Liger), ``compiled`` fuses neighbours as well (torch.compile).
+Every operator reads its inputs and writes its outputs once. The kernels decide how many operators there are: ``eager`` runs each
+operator of the module's Python, ``fused`` runs one kernel for a norm, for rotary positions, for a gated activation and for the
+loss (Transformer Engine, Liger), ``compiled`` fuses neighbours as well (torch.compile).
 
 The counts are those of transformers 5.23 (``models/llama/modeling_llama.py``) and of the derivatives of its operators (torch 2.13,
-``tools/autograd/derivatives.yaml``), for two bytes per element, and four where a norm or a loss computes in fp32. Where an H100
-was timed, the bytes are those that it moves in that time at 80 % of its bandwidth (tests/on_gpus/records/h100-operators.csv, its
-largest shapes): eager norms, LayerNorm, rotary positions, gated products, GELU and loss. Eager rotary positions take twice what
-they read and write, the loss half as much again; other GPUs are taken to lose the same.
+``tools/autograd/derivatives.yaml``), at two bytes per element, and four where a norm or a loss computes in fp32. For operators
+timed on an H100, the bytes are those that it moves in that time at 80 % of its bandwidth (tests/on_gpus/records/h100-operators.csv,
+its largest shapes): eager norms, LayerNorm, rotary positions, gated products, GELU and loss. Eager rotary positions take twice the
+time of their reads and writes, the loss 1.5 times; other GPUs are assumed to do the same.
 """
 
 from collections.abc import Iterable
@@ -19,18 +19,18 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import StepKernels
 from zeroplan.transformer.parameters import Parameter
 
-#: Families whose norms are LayerNorm, one operator of torch.
+#: Families with LayerNorm, which torch runs as one operator.
 LAYER_NORM = ("gpt2", "gpt_neox", "opt", "bloom", "starcoder2")
 #: Families whose MLP has no gate.
 _PLAIN_MLP = ("gpt2", "gpt_neox", "opt", "bloom", "starcoder2", "nemotron_h")
-#: Families with norms after attention and MLP as well.
+#: Families with norms before and after attention and MLP.
 _FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
 #: Activation functions that transformers writes out in Python.
 _WRITTEN_OUT = ("gelu_new", "gelu_fast")
 
 
 class Moved(NamedTuple):
-    """Bytes of a forward and a backward, and their kernels: of a rank's micro-batch, or of an operator, per element."""
+    """Bytes and kernels of a forward and a backward: of one micro-batch on a rank, or of an operator per element."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -45,11 +45,11 @@ class Moved(NamedTuple):
         )  # fmt: skip
 
     def and_of(self, other: "Moved") -> "Moved":
-        """Return the sum of two."""
+        """Return the sum."""
         return Moved(*(one + two for one, two in zip(self, other, strict=True)))
 
 
-#: Operators by kernels.
+#: Bytes per element of each operator, by kernels.
 RMS_NORM: dict[StepKernels, Moved] = {
     "eager": Moved(41, 98, 8, 18), "fused": Moved(4, 8, 1, 2), "compiled": Moved(4, 8, 1, 2),
 }  # fmt: skip
@@ -60,33 +60,33 @@ GATED: dict[StepKernels, Moved] = {"eager": Moved(9, 17, 2, 3), "fused": Moved(6
 ACTIVATION = Moved(4, 5.5, 1, 1)
 _WRITTEN = Moved(34, 50, 8, 12)
 LOGITS: dict[StepKernels, Moved] = {"eager": Moved(23, 24, 3, 4), "fused": Moved(2, 6, 1, 1), "compiled": Moved(4, 4, 2, 1)}
-#: Gradients of biases: the gradient of the output is read once more.
+#: A bias's gradient reads the gradient of the output again. [bytes per element]
 _BIAS_BACKWARD = 2.0
-#: Experts' tokens are gathered and put back, each read and written.
+#: Tokens are gathered for experts and scattered back, each with a read and a write.
 _ROUTED = Moved(8, 8, 6, 6)
-#: Where several ranks have experts, tokens that arrived are sorted by expert, and results back (Megatron-LM 2026-08,
+#: Under expert parallelism, the dispatcher sorts received tokens by expert, and results back (Megatron-LM 2026-08,
 #: megatron/core/transformer/moe/token_dispatcher.py, ``sort_chunks_by_idxs`` for several experts on a rank).
 _SORTED = Moved(8, 8, 2, 2)
-#: Heads are moved between layouts.
+#: Transposes between the layouts of heads.
 _LAYOUT: dict[StepKernels, Moved] = {"eager": Moved(4, 4, 1, 1), "fused": Moved(0, 0, 0, 0), "compiled": Moved(0, 0, 0, 0)}
 
 
-#: The embedding; its kernels are also those of tables of positions and of the mask.
+#: The embedding; its kernels include those that make the tables of positions and the mask.
 _EMBEDDING = Moved(4, 4, 22, 2)
 
 
 class Split(NamedTuple):
-    """How ranks share a micro-batch: its tokens on this rank, and over how many ranks widths and norms are split."""
+    """How ranks share a micro-batch: the tokens on this rank, and the ranks that split widths and norms."""
 
     tokens: float
     tp: int = 1
     sequence: bool = False
-    """Norms and residual sums are split over the tensor-parallel ranks too."""
+    """Tensor-parallel ranks split norms and residual sums too."""
     ep: int = 1
 
 
 def _of_part(kernels: StepKernels, part: str, fused: tuple[str, ...]) -> StepKernels:
-    """Return the kernels of a part that a kernel of its own may replace (``RecipeSpec.fused_parts``)."""
+    """Return ``fused`` for a part in ``RecipeSpec.fused_parts``, else the step's kernels."""
     return "fused" if part in fused and kernels == "eager" else kernels
 
 
@@ -106,7 +106,7 @@ def of_block(
     gated: bool | None = None,
     fused: tuple[str, ...] = (),
 ) -> Moved:
-    """Return what one block moves beside its matrices and attention; ``fused``: its parts with a kernel of their own."""
+    """Return the bytes of one block's operators except products and attention; ``fused``: parts with their own fused kernel."""
     tokens, tp = split.tokens, split.tp
     hidden = tokens * model.hidden_size / (tp if split.sequence else 1)
     norm = _norm(model, kernels, fused)
@@ -119,7 +119,7 @@ def of_block(
     if model.family not in UNROTATED:
         total = total.plus(ROTARY[_of_part(kernels, "rope", fused)], queries + keys)
     if model.mla is not None:
-        total = total.plus(_RESIDUAL[kernels], queries, 2)  # heads are put together of parts
+        total = total.plus(_RESIDUAL[kernels], queries, 2)  # heads are concatenated from two parts
     if model.attention_bias or model.family in LEARNED_POSITIONS:
         total = total._replace(backward=total.backward + _BIAS_BACKWARD * (queries + 2 * keys + hidden))
     return total.and_of(_mlp(model, _of_part(kernels, "liger-swiglu", fused), split, experts=experts, gated=gated))
@@ -145,7 +145,7 @@ def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool,
 def of_modules(
     model: ModelSpec, kernels: StepKernels, split: Split, modules: tuple[str, ...], *, experts: bool, gated: bool
 ) -> Moved:  # fmt: skip
-    """Return what these modules of Megatron's selective recomputation move in one block beside products and attention."""
+    """Return the bytes that Megatron's recomputed modules move in one block, except products and attention."""
     total = Moved()
     if "layernorm" in modules:
         total = total.plus(_norm(model, kernels, ()), split.tokens * model.hidden_size / (split.tp if split.sequence else 1), 2)
@@ -158,40 +158,40 @@ def of_modules(
 
 
 class Adapting(NamedTuple):
-    """What peft does around one adapted layer of LoRA, per element of its input and of its output."""
+    """peft's operators around one LoRA layer, per element of the layer's input and output."""
 
     input: Moved
     output: Moved
 
 
-#: Counted in peft 0.21 (``tuners/lora/layer.py``, ``Linear.forward``) and its derivatives, beside the products. In 16 bits: the
-#: scaled result is added; in the backward it is scaled again, and two gradients of the input are summed. Under autocast the input
-#: goes to fp32 and back, and both matrices and their gradients are cast. In fp32: casts around fp32 products.
+#: Counted in peft 0.21 (``tuners/lora/layer.py``, ``Linear.forward``) and its derivatives, without the products. In 16 bits: peft
+#: scales the result and adds it; the backward scales again, and sums two gradients of the input. Under autocast the input is cast
+#: to fp32 and back, and both matrices and their gradients are cast. In fp32: casts around fp32 products.
 _ADAPTING = {
     "plain": Adapting(Moved(0, 6, 0, 1), Moved(10, 4, 2, 1)),
     "autocast": Adapting(Moved(12, 18, 3, 4), Moved(10, 4, 3, 2)),
     "fp32": Adapting(Moved(6, 12, 1, 2), Moved(24, 20, 3, 3)),
 }
-#: Dropout of the input in 16 bits, and in fp32: read and written, with a mask of one byte.
+#: Dropout of the input: a read, a write, and a mask of one byte.
 _DROPPED = {"plain": Moved(5, 5, 1, 1), "autocast": Moved(9, 9, 1, 1), "fp32": Moved(9, 9, 1, 1)}
-#: A weight in four bits is written in 16, with a scale per 64 of them, in forward and backward each (bitsandbytes 0.50,
-#: ``autograd/_functions.py``, MatMul4Bit). In launches such a layer took 5 more than a plain one in the forward and 8 in the
-#: backward: QLoRA beside LoRA of Llama 3.1 8B, 224 layers, DDP and FSDP2 (tests/on_gpus/records). Scales in eight bits are made
-#: first, by two kernels.
+#: bitsandbytes dequantises a 4-bit weight to 16 bits, with a scale per 64 elements, in the forward and again in the backward (0.50,
+#: ``autograd/_functions.py``, MatMul4Bit). Such a layer took 5 launches more than a plain one in the forward and 8 more in the
+#: backward: QLoRA beside LoRA of Llama 3.1 8B, 224 layers, DDP and FSDP2 (tests/on_gpus/records). With 8-bit scales, two kernels
+#: dequantise these first.
 _UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10), "gptq": Moved(2.57, 2.57, 5, 8)}
-#: Beside weights in four bits norms are fp32: the residual stream takes twice the bytes, and five layers cast their input.
+#: With 4-bit weights, norms are fp32: the residual stream takes twice the bytes, and five layers cast their input.
 _WIDE_RESIDUAL, _WIDE_INPUT = Moved(12, 12, 0, 0), Moved(30, 30, 5, 5)
 
 
 def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float, *, autocast: bool) -> Moved:
-    """Return what the adapters of one block move, and its weights in four bits."""
+    """Return the bytes moved by one block's adapters and by dequantising its 4-bit weights."""
     adapter, total = model.adapter, Moved()
     if adapter is None:
         return total
     how = "fp32" if adapter.compute == "fp32" else "autocast" if autocast else "plain"
     each = _ADAPTING[how]
     for one in parameters:
-        if model.is_quantised and one.autocast and one.frozen:  # linear weights; their layout here is that in 16 bits
+        if model.is_quantised and one.autocast and one.frozen:  # linear weights, with their shape in 16 bits
             total = total.plus(_UNPACKED[adapter.quantize], one.numel)
         elif ".lora_A." in one.name:
             total = total.plus(each.input, tokens * one.shape[1])
@@ -204,7 +204,7 @@ def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float
 
 
 def of_ends(model: ModelSpec, kernels: StepKernels, split: Split, fused: tuple[str, ...] = ()) -> Moved:
-    """Return what the last norm, the loss and the embedding move."""
+    """Return the bytes that the last norm, the loss and the embedding move."""
     hidden = split.tokens * model.hidden_size / (split.tp if split.sequence else 1)
     logits, loss = split.tokens * model.vocab_size / split.tp, LOGITS[_of_part(kernels, "cross-entropy", fused)]
     return Moved().plus(_norm(model, kernels, fused), hidden).plus(loss, logits).plus(_EMBEDDING, hidden)

@@ -1,7 +1,7 @@
 """The matrix products of a step by shape, and how long they take on a GPU.
 
-A linear layer multiplies three times: the forward, the gradient of its input and that of its weight. Each has its own shape on a
-rank: tensor-parallel ranks split columns or depth, experts have few rows. The time comes from products that were measured alone
+A linear layer multiplies three times: the forward, the gradient of its input and that of its weight. Each product has its own shape
+on a rank: tensor-parallel ranks split columns or depth, experts have few rows. The times come from products measured alone
 (:mod:`zeroplan.steptime.tables`).
 """
 
@@ -12,17 +12,17 @@ from typing import NamedTuple
 from zeroplan.steptime.tables import COLUMNS, ROWS, product_share
 from zeroplan.transformer.parameters import Parameter
 
-#: What an accumulating weight gradient (NT, into fp32) reads of each element of its result, after its multiplications. Without it
-#: 32 grouped products of experts on a B200 would be 22 % too quick in the median; with it those are 6 % too slow, products of
-#: 4,096 tokens and more 8 % on B200 and 2 % on A100. Input gradients (NN) reach as much as the forward
-#: (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system). [bytes]
+#: An accumulating weight gradient (NT, into fp32) also reads each element of its result. Without this read 32 grouped products of
+#: experts on a B200 would be 22 % too quick in the median; with it those are 6 % too slow, products of 4,096 tokens and more 8 % on
+#: B200 and 2 % on A100. Input gradients (NN) run at the forward's rate (github.com/MooreThreads/SimuMax at 4dcaae51,
+#: configs/system). [bytes]
 _ACCUMULATOR = 4.0
-#: What a product reaches whose columns or depth are no multiple of 64 elements (128 bytes), by the largest power of two in them.
+#: Share of a product's rate if columns or depth are no multiple of 64 elements (128 bytes), by their largest power of two.
 #: Tensor cores are full at multiples of 64 on A100 and later (NVIDIA, Matrix Multiplication Background User's Guide, table 1).
 #: The value at 8 is that of BigScience's runs with a hidden size of 14,400 on eight tensor-parallel ranks.
 _ALIGNED = {8: 0.65, 16: 0.75, 32: 0.88}
 _MISALIGNED = 0.4
-#: Below the smallest measured size the share falls with its root.
+#: Below the smallest measured size the share falls with the square root of the size.
 _FEW = 0.5
 
 
@@ -34,33 +34,33 @@ class Product(NamedTuple):
     depth: float
     """Input features."""
     times: float
-    """Such layers on the rank, experts counted singly."""
+    """Number of such layers on the rank; each expert counts as one."""
     rows: float = 1.0
     """Rows per token of the micro-batch on this rank: 1, or an expert's share of the tokens."""
     frozen: bool = False
-    """Its weight gets no gradient."""
+    """The weight gets no gradient."""
     last: bool = False
-    """It runs last in its block, and nothing saves its result."""
+    """The block's last product, whose result is not saved."""
 
     @property
     def flops(self) -> float:
-        """Operations of the forward for one token. [FLOPs]"""
+        """Operations of the forward per token. [FLOPs]"""
         return 2.0 * self.columns * self.depth * self.times * self.rows
 
 
 class Machine(NamedTuple):
-    """What products run on."""
+    """A GPU's rates for products in one dtype."""
 
     table: str
-    """The GPU whose table is read."""
+    """The GPU whose measured table is used."""
     dtype: str
-    """Operands."""
+    """Dtype of the operands."""
     peak: float
     """Dense peak of that dtype. [FLOPs/s]"""
     bandwidth: float
-    """What memory-bound operators reach. [bytes/s]"""
+    """Rate of memory-bound operators. [bytes/s]"""
     share: float
-    """What products of a training step reach of the table's."""
+    """Rate of products in a training step, as a share of the table's."""
 
 
 class Passes(NamedTuple):
@@ -88,7 +88,7 @@ def seconds(products: Iterable[Product], tokens: float, on: Machine, *, accumula
 def _one(on: Machine, rows: float, columns: float, depth: float, aligned: float) -> float:
     """Return the time of one product; at least that of reading and writing its matrices. [s]
 
-    ``aligned``: what it reaches for its features, along which all three products of a layer read memory.
+    ``aligned``: the share for the alignment of the layer's features, along which all three products read memory.
     """
     share = product_share(on.table, on.dtype, max(rows, ROWS[0]), max(columns, COLUMNS[0]), max(depth, COLUMNS[0]))
     for size, least in ((rows, ROWS[0]), (columns, COLUMNS[0]), (depth, COLUMNS[0])):
@@ -109,13 +109,13 @@ def _alignment(size: float) -> float:
 
 #: Modules whose depth tensor-parallel ranks split; they split the columns of the others.
 _BY_DEPTH = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h")
-#: Modules that every tensor-parallel rank has whole.
+#: Modules that every tensor-parallel rank holds in full.
 _WHOLE = ("gate", "router", "q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate")
-#: Modules that have their features the other way around (transformers' Conv1D).
+#: Modules whose weights are stored transposed (transformers' Conv1D).
 _TURNED = ("c_attn", "c_fc", "c_proj")
 #: Modules that run last in a block.
 _LAST = ("down_proj", "c_proj", "dense_4h_to_h", "fc2")
-#: Modules that Megatron-Core multiplies at once, by the name of the first.
+#: Modules that Megatron-Core fuses into one product, with the module whose name the product gets.
 _AT_ONCE = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 
@@ -123,10 +123,10 @@ def of_block(
     parameters: Iterable[Parameter], layers: float, *, tp: int, ep: int = 1, etp: int = 1, at_once: bool = False,
     gated: bool = True, sharing: int = 1,
 ) -> tuple[Product, ...]:  # fmt: skip
-    """Return the products of ``layers`` equal blocks on one of the ranks that split matrices and experts.
+    """Return the products of ``layers`` equal blocks on one rank.
 
-    ``at_once``: projections that read the same tensor are one product. ``gated``: the MLP's gate is there, if the family has one.
-    ``sharing``: ranks with the same tokens, each of which asks the experts for its share of them.
+    ``at_once``: projections of the same input are one product. ``gated``: False leaves out the MLP's gate. ``sharing``: the number
+    of ranks with the same tokens, each of which sends its share of them to the experts.
     """
     found: dict[str, Product] = {}
     for one in parameters:
@@ -164,15 +164,15 @@ def _expert(one: Parameter, layers: float, ep: int, etp: int, *, gated: bool) ->
 
 
 def casts(products: Iterable[Product], tokens: float) -> tuple[float, float]:
-    """Return what is read and written to cast the operands of a forward and a backward to one byte, twice each. [bytes]
+    """Return the bytes moved to cast the operands of a forward and of a backward to one byte.
 
-    Each input of a linear layer, and each gradient of its output, is read in two bytes and written along both axes, since the
-    gradient of the weight reads it the other way around (Transformer Engine 2026-08, pytorch/module/linear.py, _Linear).
+    Each input of a linear layer, and each gradient of its output, is read in two bytes and written twice, as it is and transposed
+    for the weight's gradient (Transformer Engine 2026-08, pytorch/module/linear.py, _Linear).
     """
     forward = sum(4.0 * tokens * one.rows * one.times * one.depth for one in products)
     return forward, sum(4.0 * tokens * one.rows * one.times * one.columns for one in products)
 
 
 def of_head(vocabulary: float, hidden: float, *, tp: int, frozen: bool = False) -> tuple[Product, ...]:
-    """Return the product that makes logits."""
+    """Return the product that computes the logits."""
     return (Product(vocabulary / tp, hidden, 1.0, frozen=frozen),)

@@ -28,21 +28,21 @@ from zeroplan.transformer.params import parameter_count
 
 
 class _Sent(NamedTuple):
-    """Collectives in one window of the step. [s]"""
+    """Collectives of one phase of the step. [s]"""
 
     inside: Float = 0.0
     """Time on the links within a node."""
     across: Float = 0.0
     """Time on the network."""
     bare: Float = 0.0
-    """Time of both that nothing can hide."""
+    """Time that computing cannot hide."""
 
     @property
     def takes(self) -> Float:
         return longest(self.inside, self.across)
 
     def and_of(self, time: Float, group: Group, bare: Float) -> "_Sent":
-        """Return the sum with one more collective, on one of the two links."""
+        """Return the sum with one more collective, on the node's links or the network."""
         over = crosses(group)
         return _Sent(self.inside + (1 - over) * time, self.across + over * time, self.bare + bare)
 
@@ -50,13 +50,13 @@ class _Sent(NamedTuple):
 def exposed(
     calls: tuple[Collective, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, busy: Computing
 ) -> tuple[Part, ...]:
-    """Return the parts of a step in which a GPU waits for others, in forward, backward and after it. [s]
+    """Return a GPU's waits for collectives in forward, backward and around the optimizer's step. [s]
 
-    Traffic within nodes and between them runs side by side, in different groups.
+    Collectives within nodes and between nodes run at the same time, in different groups.
     """
     passes = batch.grad_accum_steps
     windows = {Phase.FORWARD: _Sent(), Phase.BACKWARD: _Sent(), Phase.STEP: _Sent()}
-    blocks = {  # computing beside collectives lasts longer, and hides more of them
+    blocks = {  # collectives slow computing, which then hides more of them
         Phase.FORWARD: (busy.forward_s - busy.ends_s) / (1.0 - here.taken),
         Phase.BACKWARD: (busy.backward_s - busy.ends_backward_s) * _share_beside(recipe, passes) / (1.0 - here.taken),
         Phase.STEP: 0.0 * busy.forward_s,
@@ -66,23 +66,23 @@ def exposed(
         time = _time(call, group, model, recipe, here)
         bare = _uncovered(time, call, model, recipe, passes, blocks[call.phase])
         windows[call.phase] = windows[call.phase].and_of(time, group, bare)
-    others = 1.0 - 1.0 / model.num_hidden_layers  # the block that waits for the last call computes after it
+    others = 1.0 - 1.0 / model.num_hidden_layers  # one block computes after the last call
     parts = tuple(_part(phase, windows[phase], others * blocks[phase]) for phase in windows)
     return (*parts, slowed(together(part.hidden_s for part in parts), here))
 
 
 def slowed(hidden_s: Float, here: Links) -> Part:
-    """Return what collectives cost the kernels beside them, whose SMs NCCL's channels take while they send."""
+    """Return the slowdown of kernels that run during collectives, as NCCL's channels take SMs from them."""
     slower = here.taken * hidden_s
     reason = "NCCL's channels take SMs from the kernels beside them"
     return Part("computing slowed by collectives", slower, 0.0 * slower, reason, CHANNELS, Does.SENDING)
 
 
 def joining(calls: tuple[Collective, ...], batch: Batch, bandwidth: float) -> Part:
-    """Return the time of copies around collectives of tensor-parallel ranks: NCCL joins and cuts along the first axis alone. [s]
+    """Return the time of copies around tensor-parallel collectives, as NCCL concatenates and splits only along the first axis. [s]
 
-    A sequence is the second axis. What a reduce-scatter cuts is copied first, and what an all-gather joins afterwards, unless there
-    is one sequence, which is a view.
+    The sequence is the second axis. torch copies a reduce-scatter's input first, and an all-gather's output afterwards. With one
+    sequence the output is a view.
     """
     moved: Float = 0.0 * batch.micro_batch_size
     for call in calls:
@@ -102,7 +102,7 @@ _NAMES = {
 
 
 def _part(phase: Phase, sent: _Sent, beside: Float) -> Part:
-    """Return what a phase waits for."""
+    """Return a phase's wait, beside computing of ``beside`` seconds."""
     takes = sent.takes
     waits = longest(takes - beside, shortest(sent.bare, takes))
     title, reason = _NAMES[phase]
@@ -110,7 +110,7 @@ def _part(phase: Phase, sent: _Sent, beside: Float) -> Part:
 
 
 def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> Group:
-    """Return where a collective's ranks are: neighbours if they split the model; ``tp`` apart for sequences and shards."""
+    """Return the layout of a collective's ranks: neighbours if they split the model; ``tp`` apart for sequences and shards."""
     if recipe.engine == "fsdp2" and call.among is Among.SEQUENCE:
         shared = strided(call.group, mesh.tp, here.per_node)
         return pair_of(shared) if call.operation == "all_to_all" else shared
@@ -123,7 +123,7 @@ def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> G
 
 
 def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, here: Links) -> Float:
-    """Return the time of a collective. DDP's one line represents all buckets, each of which is a call."""
+    """Return the time of a collective. DDP's single all-reduce stands for one call per bucket. [s]"""
     if recipe.engine == "ddp" and call.operation == "all_reduce":
         buckets = len(_buckets(model, recipe))
         return seconds(call._replace(calls=buckets * call.calls, n_bytes=call.n_bytes // buckets), group, here)
@@ -131,14 +131,14 @@ def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, 
 
 
 def _buckets(model: ModelSpec, recipe: RecipeSpec) -> tuple[int, ...]:
-    """Return the sizes of DDP's buckets, in the order in which they are reduced. [bytes]"""
+    """Return the sizes of DDP's buckets, in the order of their reduction. [bytes]"""
     from zeroplan.engines.ddp import bucket_sizes  # noqa: PLC0415  keeps start-up fast
 
     return bucket_sizes(model, widths(recipe.precision).stored, recipe.ddp.bucket_cap_mb)
 
 
 def _overlaps(call: Collective, recipe: RecipeSpec) -> bool:
-    """Whether an engine overlaps a collective of a pass with computing: FSDP all, DDP its reductions, DeepSpeed what it is told.
+    """Whether an engine overlaps a collective with computing: FSDP all, DDP its reductions, DeepSpeed as configured.
 
     Source: DeepSpeed 0.19, runtime/zero/partitioned_param_coordinator.py, ``fetch_sub_module``, which prefetches only for a
     bucket size above 0.
@@ -152,9 +152,9 @@ def _overlaps(call: Collective, recipe: RecipeSpec) -> bool:
 
 
 def _uncovered(time: Float, call: Collective, model: ModelSpec, recipe: RecipeSpec, passes: Int, blocks: Float) -> Float:
-    """Return the part of a collective's time that nothing can hide; ``blocks``: computing blocks, while collectives run. [s]
+    """Return the part of a collective's time that computing cannot hide; ``blocks``: the blocks' computing beside it. [s]
 
-    Experts wait for their tokens, and the next matrix for what its own ranks send.
+    Experts wait for their tokens, and a tensor-parallel rank's next product for its input.
     """
     if call.phase is Phase.STEP or call.operation == "all_to_all" or not _overlaps(call, recipe):
         return time
@@ -167,9 +167,9 @@ def _uncovered(time: Float, call: Collective, model: ModelSpec, recipe: RecipeSp
 
 
 def _when_buckets_are_full(model: ModelSpec, recipe: RecipeSpec) -> Iterator[tuple[float, float]]:
-    """Yield, as each bucket is full, the shares of gradients still to be sent, with its own, and of blocks still to be computed.
+    """Yield for each bucket, once full, the share of gradients not yet sent (its own included), and of blocks not yet computed.
 
-    DDP's buckets are small: only the last one counts, which has the embedding in it and is full after the backward.
+    DDP's buckets are small, so only the last one counts: it has the embedding and is full after the backward.
     """
     if recipe.engine == "ddp":
         sizes = _buckets(model, recipe)
@@ -192,7 +192,7 @@ def _when_buckets_are_full(model: ModelSpec, recipe: RecipeSpec) -> Iterator[tup
 
 
 def _share_beside(recipe: RecipeSpec, passes: Int) -> Float:
-    """Return the share of the step's backwards that gradient reductions overlap with: all, or the last micro-batch's."""
+    """Return the share of the step's backwards that overlap with gradient reductions: all, or the last micro-batch's."""
     if recipe.sync_every_micro_batch and not (recipe.engine == "deepspeed" and recipe.zero_stage < 2):
         return 1.0
     if recipe.engine in ("fsdp1", "fsdp2"):  # every backward gathers parameters

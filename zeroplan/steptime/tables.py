@@ -1,7 +1,7 @@
-"""How fast single operators are on a GPU: measured matrix products and attention, by shape, interpolated.
+"""Measured rates of single operators on a GPU: matrix products, attention and collectives, interpolated by shape.
 
 The tables hold shares of the dense peak. Between two shapes of the grid a share is interpolated over the logarithms of the sizes.
-A GPU without a table of its own reads that of the nearest GPU with one, and reaches the same share of its own peak.
+A GPU without its own table uses that of the nearest GPU, as the same share of its own peak.
 
 Source: github.com/ai-dynamo/aiconfigurator at 095f58a5 (2026-08-21), aic-core/src/aiconfigurator_core/systems/data, ``gemm``,
 ``attention`` and ``comm/nccl``: forward operators of inference, and collectives inside a node, each measured alone.
@@ -20,7 +20,7 @@ from zeroplan.numeric import Float, Int
 
 SOURCE = "github.com/ai-dynamo/aiconfigurator at 095f58a5, systems/data: measured by shape"
 FILE = Path(__file__).parent / "measured" / "operators.bin"
-#: The integer that stands for the whole peak.
+#: The integer for a share of 1.
 ONE = 2**15
 #: Sizes of a product's rows; of its columns and its depth.
 ROWS = (512, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768)
@@ -31,13 +31,13 @@ PRODUCTS = (
     "a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-180gb", "b300-288gb", "gb300-288gb", "l40s-48gb",
     "rtx-pro-6000-blackwell-96gb",
 )  # fmt: skip
-#: What products in narrower dtypes reach of the share that those in bf16 of the same shape reach, in the median of those with
-#: 51,200 and more columns, whose time is hardly that of quantising rows.
+#: The share of products in fp8 and fp4, relative to products of the same shape in bf16: the median of products with 51,200 and
+#: more columns, where quantising the rows takes little of the time.
 NARROW = {
     ("h100-sxm-80gb", "fp8"): 0.83, ("h200-sxm-141gb", "fp8"): 1.01, ("b200-180gb", "fp8"): 0.94, ("b200-180gb", "fp4"): 0.69,
     ("b300-288gb", "fp8"): 0.90, ("gb300-288gb", "fp8"): 0.91, ("gb300-288gb", "fp4"): 0.47,
 }  # fmt: skip
-#: Heads of a whole batch, tokens of a sequence, and widths of a head in the table of attention.
+#: Axes of the table of attention: heads of a whole batch, tokens of a sequence, and widths of a head.
 ATTENTION_HEADS = (4, 8, 16, 32, 64, 128, 256, 512)
 ATTENTION_TOKENS = (1024, 2048, 4096, 8192, 16384)
 ATTENTION_WIDTHS = (64, 128)
@@ -52,8 +52,8 @@ CALL_BYTES = (2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28, 2**29)
 LINK_GPUS = (
     "a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-180gb", "b300-288gb", "l40s-48gb", "rtx-pro-6000-blackwell-96gb",
 )  # fmt: skip
-#: The GPU whose table another reads, by how names begin and by architecture. GB200 reads B200's: a third of its own products ran
-#: at half the rate of the others.
+#: The GPU whose table another uses, by the first part of its name, or by architecture. GB200 uses B200's: a third of its own
+#: products ran at half the rate of the others.
 _BY_NAME = {
     "a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "gh200": "h200-sxm-141gb", "b200": "b200-180gb",
     "b300": "b300-288gb", "gb200": "b200-180gb", "gb300": "gb300-288gb",
@@ -72,7 +72,7 @@ _LOG_HEADS, _LOG_TOKENS = tuple(map(log2, ATTENTION_HEADS)), tuple(map(log2, ATT
 
 
 class Place(NamedTuple):
-    """Where a size lies on an axis: the node below it, and how far it is on the way to the next one."""
+    """The position of a size on an axis: the node below, and the share of the way to the next node."""
 
     node: int
     share: float
@@ -86,7 +86,7 @@ def _shares() -> array:  # type: ignore[type-arg]  # of sixteen-bit numbers
 
 
 def table_of(name: str, architecture: str) -> str:
-    """Return the GPU whose tables a GPU reads: its own, or those of the nearest.
+    """Return the GPU whose tables a GPU uses: itself, or the nearest with tables.
 
     >>> table_of("a100-pcie-40gb", "Ampere"), table_of("rtx-4090-24gb", "Ada Lovelace"), table_of("mi300x-192gb", "CDNA 3")
     ('a100-sxm-80gb', 'l40s-48gb', 'h100-sxm-80gb')
@@ -107,7 +107,7 @@ def _place(axis: tuple[float, ...], value: float) -> Place:
 
 @lru_cache(maxsize=65536)
 def product_share(table: str, dtype: str, rows: float, columns: float, depth: float) -> float:
-    """Return the share of the dense peak that a product of a rows x depth and a depth x columns matrix reaches.
+    """Return the rate of a rows x depth times depth x columns product, as a share of the dense peak.
 
     >>> round(product_share("a100-sxm-80gb", "bf16", 4096, 8192, 8192), 2)
     0.8
@@ -119,9 +119,9 @@ def product_share(table: str, dtype: str, rows: float, columns: float, depth: fl
 
 @lru_cache(maxsize=65536)
 def attention_share(table: str, width: int, tokens: float, heads: float) -> float:
-    """Return the share of the dense bf16 peak that the forward of causal attention reaches, without what the mask hides.
+    """Return the rate of causal attention's forward as a share of the dense bf16 peak, without operations that the mask hides.
 
-    ``heads``: of the whole batch. Narrow heads and short sequences keep fewer tensor cores busy.
+    ``heads``: the heads of the whole batch. Narrow heads and short sequences keep fewer tensor cores busy.
 
     >>> round(attention_share("h100-sxm-80gb", 128, 8192, 32), 2)
     0.6
@@ -134,15 +134,15 @@ def attention_share(table: str, width: int, tokens: float, heads: float) -> floa
     return found * min(1.0, width / ATTENTION_WIDTHS[0])
 
 
-#: What cuDNN's attention reaches on an H100 of the table's share of its forward, by tokens of a sequence, and its backward at any:
-#: medians of the times in tests/on_gpus/records/h100-operators.csv (torch 2.11, cuDNN 9).
+#: Rate of cuDNN's attention on an H100, relative to the table's: its forward by tokens of a sequence, its backward at any length.
+#: Medians of the times in tests/on_gpus/records/h100-operators.csv (torch 2.11, cuDNN 9).
 _CUDNN = ((1024, 1.36), (2048, 1.17), (4096, 1.12), (8192, 1.03), (16384, 1.04), (32768, 0.94))
 CUDNN_BACKWARD_SHARE = 0.83
 _LOG_CUDNN = tuple(log2(tokens) for tokens, _share in _CUDNN)
 
 
 def cudnn_forward(tokens: float) -> float:
-    """Return what the forward of cuDNN's attention reaches on Hopper, as a multiple of the table's share.
+    """Return the rate of the forward of cuDNN's attention on Hopper, as a multiple of the table's.
 
     >>> cudnn_forward(16384), cudnn_forward(2**20)
     (1.04, 0.94)
@@ -152,9 +152,9 @@ def cudnn_forward(tokens: float) -> float:
 
 
 def link_share(table: str, operation: str, ranks: int, call_bytes: Int) -> Float:
-    """Return the share of a node's links that a collective of this many ranks reaches, from the bytes that one GPU sends in a ring.
+    """Return a collective's rate as a share of the node's links, computed from the bytes that one GPU sends in a ring.
 
-    NVSwitch's sums (NVLS) are in it where the source's NCCL used them: all-reduces on eight H100 or B200 send less than a ring.
+    NVSwitch's sums (NVLS) are included where the source's NCCL used them: all-reduces on eight H100 or B200 send less than a ring.
 
     >>> round(link_share("h100-sxm-80gb", "all_gather", 8, 2**29), 2), round(link_share("h100-sxm-80gb", "all_gather", 8, 2**20), 2)
     (0.74, 0.12)
@@ -174,7 +174,7 @@ def link_share(table: str, operation: str, ranks: int, call_bytes: Int) -> Float
 
 
 def _beyond(curve: tuple[float, ...], call_bytes: Int) -> Float:
-    """Return the share of a call above the largest size: each further byte takes as long as between the two largest sizes."""
+    """Return the share of a call above the largest size: a further byte takes as long as between the two largest sizes."""
     before, last = CALL_BYTES[-2:]
     takes = last / curve[-1]
     return call_bytes / (takes + (call_bytes - last) * (takes - before / curve[-2]) / (last - before))
@@ -182,7 +182,7 @@ def _beyond(curve: tuple[float, ...], call_bytes: Int) -> Float:
 
 @lru_cache(maxsize=1024)
 def _link_curve(table: str, operation: str, ranks: int) -> tuple[float, ...]:
-    """Return the shares at the sizes of the table."""
+    """Return the shares at the table's sizes for one operation and number of ranks."""
     first = len(PRODUCTS) * _OF_PRODUCTS + len(ATTENTION_GPUS) * _OF_ATTENTION
     first += (LINK_GPUS.index(table) * len(COLLECTIVES) + COLLECTIVES.index(operation)) * len(LINKED) * len(CALL_BYTES)
     place = _place(_LOG_LINKED, log2(ranks))
@@ -190,7 +190,7 @@ def _link_curve(table: str, operation: str, ranks: int) -> tuple[float, ...]:
 
 
 def _between(first: int, strides: tuple[int, ...], across: tuple[Place, ...]) -> float:
-    """Return the interpolated share; what was not measured does not count."""
+    """Return the interpolated share, from the measured corners only; 0 if none is measured."""
     shares, total, weights = _shares(), 0.0, 0.0
     corners = [(first, 1.0)]
     for stride, (node, share) in zip(strides, across, strict=True):

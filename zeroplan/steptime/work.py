@@ -17,8 +17,8 @@ from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params import layout
 
-#: A saved tensor of a traced module is written once and read by the next operator. Its backward reads it, reads the incoming
-#: gradient and writes the outgoing one.
+#: Traffic per saved byte of a traced module: one operator writes the tensor and the next reads it. The backward reads it, reads the
+#: incoming gradient and writes the outgoing one.
 _SAVED_FORWARD, _SAVED_BACKWARD = 2.0, 3.0
 
 
@@ -26,15 +26,15 @@ class Core(NamedTuple):
     """Attention between queries and keys, of all layers on a rank."""
 
     flops: float = 0.0
-    """Scores and their product with the values; of a causal kernel without what it skips. [FLOPs]"""
+    """Scores and their product with the values, without the part that a causal kernel skips. [FLOPs]"""
     heads: float = 1.0
-    """Of the whole micro-batch."""
+    """Heads of the whole micro-batch."""
     width: int = 128
-    """Of one head."""
+    """Width of one head."""
     tokens: float = 1.0
-    """Of the keys that one kernel reads."""
+    """Keys that one kernel reads."""
     moved: Moved = Moved()
-    """Scores that are written out."""
+    """Memory traffic of eager attention's scores."""
 
 
 class Work(NamedTuple):
@@ -46,17 +46,17 @@ class Work(NamedTuple):
     head: tuple[Product, ...]
     core: Core
     moved: Moved
-    """By operators of the blocks beside matrices and attention."""
+    """Traffic of the blocks' operators, except products and attention."""
     ends_moved: Moved
-    """By the embedding, the last norm and the loss."""
+    """Traffic of the embedding, the last norm and the loss."""
     other_flops: float = 0.0
-    """Operations in the blocks without a shape: linear attention, a traced module. [FLOPs]"""
+    """Operations in the blocks without known shapes: linear attention, a traced module. [FLOPs]"""
     other_head_flops: float = 0.0
     layers: float = 0.0
     tensors: tuple[float, float] = (0.0, 0.0)
-    """Parameter tensors of the blocks, and those of them that get a gradient."""
+    """Numbers of the blocks' parameter tensors, and of those with a gradient."""
     again: tuple[Product, ...] = ()
-    """Products of modules that alone are recomputed, and what their other operators move."""
+    """Products of the modules in Megatron's ``--recompute-modules``; ``again_moved``: their other operators' traffic."""
     again_moved: Moved = Moved()
 
     @property
@@ -66,17 +66,17 @@ class Work(NamedTuple):
 
     @property
     def trained(self) -> float:
-        """Those of them that get a gradient."""
+        """Elements of the matrices that get a gradient."""
         return sum(one.columns * one.depth * one.times for one in (*self.products, *self.head) if not one.frozen)
 
     @property
     def blocks_flops(self) -> float:
-        """Matrix products of the blocks. [FLOPs]"""
+        """The blocks' matrix products in the forward. [FLOPs]"""
         return self.tokens * sum(one.flops for one in self.products) + self.other_flops
 
     @property
     def head_flops(self) -> float:
-        """The product that makes logits. [FLOPs]"""
+        """The product that computes the logits, in the forward. [FLOPs]"""
         return self.tokens * sum(one.flops for one in self.head) + self.other_head_flops
 
     @property
@@ -85,12 +85,12 @@ class Work(NamedTuple):
         return self.blocks_flops + self.head_flops + self.core.flops
 
 
-#: Launches of a block's casts under autocast (DDP), whose bytes :func:`copies_of` has: counted in Llama, transformers 5.23.
+#: Kernels of a block's casts under autocast (DDP), counted in Llama, transformers 5.23; :func:`copies_of` has their bytes.
 _CASTS = Moved(0.0, 0.0, 10.0, 16.0)
 
 
 class Ranks(NamedTuple):
-    """Over how many ranks a micro-batch's work is split."""
+    """The numbers of ranks that split a micro-batch's work."""
 
     tp: int = 1
     cp: int = 1
@@ -101,10 +101,9 @@ def work(
     model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, kernels: StepKernels = "eager", *, tp: int = 1, cp: int = 1,
     expert_ranks: int = 1,
 ) -> Work:  # fmt: skip
-    """Return the work of one micro-batch on one of ``tp`` or ``cp`` ranks that split it.
+    """Return the work of one micro-batch on one of ``tp`` x ``cp`` ranks that split it.
 
-    Experts count as often as tokens choose them, evenly. Leaves out sliding windows, which only some kernels skip; and dequantising
-    weights in four bits. The batch is that of one job.
+    Tokens choose experts evenly. Leaves out sliding windows, which only some kernels skip; and dequantising weights in four bits.
     """
     if model.profile is not None:
         return _profiled(model, recipe, batch)
@@ -131,19 +130,19 @@ def work(
 
 
 def _autocasts_adapters(model: ModelSpec, recipe: RecipeSpec) -> bool:
-    """Whether the loop runs adapters under autocast: that of DDP, and that of FSDP1 without weights in four bits."""
+    """Whether the training loop runs adapters under autocast: DDP's does, and FSDP1's unless weights are in four bits."""
     mixed = widths(recipe.precision).mixed
     return mixed and (recipe.engine == "ddp" or (recipe.engine == "fsdp1" and not model.is_quantised))
 
 
 def multiplying(products: tuple[Product, ...]) -> Moved:
-    """Return the kernels of linear layers, one for a layer's experts together, and of attention between them."""
+    """Return the numbers of kernels of linear layers and attention; a layer's experts together are one kernel."""
     core = float(len(products) > 1)
     return Moved(0.0, 0.0, core + len(products), core + sum(2.0 - one.frozen for one in products))
 
 
 def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks, layers: float) -> Core:
-    """Return the attention of this many layers on one rank."""
+    """Return the attention of ``layers`` layers on one rank."""
     eager, seq_len = recipe.attention == "eager", 1.0 * batch.seq_len
     tokens = batch.micro_batch_size * seq_len / ranks.cp
     keys = seq_len if eager else (seq_len + 1) / 2.0
@@ -155,10 +154,10 @@ def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks
     return Core(layers * scores, heads, model.head_dim, seq_len / ranks.cp, Moved(*(layers * each for each in moved)))
 
 
-#: Scores in eager attention with a fused softmax and dropout: written by their product, read and written by each, read by the next
-#: product; the backward of each likewise, with a mask of one byte.
+#: Traffic of eager attention's scores with a fused softmax: the product writes them, softmax and dropout each read and write them,
+#: the next product reads them; likewise in the backward, with a mask of one byte.
 _SCORES = Moved(13, 17, 2, 2)
-#: The same with masking and a softmax in fp32 as operators of their own.
+#: Traffic of the scores with separate operators for the mask and for a softmax in fp32.
 _SCORES_APART = Moved(34, 40, 7, 8)
 
 
@@ -168,23 +167,23 @@ def _tensors(whole: Layout) -> tuple[float, float]:
 
 
 class Copies(NamedTuple):
-    """What an engine copies in a micro-batch's forward and backward. [bytes]"""
+    """An engine's copies in a micro-batch's forward and backward. [bytes per matrix element]"""
 
     forward: float = 0.0
     backward: float = 0.0
-    """Of every matrix element that it gathers."""
+    """Both: per element that the engine gathers."""
     trained_forward: float = 0.0
     trained_backward: float = 0.0
-    """Of those that get a gradient, on top."""
+    """Both: on top, per element that gets a gradient."""
 
 
 def copies_of(recipe: RecipeSpec) -> Copies:
-    """Return what an engine copies of every matrix element.
+    """Return the bytes that an engine copies per matrix element.
 
     FSDP2 copies every gathered weight out of the buffer (torch 2.13, ``_fsdp_collectives.py``, ``foreach_all_gather_copy_out``) and
-    every gradient into the one that is reduced (``foreach_reduce``). FSDP1 has views of one flat parameter, and casts what it
-    reduces. DDP runs under autocast, which casts weights, and copies gradients into buckets. DeepSpeed joins what it gathers
-    (``_all_gather_dtype``), copies gradients into a bucket and divides it (``average_tensor``).
+    every gradient into the reduce-scatter's buffer (``foreach_reduce``). FSDP1 has views of one flat parameter, and casts gradients
+    for the reduction. DDP runs under autocast, which casts weights, and copies gradients into buckets. DeepSpeed concatenates
+    gathered shards (``_all_gather_dtype``), copies gradients into a bucket and divides it (``average_tensor``).
     """
     narrow = widths(recipe.precision).name != "fp32"
     reduced = {"fsdp2": recipe.fsdp2.reduce_dtype, "fsdp1": recipe.fsdp1.reduce_dtype}.get(recipe.engine)
@@ -200,7 +199,7 @@ def copies_of(recipe: RecipeSpec) -> Copies:
 
 
 def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> Work:
-    """Return the work of a traced module: its counted operations, and what it saves."""
+    """Return the work of a traced module, from its counted operations and its saved tensors."""
     from zeroplan.transformer.profiled import profile_of, profiled_operations, without_recompute  # noqa: PLC0415  keeps start-up fast
 
     profile, whole, compute = profile_of(model), layout(model), compute_of(recipe)
@@ -225,7 +224,7 @@ def of_one(micro_batch: int, seq_len: int) -> BatchSpec:
 
 
 def combined(several: tuple[Work, ...]) -> Work:
-    """Return the work of several stages of one rank together."""
+    """Return the summed work of one rank's stages."""
     first, *others = several
     for other in others:
         core, moved = first.core, first.core.moved.and_of(other.core.moved)
@@ -245,12 +244,12 @@ def combined(several: tuple[Work, ...]) -> Work:
 
 
 def without_head(whole: Work) -> Work:
-    """Return the work of a stage that has no head and no loss."""
+    """Return the work without head and loss."""
     return whole._replace(head=(), ends_moved=Moved(), other_head_flops=0.0)
 
 
 def _multiplied(model: ModelSpec) -> ModelSpec:
-    """Return the model whose weights are multiplied: those in four bits are dequantised first."""
+    """Return the model with weights as they are multiplied; 4-bit weights are dequantised first."""
     if model.adapter is None or model.adapter.quantize == "none":
         return model
     return replace(model, adapter=replace(model.adapter, quantize="none"))

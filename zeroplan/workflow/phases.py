@@ -14,7 +14,7 @@ class LoopPhase(NamedTuple):
 
     name: str
     moment: str
-    """What happens at the peak."""
+    """The moment of the peak, in words."""
     lines: tuple[Line, ...]
     """All memory that torch or another engine holds on the GPU at the peak."""
     compared_with: str = ""

@@ -1,1 +1,1 @@
-"""Others' configurations as files: which kind a file is, and what it says of a job."""
+"""Configuration files of other programs: recognises the program (reading.py) and reads the job (one module per program)."""

@@ -1,7 +1,7 @@
-"""What does the YAML of ``accelerate launch`` say of a job?
+"""Reads a job from the YAML of ``accelerate launch``.
 
-Keys are accelerate 1.15's (commands/config/config_args.py, commands/launch.py), with its defaults where one is left out. Batch,
-optimizer and model are the training script's.
+Keys are accelerate 1.15's (commands/config/config_args.py, commands/launch.py), with its defaults for keys left out. The training
+script sets batch, optimizer and model.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ _PARALLEL_KNOWN = (
 
 
 def accelerate_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
-    """Read the file's keys; raises SpecError where it is not for GPUs of one's own, or says what is not modelled."""
+    """Return the job in the file; raises SpecError for CPU or cloud jobs, or for settings that are not modelled."""
     reading = Reading(table, folder)
     reading.own_units = "accelerate"
     if table.text("compute_environment") not in (None, "LOCAL_MACHINE"):
@@ -101,7 +101,7 @@ def _fsdp(reading: Reading) -> None:
         reading.tell("engine", "distributed_type and fsdp_version", "fsdp2")
         keeps = table.switch("fsdp_reshard_after_forward") is False
         reading.tell("stage", "fsdp_config.fsdp_reshard_after_forward", 2 if keeps else 3)
-    if word == "bf16" and version == 2:  # set_mixed_precision reduces in the dtype it computes in
+    if word == "bf16" and version == 2:  # set_mixed_precision reduces in the compute dtype
         reading.options["fsdp2.reduce_dtype"] = Told("mixed_precision", "param")
     reading.tell("sync_every_micro_batch", "accumulate()", value=False, filled=True)
     _fsdp_memory(reading, table)
@@ -120,7 +120,7 @@ def _fsdp1_stage(table: Table) -> Told:
 
 
 def _fsdp1_options(reading: Reading, table: Table) -> None:
-    """FSDP1's own switches, with accelerate's defaults (1.15, utils/dataclasses.py, FullyShardedDataParallelPlugin)."""
+    """Read FSDP1's switches, with accelerate's defaults (1.15, utils/dataclasses.py, FullyShardedDataParallelPlugin)."""
     key, words = "fsdp_backward_prefetch", ("backward_pre", "backward_post", "no_prefetch")
     word = str(table.get(key) or "NO_PREFETCH").lower()
     if word not in words:
@@ -151,7 +151,7 @@ def _fsdp_memory(reading: Reading, table: Table) -> None:
 
 
 def _replicas(reading: Reading) -> None:
-    """``parallelism_config``; its keys carry its name, and are accepted without it."""
+    """Read ``parallelism_config``, whose keys may leave out the prefix ``parallelism_config_``."""
     table = reading.table.table("parallelism_config")
     degrees = {}
     for short in ("dp_replicate_size", "tp_size", "cp_size", "dp_shard_size", "sp_size"):
@@ -191,11 +191,11 @@ def _deepspeed(reading: Reading) -> None:
     table.leave(_DEEPSPEED_KNOWN)
     reading.notes += table.unknown()
     reading.table.leave(("mixed_precision",))
-    reading.tell("keep_logits", "outputs", value=True, filled=True, note=_NAMED)  # DeepSpeed's engine hands on what it makes
+    reading.tell("keep_logits", "outputs", value=True, filled=True, note=_NAMED)  # DeepSpeed returns the model's output
 
 
 def _inline(reading: Reading, table: Table) -> DeepSpeedPart:
-    """What accelerate makes of its own keys (utils/dataclasses.py, DeepSpeedPlugin)."""
+    """Return the DeepSpeed configuration that accelerate makes from its own keys (utils/dataclasses.py, DeepSpeedPlugin)."""
     stage = table.count("zero_stage", least=0)
     steps, word = table.get("gradient_accumulation_steps"), str(reading.table.get("mixed_precision") or "no").lower()
     offload = {name: table.text(f"{name}_device") for name in ("offload_optimizer", "offload_param")}

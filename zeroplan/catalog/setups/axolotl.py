@@ -1,7 +1,7 @@
-"""What does Axolotl's YAML say of a job?
+"""Reads a job from Axolotl's YAML.
 
-Keys are those of Axolotl 0.17 (utils/schemas/), with its defaults where one is left out. Axolotl runs on transformers' Trainer:
-its keys become those of TrainingArguments, and are read as such.
+Keys are those of Axolotl 0.17 (utils/schemas/), with its defaults for keys left out. Axolotl runs on transformers' Trainer:
+its keys are translated to TrainingArguments, and trainer.py reads these.
 """
 
 import re
@@ -13,7 +13,7 @@ from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
-#: Its keys by those of TrainingArguments and of TRL.
+#: Axolotl's key for each key of TrainingArguments and TRL.
 _INSTEAD = {
     "model_name_or_path": "base_model", "max_length": "sequence_len", "per_device_train_batch_size": "micro_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps", "optim": "optimizer", "use_peft": "adapter",
@@ -26,10 +26,10 @@ _LEGACY_ATTENTION = {
     "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
     "xformers_attention": "xformers", "flex_attention": "flex_attention", "sage_attention": "sage",
 }  # fmt: skip
-#: Names of keys in other releases, and beside a field's own name, that change no memory.
+#: Keys of other releases, and aliases of fields, that change no memory.
 _OLDER = ("model_type", "model_config", "gptq_groupsize", "gptq_model_v1", "eta_min", "adam_eps", "base_model_ignore_patterns",
           "full_finetune", "sample_packing_seq_len_multiplier")  # fmt: skip
-#: Plugins that change no memory, or that have keys of their own.
+#: Plugins that change no memory, or whose keys are read.
 _PLUGINS = ("SwanLabPlugin", "LigerPlugin", "CutCrossEntropyPlugin")
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _PACKED = "sample_packing fills one row with micro_batch_size x sequence_len tokens: as many full sequences are counted"
@@ -39,7 +39,7 @@ _OWN_KERNELS = (
     "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel) unless all are false; these are not "
     "modelled, and peft's layers are counted in their place"
 )
-#: Files that Axolotl brings with it (`axolotl fetch deepspeed_configs`), by the number in their name.
+#: DeepSpeed files that Axolotl ships (`axolotl fetch deepspeed_configs`), by the number in their name.
 _SHIPPED: dict[str, dict[str, object]] = {
     "1": {"stage": 1, "overlap_comm": True},
     "2": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu"}},
@@ -51,11 +51,11 @@ _IS_SHIPPED = re.compile(
     r"(?:\.?/)?deepspeed_configs/zero(?P<stage>[123])(?P<bf16>_bf16)?(?:_cpuoffload_(?P<off>all|params))?\.json"
 )
 
-#: What is no training as it is modelled.
+#: Keys of training methods that are not modelled.
 _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("process_reward_model", "trainer_cls", "diffusion", "ebft", "peft", "gptq", "llmcompressor"), ()
 )
-#: What changes memory and has no words in a job.
+#: Patterns of keys that change memory in a way that is not modelled.
 _SAVES = """
     layer_offloading activation_offloading selective_checkpointing tiled_mlp lisa_n_layers lisa_step_interval
     quantize_moe_experts lora_on_cpu chunked_cross_entropy unfrozen_parameters freeze_mm_modules flash_attn_cross_entropy
@@ -84,7 +84,7 @@ _RL = "preferences and rewards are counted as {} of the batch; reference model a
 
 
 def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
-    """Read the file's keys; raises SpecError where it says what is not modelled."""
+    """Return the job in the file; raises SpecError for settings that are not modelled."""
     whole.refuse(_REFUSED)
     whole.unmodelled(saves=_SAVES, adds=_ADDS, either=_EITHER, harmless=_HARMLESS)
     if (method := whole.text("rl")) and method not in _POLICIES:
@@ -105,7 +105,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         if made["use_peft"]:
             raise whole.refused("bfloat16", "use bf16 beside adapters")
         reading.tell("precision", "bfloat16", "bf16")
-    if "quantize" in reading.flags:  # loaders/model.py, _configure_embedding_dtypes makes all else 16 bits again
+    if "quantize" in reading.flags:  # loaders/model.py, _configure_embedding_dtypes: all else is 16 bits
         reading.tell("upcast", "adapter", "none", filled=True)
     if "tensor_parallel" in reading.asks:
         ways = whole.count("tensor_parallel_size") or 1
@@ -120,7 +120,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
 
 
 def _goal(reading: Reading, whole: Table) -> None:
-    """Rewards and preferences; and weights that are stored in fewer bits, unless they are made 16 bits for training."""
+    """Read reward models and preference methods, and note stored quantised weights that training does not dequantise."""
     if not whole.table("model_quantization_config_kwargs").switch("dequantize"):
         whole.unmodelled(saves="model_quantization_config")
     if whole.switch("reward_model"):
@@ -135,7 +135,7 @@ def _goal(reading: Reading, whole: Table) -> None:
 
 
 def _deepspeed(named: object, folder: Path) -> object:
-    """A file of Axolotl's own, where it is not here; anything else as it is."""
+    """Return the content of a DeepSpeed file that Axolotl ships, if it is missing here; else ``named`` unchanged."""
     found = _IS_SHIPPED.fullmatch(named) if isinstance(named, str) else None
     if found is None or named_file(str(named), folder, "it").exists():
         return named
@@ -146,7 +146,7 @@ def _deepspeed(named: object, folder: Path) -> object:
 
 
 def _batch(whole: Table) -> dict[str, object]:
-    """``batch_size`` is an older word for sequences per step and GPU (utils/config/__init__.py, normalize_config)."""
+    """Return batch and length; an older key ``batch_size`` is per step and GPU (utils/config/__init__.py, normalize_config)."""
     each, total = whole.count("micro_batch_size") or 1, whole.count("batch_size")
     steps = whole.count("gradient_accumulation_steps") or (None if total is None else max(1, total // each))
     length = whole.count("sequence_len")
@@ -160,7 +160,7 @@ def _attention(whole: Table) -> dict[str, object]:
         word = "flash_attention_2"
     if whole.switch("sample_packing") and not str(word).startswith(("flash_attention", "flex_attention", "xformers")):
         whole.matters["sample_packing"] = _MASK
-    if word == "flex_attention":  # its mask has a few bytes for 128 x 128 pairs
+    if word == "flex_attention":  # its mask takes a few bytes per 128 x 128 pairs
         return {"attn_implementation": "flash_attention_2"}
     if word in ("xformers", "sage"):
         whole.matters["attn_implementation"] = f"attention with {word} is not modelled: FlashAttention is counted in its place"
@@ -169,7 +169,7 @@ def _attention(whole: Table) -> dict[str, object]:
 
 
 def _precision(whole: Table, *, sharded: bool) -> dict[str, object]:
-    """``auto`` is bf16 where the GPU has it; weights are loaded in the same 16 bits (utils/config/__init__.py, resolve_dtype)."""
+    """Return the dtypes: ``auto`` is bf16 on a GPU with it, and weights load in it (utils/config/__init__.py, resolve_dtype)."""
     fp16 = bool(whole.switch("fp16"))
     bf16 = not fp16 if whole.get("bf16") == "auto" else bool(whole.switch("bf16"))
     loaded = "bfloat16" if bf16 else "float16" if fp16 else None
@@ -196,7 +196,7 @@ def _adapter(whole: Table) -> dict[str, object]:
         raise SpecError(f"{whole.where}: adapter is {adapter}, and lora_r is left out; give a rank")
     targets = whole.get("lora_target_modules")
     names = [targets] if isinstance(targets, str) else targets
-    if isinstance(names, list):  # peft compares the ends of names, part by part
+    if isinstance(names, list):  # peft matches the last parts of module names
         names = [one.removeprefix("self_attn.").removeprefix("mlp.") if isinstance(one, str) else one for one in names]
     return {
         "use_peft": True,
@@ -208,7 +208,7 @@ def _adapter(whole: Table) -> dict[str, object]:
 
 
 def _fsdp(whole: Table, *, sharded: bool) -> dict[str, object]:
-    """Version 1 where none is given (utils/schemas/validation.py, check_fsdp_version_in_fsdp_config)."""
+    """Return FSDP's keys; version 1 is the default (utils/schemas/validation.py, check_fsdp_version_in_fsdp_config)."""
     if not sharded:
         return {"fsdp": None, "fsdp_config": None}
     config = {key.removeprefix("fsdp_"): value for key, value in whole.table("fsdp_config").data.items()}
@@ -220,7 +220,7 @@ def _fsdp(whole: Table, *, sharded: bool) -> dict[str, object]:
 
 
 def _loss(reading: Reading, whole: Table) -> None:
-    """Plugins, and how they and their keys compute the loss."""
+    """Read the plugins, and how they and their keys compute the loss."""
     plugins = whole.get("plugins") or []
     names = plugins if isinstance(plugins, list) else [plugins]
     for name in names:
@@ -235,4 +235,4 @@ def _loss(reading: Reading, whole: Table) -> None:
     keys = dict(zip(LIGER, ("liger_rope", "liger_rms_norm", gated), strict=True))
     if parts := [part for part, key in keys.items() if whole.switch(key)]:
         reading.tell_liger(*parts, key=keys[parts[0]], loss=False)
-    whole.leave(("liger_layer_norm", "liger_use_token_scaling"))  # of towers, which take as much; numbers alone
+    whole.leave(("liger_layer_norm", "liger_use_token_scaling"))  # vision towers: the same memory; numerics only

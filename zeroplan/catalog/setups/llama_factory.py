@@ -1,7 +1,7 @@
-"""What does LLaMA-Factory's YAML say of a job?
+"""Reads a job from LLaMA-Factory's YAML.
 
-Its own keys are those of LLaMA-Factory 0.9.5 (hparams/), with its defaults; all others are those of TrainingArguments, and are
-read as such. Its version 1 has a trainer of its own.
+LLaMA-Factory's own keys are those of 0.9.5 (hparams/), with its defaults; trainer.py reads all others as TrainingArguments.
+LLaMA-Factory's version 1 has its own trainer and keys.
 """
 
 from pathlib import Path
@@ -11,20 +11,20 @@ from zeroplan.catalog.setups.told import LIGER, ULYSSES, Reading, Setup, Table, 
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.errors import SpecError
 
-#: Its keys by those of TrainingArguments and of TRL.
+#: LLaMA-Factory's key for each key of TrainingArguments and TRL.
 _INSTEAD = {
     "gradient_checkpointing": "disable_gradient_checkpointing", "gradient_checkpointing_kwargs": "use_reentrant_gc",
     "use_peft": "finetuning_type", "lora_r": "lora_rank", "lora_target_modules": "lora_target", "lora_dropout": "lora_dropout",
     "load_in_4bit": "quantization_bit", "use_bnb_nested_quant": "double_quantization",
     "bnb_4bit_quant_type": "quantization_type", "attn_implementation": "flash_attn", "cutoff_len": "cutoff_len",
 }  # fmt: skip
-#: hparams/model_args.py and finetuning_args.py.
+#: Defaults in hparams/model_args.py and finetuning_args.py.
 _DEFAULT_RANK, _DEFAULT_LENGTH, _DEFAULT_DROPOUT = 8, 2048, 0.0
 _ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 
-#: What is no training as it is modelled.
+#: Keys of training methods that are not modelled.
 _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(("use_kt", "use_mca", "use_megatron_bridge", "use_hyper_parallel"), ())
-#: What changes memory and has no words in a job.
+#: Patterns of keys that change memory in a way that is not modelled.
 _SAVES = """
     use_unsloth use_unsloth_gc shift_attn use_galore use_apollo use_badam use_adam_mini use_muon
     freeze_language_model neat_packing
@@ -44,7 +44,7 @@ _VALUES = (
 
 
 def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> Setup:
-    """Read the file's keys; raises SpecError where it trains nothing, or says what is not modelled."""
+    """Return the job in the file; raises SpecError if it trains nothing, or for settings that are not modelled."""
     if {"model_class", "dist_config"} & whole.data.keys():
         return _v1_setup(whole, folder, gpus)
     _refuse(whole)
@@ -67,7 +67,7 @@ def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> 
     _tower(reading, whole)
     if whole.switch("enable_liger_kernel"):  # model/model_utils/liger_kernel.py: other losses need logits
         reading.tell_liger(*LIGER, key="enable_liger_kernel", loss=stage in (None, "pt", "sft"))
-    if adapted and "quantize" in reading.flags:  # model/model_utils/checkpointing.py; peft's preparation is not called
+    if adapted and "quantize" in reading.flags:  # model/model_utils/checkpointing.py, instead of peft's preparation
         upcast = "norms" if whole.switch("upcast_layernorm") else "none"
         reading.tell("upcast", "upcast_layernorm", upcast, filled=upcast == "none")
     if (workers := whole.count("ray_num_workers")) is not None and workers > 1:
@@ -94,7 +94,7 @@ def _has_adapters(whole: Table) -> bool:
 
 
 def _recomputation(whole: Table) -> dict[str, object]:
-    """On unless it is switched off (model/model_utils/checkpointing.py, prepare_model_for_training)."""
+    """Return activation checkpointing, which is on by default (model/model_utils/checkpointing.py, prepare_model_for_training)."""
     on = not whole.switch("disable_gradient_checkpointing") or bool(whole.switch("gradient_checkpointing"))
     return {
         "gradient_checkpointing": on,
@@ -131,7 +131,7 @@ def _adapter(whole: Table, *, adapted: bool) -> dict[str, object]:
 
 
 def _tower(reading: Reading, whole: Table) -> None:
-    """Both are frozen unless the file says otherwise (hparams/finetuning_args.py, FreezeArguments)."""
+    """Read whether vision tower and projector are frozen, as by default (hparams/finetuning_args.py, FreezeArguments)."""
     keys = {"tower": "freeze_vision_tower", "projector": "freeze_multi_modal_projector"}
     frozen = [part for part, key in keys.items() if whole.switch(key) is not False]
     if len(frozen) < len(keys):
@@ -139,7 +139,7 @@ def _tower(reading: Reading, whole: Table) -> None:
 
 
 def _precision(reading: Reading, whole: Table, *, adapted: bool) -> None:
-    """The model is loaded in 16 bits; what is trained becomes fp32, unless pure_bf16 is on (model/adapter.py, init_adapter)."""
+    """Read the precision. Weights load in 16 bits; trained ones become fp32 without pure_bf16 (model/adapter.py, init_adapter)."""
     mixed = any(whole.switch(key) for key in ("bf16", "fp16"))
     if whole.switch("pure_bf16"):
         if mixed or adapted:
@@ -164,7 +164,7 @@ _IN_16_BITS = "bf16 is false: {} are computed in fp32, and what is frozen keeps 
 
 
 def _v1_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
-    """Read v1's arguments (v1/config/); raises SpecError where they train nothing, or say what is not modelled."""
+    """Return the job in v1's arguments (v1/config/); raises SpecError if they train nothing, or for unmodelled settings."""
     if whole.get("train_dataset") is None:
         raise SpecError(f"{whole.where}: it has no train_dataset, so that nothing is trained; give the file that trains")
     reading = Reading(whole, folder)
@@ -172,7 +172,7 @@ def _v1_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     engine = _v1_engine(reading)
     adapted = _v1_adapter(reading)
     mixed = whole.switch("bf16") is not False
-    if engine != "deepspeed":  # full tuning is in fp32, and FSDP2 alone computes in 16 bits (core/model_engine.py)
+    if engine != "deepspeed":  # full tuning is in fp32; only FSDP2 computes in 16 bits (core/model_engine.py)
         reading.tell("precision", "bf16", "bf16-mixed" if mixed and engine == "fsdp2" else "fp32", filled=engine == "ddp")
     if adapted and not (mixed and engine == "fsdp2"):
         reading.asks["precision"] = _IN_16_BITS.format("adapters")
@@ -195,7 +195,7 @@ def _v1_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
 
 
 def _v1_engine(reading: Reading) -> str:
-    """FSDP2, DeepSpeed with a file of its own, or else DDP (v1/plugins/trainer_plugins/distributed/)."""
+    """Return the engine: FSDP2, DeepSpeed with its own file, or by default DDP (v1/plugins/trainer_plugins/distributed/)."""
     dist = reading.table.table("dist_config")
     name = dist.text("name")
     if name == "deepspeed":
@@ -212,7 +212,7 @@ def _v1_engine(reading: Reading) -> str:
 
 
 def _v1_adapter(reading: Reading) -> bool:
-    """LoRA, also on weights in four bits (v1/plugins/model_plugins/peft.py, quantization.py); whether there are adapters."""
+    """Read LoRA and QLoRA (v1/plugins/model_plugins/peft.py, quantization.py); returns whether there are adapters."""
     peft, quant = reading.table.table("peft_config"), reading.table.table("quant_config")
     if (kind := peft.text("name")) is None:
         return False

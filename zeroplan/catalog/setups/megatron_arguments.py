@@ -1,10 +1,9 @@
-"""What do Megatron-LM's arguments say of a job?
+"""Reads a job from Megatron-LM's arguments.
 
-They are in a launcher script, in a YAML file of Megatron-LM's tests (``MODEL_ARGS``), in ms-swift's ``megatron sft`` and, as
-fields of the same names, in Megatron-Bridge's and verl's configurations. Defaults of arguments that are left out are those of
-Megatron-LM (megatron/training/arguments.py, core/transformer/transformer_config.py) and of ms-swift
-(megatron/arguments/megatron_args.py) at the commits that docs/from-a-file.md lists. The shape of the model is in the arguments,
-too, unless a checkpoint has it.
+Launcher scripts, the YAML files of Megatron-LM's tests (``MODEL_ARGS``) and ms-swift's ``megatron sft`` have them; configurations
+of Megatron-Bridge and verl have fields of the same names. Defaults are those of Megatron-LM (megatron/training/arguments.py,
+core/transformer/transformer_config.py) and of ms-swift (megatron/arguments/megatron_args.py) at the commits that
+docs/from-a-file.md lists. The arguments also give the model's shape, unless they name a model.
 """
 
 from dataclasses import fields
@@ -23,7 +22,7 @@ _CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16",
 _FLOATS = ("hidden_dropout", "attention_dropout")
 _OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "core_release", "recompute_modules", "moe_aux_loss",
            "cross_entropy_fusion_impl", "expert_tensor_parallel_size", "moe_token_dispatcher_type")  # fmt: skip
-#: Vocabularies of tokenizers, where ``--vocab-size`` is left out.
+#: Vocabulary sizes of tokenizers, used without ``--vocab-size``.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,
                  "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
 _ADDS = """
@@ -33,9 +32,9 @@ _ADDS = """
     peft.dim kd_config.*
 """
 _GENERATES = ("incoming_requests_per_sec", "incoming_requests_per_step", "num_tokens_to_generate")
-#: Which attention Transformer Engine runs (AttnBackend), where that is said; "auto" is left to the GPU.
+#: The attention for each ``--attention-backend`` (AttnBackend); with "auto" Transformer Engine chooses by the GPU.
 _BACKENDS = {"flash": "flash", "fused": "sdpa", "unfused": "eager", "local": "eager"}
-#: Megatron-Core's linear layers, by transformers' names.
+#: transformers' names of Megatron-Core's linear layers.
 _LAYERS = {
     "linear_qkv": "q_proj,k_proj,v_proj",
     "linear_proj": "o_proj",
@@ -51,10 +50,10 @@ _SAVES = """
 
 
 def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
-    """Read the arguments; raises SpecError where they train nothing."""
+    """Return the job in the arguments; raises SpecError if they train nothing."""
     data = whole.data.get("MODEL_ARGS", whole.data)
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
-    # Megatron-Bridge has the same names one table further in; dashes and underscores are the same
+    # Megatron-Bridge has the same names inside the tables model and train; dashes and underscores are the same
     plain = {
         key.removeprefix("model.").removeprefix("train.").lstrip("-").replace("-", "_"): one for key, one in flat.data.items()
     }
@@ -88,7 +87,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
 
 
 def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
-    """Say engine, degrees and recomputation of the arguments with this prefix; returns the data-parallel ranks."""
+    """Read engine, degrees and recomputation from keys that begin with ``before``; returns the data-parallel ranks."""
     table, override = reading.table, f"{before}override_transformer_config."
     sizes = {
         flag: reading.degree(flag, f"{before}{key}") for flag, key in (
@@ -112,7 +111,7 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     reading.tell("engine", "Megatron-LM", "megatron")
     distributed = table.switch(f"{before}use_distributed_optimizer")
     own = before != "" or "tuner_type" in table.data or "model" in table.data
-    shards = own if distributed is None else distributed  # ms-swift, Megatron-Bridge and verl share out the optimizer
+    shards = own if distributed is None else distributed  # ms-swift, Megatron-Bridge and verl shard the optimizer
     reading.tell("stage", "use_distributed_optimizer", 1 if shards else 0)
     half = "fp16" if table.switch("fp16") else "bf16" if table.switch("bf16") or own else None
     reading.tell("precision", half or "bf16", f"{half}-mixed" if half else "fp32", filled=own)
@@ -154,7 +153,7 @@ def _schedule(reading: Reading, before: str, pp: int) -> None:
 
 
 def _laid_out(reading: Reading, layout: str) -> int:
-    """Say the chunks of a pipeline that is laid out by hand; returns how many there are."""
+    """Read the layers of each pipeline chunk from ``--pipeline-model-parallel-layout``; returns the number of chunks."""
     try:
         chunks = layers_of_layout(layout)
     except SpecError as error:
@@ -165,7 +164,7 @@ def _laid_out(reading: Reading, layout: str) -> int:
 
 
 def _options(reading: Reading, before: str, etp: int) -> None:
-    """Megatron-LM's own switches, under the same names."""
+    """Read the switches that MegatronOptions has under Megatron-LM's names."""
     table, options = reading.table, dict[str, object]()
     for field in fields(MegatronOptions):
         if field.name not in _OTHERS and not (field.name == "recompute_num_layers" and "recompute_layers" in reading.flags):
@@ -184,7 +183,7 @@ def _options(reading: Reading, before: str, etp: int) -> None:
 
 
 def _dispatcher(table: Table, before: str) -> str:
-    """Megatron-LM's default is allgather, and that of ms-swift and verl alltoall."""
+    """Return the token dispatcher; the default is allgather in Megatron-LM, alltoall in ms-swift and verl."""
     word = table.text(f"{before}moe_token_dispatcher_type") or ("alltoall" if before or _is_swift(table) else "allgather")
     hybrid = word == "flex" and table.text(f"{before}moe_flex_dispatcher_backend") == "hybridep"
     if hybrid or word in ("alltoall", "allgather"):
@@ -194,7 +193,7 @@ def _dispatcher(table: Table, before: str) -> str:
 
 
 def _attention(reading: Reading) -> None:
-    """The layers' attention; ``local`` layers have eager alone."""
+    """Read the attention; layers of ``--transformer-impl local`` have only eager attention."""
     table = reading.table
     word = str(table.get("attention_backend") or ("flash" if _is_swift(table) else "auto")).rpartition(".")[2]
     kind = "eager" if table.data.get("transformer_impl") == "local" else _BACKENDS.get(word.partition("_")[0])
@@ -205,7 +204,7 @@ def _attention(reading: Reading) -> None:
 
 
 def _hybrid(reading: Reading, chunks: list[str], *, ranks_of_pipeline: int) -> None:
-    """Letters of a hybrid model's layers, by chunks of its pipeline."""
+    """Read a hybrid model's layers; ``chunks``: one letter per layer, for each chunk of the pipeline."""
     heads = reading.table.count("mamba_num_heads")
     said = {"hybrid_layer_pattern": "".join(chunks), **({"mamba_num_heads": heads} if heads else {})}
     reading.options |= {f"megatron.{name}": Told(name, one) for name, one in said.items()}
@@ -226,12 +225,12 @@ def _optimizer(reading: Reading) -> None:
 
 
 def _is_swift(table: Table) -> bool:
-    """Whether the arguments are those of ``megatron sft``, with its own defaults."""
+    """Whether the arguments are those of ms-swift's ``megatron sft``, which has its own defaults."""
     return "model" in table.data or "tuner_type" in table.data
 
 
 def _adapter(reading: Reading) -> None:
-    """Adapters of ms-swift's ``megatron sft``; the job that has them is refused, unless another engine is requested."""
+    """Read the adapters of ms-swift's ``megatron sft``, which are modelled only if the user requests another engine."""
     table = reading.table
     if str(table.data.get("tuner_type") or table.data.get("train_type") or "full") == "full":
         return
@@ -244,8 +243,8 @@ def _adapter(reading: Reading) -> None:
 
 
 def _option(table: Table, before: str, name: str, default: object) -> object:
-    """Return the value of a switch, a count or a word; None where it is left out."""
-    others = before != "" or "model" in table.data  # ms-swift and verl have defaults of their own
+    """Return the value of a switch, a count or a word; None if it is left out."""
+    others = before != "" or "model" in table.data  # ms-swift and verl have their own defaults
     if name in _FLOATS:
         return str(table.get(f"{before}{name}") or ("0" if others else "0.1")).strip("0.") != ""
     if isinstance(default, bool):
@@ -257,7 +256,7 @@ def _option(table: Table, before: str, name: str, default: object) -> object:
 
 
 def _model(reading: Reading) -> None:
-    """The shape in the arguments; ms-swift's ``--model`` names one instead."""
+    """Read the model: a name, as in ms-swift's ``--model``, or else the shape in the arguments."""
     table = reading.table
     named = next((key for key in ("model", "hf_path", "hf_model_id") if isinstance(table.data.get(key), str)), None)
     if named is not None:
@@ -281,7 +280,7 @@ def _shape(reading: Reading) -> ModelSpec:
 
 
 def _config(reading: Reading) -> dict[str, object]:
-    """The arguments as a ``config.json`` of the family whose layers have these parts."""
+    """Return the arguments as a ``config.json`` of the model family with the same layers."""
     table = reading.table
     layers, hidden, heads = (table.count(key) or 1 for key in ("num_layers", "hidden_size", "num_attention_heads"))
     gated, experts = bool(table.switch("swiglu")), table.count("num_experts")
@@ -321,7 +320,7 @@ def _config(reading: Reading) -> dict[str, object]:
 
 
 def _latent(table: Table, experts: int | None, dense_width: int) -> dict[str, object]:
-    """DeepSeek V3's attention, and the experts beside it."""
+    """Return the fields of ``config.json`` for multi-latent attention and experts, as in DeepSeek V3."""
     sizes = {theirs: table.count(own) or default for own, theirs, default in (
         ("q_lora_rank", "q_lora_rank", None), ("kv_lora_rank", "kv_lora_rank", 32), ("qk_head_dim", "qk_nope_head_dim", 128),
         ("qk_pos_emb_head_dim", "qk_rope_head_dim", 64), ("v_head_dim", "v_head_dim", 128))}  # fmt: skip

@@ -1,7 +1,7 @@
-"""What do ms-swift's arguments say of a job: YAML, JSON, or the command line of ``swift sft``?
+"""Reads a job from ms-swift's arguments: YAML, JSON, or the command line of ``swift sft``.
 
-Its own keys and defaults are those of its code at the commit that docs/from-a-file.md lists (arguments/); it runs on
-transformers' Trainer, and its other keys are read as TrainingArguments. ``megatron sft`` has Megatron-LM's arguments.
+ms-swift's own keys and defaults are those of its code at the commit that docs/from-a-file.md lists (arguments/). It runs on
+transformers' Trainer, so trainer.py reads its other keys. megatron_arguments.py reads those of ``megatron sft``.
 """
 
 from fnmatch import fnmatchcase
@@ -15,7 +15,7 @@ _INSTEAD = {
     "model_name_or_path": "model", "attn_implementation": "attn_impl", "use_peft": "tuner_type", "lora_r": "lora_rank",
     "lora_target_modules": "target_modules", "load_in_4bit": "quant_bits", "dtype": "torch_dtype", "optim": "optimizer",
 }  # fmt: skip
-#: ms-swift's own DeepSpeed files (config/zero2.json), as far as they change memory.
+#: The offload section of the DeepSpeed files that ms-swift ships (config/, such as zero2.json).
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
 _SAVES = """
     freeze_llm freeze_parameters* use_logits_to_keep use_galore use_muon lisa_activated_layers
@@ -25,7 +25,7 @@ _ADDS = """
     new_special_tokens label_smoothing_factor llamapro_num_new_blocks log_entropy top_entropy_quantile target_regex
     lora_bias optim_target_modules torch_compile fp8 activation_cpu_offload router_aux_loss_coef
 """
-#: What trains on pairs, and what on completions that follow the prompt (arguments/rlhf_args.py).
+#: Methods that train on pairs, and methods that train on a prompt with its completion (arguments/rlhf_args.py).
 _PAIRED, _COMPLETED = ("dpo", "orpo", "simpo", "cpo", "rm"), ("grpo", "ppo", "gkd")
 _TASK = (
     "{} has a loss of its own on several sequences of an example: as many sequences as examples, and all logits, are counted"
@@ -46,7 +46,7 @@ _KNOWN = """
 
 
 def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
-    """Read the keys; raises SpecError where they say what is not modelled."""
+    """Return the job in the arguments; raises SpecError for settings that are not modelled."""
     if "tensor_model_parallel_size" in whole.data or "micro_batch_size" in whole.data:
         from zeroplan.catalog.setups.megatron_arguments import megatron_setup  # noqa: PLC0415  only `megatron sft` pays for it
 
@@ -71,7 +71,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
 
 
 def _task(reading: Reading, whole: Table) -> None:
-    """What is trained: length and number of sequences, and the head."""
+    """Read the length and number of sequences, and the head's outputs."""
     kind, task, length = whole.text("rlhf_type"), whole.text("task_type"), whole.count("max_length")
     if kind in _COMPLETED and length is not None:
         completion = next((found for key in ("response_length", "max_new_tokens", "max_completion_length")
@@ -93,7 +93,7 @@ def _task(reading: Reading, whole: Table) -> None:
 
 
 def _loop(reading: Reading, whole: Table) -> None:
-    """The loop of a preference, or of GRPO with vLLM (rlhf_trainers/, arguments/rlhf_args.py); a reward model has none."""
+    """Read the loop of DPO, KTO, or GRPO with vLLM (rlhf_trainers/, arguments/rlhf_args.py)."""
     kind, reference = whole.text("rlhf_type"), whole.text("ref_model")
     if kind in ("dpo", "kto"):
         reading.tell_loop("rlhf_type", kind, full_logits=True)
@@ -108,7 +108,7 @@ def _loop(reading: Reading, whole: Table) -> None:
             vllm_tensor_parallel_size=whole.count("vllm_tensor_parallel_size"), vllm_enable_sleep_mode=sleeps or None,
             vllm_sleep_level=int(str(level)) if sleeps else None,
         )  # fmt: skip
-    if kind is not None and "fused_kernels" in reading.flags:  # a loss of Liger's own
+    if kind is not None and "fused_kernels" in reading.flags:  # Liger has another loss for these
         for flag in ("fused_kernels", "loss"):
             reading.flags.pop(flag, None)
         whole.unmodelled(saves="use_liger_kernel")
@@ -124,7 +124,7 @@ def _is_like(key: str, patterns: str) -> bool:
 
 
 def _made(whole: Table) -> dict[str, object]:
-    """TrainingArguments instead of its own keys."""
+    """Return the TrainingArguments that ms-swift's own keys translate to."""
     tuner = whole.text("tuner_type") or whole.text("train_type") or "lora"
     if tuner not in ("full", "lora"):
         raise whole.refused("tuner_type" if "tuner_type" in whole.data else "train_type", "lora and full are modelled")
@@ -153,7 +153,7 @@ def _made(whole: Table) -> dict[str, object]:
 
 
 def _deepspeed(said: object, secondary: int | None) -> object:
-    """``zero2_offload`` names a file that ms-swift ships; anything else is a path, or a configuration."""
+    """Return the content of a file that ms-swift ships, such as ``zero2_offload``; else the path or configuration unchanged."""
     if not isinstance(said, str) or not said.startswith("zero") or not said[4:5].isdigit():
         return said
     stage, offloads = int(said[4]), said.endswith("_offload")

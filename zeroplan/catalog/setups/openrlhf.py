@@ -1,7 +1,7 @@
 """Reads a job from OpenRLHF's arguments.
 
-Those of the commit that docs/from-a-file.md lists (openrlhf/cli/), and the flat names of releases before it; with its
-defaults where one is left out. Of PPO the actor's update is told. OpenRLHF hands DeepSpeed a configuration of its own
+Keys are those of the commit that docs/from-a-file.md lists (openrlhf/cli/), and the flat names of earlier releases, with
+OpenRLHF's defaults for keys left out. For PPO, the job is the actor's update. OpenRLHF passes its own configuration to DeepSpeed
 (utils/deepspeed/deepspeed_utils.py).
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.told import DeepSpeedPart, FlatTable, Reading, Setup, Table
 
-#: Names before 0.10, by today's.
+#: Today's name of each key of releases before 0.10.
 _OLDER = {
     "pretrain": "model.model_name_or_path", "max_len": "data.max_len", "micro_train_batch_size": "train.micro_batch_size",
     "train_batch_size": "train.batch_size", "zero_stage": "ds.zero_stage", "adam_offload": "ds.adam_offload", "zpg": "ds.zpg",
@@ -24,7 +24,7 @@ _ADDS = "actor.entropy_coef train.enable_ema ds.deepcompile ds.grad_accum_dtype 
 
 
 def openrlhf_setup(whole: Table, folder: Path, _: int | None) -> Setup:
-    """Read the arguments; raises SpecError where they say what is not modelled."""
+    """Return the job in the arguments; raises SpecError for settings that are not modelled."""
     table = FlatTable({_OLDER.get(key, key): value for key, value in whole.data.items()}, whole.where)
     reading = Reading(table, folder)
     part = "actor" if table.data.get("actor.model_name_or_path") or "actor.num_nodes" in table.data else "model"
@@ -77,7 +77,7 @@ def _adapter(reading: Reading) -> None:
 
 
 def _deepspeed(table: Table) -> dict[str, object]:
-    """``get_train_ds_config``; what it leaves at ``auto`` gets DeepSpeed's defaults."""
+    """Return the configuration of ``get_train_ds_config``, with DeepSpeed's defaults for values that it leaves at ``auto``."""
     stage = table.count("ds.zero_stage", least=0)
     word = table.text("ds.param_dtype") or "bf16"
     zero: dict[str, object] = {

@@ -7,14 +7,14 @@ from typing import Any
 from zeroplan.catalog.text import each_key_once, one_line, shown, strict_json
 from zeroplan.errors import SpecError
 
-#: Python's reader of YAML takes a second per MB, and no set-up comes near it. [characters]
+#: PyYAML takes a second per MB, and configurations are far smaller. [characters]
 _LONGEST_YAML = 1 << 20
-#: Values of a YAML file with its aliases written out.
+#: Limit of the values in a YAML file with its aliases expanded.
 _MOST_VALUES = 100_000
 
 
 def parsed(text: str, path: Path, where: str) -> dict[str, object]:
-    """Return the file's keys and values; raises SpecError in one line where it has none."""
+    """Return the file's keys and values; raises SpecError with one line if it has none."""
     if path.suffix.lower() == ".py":
         raise SpecError(
             f"{where} is a program, which is not run; give the JSON that torchtitan saves its configuration in "
@@ -48,7 +48,7 @@ def _yaml(text: str, where: str) -> object:
         raise SpecError(f"{where} is longer than a million characters; that is no configuration")
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-        """PyYAML's safe reader, with few aliases, since a small file can blow up with them, and with each key once."""
+        """PyYAML's safe reader, which also refuses repeated keys, and aliases that would expand a small file too far."""
 
         def construct_document(self, node: Any) -> Any:  # noqa: ANN401  PyYAML's own types
             _size(node, {}, where)
@@ -63,14 +63,14 @@ def _yaml(text: str, where: str) -> object:
         return yaml.load(text, Loader)  # noqa: S506  a safe reader's own class
     except yaml.YAMLError as error:
         raise SpecError(f"{where} is neither JSON nor TOML nor YAML: {one_line(str(error))}") from None
-    except ValueError as error:  # a date that is none
+    except ValueError as error:  # an invalid date
         raise SpecError(f"{where} cannot be read as YAML: {one_line(str(error))}") from None
 
 
 def _size(node: Any, known: dict[int, int], where: str) -> int:  # noqa: ANN401  a node of PyYAML's
-    """Return how many values a node has where each alias is written out; raises SpecError for too many, or endless ones."""
+    """Return the number of values of a node with its aliases expanded; raises SpecError for too many, or endless ones."""
     if id(node) not in known:
-        known[id(node)] = _MOST_VALUES  # what it holds itself
+        known[id(node)] = _MOST_VALUES  # found again inside itself: endless
         inner = node.value if isinstance(node.value, list) else []
         parts = [part for one in inner for part in (one if isinstance(one, tuple) else (one,))]
         known[id(node)] = 1 + sum(_size(part, known, where) for part in parts)

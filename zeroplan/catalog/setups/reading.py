@@ -1,4 +1,4 @@
-"""Which kind of configuration is a file, and what does it say of a job?"""
+"""Recognises the program of a configuration file or launcher script, and reads its job with that program's module."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -27,7 +27,7 @@ _NAMES: dict[Kind, str] = {
     "nanotron": "nanotron configuration",
     "lightning": "Lightning configuration",
 }
-#: Which module reads a kind, and with which function; only the kind at hand is loaded.
+#: Module and function that read each kind; zeroplan imports a module only for its kind.
 _READERS: dict[Kind, tuple[str, str]] = {
     "accelerate": ("accelerate", "accelerate_setup"), "trainer": ("trainer", "trainer_setup"),
     "torchtitan": ("torchtitan", "torchtitan_setup"), "llama-factory": ("llama_factory", "llama_factory_setup"),
@@ -36,9 +36,9 @@ _READERS: dict[Kind, tuple[str, str]] = {
     "automodel": ("recipes", "automodel_setup"), "megatron": ("megatron_arguments", "megatron_setup"),
     "nanotron": ("recipes", "nanotron_setup"), "lightning": ("recipes", "lightning_setup"),
 }  # fmt: skip
-#: Words of a file that no other kind has; they go before keys that several kinds share.
+#: LLaMA-Factory's values of ``stage``.
 _STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
-#: One of these keys is enough, in this order.
+#: Keys of each kind, one of which is enough; kinds are tried in this order.
 _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("accelerate", ("distributed_type", "compute_environment")),
     ("trainer", ("per_device_train_batch_size", "num_train_epochs", "gradient_checkpointing", "output_dir", "optim",
@@ -47,7 +47,7 @@ _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("torchtitan", ("parallelism", "activation_checkpoint", "model_spec", "training")),
 )  # fmt: skip
 _OF_A_JOB = ("params", "gpus", "gpu", "engine", "stage", "recipe")
-#: Files that are something else, by a key of theirs, and where they belong.
+#: Files that are no configuration of a training program: the error, and keys that identify them.
 _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("is a record or an answer of zeroplan's, not a set-up", ("schema_version",)),
     ("is a job file of zeroplan's; give it as the first argument", _OF_A_JOB),
@@ -57,12 +57,12 @@ _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def name_of(kind: Kind) -> str:
-    """What such a file is called."""
+    """Return the name of such a file in messages."""
     return _NAMES[kind]
 
 
 def is_setup(path: Path) -> bool:
-    """Whether a file is a configuration of another program's rather than a job file; one that cannot be read is refused."""
+    """Whether a file is another program's configuration, not a job file; raises SpecError if it cannot be read."""
     what = f"file {str(path)!r}"
     text = read_text(path, what="file")
     if is_script(text, path):
@@ -75,7 +75,7 @@ def is_setup(path: Path) -> bool:
 
 
 def _own_words(data: Mapping[str, object]) -> Kind | None:
-    """Return the kind of a file with keys that no other kind has together."""
+    """Return the kind of a file whose keys occur in one kind only; None if there are none."""
 
     def inner(table: str, key: str) -> bool:
         return isinstance(found := data.get(table), dict) and key in found
@@ -108,9 +108,9 @@ def _own_words(data: Mapping[str, object]) -> Kind | None:
 
 
 def read_setup(path: Path, *, gpus: int | None) -> Setup:
-    """Read a configuration; raises SpecError in one line for what is none, or is not modelled.
+    """Return the job in a configuration; raises SpecError with one line for other files and unmodelled settings.
 
-    ``gpus`` is how many GPUs are requested beside it: some files do not say.
+    ``gpus`` is the number of GPUs in the user's flags, as some files leave it out.
     """
     what = f"set-up {str(path)!r}"
     text = read_text(path, what="set-up")
@@ -129,7 +129,7 @@ def _setup(data: Mapping[str, object], path: Path, gpus: int | None, kind: Kind 
     return cast("Setup", reader(Table(data, where), path.parent, gpus))
 
 
-#: How a program is named in a command, by the kind of its arguments.
+#: Words that identify a program in a command, and the kind of its arguments.
 _PROGRAMS: tuple[tuple[str, Kind], ...] = (
     ("openrlhf.cli.train", "openrlhf"), ("verl", "verl"), ("main_ppo", "verl"), ("main_dapo", "verl"), ("swift", "ms-swift"),
     ("megatron sft", "ms-swift"), ("megatron pt", "ms-swift"), ("megatron rlhf", "ms-swift"),
@@ -138,7 +138,7 @@ _FILES = (".yaml", ".yml", ".json", ".toml")
 
 
 def _launched_setup(text: str, path: Path, gpus: int | None) -> Setup:
-    """Read the command that trains: its arguments, or the file that it names with ``key=value`` over it."""
+    """Return the job of a script's training command, from its arguments, or from its file with ``key=value`` overrides."""
     commands = launches(text, f"script {str(path)!r}")
     reasons: list[str] = []
     for one in commands:
@@ -153,7 +153,7 @@ def _launched_setup(text: str, path: Path, gpus: int | None) -> Setup:
 
 
 class _NoTrainingError(SpecError):
-    """A command that is no training of a known program."""
+    """A command that runs no known training program."""
 
 
 def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
@@ -192,7 +192,7 @@ _DPO_SCRIPTS = ("dpo.py", "run_dpo.py", "dpo_vlm.py")
 
 
 def _is_dpo(words: Sequence[str]) -> bool:
-    """Whether a command runs TRL's DPO: ``trl dpo``, its module, or a script named so."""
+    """Whether a command runs TRL's DPO: ``trl dpo``, TRL's module, or a script of TRL's name."""
     last = words[-1]
     return (
         tuple(words[-2:]) == ("trl", "dpo")
@@ -202,7 +202,7 @@ def _is_dpo(words: Sequence[str]) -> bool:
 
 
 def _named_config(one: Launched, path: Path) -> Path | None:
-    """Return the configuration that a command names, if it is here: beside the script, or above it."""
+    """Return the configuration file named by a command: in the current folder, beside the script or above it; None if none is."""
     rest = one.arguments.get("")
     loose = [str(word) for word in rest] if isinstance(rest, list) else []
     named = [str(one.arguments[key]) for key in ("config", "c") if isinstance(one.arguments.get(key), str)]
@@ -216,7 +216,7 @@ def _named_config(one: Launched, path: Path) -> Path | None:
 
 
 def overridden(data: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
-    """Return nested tables with ``a.b=value`` put over them, as Hydra, OmegaConf and jsonargparse do.
+    """Return nested tables with overrides ``a.b=value`` applied, as Hydra, OmegaConf and jsonargparse do.
 
     >>> overridden({"a": {"b": 1}}, {"a.b": "2", "c": True})
     {'a': {'b': '2'}, 'c': True}
@@ -230,7 +230,7 @@ def overridden(data: Mapping[str, object], over: Mapping[str, object]) -> dict[s
 
 
 def _beside_accelerate(setup: Setup, file: Path, gpus: int | None) -> Setup:
-    """Return the configuration of a script that accelerate launches with a file of its own, which says engine, stage and GPUs."""
+    """Return a script's job, with engine, stage and GPUs from the file that it gives to ``accelerate launch``."""
     other = read_setup(file, gpus=gpus)
     engine = {
         key: told for key, told in other.flags.items() if key in setup.flags and (setup.flags[key].filled or not told.filled)
@@ -259,7 +259,7 @@ def _kind(data: Mapping[str, object], what: str) -> Kind:
 
 
 def named_file(named: str, folder: Path, where: str) -> Path:
-    """A file that a configuration names: from where one stands, as its program looks, or beside the configuration."""
+    """Return the path of a file named in a configuration: in the current folder, beside the configuration, or above it."""
     path = Path(named)
     try:
         above = [*([folder] if path.is_absolute() else []), folder, *list(folder.resolve().parents)[:6]]
@@ -273,7 +273,7 @@ def named_file(named: str, folder: Path, where: str) -> Path:
 
 
 def deepspeed_beside(named: str, folder: Path, where: str) -> DeepSpeedPart:
-    """The DeepSpeed configuration that a configuration names."""
+    """Return the DeepSpeed configuration named in another configuration."""
     from zeroplan.catalog.deepspeed_config import parsed_config  # noqa: PLC0415  only a set-up that names one pays for it
 
     return DeepSpeedPart(*parsed_config(named_file(named, folder, where)))

@@ -38,7 +38,7 @@ def _optimizer(reading: Reading, key: str) -> None:
 
 
 def _sharded(reading: Reading, engine: str, gpus: int | None, *, key: str, ways: int = 1, stage: int = 3) -> None:
-    """FSDP over what the degrees leave of the GPUs; without others a rank is alone."""
+    """Read GPUs, engine and stage: ``engine`` on several GPUs, or DDP on one."""
     if gpus is not None:
         reading.tell("gpus", key, gpus)
     elif ways > 1:
@@ -52,7 +52,7 @@ _DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_
 
 
 def _degrees(reading: Reading, before: str, *keys: str) -> tuple[int, ...]:
-    """Say the degrees of tensor, context, pipeline and expert parallelism by their keys, in this order."""
+    """Read the degrees of tensor, context, pipeline and expert parallelism from their keys, in this order."""
     return tuple(reading.degree(flag, f"{before}{key}") for flag, key in zip(_DEGREES, keys, strict=True))
 
 
@@ -69,7 +69,7 @@ _TUNE_ADDS = """
 
 
 def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
-    """Read a recipe of torchtune; raises SpecError where it trains nothing, or says what is not modelled."""
+    """Return the job in a recipe of torchtune; raises SpecError if it trains nothing, or for unmodelled settings."""
     reading = _begun(whole, folder)
     table = _flat(reading)
     if table.get("optimizer._component_") is None or table.get("batch_size") is None:
@@ -86,7 +86,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _sharded(reading, "fsdp2", gpus, key="nproc_per_node", ways=ways * replicas, stage=2 if keeps else 3)
     if (table.switch("fsdp_cpu_offload") or table.switch("fsdp.cpu_offload")) and reading.flags["engine"].value == "fsdp2":
         reading.tell_offload("fsdp_cpu_offload")
-    # training/precision.py, get_dtype: float32 where it is left out
+    # training/precision.py, get_dtype: float32 by default
     reading.tell("precision", "dtype", "fp32" if table.text("dtype") in (None, "fp32", "float32") else "bf16")
     reading.number("micro_batch", "batch_size")
     reading.number("grad_accum", "gradient_accumulation_steps", default=1)
@@ -113,7 +113,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
 
 
 def _tune_step(reading: Reading) -> None:
-    """Steps inside the backward (training/memory.py, OptimizerInBackwardWrapper) are modelled for AdamW on one GPU alone."""
+    """Read the optimizer step in backward (training/memory.py, OptimizerInBackwardWrapper), modelled for AdamW on one GPU."""
     table, flags = reading.table, reading.flags
     is_modelled = flags["engine"].value == "ddp" and flags["optimizer"].value == "adamw" and flags["grad_accum"].value == 1
     if is_modelled and table.switch("optimizer_in_bwd"):
@@ -159,7 +159,7 @@ _AUTO_SAVES = """
 
 
 def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
-    """Read a recipe of NeMo AutoModel; raises SpecError where it says what is not modelled."""
+    """Return the job in a recipe of NeMo AutoModel; raises SpecError for settings that are not modelled."""
     reading = _begun(whole, folder)
     table = _flat(reading)
     names = [f"model.{key}" for key in ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path",
@@ -200,7 +200,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
 
 
 def _auto_degrees(reading: Reading, gpus: int | None) -> int:
-    """Say degrees, GPUs and engine; returns the ranks that take sequences of their own."""
+    """Read degrees, GPUs and engine; returns the data-parallel ranks."""
     table = _flat(reading)
     tp, cp, pp, ep = _degrees(reading, "distributed.", "tp_size", "cp_size", "pp_size", "ep_size")
     replicas = reading.degree("replicas", "distributed.dp_replicate_size")
@@ -241,7 +241,7 @@ _OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the
 
 
 def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
-    """Read a configuration of nanotron; raises SpecError where it says what is not modelled."""
+    """Return the job in a configuration of nanotron; raises SpecError for settings that are not modelled."""
     from zeroplan.catalog.config import model_from_config  # noqa: PLC0415  only this file pays for it
 
     reading = _begun(whole, folder)
@@ -277,7 +277,7 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
 
 
 def _nanotron_config(said: Mapping[str, object]) -> dict[str, object]:
-    """``model_config`` as a ``config.json``: Llama, or with experts Mixtral or Qwen 3's."""
+    """Return ``model_config`` as a ``config.json``: Llama's, or with experts Mixtral's or Qwen 3's."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
             "max_position_embeddings", "tie_word_embeddings")  # fmt: skip
     shape = {key: said[key] for key in keys if key in said}
@@ -295,7 +295,7 @@ def _nanotron_config(said: Mapping[str, object]) -> dict[str, object]:
 
 # Lightning: litgpt's own keys, and those of LightningCLI's Trainer
 
-#: Lightning's defaults of DeepSpeed's keys.
+#: Lightning's defaults for DeepSpeed's keys.
 _GIVEN = {
     "sub_group_size": 10**12, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True,
     "allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000,
@@ -316,7 +316,7 @@ _STRATEGIES = {
 
 
 def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
-    """Read a file of litgpt's or LightningCLI's; raises SpecError where it says what is not modelled."""
+    """Return the job in a file of litgpt or LightningCLI; raises SpecError for settings that are not modelled."""
     reading = _begun(whole, folder)
     table = _flat(reading)
     is_lit = "train.micro_batch_size" in table.data
@@ -335,7 +335,7 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     elif "fsdp" in strategy.lower() and not is_lit:
         _lightning_fsdp(reading, strategy, f"{before}strategy.init_args.")
     _sharded(reading, engine, gpus, key=f"{before}strategy", stage=stage)
-    # litgpt trains in mixed precision where nothing is said: litgpt/utils.py
+    # litgpt's default is mixed precision: litgpt/utils.py
     word = str(table.get(f"{before}precision") or ("bf16-mixed" if is_lit else "32-true"))
     kinds = {"bf16-mixed": "bf16-mixed", "bf16": "bf16-mixed", "bf16-true": "bf16", "16-mixed": "fp16-mixed", "16": "fp16-mixed",
              "32": "fp32", "32-true": "fp32"}  # fmt: skip
@@ -356,7 +356,7 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
 
 
 def _lightning_fsdp(reading: Reading, strategy: str, before: str) -> None:
-    """Lightning leaves a model whole that neither it nor a policy wraps (pytorch/strategies/fsdp.py)."""
+    """Read the FSDP strategy. Without a wrap policy Lightning makes the whole model one unit (pytorch/strategies/fsdp.py)."""
     table = reading.table
     if strategy == "fsdp_cpu_offload" or table.get(f"{before}cpu_offload") is True:
         reading.tell_offload(f"{before}cpu_offload")
@@ -367,7 +367,7 @@ def _lightning_fsdp(reading: Reading, strategy: str, before: str) -> None:
 
 
 def _lightning_deepspeed(reading: Reading, strategy: str, before: str) -> int:
-    """Say what Lightning gives to DeepSpeed (pytorch/strategies/deepspeed.py, _create_default_config); returns the stage."""
+    """Read Lightning's DeepSpeed configuration (pytorch/strategies/deepspeed.py, _create_default_config); returns the stage."""
     table = reading.table
     found, said = re.search(r"stage_(\d)", strategy), table.count(f"{before}stage", least=0)
     stage = int(found[1]) if found else 2 if said is None else said
@@ -402,12 +402,12 @@ _HYBRID = "litgpt shards within a node (FSDP1's HYBRID_SHARD): FSDP2's replicas 
 
 
 def _lit_strategy(table: FlatTable) -> str:
-    """FSDP1, and FSDP2 for adapters (finetune/lora.py)."""
+    """Return litgpt's strategy: FSDP1, or FSDP2 for adapters (finetune/lora.py)."""
     return "fsdp" if table.data.get("lora_r") is None else "ModelParallelStrategy"
 
 
 def _lit(reading: Reading, gpus: int) -> None:
-    """Say what litgpt's scripts read (finetune/, pretrain.py); under FSDP they recompute every block in fine-tuning."""
+    """Read the keys of litgpt's scripts (finetune/, pretrain.py), which recompute every block in fine-tuning under FSDP."""
     table = reading.table
     named = next((key for key in ("checkpoint_dir", "model_name") if table.text(key)), None)
     if named is not None:

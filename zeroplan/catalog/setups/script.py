@@ -1,7 +1,7 @@
-"""Which program does a shell script launch, on how many GPUs, with which arguments?
+"""Finds the program that a shell script launches, its arguments and its GPUs.
 
-The text is read, never run. Variables that the script sets are filled in, and defaults (``${NAME:-8}``); of a condition the first
-branch counts. What the shell alone knows ($1, $(hostname), the environment) is taken as not said.
+The script is parsed, never run. Variables set in the script and defaults (``${NAME:-8}``) are expanded; of a condition the first
+branch counts. Values known only to the shell ($1, $(hostname), the environment) count as left out.
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zeroplan.errors import SpecError
 
-#: More than any launcher script; what is filled in must not grow past it either. [characters]
+#: Limit of a script, and of a word after expansion; launcher scripts are shorter. [characters]
 _LONGEST = 1 << 17
 _TOKEN = re.compile(
     r"(?P<comment>(?<![^\s;(])#[^\n]*)|(?P<end>[\n;|&()]+)|[ \t\r]+|"
@@ -29,7 +29,7 @@ _PIECE = re.compile(
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL)
 _HEREDOC = re.compile(r"read\s+-r\s+-d\s+''\s+(\w+)\s*<<-?\s*['\"]?(\w+)['\"]?\n(.*?)\n\s*\2\b", re.DOTALL)
 _HYDRA = re.compile(r"(?P<plus>\+{0,2}|~)(?P<key>[A-Za-z_][\w.@/-]*)=(?P<value>.*)", re.DOTALL)
-#: Launchers' arguments, wherever they are in a command.
+#: Launchers' arguments, anywhere in a command.
 OF_LAUNCHERS = ("nproc_per_node", "nnodes", "num_nodes", "num_gpus", "num_processes")
 _SUMS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
@@ -47,7 +47,7 @@ class Launched(NamedTuple):
 
     @property
     def gpus(self) -> int | None:
-        """How many GPUs torchrun, accelerate, deepspeed or ms-swift are told to use, all nodes together; None if they are not."""
+        """GPUs of all nodes that torchrun, accelerate, deepspeed or ms-swift are set to use; None if left out."""
         said = {**self.variables, **{key: one for key, one in self.arguments.items() if key in OF_LAUNCHERS}, **self.launcher}
         each = _count(said, "nproc_per_node", "NPROC_PER_NODE", "num_gpus")
         nodes = _count(said, "nnodes", "NNODES", "num_nodes") or 1
@@ -64,7 +64,7 @@ def _count(said: Mapping[str, object], *names: str) -> int | None:
 
 
 def launches(text: str, where: str) -> tuple[Launched, ...]:
-    """Return the commands of a script, those with most arguments first; raises SpecError for a text too long."""
+    """Return the commands of a script, those with most arguments first; raises SpecError if the script is too long."""
     if len(text) > _LONGEST:
         raise SpecError(f"{where} has more than {_LONGEST} characters; that is no launcher script")
     text = _HEREDOC.sub(lambda found: f'{found[1]}="{found[3]}"', text).replace("\\\r\n", " ").replace("\\\n", " ")
@@ -74,14 +74,14 @@ def launches(text: str, where: str) -> tuple[Launched, ...]:
 
 
 class _Shell:
-    """The variables of a script, as far as its text sets them."""
+    """The variables that a script's text sets."""
 
     def __init__(self, where: str) -> None:
         self.where, self.values = where, dict[str, str]()
         self.lists: dict[str, list[str]] = {}
 
     def commands(self, text: str) -> Iterator[list[str]]:
-        """Yield the words of each command, with variables filled in."""
+        """Yield the words of each command, with variables expanded."""
         words: list[str] = []
         skipped, array = 0, ""
         for token in (*_TOKEN.finditer(text), None):
@@ -100,7 +100,7 @@ class _Shell:
                 words = []
 
     def _array(self, words: list[str], end: str) -> str:
-        """Return the name of the array that begins, if one does: ``NAME=(``."""
+        """Return the name of the array that begins here (``NAME=(``); empty if none does."""
         begun = re.fullmatch(r"(\w+)(\+?)=", words[-1]) if end.startswith("(") else None
         if begun is None:
             return ""
@@ -118,7 +118,7 @@ class _Shell:
             yield [one for word in words for one in self.split(word)]
 
     def split(self, word: str) -> list[str]:
-        """Return the words that a word becomes: what is not in quotes is split where it is filled in."""
+        """Return the words that a word expands to; text outside quotes is split at spaces."""
         if not re.search(r"['\"$`\\]", word):
             return [word]
         whole = re.fullmatch(r"\"?\$\{(\w+)\[[@*]\]\}\"?", word)
@@ -147,7 +147,7 @@ class _Shell:
         return piece["plain"] or piece["escaped"] or piece["text"] or ""
 
     def _sum(self, text: str) -> str:
-        """Return what ``$((A * 8))`` is; empty where a variable is not set."""
+        """Return the value of ``$((A * 8))``; empty if a variable is not set."""
         filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda found: self.values.get(found[1], "?"), text)
         try:
             return str(_computed(ast.parse(filled.strip(), mode="eval").body)) if len(filled) < 200 else ""
@@ -161,7 +161,7 @@ class _Shell:
 
 
 def _skipped(words: list[str], depth: int) -> int:
-    """Return how deep in branches that do not count the next words are: after ``else`` and ``elif``, up to ``fi``."""
+    """Return the depth of skipped branches after these words; branches from ``else`` or ``elif`` to ``fi`` are skipped."""
     first = words[0] if words else ""
     if first in ("else", "elif") and not depth:
         return 1
@@ -178,7 +178,7 @@ def _computed(node: ast.expr) -> int:
     raise ValueError
 
 
-#: What a program is, in a command: a module, a Python file, or a command with a verb.
+#: Programs that a command runs by name and verb; other programs are modules or Python files.
 _VERBS = {
     "swift": ("sft", "pt", "rlhf"), "megatron": ("sft", "pt", "rlhf"), "llamafactory-cli": ("train",), "axolotl": ("train",),
     "tune": ("run",), "automodel": ("finetune", "pretrain"), "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo"),
@@ -196,7 +196,7 @@ def _launched(words: list[str], variables: Mapping[str, str]) -> Launched | None
 
 
 def _program(words: list[str]) -> int | None:
-    """Return where the last program of a command is."""
+    """Return the index of the last program's word in a command; None if there is none."""
     found = None
     for at, word in enumerate(words):
         before, after = words[at - 1] if at else "", words[at + 1] if at + 1 < len(words) else ""
@@ -213,7 +213,7 @@ def _program(words: list[str]) -> int | None:
 def _arguments(words: list[str]) -> dict[str, object]:
     """Return ``--key value``, ``--key=value``, ``--flag`` and ``key=value``; other words under the empty key.
 
-    ``-`` and ``_`` in keys are the same. A value of several words is a list.
+    ``-`` and ``_`` in keys are equal. A value of several words becomes a list.
     """
     found: dict[str, object] = {"": []}
     key = ""
@@ -235,5 +235,5 @@ def _arguments(words: list[str]) -> dict[str, object]:
 
 
 def is_script(text: str, path: Path) -> bool:
-    """Whether a file is a shell script: by its name's end, or its first line."""
+    """Whether a file is a shell script, by its suffix or its first line."""
     return path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch") or bool(re.match(r"#!\s*/\S*\b(ba|z)?sh\b", text))

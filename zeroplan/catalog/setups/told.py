@@ -16,9 +16,9 @@ Kind = Literal[
 
 
 class Told(NamedTuple):
-    """A value and the key it stands under; ``filled`` where the file leaves it to a default, or to the training script.
+    """A setting's value and its key in the file; ``filled`` if it is the program's default, or set by the training script.
 
-    ``also`` are other values of a flag that say the same, only more exactly; ``note`` is for where the value is taken.
+    A flag with a value in ``also`` does not contradict the file. The answer shows ``note`` if it uses the value.
     """
 
     key: str
@@ -36,16 +36,16 @@ class DeepSpeedPart(NamedTuple):
 
 
 class OwnModules(NamedTuple):
-    """The modules that the file's program trains, if they are modelled, and the note if others are counted instead."""
+    """The program's own modules, if they are modelled, and the notes if transformers' are counted instead."""
 
     name: Literal["torchtitan"]
     instead: tuple[str, ...]
 
 
 class Setup(NamedTuple):
-    """What one file says: flags by their name, engines' options as ``fsdp2.reduce_dtype``, and what is to be known of it.
+    """The job in one file: flags by name, engine options such as ``fsdp2.reduce_dtype``, and notes for the user.
 
-    ``asks`` holds what the file says in a way that is not modelled, by the flag that would say what is answered instead.
+    ``asks`` holds messages on unmodelled settings, by the flag with which the user chooses a modelled one instead.
     """
 
     kind: Kind
@@ -56,35 +56,35 @@ class Setup(NamedTuple):
     deepspeed: DeepSpeedPart | None = None
     own: OwnModules | None = None
     own_units: str = ""
-    """The program that shards embedding and head as FSDP2 units of their own, if the file's does."""
+    """The program's name if it shards embedding and head as separate FSDP2 units; else empty."""
     matters: Mapping[str, str] = {}
     """Keys that change memory in a way that is not modelled, and the note that names each."""
     saves: frozenset[str] = frozenset()
-    """Those among them that can only save memory."""
+    """Keys of ``matters`` that can only save memory."""
     head_rows: int | None = None
-    """Outputs of the head, where the file trains a model that classifies."""
+    """Outputs of the head, if the model classifies."""
     pairs: bool = False
-    """Its micro-batch is in pairs, each of which is two sequences here."""
+    """The file counts its micro-batch in pairs, each of two sequences."""
     used: tuple[str, ...] = ()
-    """Its keys that say something of the job."""
+    """The file's keys that set a flag or an option."""
     loop: Mapping[str, object] = {}
-    """The fine-tuning loop whose training step this is: its ``workflow``, and options by their names in zeroplan.workflow."""
+    """The fine-tuning loop that the training step belongs to: its ``workflow``, and options by their names in zeroplan.workflow."""
 
 
 class Taken(NamedTuple):
-    """What a request gets from a file: the settings in it, and defaults that apply if no flag is given."""
+    """A file's settings for a request: ``flags`` set in the file, and ``filled`` defaults."""
 
     flags: dict[str, object]
     filled: dict[str, object]
     notes: tuple[str, ...]
 
 
-#: A default of one of these makes no sense beside a choice of the other.
+#: Flags that belong together: if the user sets one, the file's default of the other is dropped.
 _TOGETHER = ("engine", "stage")
 
 
 def taken(setup: Setup, said: Mapping[str, object], where: str) -> Taken:
-    """What the file adds to the flags; raises SpecError if both contradict each other, or if a flag has to decide."""
+    """Return the settings that the file adds to the user's flags; raises SpecError if both contradict, or a flag must decide."""
     notes = [*setup.notes, *_asked(setup, said, where)]
     flags: dict[str, object] = {}
     filled: dict[str, object] = {}
@@ -111,7 +111,7 @@ def _asked(setup: Setup, said: Mapping[str, object], where: str) -> Iterator[str
 
 
 def _model(name: str, told: Told, said: Mapping[str, object], flags: dict[str, object]) -> Iterator[str]:
-    """A model beside the file takes the place of the file's."""
+    """Take the file's model unless the user's flags name one, and yield the notes."""
     mine = next((key for key in WAYS_TO_NAME if key in said), None)
     if mine is None:
         flags[name] = told.value
@@ -126,7 +126,7 @@ def _contradiction(mine: str, where: str, told: Told) -> str:
 
 
 def own_tensor_parallelism(key: str, ways: int) -> str:
-    """What asks for a flag where transformers splits a model by its own plan."""
+    """Return the message that asks for ``--tensor-parallel`` in place of transformers' own plan."""
     return (
         f"{key} is {ways}, transformers' own tensor parallelism, which is not modelled; --tensor-parallel {ways} uses "
         "torchtitan's plan instead, with sequence parallelism"
@@ -134,7 +134,7 @@ def own_tensor_parallelism(key: str, ways: int) -> str:
 
 
 def option_taken(name: str, told: Told, mine: object, default: object, where: str, *, chosen: bool) -> object:
-    """The value of an engine's option: the file's, unless a flag or `--set` gives another."""
+    """Return the value of an engine's option: the file's, unless a flag or `--set` gives another."""
     if mine == default and not chosen:
         return told.value
     if mine != told.value and not told.filled:
@@ -142,9 +142,9 @@ def option_taken(name: str, told: Told, mine: object, default: object, where: st
     return mine
 
 
-#: How a switch is off, in small letters.
+#: Values that switch a key off, in lower case.
 _OFF = ("false", "none", "null", "no", "0", "0.0", "disabled", "", "[]", "{}")
-#: What a key does to memory that is not modelled, and what the answer is then.
+#: The note on a key that changes memory in a way that is not modelled, by its effect.
 _EFFECTS = {
     "saves": "may save memory, which is not counted: the answer is the most it takes",
     "adds": "takes memory that is not counted: the answer is too low by that",
@@ -152,18 +152,18 @@ _EFFECTS = {
 }
 
 
-#: Keys that other programs' own code knows, by their last word: a line for each kind (tests/catalog/setups/known_keys.py).
+#: The last words of all keys that other programs read, one line per kind (from tests/catalog/setups/known_keys.py).
 KNOWN_KEYS = Path(__file__).with_name("known_keys.txt")
 
 
 def known_keys(kind: Kind) -> frozenset[str]:
-    """Return the last words of the keys that a program knows; none of a program whose reader knows all that it has."""
+    """Return the last words of the keys that a program reads; empty for programs without a line in KNOWN_KEYS."""
     lines = (line.partition(": ") for line in KNOWN_KEYS.read_text(encoding="utf-8").splitlines())
     return next((frozenset(words.split()) for name, _, words in lines if name == kind), frozenset())
 
 
 class Table:
-    """One table of a file: values by key, with their types checked, and which keys no reader has used."""
+    """One table of a file: returns values by key, checks their types, and keeps track of the keys read."""
 
     def __init__(self, data: Mapping[str, object], where: str, prefix: str = "") -> None:
         self.data, self.where, self.prefix = data, where, prefix
@@ -171,39 +171,39 @@ class Table:
         self.matters: dict[str, str] = {}
         """Keys that change memory in a way that is not modelled, and a note on each."""
         self.saves: set[str] = set()
-        """Those among them that can only save memory."""
+        """Keys of ``matters`` that can only save memory."""
         self.said: Mapping[str, object] = data
         """The file's own keys."""
         self.left_out: frozenset[str] = frozenset()
-        """Keys whose value is the program's default, not the file's."""
+        """Keys whose value is the program's default."""
 
     def name(self, key: str) -> str:
-        """The key, preceded by the names of its tables."""
+        """Return the key, preceded by the names of its tables."""
         return f"{self.prefix}{key}"
 
     def get(self, key: str) -> object:
-        """The value, or None; a key with null counts as left out."""
+        """Return the value; None if it is left out or null."""
         self.read.add(key)
         return self.data.get(key)
 
     def wrong(self, key: str, wanted: str) -> SpecError:
-        """The error for a value that is not what is wanted."""
+        """Return the error for a value of a wrong type or range."""
         return SpecError(f"{self.where}: {self.name(key)}={shown(self.data.get(key))} is not {wanted}")
 
     def refused(self, key: str, way_out: str = "leave it out") -> SpecError:
-        """The error for what changes memory and has no words in a job."""
+        """Return the error for a setting that changes memory in a way that is not modelled."""
         value = shown(self.data.get(key))
         return SpecError(f"{self.where}: {self.name(key)}={value} changes memory in a way that is not modelled; {way_out}")
 
     def text(self, key: str) -> str | None:
-        """A text, or None."""
+        """Return a text; None if it is left out."""
         value = self.get(key)
         if value is None or isinstance(value, str):
             return value
         raise self.wrong(key, "a text")
 
     def switch(self, key: str) -> bool | None:
-        """True or false, written as such or as a text; None where it is left out."""
+        """Return true or false, also from a text; None if it is left out."""
         value = self.get(key)
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
@@ -212,7 +212,7 @@ class Table:
         raise self.wrong(key, "true or false")
 
     def count(self, key: str, *, least: int = 1) -> int | None:
-        """A whole number from ``least`` on, also as a text; None where it is left out."""
+        """Return a whole number of at least ``least``, also from a text; None if it is left out."""
         value = self.get(key)
         if isinstance(value, str) and value.isascii() and value.removeprefix("-").isdigit() and len(value) < 16:
             value = int(value)
@@ -225,7 +225,7 @@ class Table:
         return value
 
     def table(self, key: str) -> "Table":
-        """A table inside this one; an empty one where it is left out."""
+        """Return a table inside this one, empty if it is left out."""
         value = self.get(key)
         if value is None:
             return Table({}, self.where, f"{self.name(key)}.")
@@ -234,11 +234,11 @@ class Table:
         return Table(value, self.where, f"{self.name(key)}.")
 
     def leave(self, keys: Iterable[str]) -> None:
-        """Keys that change no memory of a training step."""
+        """Mark keys as read that change no memory of a training step."""
         self.read.update(keys)
 
     def refuse(self, keys: Mapping[str, tuple[object, ...]]) -> None:
-        """Refuse keys that change memory, unless their value is one that leaves it as it is."""
+        """Raise SpecError for keys that change memory, unless they are off or have a harmless value."""
         for key, harmless in keys.items():
             value = self.get(key)
             if value is None or value in (False, "", [], {}) or value in harmless:
@@ -246,15 +246,15 @@ class Table:
             raise self.refused(key)
 
     def like(self, patterns: str) -> list[str]:
-        """Keys that one of the patterns describes, in the file's order; they count as read."""
+        """Return the keys that match one of the patterns, in the file's order, and mark them as read."""
         found = [key for key in self.data if any(fnmatchcase(key, one) for one in patterns.split())]
         self.read.update(found)
         return found
 
     def unmodelled(self, *, harmless: Mapping[str, tuple[object, ...]] = {}, **effects: str) -> None:
-        """Note keys that change memory and are not modelled, by patterns: those that save it, add to it, or do either.
+        """Note keys whose effect on memory is not modelled, by patterns: those that save it, add to it, or do either.
 
-        ``harmless`` has values of keys that change none.
+        ``harmless`` holds values of keys that change no memory.
         """
         for effect, patterns in effects.items():
             for key in self.like(patterns):
@@ -264,16 +264,16 @@ class Table:
                     self.saves.update([key] * (effect == "saves"))
 
     def unknown(self, known: Collection[str] = ()) -> Iterator[str]:
-        """A note on every key that no reader used, that may change memory, and that the program does not know itself."""
+        """Yield a note on every key that neither a reader here nor the program knows."""
         for key in sorted(self.data.keys() - self.read, key=str):
             if key not in known:
                 yield f"{shown(self.name(str(key)))} is not known here and left out"
 
 
 class TranslatedTable(Table):
-    """A program's own keys in the words of TrainingArguments, with its own in errors and notes.
+    """A program's settings under the keys of TrainingArguments; errors and notes show the program's keys.
 
-    ``instead`` has its keys by those of TrainingArguments, and ``made`` the values under the latter.
+    ``instead`` maps keys of TrainingArguments to the program's keys, ``made`` to the translated values.
     """
 
     def __init__(self, theirs: Table, instead: Mapping[str, str], made: Mapping[str, object]) -> None:
@@ -284,7 +284,7 @@ class TranslatedTable(Table):
         self.left_out = frozenset(key for key, own in instead.items() if theirs.data.get(own) is None)
 
     def name(self, key: str) -> str:
-        """The program's own key."""
+        """Return the program's key."""
         return self.instead.get(key, key)
 
 
@@ -297,7 +297,7 @@ def _flat(data: Mapping[str, object], before: str = "") -> Iterator[tuple[str, o
 
 
 class FlatTable(Table):
-    """All keys of a file, each with the tables it is in before it: ``trainer.nnodes``. A value ``${key}`` is that key's."""
+    """All keys of a file with the names of their tables (``trainer.nnodes``). A value ``${key}`` becomes that key's value."""
 
     def __init__(self, data: Mapping[str, object], where: str) -> None:
         super().__init__(dict(_flat(data)), where)
@@ -308,11 +308,11 @@ class FlatTable(Table):
                 self.data = {**self.data, key: None if isinstance(other, str) and other.startswith("${") else other}
 
     def last(self, key: str) -> str:
-        """The last word of a dotted name, such as a class's; empty where it is left out."""
+        """Return the last word of a dotted value, such as a class's name; empty if it is left out."""
         return str(self.get(key) or "").rpartition(".")[2]
 
     def unknown(self, known: Collection[str] = ()) -> Iterator[str]:
-        """One note on all keys that no reader used, that are not null, and that the program does not know itself."""
+        """Yield one note on all keys, except null ones, that neither a reader here nor the program knows."""
         unread = [key for key, value in self.data.items() if key not in self.read and value is not None]
         lasts = {key: key.rpartition(".")[2] for key in unread}
         left = [
@@ -323,7 +323,7 @@ class FlatTable(Table):
 
 
 def number_of(value: object, otherwise: float) -> float:
-    """Return a number, also from a text; of anything else ``otherwise``."""
+    """Return a number, also from a text; ``otherwise`` for anything else."""
     try:
         return otherwise if value is None else float(str(value))
     except ValueError:
@@ -331,7 +331,7 @@ def number_of(value: object, otherwise: float) -> float:
 
 
 def ends_counted_as_one(program: str) -> str:
-    """The note on a job that does not follow its program's FSDP2 units."""
+    """Return the note on a job that does not follow its program's FSDP2 units."""
     return (
         f"{program} shards the embedding, and the last norm with the head, as units of their own; they are counted as one unit, "
         "gathered from the forward to the end of the backward, which is an upper bound"
@@ -339,7 +339,7 @@ def ends_counted_as_one(program: str) -> str:
 
 
 def ends_counted_apart(program: str) -> str:
-    """The note on a job that follows its program's FSDP2 units."""
+    """Return the note on a job that follows its program's FSDP2 units."""
     return (
         f"the embedding, and the last norm with the head, are FSDP2 units of their own, as {program} shards them; "
         "--set fsdp2.ends_apart=false counts one unit"
@@ -362,7 +362,7 @@ _CUT = "which takes as much, and a piece of the logits beside it"
 
 
 class Reading:
-    """One file, read once, and what was read so far. ``folder`` is where to look for files that it names."""
+    """The settings read so far from one file's table. Files that it names are looked up in ``folder``."""
 
     def __init__(self, table: Table, folder: Path = Path()) -> None:
         self.table, self.folder = table, folder
@@ -379,16 +379,16 @@ class Reading:
     def tell(
         self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = (), note: str = ""
     ) -> None:  # fmt: skip
-        """Say a flag."""
+        """Set a flag from a key of the file."""
         self.flags[flag] = Told(self.table.name(key), value, filled or key in self.table.left_out, also, note)
 
     def tell_offload(self, key: str) -> None:
-        """Say that parameters, gradients and the optimizer are in host memory."""
+        """Set offloading of parameters, gradients and optimizer states to host memory."""
         for name in ("offload_optimizer", "offload_param"):
             self.tell(name, key, "cpu")
 
     def number(self, flag: str, *keys: str, default: int | None = None, times: int = 1) -> int | None:
-        """Say a count under the first of these keys that the file has, or the program's default; returns it."""
+        """Set a flag to the count under the first of ``keys`` in the file, or to the program's default; returns the count."""
         key = next((one for one in keys if self.table.data.get(one) is not None), keys[0])
         said = self.table.count(key)
         value = default if said is None else said
@@ -397,37 +397,37 @@ class Reading:
         return value
 
     def tell_pairs(self) -> None:
-        """Say twice as many sequences: a chosen and a rejected one in a pair."""
+        """Double the sequences of a micro-batch: a pair is a chosen and a rejected one."""
         self.pairs = True
         size = self.flags["micro_batch"]
         self.flags["micro_batch"] = size._replace(value=2 * int(str(size.value)))
 
     def tell_liger(self, *parts: str, key: str, loss: bool) -> None:
-        """Say the parts that run in Liger's kernels, as RecipeSpec names them, and whether head and loss do."""
+        """Set the parts that run in Liger's kernels, by RecipeSpec's names; ``loss``: head and loss are fused too."""
         if parts:
             self.tell("fused_kernels", key, ",".join(parts), note=f"{self.table.name(key)}: {_LIGER}")
         if loss:
             self.tell("loss", key, "fused", filled=True)
 
     def tell_loop(self, key: str, workflow: str, **options: object) -> None:
-        """Say the loop that the training step is a part of; an option that is None is its trainer's default."""
+        """Set the loop that the training step belongs to; the trainer's default replaces an option that is None."""
         self.loop = {"workflow": workflow, **{name: one for name, one in options.items() if one is not None}}
         self.notes.append(_LOOP.format(self.table.name(key), workflow))
 
     def tell_compiled(self, table: Table, key: str) -> None:
-        """Say that the step is compiled, which is counted without a compiler."""
+        """Note that the step is compiled, and that zeroplan counts it without the compiler."""
         self.table.matters[table.name(key)] = f"{table.name(key)}={shown(table.data[key])}: {COMPILED}"
         self.table.saves.add(table.name(key))
 
     def tell_cut_loss(self, key: str) -> None:
-        """Say that logits are never whole (cut_cross_entropy 25.1, cce.py).
+        """Set the fused loss for Cut Cross-Entropy, which never holds whole logits (cut_cross_entropy 25.1, cce.py).
 
-        It keeps one number of each token and makes both gradients in the backward, which Liger's holds from the forward on.
+        It keeps one number per token and computes both gradients in the backward; Liger's loss holds them from the forward on.
         """
         self.tell("loss", key, "fused", filled=True, note=f"{self.table.name(key)} is counted as Liger's fused loss, {_CUT}")
 
     def degree(self, flag: str, *keys: str) -> int:
-        """Say a degree of parallelism above 1; returns it. 0 and -1 are 1 to some programs."""
+        """Set a degree of parallelism above 1; returns the degree. Some programs write 1 as 0 or -1."""
         key = next((one for one in keys if self.table.data.get(one) is not None), keys[0])
         said = self.table.get(key)
         value = 1 if said in (None, 0, -1, "0", "-1", "none") else self.table.count(key) or 1
@@ -436,12 +436,12 @@ class Reading:
         return value
 
     def tell_steps(self, key: str, total: int | None, each: int) -> None:
-        """Say the micro-batches of a step: the whole batch over the sequences that all ranks take at once."""
+        """Set the micro-batches of a step: ``total`` sequences, divided by the ``each`` that all ranks process at once."""
         if total is not None:
             self.tell("grad_accum", key, max(1, -(-total // each)), filled=total % each != 0)
 
     def tell_model(self, key: str, named: str) -> None:
-        """Say the model: a folder here with a config.json, or a name; of another path its last part."""
+        """Set the model: a local folder with a config.json, or a name, or the last part of any other path."""
         folder = next((path for path in (Path(named), self.folder / named) if _holds_a_config(path)), None)
         if folder is not None:
             self.tell("config", key, str(folder))
@@ -452,11 +452,11 @@ class Reading:
         self.tell("model", key, last if is_path else named, note=note if is_path else "")
 
     def unmodelled(self, *, saves: str = "", adds: str = "", either: str = "") -> None:
-        """Note the keys that change memory and are not modelled; see Table's."""
+        """Note the keys whose effect on memory is not modelled, as Table.unmodelled."""
         self.table.unmodelled(saves=saves, adds=adds, either=either)
 
     def _says(self, key: str) -> bool:
-        """Whether the file has this key, with the tables that it is in."""
+        """Whether the file itself has this dotted key."""
         data: object = self.table.said
         if key in self.table.data or key in self.table.said:
             return True
@@ -465,7 +465,7 @@ class Reading:
         return data is not None
 
     def setup(self, kind: Kind) -> Setup:
-        """Everything that was read, and a note on every key that no reader used."""
+        """Return the settings read, and notes on the keys that no reader used."""
         matters = self.table.matters
         notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)))
         return Setup(

@@ -1,9 +1,9 @@
 """Reads a job from a torchtitan configuration.
 
-Up to 0.2 it is a TOML file (config/job_config.py); since 0.3 a Python function, whose outcome torchtitan writes as JSON where
-``debug.save_config_file`` is set (trainer.py, ``Trainer.Config.to_dict``), as 0.2 does with ``job.save_config_file``. Both are
-read, with torchtitan's defaults where a key is left out. Its modules are its own: Llama 3 of 0.2 is modelled, and others are
-counted as transformers' are.
+Up to 0.2 the configuration is a TOML file (config/job_config.py). Since 0.3 it is a Python function; torchtitan saves the result as
+JSON with ``debug.save_config_file`` (trainer.py, ``Trainer.Config.to_dict``), as 0.2 does with ``job.save_config_file``. zeroplan
+reads both, with torchtitan's defaults for keys left out. Of torchtitan's own modules, Llama 3 of 0.2 is modelled; others are
+counted as transformers' modules.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from zeroplan.catalog.setups.told import NO_GPUS, OwnModules, Reading, Setup, Ta
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
-#: Flavours whose shape is a published model's, by the name of the module.
+#: Published models by torchtitan's module and flavour.
 _MODELS = {
     ("llama3", "8B"): "llama-3.1-8b", ("llama3", "70B"): "llama-3.1-70b", ("llama3", "405B"): "llama-3.1-405b",
     ("qwen3", "0.6B"): "qwen3-0.6b", ("qwen3", "1.7B"): "qwen3-1.7b", ("qwen3", "4B"): "qwen3-4b", ("qwen3", "8B"): "qwen3-8b",
@@ -21,7 +21,7 @@ _MODELS = {
     ("gpt_oss", "120b"): "gpt-oss-120b",
 }  # fmt: skip
 _GRAPHS = "CUDA graphs, which torchtitan captures unless training.disable_cuda_graphs is true, hold memory that is not counted"
-#: ``selective_ac_option`` where it is left out (0.2, config/job_config.py).
+#: Default of ``selective_ac_option`` (0.2, config/job_config.py).
 _DEFAULT_OPTION = "2"
 _MORE_IS_KEPT = (
     "torchtitan's selective recomputation is --recompute selective; what 0.3 also keeps of products with biases and of experts is "
@@ -50,14 +50,14 @@ _KNOWN: dict[str, tuple[str, ...]] = {
                               "per_op_sac_force_recompute_mm_shapes_by_fqns", "visualize_memory_budget_pareto", "memory_budget"),
     "compile": ("components", "backend", "enable_async_tensor_parallel"),
 }  # fmt: skip
-#: ``training.local_batch_size`` where it is left out.
+#: Default of ``training.local_batch_size``.
 _DEFAULT_BATCH = 8
-#: torch's names of the schedules (torch.distributed.pipelining), whatever their case.
+#: Schedules by torch's names (torch.distributed.pipelining) in lower case.
 _SCHEDULES = {
     "gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved-1f1b", "zbvzerobubble": "zbv",
     "interleavedzerobubble": "interleaved-zero-bubble",
 }  # fmt: skip
-#: How a pipeline is cut by hand, and the values at which it is cut as ever.
+#: Keys that set the layers of pipeline stages by hand, and the values that leave the default cut.
 _CUT: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_layers_per_stage": (), "module_fqns_per_model_part": (), "pipeline_parallel_split_points": (),
     "pipeline_parallel_first_stage_less_layers": (1,), "pipeline_parallel_last_stage_less_layers": (1,),
@@ -65,18 +65,18 @@ _CUT: dict[str, tuple[object, ...]] = {
 
 
 class _Reading(Reading):
-    """One file, table by table, and how many GPUs are requested beside it."""
+    """The settings read so far, the file's tables, and the number of GPUs in the user's flags."""
 
     def __init__(self, whole: Table, gpus: int | None) -> None:
         super().__init__(whole)
         self.gpus = gpus
         self.tables = {name: whole.table(name) for name in _KNOWN if name != "activation_checkpoint"}
         self.instead = [_OWN_MODULES]
-        """The note if transformers' modules are counted instead of torchtitan's."""
+        """The notes if transformers' modules are counted instead of torchtitan's."""
 
 
 def torchtitan_setup(whole: Table, _: Path, gpus: int | None) -> Setup:
-    """Read the file's tables; raises SpecError where it says what is not modelled. ``gpus`` are requested beside it."""
+    """Return the job in the file; raises SpecError for settings that are not modelled. ``gpus``: GPUs in the user's flags."""
     reading = _Reading(whole, gpus)
     _refuse(reading)
     data_parallel = _degrees(reading)
@@ -94,12 +94,12 @@ def torchtitan_setup(whole: Table, _: Path, gpus: int | None) -> Setup:
 
 
 def _is_llama_of_0_2(reading: _Reading) -> bool:
-    """Whether its modules are those that are modelled; since 0.3 attention and loss are others."""
+    """Whether the model is Llama 3 of 0.2, which is modelled; since 0.3 its attention and loss differ."""
     return reading.tables["model"].text("name") == "llama3" and not reading.tables["model_spec"].data
 
 
 def _refuse(reading: _Reading) -> None:
-    """What changes memory and has no words in a job."""
+    """Note or refuse settings that change memory in a way that is not modelled, and read float8."""
     whole = reading.table
     if reading.tables["compile"].switch("enable"):
         reading.tell_compiled(reading.tables["compile"], "enable")
@@ -114,7 +114,7 @@ def _refuse(reading: _Reading) -> None:
 
 
 def _float8(reading: _Reading) -> None:
-    """Read torchao's float8, from ``quantize.linear.float8`` or, before 0.2, ``float8``; all other converters are refused."""
+    """Read torchao's float8 from ``quantize.linear.float8`` or, before 0.2, ``float8``; refuse all other converters."""
     model = reading.tables["model"]
     if model.get("converters") not in (["float8"], ["quantize.linear.float8"]):
         model.refuse({"converters": ()})
@@ -133,7 +133,7 @@ def _float8(reading: _Reading) -> None:
 
 
 def _degrees(reading: _Reading) -> int:
-    """Degrees of parallelism, and with them the engine; returns the ranks that take sequences of their own."""
+    """Read degrees of parallelism, GPUs and engine; returns the data-parallel ranks."""
     table, names = reading.tables["parallelism"], {}
     for name in ("tensor", "context", "pipeline", "expert"):
         names[name] = table.count(f"{name}_parallel_degree") or 1
@@ -157,7 +157,7 @@ def _degrees(reading: _Reading) -> int:
 
 
 def _pipeline(reading: _Reading, *, pipelined: bool) -> None:
-    """The schedule, and how stages are cut, where there is a pipeline."""
+    """Read the pipeline's schedule, and refuse stages cut by hand."""
     table = reading.tables["parallelism"]
     table.leave(("pipeline_parallel_schedule", "pipeline_parallel_microbatch_size", "num_pp_microbatches", *_CUT))
     if not pipelined:
@@ -170,7 +170,7 @@ def _pipeline(reading: _Reading, *, pipelined: bool) -> None:
 
 
 def _left_over(reading: _Reading, others: int) -> int:
-    """What a degree of -1 represents."""
+    """Return the degree that -1 stands for: the GPUs divided by the other degrees; 1 without a number of GPUs."""
     if reading.gpus is None:
         return 1
     if reading.gpus % others:
@@ -181,7 +181,7 @@ def _left_over(reading: _Reading, others: int) -> int:
 
 
 def _engine(reading: _Reading, replicas: int, *, sharded: bool, pipelined: bool) -> None:
-    """FSDP2 where there is something to shard over, else DDP (parallelize.py)."""
+    """Read the engine and stage: FSDP2 if ``sharded``, else DDP (parallelize.py)."""
     table = reading.tables["parallelism"]
     word = table.text("fsdp_reshard_after_forward") or "default"
     if word not in ("default", "always", "never"):
@@ -243,12 +243,12 @@ def _recomputation(reading: _Reading) -> None:
 
 
 def _is_of_0_3(table: Table) -> bool:
-    """Whether a saved configuration has the policy by operator that 0.3 knows alone; 0.2 says a mode, or leaves the table out."""
+    """Whether a saved configuration has 0.3's policy, always by operator; 0.2 writes a mode, or leaves the table out."""
     return bool(table.data) and "mode" not in table.data and "selective_ac_option" not in table.data
 
 
 def _mode_of(table: Table) -> str:
-    """Which policy a saved configuration of 0.3 is of, by its fields; selective is the default of both."""
+    """Return the policy of a configuration without a mode, by the fields that 0.3 saves; selective is the default of both."""
     if "memory_budget" in table.data:
         return "memory_budget"
     if not table.data or {"force_recompute_mm_shapes_by_fqns", "selective_ac_option"} & table.data.keys():
@@ -276,7 +276,7 @@ def _optimizer(reading: _Reading) -> None:
 
 
 def _loss(reading: _Reading) -> None:
-    """Since 0.3 the loss may be taken in chunks (components/loss.py, ChunkedLossWrapper); torchtitan releases its logits."""
+    """Read the loss, since 0.3 also in chunks (components/loss.py, ChunkedLossWrapper); torchtitan releases its logits."""
     table = reading.table.table("loss")
     chunked = "loss_fn" in table.data
     reading.tell("loss", "loss", "chunked" if chunked else "full", filled=not table.data)
@@ -297,7 +297,7 @@ def _model(reading: _Reading) -> None:
 
 
 def _batch(reading: _Reading, ranks: int) -> None:
-    """Tokens of a rank and micro-batch; since 0.3's successor they are said as tokens instead of sequences."""
+    """Read length and micro-batches; releases after 0.3 give a micro-batch in tokens instead of sequences."""
     table = reading.tables["training"]
     seq_key = "max_context_length" if "max_context_length" in table.data else "seq_len"
     seq = table.count(seq_key) or 2048
@@ -327,7 +327,7 @@ def _batch(reading: _Reading, ranks: int) -> None:
 
 
 def _steps(table: Table, whole: int, size: int, ranks: int) -> int:
-    """How often a batch of all ranks fits into the global one."""
+    """Return the accumulation steps: the global batch divided by ``whole``, the sequences that all ranks process at once."""
     total = table.count("global_batch_size", least=-1)
     if total is None or total < 0:
         return 1
@@ -341,7 +341,7 @@ def _steps(table: Table, whole: int, size: int, ranks: int) -> int:
 
 
 def _through_a_pipeline(reading: _Reading, size: int, *, in_tokens: bool) -> int | None:
-    """How many micro-batches go through a pipeline; None without one. Up to 0.3 it divides the batch of a rank."""
+    """Return the micro-batches in a pipeline, None without one. Up to 0.3 the pipeline divides a rank's batch."""
     table = reading.tables["parallelism"]
     if "pipeline_parallel" not in reading.flags:
         return None

@@ -1,7 +1,7 @@
 """Reads a job from TrainingArguments as JSON or YAML.
 
-Keys are those of transformers 5.23 (training_args.py) and of releases since 4.30, with 5.23's defaults where one is left out, and
-those of the scripts that come with transformers and TRL for model, sequence length and adapters. How many GPUs is not in them.
+Keys are those of transformers 5.23 (training_args.py) and of releases since 4.30, with 5.23's defaults for keys left out. Model,
+sequence length and adapters have the keys of transformers' and TRL's example scripts. None of them gives the number of GPUs.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from zeroplan.catalog.setups.told import LIGER, DeepSpeedPart, Reading, Setup, T
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 
-#: ``optim`` and how it steps (trainer_optimizer.py); ``None`` is torch's own choice.
+#: zeroplan's optimizer and implementation for each ``optim`` (trainer_optimizer.py); ``None`` leaves the choice to torch.
 _OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     "adamw_torch": ("adamw", None), "adamw_torch_fused": ("adamw", "fused"), "adamw_hf": ("adamw", None),
     "adamw_bnb_8bit": ("adamw-8bit", None), "adamw_8bit": ("adamw-8bit", None), "adafactor": ("adafactor", None),
@@ -24,7 +24,7 @@ _OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     "schedule_free_adamw": ("schedule-free-adamw", None),
 }  # fmt: skip
 _DEFAULT_OPTIM = "adamw_torch_fused"
-#: bitsandbytes' optimizers with states in memory that the driver moves between GPU and host, and what has them on the GPU.
+#: bitsandbytes' paged optimizers, whose states the driver moves between GPU and host, and the same optimizer without paging.
 _PAGED = {
     "paged_adamw_8bit": "adamw-8bit", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw", "paged_lion_8bit": "lion-8bit",
     "paged_lion_32bit": "lion-32bit",
@@ -33,11 +33,11 @@ _DEFAULT_BATCH = 8
 _HELD = "use_reentrant is on: the block's output that each checkpoint holds during its backward is not counted with this engine"
 _UNUSED = "ddp_find_unused_parameters"
 
-#: What is no training on one's own GPUs as it is modelled.
+#: Keys of training on other devices or by other programs, which is not modelled.
 _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("use_cpu", "no_cuda", "mp_parameters", "sharded_ddp", "apex", "use_ipex", "use_mps_device"), ()
 )
-#: What changes memory and has no words in a job.
+#: Patterns of keys that change memory in a way that is not modelled.
 _SAVES = "optim_target_modules activation_offloading precompute_ref_log_probs padding_free"
 _ADDS = """
     neftune_noise_alpha label_smoothing_factor use_dora modules_to_save lora_modules_to_save beta num_generations
@@ -46,7 +46,7 @@ _ADDS = """
 _EITHER = "torchdynamo half_precision_backend bf16_full_eval fp16_full_eval"
 _HARMLESS = {"half_precision_backend": ("auto", "cpu_amp", "cuda_amp")}
 
-#: What changes no memory of a training step.
+#: Keys that change no memory of a training step.
 _KNOWN_WORDS = """
     output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
     warmup_steps warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon average_tokens_across_devices
@@ -85,7 +85,7 @@ _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_
 
 
 def trainer_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
-    """Read the file's keys; raises SpecError where it says what is not modelled."""
+    """Return the job in the file; raises SpecError for settings that are not modelled."""
     reading = arguments_read(table, folder)
     if not reading.loop:
         _grpo(reading)
@@ -93,7 +93,7 @@ def trainer_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
 
 
 def arguments_read(table: Table, folder: Path) -> Reading:
-    """Read the same keys for a program that runs on transformers' Trainer; raises SpecError as above."""
+    """Return the settings read from a file, also for programs that run on transformers' Trainer; raises SpecError as above."""
     reading = Reading(table, folder)
     reading.own_units = "accelerate, which the Trainer runs on,"
     table.refuse(_REFUSED)
@@ -116,7 +116,7 @@ def arguments_read(table: Table, folder: Path) -> Reading:
 
 
 def _grpo(reading: Reading) -> None:
-    """The loop of TRL's GRPOTrainer with vLLM (1.16, trl/trainer/grpo_config.py); without vLLM the model generates itself."""
+    """Read the loop of TRL's GRPOTrainer with vLLM (1.16, trl/trainer/grpo_config.py); without vLLM the model itself generates."""
     table = reading.table
     generations, completion = table.count("num_generations"), table.data.get("max_completion_length")
     if (generations is None and completion is None) or not table.switch("use_vllm"):
@@ -137,7 +137,7 @@ def _grpo(reading: Reading) -> None:
         table.matters.pop(key, None)
 
 
-#: Keys and losses of TRL's DPOConfig that its other trainers' configurations lack (TRL 1.16, trl/trainer/dpo_config.py).
+#: Keys and losses that only TRL's DPOConfig has (TRL 1.16, trl/trainer/dpo_config.py).
 _OF_DPO = ("precompute_ref_log_probs", "precompute_ref_batch_size", "rpo_alpha")
 _DPO_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "aot_pair",
@@ -146,7 +146,7 @@ _DPO_LOSSES = (
 
 
 def _key_of_dpo(table: Table) -> str | None:
-    """Return the key by which a file is one of TRL's DPOTrainer; GRPO has ``beta`` too, beside ``num_generations``."""
+    """Return the key that identifies a file of TRL's DPOTrainer; None for others. GRPO has ``beta`` with ``num_generations``."""
     if table.data.get("num_generations") is not None:
         return None
     own = ("beta" if "beta" in table.matters else None, *(key for key in _OF_DPO if table.data.get(key) is not None))
@@ -155,7 +155,7 @@ def _key_of_dpo(table: Table) -> str | None:
 
 
 def _compiled(table: Table, reading: Reading) -> None:
-    """Each of the three switches it on (training_args.py, __post_init__); some modes of torch's capture CUDA graphs."""
+    """Read torch.compile, which any of three keys turns on (training_args.py, __post_init__); some modes capture CUDA graphs."""
     keys = ("torch_compile", "torch_compile_mode", "torch_compile_backend")
     said = {key: value for key in keys if (value := table.get(key)) and str(value).lower() not in ("auto", "false")}
     if not said:
@@ -168,12 +168,12 @@ def _compiled(table: Table, reading: Reading) -> None:
 
 
 def _liger(reading: Reading) -> None:
-    """Transformers 5.23, integrations/liger.py: by default all kernels but plain cross-entropy's."""
+    """Read Liger's kernels: by default all except plain cross-entropy (transformers 5.23, integrations/liger.py)."""
     table = reading.table
     said = table.get("liger_kernel_config")
     if not table.switch("use_liger_kernel"):
         return
-    if reading.loop or table.data.get("num_generations") is not None:  # TRL's trainers give it another meaning
+    if reading.loop or table.data.get("num_generations") is not None:  # in TRL's trainers it means another loss
         table.unmodelled(saves="use_liger_kernel")
         return
     config = said if isinstance(said, dict) else {}
@@ -206,7 +206,7 @@ def _engine(reading: Reading) -> None:
 
 
 def _fsdp_config(reading: Reading) -> Table:
-    """The table, or the JSON file that is named; keys without ``fsdp_`` before them."""
+    """Return ``fsdp_config``, a table or the path of a JSON file, with the prefix ``fsdp_`` removed from its keys."""
     value, where = reading.table.get("fsdp_config"), reading.table.where
     if isinstance(value, str) and value:
         path = named_file(value, reading.folder, where)
@@ -220,7 +220,7 @@ def _fsdp_config(reading: Reading) -> Table:
 
 
 def _fsdp(reading: Reading, config: Table, items: list[str]) -> None:
-    """FSDP as ``_process_fsdp_args`` has it: version 2 where none is given."""
+    """Read FSDP as ``_process_fsdp_args`` does; version 2 is the default."""
     words = [item for item in items if item not in ("true", "offload", "auto_wrap")]
     unknown = [
         word for word in words if word not in ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard", "hybrid_shard_zero2")
@@ -252,7 +252,7 @@ def _fsdp(reading: Reading, config: Table, items: list[str]) -> None:
 
 
 def _fsdp1_options(reading: Reading, config: Table) -> None:
-    """FSDP1's own switches, with accelerate's defaults."""
+    """Read FSDP1's switches, with accelerate's defaults."""
     word = str(config.get("backward_prefetch") or "NO_PREFETCH").lower()
     if word not in ("backward_pre", "backward_post", "no_prefetch"):
         raise config.refused("backward_prefetch", "use backward_pre, backward_post or no_prefetch")
@@ -338,7 +338,7 @@ def _recomputation(reading: Reading) -> None:
 
 
 def _ddp(reading: Reading) -> None:
-    """DDP's options (``_build_accelerator_args``): without recomputation the Trainer looks for unused parameters."""
+    """Read DDP's options (``_build_accelerator_args``). Without recomputation the Trainer looks for unused parameters."""
     table, recomputed = reading.table, reading.flags["recompute"]
     unused, static, cap = table.switch(_UNUSED), table.switch("ddp_static_graph"), table.count("ddp_bucket_cap_mb")
     if reading.flags.get("engine", Told("", "")).value != "ddp":
@@ -363,12 +363,12 @@ def _optimizer(reading: Reading) -> None:
         raise reading.table.refused("optim", f"use one of {', '.join(_OPTIMIZERS)}")
     optimizer, impl = _OPTIMIZERS[name or _DEFAULT_OPTIM]
     args = _optim_args(reading.table)
-    momentum = args.get("momentum", "").strip("0.") != ""  # a momentum of 0.0 keeps nothing
+    momentum = args.get("momentum", "").strip("0.") != ""  # a momentum of 0.0 has no states
     if args.get("centered", "").lower() in ("true", "1", "yes") or (momentum and name != "sgd"):
         raise reading.table.refused("optim_args")
     if momentum:
         optimizer = "sgd-momentum"
-    filled = name is None or reading.deepspeed is not None  # DeepSpeed's own section goes before it
+    filled = name is None or reading.deepspeed is not None  # DeepSpeed's own section has priority
     reading.tell("optimizer", "optim", optimizer, filled=filled, also=(_PAGED[name],) if name in _PAGED else ())
     if optimizer == "torchao-adamw-4bit":
         reading.notes.append(
@@ -379,11 +379,11 @@ def _optimizer(reading: Reading) -> None:
     if optimizer == "adamw" and reading.deepspeed is not None and not reading.deepspeed.data.get("optimizer"):
         reading.options["deepspeed.torch_adam"] = Told(
             "optim", value=True, filled=filled
-        )  # the Trainer hands torch's to DeepSpeed
+        )  # the Trainer passes torch's AdamW to DeepSpeed
 
 
 def _optim_args(table: Table) -> dict[str, str]:
-    """``optim_args`` as transformers takes it apart (trainer_optimizer.py, ``_parse_optim_args``)."""
+    """Return ``optim_args``, parsed as in transformers (trainer_optimizer.py, ``_parse_optim_args``)."""
     text = (table.text("optim_args") or "").replace(" ", "")
     return {key: value for key, _, value in (one.partition("=") for one in text.split(","))}
 
@@ -404,7 +404,7 @@ def _model(reading: Reading) -> None:
 
 
 def _adapter(reading: Reading) -> None:
-    """The names of TRL's ModelConfig."""
+    """Read LoRA and QLoRA, under the keys of TRL's ModelConfig."""
     table = reading.table
     uses, rank, targets = table.switch("use_peft"), table.count("lora_r"), table.get("lora_target_modules")
     four, kind, double = table.switch("load_in_4bit"), table.text("bnb_4bit_quant_type"), table.switch("use_bnb_nested_quant")
@@ -436,7 +436,7 @@ def _adapter(reading: Reading) -> None:
 
 
 def _accelerators(reading: Reading) -> None:
-    """``accelerator_config`` and ``parallelism_config``."""
+    """Read ``accelerator_config`` and ``parallelism_config``."""
     value = reading.table.get("accelerator_config")
     config = Table(value if isinstance(value, dict) else {}, reading.table.where, "accelerator_config.")
     if isinstance(value, str):

@@ -1,7 +1,7 @@
 """Reads a job from a verl configuration: its YAML, or the ``key=value`` arguments of a command.
 
-Keys are those of the commit that docs/from-a-file.md lists (trainer/config/), with its defaults where one is left out. Of PPO
-and GRPO the actor's update is told.
+Keys are those of the commit that docs/from-a-file.md lists (trainer/config/), with verl's defaults for keys left out. For PPO and
+GRPO, the job is the actor's update.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ _ADDS = "*.entropy_coeff *.calculate_entropy *.mtp.enable_train *.mtp.enable"
 
 
 def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
-    """Read the keys; raises SpecError where they say what is not modelled."""
+    """Return the job in the file; raises SpecError for settings that are not modelled."""
     table = FlatTable(whole.data, whole.where)
     reading = Reading(table, folder)
     trains_a_policy = any(key.startswith("actor_rollout_ref.") for key in table.data)
@@ -70,7 +70,7 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 
 
 def _loop(reading: Reading) -> None:
-    """Its phases with vLLM beside the actor (trainer/config/rollout/rollout.yaml); without ``gae`` there is no critic."""
+    """Read the PPO or GRPO loop with vLLM on the actor's GPUs (trainer/config/rollout/rollout.yaml); only ``gae`` has a critic."""
     table = reading.table
     if table.text(f"{_ROLLOUT}name") not in (None, "vllm"):
         return
@@ -118,14 +118,14 @@ def _length(reading: Reading, key: str, length: int, ways: int) -> None:
 
 
 def _fsdp(reading: Reading, before: str, strategy: str, gpus: int) -> None:
-    """Weights in fp32 unless model_dtype says else, computed in bf16, reduced in fp32 (workers/fsdp_workers.py)."""
+    """Read FSDP: by default weights in fp32, compute in bf16, reduce-scatters in fp32 (workers/fsdp_workers.py)."""
     table, version = reading.table, "fsdp2" if strategy == "fsdp2" else "fsdp1"
     table.get(f"{_ACTOR}fsdp_config.strategy")
     size = table.count(f"{before}fsdp_size", least=-1) or -1
     if 0 < size < gpus and gpus % size == 0:
         version = "fsdp2"
         reading.tell("replicas", f"{before}fsdp_size", gpus // size)
-    version = version if gpus > 1 else "ddp"  # one rank shards nothing
+    version = version if gpus > 1 else "ddp"  # one rank has no one to shard with
     reading.tell("engine", "strategy", version, also=("fsdp1", "fsdp2"))
     keeps = table.switch(f"{before}reshard_after_forward") is False
     reading.tell("stage", f"{before}reshard_after_forward", 0 if gpus == 1 else 2 if keeps else 3)
