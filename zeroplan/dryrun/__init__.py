@@ -1,1 +1,1 @@
-"""Runs a user's own training script as one rank of N without a GPU, and measures the memory it would need."""
+"""How much memory would a user's script need as one rank of N? Runs it without a GPU; begin at ``launch.py``."""

@@ -1,4 +1,4 @@
-"""Builds the answer from a script's recording: steps, memory at the peak by module and line, the allocator's figures."""
+"""Builds the answer of a dry run from its recording: steps, memory at the peak by module and line, allocator figures."""
 
 import os
 import resource
@@ -36,7 +36,7 @@ _REMARKS = ("collectives moved no data, and every other rank is assumed to do wh
 def answer(
     task: DryRunTask, tracker: ScriptTracker, loop: Loop, stand_ins: StandIns, *, began: float, target: str
 ) -> SavedRun:  # fmt: skip
-    """The result of a run; ``target`` is the script's file. Raises MeasurementError without an optimizer step."""
+    """The result of a run; ``target`` is the script's file. Raises MeasurementError if no optimizer stepped."""
     if not loop.completed:
         raise MeasurementError(
             "the script ended without an optimizer step; let it take at least one (more data, fewer accumulation steps)"
@@ -62,8 +62,6 @@ def answer(
 
 
 class _Seen(NamedTuple):
-    """A run's recording, replayed through the allocator, and the operators of its last step."""
-
     timeline: Timeline
     replays: Replays
     workspace_bytes: int
@@ -103,7 +101,7 @@ def _of_the_allocator(seen: _Seen, task: DryRunTask) -> dict[str, Any]:
 
 
 def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
-    """The assumptions behind the answer: assumed values, and replaced library code."""
+    """The answer's fields for assumed values and replaced library code."""
     made_up = stand_ins.counts.most_common()
     return {
         "made_up": tuple(MadeUp(read=one.read, said=one.said, line=one.line, count=count) for one, count in made_up),
@@ -115,14 +113,14 @@ def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
 
 
 def _warms_up(timeline: Timeline) -> bool:
-    """Whether the last step's forward ran on side streams only without a capture, as the warm-up of a CUDA graph does."""
+    """Whether the last step's forward ran only on side streams and outside a capture: the warm-up of a CUDA graph."""
     blocks, spans, last = timeline.recording.blocks, timeline.recording.spans, timeline.recording.last_step
     streams = {block.stream for block in blocks if spans[block.span].step == last and spans[block.span].phase is Phase.FORWARD}
     return bool(streams) and 0 not in streams and not any(block.pool for block in blocks)
 
 
 def _beside_steps(timeline: Timeline, tracker: ScriptTracker) -> Iterator[PhaseOfRun]:
-    """Parts of the run beside its steps, in order of their beginning; after training only parts with requests."""
+    """Parts of the run outside training steps, in order; those after the training only if they requested memory."""
     spans, requesting = timeline.recording.spans, {block.span for block in timeline.recording.blocks}
     first = next(index for index, span in enumerate(spans) if span.phase in OF_A_STEP)
     found: dict[Beside, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Classifies what a script does beside its training steps: evaluation, generation, saving.
+"""What does a script do outside its training steps: evaluation, generation, or saving?
 
-A forward without gradients counts as evaluation if the trained model is in evaluation mode; so does one with gradients, if the
-model was trained in training mode. Such a part lasts until the next one begins, since a script keeps its results: logits of an
-evaluation, a gathered state dict.
+A forward of the trained model in evaluation mode counts as evaluation; with gradients on, only if the model was trained in training
+mode. The part lasts until the next one begins, since the script keeps its results: logits of an evaluation, a gathered state
+dict.
 """
 
 import torch
@@ -13,7 +13,7 @@ from zeroplan.ledger import Beside, Phase
 
 
 class BesideSteps:
-    """Keeps the trained models, and decides which part of the run a call begins."""
+    """Knows the trained models, and decides which part of the run a call begins."""
 
     def __init__(self, tracker: Listener) -> None:
         self._tracker = tracker
@@ -24,16 +24,16 @@ class BesideSteps:
         self._proven = True
 
     def meet(self, root: nn.Module) -> None:
-        """Note the parts of a trained model."""
+        """Remember the modules of a trained model."""
         self._parts |= {id(module) for module in root.modules()}
 
     def trains(self, root: nn.Module) -> None:
-        """Note that a model is trained in its current mode."""
+        """Remember whether a model is trained in training mode."""
         if root.training and id(root) not in self._in_training_mode:
             self._in_training_mode |= {id(module) for module in root.modules()}
 
     def forward(self, module: nn.Module, now: Phase | Beside) -> Beside | None:
-        """The part of the run that an outermost forward begins; None if it begins no part beside the steps."""
+        """The part that an outermost forward begins; None if it belongs to a training step."""
         if now is Phase.FORWARD:
             return None
         if torch.is_grad_enabled():
@@ -45,20 +45,20 @@ class BesideSteps:
         return Beside.NO_GRAD if module.training else Beside.EVALUATION
 
     def _perhaps(self, module: nn.Module) -> Beside | None:
-        """Assume an evaluation before the first step; ``settle`` corrects it if the model is never trained, as a teacher."""
+        """Assume an evaluation before the first step; ``settle`` corrects that for models never trained, such as a teacher."""
         if module.training or not any(parameter.requires_grad for parameter in module.parameters()):
             return None
         self._unproven.append((len(self._tracker.spans), id(module)))
         return Beside.EVALUATION
 
     def turns_to_evaluation(self, module: nn.Module, now: Phase | Beside) -> bool:
-        """Whether ``eval()`` of a module begins an evaluation, which allocates before its first forward."""
+        """Whether ``eval()`` begins an evaluation, which may allocate before its first forward."""
         return id(module) in self._parts and now not in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Beside.EVALUATION)
 
-    # --- parts that may turn out to be something else -------------------------------------------------------------------
+    # --- parts to be confirmed ------------------------------------------------------------------------------------------
 
     def begins(self, before: Phase | Beside) -> None:
-        """Remember the current part before a possible evaluation or saving."""
+        """Begin a possible evaluation or saving; remember the part before it."""
         self._before, self._proven = before, False
 
     def proves(self) -> None:
@@ -66,9 +66,9 @@ class BesideSteps:
         self._proven = True
 
     def ends(self) -> None:
-        """Rename an unconfirmed part to the part before it.
+        """Give an unconfirmed part the name of the part before it.
 
-        A state dict that is neither written nor gathered is no saving: a script may keep an average of the weights.
+        A state dict that is neither written nor gathered is no saving: the script may average weights.
         """
         spans, calls = self._tracker.spans, self._tracker.calls
         if not self._proven and not (calls and calls[-1].span == len(spans) - 1):
@@ -77,7 +77,7 @@ class BesideSteps:
     # --- afterwards -----------------------------------------------------------------------------------------------------
 
     def trained_after_all(self, *, step: int) -> None:
-        """Turn an assumed evaluation into a training forward, because a backward follows."""
+        """Rename an assumed evaluation to a training forward, because a backward follows."""
         self._tracker.spans[-1] = self._tracker.spans[-1]._replace(phase=Phase.FORWARD, step=step)
 
     def settle(self) -> None:

@@ -1,8 +1,8 @@
-"""Loads checkpoints without their bytes (names, shapes and dtypes only), and makes saving write nothing.
+"""Loads checkpoints without their bytes: names, shapes and dtypes only.
 
 Under a fake tensor mode ``torch.load`` reads the pickle and leaves the storages in the file. It makes tensors without any
-operator (torch 2.13, ``torch/_utils.py``, ``_restore_device_fake_mode``), so this file reports their memory. It does not accept
-a function as ``map_location`` either, so this file calls the function.
+operator (torch 2.13, ``torch/_utils.py``, ``_restore_device_fake_mode``), so this file reports their memory. It refuses a
+function as ``map_location``, so this file calls the function.
 """
 
 import concurrent.futures
@@ -52,14 +52,14 @@ class _Stored:
 
 
 class _MapLocation(dict[str, str]):
-    """A ``map_location`` mapping that calls a function for each location, with the storage on the host as in ``torch.load``."""
+    """Turns a ``map_location`` function into a mapping; the function gets each storage on the host, as in ``torch.load``."""
 
     def __init__(self, function: Callable[[object, str], Any]) -> None:
         super().__init__()
         self._function = function
 
     def get(self, location: str, default: object = None) -> str:  # noqa: ARG002
-        """The device for one location; torch decides if the function returns None."""
+        """The device that the function returns for a location; torch's choice if it returns None."""
         stored = _Stored(torch.device("cpu"))
         found = self._function(stored, location)
         return str((_by_torch(stored, location) if found is None else found).device)
@@ -95,7 +95,7 @@ _NOT_SAVED = noting("safetensors files", "nothing is written", always(None))
 
 
 class _Slice:
-    """A tensor in a file, of which only shape and dtype are read."""
+    """A tensor in a file; only shape and dtype are read."""
 
     def __init__(self, entry: dict[str, object], device: object) -> None:
         self._shape, self._dtype, self._device = entry["shape"], str(entry["dtype"]), device

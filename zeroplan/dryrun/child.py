@@ -1,6 +1,6 @@
-"""The process of a dry run: ``python -m zeroplan.dryrun.child TASK`` fakes GPUs in torch and runs the user's script.
+"""Runs as the process of a dry run: ``python -m zeroplan.dryrun.child TASK`` fakes GPUs in torch and runs the user's script.
 
-It ends with the script. The answer, or one line with the reason why there is none, goes to the task's answer file. The script's
+It writes the answer, or one line with the reason of a failure, to the task's answer file and ends with the script. The script's
 output is unchanged.
 """
 
@@ -64,7 +64,7 @@ def _without_profile(found: SavedRun, run: "_Run") -> SavedRun:
 
 
 def _with_profile(found: SavedRun, run: "_Run", task: DryRunTask) -> SavedRun:
-    """The answer, with the profile of the script's model if requested; the script has ended, so its model may be changed."""
+    """The answer, with the profile of the script's model if requested. The script has ended, so profiling may change the model."""
     if run.observer is None:
         return found
     from zeroplan.dryrun.profiled.made import script_profile  # noqa: PLC0415  see _answer
@@ -130,7 +130,6 @@ class _Run:
         self.loop.watch()
 
     def _compile(self, task: DryRunTask) -> None:
-        """Let ``torch.compile`` compile, or leave it out."""
         from zeroplan.dryrun import torch_patches  # noqa: PLC0415
         from zeroplan.dryrun.compiling import tracing  # noqa: PLC0415
 
@@ -162,7 +161,7 @@ class _Run:
 
     @contextmanager
     def fakes(self) -> Iterator[None]:
-        """Make all tensors fake or half fake inside, with replacements that let libraries run on them."""
+        """Make all tensors inside the block fake or half fake, with the replacements that libraries need."""
         from zeroplan.verify.fake_cuda.attention import decisions  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.fake_tensors import fake_tensor_patches  # noqa: PLC0415
 

@@ -66,7 +66,7 @@ def _after(words: Sequence[str], verb: str) -> Sequence[str]:
 
 
 def _python(words: Sequence[str]) -> Command:
-    """Parse what follows ``python``: the interpreter's flags, which are dropped, then a file or ``-m`` and a module."""
+    """Parse the words after ``python``: drop the interpreter's flags, then read a file, or ``-m`` and a module."""
     rest = list(words)
     while rest and rest[0] in ("-u", "-B", "-O", "-E", "-s", "-I"):
         rest.pop(0)
@@ -118,7 +118,7 @@ def _configured(flags: dict[str, str]) -> dict[str, str]:
 
 
 def _gpus(flags: dict[str, str]) -> tuple[int | None, int | None]:
-    """The number of GPUs in a launcher's flags, in all and per node; None if the launcher uses the GPUs that it finds."""
+    """The number of GPUs in a launcher's flags, in total and per node; None if the launcher uses all GPUs it finds."""
     nodes = _first(flags, _NODES, default=1)
     if (in_all := _first(flags, _IN_ALL)) is not None:
         return in_all, in_all // nodes if nodes else None

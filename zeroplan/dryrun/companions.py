@@ -1,7 +1,7 @@
 """Runs further ranks of a script beside the measured one, each in its own process. Needs no torch.
 
-A rank of a later pipeline stage needs what the stage before sends; with several stages per rank the dependence is circular. So a
-rank is started when another one waits for its message, and all run at the same time.
+A later pipeline stage receives from the stage before it; with several stages per rank the dependence is circular. So zeroplan
+starts a rank when another rank waits for its message, and all run at the same time.
 """
 
 import json
@@ -22,7 +22,7 @@ from zeroplan.verify.processes.launch import how_ended
 MOST = 31
 """Limit of further ranks; each needs about half a gigabyte of this machine's memory."""
 _STEPS_AHEAD = 1
-"""Companions run one step more than the measured rank, which may already receive data of its next step."""
+"""Companions run one step more than the measured rank, which may receive data of its next step early."""
 
 
 class Companions:
@@ -36,7 +36,7 @@ class Companions:
         self._failed: dict[int, str] = {}
 
     def look(self) -> None:
-        """Start the ranks that others wait for, and note which have ended."""
+        """Start the ranks that others wait for, and note the ranks that have ended."""
         for rank in wanted(self._mail):
             if rank not in self._met:
                 self._met.add(rank)
@@ -71,7 +71,7 @@ class Companions:
         return self._mail.with_name(f"rank{rank}")
 
     def _why(self, rank: int, code: int) -> Failed | None:
-        """The reason why a rank failed; if it repeats the failure of another rank, that rank's message."""
+        """Why a rank failed; that rank's message if it only repeats another rank's failure."""
         path = self._folder(rank) / "answer.json"
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         if found is not None and "cause" not in found:
@@ -87,7 +87,7 @@ class Companions:
 
     @property
     def waiting(self) -> str:
-        """The rank that the measured rank waits for, as the end of a sentence; empty if it waits for none."""
+        """The end of a sentence that names the rank for which the measured rank waits; empty if it waits for none."""
         other = awaited_rank(self._mail, self._task.rank)
         return other and f"; it was waiting for a message of rank {other}"
 

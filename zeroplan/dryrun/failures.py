@@ -1,4 +1,4 @@
-"""Words the reason why a script gave no answer: its own error, or something that a dry run cannot replace."""
+"""Why did a script give no answer: its own error, or a function that a dry run cannot replace?"""
 
 import traceback
 from pathlib import Path

@@ -84,7 +84,7 @@ def ended(child: Process, output: int, *, timeout_s: float, late: str, companion
 
 @contextmanager
 def shown(printed: Path, *, quiet: bool, worked: Callable[[], bool]) -> Iterator[int]:
-    """The descriptor for a script's output: standard error, or with ``quiet`` a file, whose end is printed if the script failed."""
+    """Yield the descriptor for a script's output: standard error, or with ``quiet`` a file, printed in part if the script fails."""
     with printed.open("wb") as sink:
         yield sink.fileno() if quiet else _standard_error(sink.fileno())
     if quiet and not worked():
@@ -98,7 +98,7 @@ def _started(child: Process, output: int) -> "subprocess.Popen[str]":
 
 
 def _standard_error(otherwise: int) -> int:
-    """The descriptor of standard error; ``otherwise`` if it has none, as in a notebook."""
+    """The descriptor of standard error; ``otherwise`` if there is none, as in a notebook."""
     try:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
@@ -106,7 +106,7 @@ def _standard_error(otherwise: int) -> int:
 
 
 def _end_marked(text: str) -> None:
-    """End processes that the script started in sessions of their own, found by the mark in their environment."""
+    """End the script's processes in other sessions, found by the mark in their environment."""
     mark = f"{MARK}={text}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # another user's process, or one that has ended

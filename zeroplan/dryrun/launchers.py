@@ -1,4 +1,4 @@
-"""Runs scripts that start their own ranks: the ranks' function runs in this process, as this rank."""
+"""Replaces launchers inside a script (``mp.spawn``): the ranks' function runs in this process, as this rank."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ def run_ranks_here(task: DryRunTask) -> None:
         before = dist.is_initialized()
         fn(min(task.local_rank, nprocs - 1), *args)
         if dist.is_initialized() and not before:
-            dist.destroy_process_group()  # a real process would take it along; the script may spawn again
+            dist.destroy_process_group()  # a real rank's group ends with its process
         return None if join else _Ended()
 
     def launch(launcher: "api.elastic_launch", *args: object) -> dict[int, object]:

@@ -1,4 +1,4 @@
-"""The interface to which a dry run's loop reports: the tracker of fake tensors, or the counter of a real GPU."""
+"""The interface to which a script's loop reports: implemented by the tracker of fake tensors and by a real GPU's counter."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ from zeroplan.verify.watching.recording import Block, Call, Span
 
 
 class Listener(Protocol):
-    """Receives phases and kinds of tensors. A real GPU's counter sees no single blocks, so its lists stay empty."""
+    """Receives phases and kinds of tensors. A real GPU's counter cannot see single blocks, so its lists stay empty."""
 
     spans: list[Span]
 
@@ -42,7 +42,7 @@ class Listener(Protocol):
         ...
 
     def updated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Label the tensors that an optimizer updates: parameters, or its own copies of them."""
+        """Label the tensors that an optimizer updates: parameters or master copies."""
         ...
 
     def gradients_are(self, kind: Kind) -> None:

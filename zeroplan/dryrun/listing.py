@@ -1,4 +1,4 @@
-"""Lists folders with the files that the script saved there without writing them."""
+"""Makes ``os.listdir`` and ``os.scandir`` also list the files that a script saved without writing them."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,11 +1,10 @@
-"""Follows a script's training loop from outside, by torch's own hooks, and reports its phases.
+"""In which phase is a script's training loop? Follows it by torch's own hooks, and reports the phases to a listener.
 
-A forward is the outermost module that runs with gradients and has trainable parameters. Its mode does not matter:
-``from_pretrained`` returns a model in evaluation mode, which not every loop changes. A backward is the outermost
-``torch.autograd.backward``, a step the outermost optimizer's. A step ends when the next forward begins, because several
-optimizers may run and gradients are cleared afterwards. After the last requested step the script is stopped; if it ends by
-itself, its last step ends when the first of its models and optimizers is freed. Evaluation, generation and saving are parts of
-the run beside the steps.
+A forward is a call of an outermost module with gradients on and trainable parameters, in either mode: ``from_pretrained`` returns
+a model in evaluation mode, and not every loop changes that. A backward is an outermost ``torch.autograd.backward``, a step an
+outermost ``optimizer.step``. A step ends when the next forward begins, because several optimizers may run and the loop clears
+gradients afterwards. After the last requested step zeroplan stops the script. If the script ends by itself, its last step ends
+when the first of its models and optimizers is freed. Evaluation, generation and saving are separate parts (``beside.py``).
 """
 
 import time
@@ -31,7 +30,7 @@ from zeroplan.verify.nested import tensors_in
 from zeroplan.verify.replaced import put
 
 _PATIENCE = 10
-"""Factor on the requested steps if an optimizer never reaches them."""
+"""Give up after this many times the requested steps if an optimizer never reaches them."""
 
 
 class StepsDone(BaseException):
@@ -65,7 +64,7 @@ class Loop:
 
     @property
     def completed(self) -> int:
-        """The number of optimizer steps done, including a last one whose end was not seen."""
+        """The number of optimizer steps done, including one that ends only at the next forward."""
         return self.steps_done + self._stepped
 
     def watch(self) -> None:
@@ -78,9 +77,9 @@ class Loop:
         torch.autograd.backward = self.in_backward(torch.autograd.backward)
 
     def finish(self, *, collect: bool = False) -> None:
-        """End the run: what is recorded from here on belongs to no step.
+        """End the run: later requests belong to no step.
 
-        A script that has ended has released everything. Without ``collect``, reference cycles are freed afterwards.
+        Without ``collect``, Python frees reference cycles after this end.
         """
         if self.completed and not self._over:
             self._over = True
@@ -89,7 +88,7 @@ class Loop:
             self._beside.settle()
 
     def _on_freed(self, _: object) -> None:
-        """A model or optimizer of the script is about to be freed, so the last step has ended with it still in memory."""
+        """End the last step just before Python frees a model or optimizer of the script."""
         if not self.deaf and not self._over and self.completed >= self._steps and self._phase is not Beside.AFTER:
             self._leave()
             self._phase = Beside.AFTER
@@ -105,7 +104,7 @@ class Loop:
             self._beside.ends()
 
     def _enter_provisionally(self, phase: Beside) -> None:
-        """Enter a part of the run that may turn out to be something else."""
+        """Enter a part of the run that ``beside.py`` may rename later."""
         before = self._phase
         self._enter(phase)
         self._beside.begins(before)
@@ -124,7 +123,7 @@ class Loop:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a pass, a step or a part beside them runs, inside which nothing else begins; or the run has ended."""
+        """Whether a pass, a step or another part is running, inside which no part begins; or the run has ended."""
         within = self._modules or self._backwards or self._optimizers or self._engines or self._others
         return self.deaf or self._over or bool(within)
 
@@ -134,7 +133,6 @@ class Loop:
         return self._phase is Beside.SAVING
 
     def _at_evaluation(self, turn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        """``model.eval()``, which may begin an evaluation."""
 
         def turned(module: nn.Module) -> nn.Module:
             if not self._is_busy and self._beside.turns_to_evaluation(module, self._phase):
@@ -144,7 +142,7 @@ class Loop:
         return turned
 
     def during(self, phase: Beside, run: Callable[..., object]) -> Callable[..., object]:
-        """Make a function a part of the run of its own, unless it is called within a pass or a step."""
+        """Wrap a function so that its calls outside a pass or step become a part of the run."""
 
         @wraps(run)
         def ran(*args: object, **kwargs: object) -> object:
@@ -204,7 +202,7 @@ class Loop:
             self._trains(module)
 
     def passes_begin(self) -> None:
-        """Note that a training step's passes begin, which may allocate before the first of them."""
+        """Begin a training step's passes, since the loop may allocate before the first forward."""
         if torch.is_grad_enabled() and not self._is_busy:
             self._begin_forward()
 
@@ -221,7 +219,6 @@ class Loop:
         self._beside.trains(module)
 
     def _learn_model(self, root: nn.Module) -> None:
-        """Note the names of a model's parts, and claim its parameters and buffers."""
         self._roots.add(id(root))
         self._beside.meet(root)
         self._tracker.learn_modules(root)
@@ -265,7 +262,6 @@ class Loop:
         return self._models[0]() if self._models else None
 
     def _claim_gradients(self) -> None:
-        """Give the gradients that parameters have after a backward their kind."""
         models: list[nn.Module] = [model for one in self._models if (model := one()) is not None]
         self._tracker.claim(Kind.GRADIENTS, (parameter.grad for model in models for parameter in model.parameters()))
 
@@ -274,7 +270,7 @@ class Loop:
     def _step_begins(
         self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._optimizers += 1  # an optimizer may contain others
+        self._optimizers += 1  # an optimizer may call others
         if self._observer is not None:
             self._observer.step_begins()
         if self._engines or self._optimizers > 1:
@@ -287,7 +283,7 @@ class Loop:
         return args[:1], {**kwargs, "closure": self._closed(closure)}
 
     def _closed(self, closure: Callable[..., object]) -> Callable[..., object]:
-        """Wrap a closure, which runs forward and backward within the step; afterwards the step continues."""
+        """Wrap an optimizer's closure, which runs forward and backward inside the step, and return to the step after it."""
 
         def closed(*args: object, **kwargs: object) -> object:
             result = closure(*args, **kwargs)
@@ -313,7 +309,7 @@ class Loop:
             self._observer.step_ended(optimizer, self._root(), last=self.completed >= self._steps)
 
     def within_engine(self, step: Callable[..., object], *, counts: Callable[[object], bool]) -> Callable[..., object]:
-        """Wrap an engine's own step, which may run several optimizers; ``counts`` tells whether a call is a step at all."""
+        """Wrap an engine's own step, which may run several optimizers; ``counts`` returns whether a call is an optimizer step."""
 
         def stepped(engine: object, *args: object, **kwargs: object) -> object:
             if not counts(engine):
@@ -330,7 +326,7 @@ class Loop:
         return stepped
 
     def beside(self, make: Callable[..., object]) -> Callable[..., object]:
-        """Wrap an engine's function in which an optimizer's step only makes its states and does not count."""
+        """Wrap an engine's function whose optimizer step only makes states and does not count."""
 
         def made(*args: object, **kwargs: object) -> object:
             self._engines += 1
@@ -349,7 +345,7 @@ class Loop:
             self._stop("steps taken")
 
     def _enough(self) -> bool:
-        """Whether every optimizer has done its steps: a GAN's two alternate, and each makes its states in its first step."""
+        """Whether every optimizer has done the requested steps; a GAN's two optimizers alternate."""
         if self._ends_at is not None:
             return False
         every = all(count >= self._steps for count in self._steps_of.values())
@@ -357,7 +353,7 @@ class Loop:
 
 
 def _reduces_elsewhere(root: nn.Module) -> bool:
-    """Whether gradients on parameters are reduced into other tensors: shards, or views of buckets."""
+    """Whether the engine reduces gradients into other tensors: shards, or views of buckets."""
     if isinstance(root, DistributedDataParallel):
         return bool(root.gradient_as_bucket_view)
     return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in root.modules())

@@ -1,6 +1,6 @@
-"""Messages between the processes of one dry run: files in the run's folder. Needs no torch.
+"""Carries messages between the ranks of one dry run as files in the run's folder. Needs no torch.
 
-A rank that waits for a message requests its sender by a file. The launcher (:mod:`zeroplan.dryrun.companions`) starts that
+A rank that waits for a message writes a request for the sender. The launcher (:mod:`zeroplan.dryrun.companions`) starts that
 rank, and notes ranks that have ended. Sending never waits; unread messages stay.
 """
 
@@ -19,7 +19,7 @@ from zeroplan.spec.base import read
 
 _WANTED, _ENDED, _WAITS = "wanted-", "ended-", "waits-"
 _FIRST_S, _LONGEST_S = 0.001, 0.05
-"""Pauses between two looks for a message. [s]"""
+"""The first and the longest pause between two looks for a message. [s]"""
 
 
 class CompanionError(ZeroplanError):
@@ -38,14 +38,14 @@ class Letter(NamedTuple):
 
 
 class Mail:
-    """The messages of one rank. The n-th of a kind sent within a group is the n-th that the receiver expects."""
+    """One rank's messages. The receiver reads messages of one kind and group in the order of sending."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self._count: Counter[str] = Counter()
 
     def send(self, to: int, group: Sequence[int], kind: str, content: bytes | None) -> None:
-        """Send a message; without content, only count it, since nobody reads it."""
+        """Send a message; a message without content is only counted, since no rank reads it."""
         file = self._next(kind, self._rank, to, group)
         if content is not None:
             _write(self._folder / file, content)
@@ -60,7 +60,7 @@ class Mail:
         return f"{name}-{self._count[name]}"
 
     def read(self, letter: Letter) -> bytes:
-        """The content of a message; requests its sender if that does not run yet.
+        """The content of a message; requests the sender if it is not running yet.
 
         Raises CompanionError if that rank failed, MeasurementError if it ended without sending the message.
         """

@@ -1,7 +1,7 @@
-"""Provides doubles of packages that libraries use when present, but only if the script itself imports them.
+"""Provides doubles of GPU packages, but only if the script itself imports them.
 
-transformers uses apex's norms in T5 if apex is installed, and Megatron-LM uses Transformer Engine. A dry run does not know
-whether the GPU machine has these packages. A script that imports one shows that it has.
+transformers uses apex's norms in T5 if apex is installed, and Megatron-LM uses Transformer Engine. A dry run does not know whether
+the GPU machine has these packages, unless the script imports one.
 """
 
 import importlib.machinery

@@ -1,7 +1,7 @@
-"""Records for every operator of a step its operations, bytes, stream, and the waits between streams.
+"""Records FLOPs, bytes and stream of every operator in a step, and the waits between streams.
 
-Operations follow torch's own formulas (``torch.utils.flop_counter``): matrix products, convolutions and attention; others count
-none. An operator reads its inputs and writes its results. Views and empty tensors move nothing, and a look-up (``embedding``,
+FLOPs follow torch's own formulas (``torch.utils.flop_counter``) for matrix products, convolutions and attention; other operators
+count 0. An operator reads its inputs and writes its results. Views and empty tensors move no bytes, and a look-up (``embedding``,
 ``gather``) reads as much as it returns. A collective counts its largest buffer.
 """
 
@@ -48,7 +48,7 @@ class Operator(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Properties of an operator properties_of before it runs."""
+    """Properties of an operator that its schema gives."""
 
     name: str
     flops: Callable[..., int] | None
@@ -104,7 +104,7 @@ def _bytes(tensors: "Iterator[torch.Tensor] | Sequence[torch.Tensor]") -> int:
 
 
 class Operators:
-    """The operators of the last two steps, since the last one may never end."""
+    """The operators of the last two steps, since the last step may not end."""
 
     def __init__(self) -> None:
         self.groups: dict[tuple[int, ...], int] = {}
@@ -156,7 +156,7 @@ def _ranks(argument: object) -> tuple[int, ...]:
     if isinstance(argument, str):
         try:
             return _ranks_of(argument)
-        except (RuntimeError, ValueError, KeyError):  # a string that names a reduction
+        except (RuntimeError, ValueError, KeyError):  # the string names a reduction, not a group
             return ()
     if isinstance(argument, torch.ScriptObject):
         try:

@@ -1,4 +1,4 @@
-"""GPU memory that libraries allocate outside torch's allocator, for this process's one script."""
+"""How much GPU memory do a script's libraries allocate outside torch's allocator? One script per process."""
 
 from collections.abc import Sequence
 

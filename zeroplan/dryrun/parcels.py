@@ -1,4 +1,4 @@
-"""Python objects sent between ranks: their tensors keep everything except floating-point values."""
+"""Sends Python objects between ranks; their tensors keep everything except floating-point values."""
 
 import io
 import pickle
@@ -44,7 +44,7 @@ def pass_over(mail: Mail, sender: int, group: dist.ProcessGroup | None) -> None:
 
 
 def _peer(group: dist.ProcessGroup | None, rank: int | None, within: int | None) -> tuple[list[int], int]:
-    """The ranks of a group, and one of them, given by its global rank or its place in the group."""
+    """The ranks of a group, and the global rank of one that is named by global rank or by its position in the group."""
     ranks = dist.get_process_group_ranks(group)
     if rank is None and within is None:
         raise MeasurementError(
@@ -76,7 +76,7 @@ def _tensor(
 
 
 def _packed(objects: list[object]) -> bytes:
-    """Pickled objects; for objects that cannot be pickled, the error as text, which the receiver raises."""
+    """The pickled objects, or the error text if pickling fails; the receiver raises that error."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(objects)

@@ -11,9 +11,9 @@ Patch = Callable[[ModuleType], None]
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls functions with modules after their import; at once for modules already imported.
+    """Calls a function with a module right after the module's import, or at once if it is imported already.
 
-    A library that only checks whether another is installed (``find_spec``) imports nothing and triggers nothing.
+    Looking a library up with ``find_spec`` imports nothing, so it calls nothing.
     """
 
     def __init__(self, *patches: dict[str, Patch]) -> None:

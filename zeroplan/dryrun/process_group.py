@@ -1,7 +1,7 @@
-"""Replaces a script's process groups by torch's fake one, which calls itself NCCL.
+"""Replaces a script's process groups by torch's fake one, which reports the backend NCCL.
 
-A fake group moves nothing: every collective returns at once, with the right shapes. Python objects from other ranks equal this
-rank's, since all ranks run the same program. Point-to-point messages come from the sending rank, which then runs as well.
+A fake group moves no data: every collective returns at once, with the right shapes. Python objects from other ranks equal this
+rank's, since all ranks run the same program. For point-to-point messages zeroplan runs the sending rank as well.
 """
 
 import os
@@ -29,7 +29,7 @@ _WHERE = (dist, c10d, device_mesh)
 
 
 def make_groups_fake(mail: Mail) -> None:
-    """Make every group a fake one that calls itself NCCL."""
+    """Make every process group a fake one that reports the backend NCCL."""
     name_groups_nccl("fake")
     for owner in _WHERE:
         put(owner, **object_functions(mail))
@@ -40,7 +40,7 @@ def make_groups_fake(mail: Mail) -> None:
 
 
 def name_groups_nccl(backend: str) -> None:
-    """Make every group of the script use this backend with no other member, and call itself NCCL."""
+    """Make every process group of the script use this backend in this process alone, and report the backend NCCL."""
     answers: dict[str, object] = {
         "init_process_group": _init(c10d.init_process_group, backend), "new_group": _new_group(c10d.new_group),
         "get_backend": always("nccl"), "is_nccl_available": always(True), "all_gather_object": _fill,
@@ -57,7 +57,7 @@ def name_groups_nccl(backend: str) -> None:
 _LIBRARIES: list[torch.library.Library] = []
 """Keeps the registered kernels alive."""
 _COALESCED = ("allreduce_coalesced_", "reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_")
-"""Several collectives as one: NCCL works in place, and torch has no kernel for tensors without bytes."""
+"""Coalesced collectives: NCCL works in place, and torch has no kernel for tensors without bytes."""
 
 
 def _coalesce() -> None:
@@ -115,7 +115,7 @@ def _scatter(
 
 
 def _reduce_buckets_at_once() -> None:
-    """Reduce DDP's buckets by a hook, since its C++ cannot read a fake group's result; the script's own hook is left out."""
+    """Make DDP reduce buckets by a hook, since its C++ cannot read a fake group's result; this replaces the script's own hook."""
     made, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     def init(wrapper: DistributedDataParallel, *args: object, **kwargs: object) -> None:

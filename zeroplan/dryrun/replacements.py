@@ -14,7 +14,7 @@ counts: Counter[tuple[str, str]] = Counter()
 
 
 def note(what: str, by: str) -> None:
-    """Count one use of a replacement, except while torch compiles, where the call would become part of the graph."""
+    """Count one use of a replacement. Does nothing while torch compiles, since the graph would contain the call."""
     if torch.compiler.is_dynamo_compiling():
         return
     counts[what, by] += 1

@@ -1,4 +1,4 @@
-"""The number of tokens a rank receives if unknown: ``--imbalance`` for doubles that exchange tokens without a collective."""
+"""How many tokens does a rank receive? Applies ``--imbalance`` to doubles that exchange tokens without a collective."""
 
 from typing import NamedTuple
 
@@ -16,12 +16,12 @@ _now: list[_Assumed] = []
 
 
 def assume(imbalance: float, stand_ins: StandIns) -> None:
-    """Set the rank's tokens as a multiple of the even share, and the record of assumptions."""
+    """Set the multiple of the even share that a rank receives, and the list of assumptions."""
     _now[:] = [_Assumed(imbalance, stand_ins)]
 
 
 def received(tokens: int, sure: Sure) -> int:
-    """The number of tokens that arrive if the even share is ``tokens``; a known choice is used unchanged."""
+    """The number of received tokens: ``tokens`` if the choice is known, else ``tokens`` times the imbalance."""
     if sure is Sure.EXACT or not _now:
         return tokens
     _now[-1].stand_ins.note_choice(Sure.EXCHANGED, sized=True)

@@ -1,4 +1,4 @@
-"""Watches a script's saving: state dicts, and functions that write them. Nothing is written; older files stay."""
+"""Reports when a script saves state dicts, and keeps it from writing them; older files stay."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -27,7 +27,7 @@ _OF_DEEPSPEED = ("save_16bit_model", "save_checkpoint", "_zero3_consolidated_16b
 def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
     """Report saving to the loop, and return the patches to apply when libraries are imported.
 
-    What the script writes over files from before the run goes into the folder ``aside``.
+    Data that the script writes over files from before the run goes into the folder ``aside``.
     """
     unwritten = Unwritten(lambda: loop.saves_now, aside)
 
@@ -57,7 +57,7 @@ def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
 
     def state_dicts(module: ModuleType) -> None:
         gathers(module, *_STATE_DICTS)
-        put(module, _init_optim_state=loop.beside(module._init_optim_state))  # it runs a step with zero gradients
+        put(module, _init_optim_state=loop.beside(module._init_optim_state))  # this function runs a step with zero gradients
 
     gathers(nn.Module, "state_dict")
     gathers(Optimizer, "state_dict")
@@ -82,7 +82,7 @@ def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
 
 
 def _loads_again(load: Callable[..., object], unwritten: Unwritten) -> Callable[..., object]:
-    """``torch.distributed.checkpoint.load`` of a checkpoint that this run saved: loading in place changes nothing."""
+    """Wrap ``torch.distributed.checkpoint.load``: for a checkpoint of this run, loading in place changes nothing."""
 
     @wraps(load)
     def loads(state_dict: dict[str, Any], **kwargs: Any) -> object:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""Memory that CUDA's attention kernels allocate and free internally, which no operator shows.
+"""How much memory do CUDA's attention kernels allocate and free internally, unseen by operators?
 
 Source of flash attention's backward: torch 2.13, ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``,
 ``mha_bwd`` and ``mha_varlen_bwd``: an fp32 accumulator of the queries' gradient and a sum per row, both padded to blocks of 128
@@ -82,13 +82,13 @@ class _Blocks(NamedTuple):
 
 
 _LITTLE_SHARED = ((8, 6), (8, 9))
-"""Compute capabilities with 99 KiB of shared memory per block, for which one kernel was made; 12.x has as little."""
+"""Compute capabilities with 99 KiB of shared memory per block, which have a kernel of their own; 12.x has as little."""
 _LARGEST_SPLIT = 200
 _ENOUGH_BLOCKS = 256
 
 
 def _blocks(size: int, *, half: bool, dropout: bool, capability: tuple[int, int]) -> _Blocks:
-    """The first kernel of ``cutlassB.h`` for a head size that fits into the GPU's shared memory."""
+    """The block sizes of the first kernel of ``cutlassB.h`` for a head size that fits into the GPU's shared memory."""
     little = capability in _LITTLE_SHARED or capability[0] == 12
     if size <= 64:
         return _Blocks(64, 64)
@@ -114,7 +114,7 @@ class Heads(NamedTuple):
 def efficient_workspace_bytes(of: Heads, *, half: bool, dropout: bool, capability: tuple[int, int]) -> int:
     """The buffer in which the memory-efficient backward sums gradients. [bytes]
 
-    A block of the queries' gradient has 16 bytes beside its fp32 numbers. It exists for 32 bits too: keys are split among blocks.
+    A block of the queries' gradient has 16 bytes beside its fp32 numbers. It exists for 32 bits too, since blocks split the keys.
 
     >>> sizes = Heads(8, 1024, 1024, 64, 64)
     >>> efficient_workspace_bytes(sizes, half=True, dropout=False, capability=(9, 0)) == 8 * 16 * (4 * 64 * 64 + 16)
@@ -130,10 +130,10 @@ def efficient_workspace_bytes(of: Heads, *, half: bool, dropout: bool, capabilit
 
 
 def efficient_backward_bytes(of: Heads, *, half: bool, dropout: bool, capability: tuple[int, int]) -> int:
-    """The most memory that the memory-efficient backward holds beside its results. [bytes]
+    """The peak of the memory-efficient backward without its results. [bytes]
 
-    Beside its workspace it has a sum per row. In 32 bits torch computes the sums first: the product of output and gradient, its
-    sums, and these in another order.
+    It has a workspace and a sum per row. In 32 bits torch computes the sums first: the product of output and gradient, its
+    sums, and a reordered copy of them.
     """
     sums = _FP32 * of.heads * of.rows
     taken = sums + efficient_workspace_bytes(of, half=half, dropout=dropout, capability=capability)

@@ -1,4 +1,4 @@
-"""Runs a user's script in this process as Python would run it, with what its launcher passes to it beside its rank."""
+"""Runs a user's script in this process as Python would, with the arguments and environment that its launcher sets."""
 
 import os
 import runpy
@@ -16,13 +16,13 @@ from zeroplan.verify.failures import NotHereError
 from zeroplan.verify.replaced import replaced
 
 _OF_A_NODE = ("--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "0")
-"""Flags that accelerate needs or prompts for on several nodes; the command's own flags override them."""
+"""Flags that accelerate needs on several nodes; the command's own flags override them."""
 _OURS = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"}
 """Variables that a dry run sets itself."""
 
 
 def run_script(task: DryRunTask, arguments: Sequence[str]) -> None:
-    """Run the task's file or module with its arguments and what its launcher adds."""
+    """Run the task's file or module with its own arguments and its launcher's."""
     from zeroplan.verify.fake_cuda.stand_ins import count_as_user  # noqa: PLC0415  torch must be imported later
 
     os.environ.update(_launcher_environment(task))
@@ -52,9 +52,9 @@ def _launcher_arguments(task: DryRunTask) -> tuple[str, ...]:
 
 
 def _launcher_environment(task: DryRunTask) -> dict[str, str]:
-    """The environment that accelerate sets for its processes, from flags and config file: precision, FSDP, DeepSpeed, compiler.
+    """The environment that accelerate sets from flags and config file: precision, FSDP, DeepSpeed, compiler.
 
-    accelerate's own code reads both; its launch functions are replaced (accelerate 1.15, ``commands/launch.py``).
+    accelerate's own code reads both; only its launch functions are replaced (accelerate 1.15, ``commands/launch.py``).
     """
     if task.launcher[:1] != ("accelerate",):
         return {}
@@ -79,7 +79,7 @@ def _refuse(*_: object) -> None:
 
 
 def answer_or_failure(make_answer: Callable[[], Spec]) -> Spec:
-    """The answer, or the failure of whatever the script raised; prints the traceback of the script's own errors."""
+    """The answer, or the failure if the script raised; prints the traceback of the script's own errors."""
     try:
         return make_answer()
     except BaseException as error:  # noqa: BLE001  every error is reported to the parent
@@ -91,7 +91,7 @@ def answer_or_failure(make_answer: Callable[[], Spec]) -> Spec:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without waiting for threads and atexit of a stopped script."""
+    """End this process at once, without the stopped script's threads and atexit functions."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)

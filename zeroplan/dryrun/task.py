@@ -13,10 +13,10 @@ class DryRunTask(Spec):
 
     ``target`` is a path, or with ``module`` a module's name; ``arguments`` are the script's. ``gpu`` is a name in the
     catalogue. ``answer`` is the file for the result, with every block of memory if ``traced``, and with a profile of the
-    script's model if ``profiled``. ``mail`` is the folder for messages between ranks; a ``companion`` runs for its messages and
-    has no answer. ``eager`` leaves ``torch.compile`` out. With ``until_end`` the script runs to its end, or for that many
-    seconds. The rank's experts receive ``imbalance`` times the even share of tokens. ``launcher`` has the launcher's words
-    before the script.
+    script's model if ``profiled``. ``mail`` is the folder for messages between ranks; a ``companion`` only sends messages and
+    has no answer. ``eager`` skips ``torch.compile``. With ``until_end`` the script runs to its end, or for that many seconds.
+    The rank's experts receive ``imbalance`` times the even share of tokens. ``launcher`` has the command's words before the
+    script.
     """
 
     target: str
@@ -39,7 +39,7 @@ class DryRunTask(Spec):
 
     @property
     def without_compiler(self) -> str:
-        """The flag that leaves ``torch.compile`` out, empty without one; a profile needs the uncompiled model."""
+        """The flag that turns ``torch.compile`` off; empty if it is on. A profile needs the uncompiled model."""
         return "--eager" if self.eager else "--profile" if self.profiled else ""
 
     @property
@@ -55,7 +55,7 @@ class DryRunTask(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over(Spec):
-    """Written instead of an answer: a companion rank has ended."""
+    """A companion rank writes this instead of an answer when it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Failed(Spec):
 
 
 def environment(task: DryRunTask) -> dict[str, str]:
-    """The variables that torchrun sets for a rank, and those that keep libraries from compiling, downloading and reporting.
+    """The variables of a rank under torchrun, and variables that stop libraries from compiling, downloading and reporting.
 
     >>> task = DryRunTask(target="train.py", gpus=16, gpus_per_node=8, rank=9, gpu="h100-sxm-80gb", answer="a.json")
     >>> environment(task)["LOCAL_RANK"], environment(task)["GROUP_RANK"]

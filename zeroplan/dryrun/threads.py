@@ -1,4 +1,4 @@
-"""Gives every thread of a script the dispatch modes of its first thread, since torch's modes belong to a thread."""
+"""Gives every thread of a script the dispatch modes of the first thread, since torch keeps modes per thread."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from zeroplan.verify.replaced import put
 
 
 def watch_threads(modes: Sequence[TorchDispatchMode], end_now: Callable[[], None]) -> None:
-    """Make every new thread run in these modes; the steps may end in any thread."""
+    """Run every new thread in these modes; ``end_now`` ends the process if the last step ends in such a thread."""
     begin: Callable[[threading.Thread], None] = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
     shown = threading.excepthook
 

@@ -1,4 +1,4 @@
-"""Replacements in torch for tensors without bytes: moving modules, addresses, loaders, threads, saving."""
+"""Replaces torch functions that fail on tensors without bytes: moving modules, addresses, loaders, threads, saving."""
 
 import concurrent.futures
 import sys
@@ -42,7 +42,7 @@ def change_torch(stand_ins: StandIns) -> None:
 
 
 def _let_tensors_move() -> None:
-    """``parameter.data = other`` and ``module.to``: copy the fake tensor's device, which is a Python attribute, as well."""
+    """Make ``parameter.data = other`` and ``module.to`` also copy a fake tensor's device, which is a Python attribute."""
     data: Any = torch._C.TensorBase.data
 
     def put_data(mine: FakeTensor, other: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ def _let_tensors_move() -> None:
     swap: Callable[..., None] = torch.utils.swap_tensors
 
     def put_data_of_host(mine: torch.Tensor, other: torch.Tensor) -> None:
-        """Turn a host tensor that gets a fake tensor's data into a fake one, and keep its attributes."""
+        """Make a real host tensor fake if it gets a fake tensor's data; keep its attributes."""
         if not isinstance(other, FakeTensor) or type(mine) not in (torch.Tensor, nn.Parameter):
             data.__set__(mine, other)
             return
@@ -71,7 +71,7 @@ def _let_tensors_move() -> None:
     torch.Tensor.data = property(data.__get__, put_data_of_host)  # type: ignore[assignment]
 
     def swap_tensors(mine: torch.Tensor, other: torch.Tensor) -> None:
-        """Keep the parameter objects of a module that moves, as real modules do."""
+        """Keep the parameter objects when a module moves, as torch does for real tensors."""
         both = isinstance(mine, FakeTensor) and isinstance(other, FakeTensor)
         if both and torch._has_compatible_shallow_copy_type(mine, other):
             put_data(mine, other)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def _let_tensors_move() -> None:
 
 
 def _give_addresses() -> None:
-    """Give fake tensors an address, that of the storage object: libraries tell tensors apart by address."""
+    """Return the storage object's address from ``data_ptr``, since libraries tell tensors apart by address."""
     address: Callable[..., int] = torch.Tensor.data_ptr
     storage_address: Callable[..., int] = torch.UntypedStorage.data_ptr
 
@@ -100,7 +100,7 @@ def _give_addresses() -> None:
 
 
 def _let_kinds_be_fake() -> None:
-    """Make a library's own parameter class of a fake tensor: a class that is both."""
+    """Let a library make its own parameter class from a fake tensor: the object gets a class that is both."""
     make: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
 
     def make_subclass(kind: type[torch.Tensor], data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
@@ -114,10 +114,10 @@ def _let_kinds_be_fake() -> None:
 
 
 def _let_parameters_be_made_again() -> None:
-    """Let ``type(parameter)(data, requires_grad=...)`` make a parameter of a fake one, as accelerate does to move or load it.
+    """Let ``type(parameter)(data, requires_grad=...)`` make a parameter from a fake tensor.
 
-    (1.15, ``init_on_device`` and ``set_module_tensor_to_device``.) A fake parameter's type is that of all fake tensors, whose
-    constructor has other arguments.
+    accelerate does so to move or load it (1.15, ``init_on_device`` and ``set_module_tensor_to_device``). A fake parameter's
+    type is FakeTensor, whose constructor has other arguments.
     """
     make: Callable[..., FakeTensor] = FakeTensor.__new__
 
@@ -130,9 +130,9 @@ def _let_parameters_be_made_again() -> None:
 
 
 def _let_optimizers_take_lists() -> None:
-    """Let optimizers accept fake parameters in lists; otherwise they would update one parameter at a time.
+    """Let optimizers use foreach on fake parameters.
 
-    By default they use lists if they know the class of every parameter (torch 2.13, ``optim/optimizer.py``,
+    By default they do so if they know the class of every parameter (torch 2.13, ``optim/optimizer.py``,
     ``_default_to_fused_or_foreach``).
     """
     optimizer._foreach_supported_types.append(FakeTensor)
@@ -140,7 +140,7 @@ def _let_optimizers_take_lists() -> None:
 
 @cache
 def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    """A subclass of both FakeTensor and the library's class, with the library's name, by which libraries identify it."""
+    """A subclass of FakeTensor and the library's class, with the latter's name, by which libraries recognise it."""
 
     def new(_: type, *args: object, **kwargs: object) -> torch.Tensor:
         return kind.__new__(kind, *args, **kwargs)
@@ -158,9 +158,9 @@ def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def _beside(tensor: torch.Tensor) -> dict[str, object]:
-    """Attributes of a library's tensor class beside its values, such as scales.
+    """The attributes that a library's tensor class adds, such as scales.
 
-    accelerate writes ``requires_grad`` there, which every tensor has anyway (``init_on_device``, 1.15).
+    accelerate writes ``requires_grad`` there too, which is no such attribute (``init_on_device``, 1.15).
     """
     if type(tensor) is FakeTensor:
         return {}
@@ -169,7 +169,7 @@ def _beside(tensor: torch.Tensor) -> dict[str, object]:
 
 
 def _let_values_be_read(stand_ins: StandIns) -> None:
-    """Let ``tolist`` and ``numpy`` return known values, else ones."""
+    """Make ``tolist`` and ``numpy`` return known values, else ones."""
     to_list, one_by_one, numpy = torch.Tensor.tolist, FakeTensor.tolist, torch.Tensor.numpy
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ def _let_values_be_read(stand_ins: StandIns) -> None:
             return torch.ones(tensor.shape, dtype=tensor.dtype)
 
     def read_first(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Read the numbers of tensors in a list first, since C++ reads such lists without any mode."""
+        """Read tensors in a list before ``torch.tensor`` does, since its C++ reads them without any mode."""
 
         def made(data: object, *args: object, **kwargs: object) -> torch.Tensor:
             first = data
@@ -224,7 +224,7 @@ def _load_in_this_process() -> None:
 
 
 def _leave_out_randomness() -> None:
-    """Set generators' states only if they have values, and make DTensor use no random generator."""
+    """Skip generator states without values, and turn off DTensor's random generator."""
     import torch.distributed.tensor  # noqa: PLC0415  its modules hold the function by name
 
     for name, module in list(sys.modules.items()):  # watchers do not see higher-order operators
@@ -246,7 +246,7 @@ COMPILER = "torch.compile"
 
 
 def skip_compilation(why: str) -> None:
-    """Leave ``torch.compile`` out: the code runs uncompiled, which keeps more memory."""
+    """Turn ``torch.compile`` off: the code runs uncompiled, which needs more memory."""
     left_out = (COMPILER, f"left out, the code runs uncompiled ({why})")
 
     def compiled(model: Any = None, *_: object, **__: object) -> object:  # noqa: ANN401
@@ -275,7 +275,7 @@ def _flex_attention(
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: object = None,  # noqa: ARG001, FBT001, FBT002
     *, return_aux: object = None,
 ) -> object:  # fmt: skip
-    """Flex attention by flash attention's operator, which keeps the same: the output, and one number per row."""
+    """Run flex attention by flash attention's operator, which keeps the same tensors: the output, and one number per row."""
     if torch.compiler.is_dynamo_compiling():
         comptime(_note_flex_attention)  # once, when the graph is traced
     else:
@@ -297,7 +297,7 @@ def _kept_by_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
 
 class _OtherValues(torch.autograd.Function):
-    """Attention with values of another size than keys, which flash attention refuses and flex attention supports."""
+    """Attention whose values have another size than keys; flex attention supports this, flash attention does not."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""Converts a recording to stored data: columns, and every name once."""
+"""Converts a recording to the stored trace: columns of numbers, and every name once."""
 
 import linecache
 import sys
@@ -104,7 +104,7 @@ def _sources(lines: Sequence[str], target: str) -> tuple[str, ...]:
 
 
 def _files(target: str) -> dict[str, str]:
-    """Files by their names in reports: the user's relative paths, and libraries' modules."""
+    """The file behind each name in reports: a user's relative path, or a library's module."""
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")

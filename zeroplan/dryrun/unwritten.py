@@ -1,9 +1,9 @@
-"""Files that a script saves without writing them, and files from before the run: moving, copying and deleting affects names only.
+"""Lets a script save, move, copy and delete checkpoints without changing the user's files.
 
-A script often saves to a temporary name and moves the file to its place (``os.replace``). In a dry run that file does not
-exist. Its name moves, and older files in its place stay. An older file that the script opens for writing is written in a
-temporary folder of the run. That folder also has a file for each saved one: of the same size, with everything but the tensors'
-values. The script reads it under the name that it saved to.
+A script often saves to a temporary name and then moves the file into place (``os.replace``). In a dry run that file does not
+exist: only its name moves, and older files in its place stay. If the script opens an older file for writing, it writes to the
+run's temporary folder. That folder also has a stand-in for each saved file: of the same size, with everything except tensor
+values. The script reads the stand-in under the name to which it saved.
 """
 
 import builtins
@@ -42,8 +42,8 @@ class _Saved(NamedTuple):
 class Unwritten:
     """Names of files saved without being written, and of older files that the script believes deleted.
 
-    ``saves_now`` returns whether the script is saving: only then do older files stay. ``aside`` is a folder, made on demand,
-    for what the script writes over them.
+    ``saves_now`` returns whether the script is saving; outside saving it may delete older files. ``aside`` is a folder, made
+    on demand, for data that the script writes over them.
     """
 
     def __init__(self, saves_now: Callable[[], bool], aside: Path) -> None:
@@ -70,9 +70,9 @@ class Unwritten:
         put(shutil, copytree=_copies_by(shutil.copytree))
 
     def saves(self, save: Callable[..., object], *, name: str = "f", write: Write) -> Callable[..., object]:
-        """A function that saves nothing; its second argument counts as saved if it is a path.
+        """Wrap a saving function that now writes nothing; its second argument counts as saved if it is a path.
 
-        ``write`` writes everything but the tensors' values.
+        ``write`` writes everything except tensor values.
         """
 
         @wraps(save)
@@ -90,7 +90,7 @@ class Unwritten:
         return saved
 
     def saves_folder(self, save: Callable[..., object], *files: str) -> Callable[..., object]:
-        """A function that saves nothing, but makes its folder and counts some unreadable files in it as saved."""
+        """Wrap a function that saves a folder: it makes the folder and counts ``files`` in it as saved and unreadable."""
 
         @wraps(save)
         def saved(*args: object, **kwargs: Any) -> object:  # noqa: ANN401
@@ -109,7 +109,7 @@ class Unwritten:
         return whole is not None and self._is_unwritten(whole)
 
     def loads(self, load: Callable[..., object]) -> Callable[..., object]:
-        """``torch.load`` for files saved in this run; with ``mmap`` it passes the file's name to C++."""
+        """Wrap ``torch.load`` to read this run's stand-ins; with ``mmap`` it passes the file's name to C++."""
 
         @wraps(load)
         def loaded(f: object, *args: object, **kwargs: object) -> object:
@@ -119,7 +119,7 @@ class Unwritten:
         return loaded
 
     def _path_of(self, target: object) -> str | None:
-        """The absolute path of a target that is a file of its own; an open file must still be empty."""
+        """The absolute path of a save's target; None for an open file that has content already."""
         path = _absolute(target)
         name, flush = (getattr(target, word, None) for word in ("name", "flush"))
         if path is not None or not isinstance(name, str) or not callable(flush):
@@ -129,14 +129,14 @@ class Unwritten:
         return None if self._size(name) else back.get(name, str(Path(name).absolute()))
 
     def _new_file(self, path: str) -> str:
-        """The path of a new file in our folder with another file's name."""
+        """The path of a new file of the same name in our folder."""
         self._made += 1
         folder = self._aside / str(self._made)
         folder.mkdir(parents=True)
         return str(folder / Path(path).name)
 
     def _stand_in_file(self, path: str, what: object, write: Callable[[str], None]) -> _Saved:
-        """Write the stand-in for a saved file; one that cannot be written only gets the size of its tensors."""
+        """Write the stand-in for a saved file; if that fails, an unreadable file as large as its tensors."""
         file = self._new_file(path)
         try:
             write(file)
@@ -147,7 +147,7 @@ class Unwritten:
         return _Saved(file)
 
     def _count_as_saved(self, path: str, saved: _Saved, *, opened: bool = False) -> None:
-        """Count a file as saved, and delete what the script wrote there in this run, unless it is open."""
+        """Count a file as saved. Unless it is open, delete the file that the script wrote there in this run."""
         if not opened:
             self._remove_new(path)
         self._elsewhere.pop(path, None)
@@ -198,7 +198,7 @@ class Unwritten:
         return opens
 
     def _opened_instead(self, file: object, mode: str) -> object:
-        """The file to open instead: a saved file's stand-in, or a copy of an older file to write to."""
+        """The file to open instead: a saved file's stand-in, or a copy of an older file for writing."""
         path = _absolute(file)
         if path is None:
             return file
@@ -280,14 +280,14 @@ class Unwritten:
         return made
 
     def _keeps_older(self, path: str) -> bool:
-        """Whether a path from before the run, or a folder with such a file, stays because the script is saving."""
+        """Whether the script is saving and the path, or a file in it, is older than the run; such files stay."""
         if not self._saves_now() or not self._is_older(path):
             return False
         note("deleting of older checkpoints", "files from before this run stay")
         return True
 
     def _is_unwritten(self, path: str) -> bool:
-        """Whether a path was saved and not written since; a file that the script had opened for saving is empty."""
+        """Whether a path was saved and not written since. A file that the script opened for saving exists but is empty."""
         return path in self._saved and (not self._is_there(path) or not self._size(path) or self._is_older(path))
 
     def _is_there(self, path: str, kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
@@ -302,7 +302,7 @@ class Unwritten:
         return 0
 
     def _is_older(self, path: str) -> bool:
-        """Whether a file is from before the run, or a folder contains one that is."""
+        """Whether a file, or any file in a folder, is older than the run."""
         return any(self._stat(file).st_mtime < self._began for file in self._files(path) if self._is_there(file))
 
     def _files(self, path: str) -> Iterator[str]:
@@ -327,9 +327,9 @@ def _bytes_saved(what: object) -> int:
 
 
 def _fill(buffer: io.BytesIO, what: object) -> None:
-    """Write into a host buffer what can be read from it again, unless it is large."""
+    """Write a pickle without tensor values into a host buffer, unless it is large."""
     if _bytes_saved(what) <= _LARGEST_BUFFER:
-        with suppress(Exception):  # what cannot be pickled leaves it empty
+        with suppress(Exception):  # if pickling fails, the buffer stays empty
             write_pickle(what, buffer)
 
 

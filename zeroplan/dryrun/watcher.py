@@ -1,4 +1,4 @@
-"""The tracker of a script: also notes the user's line of every request, and drives the modelled allocator."""
+"""Records a script's run like ``verify``'s tracker, with the user's line of every request, and drives the modelled allocator."""
 
 import sys
 import threading
@@ -32,7 +32,7 @@ _LOADED = torch.ops.aten.set_.source_Storage_storage_offset
 
 
 class _Kernel:
-    """Owns the internal memory of a running kernel, as a watch owns a storage's block."""
+    """Holds the block of a running kernel's internal memory."""
 
     block: Block | None = None
 
@@ -53,7 +53,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self._allocator = memory.allocator = CachingAllocator(expandable_segments=expandable_segments)
         self._workspace_bytes = workspace_bytes
         self._multiplied: dict[tuple[bool, int], int] = {}
-        """When autograd's thread (True) and the script's (False) first multiplied matrices, by stream."""
+        """The moment of the first matrix product in autograd's thread (True) and in the script's (False), by stream."""
         self._chunks: dict[Block, Chunk] = {}
         self._with_gradients: set[Block] = set()
         """Blocks of tensors that received a gradient from autograd."""
@@ -92,7 +92,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
             self._emptied.append(self.now)
 
     def _note_let_go(self, pool: int) -> None:
-        """Record that no CUDA graph uses a private pool any more; right after ``empty_cache``, from the next request on."""
+        """Record that no CUDA graph uses a private pool any more. Right after ``empty_cache`` it counts from the next request."""
         if not self._closed:
             self._let_go.append((self.now + (self._emptied[-1:] == [self.now]), pool))
             self._allocator.let_go(pool)
@@ -105,7 +105,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Run an operator and record it; a lock lets one thread at a time run."""
+        """Run an operator and record it, one thread at a time."""
         with self._one_at_a_time:
             result = super().__torch_dispatch__(func, types, args, kwargs)
             if func in SCRATCH and result is not NotImplemented and not self._paused:
@@ -156,7 +156,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         ))  # fmt: skip
 
     def learn_modules(self, root: nn.Module) -> None:
-        """Note the names of a model's parts, beside those of other models; wrappers get no name."""
+        """Remember the names of a model's modules; wrappers get no name."""
         model = root
         while (inside := _wrapped(model)) is not None:
             self._modules.names.setdefault(id(model), "")
@@ -165,18 +165,18 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
             self._modules.names.setdefault(id(module), name)
 
     def learn_program(self, path: str, lines: Sequence[tuple[int, Any]]) -> None:
-        """Note the graph nodes behind the lines of a program that inductor has written."""
+        """Store the graph nodes of a program that inductor has written, by line."""
         self._origins.learn(path, lines, self._modules.names, self._modules.current())
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Label a model's tensors as parameters; also a copy in another dtype that now belongs to the model."""
+        """Label a model's tensors as parameters, including weight casts that now belong to the model."""
         for tensor in tensors:
             block = self._block_of(tensor)
             if block is not None and block.kind in (None, Kind.WEIGHT_CASTS):
                 block.kind = Kind.PARAMETERS
 
     def updated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Label tensors that an optimizer updated: parameters if they received a gradient, else the optimizer's own copies."""
+        """Label tensors that an optimizer updated: as parameters if autograd gave them a gradient, else as optimizer state."""
         for tensor in tensors:
             block = self._block_of(tensor)
             if block is not None and block.kind is None:
@@ -210,12 +210,12 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
             self._allocator.request(self._workspace_bytes, block.stream, block.pool)
 
     def close(self) -> None:
-        """Stop recording: releases after the script do not count, and other threads wait from now on."""
+        """Stop recording, so that releases after the script do not count; other threads wait from now on."""
         self._one_at_a_time.acquire(timeout=_LONGEST_WAIT_S)
         self._closed = True
 
     def _release(self, block: Block) -> None:
-        with self._one_at_a_time:  # any thread may free tensors, and moments have one order
+        with self._one_at_a_time:  # any thread may free tensors
             if self._closed:
                 return
             super()._release(block)
@@ -234,7 +234,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """The only child with parameters, if the module has none of its own: it wraps that child. None for other modules."""
+    """The module that a wrapper wraps: its only child with parameters, if it has none itself. None for other modules."""
     if isinstance(module, FullyShardedDataParallel):
         return module.module
     parts = [part for part in module.children() if next(part.parameters(), None) is not None]

@@ -1,4 +1,4 @@
-"""Writes checkpoints without tensor values: holes in the file, which occupy no disk space.
+"""Writes checkpoints with holes for tensor values, which occupy no disk space.
 
 Such a file is as large as the checkpoint. ``torch.load`` and safetensors read it like any other in a dry run: names, shapes,
 dtypes, and objects other than tensors.
@@ -25,13 +25,13 @@ Write = Callable[..., None]
 
 
 def write_pickle(what: object, file: "str | BinaryIO", *more: object, **options: object) -> None:
-    """Write what ``torch.save`` would write. Raises what pickling raises."""
+    """Write a ``torch.save`` file without tensor values. Raises the errors of pickling."""
     with skip_data(materialize_fake_tensors=True):
         torch.serialization.save(what, file, *more, **options)  # type: ignore[arg-type]
 
 
 def write_safetensors(tensors: Mapping[str, torch.Tensor], file: str, metadata: Mapping[str, str] | None = None) -> None:
-    """Write what ``safetensors.torch.save_file`` would write. Raises ``KeyError`` for a dtype that the format lacks."""
+    """Write a ``safetensors.torch.save_file`` file without values. Raises ``KeyError`` for a dtype that the format lacks."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in tensors.items():
@@ -45,7 +45,7 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], file: str, metadata: 
 
 
 def write_module(model: torch.nn.Module, file: str, metadata: Mapping[str, str] | None = None, **_: object) -> None:
-    """Write what ``safetensors.torch.save_model`` would write: the first of tensors that share a storage."""
+    """Write a ``safetensors.torch.save_model`` file without values: of tensors that share a storage, only the first."""
     storages = {one.untyped_storage()._cdata: name for name, one in reversed(model.state_dict().items())}
     kept = {name: one for name, one in model.state_dict().items() if storages[one.untyped_storage()._cdata] == name}
     write_safetensors(kept, file, metadata)

@@ -1,1 +1,1 @@
-"""Results to text, Markdown and JSON; prints nothing."""
+"""Renders results as text, Markdown, JSON and pictures; the command line prints them."""

@@ -1,4 +1,4 @@
-"""Advice as text and plain data: the job, each change with what it frees and costs, and the key to change."""
+"""Renders advice: the job, each change with the memory it saves and its cost, and the key to change."""
 
 import textwrap
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _ORDER = (
 )
 _UNTIMED = "first those that free most, last those that change the training or the bill; their cost in time is not known here"
 
-#: The change in the words of the file, or as flags without a file.
+#: Returns a change as keys of the user's file, or as flags without a file.
 InWords = Callable[[Advice], tuple[str, ...]]
 
 

@@ -1,4 +1,4 @@
-"""Series as rows of coloured signs in a terminal, of any width; letters where a terminal has no signs."""
+"""Draws series as rows of coloured characters for a terminal of any width; letters where it lacks block characters."""
 
 import textwrap
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from zeroplan.report.words import plural, spread
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
-    from zeroplan.report.series.pareto import ParetoSeries  # with the planner, NumPy
+    from zeroplan.report.series.pareto import ParetoSeries  # imports the planner and NumPy
 
 
 class Segment(NamedTuple):
@@ -31,7 +31,7 @@ Row = tuple[Segment, ...]
 
 _LEAST_BAR = 10
 _FRONT = 10
-"""Rows of a front with more layouts: both ends, and some between."""
+"""Most rows of a Pareto front: both ends, and some between."""
 
 
 def stages_bars(series: StagesSeries, *, width: int, signs: bool) -> list[Row]:
@@ -75,7 +75,7 @@ def _marked(bar: list[Segment], room: int, capacity: int | None, longest: int, *
 
 
 def _bar(parts: tuple[Part, ...], room: int, longest: int, *, signs: bool) -> list[Segment]:
-    """Return parts side by side. Their ends are rounded, so that the total length is right."""
+    """Return parts side by side; rounds the ends of parts, so the total length is right."""
     made, before, end = [], 0, 0
     for part in parts:
         end += part.n_bytes
@@ -98,7 +98,7 @@ def _legend(stacks: list[tuple[Part, ...]], *, signs: bool) -> Iterator[Row]:
 
 
 def timeline_bars(series: TimelineSeries, *, width: int, signs: bool) -> list[Row]:
-    """Return a bar per moment, with the peak marked, and below it a record's peak in each phase."""
+    """Return a bar per moment, with the peak marked, and the record's measured peak of each phase below."""
     return [
         *_head(series.caption, width),
         *_instants(series, width, signs=signs),
@@ -172,7 +172,7 @@ def _begins(line: ScalingLine, capacity: int | None) -> str:
 
 
 def heat_bars(series: HeatSeries, *, width: int, signs: bool) -> list[Row]:
-    """Return a table of micro-batches and sequence lengths in doublings, with signs for fits, tight and does not fit."""
+    """Return a table of micro-batches and sequence lengths in doublings: each cell fits, is tight, or does not fit."""
     ups, downs = _doubled(series.seq_lens, series.own[1]), _doubled(series.micro_batches, series.own[0])
     most = max(1, (width - 10) // 9)
     across = ups if len(ups) <= most else [*ups[: most - 1], ups[-1]]

@@ -1,4 +1,4 @@
-"""The card's memory at the peak, as rows that add up: tensors, context and communicators, the allocator's cache."""
+"""How is the GPU's memory used at the peak: tensors, context and communicators, the allocator's cache? Rows that add up."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,9 @@ from zeroplan.report.tables import Table
 
 
 def card_rows(answer: Estimate, table: Table) -> Iterator[str]:
-    """Yield rows from the allocated peak to nvidia-smi's figure, then host memory and NVMe if something is offloaded.
+    """Yield rows from the allocated peak to nvidia-smi's figure, then host memory and NVMe if the job offloads.
 
-    The allocator returns cached blocks to the driver before it runs out of memory, so that the job fits without them.
+    The allocator returns cached blocks to the driver before it runs out of memory, so the job also fits without them.
     """
     yield table.total("peak allocated", answer.peak_bytes, "torch's max_memory_allocated")
     for part in answer.outside:
@@ -23,14 +23,14 @@ def card_rows(answer: Estimate, table: Table) -> Iterator[str]:
 
 
 def cached(answer: Estimate) -> Band:
-    """Return the freed blocks that the allocator keeps beside the peak, up to the card's size. [bytes]"""
+    """Return the freed blocks that the allocator caches in addition to the peak, up to the GPU's size. [bytes]"""
     beside = (int(end) - answer.peak_bytes for end in answer.reserved)
     room = answer.room_bytes
     return Band(*(size if room is None else min(size, max(room, 0)) for size in beside))
 
 
 def shown_by_nvidia_smi(answer: Estimate) -> Band:
-    """Return reserved memory and memory outside the allocator, up to the card's size. [bytes]"""
+    """Return reserved memory plus memory outside the allocator, up to the GPU's size. [bytes]"""
     both = (int(a) + int(b) for a, b in zip(answer.reserved, answer.outside_band, strict=True))
     capacity = answer.capacity_bytes
     return Band(*(size if capacity is None else max(answer.least_bytes, min(size, capacity)) for size in both))

@@ -1,4 +1,4 @@
-"""The catalogue as text: tables of models and accelerators, and one entry with every figure and source."""
+"""Renders the catalogue: tables of models and accelerators, and single entries with every figure and source."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -102,7 +102,7 @@ def _shape(one: ModelEntry) -> Iterator[str]:
         if is_dataclass(value):
             yield from (_entry(f"{field.name}.{part.name}", getattr(value, part.name)) for part in fields(value))
         elif field.name == "parallel_residual":
-            if one.spec.family == "gpt_neox":  # the only family that has it
+            if one.spec.family == "gpt_neox":  # only this family has it
                 yield _entry(field.name, value)
         elif field.name != "name" and value not in (None, 0, False):
             yield _entry(field.name, value)

@@ -1,4 +1,4 @@
-"""Whether the jobs of several files fit, for a person and for the programs that run checks."""
+"""Do the jobs of several files fit? Renders the answers for people, CI systems and programs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ FORMATS: tuple[Format, ...] = ("text", "json", "junit", "github")
 
 
 class Checked(NamedTuple):
-    """One file: the result of its job, in one line, and its figures where there is a job. [bytes]"""
+    """One file: its job's outcome, one line of text, and its figures [bytes] if the file has a job."""
 
     file: str
     outcome: Outcome
@@ -35,8 +35,8 @@ def checked(
 ) -> Checked:  # fmt: skip
     """Return the verdict on a file's job, which must name a GPU.
 
-    ``not_counted``: keys that matter and are not modelled; ``may_be_too_low``: some of them may take memory. ``loop``: the
-    phases that the file's training step is one of.
+    ``not_counted``: keys that matter and that zeroplan does not model; ``may_be_too_low``: some of them may need memory.
+    ``loop``: the result of the loop to which the file's training step belongs.
     """
     batch = answer.job.batch
     says = verdict_sentence(answer, GIBIBYTES)
@@ -53,7 +53,7 @@ def checked(
 
 
 class Beside(NamedTuple):
-    """What the phases of a loop come to: whether all fit (None where that is not known), in one line, and what must fit. [bytes]"""
+    """The result of a loop of phases: whether all fit (None if unknown), one line of text, and the memory it needs. [bytes]"""
 
     fits: bool | None
     says: str
@@ -61,7 +61,7 @@ class Beside(NamedTuple):
 
 
 def loop_beside(job: JobSpec, loop: Mapping[str, object]) -> Beside | None:
-    """Return the result of the loop that a file makes a job a part of; None where it is a job of its own."""
+    """Return the result of the loop that a file configures around the job's training step; None without a loop."""
     if not loop:
         return None
     from zeroplan.report.workflow import verdict_of  # noqa: PLC0415  few files have a loop
@@ -76,7 +76,7 @@ def loop_beside(job: JobSpec, loop: Mapping[str, object]) -> Beside | None:
 
 
 def outcome_of(answer: Estimate) -> Outcome:
-    """Whether the job fits its GPU here: expandable segments, where it needs them, may be set in this environment."""
+    """Whether the job fits its GPU, given this environment's setting of expandable segments."""
     if not answer.fits:
         return "does not fit"
     if answer.needs_expandable_segments and not expandable_segments_are_set():
@@ -90,12 +90,12 @@ def passes(answer: Estimate) -> bool:
 
 
 def refused(file: str, why: str) -> Checked:
-    """Return the row of a file that holds no job."""
+    """Return the row of a file without a valid job."""
     return Checked(file, "invalid", why)
 
 
 def shown(rows: Sequence[Checked], how: Format, *, fails: frozenset[Outcome]) -> str:
-    """Return all rows in a format; ``fails``: the outcomes that fail a check."""
+    """Return all rows in a format; ``fails`` are the outcomes that fail a check."""
     return {"text": _text, "json": _json, "junit": _junit, "github": _github}[how](rows, fails)
 
 
@@ -114,7 +114,7 @@ def _json(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
 
 
 def _junit(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
-    """Return JUnit's XML: a file that does not fit is a failure, one without a job an error."""
+    """Return JUnit XML: a job that does not fit is a failure, a file without a job an error."""
     failed = [row for row in rows if row.outcome in fails]
     errors = sum(row.outcome == "invalid" for row in failed)
     counts = {"tests": str(len(rows)), "failures": str(len(failed) - errors), "errors": str(errors)}
@@ -131,12 +131,12 @@ def _junit(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text without the control characters that XML does not have."""
+    """Return a text with spaces for control characters, which XML forbids."""
     return "".join(sign if sign.isprintable() else " " for sign in text)
 
 
 def _github(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
-    """Return workflow commands of GitHub's Actions, which annotate the file."""
+    """Return workflow commands of GitHub Actions, which annotate each file."""
     levels: dict[Outcome, str] = {"fits": "notice", "tight": "warning", "not all counted": "warning"}
     lines = (
         f"::{'error' if row.outcome in fails else levels.get(row.outcome, 'error')} "
@@ -147,7 +147,7 @@ def _github(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
 
 
 def _escaped(text: str, *, of_property: bool = False) -> str:
-    r"""Return a text as workflow commands write it; properties are separated by commas and colons.
+    r"""Return a text escaped for workflow commands; properties also escape commas and colons.
 
     >>> _escaped("50 %\nof it"), _escaped("a,b:c", of_property=True)
     ('50 %25%0Aof it', 'a%2Cb%3Ac')
@@ -158,7 +158,7 @@ def _escaped(text: str, *, of_property: bool = False) -> str:
 
 
 def summary(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
-    """Return how many failed, and what the largest job needs."""
+    """Return how many files pass, and the memory of the largest job."""
     failed = sum(row.outcome in fails for row in rows)
     needed = max((row.needed_bytes for row in rows if row.needed_bytes is not None), default=None)
     largest = "" if needed is None else f"; the largest needs {GIBIBYTES.size(needed)}"

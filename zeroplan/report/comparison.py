@@ -1,4 +1,4 @@
-"""Predicted and measured figures side by side, the largest difference first: as text, as Markdown, as data for JSON."""
+"""Renders predicted beside measured figures, the largest difference first, as text, Markdown and JSON data."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,11 +9,11 @@ from zeroplan.report.words import item, model_words, paragraphs, plural
 from zeroplan.units import GB, GIB, KB, KIB, MB, MIB, format_gb, format_size
 
 _WHAT = 34
-_ALLOCATOR = "CUDA's allocator, not judged"  # it also depends on the order of requests
+_ALLOCATOR = "CUDA's allocator, not judged"  # reserved memory also depends on the order of requests
 
 
 def comparison_text(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> str:
-    """Return one table per question (peak and phases, kinds, what is sent, the allocator), the verdict and the remarks."""
+    """Return one table each for peak and phases, kinds, collectives and the allocator, then the verdict and the remarks."""
     parts = [
         [headline(measurement), how_line(measurement), *_own_workload(measurement)],
         list(compared_table("Memory", _memory(comparison))),
@@ -27,7 +27,7 @@ def comparison_text(comparison: Comparison, measurement: Measurement, *, toleran
 
 
 def comparison_markdown(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> str:
-    """Return the same as Markdown tables."""
+    """Return the comparison as Markdown tables."""
     parts = [
         [f"## {headline(measurement)}", "", how_line(measurement), *(f"\n{line}" for line in _own_workload(measurement))],
         list(_markdown_table("memory", _memory(comparison))),
@@ -60,13 +60,13 @@ def comparison_payload(comparison: Comparison, measurement: Measurement, *, tole
 
 
 def rank_line(comparison: Comparison, measurement: Measurement) -> str:
-    """Return one rank in a line: its peak and what it holds between steps."""
+    """Return one rank in a line: its peak, and the memory it holds between steps."""
     peak, held = comparison.peak.measured, comparison.held.measured
     return f"- rank {measurement.rank}: peak {format_size(peak)}, held between steps {format_size(held)}"
 
 
 def headline(measurement: Measurement) -> str:
-    """Return what was run."""
+    """Return the measured job in words."""
     job = measurement.job
     what = f"workload {measurement.workload}" if measurement.workload else model_words(measurement.job)
     return f"{what}, {job.recipe.engine} ZeRO stage {job.recipe.zero_stage}, rank {measurement.rank} of {job.mesh.world_size:,}"
@@ -80,7 +80,7 @@ def _own_workload(measurement: Measurement) -> list[str]:
 
 
 def how_line(measurement: Measurement) -> str:
-    """Return how and where it was run."""
+    """Return the backend, process group and machine of the run."""
     environment, steps = measurement.environment, len(measurement.steps)
     versions = ", ".join(f"{name} {version}" for name, version in environment.packages.items())
     on = environment.device or environment.platform
@@ -91,7 +91,7 @@ def how_line(measurement: Measurement) -> str:
 
 
 def verdict(comparison: Comparison, *, tolerance: float) -> str:
-    """Return whether both agree within the tolerance, and the figures of those that do not."""
+    """Return whether prediction and measurement agree within the tolerance, and the figures that do not."""
     beyond = comparison.beyond(tolerance)
     within = f"within {100 * tolerance:g} %"
     if not beyond:
@@ -106,7 +106,7 @@ def verdict(comparison: Comparison, *, tolerance: float) -> str:
 
 
 def _of_the_allocator(comparison: Comparison) -> tuple[Compared, ...]:
-    """Return what the estimate counts at the peak, and the middle of its band of reserved memory."""
+    """Return the estimate's allocated peak and the middle of its band of reserved memory, beside the measured figures."""
     middles = (
         Compared(f"reserved, {_SETTINGS[one.settings]}", int(one.band.expected_bytes), one.measured)
         for one in comparison.reserved
@@ -118,7 +118,7 @@ _SETTINGS = {"default": "default", "expandable_segments": "expandable segments"}
 
 
 def reserved_lines(comparison: Comparison) -> Iterator[str]:
-    """Yield whether reserved memory is within the estimate's bands, and the result on a card of the job's size."""
+    """Yield whether reserved memory is within the estimate's bands, and the result on a GPU of the job's size."""
     for one in comparison.reserved:
         where = "inside" if one.inside else "OUTSIDE"
         band = f"{format_gb(int(one.band.low_bytes))} to {format_gb(int(one.band.high_bytes))}"
@@ -129,7 +129,6 @@ def reserved_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def _on_card(one: Reserved) -> str:
-    """Return the result of the requests on a card of the job's size."""
     card = one.card
     assert card is not None  # noqa: S101  its callers have looked
     begin = f"Replayed with a card of this size, {_SETTINGS[one.settings]}: the allocator has {format_gb(card.room_bytes)}"
@@ -172,7 +171,7 @@ def compared_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
 
 
 def _unit(rows: list[Compared]) -> tuple[str, int, str, int]:
-    """Return one pair of units for the whole table, so that figures can be compared by eye."""
+    """Return one pair of units for the whole table, so that readers can compare its figures."""
     largest = max(max(row.predicted, row.measured) for row in rows)
     if largest >= GB:
         return ("GB", GB, "GiB", GIB)
@@ -206,12 +205,12 @@ def percent(error: float) -> str:
 
 
 def _error(row: Compared, shown_in: int) -> str:
-    """Return the error of a row of a table in a unit; none if both figures print as 0.000."""
+    """Return a row's error; empty if both figures print as 0.000 in the table's unit."""
     seen = max(row.predicted, row.measured) / shown_in >= _LEAST_SHOWN
     return percent(row.error) if seen else "negligible"
 
 
-#: The smallest value that three decimals round to 0.001.
+#: The smallest value that prints as 0.001.
 _LEAST_SHOWN = 0.0005
 
 

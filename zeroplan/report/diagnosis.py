@@ -1,4 +1,4 @@
-"""A snapshot's diagnosis, as text and as data for JSON: the moment, what was in use and who requested it, and what to do."""
+"""Renders a snapshot's diagnosis: the moment, the memory in use with its requesters, and the advice."""
 
 import textwrap
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from zeroplan.units import GB, GIB, format_size
 
 SCHEMA_VERSION = 1
 _WORTH_IT = 0.03
-"""The share of reserved memory that a setting must save to be named."""
+"""A setting is advised if it saves at least this share of reserved memory."""
 _WHAT, _SITE = 34, 46
 
 
 def diagnosis_text(found: Diagnosis, *, where: str, rows: tuple[Compared, ...] = (), job: str = "") -> str:
-    """Return the whole diagnosis; ``rows``: the comparison with an estimate of ``job``."""
+    """Return the diagnosis for a terminal; ``rows`` compare it with an estimate of ``job``."""
     parts = [
         list(_head(found, where)),
         list(_held(found.held)),
@@ -79,7 +79,7 @@ def _held(held: tuple[Held, ...]) -> Iterator[str]:
 
 
 def _site(held: Held, at: int) -> str:
-    """Return a place, and its share of its kind if that is not all."""
+    """Return a place in the code, and its share of the kind if several places requested it."""
     site = held.sites[at]
     share = "" if site.n_bytes == held.n_bytes else f" ({100 * site.n_bytes / held.n_bytes:.0f} %)"
     room = _SITE - len(share)
@@ -92,7 +92,7 @@ def _advice(found: Diagnosis) -> Iterator[str]:
 
 
 def advised(found: Diagnosis) -> Iterator[str]:
-    """Yield what follows from it, for readers new to it."""
+    """Yield the conclusions, for readers new to the allocator."""
     if found.failure is not None:
         yield _of_a_failure(found.failure, found)
     if found.replayed is not None and found.replayed.requests:
@@ -105,7 +105,7 @@ def advised(found: Diagnosis) -> Iterator[str]:
 
 
 def _of_the_allocator(replayed: Replayed, reserved_bytes: int) -> Iterator[str]:
-    """Yield what expandable segments would have reserved, and the evidence for it."""
+    """Yield how much expandable segments would have reserved, and the evidence."""
     saved = reserved_bytes - replayed.expandable_bytes
     if saved > _WORTH_IT * reserved_bytes:
         yield (

@@ -1,4 +1,4 @@
-"""What changed between two things: on one screen, whole, as Markdown, as data for JSON."""
+"""Renders the difference between two estimates, runs or snapshots: on one screen, in full, as Markdown, as JSON data."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,11 @@ from zeroplan.units import GIBIBYTES, Unit
 SCHEMA_VERSION = 1
 _FEWEST_ROWS, _ROWS_BEFORE_NOTES, _MOST_SENT, _MOST_OF_SETTINGS, _MOST_OF_MOMENTS, _GAPS = 3, 3, 4, 2, 4, 3
 _HAPPENED, _AMOUNT, _CHANGE = 7, 10, 11
-"""Columns of a row beside its name. [signs]"""
+"""Columns of a row beside its name. [characters]"""
 
 
 class _Table(NamedTuple):
-    """How wide the answer is, and the unit of its rows."""
+    """The width and unit of a table."""
 
     unit: Unit
     width: int
@@ -40,27 +40,26 @@ class _Table(NamedTuple):
 
 
 def named(row: Changed) -> str:
-    """A row's name: its kind, and which tensor, module or place."""
+    """A row's name: its kind, and the tensor, module or place in the code."""
     return f"{row.kind}: {row.what}" if row.what else row.kind
 
 
 def _shortened(row: Changed, room: int) -> str:
-    """A row's name for this many columns: where kind and tensor are too long, the tensor, and of that the beginning."""
+    """A row's name, cut to ``room`` columns; without the kind if both are too long."""
     name = named(row) if len(named(row)) < room else row.what or row.kind
     return _cut(name, room - 1)
 
 
 def _cut(text: str, width: int) -> str:
-    """A text, or as much of it as there is room for."""
     return text if len(text) <= width else f"{text[: width - 1].rstrip()}…"
 
 
 def difference_text(
     found: Difference, unit: Unit = GIBIBYTES, *, limit: float | None = None, verbose: bool = False
 ) -> str:  # fmt: skip
-    """Return what changed on one screen (26 lines of 80 columns), or with ``verbose`` all of it.
+    """Return the changes on one screen (26 lines of 80 columns); all of them with ``verbose``.
 
-    ``limit`` is by which part B's peak may be higher than A's; the answer says where it is.
+    ``limit`` is the allowed growth of B's peak as a fraction of A's; the answer says if B exceeds it.
     """
     if verbose:
         return _whole(found, _Table(_small(found, unit), WIDTH), limit)
@@ -68,7 +67,7 @@ def difference_text(
 
 
 def _small(found: Difference, unit: Unit) -> Unit:
-    """The unit, or of small peaks a smaller one, so that rows say something."""
+    """The unit, or a smaller one if the peaks are below it."""
     highest = max(found.peak.before_bytes, found.peak.after_bytes)
     while unit.smaller and highest < unit.n_bytes:
         (name, n_bytes), *smaller = unit.smaller
@@ -97,18 +96,18 @@ def _screen(found: Difference, table: _Table, limit: float | None) -> str:
 
 
 def _spaced(parts: Sequence[Sequence[str]], gaps: int) -> str:
-    """The parts that have lines, with an empty line between them, as far as there are empty lines to spend."""
+    """The non-empty parts, with at most ``gaps`` empty lines between them."""
     there = [part for part in parts if part]
     return "\n".join(line for at, part in enumerate(there) for line in (*([""] if 0 < at <= gaps else []), *part))
 
 
 def _at_most(lines: list[str], most: int) -> list[str]:
-    """The lines, the last of this many with the sign that there is more."""
+    """At most ``most`` lines; an ellipsis marks the cut."""
     return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: COLUMNS - 2]} …"]
 
 
 def _moments(found: Difference, unit: Unit) -> list[str]:
-    """The sentence on different moments; without its causes where it is too long with them."""
+    """The sentence on different moments; without causes if it gets too long."""
     full = _filled(_moments_sentence(found, unit))
     if len(full) <= _MOST_OF_MOMENTS:
         return full
@@ -161,7 +160,7 @@ def _above(found: Difference, limit: float | None) -> str:
 
 
 def _sides(found: Difference, table: _Table, *, most: int) -> Iterator[str]:
-    """Which two they are, and when each is highest."""
+    """Yield what A and B are, and the moment of each peak."""
     for letter, side in _lettered(found):
         lines = textwrap.wrap(f"{letter}  {_called(side)}", table.width, subsequent_indent="   ", break_on_hyphens=False)
         yield from lines if len(lines) <= most else [_cut(f"{lines[0]} {lines[1]}", table.width)]
@@ -174,13 +173,13 @@ def _lettered(found: Difference) -> tuple[tuple[str, Side], ...]:
 
 
 def _called(side: Side) -> str:
-    """What a side is: its name, what sort of file, and of which job."""
+    """A side's name, sort of file and job."""
     name = side.name if side.is_a == "estimate" else f"{side.name} ({side.is_a})"
     return ": ".join(part for part in (name, "" if side.job is None else headline_of(side.job)) if part)
 
 
 def _step_line(found: Difference) -> str:
-    """The estimated time of a step on both sides, and what it trains; empty where a side has none."""
+    """The estimated step time and tokens/s of both sides; empty if one has none."""
     sides = (found.before, found.after)
     (before, rate), (after, later_rate) = ((side.step_s or 0.0, side.tokens_per_s or 0.0) for side in sides)
     if not before or not after:
@@ -192,7 +191,7 @@ def _step_line(found: Difference) -> str:
 
 
 def _main_settings(found: Difference) -> tuple[Setting, ...]:
-    """Settings that differ; where the model is another one, its name alone."""
+    """Settings that differ, without the fields of a setting that differs as a whole (another model)."""
     names = {one.name for one in found.settings}
     return tuple(one for one in found.settings if one.name.partition(".")[0] not in names or "." not in one.name)
 
@@ -216,14 +215,14 @@ _GRAINS: dict[Grain, str] = {"tensor": "tensor", "module": "module", "place": "p
 
 
 def _kinds(found: Difference, table: _Table) -> list[str]:
-    """The table by kind, where that beside it is finer."""
+    """The table by kind; empty if the main table is by kind already."""
     if found.grain == "kind" or not found.kinds:
         return []
     return [table.head("At the peaks, by kind"), *_rows(found.kinds, table, len(found.kinds)), table.total(found.peak)]
 
 
 def _rows(rows: Sequence[Changed], table: _Table, most: int, *, sizes: bool = False) -> list[str]:
-    """The largest changes, and the others as one; with the sizes of blocks, if they are wanted and known."""
+    """The largest changes, and one row for the others; with block sizes if ``sizes``."""
     shown = rows if len(rows) <= most else rows[: most - 1]
     lines = [line for row in shown for line in (table.row(row), *(_details(row, table.unit) if sizes else ()))]
     if rest := rows[len(shown) :]:
@@ -236,7 +235,7 @@ def _together(name: str, rows: Sequence[Changed]) -> Changed:
 
 
 def _details(row: Changed, unit: Unit) -> Iterator[str]:
-    """The sizes of its blocks, and where the other side has it."""
+    """Yield a row's block sizes, and the moment at which the other side has its tensors."""
     indent = " " * (_HAPPENED + 4)
     if row.before_blocks or row.after_blocks:
         before, after = (_sizes(blocks, unit) for blocks in (row.before_blocks, row.after_blocks))
@@ -252,13 +251,13 @@ def _sizes(blocks: Sequence[tuple[int, int]], unit: Unit, most: int = 3) -> str:
 
 
 def _others(peak: Changed, changes: Sequence[Changed], table: _Table) -> list[str]:
-    """What is the same on both sides, so that the columns add up."""
+    """The row of memory that is equal on both sides, so that the columns add up."""
     left = peak.before_bytes - sum(row.before_bytes for row in changes)
     return [table.total(Changed(f"{'':<{_HAPPENED}}everything else", "", left, left), "  ")] if left else []
 
 
 def _moments_sentence(found: Difference, unit: Unit) -> str:
-    """That the peaks are at different moments, and what both have at each; empty where they are at one."""
+    """Both sides' memory at each peak's moment; empty if both peaks are at the same moment."""
     if not found.same_moments:
         return ""
     return " ".join(("The peaks are at different moments.", *(_at_one(moment, unit) for moment in found.same_moments)))
@@ -303,7 +302,7 @@ def _sent(found: Difference, table: _Table, most: int) -> list[str]:
 
 
 def difference_markdown(found: Difference, *, limit: float | None = None) -> str:
-    """Return all of it as Markdown tables."""
+    """Return the whole difference as Markdown tables."""
     unit = _small(found, GIBIBYTES)
     return paragraphs(
         [
@@ -341,7 +340,7 @@ def _table_markdown(title: str, rows: Sequence[Changed], unit: Unit) -> Iterator
 
 
 def difference_payload(found: Difference, *, limit: float | None = None) -> dict[str, object]:
-    """Return all of it as data; ``json.dumps`` takes it as it is. All sizes are bytes."""
+    """Return the whole difference as data for ``json.dumps``. [bytes]"""
     return {
         "schema_version": SCHEMA_VERSION,
         "equal": found.equal,

@@ -1,4 +1,4 @@
-"""The installed packages and what works with them, as a table and as data."""
+"""Which packages are installed, and which commands work with them? Renders a table and data."""
 
 import platform
 from collections.abc import Iterator, Sequence
@@ -10,13 +10,13 @@ Versions = dict[str, str | None]
 
 
 def versions() -> Versions:
-    """Return every package that something needs, with its version or None; zeroplan and Python first."""
+    """Return the version of every package that zeroplan can use, None if absent; zeroplan and Python first."""
     found: Versions = {"zeroplan": version("zeroplan"), "python": platform.python_version()}
     return found | {package.name: installed(package) for package in PACKAGES}
 
 
 def doctor_text(found: Versions, abilities: Sequence[Ability]) -> str:
-    """Two short tables for a terminal."""
+    """Return two short tables for a terminal."""
     return "\n".join((*_versions(found), "", *_abilities(abilities)))
 
 
@@ -34,7 +34,7 @@ def _abilities(abilities: Sequence[Ability]) -> Iterator[str]:
 
 
 def doctor_payload(found: Versions, abilities: Sequence[Ability]) -> dict[str, object]:
-    """The same as data."""
+    """Return the same as data for JSON."""
     return {
         "schema_version": 1,
         "platform": platform.platform(),

@@ -1,4 +1,4 @@
-"""A dry run's answer on one screen: whether it fits, the peak, what is alive then, what the card holds, what was assumed."""
+"""Renders a dry run's answer on one screen: verdict, peak, tensors alive then, the GPU's memory, assumptions."""
 
 import re
 import textwrap
@@ -17,7 +17,7 @@ _NO_NAME = "the model as a whole"
 _LAYER = re.compile(r"(^|\.)\d+(\.|$)")
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _NAME = 42
-"""Columns of a module's or a line's name. [signs]"""
+"""Columns of a module's or a line's name. [characters]"""
 _FEW = 5
 """Rows of each kind on one screen; ``verbose`` shows all."""
 
@@ -49,15 +49,12 @@ def small_unit(found: DryRun, unit: Unit) -> Unit:
 
 
 def needed_bytes(found: DryRun) -> int:
-    """Return what the card must have: the allocator's peak, what CUDA graphs keep, what is outside. [bytes]"""
+    """Return the memory that the GPU must have: the allocator's peak, CUDA graphs' pools, memory outside it. [bytes]"""
     return _counted(found) + found.kept_by_graphs_bytes + int(total_band(outside(found)).expected_bytes)
 
 
 def outside(found: DryRun) -> tuple[Outside, ...]:
-    """Return context, a communicator for each size of group that the last step used, and libraries' own buffers. [bytes]
-
-    Groups of one size count once.
-    """
+    """Return context, a communicator for each size of group in the last step, and libraries' own buffers. [bytes]"""
     sizes = {one.group for one in found.collectives if one.group > 1}
     own = (
         Outside(one.what, Band(one.low_bytes, one.expected_bytes, one.high_bytes), one.source) for one in found.outside_buffers
@@ -71,14 +68,14 @@ def _counted(found: DryRun) -> int:
 
 
 def fits(found: DryRun) -> bool:
-    """Whether the job runs on its card, by a replay of its requests with a card of that size."""
+    """Whether a replay of the requests succeeds on a GPU of that size."""
     shown = found.allocator[0].card
     whole = int(gpu_named(found.gpu).memory_bytes.value)
     return needed_bytes(found) <= whole and (shown is None or shown.fits)
 
 
 def verdict(found: DryRun, unit: Unit) -> str:
-    """Return one sentence: whether it fits, what it needs, what the card has."""
+    """Return one sentence: whether the script fits, the memory it needs, the GPU's memory."""
     gpu = gpu_named(found.gpu)
     has, needs = int(gpu.memory_bytes.value), needed_bytes(found)
     routed = routing(found)
@@ -93,7 +90,7 @@ def verdict(found: DryRun, unit: Unit) -> str:
 
 
 def routing(found: DryRun) -> str:
-    """Return what sizes depend on beside the script: assumed choices among scores. Empty if none."""
+    """Return the assumed choices among scores (routing) on which sizes depend; empty without any."""
     if found.imbalance is None:
         return ""
     if found.imbalance == 1:
@@ -128,7 +125,7 @@ def _peak(found: DryRun, unit: Unit) -> str:
 
 
 def _phases(found: DryRun, table: Table, *, verbose: bool) -> Iterator[str]:
-    """Yield the peaks of all the script's phases with their lines of code; all steps are one row with their highest peak."""
+    """Yield each phase's peak with its line of code; all steps share one row with the highest peak."""
     if not found.phases:
         return
     yield table.head("Peak of each phase")
@@ -151,7 +148,7 @@ def _largest(one: PhaseOfRun) -> list[tuple[str, int]]:
 
 
 def _alive(found: DryRun, table: Table, most: int | None) -> Iterator[str]:
-    """Yield what is alive at the peak, and what the card holds then."""
+    """Yield the tensors alive at the peak, and the GPU's memory then."""
     yield table.head("On the card at the peak")
     kinds = sorted(found.steps[-1].peak.kinds.items(), key=lambda one: -one[1])
     yield from _rows(kinds, table, most)
@@ -174,7 +171,7 @@ def _rows(rows: Iterable[tuple[str, int]], table: Table, most: int | None) -> It
 
 
 def _named(title: str, parts: Sequence[Part], table: Table, most: int | None) -> Iterator[str]:
-    """Yield bytes by module or line, kinds together, layers of one kind in one row."""
+    """Yield bytes by module or line, summed over kinds; layers of one kind share a row."""
     found: Counter[str] = Counter()
     for part in parts:
         found[shown_name(part.name)] += part.n_bytes
@@ -183,7 +180,7 @@ def _named(title: str, parts: Sequence[Part], table: Table, most: int | None) ->
 
 
 def shown_name(name: str) -> str:
-    """Return a name with layers of one kind together, without wrappers, and only its end if it is long.
+    """Return a module's name with ``*`` for layer numbers, without wrappers; only its end if it is long.
 
     >>> shown_name("module.layers.3._checkpoint_wrapped_module.mlp")
     'layers.*.mlp'
@@ -208,7 +205,7 @@ def _collectives(found: DryRun, table: Table) -> Iterator[str]:
 
 
 def _operators(found: DryRun) -> Iterator[str]:
-    """Yield what the operators of the last step compute and move."""
+    """Yield the FLOPs and bytes of the last step's operators."""
     if (one := found.operators) is None:
         return
     again = f", {_teras(one.recomputed_flops)} of them again in the backward" if one.recomputed_flops else ""
@@ -228,7 +225,7 @@ def _indented(text: str) -> list[str]:
 
 
 def _savings(found: DryRun, unit: Unit) -> Iterator[str]:
-    """Yield what would free how much, as upper bounds."""
+    """Yield possible changes with an upper bound of the memory that each saves."""
     if found.savings:
         yield "What would free how much of the last step's peak, at most"
     for one in found.savings:
@@ -237,7 +234,7 @@ def _savings(found: DryRun, unit: Unit) -> Iterator[str]:
 
 
 def _assumed_values(found: DryRun, most: int | None) -> Iterator[str]:
-    """Yield values that the script read and that fake tensors do not have."""
+    """Yield the values that the script read and that zeroplan assumed."""
     if not found.made_up:
         return
     yield "Invented values: the script read these from tensors without data"
@@ -248,7 +245,7 @@ def _assumed_values(found: DryRun, most: int | None) -> Iterator[str]:
 
 
 def _replaced_code(found: DryRun, *, verbose: bool) -> Iterator[str]:
-    """Yield library code that a replacement replaced: the names, or with the replacement."""
+    """Yield the replaced library code; with ``verbose`` also the replacements."""
     if not found.stood_in:
         return
     if not verbose:

@@ -1,4 +1,4 @@
-"""The differences between two dry runs: peak, kinds, modules, lines of code, traffic. As data, and as one table."""
+"""What changed between two dry runs: peak, kinds, modules, lines of code, traffic? As data, and as one table."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ _TOTALS = "In all"
 _MOST = 4
 """Rows of each group; with headings and totals at most 26 lines."""
 _NAME, _AMOUNT, _CHANGE = 42, 11, 12
-"""Columns of the table. [signs]"""
+"""Columns of the table. [characters]"""
 
 
 class Change(NamedTuple):
@@ -34,8 +34,8 @@ class Change(NamedTuple):
 def changes(before: SavedRun, after: SavedRun) -> tuple[Change, ...]:
     """Return the totals of two runs, and every kind, module, line and collective that changed, the largest first.
 
-    Kinds, modules and lines are of the highest moment of each run's last step. A line of code is identified by its file and its
-    text, so that lines above it may change.
+    Kinds, modules and lines are those at the peak of each run's last step. A line of code is identified by file and text, so
+    the line number may change.
     """
     first, second = before.run, after.run
     groups: tuple[tuple[str, Mapping[str, int], Mapping[str, int]], ...] = (
@@ -91,7 +91,7 @@ def _lines(before: SavedRun, after: SavedRun) -> tuple[Counter[str], Counter[str
 
 
 def _keys(saved: SavedRun) -> dict[str, str]:
-    """Return a line's identity: its file and text; its name alone if the text is not known."""
+    """Return each line's identity: file and text, or only its name if the text is unknown."""
     if saved.trace is None:
         return {}
     named = zip(saved.trace.lines, saved.trace.sources, strict=True)
@@ -112,7 +112,7 @@ def changes_text(before: SavedRun, after: SavedRun, *, where: str, unit: Unit = 
 
 
 def _head(before: DryRun, after: DryRun, where: str) -> str:
-    """Return the file, and the differences of the job."""
+    """Return the earlier run's file, and the differences between the jobs."""
     sides = ((before.gpus, after.gpus, "ranks"), (before.gpu, after.gpu, "GPU"), (before.rank, after.rank, "rank"))
     other = "".join(f"; {name} {one} before, {two} after" for one, two, name in sides if one != two)
     room = COLUMNS - len("Against ") - len(other) - 1

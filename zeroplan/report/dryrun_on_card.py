@@ -1,4 +1,4 @@
-"""A script's run on real GPUs and its dry run side by side, as text and as data."""
+"""Renders a script's run on real GPUs beside its dry run, as text and data."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -15,11 +15,11 @@ from zeroplan.units import GIBIBYTES, Unit
 
 SCHEMA_VERSION = 1
 _WHAT, _AMOUNT = 30, 11
-"""Columns of a row. [signs]"""
+"""Columns of a row. [characters]"""
 
 
 class CardComparison(NamedTuple):
-    """A run rank by rank, the fullest first, its dry run, and the tolerance."""
+    """The ranks of a run, the fullest first, its dry run, and the tolerance."""
 
     ranks: tuple[RankOnCard, ...]
     predicted: DryRun
@@ -32,7 +32,7 @@ class CardComparison(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether the dry run's figures are right, or, on a full card, its verdict that the script does not fit."""
+        """Whether the dry run's figures are within the tolerance; if the GPU ran out of memory, it must also predict that."""
         if self.ranks[0].ended == "out of memory":
             return not fits(self.predicted) and not self.rows.beyond(self.tolerance)
         return not self.rows.beyond(self.tolerance)

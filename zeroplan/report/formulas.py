@@ -1,4 +1,4 @@
-"""A line's formula with the job's numbers instead of its symbols."""
+"""Puts the job's numbers into a line's formula."""
 
 import re
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""A layout in words: engine and stage, degrees, what is recomputed, how the batch is cut."""
+"""Describes a layout in words: engine and stage, degrees of parallelism, recomputation, batch."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from zeroplan.spec.recipe import DeepSpeedOptions
 
 
 def layout_words(job: JobSpec) -> str:
-    """Return a layout in a line: engine and stage, what it recomputes, how the batch is cut."""
+    """Return a layout in a line: engine and stage, recomputation, micro-batches."""
     recipe, batch = job.recipe, job.batch
     words = [engine_words(job)]
     words += [f"{job.mesh.dp_replicate} replicas of {job.mesh.dp_shard} shards"] if job.mesh.dp_replicate > 1 else []
@@ -32,7 +32,7 @@ def layout_words(job: JobSpec) -> str:
 
 
 def layout_code(job: JobSpec) -> str:
-    """Return a layout in a few words: engine, stage, degrees, chunks of a pipeline rank, what is recomputed, the batch."""
+    """Return a layout in a few words: engine, stage, degrees, chunks of a pipeline rank, recomputation, batch."""
     recipe, mesh, batch = job.recipe, job.mesh, job.batch
     degrees = [f"{name}{ways}" for name in ("tp", "cp", "pp", "ep") if (ways := getattr(mesh, name)) > 1]
     words = [recipe.engine, f"stage {recipe.zero_stage}", *degrees]
@@ -45,12 +45,12 @@ def layout_code(job: JobSpec) -> str:
 
 
 def _has_whole_sequences(job: JobSpec) -> bool:
-    """Whether Megatron's tensor-parallel ranks do not split sequences, as they usually do."""
+    """Whether Megatron runs tensor parallelism without sequence parallelism."""
     return job.recipe.engine == "megatron" and job.mesh.tp > 1 and not job.recipe.sequence_parallel
 
 
 def _set_apart(job: JobSpec) -> Iterator[str]:
-    """Yield in what else two layouts of a plan may differ, so that no two have the same name."""
+    """Yield further settings in which two layouts of a plan may differ, so that every name is unique."""
     recipe, mesh = job.recipe, job.mesh
     ways = recipe.fsdp2.reshard_after_forward
     if mesh.dp_replicate > 1:

@@ -1,4 +1,4 @@
-"""What lengths that vary do to the steps of a run: as text and as plain data."""
+"""How do varying sequence lengths change the steps' peaks? Renders text and data."""
 
 from zeroplan.report.words import filled
 from zeroplan.step_peaks import Lengths, Peaks
@@ -11,7 +11,7 @@ _FLASH = "Sequences that are joined or packed also need --attention flash."
 
 
 def lengths_lines(found: Lengths, unit: Unit) -> tuple[str, ...]:
-    """Return the lengths in a sentence, and a row for each way of batching."""
+    """Return a sentence on the lengths, and a row for each way of batching."""
     rows = [
         (f"A step's peak, {unit.name}", _HEADS),
         *((one.flags or f"{one.batching.way}, as asked", _figures(one, unit)) for one in (found.own, *found.others)),
@@ -38,7 +38,7 @@ def _figures(one: Peaks, unit: Unit) -> tuple[str, ...]:
 
 
 def _share(share: float | None) -> str:
-    """Return a share in percent; one that is not zero never looks like it."""
+    """Return a share in percent; a nonzero share never prints as zero."""
     if share is None:
         return "-"
     return "<0.1%" if 0 < share < 5e-4 else f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"

@@ -1,4 +1,4 @@
-"""The answer as Markdown, to paste into a ticket or a design document."""
+"""Renders an estimate as Markdown, to paste into a ticket or a design document."""
 
 from collections.abc import Iterator, Sequence
 
@@ -26,9 +26,9 @@ def estimate_markdown(
     answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False,
     lengths: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """Return the whole answer as Markdown tables; ``explain``: list the peak line by line with formula and source.
+    """Return the whole answer as Markdown tables; ``explain`` lists the peak line by line with formula and source.
 
-    ``changes``: None if none were looked for. If none were found, the answer says that none helps.
+    ``changes`` is None if zeroplan did not look for any. If it found none, the answer says that none helps.
     """
     parts = [
         [f"## {headline(answer)}", "", *(f"{line}  " for line in job_lines(answer))],

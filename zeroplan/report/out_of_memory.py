@@ -1,4 +1,4 @@
-"""What torch's message about a full GPU means: which request it was, what was in its way, and what would help."""
+"""What does torch's out-of-memory message mean? Which request failed, why, and what would help."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ from zeroplan.units import GIB, GIBIBYTES
 SCHEMA_VERSION = 1
 _WIDTH = 26
 _MUCH = GIB // 2
-"""Of another process's memory: less is a desktop's or a driver's. [bytes]"""
+"""Memory of other processes is mentioned if it exceeds this; a desktop or the driver needs less. [bytes]"""
 
 
 def message_text(
@@ -24,9 +24,9 @@ def message_text(
     others: Sequence[Other] = (),
     changes: Sequence[Remedy] = (),
 ) -> str:
-    """Return what the message says and what follows; with a job also its request, and changes that would make it fit.
+    """Return the message's meaning and advice; with a job also its failed request, and changes that would make it fit.
 
-    ``others``: the jobs that agree with the message where this one does not.
+    ``others`` are jobs that agree with the message if this job does not.
     """
     parts = [_head(said), _card(said), _advice(said)]
     if answer is not None:
@@ -63,7 +63,7 @@ def _head(said: Message) -> Iterator[str]:
 
 
 def _card(said: Message) -> Iterator[str]:
-    """Yield the card's memory, line by line."""
+    """Yield the GPU's memory, line by line."""
     rows: list[tuple[str, int | None]] = [
         ("in tensors", said.allocated_bytes),
         ("cached by the allocator", said.unallocated_bytes),
@@ -76,7 +76,7 @@ def _card(said: Message) -> Iterator[str]:
 
 
 def _advice(said: Message) -> Iterator[str]:
-    """Yield what was in the way of the request."""
+    """Yield why the request failed: fragmentation, too little memory, or other processes."""
     lacking = said.tried_bytes - said.free_bytes - said.unallocated_bytes
     if said.fragmented:
         yield (
@@ -91,7 +91,7 @@ def _advice(said: Message) -> Iterator[str]:
 
 
 def _of_job(said: Message, answer: Estimate, found: Found | None) -> Iterator[str]:
-    """Yield the request in the job's step, and how prediction and message go together."""
+    """Yield the failed request in the job's step, and whether prediction and message agree."""
     gpu = answer.job.cluster.gpu
     if gpu is not None and abs(int(gpu.memory_bytes.value) - said.capacity_bytes) > 0.03 * said.capacity_bytes:
         yield f"The message is of a GPU with {_size(said.capacity_bytes)}, which is not {gpu.full_name}: check --gpu."
@@ -112,7 +112,7 @@ def _of_job(said: Message, answer: Estimate, found: Found | None) -> Iterator[st
 
 
 def _judged(said: Message, found: Found) -> Iterator[str]:
-    """Yield whether the job and the message go together."""
+    """Yield whether the job could have raised the message."""
     apart = said.allocated_bytes - found.live_bytes
     if agrees(found, said):
         yield "The message is what this job would say: it ran out as described."
@@ -135,7 +135,7 @@ def _which_step(step: int) -> str:
 
 
 def _other_jobs(others: Sequence[Other]) -> Iterator[str]:
-    """Yield the jobs that agree with the message, where the one that was described does not."""
+    """Yield the jobs that agree with the message instead of the described one."""
     if others:
         yield "With one of these settings the job would fail at such a request with as much in tensors. Was it the run's?"
         for one in others:
@@ -143,7 +143,7 @@ def _other_jobs(others: Sequence[Other]) -> Iterator[str]:
 
 
 def _changes(said: Message, answer: Estimate, changes: Sequence[Remedy]) -> Iterator[str]:
-    """Yield what would make the job fit."""
+    """Yield changes that make the job fit."""
     if changes:
         gpu = answer.job.cluster.gpu
         yield f"What would make it fit {f'a GPU with {_size(said.capacity_bytes)}' if gpu is None else gpu.full_name}"

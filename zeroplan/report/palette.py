@@ -1,8 +1,8 @@
-"""The colour, hatch and sign of each kind of memory, stage and engine, in every picture.
+"""Defines the colour, hatch and sign of each kind of memory, stage and engine for every picture.
 
 Colours are Okabe and Ito's, which colour-blind readers can distinguish (Okabe and Ito 2008, Color Universal Design), and others
-of the same hue for related things. Any two kinds differ in lightness or in hatch, so that they differ in grey too. Data alone:
-a page in a browser may use it as it is.
+of the same hue for related things. Any two kinds differ in lightness or in hatch, so they also differ in grey. Plain data, which
+the browser's page uses too.
 """
 
 from typing import Literal, NamedTuple
@@ -12,12 +12,12 @@ from zeroplan.ledger import NOT_TOLD_APART, Kind
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 
-#: Memory of the card outside the allocator. It is no kind of the ledger, since only a band is known.
+#: GPU memory outside the allocator. Only a band is known, so it is no kind of the ledger.
 OUTSIDE = "context and communicators"
 
 
 class Look(NamedTuple):
-    """The look of a kind: its colour, its hatch on paper, and its sign in a terminal, or a letter without signs."""
+    """A kind's colour, its hatch in pictures, its character in a terminal, and a letter for plain terminals."""
 
     colour: str
     hatch: str
@@ -25,7 +25,7 @@ class Look(NamedTuple):
     letter: str
 
 
-#: From the bottom of a stack to its top: constant memory first.
+#: Kinds from the bottom of a stack to its top: constant memory first.
 LOOKS: dict[str, Look] = {
     Kind.PARAMETERS.value: Look(BLUE, "", "█", "P"),
     Kind.OPTIMIZER_STATE.value: Look(GREEN, "..", "▓", "O"),
@@ -48,7 +48,7 @@ ORDER = tuple(LOOKS)
 
 
 class LineLook(NamedTuple):
-    """The look of a line in a plot: colour, mark, dashes."""
+    """A line's colour, marker and dashes."""
 
     colour: str
     mark: str
@@ -78,7 +78,7 @@ class Theme(NamedTuple):
     ink: str
     faint: str
     warn: str
-    """The colours of a limit, and of what is beyond it."""
+    """The colour of a limit, and of values beyond it."""
 
 
 THEMES = {
@@ -97,7 +97,7 @@ def lightness(colour: str) -> float:
     return round(0.299 * red + 0.587 * green + 0.114 * blue, 6)
 
 
-#: Lightness below which text is white, and above which it is dark grey.
+#: Text is white on darker colours, and dark grey on lighter ones.
 _DARK = 0.55
 
 

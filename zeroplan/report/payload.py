@@ -1,4 +1,4 @@
-"""The answer as plain data for JSON: versioned, every size in bytes, every key stable within a schema version."""
+"""Converts an estimate to data for JSON: every size in bytes, every key stable within a schema version."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -82,7 +82,7 @@ def estimate_payload(
 
 
 def _replay(answer: Estimate) -> dict[str, object] | None:
-    """Return the results of a replay with each of the allocator's settings; None without a replay."""
+    """Return the replay's results for each allocator setting; None without a replay."""
     step, room = answer.replay, answer.allocator_room_bytes
     if step is None:
         return None

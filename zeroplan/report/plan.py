@@ -1,4 +1,4 @@
-"""A plan as text, Markdown and plain data: the layout and its rivals; on request every part of its memory and time."""
+"""Renders a plan as text, Markdown and data: the best layout and its rivals; on request its memory and time in detail."""
 
 import textwrap
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _MOST_OF_FRONT, _MOST_RULES, _LARGEST = 4, 4, 3
 
 
 class Beside(NamedTuple):
-    """What accompanies a plan: the command for this layout, a token budget, a price, written files."""
+    """Further inputs of the rendering: the layout's command, a token budget, a price, written files."""
 
     command: str
     tokens: int | None = None
@@ -58,7 +58,7 @@ def plan_text(plan: Plan, beside: Beside, *, verbose: bool = False) -> str:
 
 
 def plan_markdown(plan: Plan, beside: Beside) -> str:
-    """Return all of it as Markdown, with the terminal's tables."""
+    """Return the whole plan as Markdown, with the terminal's tables."""
     best = "Nothing fits" if plan.best is None else layout_words(plan.best.layout.job)
     command = f"\n\n`{beside.command}`" if plan.best is not None else ""
     return f"## {best}{command}\n\n```text\n{plan_text(plan, beside, verbose=True)}\n```"
@@ -82,7 +82,7 @@ def _best(objective: str, best: Best, beside: Beside) -> Iterator[str]:
 
 
 def _in_short(best: Best, beside: Beside) -> Iterator[str]:
-    """Yield what the layout takes: its memory and its time, with the largest parts of each, and the rate."""
+    """Yield the layout's memory and step time, with the largest parts of each, and its tokens/s."""
     layout, room, whole = best.layout, best.estimate.capacity_bytes or 0, float(best.time.seconds)
     kinds = ", ".join(f"{kind.value} {n / GIB:,.2f}" for kind, n in kinds_by_size(best.estimate.peak.lines)[:_LARGEST])
     parts = sorted(best.time.parts, key=lambda part: -float(part.seconds))[:_LARGEST]
@@ -109,7 +109,7 @@ def _memory(best: Best) -> Iterator[str]:
 
 
 def _beside_the_card(best: Best) -> Iterator[str]:
-    """Yield the host's memory, if the layout takes any, and whether the card is nearly full."""
+    """Yield the host memory that the layout needs, if any, and whether the GPU is nearly full."""
     if best.estimate.host_bytes:
         node = (best.estimate.host_bytes_per_node or 0) / GIB
         yield f"host memory: {best.estimate.host_bytes / GIB:,.2f} GiB of a rank, {node:,.2f} GiB of a node, if it has that much"
@@ -127,7 +127,7 @@ def days(best: Layout, tokens: int) -> float:
 
 
 def cost(best: Layout, tokens: int, price_per_gpu_hour: float) -> float:
-    """Return the cost of a token budget, in the price's own currency."""
+    """Return the cost of a token budget, in the currency of the price."""
     return tokens / best.tokens_per_s / 3600 * price_per_gpu_hour
 
 
@@ -175,7 +175,7 @@ def _rankings(plan: Plan) -> Iterator[str]:
 
 
 def _of_table(words: str, n_bytes: int, rate: float) -> Iterator[str]:
-    """A row, its figures below words that are too long; of memory below zero, which the allocator's cache needs too, ``tight``."""
+    """Yield a row, with the figures on a second line if the words are long; spare memory below zero prints as ``tight``."""
     memory = f"{n_bytes / GIB:,.1f}" if n_bytes >= 0 else "tight"
     if len(words) > _OF_A_ROW:
         yield f"  {words}"

@@ -1,4 +1,4 @@
-"""The answer on one screen: whether it fits, the peak, what the card holds, how much is sent.
+"""Renders an estimate on one screen: verdict, peak, the GPU's memory, traffic.
 
 At most 28 lines of 80 columns. The table of the peak and the notes are shortened first; ``--verbose`` shows all of them.
 """
@@ -30,13 +30,13 @@ _FEWEST_KINDS, _KINDS_BEFORE_NOTES, _MOST_KINDS = 4, 4, 7
 _MOST_CHANGES = 3
 _GAPS = 4
 _REMARK = 33
-"""Columns for a remark beside a row's name and number. [signs]"""
+"""Columns for a remark beside a row's name and number. [characters]"""
 
 
 def screen_text(
     answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy] | None, unit: Unit, lengths: Sequence[str] = ()
 ) -> str:
-    """Return the answer in at most ``LINES`` lines of ``COLUMNS`` columns, all sizes in one unit. ``lengths``: lines on those."""
+    """Return at most ``LINES`` lines of ``COLUMNS`` columns, all sizes in one unit; ``lengths`` are lines on varying lengths."""
     table = Table(unit, what=33)
     top = [*filled(verdict_sentence(answer, unit)), *_changes(answer, changes, unit)]
     job = filled(headline(answer)) + filled("; ".join(job_lines(answer)))

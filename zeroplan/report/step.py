@@ -1,4 +1,4 @@
-"""The time of a step as lines of text and as plain data: parts, what overlaps, tokens per second, MFU."""
+"""Renders the time of a step as text and data: parts, overlap, tokens per second, MFU."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def step_text(answer: Estimate, time: StepTime, learnt: Learnt | None, notes: Se
 
 
 def learnt_words(learnt: Learnt) -> str:
-    """Return what a measured run taught, and how far that carries."""
+    """Return the rates learnt from a measured run, and the jobs to which they apply."""
     return (
         f"Measured: a step of {learnt.measured_s:,.3f} s, where {learnt.estimated_s:,.3f} s were estimated. What computes reaches "
         f"{learnt.factor:.2f} of the usual rates here; the links' rates stay. This carries to layouts of the same model on the "
@@ -63,7 +63,7 @@ def step_lines(time: StepTime, gpus: int) -> Iterator[str]:
 
 
 def rate_line(time: StepTime, gpus: int) -> str:
-    """Return the rate in words. [tokens/s]"""
+    """Return tokens/s and MFU in words."""
     rate, mfu = float(time.tokens_per_s), float(time.mfu)
     return f"{rate:,.0f} tokens/s per GPU, {rate * gpus:,.0f} in all; MFU {mfu:.1%} (no recomputation, causal attention)"
 

@@ -1,4 +1,4 @@
-"""Rows of an answer in a terminal: a name, a size in one unit, and a remark."""
+"""Formats rows for a terminal: a name, a size in one unit, and a remark."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from zeroplan.ledger import Band
 from zeroplan.units import GIBIBYTES, Unit
 
 _AMOUNT = 10
-"""Columns of a number. [signs]"""
+"""Columns of a number. [characters]"""
 
 
 class Table(NamedTuple):
@@ -28,10 +28,10 @@ class Table(NamedTuple):
         return f"= {what:<{self.what}.{self.what}}{self.unit.amount(n_bytes):>{_AMOUNT}}  {remark}".rstrip()
 
     def band_row(self, what: str, band: Band) -> str:
-        """Return one row with its expected size, and the ends of the band if they differ."""
+        """Return one row with the expected size, and the band's limits if they differ."""
         return self.row(what, int(band.expected_bytes), self.span(band))
 
     def span(self, band: Band) -> str:
-        """Return the ends of a band; empty if both print like the expected value."""
+        """Return a band's least and largest value; empty if both print like the expected one."""
         low, high = (self.unit.amount(int(end)) for end in (band.low_bytes, band.high_bytes))
         return "" if low == high else f"{low} to {high}"

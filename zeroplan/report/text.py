@@ -1,4 +1,4 @@
-"""The answer as text for a terminal: on one screen, or whole, with every kind, collective and note."""
+"""Renders an estimate for a terminal: on one screen, or in full with every kind, collective and note."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from zeroplan.units import GIBIBYTES, Unit
 
 _COMMON_SYMBOLS = {"Ψ": "parameters", "L": "blocks", "N": "ranks that share one copy"}
 _REASON = 52
-"""Columns of a reason in the whole answer. [signs]"""
+"""Columns of a reason in the whole answer. [characters]"""
 
 
 def estimate_text(
@@ -46,8 +46,8 @@ def estimate_text(
     """Return the answer on one screen (26 lines of 80 columns), or whole.
 
     ``verbose`` adds every kind of memory, every pipeline rank, every collective and every note; ``explain`` also adds each
-    line's formula, numbers and source. ``changes``: None if none were looked for. If none were found, the answer says that none
-    helps. ``lengths``: lines on the steps' peaks, where sequences differ in length.
+    line's formula, numbers and source. ``changes`` is None if zeroplan did not look for any. If it found none, the answer says
+    that none helps. ``lengths`` are lines on the steps' peaks if sequence lengths vary.
     """
     if verbose or explain:
         return _whole(answer, notes, changes, Table(unit), lengths, explain=explain)
@@ -102,7 +102,7 @@ def _peak(answer: Estimate, table: Table, *, explain: bool) -> Iterator[str]:
 
 
 def _pipeline(answer: Estimate, table: Table) -> Iterator[str]:
-    """Yield the peak of every pipeline rank, and its part of the model."""
+    """Yield every pipeline rank's peak and part of the model."""
     if not answer.pipeline:
         return
     yield table.head("Pipeline ranks, allocated by tensors")
@@ -131,7 +131,7 @@ def _verdict(answer: Estimate, changes: Sequence[Remedy] | None, table: Table) -
 
 
 def _changes(changes: Sequence[Remedy], table: Table) -> Iterator[str]:
-    """Yield each change as flags to copy, with what it would need and in words: a table, or one by one if flags are long."""
+    """Yield each change as flags to copy, with the memory it needs, in words: a table, or one by one if flags are long."""
     title = f"It would fit with {'one of these' if len(changes) > 1 else 'this change'}"
     width = max(table.what, *(len(change.flags) for change in changes))
     if width + 12 > WIDTH:
@@ -184,7 +184,7 @@ def _communication(answer: Estimate, unit: Unit, *, explain: bool) -> Iterator[s
 
 
 def _kept(answer: Estimate, unit: Unit) -> Iterator[str]:
-    """Yield tensor by tensor the peak's line of what one block keeps from its forward to its backward."""
+    """Yield, tensor by tensor, the activations that one block keeps at the peak."""
     for kind, lines in answer.kept:
         yield f"What one {kind} block keeps from its forward to its backward"
         yield from _explained(answer, lines, unit)

@@ -1,4 +1,4 @@
-"""What all renderings of an answer share: text layout, the job in words, bytes per parameter, whether it fits."""
+"""Shared by all renderings of an answer: text layout, the job in words, bytes per parameter, the verdict."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WIDTH = 100
-"""Columns of running text in a terminal. [signs]"""
+"""Columns of running text in a terminal. [characters]"""
 COLUMNS = 80
-"""Columns of an answer on one screen. [signs]"""
+"""Columns of an answer on one screen. [characters]"""
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 NO_CHANGE = (
     "Nothing that zeroplan tries makes it fit: recomputation, a higher ZeRO stage, smaller micro-batches, shorter sequences, "
@@ -33,12 +33,12 @@ NO_CHANGE = (
 
 
 def paragraphs(parts: Iterable[Sequence[str]]) -> str:
-    """Return the parts of an answer, line by line, with an empty line between them; empty parts are left out."""
+    """Return the non-empty parts of an answer, with an empty line between them."""
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def filled(text: str) -> list[str]:
-    """Return a text in lines of an answer on one screen."""
+    """Return a text wrapped to the columns of one screen."""
     return textwrap.wrap(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
@@ -53,12 +53,12 @@ def item(text: str, width: int = WIDTH) -> str:
 
 
 def notes_part(notes: Sequence[str]) -> list[str]:
-    """Return the notes of an answer under their heading; nothing without notes."""
+    """Return the notes of an answer under their heading; empty without notes."""
     return ["Notes", *map(item, notes)] if notes else []
 
 
 def every_note(answer: Estimate, notes: Sequence[str]) -> list[str]:
-    """Return what was filled in, what is not exact, and the notes of an engine's account."""
+    """Return all notes: assumed settings, inexact parts, and the engine's notes."""
     return [*notes, *([answer.approximate] if answer.approximate else []), *answer.notes]
 
 
@@ -69,7 +69,7 @@ def kinds_by_size(lines: tuple[Line, ...]) -> list[tuple[Kind, int]]:
 
 
 def spread(front: Sequence[T], most: int) -> list[T]:
-    """Return a whole front, or both ends and some between if it is long.
+    """Return the whole sequence, or both ends and some items between if it is long.
 
     >>> spread("abcde", 3)
     ['a', 'c', 'e']
@@ -91,7 +91,7 @@ def headline_of(job: JobSpec) -> str:
 
 
 def engine_words(job: JobSpec) -> str:
-    """Return an engine's name at this stage; on one GPU without DDP there is none."""
+    """Return an engine's name at this stage; a plain loop on one GPU without DDP has none."""
     recipe = job.recipe
     if recipe.engine == "ddp" and job.mesh.world_size == 1 and not recipe.wraps_one_rank:
         return "plain loop"
@@ -106,7 +106,7 @@ def subject(job: JobSpec) -> str:
 
 
 def model_words(job: JobSpec) -> str:
-    """Return the model's name, or its family's, and how it is trained if not in full.
+    """Return the model's name, or its family's, with LoRA or frozen parts if not all is trained.
 
     >>> from zeroplan import job
     >>> model_words(job(model="llama-3.1-8b", lora_rank=16, quantize="nf4"))
@@ -142,7 +142,7 @@ def recipe_line(recipe: RecipeSpec) -> str:
 
 
 def recompute_words(recipe: RecipeSpec) -> str:
-    """Return what is recomputed, and in how many blocks if not in all.
+    """Return the recomputation in words, with the number of blocks if not all.
 
     >>> recompute_words(RecipeSpec(recompute="full", recompute_layers=8))
     'recomputation full of the first 8 blocks'
@@ -158,7 +158,7 @@ def batch_line(batch: BatchSpec, mesh: MeshSpec) -> str:
 
 
 def those_that_share(mesh: MeshSpec) -> str:
-    """Return who runs a micro-batch together: a GPU, or the ranks that split a model or a sequence.
+    """Return the GPUs that run one micro-batch: one, or the ranks that split a model or a sequence.
 
     >>> those_that_share(MeshSpec(dp_shard=8)), those_that_share(MeshSpec(dp_shard=2, tp=2, pp=2))
     ('GPU', '4 GPUs')
@@ -173,7 +173,7 @@ def sequences(batch: BatchSpec) -> str:
 
 
 def mesh_line(mesh: MeshSpec) -> str:
-    """Return replicas, shards and ranks that split the model, if there is more than shards."""
+    """Return replicas, shards and model-parallel ranks; empty if there are only shards."""
     if mesh.dp_replicate * mesh.model_ranks * mesh.ep == 1:
         return ""
     ways = ((mesh.tp, "tensor"), (mesh.cp, "context"), (mesh.pp, "pipeline"), (mesh.ep, "expert"))
@@ -211,7 +211,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def _optimizer(recipe: RecipeSpec) -> str:
-    """Return the optimizer and the implementation of its step, and who chose it."""
+    """Return the optimizer, the implementation of its step, and whether the user or zeroplan chose it."""
     carried_out = step_implementation(recipe)
     if carried_out is None:
         return recipe.optimizer
@@ -221,8 +221,8 @@ def _optimizer(recipe: RecipeSpec) -> str:
 def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
     """Return bytes per parameter of a kind of state, or of all: ``4 x Ψ``, or ``4 x Ψ / 8`` if the ranks share it evenly.
 
-    If they do not (whole copies beside shards, padding, uneven chunks): what one rank alone would hold, and what this one
-    holds.
+    Otherwise (whole copies beside shards, padding, uneven chunks): the bytes of a single rank, and the bytes of this
+    rank.
     """
     whole, here, mesh = _unsharded(answer.job), answer.states_by_kind, answer.job.mesh
     before = sum(whole.values()) if kind is None else whole[kind]
@@ -237,10 +237,10 @@ def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
 
 @lru_cache(maxsize=16)
 def _unsharded(job: JobSpec) -> Mapping[Kind, int]:
-    """Return the states of the same job on one data-parallel rank, which holds everything; cached per job."""
+    """Return the states of the same job on one data-parallel rank, without sharding; cached per job."""
     fsdp2 = replace(job.recipe.fsdp2, reshard_after_forward=None, cpu_offload=False, modules="transformers")
     here = replace(job.recipe.deepspeed, offload_optimizer="none", offload_param="none")
-    engine = "fsdp2" if job.recipe.engine == "fsdp1" else job.recipe.engine  # which shards nothing on one rank
+    engine = "fsdp2" if job.recipe.engine == "fsdp1" else job.recipe.engine  # FSDP2 on one rank shards nothing
     recipe = replace(
         job.recipe, engine=engine, fsdp2=fsdp2, deepspeed=replace(here, zero_hpz_partition_size=1), pipeline_schedule=None,
         pipeline_stages_per_rank=None,
@@ -257,9 +257,9 @@ NAME_A_GPU = "Check: --gpu NAME."
 
 
 def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: str = NAME_A_GPU) -> str:
-    """Return whether the job fits, with how much room; without a GPU how large a GPU it needs, and ``name_a_gpu``.
+    """Return whether the job fits, and the spare memory; without a GPU the size of GPU it needs, and ``name_a_gpu``.
 
-    Without a unit, in GB and GiB.
+    Without a unit, sizes are in GB and GiB.
     """
     size = format_size if unit is None else unit.size
     if answer.capacity_bytes is None:
@@ -286,14 +286,14 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
 
 
 def is_data_parallel(answer: Estimate) -> bool:
-    """Whether what is sent compares with DDP: ranks that split a model also send activations, and have a part of the gradients."""
+    """Whether traffic is comparable with DDP's: model-parallel ranks also send activations, and have a part of the gradients."""
     return answer.job.mesh.model_ranks == 1
 
 
 def replay_sentence(answer: Estimate, unit: Unit, *, briefly: bool = False) -> str:
-    """Return what the allocator reserves in a replay of the step's requests; empty without a replay.
+    """Return the memory that the allocator reserves in a replay of the step's requests; empty without a replay.
 
-    ``briefly`` leaves out what was free and of no use.
+    ``briefly`` leaves out free memory that the allocator could not use.
     """
     if answer.replay is None:
         return ""
@@ -307,7 +307,7 @@ def replay_sentence(answer: Estimate, unit: Unit, *, briefly: bool = False) -> s
 
 
 def _unusable(shown: "Replayed", unit: Unit) -> str:
-    """What of the reserve was free and of no use when the allocator last took more from the card; empty where nothing was."""
+    """The reserved memory that was free but unusable when the allocator last took more from the GPU; empty if none."""
     if not shown.unusable_bytes:
         return ""
     free = unit.size(shown.unusable_bytes)
@@ -315,7 +315,7 @@ def _unusable(shown: "Replayed", unit: Unit) -> str:
 
 
 def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
-    """Return what happens if the allocator would reserve more than the GPU has; empty if it would not, or without a GPU."""
+    """Return the consequence if the allocator would reserve more than the GPU has; empty if not, or without a GPU."""
     room, band = answer.allocator_room_bytes, answer.reserved
     if room is None or answer.peak_bytes > room or int(band.high_bytes) <= room:
         return ""
@@ -331,7 +331,7 @@ def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
 
 
 def _on_the_card(shown: "OnCard", room: int, size: Callable[[int], str]) -> str:
-    """Return the result of a replay on a card with this much room for the allocator."""
+    """Return the result of a replay on a GPU with ``room`` bytes for the allocator."""
     has = f"In a replay with the {size(room)} that the allocator has"
     if not shown.fits:
         where = "" if shown.phase is None else f" in the {shown.phase.value}"
@@ -346,14 +346,14 @@ def _times(number: int) -> str:
 
 
 def _with_expandable(answer: Estimate) -> str:
-    """Whether expandable segments save a job that runs out of memory without; empty where it does not."""
+    """Whether expandable segments make a job fit that runs out of memory without them; empty if it does not run out."""
     if answer.goes_through("default"):
         return ""
     return f" With expandable segments it {'completes' if answer.needs_expandable_segments else 'runs out, too'}."
 
 
 def _with_fragmentation(answer: Estimate, room: int, size: Callable[[int], str]) -> str:
-    """Whether the peak fits with what cannot be freed, by the smallest room in which similar jobs ran."""
+    """Whether the peak fits with fragmentation, by the smallest room in which similar jobs ran."""
     _, expected, most = map(int, answer.under_pressure())
     if most <= room:
         return f"With fragmentation the peak needs {size(most)} at most, which fits."

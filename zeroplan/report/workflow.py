@@ -1,4 +1,4 @@
-"""A loop of phases as text and as plain data: the peak of each, what stays between them, and the host's memory."""
+"""Renders a loop of phases as text and data: each phase's peak, memory that stays between phases, host memory."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from zeroplan.workflow import Loop, LoopPhase
 
 NOT_RUN = "read, not run"
 _BAR = 16
-"""Signs of a bar as long as the GPU's memory."""
+"""Characters of a bar as long as the GPU's memory."""
 
 
 def loop_text(loop: Loop, notes: Sequence[str], *, explain: bool) -> str:
@@ -28,7 +28,7 @@ def loop_text(loop: Loop, notes: Sequence[str], *, explain: bool) -> str:
 
 
 def verdict_of(loop: Loop) -> str:
-    """Return whether every phase fits, and which one is the highest."""
+    """Return whether every phase fits, and which one has the highest peak."""
     highest, capacity = loop.highest, loop.answer.capacity_bytes
     where = f"the highest phase is {highest.name!r} ({format_size(highest.total_bytes)})"
     if capacity is None:

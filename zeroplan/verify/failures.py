@@ -1,6 +1,6 @@
-"""Classifies what made a run fail (input, machine, zeroplan, memory, workload, engine) and words the error message.
+"""Why did a run fail (input, machine, zeroplan, memory, workload, engine), and which message does the user get?
 
-Used by ranks in their own process and by simulations in this one. Needs no torch.
+Ranks use it in their own process, simulations in this one. Needs no torch.
 """
 
 import errno
@@ -69,12 +69,12 @@ def text_of(error: BaseException) -> str:
 
 
 def _lacks_a_disk(error: BaseException) -> bool:
-    """Whether a library found no disk space or a read-only disk; every case would fail the same way."""
+    """Whether the disk is full or read-only; every case would fail the same way."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Whether an allocator ran out of memory. Compares class names, since torch may be absent."""
+    """Whether an allocator ran out of memory; compares class names, since torch may be absent."""
     text = str(error)
     names = [cls.__name__ for cls in type(error).__mro__]
     return "OutOfMemoryError" in names or "MemoryError" in names or any(message in text for message in _NO_MEMORY)
@@ -114,7 +114,7 @@ def workload_raised(
 
 
 def hint(text: str, instead: str) -> str:
-    """Advice to append where torch's error occurs with fake tensors only; empty for other errors."""
+    """Advice to append to an error that only fake tensors raise; empty for other errors."""
     return next((advice.format(instead=instead) for name, advice in _ONLY_FAKE.items() if name in text), "")
 
 

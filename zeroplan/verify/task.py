@@ -61,7 +61,7 @@ def refuse_unrunnable(job: JobSpec) -> None:
 
 
 def _not_run(job: JobSpec) -> tuple[tuple[object, str], ...]:
-    """What of a fine-tuning job no installed code runs."""
+    """Fine-tuning settings that no installed code runs: whether the job has each, and its name."""
     adapter = job.model.adapter
     return (
         (set(job.recipe.fused_parts) - OF_LIGER, "fused_kernels"),

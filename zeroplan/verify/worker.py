@@ -1,4 +1,4 @@
-"""One rank of a job under torchrun, ``torchrun ... -m zeroplan.verify.worker JOB`` (:mod:`zeroplan.verify.processes.torchrun`)."""
+"""Runs one rank of a job: ``torchrun ... -m zeroplan.verify.worker JOB`` (:mod:`zeroplan.verify.processes.torchrun`)."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""Runs inductor without a GPU: it lowers, fuses, plans buffers and writes its program as on a GPU, and the program runs.
+"""Runs inductor without a GPU: it lowers, fuses, plans buffers and writes its program as on a GPU; the program then runs.
 
-The program allocates its buffers by the same calls as on a GPU, and calls libraries' kernels as torch's operators. Only its own
-Triton kernels are neither built nor launched. Triton need not be installed.
+The program allocates its buffers by the same calls as on a GPU, and calls libraries' kernels as torch's operators. Its own Triton
+kernels are neither built nor launched, so Triton need not be installed.
 
 Source: torch 2.13, ``torch/_inductor``: ``graph.py`` (``GraphLowering._compile_to_module_lines``), ``async_compile.py``,
 ``scheduler.py`` (``create_backend``), ``codegen/wrapper.py`` (the names that a program imports from ``torch._C._dynamo.guards``).
@@ -35,7 +35,7 @@ _COMPILING = [0]
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Mark a compilation inside, so that constants to fold are made on the host."""
+    """Mark a running compilation, in which inductor's constants are made on the host."""
     import torch._inductor.config as inductor_config  # noqa: PLC0415
 
     settings = {"triton.cudagraphs": False, "max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False}
@@ -59,7 +59,7 @@ def plan_without_a_gpu(tracker: ScriptTracker) -> None:
 
 
 def _fold_constants_on_the_host() -> None:
-    """Register CUDA kernels that make constants on the host, where inductor computes them to fold them."""
+    """Register CUDA kernels that make constants on the host, where inductor folds them."""
 
     def empty(size: Any, *, dtype: torch.dtype | None = None, **_: object) -> torch.Tensor:  # noqa: ANN401
         return torch.empty(_folded(size), dtype=dtype, device=_HOST)
@@ -80,7 +80,7 @@ def _folded(size: Any) -> Any:  # noqa: ANN401  a shape, as torch has it
 
 
 def _compile_unwatched() -> None:
-    """Switch modes off during compilation: a backward may be compiled at its first run, inside them."""
+    """Turn dispatch modes off during compilation: torch may compile a backward at its first run, inside them."""
     from torch._functorch import partitioners  # noqa: PLC0415
     from torch._inductor import compile_fx  # noqa: PLC0415
 
@@ -91,12 +91,12 @@ def _compile_unwatched() -> None:
             return compile_graph(*args, **kwargs)  # type: ignore[arg-type]
 
     put(compile_fx, _compile_fx_inner=unwatched)
-    # Generators' states make a recomputation draw the same numbers; they are a few bytes on the host.
+    # These store generator states for recomputation: a few bytes on the host.
     put(partitioners, functionalize_rng_ops=lambda _joint, forward, backward, *_: (forward, backward))
 
 
 def _write_without_triton() -> None:
-    """Make inductor and its programs accept that Triton is absent."""
+    """Let inductor and its programs run without Triton."""
     import torch.utils._triton as about_triton  # noqa: PLC0415
     from torch._inductor import codecache, scheduler  # noqa: PLC0415
 
@@ -113,7 +113,7 @@ def _write_without_triton() -> None:
 
 @contextmanager
 def _triton_by_name() -> Iterator[None]:
-    """Provide an empty module named triton, if it is not installed, while a program is imported."""
+    """While a program is imported, provide an empty module named triton if Triton is not installed."""
     try:
         import triton  # noqa: F401, PLC0415
     except ImportError:
@@ -130,7 +130,7 @@ def _triton_by_name() -> Iterator[None]:
 
 
 class _Kernel:
-    """A kernel of inductor that is not launched; values it would write become unknown."""
+    """Replaces an inductor kernel; the values that the kernel would write become unknown."""
 
     def __init__(self, name: str, source: str) -> None:
         arguments = re.search(rf"def {re.escape(name)}\(([^)]*)\)", source)

@@ -1,4 +1,4 @@
-"""Maps lines of the programs that inductor wrote to modules and source lines of the user's code."""
+"""Which module and line of the user's code does a line of inductor's generated program come from?"""
 
 import re
 from bisect import bisect_right
@@ -55,7 +55,7 @@ def within(module: str, origin: Origin) -> str:
 
 
 def inside(module: str, root: str) -> str:
-    """A module's name within the compiled one, empty outside it; equal layers share one graph, so numbers may differ.
+    """A module's name within the compiled one; empty outside it. Equal layers share one graph, so numbers may differ.
 
     >>> inside("layers.0.mlp", "layers.0"), inside("layers.0.mlp", "layers.5"), inside("head", ""), inside("head", "layers.5")
     ('mlp', 'mlp', 'head', '')

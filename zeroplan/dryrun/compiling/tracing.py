@@ -1,7 +1,7 @@
-"""Runs dynamo among fake tensors: it traces what the script compiles, but not the code that watches the run.
+"""Runs dynamo on fake tensors: it traces the code that the script compiles, and skips zeroplan's own code.
 
-The modes that make tensors fake and record memory are off while torch compiles, and on while the result runs. Global module hooks
-are called around ``Module._call_impl`` instead, because dynamo breaks graphs at global hooks.
+The modes that make tensors fake and record memory are off while torch compiles, and on while the compiled code runs. Global module
+hooks are called around ``Module._call_impl`` instead, because dynamo breaks graphs at global hooks.
 """
 
 import os
@@ -23,7 +23,7 @@ from zeroplan.verify.fake_cuda.stand_ins import count_as_library, line_at
 from zeroplan.verify.replaced import put
 
 _TRACED = {"process_group", "replaced", "replacements", "torch_cuda", "torch_patches"}
-"""Our modules whose functions replace functions of the script; graphs contain them."""
+"""zeroplan's modules that replace torch functions; dynamo traces them like torch."""
 _LONGEST_REASON = 200
 """Longest part of an error message to show. [characters]"""
 _LEFT_OUT = {
@@ -33,11 +33,11 @@ _LEFT_OUT = {
 }  # fmt: skip
 
 _WRAPPED = "wrap_inductor_compiled_regions"
-"""An option that shows a program to modes as one higher-order operator; a recording needs the operators inside."""
+"""With this option modes see a program as one higher-order operator, but a recording needs the operators inside."""
 
 
 def why_not() -> str:
-    """The reason why this torch's compiler cannot be followed; empty if it can."""
+    """The reason why zeroplan cannot run this torch's compiler; empty if it can."""
     if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
         return f"torch {torch.__version__} compiles nothing while a dispatch mode is active"
     return ""
@@ -61,14 +61,14 @@ def enable_compiler(tracker: ScriptTracker) -> None:
     from torch._dynamo import convert_frame  # noqa: PLC0415
 
     count_as_library(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    dynamo_config.suppress_errors = True  # what cannot be compiled runs uncompiled and is counted
+    dynamo_config.suppress_errors = True  # code that fails to compile runs uncompiled and is counted
     put(FakeTensorMode, avoid_device_init=property(lambda _: True))
     put(convert_frame, _compile=_watched(convert_frame._compile, tracker))
     put(torch, compile=_compile(torch.compile))
 
 
 def _watched(compile_frame: Callable[..., Any], tracker: ScriptTracker) -> Callable[..., Any]:
-    """Dynamo's compilation of one frame without modes; a failure is counted, and the function runs uncompiled."""
+    """Dynamo's compilation of one frame, without modes. After a failure, which is counted, the function runs uncompiled."""
 
     def compiled(code: CodeType, *args: object, **kwargs: object) -> object:
         inductor.plan_without_a_gpu(tracker)
@@ -85,7 +85,7 @@ def _watched(compile_frame: Callable[..., Any], tracker: ScriptTracker) -> Calla
 
 
 def _is_a_failure(error: Exception) -> bool:
-    """Whether the compiler itself failed; code that it cannot trace splits a graph on a GPU as well."""
+    """Whether the compiler itself failed. Code that it cannot trace is no failure: it breaks the graph on a GPU too."""
     from torch._dynamo import exc  # noqa: PLC0415
 
     return not isinstance(error, exc.Unsupported | exc.SkipFrame | exc.RestartAnalysis)

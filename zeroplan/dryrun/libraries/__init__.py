@@ -1,1 +1,1 @@
-"""Replacements in libraries for code that needs a GPU, one file per library; the report lists those that were used."""
+"""Replaces library code that needs a GPU, one file per library; the report lists the replacements that a script used."""

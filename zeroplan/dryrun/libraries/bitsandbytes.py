@@ -1,4 +1,4 @@
-"""bitsandbytes: operators return shapes, tables have values, and the library for CUDA is not loaded."""
+"""bitsandbytes: operators return shapes, tables have real values, and the CUDA library is not loaded."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -15,7 +15,7 @@ _TABLES = ("create_dynamic_map", "create_fp8_map", "create_linear_map", "create_
 
 
 def _no_cuda_library(module: ModuleType) -> None:
-    """Load the library for CPUs; the one for CUDA needs NVIDIA's libraries (``cextension.py``, 0.50)."""
+    """Load the CPU library; the CUDA library needs NVIDIA's libraries (``cextension.py``, 0.50)."""
     put(module, get_cuda_specs=always(None))
 
 

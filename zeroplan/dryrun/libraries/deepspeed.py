@@ -1,4 +1,4 @@
-"""DeepSpeed: replaces values and compiled optimizers, and reports where its steps begin and end."""
+"""DeepSpeed: replaces values and compiled optimizers, and reports its steps to the loop."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -43,13 +43,13 @@ def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
 
 
 def _exchanges(_module: ModuleType) -> None:
-    """Record Ulysses' all-to-all, an operator of DeepSpeed's own (0.19) that modes see from outside only."""
+    """Record Ulysses' all-to-all as a collective: DeepSpeed's own operator (0.19) hides torch's from modes."""
     if hasattr(torch.ops.deepspeed, "dim_zero_all_to_all"):
         COLLECTIVES[torch.ops.deepspeed.dim_zero_all_to_all.default] = "all_to_all"
 
 
 def _toolkit(module: ModuleType) -> None:
-    """Give DeepSpeed up to 0.18 a CUDA version at import, where it looks for CUDA's compiler to list buildable kernels."""
+    """Return torch's CUDA version to DeepSpeed up to 0.18, which looks for nvcc at import to list buildable kernels."""
     installed: Callable[..., tuple[int, ...]] = module.installed_cuda_version
 
     def version(*args: object) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ def _toolkit(module: ModuleType) -> None:
 
 
 def on_a_card(loop: Loop) -> dict[str, Patch]:
-    """The patches on a real GPU: only the steps are reported."""
+    """The patches on a real GPU, which only report steps and refuse later pipeline stages."""
     return {
         "deepspeed": lambda deepspeed: _tell_steps(loop, deepspeed), "deepspeed.runtime.pipe.engine": _later_stages,
     }  # fmt: skip
@@ -70,7 +70,7 @@ def on_a_card(loop: Loop) -> dict[str, Patch]:
 
 def _tell_steps(loop: Loop, deepspeed: ModuleType) -> None:
     engine = deepspeed.runtime.engine.DeepSpeedEngine
-    engine.__init__ = loop.beside(engine.__init__)  # it may run a step to make the states
+    engine.__init__ = loop.beside(engine.__init__)  # the constructor may run a step to make the states
     engine.step = loop.within_engine(engine.step, counts=lambda one: one.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
 
 
@@ -110,7 +110,7 @@ def _adams(deepspeed: ModuleType) -> None:
 
 
 def _know_what_is_sent(module: ModuleType) -> None:
-    """Make a stage's buffer for shapes of zeros: it sends the buffer unfilled, and the next stage reads the numbers (0.19)."""
+    """Zero the buffer in which a stage sends shapes: DeepSpeed (0.19) fills it in part, and the next stage reads all of it."""
     original: Callable[..., None] = module.PipelineEngine._send_tensor_meta
     empty: Callable[..., torch.Tensor] = torch.empty
 
@@ -126,7 +126,7 @@ def _know_what_is_sent(module: ModuleType) -> None:
 
 
 def _later_stages(module: ModuleType) -> None:
-    """Refuse later stages of a pipeline, which receive the shapes of their inputs (``_recv_tensor_meta``, 0.19)."""
+    """Refuse later pipeline stages: the stage before does not run, and sends their input shapes (``_recv_tensor_meta``, 0.19)."""
 
     def refused(engine: Any, *_: object) -> None:  # noqa: ANN401  DeepSpeed has no types
         raise SpecError(
@@ -138,7 +138,7 @@ def _later_stages(module: ModuleType) -> None:
 
 
 def _label(tracker: Tracker, engine: type) -> None:
-    """Label the requests of DeepSpeed's functions, and claim its flat tensors each time they may have changed."""
+    """Label the requests of DeepSpeed's functions; claim its flat tensors after the constructor, each backward and each step."""
     from zeroplan.verify.training.deepspeed import REQUESTING, claim_tensors  # noqa: PLC0415  it imports DeepSpeed
     from zeroplan.verify.training.engine import all_labelled  # noqa: PLC0415
 

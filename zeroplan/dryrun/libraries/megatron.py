@@ -1,4 +1,4 @@
-"""Megatron-LM: skips its search for nvcc and its compilation, and reports backwards that call autograd's engine directly.
+"""Megatron-LM: skips the search for nvcc and the compilation, and reports backwards that call autograd's engine directly.
 
 Source: ``megatron/legacy/fused_kernels`` and ``megatron/core/pipeline_parallel/schedules.py`` (``custom_backward``), 0.16.
 """

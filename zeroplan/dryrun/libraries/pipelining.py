@@ -1,7 +1,7 @@
-"""torch's pipelines: stages tell each other the shapes they will send.
+"""torch's pipelining: answers the messages in which stages exchange the shapes that they will send.
 
-Gradients have the shapes of a stage's own outputs, so the first stage knows everything and runs alone. Only the stage before a
-later one knows the later one's inputs (torch 2.13, ``torch/distributed/pipelining/stage.py``, ``_recv_meta``), so both run.
+The gradients that a stage receives have the shapes of its outputs, so the first stage runs alone. A later stage receives its input
+shapes from the stage before it (torch 2.13, ``torch/distributed/pipelining/stage.py``, ``_recv_meta``), so both run.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Answer = Callable[[Any, int], object]
 
 
 def patches(mail: Mail, loop: Loop) -> dict[str, Patch]:
-    """The patches for torch's pipelines, where other stages may run in other processes."""
+    """The patches for torch's pipelining; other stages may run in other processes."""
 
     def patch(module: ModuleType) -> None:
         _tell_backward(loop, module._PipelineStageBase)
@@ -39,7 +39,7 @@ def patches(mail: Mail, loop: Loop) -> dict[str, Patch]:
 
 
 def _received(mail: Mail, module: Any) -> Answer:  # noqa: ANN401
-    """Let a first stage that runs alone use its own shapes for what the next stage would report."""
+    """Replace the next stage's report of gradient shapes by this stage's output shapes, if it runs alone."""
     ask: Answer = module.PipelineStage._recv_meta
 
     def received(stage: Any, source: int) -> object:  # noqa: ANN401  torch's own, without types
@@ -52,7 +52,7 @@ def _received(mail: Mail, module: Any) -> Answer:  # noqa: ANN401
 
 
 def _tell_steps(loop: Loop, module: Any) -> None:  # noqa: ANN401
-    """Report a schedule's step, since a schedule of several stages gathers parameters before its first forward."""
+    """Report the begin of a schedule's step: with several stages it gathers parameters before the first forward."""
 
     def reporting(step: Callable[..., object]) -> Callable[..., object]:
         @wraps(step)
@@ -68,13 +68,13 @@ def _tell_steps(loop: Loop, module: Any) -> None:  # noqa: ANN401
 
 
 def _tell_backward(loop: Loop, stage_class: Any) -> None:  # noqa: ANN401
-    """Report backwards of schedules that split them in two halves and call ``torch.autograd.grad``."""
+    """Report backwards that a schedule splits into input and weight gradients by ``torch.autograd.grad``."""
     names = ("backward_one_chunk", "backward_weight_one_chunk")
     put(stage_class, **{name: loop.in_backward(getattr(stage_class, name)) for name in names})
 
 
 def _agreed(mail: Mail, stage_class: Any) -> dict[str, object]:  # noqa: ANN401
-    """Let a first stage that runs alone assume that later stages vote as it does (``_warmup_forward_vote``)."""
+    """Return this stage's own vote as the result if it runs alone (``_warmup_forward_vote``)."""
     vote, ask = stage_class._warmup_forward_vote, stage_class._warmup_backward_result
 
     def voted(stage: Any, *args: object, **given: object) -> object:  # noqa: ANN401
@@ -116,7 +116,7 @@ def _refused(stage: Any, source: int) -> NoReturn:  # noqa: ANN401
 
 
 def _of_one_mind(module: Any) -> dict[str, object]:  # noqa: ANN401
-    """Let all stages vote as this one on dynamic shapes (``_warmup_forward_vote``, ``_warmup_backward_result``)."""
+    """Return this stage's vote on dynamic shapes as the result of all (``_warmup_forward_vote``, ``_warmup_backward_result``)."""
     vote: Any = getattr(module.PipelineStage, "_warmup_forward_vote", None)
 
     def voted(stage: Any, has_backward: bool, **given: object) -> object:  # noqa: ANN401, FBT001  torch's signature

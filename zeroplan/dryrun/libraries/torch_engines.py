@@ -1,4 +1,4 @@
-"""torch's own engines: their buffers are labelled by the function of torch that requests them."""
+"""Labels the buffers of DDP, FSDP1 and FSDP2 by the torch function that requests them."""
 
 from contextlib import ExitStack
 from types import ModuleType
@@ -14,7 +14,7 @@ def patches(tracker: Tracker) -> dict[str, Patch]:
     """The patches that label the requests of DDP, FSDP1 and FSDP2, each applied when torch imports the engine."""
 
     def ddp(_: ModuleType) -> None:
-        """Label the reducer's buckets: the first with the wrapper, others in the second forward."""
+        """Label the reducer's buckets, made in DDP's constructor and again in the second forward."""
         from torch._C._distributed_c10d import Reducer  # noqa: PLC0415
         from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""transformers: hides that tensors are fake, and lets ``generate``, whose length is unknown, make the longest completions.
+"""transformers: hides that tensors are fake, and makes ``generate`` return completions of the longest configured length.
 
-The prompt runs through the model, the cache is filled up to the last token, and the last token runs through the model: the peak
-is in one of the two. Memory of samplers is left out.
+It runs the prompt through the model, extends the cache up to the last token, and runs that token: the peak is in one of the two
+forwards. Memory of samplers is left out.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def _new_tokens(settings: dict[str, Any], prompt: int) -> int:
 
 
 def _no_end(settings: dict[str, Any]) -> int:
-    """A token that is neither an end nor padding."""
+    """A token id that is neither end nor padding."""
     ends = settings.get("eos_token_id")
     taken = {settings.get("pad_token_id"), *(ends if isinstance(ends, list) else [ends])}
     return next(token for token in range(len(taken) + 1) if token not in taken)
@@ -65,6 +65,6 @@ def _most_at_once(model: Any, first: dict[str, torch.Tensor], new: int) -> None:
 
 PATCHES: dict[str, Patch] = {
     "transformers.generation.utils": lambda module: put(module.GenerationMixin, generate=_longest),
-    # Otherwise transformers builds a causal mask for fake tensors, and attention runs in another kernel (5.23).
+    # For fake tensors transformers would build a causal mask, and attention would run another kernel (5.23).
     "transformers.utils.import_utils": lambda module: put(module, is_fake_tensor=always(False)),
 }

@@ -1,4 +1,4 @@
-"""Triton: kernels get their results' memory from torch before the launch, and the launch does nothing."""
+"""Triton: skips every launch. Results are counted, since torch allocates them before the launch."""
 
 from types import ModuleType
 

@@ -1,6 +1,6 @@
-"""The process of a script on a real GPU: ``python -m zeroplan.dryrun.on_card.child ARGUMENTS...``, run directly or by a launcher.
+"""Runs a script on a real GPU: ``python -m zeroplan.dryrun.on_card.child ARGUMENTS...``, started directly or by a launcher.
 
-It ends with the script. Its answer, or one line with the reason why there is none, is a file of its rank in the task's folder.
+It writes its answer, or one line with the reason of a failure, into its rank's file in the task's folder and ends with the script.
 """
 
 import json
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _end(task: CardTask, make_answer: Callable[[], Spec]) -> None:
-    """Write the answer and end this process, after a failure with 1, which makes launchers end the other ranks."""
+    """Write the answer and end this process; exit code 1 after a failure makes launchers end the other ranks."""
     found = answer_or_failure(make_answer)
     failed = isinstance(found, Failed) or (isinstance(found, RankOnCard) and found.ended == "out of memory")
     _write(task, found)

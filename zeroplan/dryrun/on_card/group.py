@@ -1,7 +1,7 @@
-"""A process group for real tensors that sends nothing: other ranks are assumed to have what this rank has.
+"""A process group for real tensors that sends nothing: it assumes that other ranks have this rank's values.
 
-Collectives write their results, so values stay those of a healthy training: a gather has this rank's shard in every place, a
-reduction returns this rank's values.
+Collectives write their results, so training values stay finite: a gather repeats this rank's shard, a reduction returns this
+rank's values.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Alone(WatchedGroup):
 
 
 def _copy(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, mine: int) -> None:
-    """Fill outputs from inputs: repeated if there are fewer, from this rank's place on if there are more."""
+    """Fill outputs from inputs: repeat inputs if there are fewer, begin at this rank's own if there are more."""
     first = mine * len(outputs) if len(inputs) > len(outputs) else 0
     for output, given in zip(outputs, cycle(inputs[first:]), strict=False):
         there, here = output.view(-1), given.reshape(-1)
@@ -48,7 +48,7 @@ def _copy(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, mine: int)
 
 
 def make_groups_alone() -> None:
-    """Make every group of the script such a group, which calls itself NCCL."""
+    """Make every process group of the script an ``Alone`` group that reports the backend NCCL."""
 
     def group(_: Store, rank: int, ranks: int, __: timedelta) -> Alone:
         fake = FakeProcessGroup._create_internal(rank, ranks, FakeProcessGroup.Options())  # type: ignore[call-arg]

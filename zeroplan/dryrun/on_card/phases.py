@@ -36,7 +36,7 @@ class Peaks:
         self._of_phase = _NOTHING
 
     def answer_the_script(self) -> None:
-        """Make ``torch.cuda`` return the script's own peaks, for the rest of the process."""
+        """Make ``torch.cuda`` return the peaks since the script's own resets, although zeroplan resets torch's."""
 
         def memory_stats(*args: object, **kwargs: object) -> dict[str, int]:
             found = dict(self._stats(*args, **kwargs))
@@ -64,7 +64,7 @@ def _peak(name: str) -> str:
 
 
 class PhasesOnCard:
-    """Counts every part of the run; kinds, single blocks and collectives are not visible on a real GPU."""
+    """Counts every part of the run. A real GPU shows no kinds, single blocks or collectives."""
 
     blocks: tuple[Block, ...] = ()
     calls: tuple[Call, ...] = ()
@@ -113,7 +113,6 @@ class PhasesOnCard:
 
 
 def _phase(phase: Phase | Beside, seen: list[BlocksMeasured]) -> PhaseMeasured:
-    """A phase over all micro-batches of a step: the highest of each count."""
     blocks = BlocksMeasured.highest(seen)
     return PhaseMeasured(
         phase=phase.value, peak_bytes=blocks.allocated_bytes, kinds={}, counted_bytes=blocks.allocated_bytes, blocks=blocks

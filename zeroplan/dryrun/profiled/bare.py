@@ -1,6 +1,6 @@
-"""Takes a script's model out of its engine: without the wrapper, with whole parameters, without the engine's hooks.
+"""Takes a script's model out of its engine: removes wrapper and hooks, and makes parameters whole again.
 
-This changes the model, so it runs when the script has ended. The script's own changes stay: adapters, other kernels, accelerate's
+It changes the model, so it runs after the script has ended. The script's own changes stay: adapters, other kernels, accelerate's
 ``forward``, checkpointing.
 """
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from zeroplan.errors import MeasurementError
 
 _ENGINES = ("torch.distributed", "torch.nn.parallel", "deepspeed", "zeroplan")
-"""Modules whose hooks are removed, by where the function is defined."""
+"""Hooks whose function is defined in these packages are removed."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -24,7 +24,7 @@ def model_in(root: nn.Module) -> nn.Module:
 
 
 def wrappers(root: nn.Module) -> list[nn.Module]:
-    """The wrappers of a model, the outermost first, and last the model itself."""
+    """The wrappers of a model, outermost first, then the model itself."""
     found = [root]
     while (inside := _inside(found[-1])) is not None:
         found.append(inside)
@@ -55,7 +55,7 @@ def bare(root: nn.Module) -> nn.Module:
     whole: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.__class__ = type(module).__bases__[1]  # fully_shard made class FSDPLinear(FSDPModule, Linear) of it
+            module.__class__ = type(module).__bases__[1]  # fully_shard had made it an FSDPLinear(FSDPModule, Linear)
         _without_hooks(module)
         module._parameters = {
             name: None if one is None else whole.setdefault(id(one), _whole(one)) for name, one in module._parameters.items()
@@ -117,7 +117,7 @@ def _defined_in(hook: Callable[..., object]) -> str:
 
 
 def _whole(one: nn.Parameter) -> nn.Parameter:
-    """A parameter as before sharding, without values."""
+    """A parameter with its shape before sharding, without values."""
     shape = getattr(one, "ds_shape", one.shape)
     return nn.Parameter(torch.empty(tuple(shape), dtype=one.dtype, device="cuda"), requires_grad=one.requires_grad)
 

@@ -1,4 +1,4 @@
-"""Builds the profile of a script's model after the script has ended, or the reason why there is none."""
+"""Builds the profile of a script's model after the script has ended, or says why it cannot."""
 
 import gc
 from dataclasses import replace
@@ -23,7 +23,7 @@ _LONGEST = 300
 
 
 def script_profile(seen: Observer, task: DryRunTask, *, init_peak_bytes: int) -> ScriptProfile:
-    """Settings and profile of the script's model, which is taken out of its engine; call it at the end of a run only."""
+    """Settings and profile of the script's model. Takes the model out of its engine, so call it only at the end of a run."""
     gc.collect()
     gc.freeze()  # later collections then skip the script's objects
     try:
@@ -64,7 +64,7 @@ def _made(seen: Observer, task: DryRunTask, init_peak_bytes: int) -> ScriptProfi
 
 
 def _profile(subject: Subject, wanted: Wanted, length: int) -> Profile:
-    """The profile for every length; if lengths run other operators, from the script's own on, or of that length alone."""
+    """The profile for every length. If short ones run other operators, for the script's length and longer, or for it alone."""
     try:
         return profile(subject, wanted, say=lambda _: None)
     except OtherProgramError:
@@ -72,7 +72,7 @@ def _profile(subject: Subject, wanted: Wanted, length: int) -> Profile:
 
 
 def _ran(seen: Observer) -> Ran:
-    """What to rerun; raises MeasurementError unless a loop is one call, loss and backward."""
+    """The call and loss to rerun. Raises MeasurementError unless the loop has one call, loss and backward."""
     if seen.models != 1:
         raise MeasurementError(f"it trains {seen.models} models, and a job has only one")
     if seen.call is None:
@@ -87,7 +87,7 @@ def _ran(seen: Observer) -> Ran:
 
 
 def _wanted(settings: Settings, *, otherwise: bool, recompute_otherwise: bool) -> Wanted:
-    """The ways to execute the model: the script's own; with ``otherwise`` also other engines and recomputation."""
+    """The settings to profile: the script's own; with ``otherwise`` also other engines and recomputation."""
     precision: Precision = "bf16-mixed" if settings.precision == "fp16-mixed" else settings.precision
     engines: tuple[Engine, ...] = ("fsdp2", "ddp") if otherwise else ("ddp" if settings.engine == "ddp" else "fsdp2",)
     every: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -1,4 +1,4 @@
-"""Records the arguments of a script's model in a training step, and the loop's operations on its output."""
+"""With which arguments does a script call its model, and how does the loop compute the loss from the output?"""
 
 import weakref
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 class Observer:
-    """Watches one model from its second call on, since the first call shows which model it is."""
+    """Watches one model from its second call on; the first call identifies the model."""
 
     def __init__(self) -> None:
         self.root: nn.Module | None = None
@@ -90,7 +90,7 @@ class Observer:
     def _returned(self, _: nn.Module, _args: object, output: object) -> None:
         self.tape = None
         if not all(isinstance(mode, DeviceContext) for mode in _modes()):
-            return  # the script's own mode surrounds the call, and modes must be left in order
+            return  # modes end in order, and the script's own mode surrounds the call
         self.tape = Tape(list(tensors_within(output)), self._arguments)
         self.tape.__enter__()  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Reads a script's training settings from its model, engine and optimizer, in the words of a job."""
+"""Which job does a script run? Reads the settings from its model, engine and optimizer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

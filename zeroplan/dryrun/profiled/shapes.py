@@ -1,4 +1,4 @@
-"""Makes tensors and numbers of a script's batch for another number of sequences and another length."""
+"""Scales the tensors and numbers of a script's batch to another number of sequences and another length."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class Given(NamedTuple):
 
 
 def given(tensor: torch.Tensor) -> Given:
-    """A tensor's description, which holds none of its GPU memory."""
+    """The description of a tensor, which does not keep its GPU memory alive."""
     values = None if tensor.is_floating_point() or tensor.is_complex() else known(tensor)
     if values is not None:
         with no_dispatch():
@@ -37,7 +37,7 @@ class Scale(NamedTuple):
     other: Shape
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The scaled shape: a first dimension of sequences, and any other dimension as long as a sequence, are scaled."""
+        """The scaled shape: scales a first dimension of sequences, and every other dimension as long as a sequence."""
         return tuple(self._size(at, size) for at, size in enumerate(shape))
 
     def _size(self, at: int, size: int) -> int:

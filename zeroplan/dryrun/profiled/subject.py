@@ -1,4 +1,4 @@
-"""A script's model as a subject of profiling: reruns its call and loss with any batch, on the run's fake tensors."""
+"""Reruns a script's model and loss with any batch on the run's fake tensors, for the profiler of ``verify``."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,7 +48,7 @@ def own_shape(call: Call) -> Shape:
 
 
 def varied(call: Call) -> tuple[str, ...]:
-    """The tensors that are scaled, with the script's own shapes."""
+    """The names of scaled tensors, with the script's own shapes."""
     own = own_shape(call)
     probe = Scale(own, Shape(own.sequences + 1, own.length + 1 if own.length else 0))
     changed = [(name, one.shape) for name, one in call.tensors if probe.sizes(one.shape) != one.shape]
@@ -74,7 +74,7 @@ class ScriptSubject:
 
     @property
     def can_recompute_otherwise(self) -> bool:
-        """Whether there is no checkpointing by the script, or it can be turned off."""
+        """Whether zeroplan can turn the script's activation checkpointing off, or there is none."""
         return self._ran.recompute == "none" or bool(self._checkpoints)
 
     def subject(self, source: str) -> Subject:
@@ -128,7 +128,7 @@ class ScriptSubject:
 
     @contextmanager
     def _as_executed(self, manner: Manner) -> Iterator[None]:
-        """Give the weights the manner's dtype, and the model its recomputation, inside."""
+        """Inside the block, give the weights the manner's dtype and the model its recomputation."""
         store_as(self._model, manner.dtype)
         own = manner.recompute == self._ran.recompute
         for one in self._checkpoints:
@@ -147,7 +147,7 @@ class ScriptSubject:
 
     @contextmanager
     def _fewer(self) -> Iterator[None]:
-        """Keep only the first blocks in the model's list, inside."""
+        """Inside the block, keep only the first blocks of the model's list."""
         if self._list is None:
             raise MeasurementError("the blocks are not in a list of their own")
         every = self._list._modules
@@ -201,7 +201,7 @@ class _Checkpoint(NamedTuple):
 
 
 def _checkpoints(model: nn.Module) -> Iterator[_Checkpoint]:
-    """The script's checkpointing: a flag of transformers' layers, and torch's wrappers, which are removed to restore names."""
+    """The script's checkpointing: flags of transformers' layers, and torch's wrappers, which this removes from module names."""
     for module in list(model.modules()):
         if getattr(module, "gradient_checkpointing", False) is True:
             yield _Checkpoint(partial(setattr, module, "gradient_checkpointing"))

@@ -1,4 +1,4 @@
-"""Records a script's calls between its model's output and the backward, and replays them."""
+"""Records and replays the script's operations that compute the loss from the model's output."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ def tensors_within(held: object, *, depth: int = 8) -> Iterator[torch.Tensor]:
 
 
 class Tape(TorchFunctionMode):
-    """Records calls on tensors from the model's output on. It holds no tensor, only weak references."""
+    """Records calls on the model's output and on tensors computed from it; holds only weak references."""
 
     def __init__(self, output: Sequence[torch.Tensor], arguments: Mapping[int, weakref.ref[torch.Tensor]]) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Tape(TorchFunctionMode):
 
 
 class Replay:
-    """Replays a tape's calls for another batch: called with the model's output, it returns the loss.
+    """Maps the model's output to the loss by a tape's calls, for another batch.
 
     ``made`` has the batch's other tensors, by name.
     """

@@ -1,1 +1,1 @@
-"""Series drawn on paper: the only place that knows matplotlib. One file per kind, each a function of a figure and a series."""
+"""Draws series with matplotlib, which only this package imports. Each file draws one kind of series into a figure."""

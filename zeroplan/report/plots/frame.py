@@ -1,4 +1,4 @@
-"""What every picture shares: fonts and theme, the job in the caption, the look of a kind, how it becomes a file."""
+"""Shared by all pictures: fonts and theme, the caption with the job, legends, writing files."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,11 @@ from zeroplan.report.series.parts import Caption
 from zeroplan.whole import unwritten, whole
 
 ENDINGS = ("png", "svg", "pdf")
-#: Of a figure in a page: small files, sharp where a screen has two dots for one.
+#: Resolution of figures: small files that stay sharp on screens with doubled pixels.
 _DOTS_PER_INCH = 144
 SMALL, PLAIN = 7.5, 9.0
 _POINTS_PER_INCH, _LINE = 72, 1.4
-#: Of DejaVu Sans, in parts of its size: the mean width of a sign in running text.
+#: Mean width of a character in running text of DejaVu Sans, as a fraction of the font size.
 _SIGN = 0.56
 UNIT = "GiB per GPU (1 GiB = 2³⁰ bytes)"
 
@@ -40,7 +40,7 @@ LegendEntry = tuple[tuple[Artist, ...], str]
 
 @contextmanager
 def style(theme: Theme) -> Iterator[None]:
-    """Fonts that come with matplotlib and colours of the theme, whatever a user's own settings are."""
+    """Use matplotlib's own fonts and the theme's colours inside, independent of the user's settings."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.style.use(settings(theme))
@@ -48,12 +48,12 @@ def style(theme: Theme) -> Iterator[None]:
 
 
 def settings(theme: Theme) -> dict[str, object]:
-    """What differs from matplotlib's own defaults, in words that its ``style`` understands."""
+    """The theme's differences from matplotlib's defaults, for ``matplotlib.style``."""
     return {**dict.fromkeys(_INKS, theme.ink), **dict.fromkeys(_PAPERS, theme.paper), **_SETTINGS}
 
 
 def framed(figure: Figure, caption: Caption, *, width: float, height: float) -> None:
-    """Give a figure its size, its title and the job below, with the room that these take. [inches]"""
+    """Set a figure's size, its title and the caption below, which gets extra height. [inches]"""
     signs = int(width * _POINTS_PER_INCH / (SMALL * _SIGN))
     lines = [part for line in caption.lines for part in textwrap.wrap(line, signs)]
     below = (len(lines) + 1) * SMALL * _LINE / _POINTS_PER_INCH
@@ -74,35 +74,35 @@ def legend(
     at: tuple[float, float] = (1.01, 1.0),
     columns: int = 1,
 ) -> None:
-    """Put entries beside the axes; several artists of an entry lie on each other."""
+    """Put a legend beside the axes; it draws several artists of one entry over each other."""
     handles, texts = [artists for artists, _ in entries], [text for _, text in entries]
     axes.legend(handles, texts, loc=loc, bbox_to_anchor=at, borderaxespad=0.0, ncols=columns)
 
 
 def kind_entries(kinds: Sequence[str], theme: Theme) -> list[LegendEntry]:
-    """The legend of kinds, the top of the stack first."""
+    """The legend entries of kinds, the top of the stack first."""
     return [((plain(what, theme), hatched(what)), what) for what in reversed(kinds)]
 
 
 def plain(what: str, theme: Theme) -> Patch:
-    """A kind's colour, bordered by paper."""
+    """A patch of a kind's colour, with a border in the background colour."""
     return Patch(facecolor=LOOKS[what].colour, edgecolor=theme.paper, linewidth=0.6)
 
 
 def hatched(what: str) -> Patch:
-    """A kind's hatch, to lie on its colour."""
+    """A patch of a kind's hatch, drawn over its colour."""
     look = LOOKS[what]
     return Patch(facecolor="none", edgecolor=on(look.colour), linewidth=0, hatch=look.hatch)
 
 
 def saved(figure: Figure, to: Path | BinaryIO, ending: str) -> None:
-    """Save the figure without dates and versions inside, so that the same picture is the same file."""
+    """Save the figure without date and version, so that equal pictures give equal files."""
     nothing = {"png": {"Software": ""}, "svg": {"Date": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
     figure.savefig(to, format=ending, dpi=_DOTS_PER_INCH, metadata=nothing[ending])
 
 
 def written(figure: Figure, path: Path, *, force: bool) -> None:
-    """Write the figure in the format of the file's ending; the file appears complete or not at all."""
+    """Write the figure in the format of the path's ending; an interrupted write leaves no file."""
     ending = ending_of(path)
     try:
         with whole(path, force=force) as beside:
@@ -112,7 +112,7 @@ def written(figure: Figure, path: Path, *, force: bool) -> None:
 
 
 def ending_of(path: Path) -> str:
-    """A format that is drawn, from the file's name."""
+    """The format by a path's ending. Raises SpecError for other endings than png, svg and pdf."""
     ending = path.suffix.removeprefix(".").lower()
     if ending not in ENDINGS:
         raise SpecError(f"{path.name!r} does not end in .png, .svg or .pdf; the ending chooses the format")
@@ -123,17 +123,17 @@ _NO_WINDOWS = "matplotlib finds nothing to draw windows with; write a file with 
 
 
 def blank() -> Figure:
-    """A figure that no window belongs to."""
+    """A new figure without a window."""
     return Figure()
 
 
 def shown(draw: Callable[[Figure], None]) -> None:
-    """Draw in a window, and wait until it is closed."""
+    """Draw in a window, and wait until the user closes it."""
     from matplotlib import pyplot as plt  # noqa: PLC0415  which chooses what draws windows
 
     try:
         figure = plt.figure()
-    except ImportError:  # what a user's settings ask for is not there
+    except ImportError:  # the user's matplotlib backend is not installed
         raise SpecError(_NO_WINDOWS) from None
     if getattr(type(figure.canvas), "required_interactive_framework", None) is None:
         raise SpecError(_NO_WINDOWS)

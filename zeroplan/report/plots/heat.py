@@ -1,4 +1,4 @@
-"""Micro-batch against sequence length: memory as shades and contours, what does not fit under hatching."""
+"""Draws memory by micro-batch and sequence length as shades and contours; hatching marks sizes that do not fit."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,15 +16,15 @@ from zeroplan.report.plots.frame import SMALL, UNIT, LegendEntry, framed, legend
 from zeroplan.report.series.heat import HeatSeries
 from zeroplan.units import GIB
 
-#: Made for the colour-blind; lightness alone tells its shades apart. Here from light, little, to dark, much.
+#: A colour map for colour-blind readers, whose shades differ in lightness: light is little memory, dark is much.
 _SHADES = "cividis_r"
 _LEVELS = tuple(float(one * 10**power) for power in range(-2, 7) for one in (1, 2, 5))
 _LIMIT, _SHADOW = VERMILLION, "#333333"
 _SPAN = 8
-"""The middle shade is the GPU's memory, or the job's; the ends are this many times less and more."""
+"""The middle shade is the GPU's memory, or the job's; the colour bar ends at this factor below and above."""
 
 _EDGE = 0.06
-"""So near to an edge of the axes, in parts of them, a contour's figure would not be whole."""
+"""Closer to an edge than this fraction of the axes, a contour's label would be cut off."""
 
 Surface = list[list[float]]
 
@@ -36,7 +36,7 @@ def draw_heat(figure: Figure, series: HeatSeries, theme: Theme) -> None:  # noqa
     axes.set(xscale="log", yscale="log", xlabel="tokens per sequence", ylabel="sequences per GPU and micro-batch")
     needed = _surface(series.needed_bytes)
     _shades(figure, axes, series, needed)
-    if min(len(series.seq_lens), len(series.micro_batches)) > 1:  # contours need a surface
+    if min(len(series.seq_lens), len(series.micro_batches)) > 1:  # contours need two rows and columns
         axes.set(xlim=(series.seq_lens[0], series.seq_lens[-1]), ylim=(series.micro_batches[0], series.micro_batches[-1]))
         _limits(axes, series, needed)
         _contours(axes, series, needed)
@@ -55,7 +55,7 @@ def _ends(surface: Surface) -> tuple[float, float]:
 
 
 def _shades(figure: Figure, axes: Axes, series: HeatSeries, needed: Surface) -> None:
-    """A cell per pair; darker than the GPU's own memory is too much."""
+    """Draw a cell per pair; cells darker than the GPU's memory do not fit."""
     middle = (series.capacity_bytes or series.own_bytes) / GIB
     low, high = middle / _SPAN, middle * _SPAN
     shades = axes.pcolormesh(
@@ -69,7 +69,7 @@ def _shades(figure: Figure, axes: Axes, series: HeatSeries, needed: Surface) -> 
 
 
 def _edges(values: tuple[int, ...]) -> list[float]:
-    """Where cells meet: half-way on a logarithmic axis; the outer ones as far out as the next is in."""
+    """Cell borders: half-way on a logarithmic axis; the outer ones as far outside as the next inside."""
     between = [(one * other) ** 0.5 for one, other in pairwise(values)]
     if not between:
         return [values[0] / 2**0.5, values[0] * 2**0.5]
@@ -77,7 +77,7 @@ def _edges(values: tuple[int, ...]) -> list[float]:
 
 
 def _ticks(axes: Axes, series: HeatSeries) -> None:
-    """Doublings, from the least value up."""
+    """Label doublings, beginning with the smallest value."""
     for axis, values in ((axes.xaxis, series.seq_lens), (axes.yaxis, series.micro_batches)):
         axis.set_major_locator(FixedLocator(_doublings(values)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -103,13 +103,13 @@ def _contours(axes: Axes, series: HeatSeries, needed: Surface) -> None:
 
 
 def _is_cut(axes: Axes, place: tuple[float, float]) -> bool:
-    """Whether a figure at this place would reach beyond the axes."""
+    """Whether the axes would cut a label at this place."""
     across, up = axes.transLimits.transform(axes.transScale.transform(place))
     return not (_EDGE < across < 1 - _EDGE and _EDGE < up < 1 - _EDGE)
 
 
 def _limits(axes: Axes, series: HeatSeries, needed: Surface) -> None:
-    """Hatch what does not fit; between the two lines it fits tightly."""
+    """Hatch sizes that do not fit; sizes between the two lines fit tightly."""
     if series.capacity_bytes is None:
         return
     limit, (_, high) = series.capacity_bytes / GIB, _ends(needed)
@@ -126,7 +126,7 @@ def _limits(axes: Axes, series: HeatSeries, needed: Surface) -> None:
 
 
 def _crossing(series: HeatSeries) -> Iterator[tuple[Surface, str]]:
-    """What crosses the GPU's memory somewhere, and how that line is dashed."""
+    """Yield each surface that crosses the GPU's memory, and its line style."""
     limit = (series.capacity_bytes or 0) / GIB
     for rows, dashes in ((series.needed_bytes, "solid"), (series.comfortable_bytes, "dashed")):
         low, high = _ends(_surface(rows))

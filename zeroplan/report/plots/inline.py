@@ -1,4 +1,4 @@
-"""A picture in memory: what a notebook's cell returns and Jupyter shows, and what the page hands out."""
+"""Draws pictures in memory, for notebook cells and for the browser's page."""
 
 import io
 from collections.abc import Callable
@@ -29,19 +29,19 @@ _DRAW: dict[type[Series], Callable[..., None]] = {
     StacksSeries: draw_stacks,
     StagesSeries: draw_stages, TimelineSeries: draw_timeline,
 }  # fmt: skip
-#: Of a notebook's screen, on which a figure keeps the size that it has on paper.
+#: Resolution of a notebook's screen, on which a figure keeps its size in inches.
 _SCREEN_DOTS_PER_INCH = 96
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Picture:
-    """A picture as PNG, and the width at which it is shown. [pixels]"""
+    """A PNG picture and its width on screen. [pixels]"""
 
     png: bytes
     width: int
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """What Jupyter asks a value for."""
+        """The PNG and its width, as Jupyter requests them."""
         return self.png, {"width": self.width}
 
 
@@ -58,7 +58,7 @@ def picture(series: Series, *, theme: str = "light") -> Picture:
 
 
 def svg(series: Series) -> bytes:
-    """Draw a series as SVG, as ``zeroplan plot -o FILE.svg`` writes it."""
+    """Return a series as SVG, like ``zeroplan plot -o FILE.svg``."""
     held, look, draw = io.BytesIO(), THEMES["light"], _DRAW[type(series)]
     with style(look):
         figure = blank()
@@ -68,7 +68,7 @@ def svg(series: Series) -> bytes:
 
 
 def drawn(draw: Callable[[Figure], None], *, theme: Theme = THEMES["light"]) -> Picture:
-    """Hand a function an empty figure in the product's style, and show what it draws."""
+    """Call ``draw`` with an empty figure in zeroplan's style, and return the picture."""
     held = io.BytesIO()
     with style(theme):
         figure = blank()

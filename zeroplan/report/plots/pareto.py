@@ -1,4 +1,4 @@
-"""Layouts by memory and speed: a mark for each, those that fit filled, the front joined, the best one named."""
+"""Draws layouts by memory and speed: a marker for each, filled if it fits, the Pareto front joined, the best one named."""
 
 import textwrap
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from zeroplan.report.series.pareto import Named, ParetoSeries, Spot
 from zeroplan.units import GIB
 
 _BESIDE = 34
-"""Signs that fit beside the axes."""
+"""Characters per line of the legend."""
 _SIZE = 5.5
 _LETTERS = "ABC"
 _BELOW = 0.7
-"""Where the axis begins, in parts of the slowest, if it does not begin at nothing."""
+"""The speed axis begins at this fraction of the slowest layout, or at 0."""
 _FACES: dict[str, str] = {"fits": "filled", "tight": "hollow", "does not fit": "small"}
 
 
@@ -47,7 +47,7 @@ def draw_pareto(figure: Figure, series: ParetoSeries, theme: Theme) -> None:
 
 
 def _rates(series: ParetoSeries) -> tuple[float, float]:
-    """From nothing, or where all are much alike from a little below the slowest."""
+    """The limits of the speed axis: it begins at 0, or a little below the slowest layout if all are similar."""
     rates = [spot.tokens_per_s for spot in series.spots]
     low, high = min(rates, default=0.0), max(rates, default=1.0)
     return (_BELOW * low if low > high / 2 else 0.0), high * 1.04
@@ -64,7 +64,7 @@ def _marks(axes: Axes, spots: list[Spot], theme: Theme) -> None:
 
 
 def _look(engine: str, verdict: str, theme: Theme) -> dict[str, Any]:
-    """Filled where it fits, hollow where it does tightly, small and faint where it does not."""
+    """Marker style: filled if the layout fits, hollow if tight, small and faint if it does not fit."""
     look, face = ENGINES[engine], _FACES[verdict]
     colour = theme.faint if face == "small" else look.colour
     return {

@@ -1,4 +1,4 @@
-"""A step or a run from left to right: bands of memory by kind, the phases above, the peak marked, and collectives below."""
+"""Draws a step or run from left to right: bands of memory by kind, phases above, the peak marked, collectives below."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ from zeroplan.report.series.run import RunSeries, Stretch
 from zeroplan.units import GIB, MIB
 
 _NEAR = 1.6
-"""A capacity of more than this many times the peak is left out: the bands would be squeezed below it."""
+"""A capacity above this many times the peak is not drawn, since it would flatten the bands."""
 _WIDTH, _HEIGHT = 11.0, 4.6
 """[inches]"""
 _LANES = 16
-"""The height of the memory's axes, in those of an operation's row."""
+"""The height of the memory axes, in rows of operations."""
 _NARROW = 12
-"""Where a phase has less than such a part of the axis the names stand on two levels."""
+"""If a phase is shorter than 1/12 of the axis, names alternate between two levels."""
 _LETTER = 0.0085
-"""How wide a letter of a phase's name is, as a part of the axis."""
+"""Width of a letter in a phase's name, as a fraction of the axis."""
 
 
 def draw_run(figure: Figure, series: RunSeries, theme: Theme) -> None:
@@ -48,7 +48,7 @@ def draw_run(figure: Figure, series: RunSeries, theme: Theme) -> None:
 
 
 def _axes(figure: Figure, series: RunSeries) -> tuple[Axes, Axes | None]:
-    """The axes of the memory, and below them those of the collectives, if any."""
+    """The memory axes, and below them the collectives' axes if there are any."""
     if not series.calls:
         return figure.subplots(), None
     axes, lanes = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [_LANES, len(series.calls)]})
@@ -56,7 +56,7 @@ def _axes(figure: Figure, series: RunSeries) -> tuple[Axes, Axes | None]:
 
 
 def _lanes(axes: Axes, series: RunSeries, theme: Theme) -> None:
-    """A row for each operation, with a mark where a collective begins."""
+    """Draw a row for each operation, with a mark where a collective begins."""
     names = list(series.calls)
     axes.eventplot(
         [list(series.calls[name]) for name in names], lineoffsets=range(len(names)), linelengths=0.6, linewidths=1.2,
@@ -97,19 +97,19 @@ def _phases(axes: Axes, series: RunSeries, theme: Theme) -> None:
 
 
 def _phase_names(stretches: Sequence[Stretch], letter: float, narrow: float) -> list[tuple[str, int]]:
-    """Return the name and level of each phase: on two levels if some are short; F and B, as in schedules, if they still collide."""
+    """Return each phase's name and level: two levels if some are short; only F and B, as in schedules, if names still overlap."""
     levels = 2 if any(one.last - one.first < narrow for one in stretches) else 1
     reach = [((one.first + one.last) / 2, len(one.name) * letter / 2) for one in stretches]
     neighbours = zip(reach, reach[levels:], strict=False)
     if all(middle + half <= after - half_after for (middle, half), (after, half_after) in neighbours):
         return [(one.name, at % levels) for at, one in enumerate(stretches)]
-    last = len(stretches) - 1  # it may reach beyond the axis
+    last = len(stretches) - 1  # the last name may extend beyond the axis
     has_room = [at == last or one.last - one.first >= len(one.name) * letter for at, one in enumerate(stretches)]
     return [(one.name if room else one.name[0].upper(), 0) for one, room in zip(stretches, has_room, strict=True)]
 
 
 def _peak(axes: Axes, series: RunSeries, theme: Theme, unit: int, name: str) -> None:
-    """An arrow to the highest column from its size and place."""
+    """Draw an arrow from the peak's size and place to its column."""
     whole, height = max(series.n_bytes.shape[1] - 1, 1), int(series.n_bytes[:, series.peak].sum()) / unit
     side = "left" if series.peak < whole / 3 else "right" if series.peak > whole * 2 / 3 else "center"
     axes.annotate(

@@ -1,4 +1,4 @@
-"""Memory against the number of GPUs, a line per stage, both axes logarithmic; a ring where a stage begins to fit."""
+"""Draws memory against the number of GPUs, a line per stage on logarithmic axes; a ring marks the first number that fits."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ from zeroplan.units import GIB
 _LONG_NUMBERS = 2**15
 _A_DECADE = 12
 _FEW, _MANY = (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
-"""Figures at the side, over more than a decade and over less."""
+"""Labelled multiples of powers of ten, for more than a decade and for less."""
 
 
 def draw_scaling(figure: Figure, series: ScalingSeries, theme: Theme) -> None:
@@ -44,7 +44,7 @@ def _places(line: ScalingLine) -> tuple[list[int], list[float]]:
 
 
 def _scales(axes: Axes, series: ScalingSeries, theme: Theme) -> None:
-    """Powers of two below, round numbers at the side, and room above the highest line."""
+    """Label powers of two below and round numbers at the side; leave room above the highest line."""
     every = [gib for line in series.lines for gib in _places(line)[1]]
     limits = [] if series.capacity_bytes is None else [series.capacity_bytes / GIB]
     axes.set_ylim(min([*every, *limits]) / 1.6, max([*every, *limits]) * 1.35)
@@ -60,7 +60,7 @@ def _scales(axes: Axes, series: ScalingSeries, theme: Theme) -> None:
 
 def _begins_to_fit(axes: Axes, line: ScalingLine, theme: Theme) -> None:
     at = line.fits_from
-    if at is None or at.gpus == line.points[0].gpus:  # where it fits from the first, nothing begins
+    if at is None or at.gpus == line.points[0].gpus:  # it fits on every number of GPUs
         return
     look = STAGES[line.stage]
     axes.plot([at.gpus], [at.needed_bytes / GIB], "o", markersize=10, markerfacecolor="none", markeredgecolor=look.colour,

@@ -1,4 +1,4 @@
-"""Columns of bands, one per case, and what the GPU has across them."""
+"""Draws a column of bands per case, and a line at the GPU's memory."""
 
 import textwrap
 from typing import NamedTuple
@@ -15,15 +15,15 @@ from zeroplan.report.series.stacks import Stack, StacksSeries
 from zeroplan.units import GIB, MIB
 
 _UNDER = 84
-"""Signs below all columns together."""
+"""Characters per line below all columns together."""
 _ABOVE = 1.15
 _WORDS = 0.04
-"""How high a line of words above a column is, in parts of the axis."""
+"""Height of a line of text above a column, as a fraction of the axis."""
 _BYTES = {"GiB": "2³⁰", "MiB": "2²⁰"}
 
 
 class _Scale(NamedTuple):
-    """Bytes of the axis' unit, its name, where the axis ends and where the GPU does; in the unit."""
+    """The axis's unit in bytes, its name, and in that unit the axis's top and the GPU's memory."""
 
     unit: int
     name: str
@@ -50,7 +50,7 @@ def draw_stacks(figure: Figure, series: StacksSeries, theme: Theme) -> None:
 
 
 def _scale(series: StacksSeries) -> _Scale:
-    """MiB where all columns are lower than a GiB."""
+    """The axis in GiB; in MiB if all columns are below a GiB."""
     capacity = series.capacity_bytes
     highest = max([*(stack.total_bytes for stack in series.stacks), capacity or 0])
     unit, name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
@@ -76,7 +76,7 @@ def _column(axes: Axes, at: int, stack: Stack, scale: _Scale, theme: Theme) -> N
 
 
 def _clear_of_the_line(height: float, words: int, scale: _Scale) -> float:
-    """Where this many lines of words above a column begin: above the line of the GPU, where that would go through them."""
+    """The height at which text above a column begins: above the GPU's line if that would cross the text."""
     line = scale.capacity
     return line if line is not None and height < line < height + words * _WORDS * scale.top else height
 

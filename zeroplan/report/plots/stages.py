@@ -1,4 +1,4 @@
-"""Stages side by side: a column of bands each, and the GPU's capacity across them."""
+"""Draws a column of bands per ZeRO stage, and a line at the GPU's capacity."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -20,30 +20,30 @@ from zeroplan.units import GIB
 _ZIGZAG = Path([(-2.0, -0.4), (-1.0, 0.4), (0.0, -0.4), (1.0, 0.4), (2.0, -0.4)])
 _WIDTH = 0.62
 _HIGHEST = 4.0
-"""Columns are torn where one is more than this many times the capacity, or the lowest column: the others could not be read."""
+"""High columns are torn if one exceeds this many times the capacity, or the lowest column; else the others are unreadable."""
 _WHOLE = 2.0
-"""A column of up to this many times that stays whole."""
+"""A column of up to twice that height stays whole."""
 _UNDER = 22
-"""Signs that fit below a column."""
+"""Characters per line below a column."""
 _TEAR, _GAP = 0.64, 0.045
-"""Where torn columns and the axis break, and how wide the break is, in parts of a torn column."""
+"""The height of the tear, and its width, as fractions of a torn column."""
 _SPARE = 1.06
-"""The scale goes so much further than the highest column that stays whole."""
+"""The tear's height relative to the highest whole column."""
 _ABOVE = 1.13
-"""The axes go so much further than the columns: room for the sizes above them."""
+"""The axis's height relative to the columns, with room for the sizes above them."""
 READABLE = 0.045
-"""A band of less than this part of the axes has no room for its number."""
+"""A band below this fraction of the axis has no room for its number."""
 
 
 class _Axis(NamedTuple):
-    """Where columns end, and where torn ones and the axis break; ``tear`` is ``top`` where no column is torn. [GiB]"""
+    """The height of the highest column, and of the tear; ``tear`` equals ``top`` if no column is torn. [GiB]"""
 
     top: float
     tear: float
 
     @property
     def rest(self) -> float:
-        """Where the rest of a torn column begins."""
+        """The height at which a torn column continues above the tear."""
         return self.tear + _GAP * self.top
 
     def tears(self, column: StageColumn) -> bool:
@@ -52,7 +52,7 @@ class _Axis(NamedTuple):
 
 
 class _Band(NamedTuple):
-    """A piece of a column: a kind, where it begins and how tall it is as drawn, and the bytes of its whole kind. [GiB]"""
+    """A drawn piece of a column: its kind with all its bytes, its bottom and its height. [GiB]"""
 
     part: Part
     bottom: float
@@ -75,7 +75,7 @@ def draw_stages(figure: Figure, series: StagesSeries, theme: Theme) -> None:
 
 
 def _axis(series: StagesSeries) -> _Axis:
-    """The scale that shows the lowest column and the GPU's capacity, and what is near them."""
+    """A scale for the lowest column, the GPU's capacity, and columns of similar height."""
     columns = [column for column in series.columns if column.parts]
     heights = [max(column.needed_bytes / GIB, _comfortable(column)) for column in columns]
     lines = [] if series.capacity_bytes is None else [series.capacity_bytes / GIB]
@@ -89,7 +89,7 @@ def _axis(series: StagesSeries) -> _Axis:
 
 
 def _end_of_scale(axes: Axes, scale: _Axis) -> None:
-    """End the vertical axis where torn columns break: above, heights mean nothing."""
+    """End the vertical axis at the tear, since heights above it are not to scale."""
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= scale.tear])
     axes.spines["left"].set_bounds(0, scale.tear)
     axes.yaxis.label.set_y(_TEAR / _ABOVE / 2)
@@ -115,7 +115,6 @@ def _column(axes: Axes, at: int, column: StageColumn, scale: _Axis, theme: Theme
 
 
 def _whole(column: StageColumn) -> Iterator[_Band]:
-    """All bands to scale."""
     bottom = 0.0
     for part in column.parts:
         yield _Band(part, bottom, part.n_bytes / GIB)
@@ -123,7 +122,7 @@ def _whole(column: StageColumn) -> Iterator[_Band]:
 
 
 def _torn(column: StageColumn, scale: _Axis) -> Iterator[_Band]:
-    """Bands to scale up to the tear; above it what is left of them, in proportion to each other."""
+    """Bands to scale up to the tear; the rest above it, to a smaller scale."""
     shrunk = (scale.top - scale.rest) / (column.needed_bytes / GIB - scale.tear)
     for part, bottom, tall in _whole(column):
         if bottom < scale.tear:
@@ -134,7 +133,7 @@ def _torn(column: StageColumn, scale: _Axis) -> Iterator[_Band]:
 
 
 def _largest_of_each(bands: Sequence[_Band]) -> Iterator[_Band]:
-    """Where each kind's number goes: its larger piece, if the tear cuts it in two."""
+    """The piece of each kind that carries its number: the larger one if the tear cuts it in two."""
     for _, pieces in groupby(bands, key=lambda one: one.part.what):
         yield max(pieces, key=lambda one: one.tall)
 
@@ -146,7 +145,7 @@ def _number(axes: Axes, at: int, one: _Band) -> None:
 
 
 def band(axes: Axes, at: int, bottom: float, tall: float, what: str, theme: Theme) -> None:
-    """Put a band of a kind into a column. [GiB]"""
+    """Draw a band of a kind into column ``at``. [GiB]"""
     look = LOOKS[what]
     axes.bar(at, tall, _WIDTH, bottom, color=look.colour, edgecolor=theme.paper, linewidth=0.6, label=what)
     if look.hatch:
@@ -154,7 +153,7 @@ def band(axes: Axes, at: int, bottom: float, tall: float, what: str, theme: Them
 
 
 def _tear(axes: Axes, at: int, scale: _Axis, theme: Theme) -> None:
-    """Fray both edges of the break."""
+    """Draw both edges of the tear as zigzags."""
     steps = [at - _WIDTH / 2 + _WIDTH * step / 8 for step in range(9)]
     for edge in (scale.tear, scale.rest):
         waves = [edge + 0.012 * scale.top * (-1) ** step for step in range(9)]
@@ -167,7 +166,7 @@ def _comfortable(column: StageColumn) -> float:
 
 
 def _cache(axes: Axes, at: int, column: StageColumn, theme: Theme) -> None:
-    """What the allocator's freed blocks take on top, where nothing forces it to give them back."""
+    """Draw a line for the freed blocks that the allocator caches if memory allows."""
     low, high = column.needed_bytes / GIB, _comfortable(column)
     axes.plot([at, at], [low, high], color=theme.faint, linewidth=1.0, marker="_", markevery=[1], markersize=9)
 
@@ -193,7 +192,7 @@ def _under(column: StageColumn) -> str:
 
 
 def _wrapped(engine: str) -> list[str]:
-    """Broken after underscores, too: an option's name may be longer than a column is wide."""
+    """An engine's name in lines, also broken after underscores, since option names are long."""
     return [line.replace("_ ", "_") for line in textwrap.wrap(engine.replace("_", "_ "), _UNDER, break_long_words=False)]
 
 

@@ -1,4 +1,4 @@
-"""A step from left to right: bands of memory at every named moment, the peak marked, and a record laid over as a line."""
+"""Draws a step from left to right: bands of memory at every named moment, the peak marked, a measured record as a line."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -19,22 +19,22 @@ from zeroplan.report.words import plural
 from zeroplan.units import GIB
 
 _NEAR = 1.6
-"""A capacity of more than this many times the peak is left out: the bands would be squeezed below it."""
+"""A capacity above this many times the peak is not drawn, since it would flatten the bands."""
 _GAP = 2.0
-"""How wide the blocks are that have no moments, in moments."""
+"""Width of a gap for blocks without moments, in moments."""
 _PER_MOMENT, _WIDEST = 0.15, 12.0
-"""Room that a name takes, and the figure's at most; in a wider one names are left out. [inches]"""
+"""Width of a moment with a name, and largest width of the figure; beyond that some names are left out. [inches]"""
 _BESIDE = 3.0
 _LONGEST_NAME = 40
 _MEASURED = 1.6
-"""Width of the line of what was measured. [points]"""
+"""Width of the measured line. [points]"""
 _BOLD_SIGN, _POINTS_PER_INCH = 0.66, 72
-"""Of DejaVu Sans Bold, in parts of its size: the mean width of a sign."""
+"""Mean width of a character of DejaVu Sans Bold, as a fraction of the font size."""
 _PREFIXES = ("initialisation: ", "forward: ", "forward of ", "backward: ", "backward of ", "optimizer step: ")
 
 
 class _Places(NamedTuple):
-    """Where each moment begins and ends on the axis."""
+    """The left end of each moment on the axis."""
 
     lefts: tuple[float, ...]
 
@@ -72,7 +72,7 @@ def draw_timeline(figure: Figure, series: TimelineSeries, theme: Theme) -> None:
 
 
 def _room(series: TimelineSeries) -> float | None:
-    """What the GPU leaves to the allocator, where that is near enough to be drawn. [GiB]"""
+    """The GPU's memory for the allocator [GiB]; None if it is too far above the peak to be drawn."""
     highest = series.instants[series.peak].total_bytes
     near = series.room_bytes is not None and series.room_bytes <= _NEAR * highest
     return series.room_bytes / GIB if near and series.room_bytes is not None else None
@@ -84,7 +84,7 @@ def _top(series: TimelineSeries) -> float:
 
 
 def _bands(axes: Axes, series: TimelineSeries, places: _Places, kinds: tuple[str, ...], theme: Theme) -> None:
-    """One band per kind, level over each moment, sloping over the blocks between that are alike."""
+    """Draw a band per kind: level at each moment, sloping over skipped blocks between."""
     edges = [edge for left in places.lefts for edge in (left, left + 1.0)]
     bottoms = [0.0] * len(edges)
     for what in kinds:
@@ -104,7 +104,7 @@ def _bands(axes: Axes, series: TimelineSeries, places: _Places, kinds: tuple[str
 
 
 def _names(axes: Axes, series: TimelineSeries, places: _Places, *, room: float) -> None:
-    """Every moment's name below it; where there is no room for all, the peak's and then the highest ones'."""
+    """Write each moment's name below it; if room is short, the peak's and then the highest moments'."""
     apart = ceil(_PER_MOMENT * 0.8 / room)
     order = sorted(range(len(series.instants)), key=lambda at: (at != series.peak, -series.instants[at].total_bytes, at))
     chosen: list[int] = []
@@ -117,14 +117,14 @@ def _names(axes: Axes, series: TimelineSeries, places: _Places, *, room: float) 
 
 
 def _short(name: str) -> str:
-    """Without the phase, which stands above."""
+    """A moment's name without its phase, which is written above."""
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
     short = name.removeprefix(prefix)
     return short if len(short) <= _LONGEST_NAME else f"{short[: _LONGEST_NAME - 1]}…"
 
 
 def _phases(axes: Axes, series: TimelineSeries, places: _Places, theme: Theme) -> None:
-    """Name the phases above, with a line where one ends; the names of short ones on two levels."""
+    """Name the phases above, with a line between them; names of short phases alternate between two levels."""
     for number, (phase, group) in enumerate(groupby(range(len(series.instants)), key=lambda at: series.instants[at].phase)):
         indices = list(group)
         left, right = places.lefts[indices[0]], places.lefts[indices[-1]] + 1.0
@@ -138,7 +138,7 @@ def _phases(axes: Axes, series: TimelineSeries, places: _Places, theme: Theme) -
 
 
 def _peak(axes: Axes, series: TimelineSeries, places: _Places, theme: Theme, *, room: float) -> None:
-    """An arrow to the highest moment from its name and size, which stands as near as the ends of the axis allow."""
+    """Draw an arrow to the peak from its name and size, which are as close as the axis allows."""
     instant = series.instants[series.peak]
     at, gib, size = places.middle(series.peak), instant.total_bytes / GIB, SMALL + 0.5
     words = f"peak {gib:,.2f} GiB: {instant.name}"
@@ -167,7 +167,7 @@ def _lines(axes: Axes, series: TimelineSeries, places: _Places, theme: Theme) ->
 
 
 def _measured(series: TimelineSeries, places: _Places) -> Iterator[tuple[list[float], list[float]]]:
-    """What a run took, a line for every phase: level over its moments, or over those of each block. [GiB]"""
+    """Yield a line of measured peaks for every phase: one level per phase, or per block if known. [GiB]"""
     for one in series.measured:
         levels = [level for level in series.levels if one.first <= level.first <= one.last]
         whole = Level(first=one.first, last=one.last, n_bytes=one.n_bytes)
@@ -176,7 +176,7 @@ def _measured(series: TimelineSeries, places: _Places) -> Iterator[tuple[list[fl
 
 
 def _stairs(series: TimelineSeries, level: Level, places: _Places) -> Iterator[tuple[float, float, float]]:
-    """From where to where a level goes, and how high it is; before it those of blocks without moments, where they have a gap."""
+    """Yield left end, right end and height of a level, after those of the skipped blocks before it."""
     left = places.lefts[level.first]
     if series.instants[level.first].skipped:
         wide = _GAP / max(len(level.skipped), 1)

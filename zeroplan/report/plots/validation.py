@@ -1,4 +1,4 @@
-"""Predicted against measured peaks, and how large the errors are: of many runs their distribution, of a few each by name."""
+"""Draws predicted against measured peaks, and the errors: their distribution for many runs, each run by name for a few."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,10 +13,10 @@ from zeroplan.units import GIB
 
 _LINES = ("-", "--", ":", "-.")
 _LEAST = 1e-7
-"""Smaller errors, and none, are drawn here."""
+"""Smaller errors, including 0, are drawn at this value."""
 _TWO_DECADES = 100
 _A_FEW = 16
-"""Up to this many runs are named one by one."""
+"""Up to this many runs are drawn by name."""
 
 
 def draw_validation(figure: Figure, series: ValidationSeries, theme: Theme) -> None:
@@ -50,7 +50,7 @@ def _scatter(axes: Axes, series: ValidationSeries, theme: Theme) -> None:
 
 
 def _distribution(axes: Axes, series: ValidationSeries, theme: Theme) -> None:
-    """Of each engine and stage the share of runs whose error is no larger."""
+    """Draw, for each engine and stage, the share of runs with at most a given error."""
     for number, group in enumerate(sorted({run.group for run in series.runs})):
         some = sorted(max(abs(run.error), _LEAST) * 100 for run in series.runs if run.group == group)
         shares = [rank / len(some) * 100 for rank in range(1, len(some) + 1)]
@@ -74,7 +74,7 @@ def _distribution(axes: Axes, series: ValidationSeries, theme: Theme) -> None:
 
 
 def _by_name(axes: Axes, series: ValidationSeries, theme: Theme) -> None:
-    """Each run's error as a stalk from nothing, the limits on both sides."""
+    """Draw each run's error as a line from 0, and the limits on both sides."""
     for at, run in enumerate(series.runs):
         look = ENGINES[run.engine]
         axes.plot([0, run.error * 100], [at, at], color=look.colour, linewidth=1.4)

@@ -1,1 +1,1 @@
-"""What a picture shows, as plain numbers: drawn on paper, in a terminal or on a page from the same figures."""
+"""Computes the numbers of a picture; ``plots``, ``bars`` and the browser's page all draw them."""

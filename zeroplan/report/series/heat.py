@@ -1,4 +1,4 @@
-"""How large may batch and sequence be? What one GPU needs for every pair of them, and whether that fits."""
+"""How large may micro-batch and sequence be? One GPU's memory for every pair, and whether it fits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ _SHORTEST = 512
 _MOST_SEQUENCES = 64
 _PER_DOUBLING = 4
 _WORTH_A_LOOK = 4
-"""What needs this many times the GPU's memory, or the job's, is not drawn."""
+"""Sizes that need more than this many times the GPU's memory, or the job's, are not drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatSeries:
-    """What is needed, and what would be comfortable, ``[of this micro-batch][and this sequence length]``. [bytes]
+    """The least and the comfortable memory, indexed by ``[micro-batch][sequence length]``. [bytes]
 
-    ``own`` is the job's own micro-batch and sequence length, both of which are on the axes.
+    ``own`` is the job's micro-batch and sequence length; the axes contain both.
     """
 
     caption: Caption
@@ -36,12 +36,12 @@ class HeatSeries:
     capacity_bytes: int | None
 
     def verdict(self, at_batch: int, at_seq: int) -> Verdict:
-        """Whether this pair fits, as :attr:`zeroplan.estimator.Estimate.verdict` has it."""
+        """Whether this pair fits, like :attr:`zeroplan.estimator.Estimate.verdict`."""
         return verdict(self.needed_bytes[at_batch][at_seq], self.comfortable_bytes[at_batch][at_seq], self.capacity_bytes)
 
 
 def heat(job: JobSpec) -> HeatSeries:
-    """Account for the job with every micro-batch and sequence length, from 1 and 512 up to what the model was configured for.
+    """Estimate the job for micro-batches from 1 and sequence lengths from 512 up to the model's configured maximum.
 
     >>> from zeroplan import job
     >>> found = heat(job(model="gpt2", gpus=8, stage=3))
@@ -72,7 +72,7 @@ def heat(job: JobSpec) -> HeatSeries:
 
 
 def _row(job: JobSpec, micro_batch: int, seq_lens: tuple[int, ...]) -> Needed:
-    """One micro-batch at a time: of some modules one sequence and several are different programs."""
+    """The needs of one micro-batch at all lengths; a loop calls this, since one sequence may run other code than several."""
     import numpy as np  # noqa: PLC0415  only columns pay for it
 
     column = np.array(seq_lens, dtype=np.int64)
@@ -80,12 +80,12 @@ def _row(job: JobSpec, micro_batch: int, seq_lens: tuple[int, ...]) -> Needed:
 
 
 def _ints(column: Int, length: int) -> tuple[int, ...]:
-    """What depends on no column is the same for each of its values."""
+    """A column as integers; a number that does not depend on the column is repeated."""
     return (column,) * length if isinstance(column, int) else tuple(int(value) for value in column)
 
 
 def _within(values: tuple[int, ...], needed_bytes: Sequence[int], most: int, *, own: int) -> tuple[int, ...]:
-    """The values up to the first whose least need is beyond, but two doublings at least, and the job's own."""
+    """The values up to the first that needs more than ``most``; at least two doublings, and the job's own."""
     inside = sum(n_bytes <= most for n_bytes in needed_bytes)
     return values[: max(inside + 1, 2 * _PER_DOUBLING + 1, values.index(own) + 1)]
 
@@ -113,7 +113,7 @@ def _seq_lens(job: JobSpec) -> tuple[int, ...]:
 
 
 def _steps(least: int, most: int, own: int) -> tuple[int, ...]:
-    """Whole numbers in four steps to every doubling, with both ends and the job's own among them."""
+    """Integers in four steps per doubling, with both ends and the job's own."""
     return tuple(sorted({least, most, own, *_doubling(least, most)}))
 
 

@@ -1,4 +1,4 @@
-"""Where along a step's named moments lies what a run took, block by block?"""
+"""Which of a step's named moments does each measured peak of a block belong to?"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,9 @@ from zeroplan.measurement import CourseMeasured
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """The highest that a run took over some moments, first to last: those of one block, or before or after all blocks. [bytes]
+    """A run's measured peak over the moments ``first`` to ``last``: of one block, or before or after all blocks. [bytes]
 
-    ``skipped`` are the same of the blocks before them that have no moments, in the order of time.
+    ``skipped`` are the measured peaks of the blocks before it that have no named moments, in order of time.
     """
 
     first: int
@@ -24,12 +24,12 @@ class Level:
 _BLOCK = re.compile(r"block (\d+) of \d+")
 _ENDS = {"the first block": 0, "the block before the last": -2, "the last block": -1}
 _ALL = re.compile(r"\ba block\b|\bthe (?:first|last) \w+ block\b|during the backward")
-"""What engines say of a moment that represents every block, or for one of a kind, which may be any."""
+"""Words in the name of a moment that represents every block, or some block of a kind."""
 _BEFORE, _AFTER, _EVERY = "before", "after", "every"
 
 
 def block_named(name: str) -> int | None:
-    """The number of the block that a moment's name names, from 1; None where it names none.
+    """The block number in a moment's name, counted from 1; None without one.
 
     >>> block_named("backward of block 31 of 32: attention"), block_named("backward of the last block")
     (31, None)
@@ -39,7 +39,7 @@ def block_named(name: str) -> int | None:
 
 
 def levels_of(names: Sequence[str], first: int, course: CourseMeasured | None) -> Iterator[Level]:
-    """What was taken over the moments of these names, which are a phase's, the first of them at this index."""
+    """Yield the measured levels of a phase; ``names`` are its moments, the first of which has index ``first``."""
     if course is None or not course.blocks:
         return
     places = list(_places(names, len(course.blocks)))
@@ -55,7 +55,7 @@ def levels_of(names: Sequence[str], first: int, course: CourseMeasured | None) -
 
 
 def _places(names: Sequence[str], blocks: int) -> Iterator[str | int]:
-    """Of every moment the index of its block, or what it is about otherwise."""
+    """Yield for every moment its block's index, or ``before``, ``after`` or ``every``."""
     own = [_place(name, blocks) for name in names]
     last = max((at for at, place in enumerate(own) if place is not None), default=-1)
     now: str | int = _BEFORE
@@ -75,14 +75,14 @@ def _place(name: str, blocks: int) -> str | int | None:
 
 
 def _taken(course: CourseMeasured, place: str | int) -> int | None:
-    """None for a block that the run has not got."""
+    """The measured peak of a place; None for a block that the run lacks. [bytes]"""
     if isinstance(place, int):
         return course.blocks[place] if place < len(course.blocks) else None
     return {_BEFORE: course.before_bytes, _AFTER: course.after_bytes, _EVERY: max(course.blocks)}[place]
 
 
 def _between(course: CourseMeasured, before: str | int, place: str | int) -> tuple[int, ...]:
-    """What was taken in the blocks between two that are named."""
+    """The measured peaks of the blocks between two places. [bytes]"""
     if not isinstance(before, int) or not isinstance(place, int):
         return ()
     step = 1 if place > before else -1

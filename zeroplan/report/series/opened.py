@@ -1,4 +1,4 @@
-"""What a file says was alive over time: a snapshot of torch's allocator, a saved dry run, or a trace that zeroplan wrote."""
+"""Which memory was alive over time in a file: a snapshot of torch's allocator, a saved dry run, or zeroplan's trace?"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ from zeroplan.units import GIBIBYTES
 
 
 class Opened(NamedTuple):
-    """What the page shows of a file: one sentence, what follows from it, and the memory over time."""
+    """The page's view of a file: a headline, advice, and the memory over time."""
 
     headline: str
     advice: tuple[str, ...]
@@ -34,8 +34,6 @@ class Opened(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Memory alive from one moment until before another. [bytes]"""
-
     kind: str
     reason: str
     n_bytes: int
@@ -44,9 +42,9 @@ class _Block(NamedTuple):
 
 
 def opened(path: Path, name: str) -> Opened:
-    """Return what is alive over time in a file, which a reader knows by ``name``.
+    """Return the memory over time in a file; texts call it ``name``.
 
-    Raises :class:`~zeroplan.errors.SpecError`, in one line, for a file that is cut off, hostile, or of another sort.
+    Raises :class:`~zeroplan.errors.SpecError` for a truncated or hostile file, or one of another sort.
     """
     head, where = head_of(path), f"file {name!r}"
     if is_snapshot(path, head):
@@ -129,7 +127,7 @@ def _shown(live: Sequence[int]) -> list[int]:
 def _series(
     said: str, blocks: Iterable[_Block], shown: Sequence[int], places: tuple[Place, ...], calls: tuple[StepCall, ...]
 ) -> StepSeries:
-    """Return the series of blocks at these moments."""
+    """Return the series of blocks at the ``shown`` moments."""
     changes: dict[tuple[str, str], list[int]] = {}
     moments = np.asarray(shown, dtype=np.int64)
     known = list(blocks)
@@ -163,7 +161,7 @@ def _of_rows(
 
 
 def _changes(names: Iterable[tuple[str, str]]) -> tuple[Place, ...]:
-    """Return where each column is, once for neighbours at the same place."""
+    """Return the place of each column; neighbours at the same place share one entry."""
     found: list[Place] = []
     for column, (phase, name) in enumerate(names):
         if not found or (found[-1].phase, found[-1].name) != (phase, name):
@@ -172,7 +170,7 @@ def _changes(names: Iterable[tuple[str, str]]) -> tuple[Place, ...]:
 
 
 def _calls(shown: Sequence[int], calls: Iterable[tuple[str, int, int]]) -> tuple[StepCall, ...]:
-    """Return collectives by the column in which they begin, those of one operation together."""
+    """Return collectives by the column in which they begin, summed by operation."""
     found: dict[tuple[str, int], list[int]] = {}
     for operation, moment, n_bytes in calls:
         column = min(int(np.searchsorted(shown, moment)), len(shown) - 1)

@@ -1,4 +1,4 @@
-"""Which layouts are fast, which small, and which of them would a planner take?"""
+"""Which layouts are fast, which need little memory, and which does the planner choose?"""
 
 import math
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from zeroplan.report.words import model_words, partly_trained, plural
 from zeroplan.spec.recipe import Engine
 
 _BEYOND = 1.3
-"""What needs more than this many times the GPU's memory, or where nothing fits the least need, is not drawn."""
+"""Layouts that need more than this many times the GPU's memory are not drawn; if none fits, than the smallest need."""
 _MOST_KNEES = 2
-"""More than this many names would not be read."""
+"""Most knees to name; readers skip more."""
 _FINE = 400
-"""Layouts that are no further apart than this part of the picture, to both sides, are one spot."""
+"""Layouts within 1/400 of the picture's width and height share a spot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A layout, or several at the same place of the picture: the memory that a GPU needs, and the speed. [bytes, tokens/s]"""
+    """One or several layouts at a place in the picture: memory of a GPU, and speed. [bytes, tokens/s]"""
 
     engine: Engine
     needed_bytes: int
@@ -34,7 +34,7 @@ class Spot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A layout in words, and where it is. [bytes, tokens/s of one GPU]"""
+    """A layout in words, with its memory and speed. [bytes, tokens/s of one GPU]"""
 
     words: str
     needed_bytes: int
@@ -43,7 +43,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParetoSeries:
-    """All layouts, the front of those that fit (the fastest first), its knees, and the one that is best for what was requested."""
+    """All layouts, the Pareto front of those that fit (the fastest first), its knees, and the best by the objective."""
 
     caption: Caption
     objective: str
@@ -55,7 +55,7 @@ class ParetoSeries:
 
 
 def pareto(plan: Plan) -> ParetoSeries:
-    """Show a plan: every layout it has computed, up to a little beyond the GPU's memory, or where nothing fits the closest."""
+    """A plan's computed layouts that need at most a little more than the GPU's memory; if none fits, the closest ones."""
     gpu = plan.base.cluster.gpu
     if plan.cloud is None or gpu is None:
         raise ValueError("a plan is of a GPU, and knows every layout that it has computed")
@@ -73,7 +73,7 @@ def pareto(plan: Plan) -> ParetoSeries:
 
 
 def _knees(front: Sequence[Named], room: int) -> tuple[Named, ...]:
-    """Return where the front bends most as it is drawn, the smallest first: less memory costs much there, more buys little."""
+    """Return the sharpest bends of the drawn front, the smallest first: less memory is much slower, more hardly faster."""
     fastest = max((one.tokens_per_s for one in front), default=0.0)
 
     def angle(one: Named, other: Named) -> float:

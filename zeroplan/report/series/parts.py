@@ -1,4 +1,4 @@
-"""What is memory made of at a moment, in the order of a stack, and which job is it? What all series share."""
+"""Shared by all series: memory by kind in the order of a stack, and the caption with the job."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,27 +20,27 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caption:
-    """Which job a picture is about: a title of one line, and sentences below."""
+    """A picture's title, and the lines below it that describe the job."""
 
     title: str
     lines: tuple[str, ...]
 
 
 def parts(lines: tuple[Line, ...], *, outside_bytes: int = 0) -> tuple[Part, ...]:
-    """The lines by kind, from the bottom of the stack up; kinds without bytes are left out."""
+    """The nonzero bytes of each kind, from the bottom of the stack up."""
     found = {kind.value: int(n_bytes) for kind, n_bytes in bytes_by_kind(lines).items()}
     found[OUTSIDE] = outside_bytes
     return tuple(Part(what, found[what]) for what in ORDER if found.get(what))
 
 
 def kinds_of(stacks: tuple[tuple[Part, ...], ...]) -> tuple[str, ...]:
-    """What occurs in any of these stacks, in their order: the entries of a legend."""
+    """The kinds in any of these stacks, in stack order, for a legend."""
     seen = {part.what for stack in stacks for part in stack}
     return tuple(what for what in ORDER if what in seen)
 
 
 def caption(answer: Estimate, title: str, *more: str, batch: bool = True) -> Caption:
-    """The caption below a picture: the job, and what is not exact for it."""
+    """The caption below a picture: the job, and the inexact parts of its estimate."""
     return Caption(title=title, lines=tuple(_about(answer, more, batch=batch)))
 
 
@@ -57,7 +57,7 @@ _PLACES = {"cpu": "in host memory", "nvme": "on NVMe"}
 
 
 def _offloaded(job: JobSpec) -> str:
-    """What is not on the GPU, and where."""
+    """The offloaded states and their places, in words."""
     recipe, options = job.recipe, job.recipe.deepspeed
     if not recipe.offloads:
         return ""

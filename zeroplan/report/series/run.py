@@ -1,4 +1,4 @@
-"""A saved dry run as a picture shows it: bytes by kind along its requests and releases, and the phases."""
+"""Converts a saved dry run for a picture: bytes by kind after its requests and releases, and the phases."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ from zeroplan.script_trace import SavedRun, Trace
 from zeroplan.units import GIBIBYTES
 
 _MOST_COLUMNS = 1500
-"""More are not seen: of those that share a column the highest is shown."""
+"""Most columns of a picture; a column shows the highest of its moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A phase: from which column on, and up to which."""
+    """A phase, with its first and last column."""
 
     name: str
     first: int
@@ -35,10 +35,10 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSeries:
-    """What is alive along a part of a run: ``n_bytes`` has a row per kind, and a column per moment or few of them. [bytes]
+    """Bytes alive along a part of a run: ``n_bytes`` has a row per kind, and a column per moment or few moments. [bytes]
 
-    ``peak`` is the highest column; ``where`` says in which phase and on which line it is. ``limit`` names what ``capacity_bytes``
-    is; 0: none is known. ``calls``: the columns in which collectives begin, by operation.
+    ``peak`` is the highest column; ``where`` gives its phase and line of code. ``limit`` is the name of ``capacity_bytes``,
+    which is 0 if unknown. ``calls`` are the columns in which collectives begin, by operation.
     """
 
     caption: Caption
@@ -53,7 +53,7 @@ class RunSeries:
 
 
 def run_of_step(step: StepSeries) -> RunSeries:
-    """Return a predicted step as a picture shows it."""
+    """Return the series of a predicted step."""
     columns = len(step.totals)
     by_kind: dict[str, NDArray[np.int64]] = {}
     for line in step.lines:
@@ -84,7 +84,7 @@ def run_of_step(step: StepSeries) -> RunSeries:
 
 
 def run(saved: SavedRun, *, whole: bool = False) -> RunSeries:
-    """The last step, and what the script does after it; with ``whole`` the run from its start. Raises SpecError without blocks."""
+    """The last step and the parts after it; with ``whole`` the run from its start. Raises SpecError without blocks."""
     if saved.trace is None:
         raise SpecError("the run was kept without its blocks; run the script again with --save")
     trace, found = saved.trace, saved.run
@@ -104,7 +104,7 @@ def run(saved: SavedRun, *, whole: bool = False) -> RunSeries:
 
 
 def phases(saved: SavedRun) -> TimelineSeries:
-    """The peak of every phase by kind, for bars."""
+    """The peak of every phase, by kind."""
     found = saved.run
     last = found.steps[-1].phases
     every: list[PhaseOfRun | PhaseMeasured] = [*found.phases, *last]
@@ -117,7 +117,7 @@ def phases(saved: SavedRun) -> TimelineSeries:
 
 
 _RANK = (Beside.LOADING, *OF_A_STEP)
-"""The order of the bars; others come after them."""
+"""The order of the phases; all others follow."""
 
 
 def _instant(one: PhaseOfRun | PhaseMeasured) -> Instant:
@@ -139,7 +139,7 @@ def _caption(found: DryRun, what: str) -> Caption:
 
 
 def end_of_run(trace: Trace) -> int:
-    """The last moment of what the script did: what follows is its end."""
+    """The last moment before the script's end frees its memory."""
     last = trace.spans[-1]
     return last.start if last.phase in (Phase.INIT, Beside.AFTER) else trace.moments
 
@@ -155,13 +155,13 @@ def _by_kind(trace: Trace) -> NDArray[np.int64]:
 
 
 def highest_of_neighbours(totals: NDArray[np.int64], most: int = _MOST_COLUMNS) -> NDArray[np.int64]:
-    """Which moments are shown: of each few neighbours the highest."""
+    """The indices of the shown moments: the highest one of each group of neighbours."""
     parts = np.array_split(np.arange(len(totals)), min(len(totals), most))
     return np.array([int(part[totals[part].argmax()]) for part in parts])
 
 
 def _stretches(trace: Trace, moments: range, starts: NDArray[np.int64]) -> list[Stretch]:
-    """The phases within these moments by columns; neighbours of one name together."""
+    """The phases within these moments by columns; neighbours of one name are joined."""
     found: list[Stretch] = []
     first = next(at for at, span in enumerate(trace.spans) if span.phase in OF_A_STEP)
     for at, span in enumerate(trace.spans):

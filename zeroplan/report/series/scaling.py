@@ -1,4 +1,4 @@
-"""How does the memory of one GPU fall with the number of GPUs, under each ZeRO stage, and from how many on does the job fit?"""
+"""How does one GPU's memory fall with the number of GPUs under each ZeRO stage, and on how many does the job fit?"""
 
 from dataclasses import dataclass, replace
 
@@ -12,12 +12,12 @@ from zeroplan.spec.job import ENGINE_STAGES, JobSpec, engine_at
 from zeroplan.spec.recipe import Stage
 
 _LEAST_SPAN = 1024
-"""The axis reaches at least this many GPUs, so that ZeRO's stages can be told apart."""
+"""The axis extends to at least this many GPUs, where the curves of ZeRO's stages separate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What one of this many GPUs needs: the allocated peak and what is outside the allocator. [bytes]"""
+    """The memory of one GPU of ``gpus``: the allocated peak and memory outside the allocator. [bytes]"""
 
     gpus: int
     needed_bytes: int
@@ -26,9 +26,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingLine:
-    """One stage: its points by number of GPUs, and the first number that fits, the one before it being the last that does not.
+    """One stage: its points by number of GPUs, and the smallest number that fits.
 
-    Memory need not fall with every GPU: FSDP2 cannot share out fewer experts than there are ranks.
+    Memory may rise with more GPUs: FSDP2 cannot shard fewer experts than there are ranks.
     """
 
     stage: Stage
@@ -39,13 +39,13 @@ class ScalingLine:
 
     @property
     def ceases_at(self) -> Point | None:
-        """The first point beyond ``fits_from`` that does not fit."""
+        """The first point after ``fits_from`` that does not fit."""
         begins = self.fits_from
         return None if begins is None else next((at for at in self.points if at.gpus > begins.gpus and not _fits(at)), None)
 
     @property
     def fits_words(self) -> str:
-        """On how many GPUs it fits."""
+        """The numbers of GPUs on which the job fits, in words."""
         if self.fits_from is None:
             return "does not fit"
         ceases = "" if self.ceases_at is None else f", but not on {self.ceases_at.gpus:,}"
@@ -55,7 +55,7 @@ class ScalingLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingSeries:
-    """All stages against the number of GPUs; ``own`` is the job itself, ``capacity_bytes`` the GPU's where one is named."""
+    """All stages by number of GPUs; ``own`` is the job itself, ``capacity_bytes`` the GPU's memory or None."""
 
     caption: Caption
     lines: tuple[ScalingLine, ...]
@@ -66,7 +66,7 @@ class ScalingSeries:
 def scaling(job: JobSpec) -> ScalingSeries:
     """Estimate the job on 1, 2, 4 and so on GPUs (with replicas or tensor parallelism on multiples) under stages 0 to 3.
 
-    The batch of one GPU stays as it is, so more GPUs mean a larger batch of all.
+    The batch per GPU is constant, so the global batch grows with the GPUs.
 
     >>> from zeroplan import job
     >>> found = scaling(job(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=8192))
@@ -103,7 +103,7 @@ def _line(job: JobSpec, stage: Stage) -> ScalingLine:
 
 
 def _multiples(job: JobSpec) -> list[int]:
-    """Shards: powers of two, up to some times what the job has."""
+    """The numbers of shards: powers of two, up to a multiple of the job's own."""
     unit = job.mesh.dp_replicate * job.mesh.model_ranks
     most = max(min(MOST_GPUS, max(_LEAST_SPAN, 4 * job.mesh.world_size)), job.mesh.world_size)
     return [1 << power for power in range(max(most // unit, 1).bit_length())]
@@ -120,7 +120,7 @@ def _fits(point: Point) -> bool:
 
 
 def _fits_from(job: JobSpec, stage: Stage, found: list[Point]) -> Point | None:
-    """The first point that fits, sought between the powers of two; None where none does or no GPU is named."""
+    """The smallest number of GPUs that fits, searched between powers of two; None if none fits or without a GPU."""
     at = next((at for at, point in enumerate(found) if _fits(point)), None)
     if at is None:
         return None
@@ -130,7 +130,7 @@ def _fits_from(job: JobSpec, stage: Stage, found: list[Point]) -> Point | None:
         middle = (best.gpus // unit + beyond) // 2
         try:
             tried = _point(job, stage, middle)
-        except SpecError:  # a number that an option does not divide
+        except SpecError:  # an option does not allow this number of GPUs
             return best
         best, beyond = (tried, beyond) if _fits(tried) else (best, middle)
     return best

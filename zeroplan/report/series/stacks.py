@@ -1,4 +1,4 @@
-"""What does memory consist of in several cases, side by side: jobs, runs, snapshots?"""
+"""What does memory consist of in several jobs, runs or snapshots, side by side?"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from zeroplan.report.series.parts import Caption, Part, parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """One case: its name, what its memory consists of, and its verdict where a GPU is named. [bytes]"""
+    """One case: its name, its memory by kind [bytes], and its verdict if a GPU is named."""
 
     name: str
     parts: tuple[Part, ...]
@@ -24,7 +24,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StacksSeries:
-    """The cases, and what a GPU has, where it matters. [bytes]"""
+    """The cases, and the GPU's memory [bytes], or None."""
 
     caption: Caption
     stacks: tuple[Stack, ...]
@@ -32,7 +32,7 @@ class StacksSeries:
 
 
 def stack_of(name: str, answer: Estimate) -> Stack:
-    """The peak of an estimate and what is beside the allocator.
+    """The peak of an estimate, with memory outside the allocator.
 
     >>> from zeroplan import estimate, job
     >>> answer = estimate(job(model="gpt2", gpus=8, stage=3, seq_len=128))
@@ -44,7 +44,7 @@ def stack_of(name: str, answer: Estimate) -> Stack:
 
 
 def stack_of_kinds(name: str, kinds: Mapping[str, int]) -> Stack:
-    """Bytes by kind, as records and snapshots have them.
+    """A stack of bytes by kind, as in records and snapshots.
 
     >>> stack_of_kinds("a run", {"activations": 2, "parameters": 3}).parts[0]
     Part(what='parameters', n_bytes=3)

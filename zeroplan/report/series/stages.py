@@ -1,4 +1,4 @@
-"""What does one GPU hold at its peak under each ZeRO stage? The same job four times."""
+"""What is in one GPU's memory at the peak under each ZeRO stage? Estimates the same job four times."""
 
 from dataclasses import dataclass, replace
 
@@ -16,9 +16,9 @@ _WITH_REPLICAS = ("fsdp1", "fsdp2", "paper")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageColumn:
-    """One stage: what is alive at its peak and beside the allocator, or why there is no such job. [bytes]
+    """One stage: memory at its peak, inside and outside the allocator [bytes], or why no engine offers it.
 
-    ``needed_bytes`` is the sum of ``parts``; ``comfortable_bytes`` what the card gives where the allocator keeps freed blocks.
+    ``needed_bytes`` is the sum of ``parts``; ``comfortable_bytes`` adds the freed blocks that the allocator caches.
     """
 
     stage: Stage
@@ -33,7 +33,7 @@ class StageColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesSeries:
-    """All stages side by side, and the GPU's capacity, where one is named. [bytes]"""
+    """All stages side by side, and the GPU's capacity [bytes], or None."""
 
     caption: Caption
     columns: tuple[StageColumn, ...]
@@ -41,9 +41,9 @@ class StagesSeries:
 
 
 def stages(job: JobSpec, own: Estimate | None = None) -> StagesSeries:
-    """Estimate the job under stages 0 to 3; where its engine has no such stage, under the one a PyTorch user would run.
+    """Estimate the job under stages 0 to 3. If its engine lacks a stage, use the engine that a PyTorch user would run.
 
-    ``own`` is the job's own estimate, where there is one already.
+    ``own`` is the job's own estimate, if it exists already.
 
     >>> from zeroplan import job
     >>> [column.engine for column in stages(job(model="gpt2", gpus=8, stage=3, seq_len=128)).columns]
@@ -58,9 +58,9 @@ def stages(job: JobSpec, own: Estimate | None = None) -> StagesSeries:
 
 
 def at_stage(job: JobSpec, stage: Stage) -> JobSpec:
-    """The job under another stage, with the nearest engine and all ranks in one group where that knows no replicas.
+    """The job under another stage, with the nearest engine; all ranks form one group if that engine has no replicas.
 
-    Raises :class:`~zeroplan.errors.SpecError` for what no engine offers.
+    Raises :class:`~zeroplan.errors.SpecError` if no engine offers it.
     """
     recipe, mesh = job.recipe, job.mesh
     if stage == recipe.zero_stage:
@@ -68,13 +68,13 @@ def at_stage(job: JobSpec, stage: Stage) -> JobSpec:
     engine = engine_at(stage, recipe.engine)
     if engine not in _WITH_REPLICAS:
         mesh = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_replicate * mesh.dp_shard)
-    fsdp2 = replace(recipe.fsdp2, reshard_after_forward=None)  # which is what tells FSDP2's two stages apart
+    fsdp2 = replace(recipe.fsdp2, reshard_after_forward=None)  # FSDP2's two stages differ in this option
     options = _offered(recipe.deepspeed, stage)
     return replace(job, mesh=mesh, recipe=replace(recipe, engine=engine, zero_stage=stage, fsdp2=fsdp2, deepspeed=options))
 
 
 def _offered(options: DeepSpeedOptions, stage: Stage) -> DeepSpeedOptions:
-    """Without what DeepSpeed has at higher stages only."""
+    """The options without those that DeepSpeed offers only at higher stages."""
     if stage < _WHOLE:
         options = replace(options, offload_param="none", zero_hpz_partition_size=1)
         options = replace(options, offload_optimizer="none" if options.offload_optimizer == "none" else "cpu")
@@ -82,7 +82,7 @@ def _offered(options: DeepSpeedOptions, stage: Stage) -> DeepSpeedOptions:
 
 
 def left_behind(job: JobSpec) -> tuple[str, ...]:
-    """What the engines of other stages do not have, as notes on their columns."""
+    """Notes on offloading that the engines of other stages lack."""
     recipe = job.recipe
     if not recipe.offloads:
         return ()

@@ -1,4 +1,4 @@
-"""What is alive over one step, tensor by tensor, and which collectives run when? From every request of the step, where known."""
+"""Which tensors are alive over one step, and when do collectives run? From every request of the step, if known."""
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
@@ -16,18 +16,18 @@ from zeroplan.report.series.parts import Caption, caption
 from zeroplan.report.series.timeline import TimelineSeries
 
 MOST_COLUMNS = 720
-"""A screen shows no more. Of requests and releases that share a column, it shows the moment at which most is alive."""
+"""Most columns on a screen; a column shows the highest of its moments."""
 _MOST_IN_A_PIPELINE = 128
-"""Micro-batches of a pipeline, all of which are drawn; a step of more takes seconds to write out, and would be a smear."""
+"""Pipelines with more micro-batches are drawn by named moments: all requests would take seconds and be unreadable."""
 _FEWEST_COLUMNS = 12
-"""Of embedding, head and loss, so that they can be seen beside the blocks."""
+"""Fewest columns for embedding, head and loss, so that they stay visible beside the blocks."""
 _SMALL = 1000
-"""Lines that never reach this part of the peak are added up by kind."""
+"""Lines that stay below 1/1000 of the peak are summed by kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """Tensors of one purpose: from each column in ``columns`` on, ``n_bytes`` of them are alive. [bytes]"""
+    """Tensors of one purpose: ``n_bytes`` are alive from each column in ``columns`` on. [bytes]"""
 
     kind: str
     reason: str
@@ -47,7 +47,7 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """From this column on: the phase, and the block or named moment."""
+    """The phase, and the block or named moment, from this column on."""
 
     column: int
     phase: str
@@ -58,8 +58,8 @@ class Place:
 class StepSeries:
     """One step in columns: lines, collectives and places, each with the columns at which they change. [bytes]
 
-    ``totals``: what is alive per column; ``peak``: the highest. ``requests`` says whether a column is a moment between two requests
-    of the allocator, in order, or a named moment of the estimate.
+    ``totals`` are the bytes alive per column; ``peak`` is the highest column. With ``requests`` a column is a moment between
+    two requests to the allocator, else a named moment of the estimate.
     """
 
     caption: Caption
@@ -73,7 +73,7 @@ class StepSeries:
 
 
 def step(answer: Estimate, moments: TimelineSeries) -> StepSeries:
-    """Return the step of an estimate: request by request, or by its named moments where the requests are not known.
+    """Return the step of an estimate, request by request; by named moments if the requests are unknown.
 
     >>> from zeroplan import estimate, job
     >>> from zeroplan.report.series.timeline import timeline
@@ -109,7 +109,7 @@ def _of_moments(moments: TimelineSeries) -> StepSeries:
 
 
 def _of_requests(log: Log, answer: Estimate, moments: TimelineSeries, told: tuple[str, ...]) -> StepSeries:
-    """Return the last step of these requests. Beside them lie the workspaces of libraries, which stay where they are."""
+    """Return the last step of these requests, plus the workspaces of libraries, which stay constant."""
     beside = int(bytes_by_kind(answer.peak.lines).get(Kind.WORKSPACE, 0))
     shown = _shown(log)
     rows = _rows(log, shown)
@@ -128,7 +128,7 @@ def _of_requests(log: Log, answer: Estimate, moments: TimelineSeries, told: tupl
 
 
 def _shown(log: Log) -> list[int]:
-    """Return which deeds of the last step are drawn: of neighbours that share a column, the one after which most is alive."""
+    """Return the drawn requests and releases of the last step: in each column, the one after which most memory is alive."""
     sizes = [one.n_bytes for one in log.requests]
     live = list(accumulate(sizes[deed] if deed >= 0 else -sizes[-1 - deed] for deed in log.deeds))
     first = min(one.start for one in log.spans if one.step == log.spans[-1].step)
@@ -140,7 +140,7 @@ def _shown(log: Log) -> list[int]:
 
 
 def _stretches(log: Log, first: int) -> Iterator[tuple[range, bool]]:
-    """Yield neighbouring deeds of one layer and phase, and whether the layer is a block."""
+    """Yield runs of requests and releases of one layer and phase, and whether the layer is a block."""
     layers, starts, begin = _layers(log), {one.start for one in log.spans}, first
     for at in range(first + 1, len(log.deeds) + 1):
         if at == len(log.deeds) or at in starts or layers[at] != layers[begin]:
@@ -149,12 +149,12 @@ def _stretches(log: Log, first: int) -> Iterator[tuple[range, bool]]:
 
 
 def _layers(log: Log) -> list[int]:
-    """Return the layer that runs at each deed: the one that has requested memory last."""
+    """Return the running layer at each request and release: the last one that requested memory."""
     return list(accumulate(log.deeds, lambda layer, deed: layer if deed < 0 else log.requests[deed].layer, initial=-1))[1:]
 
 
 def _ends(stretch: tuple[range, bool], deeds: int) -> list[int]:
-    """Return where a stretch's columns begin and end. What surrounds the blocks makes few requests, among them the highest."""
+    """Return the column borders of a stretch. Embedding, head and loss make few but large requests, so they get a minimum."""
     at, is_block = stretch
     columns = max(MOST_COLUMNS * len(at) // deeds, 1 if is_block else _FEWEST_COLUMNS)
     columns = min(columns, len(at))
@@ -162,7 +162,7 @@ def _ends(stretch: tuple[range, bool], deeds: int) -> list[int]:
 
 
 def _rows(log: Log, shown: Sequence[int]) -> dict[tuple[str, str], list[int]]:
-    """Return the bytes alive after each of these deeds, by kind and purpose."""
+    """Return the bytes alive after each shown request or release, by kind and purpose."""
     alive: Counter[tuple[str, str]] = Counter()
     rows: dict[tuple[str, str], list[int]] = defaultdict(list)
     after = iter(shown)
@@ -190,13 +190,13 @@ def folded(rows: dict[tuple[str, str], list[int]], most: int) -> dict[tuple[str,
 
 
 def line_of(kind: str, reason: str, row: Sequence[int]) -> StepLine:
-    """Return a row by the columns at which it changes."""
+    """Return a row as the columns at which it changes."""
     changes = [at for at, n_bytes in enumerate(row) if n_bytes != (row[at - 1] if at else 0)]
     return StepLine(kind=kind, reason=reason, columns=tuple(changes), n_bytes=tuple(row[at] for at in changes))
 
 
 def _calls(log: Log, shown: Sequence[int]) -> Iterator[StepCall]:
-    """Yield the collectives of the last step, those of one operation and column together."""
+    """Yield the last step's collectives, summed by operation and column."""
     before = min(one.calls for one in log.spans if one.step == log.spans[-1].step)
     found: dict[tuple[str, int], list[int]] = defaultdict(list)
     for call in log.calls[before:]:
@@ -205,13 +205,13 @@ def _calls(log: Log, shown: Sequence[int]) -> Iterator[StepCall]:
 
 
 def joined(found: Mapping[tuple[str, int], Sequence[int]]) -> Iterator[StepCall]:
-    """Yield the calls of each operation and column as one; ``found`` has the bytes of each."""
+    """Yield one call per operation and column; ``found`` has the bytes of the single calls."""
     for (operation, column), sizes in found.items():
         yield StepCall(operation=operation, column=column, calls=len(sizes), n_bytes=sum(sizes))
 
 
 def _places(log: Log, shown: Sequence[int]) -> Iterator[Place]:
-    """Yield where each column is, once for neighbours at the same place."""
+    """Yield the place of each column; neighbours at the same place share one entry."""
     layers, starts = _layers(log), [one.start for one in log.spans]
     before = None
     for column, at in enumerate(shown):

@@ -1,4 +1,4 @@
-"""What is alive at every named moment of a step, and what did a run of the engine take, phase by phase?"""
+"""Which memory is alive at every named moment of a step, and how much did a run measure in each phase?"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,9 +22,9 @@ _PHASES = (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """A named moment: the phase it happens in, and what is alive. [bytes]
+    """A named moment: its phase, and the memory alive then. [bytes]
 
-    ``skipped`` counts the blocks before it that have no moments: they are like their neighbours, and no peak can lie in them.
+    ``skipped`` counts the blocks before it that have no moments: they equal their neighbours and cannot contain the peak.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The highest that a run took in one phase, over the moments (first to last) that fall into it. [bytes]"""
+    """A run's measured peak in one phase, whose moments are ``first`` to ``last``. [bytes]"""
 
     phase: str
     first: int
@@ -46,10 +46,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSeries:
-    """A step's moments, phase by phase in the account's order, and the index of the peak. [bytes]
+    """A step's moments by phase, in the estimate's order, and the index of the peak. [bytes]
 
-    ``room_bytes`` is what the GPU leaves to the allocator, ``measured`` what a run took, and ``levels`` the same block by block,
-    where the record tells.
+    ``room_bytes`` is the GPU's memory for the allocator, ``measured`` a run's peaks by phase, and ``levels`` its peaks by block
+    if the record has them.
     """
 
     caption: Caption
@@ -63,11 +63,11 @@ class TimelineSeries:
 def timeline(
     job: JobSpec, record: Measurement | None = None, *, where: str = "the record", own: Estimate | None = None
 ) -> TimelineSeries:
-    """The moments of a step as the estimate has them; with a record, as that run has them, and what it took.
+    """The estimated moments of a step; with a record, estimated for that run, with its measured peaks.
 
-    A run on other tensors than CUDA's has no library workspaces and no scratch inside kernels: they are left out then.
-    ``own`` is the job's own estimate, where there is one already. Raises :class:`~zeroplan.errors.SpecError` where the record is
-    of another job.
+    A run on CPU or fake tensors has no library workspaces and no scratch inside kernels, so they are left out then.
+    ``own`` is the job's own estimate, if it exists already. Raises :class:`~zeroplan.errors.SpecError` if the record is of
+    another job.
 
     >>> from zeroplan import job
     >>> found = timeline(job(model="gpt2", gpus=8, stage=3, seq_len=128))
@@ -111,7 +111,7 @@ def _series(answer: Estimate, moments: tuple[Moment, ...], *more: str) -> Timeli
 
 
 def _ordered(moments: tuple[Moment, ...], loss: Loss) -> list[Moment]:
-    """Phase by phase; of moments that have one name, since they represent several blocks, the highest."""
+    """The moments by phase; of moments with one name, which represent several blocks, the highest."""
     highest: dict[tuple[Phase, str], Moment] = {}
     for moment in moments:
         key = (phase_as_run(moment, loss), moment.name)
@@ -126,7 +126,7 @@ _NO_ORDER = (
 
 
 def _skipped(before: str, name: str) -> int:
-    """How many blocks lie between two moments that name one each (:mod:`zeroplan.engines.positions`)."""
+    """The number of blocks between two moments that name a block (:mod:`zeroplan.engines.positions`), else 0."""
     one, other = block_named(before), block_named(name)
     return 0 if one is None or other is None else max(abs(one - other) - 1, 0)
 
@@ -156,7 +156,7 @@ def _how(record: Measurement) -> str:
 
 
 def _demand_same(job: JobSpec, record: Measurement, where: str) -> None:
-    """Refuse to lay a run over the account of another job; names and GPUs may differ, what is computed may not."""
+    """Raise SpecError if the record is of another job; model name and GPU may differ."""
     ours, theirs = _sides(job), _sides(record.job)
     differing = [name for name in ours if ours[name] != theirs[name]]
     if differing:
@@ -167,7 +167,7 @@ def _demand_same(job: JobSpec, record: Measurement, where: str) -> None:
 
 
 def _sides(job: JobSpec) -> dict[str, object]:
-    """What two jobs must have in common, by the name of the flag or field."""
+    """The settings that two jobs must share, by name of flag or field."""
     recipe = job.recipe
     flags = (one for one in OPTIONS.values() if one.help and one.option.sets.startswith(("recipe.", "mesh.", "batch.")))
     return {

@@ -1,4 +1,4 @@
-"""How far are predicted peaks from measured ones, run by run?"""
+"""How much do predicted peaks differ from measured ones, run by run?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from zeroplan.spec.job import JobSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run: which job and engine, the peak predicted and measured. [bytes]"""
+    """One run: its job and engine, and its predicted and measured peak. [bytes]"""
 
     name: str
     engine: str
@@ -22,13 +22,13 @@ class Run:
 
     @property
     def error(self) -> float:
-        """Difference over measured."""
+        """(predicted - measured) / measured."""
         return (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationSeries:
-    """All runs, and how far they may be apart. [fractions of what was measured]"""
+    """All runs, and the allowed errors as fractions of the measured peak."""
 
     caption: Caption
     runs: tuple[Run, ...]
@@ -36,7 +36,7 @@ class ValidationSeries:
 
 
 def validation(held: Sequence[tuple[Measurement, Comparison]], *, limits: tuple[float, ...]) -> ValidationSeries:
-    """The peaks of several runs, each with the comparison of its estimate; a run that took nothing shows nothing."""
+    """The peaks of several runs, each with its comparison; runs without a measured peak are left out."""
     runs = tuple(_run(measured, found) for measured, found in held if found.peak.measured)
     how = sorted({f"backend {measured.backend} on {measured.tensors} tensors" for measured, _ in held})
     return ValidationSeries(
@@ -65,6 +65,6 @@ def _name(measured: Measurement) -> str:
 
 
 def group_of(job: JobSpec) -> str:
-    """An engine, its stage, and whether there are replicas of the sharded group."""
+    """The engine, its stage, and HSDP if the sharded group has replicas."""
     replicas = " HSDP" if job.mesh.dp_replicate > 1 else ""
     return f"{job.recipe.engine} {job.recipe.zero_stage}{replicas}"

@@ -1,7 +1,7 @@
-"""Measures one rank on a real GPU: the caching allocator's counts, the kinds of the blocks, the seconds.
+"""Measures one rank on a real GPU: the caching allocator's peaks, the kind of every block, the seconds.
 
-Torch's profiler watches the steps and gives the kind of every block. More steps run without the profiler. The peaks of the last
-one, as ``torch.cuda.memory_stats`` counts them, and its times are the steady state of the record.
+The first steps run under torch's profiler, which gives the kinds. The last steps run without it. The record's steady state is
+the last step: its peaks from ``torch.cuda.memory_stats`` and its times.
 """
 
 import gc
@@ -39,7 +39,7 @@ _REMARKS = (
     KINDS_REMARK,
 )  # fmt: skip
 _UNWATCHED = 3
-"""Steps without the profiler: the first of them still pays for its end, and the last is the record's steady state."""
+"""Steps to run after the profiler stops. Stopping it slows the first one; the last one is the record's steady state."""
 _MANY = 4096
 """Smallest difference between a watched and an unwatched step that the record mentions. [bytes]"""
 
@@ -84,7 +84,7 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
 def model_for(job: JobSpec, device: str) -> Workload:
     """The job's model with weights on the device; for FSDP2 on the meta device, since sharding allocates the memory.
 
-    A model in four bits is never on the meta device: its scales are made of its weights.
+    A four-bit model is always built on the device, because its scales are computed from its weights.
     """
     where = "meta" if job.recipe.engine == "fsdp2" and not job.model.is_quantised else device
     made = workload(job, dtype=weights_dtype(job), device=where, batch_device=device, on_gpu=True)
@@ -100,8 +100,6 @@ def on_device(make: Callable[[], Workload], device: str) -> Workload:
 
 
 class _Entered(NamedTuple):
-    """One phase of a step: the counts, and the bytes held when it ended."""
-
     step: int
     phase: Phase
     blocks: BlocksMeasured
@@ -109,7 +107,7 @@ class _Entered(NamedTuple):
 
 
 class OnGpu(Profiled):
-    """Watches the first ``watched`` steps only; counts blocks and seconds in all steps."""
+    """Profiles the first ``watched`` steps, and reads the allocator's counts and the clock in every step."""
 
     def __init__(self, log: Log, say: Callable[[str], None], gpu: Gpu, *, watched: int) -> None:
         super().__init__(log, say, device=gpu.device)
@@ -132,7 +130,7 @@ class OnGpu(Profiled):
             super().__exit__(kind, error, trace)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Begin a phase of a step once the GPU has finished the one before."""
+        """Wait until the GPU has finished the previous phase, then begin a phase of a step."""
         self._end()
         if self._watching:
             super().enter(phase, step)
@@ -155,12 +153,12 @@ class OnGpu(Profiled):
         self._now, self._since = (step, phase), time.perf_counter()
 
     def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Note the kind of the memory at these addresses, while steps are watched."""
+        """Record the kind of these tensors' memory while the profiler runs."""
         if self._watching:
             super().claim(kind, tensors)
 
     def with_counts(self, watched: tuple[StepMeasured, ...]) -> tuple[StepMeasured, ...]:
-        """All steps by the allocator's own counts; unwatched ones have the kinds of the last watched one."""
+        """All steps with the allocator's own peaks. Steps without the profiler get the kinds of the last profiled step."""
         steps = sorted({one.step for one in self.counted if one.step >= 0 and one.phase is not Phase.INIT})
         return tuple(self._step(step, watched[min(step, len(watched) - 1)]) for step in steps)
 
@@ -172,13 +170,13 @@ class OnGpu(Profiled):
         return replace(like, phases=phases, held_bytes=of_step[-1].held_bytes)
 
     def workspace_bytes(self) -> int:
-        """Workspaces of libraries' matrix products at the end of the last watched step. [bytes]"""
+        """The workspaces of matrix-product libraries (cuBLAS) at the end of the last profiled step. [bytes]"""
         *_, last = self.spans()
         owned = frozenset[int]().union(*(claim.addresses for claim in self.claims))
         return kept_by_products(self.timeline.alive(self.timeline.marks[last.end]), owned)
 
     def remarks(self, watched: tuple[StepMeasured, ...]) -> tuple[str, ...]:
-        """The remark about an unwatched step whose peak differs from the step before; empty if it does not."""
+        """A remark if the first step without the profiler peaks higher or lower than the step before it; else empty."""
         alone = self._step(self._watched, watched[-1]).peak.peak_bytes
         before = self._step(self._watched - 1, watched[-1]).peak.peak_bytes
         if abs(alone - before) <= _MANY:
@@ -187,7 +185,6 @@ class OnGpu(Profiled):
 
 
 def _phase(like: PhaseMeasured, passes: list[BlocksMeasured]) -> PhaseMeasured:
-    """A phase over all micro-batches of the step: the highest of each count, and the total seconds."""
     if not passes:
         raise MeasurementError(f"the allocator's counts of phase {like.phase} are missing in the last step; run it again")
     blocks = BlocksMeasured.highest(passes)
@@ -195,7 +192,7 @@ def _phase(like: PhaseMeasured, passes: list[BlocksMeasured]) -> PhaseMeasured:
 
 
 def allocator_of(step: StepMeasured, settings: AllocatorSettings, *, workspace_bytes: int) -> AllocatorMeasured:
-    """The allocator's counts in a step, in the form in which other backends record the model's."""
+    """The allocator's peaks of a step, as a record stores them; ``--backend simulate`` stores its model's in the same form."""
     counts = [phase.blocks for phase in step.phases if phase.blocks is not None]
     return AllocatorMeasured(
         settings=settings,

@@ -1,4 +1,4 @@
-"""A GPU's counts during a measurement: those of torch's caching allocator and of the driver, and the GPU's name."""
+"""Reads a GPU's counters during a measurement: torch's caching allocator, the driver, and the GPU's name."""
 
 import os
 import re
@@ -28,7 +28,7 @@ class Gpu(NamedTuple):
 
     @classmethod
     def current(cls) -> Self:
-        """This process's GPU, with its CUDA context already created, so that later memory is the job's."""
+        """This process's GPU. Its CUDA context is created here, so all memory used later belongs to the job."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         return cls(context_bytes=outside_bytes())
@@ -39,10 +39,10 @@ class Gpu(NamedTuple):
 
     @contextmanager
     def remembered(self, path: Path) -> Iterator[None]:
-        """Record every request with its Python stack, and write a snapshot when the block ends, even by an error.
+        """Record every request with its Python stack, and write a snapshot when the block ends or raises.
 
-        An earlier snapshot of the same name stays: the new one is numbered. Recording costs about two microseconds per request,
-        which the step's time includes.
+        The new file gets a number if one of that name exists. Recording adds about two microseconds per request to the
+        step's time.
         """
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS)
         try:
@@ -54,7 +54,7 @@ class Gpu(NamedTuple):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def synchronize(self) -> None:
-        """Wait until the GPU has finished all its work."""
+        """Wait until the GPU is idle."""
         torch.cuda.synchronize()
 
     def forget_peaks(self) -> None:
@@ -62,7 +62,7 @@ class Gpu(NamedTuple):
         torch.cuda.reset_peak_memory_stats()
 
     def counted(self, seconds: float) -> tuple[BlocksMeasured, int]:
-        """The peaks since the last reset, with the given seconds, and the blocks in use now. [bytes]"""
+        """The allocator's peaks since the last reset, together with ``seconds``, and the bytes allocated now. [bytes]"""
         stats = torch.cuda.memory_stats()
         peaks = {f"{name}_bytes": int(stats[f"{name}_bytes.all.peak"]) for name in _COUNTS}
         return BlocksMeasured(**peaks, seconds=seconds), int(stats["allocated_bytes.all.current"])

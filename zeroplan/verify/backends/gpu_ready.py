@@ -1,6 +1,6 @@
-"""Checks whether this rank can run on a GPU here, and words the reason if not, before a model is built.
+"""Checks, before it builds a model, that this rank can run on a GPU of this machine; the error says why not.
 
-Every rank checks for itself, so that this works alike under our own launcher, torchrun and Slurm.
+Every rank checks for itself, so the check also works under torchrun and Slurm.
 """
 
 import csv
@@ -20,9 +20,9 @@ from zeroplan.verify.task import Task
 _OWN_CONTEXT = 700_000_000
 """Most memory of this process's own CUDA context (zeroplan.engines.device); less in use means no other process. [bytes]"""
 _MATTERS = 100
-"""Other processes may hold 1/100 of a GPU's memory, which is within the error of a verdict."""
+"""Ignore other processes that hold up to 1/100 of a GPU's memory: the estimate's error is larger."""
 _LEAVES_S = 5.0
-"""How long the memory of a process that has just ended may still be in use. [s]"""
+"""How long the driver may take to free the memory of a process that has ended. [s]"""
 _OTHERWISE = "use --backend simulate, which needs no GPU"
 
 _WITHOUT_CUDA = f"this torch ({torch.__version__}) is built without CUDA; install one that has it"
@@ -117,7 +117,7 @@ def _busy(index: int, memory: Memory, needed: int, held: int) -> str:
     )
 
 
-# The rest asks torch and the driver for one fact each
+# Single queries to torch and the driver
 
 
 def built_for_gpus() -> bool:
@@ -131,7 +131,7 @@ def count() -> int:
 
 
 def why_none() -> str:
-    """The driver's reason why no GPU can be used: the first sentence."""
+    """The first sentence of the driver's error message; empty if CUDA starts."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
@@ -140,7 +140,7 @@ def why_none() -> str:
 
 
 def memory_of(index: int) -> Memory:
-    """A GPU's memory by the driver's count; makes it this process's current device."""
+    """The driver's count of a GPU's memory; also makes that GPU this process's current device."""
     try:
         torch.cuda.set_device(index)
         return Memory(*torch.cuda.mem_get_info(index))

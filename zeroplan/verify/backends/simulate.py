@@ -30,9 +30,9 @@ from zeroplan.verify.watching.timeline import Timeline, collectives, initialisat
 from zeroplan.verify.watching.tracker import Tracker
 
 _FEW_LAYERS = 4
-"""With this many layers, and one more, every layer of a longer model has one like it: a first, a last, and some between."""
+"""Short runs have 4 and 5 layers. Any layer of a longer model (first, last, between) equals one of theirs."""
 _COUNT_ELEMENTS = ("deepspeed",)
-"""Engines whose buckets and flat groups are bounded by a number of elements, so that few layers do not show what many do."""
+"""Engines that fill buckets and flat groups up to a number of elements: a run of few layers fills them differently."""
 _NO_SCALER = ("the gradient scaler did not run, since it reads values; it holds a few numbers only",)
 _ALWAYS: tuple[str, ...] = (
     "collectives moved no data: the process group is fake",
@@ -96,10 +96,10 @@ def simulate(
 
 
 def _layers_are_alike(job: JobSpec) -> bool:
-    """Whether the memory of all layers follows from a run of a few."""
+    """Whether a run of a few layers determines the memory of all layers."""
     recipe = job.recipe
     some_recomputed = recipe.recompute_layers is not None
-    cut = job.mesh.pp > 1  # stages have few layers, and more layers are split at other places
+    cut = job.mesh.pp > 1  # more layers would be split into stages at other places
     return not (recipe.engine in _COUNT_ELEMENTS or _layers_not_alike(job) or some_recomputed or cut)
 
 
@@ -110,7 +110,7 @@ def _remarks(recipe: RecipeSpec) -> tuple[str, ...]:
 
 
 def _replaced_parts(recipe: RecipeSpec) -> tuple[str, ...]:
-    """Remarks on replaced parts: DeepSpeed's CPU optimizer, whose C++ needs addresses, and its NVMe I/O."""
+    """Remarks on replaced parts: DeepSpeed's CPU optimizer, whose C++ needs real addresses, and its NVMe I/O."""
     steps_on_cpu = recipe.engine == "deepspeed" and recipe.deepspeed.offload_optimizer != "none"
     on_nvme = _NVME if _swaps(recipe) else ()
     return on_nvme + (
@@ -133,7 +133,7 @@ def _swaps(recipe: RecipeSpec) -> bool:
 
 
 def _layers_not_alike(job: JobSpec) -> bool:
-    """Whether ranks own whole tensors, some blocks are frozen or of a tower, so that few layers do not show what many do."""
+    """Whether layers differ: ranks own whole tensors (DDP with ZeRO-1), or some blocks are frozen or of a vision tower."""
     apart = job.model.frozen is not None or job.model.vision is not None
     return (job.recipe.engine == "ddp" and job.recipe.zero_stage == 1) or apart
 
@@ -150,7 +150,7 @@ def _recorded(
 
 @contextmanager
 def _explain_reads_of_values(job: JobSpec) -> Iterator[None]:
-    """Turn torch's error about a read value into one line, with a way out; Adafactor reads every norm."""
+    """Turn torch's error about reading a fake tensor's value into one line with advice; Adafactor reads every norm."""
     try:
         yield
     except DataDependentOutputException as error:
@@ -161,7 +161,7 @@ def _explain_reads_of_values(job: JobSpec) -> Iterator[None]:
 
 
 def _from_few_layers(job: JobSpec, rank: int, steps: int) -> Recording | None:
-    """The recording of all layers, extended from two short runs; None if there are no more layers or they are not alike."""
+    """The recording of all layers, extended from two short runs; None if the model is short or its layers differ."""
     few, period = _few_layers(job.model), layer_period(job.model)
     times = (job.model.num_hidden_layers - few) // period
     if times <= 1:
@@ -175,7 +175,7 @@ def _from_few_layers(job: JobSpec, rank: int, steps: int) -> Recording | None:
 
 
 def _few_layers(model: ModelSpec) -> int:
-    """The dense first layers, a few of the others, and as many more as leave whole periods out."""
+    """Layers of the shorter run: the dense first ones and a few others, so that the rest are whole periods of layer kinds."""
     dense, period = model.moe.num_dense_layers if model.moe is not None else 0, layer_period(model)
     least = dense + max(_FEW_LAYERS, 2 * period + 1)
     return least + (model.num_hidden_layers - least) % period

@@ -34,7 +34,7 @@ def _kind(task: Task) -> _Kind:
 
 
 class Runner:
-    """Runs cases; those of one process as forks of a warm one. A context manager that ends all processes."""
+    """Runs cases; forks single-process cases from a warm process. Leaving the context ends all processes."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -109,7 +109,7 @@ class Runner:
             self._reap(started)
 
     def _warm_for(self, task: Task) -> Started:
-        """The process to fork; a new one if the kind differs or the last one ended."""
+        """The warm process to fork; starts a new one if the kind differs or the last one ended."""
         if self._warm is not None and self._warm[0] == _kind(task) and self._warm[1].process.poll() is None:
             return self._warm[1]
         self._stop()
@@ -118,7 +118,7 @@ class Runner:
         return started
 
     def _may_be_forked(self, task: Task) -> bool:
-        """Whether a fork can run the task: not with real ranks, which elastic starts, nor after a fork of its kind failed."""
+        """False for tasks with real ranks, which torch elastic starts, and after a fork of this kind has failed."""
         return task.transport == "fake" and _kind(task) not in self._cold
 
     def _order(self, started: Started, task: Task, order: Path) -> None:

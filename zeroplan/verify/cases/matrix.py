@@ -1,8 +1,8 @@
 """Reads many cases from one file: ``[defaults]``, and ``[[case]]`` tables with the keys of a job file; lists give all combinations.
 
 A case also has ``as_rank`` (the rank to play), ``nproc`` (real processes, one per GPU), ``layers`` (to keep of the model),
-``steps`` and ``edge``. ``edge`` is the share of the GPU's memory that the estimate should need: the batch is made large enough,
-then its sequences are shortened to meet the share.
+``steps`` and ``edge``. ``edge`` is the share of the GPU's memory that the estimate should need: zeroplan enlarges the batch,
+then shortens its sequences until the estimate needs that share.
 """
 
 import tomllib
@@ -32,7 +32,7 @@ _MOST_CASES = 10_000
 _STEP = 8
 """Sequence lengths are multiples of this; odd lengths use other kernels. [tokens]"""
 _NEAR_ENOUGH = 0.01
-"""Allowed difference between the requested share and the nearest batch's."""
+"""Largest accepted difference between the requested share of memory and the nearest batch's."""
 _LARGEST = 4096
 
 
@@ -90,8 +90,6 @@ def read_matrix(path: Path, *, tensors: Tensors, card_bytes: int | None = None) 
 
 
 class _Here(NamedTuple):
-    """Where the cases run: the tensors, and the GPU's memory if known. [bytes]"""
-
     tensors: Tensors
     card_bytes: int | None
 
@@ -166,10 +164,10 @@ def _with_layers(job: JobSpec, layers: int) -> JobSpec:
 
 
 def at_the_edge(job: JobSpec, share: float, *, alone: bool) -> JobSpec:
-    """The job with a batch whose estimate needs that share of the GPU's memory, ``alone`` or in its group.
+    """The job with a batch whose estimate needs ``share`` of the GPU's memory, as one rank ``alone`` or in its group.
 
-    Takes the fewest sequences of full length that need more, and shortens them to the nearest length: above the share if that is
-    more than 1, else below it. Raises SpecError if the result is off by more than a percent.
+    Takes the fewest full-length sequences that exceed the share, then shortens them to the nearest length above the share if
+    ``share`` exceeds 1, else below it. Raises SpecError if the result is off by more than a percent.
     """
     if estimate(job).capacity_bytes is None:
         raise SpecError(f"edge={share} is a share of a card's memory; name the card with gpu")
@@ -185,7 +183,7 @@ def at_the_edge(job: JobSpec, share: float, *, alone: bool) -> JobSpec:
 
 
 def _around(share_of: Callable[[int], float], share: float, *, most: int) -> tuple[int, int]:
-    """The two neighbours, of 1 to ``most``, between which a growing share passes the target."""
+    """Two neighbouring numbers from 1 to ``most``: the growing ``share_of`` is below the target at one, not at the other."""
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
@@ -225,7 +223,6 @@ def _name(job: JobSpec, own: Own) -> str:
 
 
 def _adapted(adapter: AdapterSpec | None) -> tuple[str, ...]:
-    """The adapters of a case and the bits of its frozen weights; empty where everything is trained."""
     if adapter is None:
         return ()
     return (f"lora{adapter.rank}", *(() if adapter.quantize == "none" else (adapter.quantize,)))

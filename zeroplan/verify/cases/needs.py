@@ -1,4 +1,4 @@
-"""The memory that a run needs of its GPU, and the memory that the GPU has."""
+"""How much GPU memory does a run need, and how much does this machine's GPU have?"""
 
 import ctypes
 from dataclasses import replace
@@ -11,7 +11,7 @@ from zeroplan.spec.mesh import MeshSpec
 
 _DRIVER = "libcuda.so.1"
 _OK = 0
-#: The source of a memory size that is not the catalogue's.
+#: The ``source`` of a memory size read from the driver instead of the catalogue.
 OF_THE_DRIVER = "the driver of the card at hand"
 
 

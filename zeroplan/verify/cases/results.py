@@ -1,6 +1,6 @@
-"""Results of many cases in one file, one JSON object per line; a kill loses at most the running case.
+"""Reads and writes the results of many cases: one JSON object per line, so a kill loses at most the running case.
 
-A marker file beside it names the running case. If it exists when the file is opened, the last run was killed in that case.
+A marker file beside it names the running case. If the marker exists at opening, the last run was killed in that case.
 """
 
 import errno
@@ -132,7 +132,7 @@ def opened(path: Path, *, say: Callable[[str], None]) -> Iterator[Results]:
             yield results
         finally:
             results.end()
-            if not os.fstat(descriptor).st_size:  # no case was run
+            if not os.fstat(descriptor).st_size:  # no case has run
                 path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
@@ -168,7 +168,7 @@ def read_results(path: Path) -> list[Result]:
 
 
 def last_results(path: Path) -> list[Result]:
-    """The last result of each case in a file, since a failed case may have been run again."""
+    """The last result of each case in a file; a failed case may have several."""
     return list({without_run_options(one.task): one for one in read_results(path)}.values())
 
 
@@ -177,7 +177,7 @@ def _found(descriptor: int, path: Path) -> tuple[list[Result], int]:
     data = path.read_bytes()
     half = data[data.rfind(b"\n") + 1 :]
     found = read_results(path)
-    written = half.rstrip(b"\0")  # a power failure may leave unfilled space
+    written = half.rstrip(b"\0")  # a power failure may leave NUL bytes
     if written[: len(_BEGINNING)] != _BEGINNING[: len(written)]:
         raise SpecError(f"results {str(path)!r} ends in a line that is not a result; remove it, or name another --record-dir")
     if half:

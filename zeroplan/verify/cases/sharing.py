@@ -1,6 +1,6 @@
-"""A copy of a record without what tells of a machine, a person or a model of their own. Needs no torch.
+"""Copies a record without anything that identifies a machine, a person or a private model. Needs no torch.
 
-Only texts on an allow-list are kept: names of the catalogue, the package's own words, and versions. Numbers are kept.
+The copy keeps all numbers, and texts on an allow-list: names in the catalogue, the package's own words, versions.
 """
 
 import json
@@ -27,13 +27,13 @@ from zeroplan.verify.record import record_name
 
 S = TypeVar("S", bound=Spec)
 Kept = Callable[[str], str]
-"""What of a text is kept; empty for nothing."""
+"""Returns the part of a text to keep; empty for none."""
 
 _CALLS = "all_gather|all_reduce|reduce_scatter|reduce|broadcast|all_to_all|gather|scatter|send|recv|barrier"
 _DTYPES = r"b?float\d{1,2}(?:_e\dm\d(?:fn)?)?|u?int\d{1,2}|bool"
 _VERSION = r"\d{1,5}(?:\.\d{1,5}){0,3}"
 _SYSTEM = re.compile(rf"(Linux|Windows|macOS)-(?:({_VERSION})\b)?.*?(x86_64|aarch64|arm64|AMD64)?(?:-with-(glibc{_VERSION}))?")
-#: The words of the names that drivers give to GPUs: ``NVIDIA A100-SXM4-40GB MIG 3g.20gb``.
+#: Words in the GPU names that drivers report: ``NVIDIA A100-SXM4-40GB MIG 3g.20gb``.
 _CARD = (
     r"NVIDIA|AMD|GeForce|Quadro|Tesla|Instinct|Radeon|RTX|GTX|TITAN|GRID|Graphics|Generation|Ada|Blackwell|Server|Workstation|Edition|"
     r"Max-Q|Laptop|GPU|Ti|SUPER|PRO|SXM\d?|PCIe|PCIE|NVL|OAM|MIG|HBM\d?e?|VF|\d{1,3}GB|\d{1,2}g\.\d{1,3}gb|[A-Z]{1,2}\d{1,4}[A-Z]{0,2}|\d{3,4}"
@@ -46,7 +46,7 @@ def _matching(pattern: str) -> Kept:
 
 
 def _platform(text: str) -> str:
-    """The system, the version of its kernel, the processor and the C library, without what a site adds to them."""
+    """System, kernel version, processor and C library, without a site's own suffixes."""
     found = _SYSTEM.fullmatch(text)
     return "" if found is None else "-".join(part for part in found.groups() if part)
 
@@ -56,12 +56,11 @@ def _of_a_gpu(text: str) -> str:
 
 
 def _described(text: str) -> str:
-    return _of_a_gpu(text) or "left out"  # what cannot be empty
+    return _of_a_gpu(text) or "left out"  # these fields must not be empty
 
 
 @cache
 def _texts_of_gpus() -> frozenset[str]:
-    """Every text in the package's own GPUs."""
     return frozenset((OF_THE_DRIVER, *_texts([asdict(one) for one in gpus()])))
 
 
@@ -81,10 +80,10 @@ _operator = r"aten(?:::|\.)[a-z0-9_]+(?:\.[a-zA-Z0-9_]+)?"
 _phase, _kind = _matching("|".join((*Phase, *Beside))), _matching("|".join(Kind))
 _day = _matching(r"\d{4}(?:-\d\d){0,2}")
 _figure = {"source": _described, "note": _of_a_gpu, "check": _of_a_gpu, "as_of": _day}
-#: What is kept of the texts of each field; of a field that is not here, nothing.
+#: The rule for the texts of each field; texts of all other fields are dropped.
 KEPT: dict[str, Kept] = {
     "ModelSpec.name": lambda text: text if text in model_names() else "",
-    "AdapterSpec.targets": _same, "AdapterSpec.bitsandbytes": _same, "FrozenSpec.parts": _same,  # which check themselves
+    "AdapterSpec.targets": _same, "AdapterSpec.bitsandbytes": _same, "FrozenSpec.parts": _same,  # Spec checks these itself
     "RecipeSpec.fused_kernels": _same, "RecipeSpec.pipeline_layers": _same, "MegatronOptions.recompute_modules": _same,
     "RecipeSpec.transformers": _version, "MegatronOptions.hybrid_layer_pattern": _matching(r"[M*E-]+"),
     **{f"GpuSpec.{name}": _described for name in ("name", "full_name", "architecture", "node_link")},
@@ -102,14 +101,14 @@ KEPT: dict[str, Kept] = {
     "CollectiveMeasured.operation": _matching(_CALLS), "CollectiveMeasured.dtype": _matching(_DTYPES),
 }  # fmt: skip
 
-#: The same of the keys of a table, where its values have another rule.
+#: The rule for the keys of a table whose values have another rule.
 KEYS = {"Environment.packages": _matching("zeroplan|torch|transformers|deepspeed|accelerate")}
-#: Parts of a module's name that are in no name of a tensor relative to its block.
+#: Words in module names that no tensor name contains: the parts in front of a block.
 _AROUND, _LAYER = ("", "model", "layers", "transformer", "h", "gpt_neox"), re.compile(r"\d{1,4}|\*", re.ASCII)
 
 
 class Shared(NamedTuple):
-    """The content of a copy, the name of its file, and what it leaves out: the field, its text, and what is kept of that."""
+    """A copy's content and file name, and its changed texts: the field, the original text, and the part kept."""
 
     name: str
     content: str
@@ -119,7 +118,7 @@ class Shared(NamedTuple):
 def shared(path: Path) -> Shared:
     """The copy of a record, of a matrix's results, or of the JSON that ``zeroplan dryrun --backend cuda`` prints.
 
-    Raises :class:`~zeroplan.errors.SpecError`, in one line, for any other file and for a run that nobody else can repeat.
+    Raises :class:`~zeroplan.errors.SpecError` for any other file, and for a run that only its owner can repeat.
     """
     copy = _Copy(str(path))
     if is_results(path):
@@ -137,7 +136,7 @@ def shared(path: Path) -> Shared:
 
 
 class _Copy:
-    """Copies records field by field, and notes what it leaves out."""
+    """Copies records field by field and lists the texts that it leaves out."""
 
     def __init__(self, where: str) -> None:
         self.left_out: list[tuple[str, str, str]] = []
@@ -145,19 +144,19 @@ class _Copy:
         self._modules: frozenset[str] = frozenset()
 
     def of_script(self, data: Mapping[str, object]) -> dict[str, object]:
-        """The ranks alone: their dry run names the script, and anyone can make it again."""
+        """A script's measured ranks, without the dry run: it names the script, and anyone can repeat it."""
         self.left_out += [(key, "", "") for key in data if key not in ("schema_version", "measured")]
         found = cast("list[Mapping[str, object]]", data["measured"])
         ranks = [read(RankOnCard, one, where=f"record {self._where!r}") for one in found]
         return {"schema_version": 1, "measured": [asdict(self.of(one, "measured")) for one in ranks]}
 
     def of_result(self, result: Result, number: int) -> dict[str, object]:
-        """One line of a matrix's results, without the name of its case."""
+        """One line of a matrix's results; a number replaces the case's name."""
         self.begin(result.task.workload, result.task.job.model)
         return asdict(replace(self.of(result, ""), name=f"case {number}"))
 
     def of(self, spec: S, where: str) -> S:
-        """A description of which each field is kept as its rule says."""
+        """A copy of a Spec with the field's rule applied to each text."""
         checks, name = checks_of(type(spec)), type(spec).__name__
         kept = {}
         for field in fields(spec):
@@ -187,7 +186,7 @@ class _Copy:
         return text if all(word in self._modules or _LAYER.fullmatch(word) for word in text.split(".")) else ""
 
     def begin(self, workload: str, model: ModelSpec) -> None:
-        """Refuse what only its owner can run, and learn the words of which the names of a model's modules consist."""
+        """Refuse runs that only their owner can repeat, and collect the words allowed in this model's module names."""
         if workload or model.profile is not None:
             own = f"the workload {shown(workload)}" if workload else "a traced profile"
             raise SpecError(f"record {self._where!r} is of {own}, which nobody else can run; share the record of a job")

@@ -1,4 +1,4 @@
-"""Compares the estimate of a case with its result: the numbers if it ran, and the verdict if it ran or ran out of memory."""
+"""Does the estimate of a case agree with its result? Compares peaks if it ran, and verdicts if it ran or ran out of memory."""
 
 from typing import NamedTuple
 
@@ -10,15 +10,15 @@ from zeroplan.verify.cases.needs import needed_bytes
 from zeroplan.verify.cases.results import Result
 
 BAND = 0.02
-"""Within this share of a GPU's capacity, either verdict counts as right."""
+"""Either verdict counts as right if the need differs from the GPU's capacity by less than this share."""
 
 
 class Judged(NamedTuple):
     """A result and its prediction. [bytes]
 
     ``predicted`` and ``measured`` are peaks; ``needed`` is the peak plus the memory outside the allocator; ``fits`` is the verdict,
-    None if no GPU is known; ``agrees`` is None if there is nothing to compare. ``goes_through`` is what a replay of the requests
-    on this GPU says, None where the peak alone decides.
+    None if no GPU is known; ``agrees`` is None if there is nothing to compare. ``goes_through`` says whether a replay of the
+    requests fits this GPU; None if the peak alone decides.
     """
 
     result: Result
@@ -41,7 +41,7 @@ class Judged(NamedTuple):
 
     @property
     def at_the_edge(self) -> bool:
-        """Whether the prediction is within the band around the capacity."""
+        """Whether the predicted need is within ``BAND`` of the GPU's capacity."""
         return self.capacity is not None and abs(self.needed / self.capacity - 1) < BAND
 
 
@@ -57,7 +57,7 @@ def judged(result: Result, *, tolerance: float) -> Judged:
 
 
 def _goes_through(answer: Estimate, needed: int, capacity: int | None) -> bool | None:
-    """Whether a replay runs on the GPU; None where everything that the allocator may reserve fits, or nothing does."""
+    """Whether a replay fits the GPU; None if all memory that the allocator may reserve fits, or the peak does not."""
     if capacity is None or needed > capacity or not_written(answer.job):
         return None
     room = capacity - (needed - answer.peak_bytes)

@@ -1,4 +1,4 @@
-"""The attention kernel that CUDA would choose, and other differences of torch on a GPU while a run is watched."""
+"""Which attention kernel would CUDA choose? Also replaces a few torch functions that behave differently on a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ _FLASH_HEAD_DIM = 256
 
 @contextmanager
 def decisions() -> Iterator[None]:
-    """Choose attention's kernel as CUDA does, and make pinning of host memory do nothing.
+    """Choose the attention kernel as CUDA does, and turn off pinning of host memory.
 
-    ``record_stream`` delays when memory is reused, not when it is free, so it does nothing here either. Backward passes run in the
-    calling thread, since a thread per device would number autograd's nodes again.
+    ``record_stream`` only delays the reuse of memory, so it does nothing here. Backward passes run in the calling thread, because
+    autograd's thread per device would number its nodes from the start again.
     """
     with (
         replaced(torch.nn.functional, "scaled_dot_product_attention", _attention),
@@ -78,7 +78,7 @@ def _autocast(operand: torch.Tensor) -> torch.Tensor:
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, causal: bool, scale: float | None  # noqa: FBT001
 ) -> torch.Tensor:  # fmt: skip
-    """Pad heads to a multiple of 8, as ``scaled_dot_product_attention`` does before the kernel."""
+    """Pad the head size to a multiple of 8, as ``scaled_dot_product_attention`` does before the kernel."""
     size = query.size(-1)
     if rest := -size % 8:
         query, key, value = (torch.nn.functional.pad(one, (0, rest)) for one in (query, key, value))

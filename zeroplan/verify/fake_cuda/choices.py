@@ -1,4 +1,4 @@
-"""Assumed choices where a script chooses by scores that are unknown: every candidate is chosen equally often.
+"""Assumes even choices where a script chooses by unknown scores (a router): every candidate is chosen equally often.
 
 The k highest of n scores are the next k candidates in turn, row after row, as torchtitan's ``debug.force_load_balance`` chooses
 experts (0.3, ``models/common/moe.py``, ``_debug_force_load_balance_routing``).
@@ -16,7 +16,7 @@ from zeroplan.verify.fake_cuda.known_values import known
 
 _aten = torch.ops.aten
 
-#: Operators that choose along one dimension: the argument that names it, and the place of the choice in the result.
+#: Operators that choose along one dimension: the position of the ``dim`` argument, and of the indices in the result.
 _CHOOSE: dict[OpOverload, tuple[int, int]] = {
     _aten.topk.default: (2, 1), _aten.max.dim: (1, 1), _aten.min.dim: (1, 1), _aten.sort.default: (1, 1),
     _aten.sort.stable: (1, 1), _aten.argmax.default: (1, 0), _aten.argmin.default: (1, 0), _aten.multinomial.default: (9, 0),
@@ -27,7 +27,7 @@ _LAST = -1
 def choice(
     func: OpOverload, args: Sequence[object], options: Mapping[str, object], result: object
 ) -> tuple[FakeTensor, Callable[[], torch.Tensor]] | None:  # fmt: skip
-    """The tensor in a result that is a choice, and a function that makes an even one; None if the operator chooses nothing."""
+    """The tensor of chosen indices in a result, and a function that returns an even choice; None for other operators."""
     if func not in _CHOOSE:
         return None
     place, which = _CHOOSE[func]
@@ -36,7 +36,7 @@ def choice(
     named = args[place] if len(args) > place else options.get("dim", None if func._opname.startswith("arg") else _LAST)
     if not isinstance(chosen, FakeTensor) or scores.dim() == 0 or scores.numel() == 0:
         return None
-    if named is None:  # a choice among all elements
+    if named is None:  # argmax over all elements
         return chosen, lambda: torch.zeros(chosen.shape, dtype=chosen.dtype)
     dim = cast("int", named) % scores.dim()
     keeps = chosen.dim() == scores.dim()
@@ -46,7 +46,7 @@ def choice(
 
 
 def _even(shape: Sequence[int], dim: int, candidates: int, start_apart: int) -> torch.Tensor:
-    """Candidates in turn: row r has those from ``r * start_apart`` on. Rows are all dimensions but ``dim``.
+    """Indices that cycle through the candidates: row r starts at ``r * start_apart``. Rows are all dimensions but ``dim``.
 
     >>> _even((3, 2), 1, 4, 2).tolist()
     [[0, 1], [2, 3], [0, 1]]
@@ -72,7 +72,7 @@ def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty((count,))
 
 
-#: Makes the largest possible result where the values are unknown; None where there is no limit.
+#: For each operator, a function that makes its largest possible result; None if the size has no limit.
 BY_VALUES: dict[OpOverload, Callable[..., torch.Tensor] | None] = {
     _aten.nonzero.default: _nonzero, _aten.masked_select.default: _masked_select, _aten.repeat_interleave.Tensor: None,
     _aten.bincount.default: None, _aten._unique2.default: None, _aten.unique_consecutive.default: None,
@@ -81,7 +81,7 @@ BY_VALUES: dict[OpOverload, Callable[..., torch.Tensor] | None] = {
 
 
 def counts(args: Sequence[object], options: Mapping[str, object]) -> torch.Tensor | None:
-    """How often each of ``minlength`` unknown numbers occurs: equally often. None without ``minlength``."""
+    """``bincount`` of unknown numbers: all ``minlength`` numbers occur equally often. None without ``minlength``."""
     least = cast("int", args[2] if len(args) > 2 else options.get("minlength", 0))
     if not least:
         return None
@@ -93,5 +93,5 @@ def _histogram(tensor: torch.Tensor, bins: int = 100, min: float = 0, max: float
     return torch.histc(tensor.double(), bins, min, max).to(tensor.dtype)
 
 
-#: Operators that the CPU computes for floating-point numbers only.
+#: Replacements for operators that the CPU computes for floating-point numbers only.
 ON_THE_HOST: dict[OpOverload, Callable[..., torch.Tensor]] = {_aten.histc.default: _histogram}

@@ -1,7 +1,7 @@
-"""Values of whole numbers in collectives: every other rank is assumed to send what this rank sends.
+"""Sets the integers that collectives return: it assumes that every other rank sends the same values as this rank.
 
-Numbers that follow from an assumed choice, such as tokens per expert, are multiplied by the imbalance: this rank's experts are
-chosen that many times as often as an even choice would.
+Numbers that follow from an assumed choice, such as tokens per expert, are multiplied by the imbalance: routers choose this
+rank's experts that many times as often as an even choice.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -104,7 +104,7 @@ def _to_all_apart(args: Sequence[object], _: object) -> Pairs:
 
 
 def _reduced(args: Sequence[object], result: object) -> Pairs:
-    """Sums of whole numbers are multiplied by the ranks; other reductions keep this rank's values."""
+    """A sum is this rank's integers times the number of ranks; other reductions keep this rank's values."""
     _, ranks = _group(args)
     in_place = _in_place(result, args)
     sums = _SUMS[-1] if in_place else args[1] == "sum"
@@ -118,7 +118,7 @@ def _reduced(args: Sequence[object], result: object) -> Pairs:
 
 
 _SUMS = [False]
-"""Whether the running all-reduce is a sum; its operator hides that from Python."""
+"""Whether the running all-reduce is a sum, which its operator does not show to Python."""
 
 
 def noting_sums(all_reduce: Callable[..., object]) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""Fake tensors for a run, and the replacements that let engines and models treat them like real ones."""
+"""Runs engines and models on fake tensors, with the replacements that they need to treat those like real ones."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -47,7 +47,7 @@ class _FakesOnTheGpu(QuickFakes):  # type: ignore[no-untyped-call]  # torch leav
 
 
 def _one_sequence_per_row() -> AbstractContextManager[None]:
-    """Let transformers read that each row of a batch is one sequence, which it cannot from fake position ids.
+    """Tell transformers that each row of a batch is one sequence, which it cannot read from fake position ids.
 
     Otherwise it would build a mask for packed sequences, which no real run has.
     """
@@ -76,12 +76,12 @@ class _Chunks:
 
 
 def _lazy_chunks() -> AbstractContextManager[None]:
-    """Spare FSDP2 the views of other ranks' shards: it uses one of them, and a thousand fake views are slow."""
+    """Make FSDP2's chunks on access: it uses only this rank's shard, and a thousand fake views are slow."""
     return replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
 def _no_strided_shards() -> AbstractContextManager[None]:
-    """Spare DTensor the slow search for dimensions sharded twice, where there are none."""
+    """Skip DTensor's slow search for dimensions that are sharded twice."""
     name = "_propagate_use_strided_shard_flag"  # since torch 2.13
     return replaced(_sharding_prop, name, lambda *_: None) if hasattr(_sharding_prop, name) else nullcontext()
 

@@ -1,12 +1,12 @@
 """Tensors without bytes on the GPU, and real ones on the host where a script reads them.
 
 On the host, integers and booleans are real (token ids, indices, seeds, masks), so that data sets, samplers and collators work as
-usual. Floating-point tensors from factories, which are weights, are fake; those made of data are real. On the GPU everything is
-fake. Integers and booleans there keep a real copy beside the fake tensor while all their inputs have one, so a script reads exact
-values.
+usual. Floating-point tensors from factories are weights and therefore fake; those made from data are real. All tensors on the GPU
+are fake. An integer or boolean tensor there keeps a real copy beside it as long as all its inputs have one, so a script reads
+exact values.
 
-An unknown value is replaced by a healthy one and noted (:mod:`zeroplan.verify.fake_cuda.stand_ins`): 1 for a number, true for
-checks that all is well (``isfinite``, ``all``), else false; a mask selects everything. Choices among scores are even
+A read of an unknown value returns that of a healthy step, and is listed (:mod:`zeroplan.verify.fake_cuda.stand_ins`): 1 for a
+number, true for health checks (``isfinite``, ``all``), else false; a mask selects everything. Choices among scores are even
 (:mod:`zeroplan.verify.fake_cuda.choices`), and other ranks send what this rank sends
 (:mod:`zeroplan.verify.fake_cuda.exchanged`).
 """
@@ -31,12 +31,12 @@ _aten = torch.ops.aten
 _NUMBER = _aten._local_scalar_dense.default
 _HOST = torch.device("cpu")
 _MOST_ELEMENTS, _MOST_OF_CHOICES = 1 << 22, 1 << 25
-"""Values of larger tensors are not computed, which would be slow. Choices of experts have a higher limit: they decide sizes."""
+"""Most elements whose values are computed; more would be slow. Choices of experts decide sizes, so their limit is higher."""
 _WHOLE_BY_DEFAULT = {"randint", "randint_like", "randperm", "tril_indices", "triu_indices"}
 _WHOLE_FOR_WHOLE = {"arange", "full", "scalar_tensor"}
 #: Comparisons that are true in a healthy step.
 _TRUE = {"all", "isfinite", "eq", "ge", "le", "equal"}
-#: Operators through which a flag keeps its meaning until it is read on the host.
+#: Operators that keep a flag's meaning on its way to the host.
 _KEEP_FLAGS = frozenset(
     ["_to_copy", "clone", "detach", "select", "view", "_unsafe_view", "slice", "squeeze", "unsqueeze", "max", "amax"]
 )
@@ -57,8 +57,6 @@ Worst = Callable[..., torch.Tensor]
 
 
 class _Values(NamedTuple):
-    """An operator's arguments with values instead of fake tensors, and how certain those are."""
-
     args: Sequence[object]
     options: Options
     sure: Sure
@@ -84,7 +82,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
     def dispatch(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Run an operator: for real on the host where that is exact, else on shapes only."""
+        """Run an operator on real host tensors if that is exact, else on shapes only."""
         options = _cleaned(kwargs or {})
         tensors = [one for one in tree_leaves((args, options)) if isinstance(one, torch.Tensor)]
         fake = any(isinstance(one, FakeTensor) for one in tensors)
@@ -117,7 +115,6 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
     # --- values that are known ------------------------------------------------------------------------------------------
 
     def _made_on_the_gpu(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
-        """Make a tensor of integers on the GPU, with the values that the host computes."""
         result = self._plain(func, types, args, {**options, "generator": None} if "generator" in options else options)
         if isinstance(result, FakeTensor) and result.numel() <= _MOST_ELEMENTS and not func._opname.startswith("empty"):
             keep(result, func(*args, **{**options, "device": _HOST}), Sure.EXACT)
@@ -175,7 +172,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
     # --- values that are unknown ----------------------------------------------------------------------------------------
 
     def _unknown(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
-        """Run an operator on shapes; if its result's shape depends on unknown values, as if everything were selected."""
+        """Run an operator on shapes. If the result's shape depends on unknown values, assume that everything is selected."""
         if func._schema.is_mutable:
             for one in tree_leaves(args[:1]):
                 if isinstance(one, FakeTensor):
@@ -200,7 +197,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         return None
 
     def _set_known_values(self, func: OpOverload, args: Sequence[object], options: Options, result: object) -> None:
-        """Set the values of a result that do not depend on unknown ones: a fill, an assumed choice, a boolean."""
+        """Set result values that need no unknown input: a fill, an assumed choice, a boolean."""
         if isinstance(result, FakeTensor) and (number := _filled_with(func, args, result)) is not None:
             keep(result, torch.full(result.shape, number, dtype=result.dtype), Sure.EXACT)
             return
@@ -269,7 +266,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
 
 
 def _assumed_truth(func: OpOverload, args: Sequence[object], result: FakeTensor) -> bool | None:
-    """A boolean's value in a healthy step, or a number's that was made of a boolean; None for other numbers."""
+    """The value in a healthy step of a boolean, or of a number computed from one; None for other numbers."""
     if func._opname in _KEEP_FLAGS and (truth := getattr(args[0], "healthy", None)) is not None:
         return bool(truth)
     return func._opname in _TRUE if result.dtype is torch.bool else None
@@ -347,7 +344,7 @@ def _most(sure: Sure) -> int:
 
 
 def _compares_a_choice(func: OpOverload, tensors: list[torch.Tensor]) -> bool:
-    """Whether assumed choices are compared with exact values element by element, as tokens with labels: that is unknown."""
+    """Whether assumed choices are compared with exact values (predicted tokens with labels): the result is unknown."""
     alike = len(tensors) == 2 and tensors[0].shape == tensors[1].shape
     return alike and func._opname in ("eq", "ne") and any(how_sure(one) is Sure.EXACT for one in tensors)
 

@@ -26,7 +26,7 @@ def install(gpu: GpuSpec, memory: Memory, *, ranks: int = 1, local_rank: int = 0
 
 @cache
 def _begin() -> None:
-    """Make C++ note that CUDA is initialised; before that, ``torch.tensor`` would mean cuda:0."""
+    """Mark CUDA as initialised in C++; before that, ``torch.tensor`` would place tensors on cuda:0."""
     with suppress(RuntimeError):  # no kernel can allocate the tensor
         torch.empty(0, device="cuda")
 
@@ -53,9 +53,9 @@ _CUDAS_ALONE, _NOT_CUDAS = frozenset({"aten::_fused_rms_norm"}), frozenset({"ate
 
 
 def register_kernels() -> None:
-    """Register a kernel on CUDA for every operator that has one; torch would decompose the others.
+    """Register a CUDA kernel for every operator that has one on a GPU; torch decomposes operators without.
 
-    CUDA has one wherever the CPU has one, with few named exceptions. No kernel is ever called, since fake tensors answer before.
+    CUDA has a kernel wherever the CPU has one, with few named exceptions. Fake tensors return before any kernel is called.
     """
     library = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
     has = torch._C._dispatch_has_kernel_for_dispatch_key

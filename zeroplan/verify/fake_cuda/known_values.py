@@ -17,9 +17,9 @@ class Sure(IntEnum):
 
     EXACT = 0
     ASSUMED = 1
-    """They follow from an assumed choice of this rank."""
+    """Computed from an assumed choice of this rank."""
     EXCHANGED = 2
-    """They follow from assumed choices of other ranks."""
+    """Computed from assumed choices of other ranks."""
 
 
 _STALE: set[int] = set()
@@ -31,7 +31,7 @@ _AWAITED: dict[int, list[Callable[[], None]]] = {}
 
 
 def known(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The real values of a tensor, None if unknown; a real tensor's values are its own."""
+    """The real values of a tensor: its own if it is real; None if unknown."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     values = cast("torch.Tensor | None", getattr(tensor, "known", None))

@@ -1,6 +1,6 @@
-"""Integers and booleans sent from one rank to another: where both ranks run, the receiver reads the sent values.
+"""Sends integers and booleans from one running rank to another, so that the receiver reads the sender's values.
 
-A receive does not wait. Its values are fetched when something reads them, as a program does after its receive.
+A receive returns at once. The values are fetched when the receiver first reads them.
 """
 
 import json
@@ -19,7 +19,7 @@ from zeroplan.verify.replaced import put
 
 LetterT = TypeVar("LetterT")
 _MOST_ELEMENTS = 1 << 18
-"""Larger tensors are sent without values: they are no shapes, and seldom ids or masks of a micro-batch."""
+"""Larger tensors are sent without values: they hold no shapes, and seldom a micro-batch's ids or masks."""
 _KIND = "values"
 _SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
 _ON_THE_HOST: list[Callable[[], object]] = []
@@ -43,7 +43,7 @@ class Mail(Protocol[LetterT]):
 
 
 def carry(mail: Mail[LetterT], func: OpOverload, args: Sequence[object]) -> bool:
-    """Send or expect the values of a send or receive; return whether the operator is one."""
+    """Carry the values of a send or receive; return whether the operator is one."""
     if func not in (_SEND, _RECEIVE):
         return False
     group = dist.get_process_group_ranks(dist.ProcessGroup.unbox(cast("torch.ScriptObject", args[1])))

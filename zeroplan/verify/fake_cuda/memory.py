@@ -1,4 +1,4 @@
-"""The answers of ``torch.cuda.memory_*``: bytes counted by a watcher, and bytes the modelled allocator reserved."""
+"""Answers ``torch.cuda.memory_*``: allocated bytes from a watcher, reserved bytes from the model of CUDA's allocator."""
 
 from collections import defaultdict
 from typing import Protocol

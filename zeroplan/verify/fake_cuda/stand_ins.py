@@ -1,4 +1,4 @@
-"""Values that a script read and no tensor has: the assumed value, and the line of code that read it."""
+"""Lists the unknown values that a script read: the assumed value, and the line of code that read it."""
 
 import sys
 import sysconfig
@@ -33,14 +33,14 @@ class StandIns:
         self.counts[StandIn(read, said, line_of(frame_to_name(sys._getframe(1))))] += 1
 
     def note_choice(self, assumed: int, *, sized: bool) -> None:
-        """Note a read that follows from an assumed choice among scores; ``sized`` if it may decide sizes."""
+        """Note a read of a value that follows from an assumed choice among scores; ``sized`` if it may decide sizes."""
         if assumed:
             self.note("a choice among scores", "every candidate is chosen equally often")
             self.sizes_of_choices |= sized
 
 
 def frame_to_name(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's code; without one on the stack, the innermost of a library."""
+    """The innermost frame of the user's code, else the innermost of a library."""
     library: FrameType | None = None
     while frame is not None:
         kind = _kind(frame.f_code.co_filename)
@@ -75,13 +75,13 @@ def user_line(filename: str, number: int) -> str:
 
 
 def count_as_library(folder: str) -> None:
-    """Treat files in a folder as a library's: code that a compiler has written."""
+    """Treat files in a folder as a library's, such as code that a compiler wrote."""
     _GENERATED.append(folder.rstrip("/") + "/")
     _kind.cache_clear()
 
 
 def count_as_user(folder: str) -> None:
-    """Treat files in a folder as the user's: a package run with ``-m`` may be installed."""
+    """Treat files in a folder as the user's, such as an installed package that is run with ``-m``."""
     _USERS.append(folder.rstrip("/") + "/")
     _kind.cache_clear()
     shown_file.cache_clear()

@@ -1,6 +1,6 @@
-"""Streams and events of a fake GPU: they have names and order, and nothing waits.
+"""Streams and events of a fake GPU: they have an identity, and no call waits.
 
-torch's CPU module stores the current stream, which is how a watcher tells streams apart.
+torch's CPU module stores the current stream, from which a watcher reads the stream of a request.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class Stream(torch.cpu.Stream):
 
 
 def default_stream() -> Stream:
-    """The default stream, which is none of those that torch reuses."""
+    """The default stream, which is not among the streams that torch reuses."""
     stream = Stream()
     stream.place = -1
     return stream

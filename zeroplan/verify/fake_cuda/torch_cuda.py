@@ -1,6 +1,6 @@
-"""``torch.cuda`` and ``torch.accelerator`` on a machine with GPUs: every function that scripts and libraries call.
+"""Replaces every function of ``torch.cuda`` and ``torch.accelerator`` that scripts and libraries call on a GPU machine.
 
-Nothing is undone, so use it in a process that does nothing else.
+The replacements stay until the process ends, so use a separate process.
 """
 
 import types
@@ -22,7 +22,7 @@ from zeroplan.verify.replaced import always, put
 
 _REALLY_BUILT = torch.version.cuda is not None
 _CUDA_VERSION = torch.version.cuda or "12.8"
-"""A CUDA build keeps its own version: torchvision refuses to be imported beside another one."""
+"""A CUDA build reports its own version: torchvision refuses any other."""
 _NCCL_VERSION = (2, 27, 3)
 _STATE_BYTES = 16
 """The size of a CUDA random generator's state: a seed and an offset."""

@@ -1,4 +1,4 @@
-"""Addresses of fake tensors: an engine that tells tensors apart by where they lie must not take all of them for one."""
+"""Gives every fake tensor its own address, because engines tell tensors apart by ``data_ptr``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from zeroplan.verify.replaced import replaced
 
 @contextmanager
 def addresses() -> Iterator[None]:
-    """Let a fake tensor lie at an address of its own, which is that of its storage's object; memory that was freed has none."""
+    """Make ``data_ptr`` of fake tensors and storages return the address of the storage object; 0 once it is freed."""
     of_tensor: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
     of_storage: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
 

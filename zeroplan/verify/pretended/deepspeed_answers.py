@@ -1,12 +1,12 @@
-"""Replacements for values that DeepSpeed reads and a simulated run lacks.
+"""Replaces values that DeepSpeed reads and that a simulated run lacks.
 
-DeepSpeed's own code runs unmodified. These replacements decide which way it goes:
+DeepSpeed's own code runs unmodified. These replacements decide which branches it takes:
 
-- a number read from a fake tensor (overflow flags, norms, checks for infinity) is that of a healthy step: no overflow, norm 1;
+- a number read from a fake tensor (overflow flag, norm, check for infinity) is that of a healthy step: no overflow, norm 1;
 - rank 0's answers about its modules equal this rank's: all ranks run the same program;
 - quantization kernels allocate their results and compute nothing;
-- the GPU has room for flat buffers, or not, as the recipe says (:class:`~zeroplan.spec.recipe.DeepSpeedOptions`);
-- a module of fake tensors counts as being on the device to which it should move.
+- the recipe decides whether the GPU has room for flat buffers (:class:`~zeroplan.spec.recipe.DeepSpeedOptions`);
+- ``module.to`` leaves a module of fake tensors unchanged.
 """
 
 import sys
@@ -68,7 +68,7 @@ def answers(options: DeepSpeedOptions) -> Iterator[None]:
 
 
 def _nodes(options: DeepSpeedOptions) -> list[AbstractContextManager[None]]:
-    """Replace the number of GPUs that a process sees by the ranks per node, which quantized gradients need."""
+    """Replace the number of visible GPUs by the ranks per node, which quantized gradients read."""
     if not options.zero_quantized_gradients:
         return []
     return [replaced(get_accelerator(), "device_count", lambda: options.gpus_per_node)]
@@ -76,7 +76,7 @@ def _nodes(options: DeepSpeedOptions) -> list[AbstractContextManager[None]]:
 
 @contextmanager
 def _restored(owner: object) -> Iterator[None]:
-    """Restore the attributes of a module or class, in which DeepSpeed stores groups and counts, after the block."""
+    """Restore a module's or class's attributes after the block; DeepSpeed stores groups and counts there."""
     before = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(owner).items()}
     try:
         yield
@@ -87,7 +87,7 @@ def _restored(owner: object) -> Iterator[None]:
 
 
 def _healthy(dtype: torch.dtype) -> float | bool | int | None:
-    """A number that DeepSpeed, through torch, reads as in a healthy step: no overflow, norm 1; None for other readers."""
+    """The number that DeepSpeed reads in a healthy step: no overflow, norm 1. None if another library reads it."""
     frame = sys._getframe(1)
     while (package := str(frame.f_globals.get("__name__")).partition(".")[0]) in ("torch", "zeroplan") and frame.f_back:
         frame = frame.f_back
@@ -99,7 +99,7 @@ def _healthy(dtype: torch.dtype) -> float | bool | int | None:
 
 
 def _as_rank_0(compare: Callable[[list[int]], object]) -> Callable[[list[int]], object]:
-    """Run a comparison with rank 0 as rank 0 does, on real tensors, since it reads integers one by one."""
+    """Run DeepSpeed's comparison with rank 0 as if on rank 0, with real tensors, since it reads integers one by one."""
 
     def compared(mine: list[int]) -> object:
         host = replaced(utils, "get_accelerator", CPU_Accelerator)
@@ -110,7 +110,7 @@ def _as_rank_0(compare: Callable[[list[int]], object]) -> Callable[[list[int]], 
 
 
 def _to(move: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Leave fake modules where they are: torch moves modules by swapping parameters, which fails for fake ones."""
+    """Skip ``to`` for modules of fake tensors: torch moves a module by swapping parameters, which fails for fake ones."""
 
     def to(module: nn.Module, *args: object, **kwargs: object) -> nn.Module:
         fake = any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
@@ -128,7 +128,7 @@ class QuantizerBuilder:
 
 
 class _Quantizer:
-    """The functions that ZeRO++ calls; symmetric quantization has one number per group, its scale."""
+    """The functions that ZeRO++ calls; symmetric quantization has one scale per group."""
 
     Symmetric = 0
 

@@ -1,10 +1,10 @@
-"""Allocations of bitsandbytes' CUDA kernels for products with eight-bit weights, written in torch's operators.
+"""Repeats, with torch's operators, the allocations of bitsandbytes' CUDA kernels for products with eight-bit weights.
 
 Source: bitsandbytes 0.50, ``backends/cuda/ops.py`` (``int8_vectorwise_quant``, ``int8_linear_matmul``, ``int8_mm_dequant``) and
 ``backends/default/ops.py`` (``int8_mixed_scaled_mm``, ``int8_scaled_mm``).
 
-Columns with a value beyond the threshold are multiplied in 16 bits and kept for the backward. Their number depends on values;
-here it is all of them, the upper limit.
+bitsandbytes multiplies columns with a value beyond the threshold in 16 bits, and keeps them for the backward. Their number depends
+on values; here all columns count, the upper limit.
 """
 
 import bitsandbytes  # noqa: F401  it registers its operators with torch
@@ -41,7 +41,7 @@ def _product(
 def _in_16_bits(
     whole: torch.Tensor, _rows: torch.Tensor, _columns: torch.Tensor, dtype: torch.dtype | None = None, bias: Optional = None
 ) -> torch.Tensor:
-    """The product in 16 bits; the kernel computes in fp16 only, biases too."""
+    """The product in 16 bits; the kernel computes only in fp16, bias included."""
     made = torch.empty_like(whole, dtype=torch.float16)
     if bias is not None and bias.dtype != torch.float16:
         made.add_(bias)

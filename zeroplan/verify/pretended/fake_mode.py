@@ -43,7 +43,7 @@ _UNCHANGED = nullcontext()
 
 @contextmanager
 def unknown_numbers(answer: Callable[[torch.dtype], object]) -> Iterator[None]:
-    """Read numbers of fake tensors that are unknown as ``answer`` returns them inside; None keeps torch's error."""
+    """Make reads of a fake tensor's unknown number return ``answer``'s value; torch raises its error if that is None."""
     original = fake_impls.op_implementations_dict[_NUMBER]
 
     def number(mode: FakeTensorMode, func: object, tensor: FakeTensor) -> object:
@@ -86,7 +86,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
             return FakeTensor(self, made, alike.fake_device)
         if (
             func is _WAIT or func.namespace == "profiler"
-        ):  # torch's answer for fake tensors is another tensor, the real one the same
+        ):  # torch returns another tensor for fake ones; on real ones it returns the same
             return args[0] if func is _WAIT else func(*args, **options)
         if (
             func.namespace == "aten"
@@ -131,7 +131,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
         return self
 
     def _foreach(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """Run an operator on a list: in place nothing to do, else one new tensor per element."""
+        """Run an operator on a list: return one new tensor per element, or nothing for an in-place operator."""
         if func._opname.endswith("_"):
             return None
         with in_kernel_invocation_manager(self):

@@ -1,4 +1,4 @@
-"""Allocations of bitsandbytes' CUDA kernel for products with four-bit weights, written in torch's operators."""
+"""Repeats, with torch's operators, the allocations of bitsandbytes' CUDA kernel for products with four-bit weights."""
 
 import torch
 from bitsandbytes.nn import modules
@@ -14,9 +14,9 @@ def _written_out(
     bias: torch.Tensor | None = None, scales_8bit: torch.Tensor | None = None, _table: torch.Tensor | None = None,
     mean: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The product's allocations on CUDA: from 1,537 tokens on, or if rows are no whole blocks, a dequantized weight.
+    """The product. Like CUDA it allocates a dequantized weight from 1,537 tokens on, or if rows are not whole blocks.
 
-    With fewer tokens the GPU decides whether a kernel avoids it; this makes it for more than four tokens, the upper limit.
+    With fewer tokens it depends on the GPU. This function allocates one for more than four tokens, the upper limit.
     Source: bitsandbytes 0.50, backends/cuda/ops.py, ``gemm_4bit`` and ``_dequant_linear_fallback``.
     """
     if given.numel() // given.shape[-1] <= _FEW_TOKENS and given.shape[-1] % blocksize == 0:
@@ -33,9 +33,9 @@ _FEW_TOKENS = 4
 
 
 def _state_from_module(module: Linear4bit) -> None:
-    """Where an engine replaced a weight's tensor, use the module's scales for it, as bitsandbytes does.
+    """After an engine has replaced a weight's tensor, attach the module's scales to it, as bitsandbytes does.
 
-    bitsandbytes would make a parameter of its own class that shares the tensor's memory, which fails for a fake one.
+    bitsandbytes makes a parameter of its own class that shares the tensor's memory, which fails for a fake tensor.
     """
     if not isinstance(module.weight, FakeTensor):
         _from_module(module)

@@ -1,7 +1,7 @@
-"""Sends and receives between two ranks that end at once and hold their tensors as NCCL's do.
+"""Makes sends and receives end at once, and hold their tensors as long as NCCL's do.
 
-A batch holds them until it is waited for, a single one as long as it is referenced. Source: torch 2.13, ``pointToPoint`` in
-torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``work->outputs_``).
+A batch holds its tensors until ``wait``, a single send or receive as long as its ``Work`` lives. Source: torch 2.13,
+``pointToPoint`` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``work->outputs_``).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ Function = Callable[..., "Work | None"]
 
 
 class Held:
-    """A ``Work`` of torch's group that also holds tensors."""
+    """Wraps torch's ``Work`` and holds the tensors."""
 
     def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor], *, batched: bool) -> None:
         self._work, self._tensors, self._batched = work, tensors, batched
 
     def wait(self, *args: object) -> bool:
-        """End the wait; a batch releases its tensors."""
+        """Wait for torch's ``Work``; a batch releases its tensors."""
         if self._batched:
             self._tensors = []
         return True if self._work is None else self._work.wait(*args)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def _held(function: Function) -> Function:
 
 
 def _batched(function: Callable[[list[dist.P2POp]], list[Work]]) -> Callable[[list[dist.P2POp]], list[Work]]:
-    """NCCL returns one work for a batch."""
+    """Return one ``Work`` for a whole batch, as NCCL does."""
 
     @wraps(function)
     def batched(p2p_op_list: list[dist.P2POp]) -> list[Work]:

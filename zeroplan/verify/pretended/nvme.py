@@ -1,6 +1,6 @@
-"""A stand-in for NVMe: DeepSpeed's asynchronous reads and writes move nothing; each file's size is noted.
+"""Replaces NVMe: DeepSpeed's asynchronous reads and writes move no data, and only each file's size is stored.
 
-DeepSpeed's own code decides what is swapped, when, and through which buffers. Only its C++ handle is replaced, which needs
+DeepSpeed's own code decides what to swap, when, and through which buffers. Only its C++ handle is replaced, which needs
 ``libaio`` and real tensors. Page-locked buffers come from the operating system, not from torch's allocator.
 Source: DeepSpeed 0.19.8, ``csrc/aio/py_lib/py_ds_aio.cpp`` and ``csrc/pin_memory/deepspeed_pin_tensor.cpp``.
 """
@@ -42,7 +42,7 @@ def left() -> int:
 
 
 class _Handle:
-    """``aio_handle``: every request is done at once, and counted until it is waited for."""
+    """``aio_handle``: every request ends at once, and is counted until ``wait``."""
 
     def __init__(self, **_options: object) -> None:
         self._pending = 0

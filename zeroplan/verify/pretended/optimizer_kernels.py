@@ -1,4 +1,4 @@
-"""Fake implementations that torch's optimizers lack: kernels that write in place, and norms that Adafactor reads."""
+"""Fake-tensor implementations that torch's optimizers lack: fused in-place kernels, and the norms that Adafactor reads."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,7 +19,7 @@ _STEPS = ("_single_tensor_adafactor", "_multi_tensor_adafactor")
 def optimizer_kernels() -> Iterator[None]:
     """Let fused SGD, fused Adagrad and Adafactor step over fake tensors.
 
-    Adafactor reads norms, which change its step but no size; it reads 1.
+    Adafactor reads every norm as 1, which changes its step but no size.
     """
     with ExitStack() as patches:
         for name in _IN_PLACE:

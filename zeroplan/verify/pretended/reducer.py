@@ -1,8 +1,8 @@
-"""Readable integers for the reducer of ``DistributedDataParallel`` among fake tensors.
+"""Lets the reducer of ``DistributedDataParallel`` read its integers although all other tensors are fake.
 
 Its C++ stores parameter shapes and bucket assignments in integer tensors, sends them to other ranks and reads the result. These
-few tensors are real here; parameters, gradients and buckets stay fake. The record omits them: four or eight bytes per parameter
-or dimension, partly in host memory, freed before the next bucket is made.
+few tensors are real; parameters, gradients and buckets stay fake. The record omits them: four or eight bytes per parameter or
+dimension, partly in host memory, freed before the next bucket is made.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ _WRITTEN_IN = (torch.int32, torch.int64)
 
 @contextmanager
 def real_reducer_integers(watcher: Watcher) -> Iterator[None]:
-    """Let the reducer keep its integers in real tensors inside; the watcher only records that they are sent."""
+    """Give DDP's reducer real integer tensors; the watcher records only that they are sent."""
     with ExitStack() as patches:
         for owner, name in _READERS:
             patches.enter_context(_on_real_integers(owner, name, watcher))

@@ -176,7 +176,7 @@ _ONE_LINE: dict[str, type[ZeroplanError]] = {"input": SpecError, "machine": NotH
 
 
 def _lost_before(failed: int, started: Started, wait_s: float) -> Message | None:
-    """The message about a rank that died first and broke another rank's collective; the agent reports it a moment later."""
+    """The agent's message about a rank that died and so broke the failed rank's collective; it may arrive a moment later."""
     failed_ranks, until = {failed}, time.monotonic() + wait_s
     with suppress(queue.Empty):
         while (message := started.messages.get(timeout=max(0.0, until - time.monotonic()))) is not None:
@@ -202,7 +202,7 @@ def how_ended(code: int) -> str:
 
 
 def _show_tail(rank: int, started: Started, say: Callable[[str], None]) -> None:
-    """Print the end of a rank's standard error, or of the started process's before the rank has a file of its own."""
+    """Print the last lines of a rank's standard error; of the started process's if the rank has no file yet."""
     if not _show(_errors_of(rank, started), f"rank {rank}", say):
         _show(started.folder / STARTED_STDERR, f"rank {rank}", say)
 
@@ -287,7 +287,7 @@ def environment_of(task: Task) -> dict[str, str]:
 def end_session(process: "subprocess.Popen[str]") -> None:
     """End a process and its session: close standard input, then SIGTERM, then SIGKILL. Interrupts are delayed until it is done.
 
-    Every rank takes a closed standard input as the end of its parent.
+    A rank ends itself when its standard input closes.
     """
     with _interrupts_later():
         _close(process.stdin)

@@ -1,4 +1,4 @@
-"""Runs one rank, whatever started it: checks that it can run here, joins the others, measures."""
+"""Runs one rank under any launcher: checks that the machine can run it, joins the other ranks, measures."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A process that has imported everything cases need, and forks for each, so that a case starts at once.
+"""Runs as a warm process: it imports everything that cases need, then forks for each case, which starts at once.
 
 :mod:`zeroplan.verify.cases.bulk` starts ``python -m zeroplan.verify.processes.warm TENSORS ENGINE``. It reads orders from standard
 input, a task and its environment in one line of JSON. Standard output carries the fork's messages, then ``ended``. This process

@@ -1,7 +1,7 @@
-"""The parts of one forward and backward pass of a module: what is alive when, and which block owns it. Data alone.
+"""Describes one forward and backward pass of a module: which memory is alive when, and which block owns it. Only data classes.
 
-The module that requests memory decides its owner: a block, the part before the first, or the part after the last. A block's input
-belongs to that block, not to the block that made it.
+The module that requests memory owns it: a block, the part before the first, or the part after the last. A block's input belongs
+to the block that reads it.
 """
 
 from typing import NamedTuple
@@ -111,7 +111,7 @@ class Anatomy(NamedTuple):
     head: tuple[Instant, ...]
     head_handed: tuple[GradientReady, ...]
     last: tuple[int, ...]
-    """Bytes alive at each request of the backward below the first block, beyond the shared ones."""
+    """Bytes alive at each request of the backward before the first block, beyond the shared ones."""
     last_handed: tuple[GradientReady, ...]
     cast: frozenset[str]
     """Parameters that autocast copied."""

@@ -1,6 +1,6 @@
 """Divides one pass of a module on fake tensors into its parts (:mod:`zeroplan.verify.profiling.anatomy`).
 
-No engine runs: engines have their own model of parameters, gradients and weight casts, and this gives the rest.
+The pass runs without an engine: zeroplan models each engine's parameters, gradients and weight casts; this measures the rest.
 """
 
 from bisect import bisect_left, bisect_right
@@ -23,9 +23,9 @@ from zeroplan.verify.training.workload import Workload, placed, store_as
 from zeroplan.verify.watching.recording import STILL_HELD, Block, live
 
 _NUMBER = 8
-"""Requests up to this size with no dimensions are single numbers (a loss, a count), which no model counts. [bytes]"""
+"""Requests of this size or less without dimensions are single numbers (a loss, a count) and do not count. [bytes]"""
 _RANDOM_STATE = "aten._scaled_dot_product_flash_attention.default", 16
-"""The random generator's state that a flash kernel leaves, and its size, is not counted either. [bytes]"""
+"""The operator that leaves the random generator's state, and its size, which does not count either. [bytes]"""
 
 
 def anatomy(make: Callable[[], Workload], manner: Manner) -> Anatomy:
@@ -146,7 +146,7 @@ class _Cut:
         return found
 
     def _inputs_of(self, at: int) -> list[Block]:
-        """The tensors a block works on, without tables from before the first block that other blocks read as well."""
+        """A block's input tensors, without tables that are made before the first block and shared by blocks."""
         going_in = self._seen.outputs if at == self._count else self._seen.inputs[at]
         distinct = list({id(one): one for one in going_in if one.born > self._seen.began}.values())
         if at == self._count:  # a block may also return tensors of its own, such as attention weights
@@ -182,7 +182,7 @@ class _Cut:
         return any(name.startswith(prefix) for prefix in self._names)
 
     def _tied_gradient(self) -> set[int]:
-        """The head's part of a tied gradient, which waits for the embedding's part; identified by its shape."""
+        """The head's gradient of a tied weight, which waits for the embedding's; found by its shape."""
         parameters: dict[int, tuple[int, torch.Size]] = {}
         for _, parameter in self._work.module.named_parameters(remove_duplicate=False):
             times, shape = parameters.get(id(parameter), (0, parameter.shape))
@@ -222,16 +222,16 @@ class _Cut:
         return not self._is_fixed(one) and id(one) not in self._unowned and one.kind is not Kind.WEIGHT_CASTS
 
     def _of(self, at: int) -> list[Block]:
-        """Owned requests of this part, or of later parts whose memory is not freed yet."""
+        """Requests of this part and of later parts that count."""
         return [one for one in self._requests if self._owner[id(one)] >= at and self._counts(one)]
 
     def _curve(self, alive: Sequence[Block], start: int, end: int) -> list[tuple[Block, int]]:
-        """Each request after ``start`` and up to ``end``, with the bytes of ``alive`` alive then."""
+        """Each request after ``start`` up to ``end``, with the bytes of the blocks ``alive`` that exist then."""
         total = live(alive, self._seen.now)
         return [(one, total[one.born]) for one in self._requests if start < one.born <= end]
 
     def _instants(self, at: int, start: int, end: int) -> tuple[Instant, ...]:
-        """Every request of a part with its figures; the head's gradients and casts are those in no block."""
+        """Every request of a part with its figures. Gradients and casts outside all blocks count for the head."""
         of_it = self._of(at)
         kept = [one for one in of_it if self._is_kept(one) and self._owner[id(one)] == at]
         mine = self._names[at] if at < self._count else ""
@@ -269,7 +269,6 @@ class _Cut:
         return tuple(found)
 
     def _made(self, mine: str) -> "_Made":
-        """The weight gradients of a part in the order in which they are made."""
         own = [one for name, one in self._gradients.values() if (name.startswith(mine) if mine else not self._inside(name))]
         own += [] if mine else [one for one in self._requests if id(one) in self._waiting]
         own.sort(key=lambda one: one.born)
@@ -295,7 +294,7 @@ class _Cut:
 
 
 class _Made(NamedTuple):
-    """Weight gradients: when each is made, their cumulated bytes, their requests, and until when their operator holds them."""
+    """Weight gradients: when each is requested, cumulated bytes, the requests, and when autograd passes each on."""
 
     born: list[int]
     n_bytes: list[int]
@@ -303,7 +302,7 @@ class _Made(NamedTuple):
     until: dict[int, int]
 
     def not_passed_on(self, request: Block) -> int:
-        """Bytes of gradients made up to a request that their operator still holds; the request itself included."""
+        """Bytes of gradients that exist at a request and that autograd has not yet passed on, the request included."""
         made = self.which[: bisect_right(self.born, request.born)]
         return sum(one.n_bytes for one in made if one is request or self.until[id(one)] > request.born)
 

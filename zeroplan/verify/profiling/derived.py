@@ -1,4 +1,4 @@
-"""Fits polynomials to the parts of one pass at several shapes; what fits none gets an upper bound and a remark."""
+"""Fits polynomials to the parts of one pass at several shapes; a part without a fit gets an upper bound and a remark."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ class OtherProgramError(MeasurementError):
 
 
 class Derived:
-    """Polynomials of one pass, from its parts at several shapes; what fits none gets an upper bound and a remark."""
+    """The polynomials of one pass."""
 
     def __init__(
         self, seen: dict[Shape, Anatomy], shapes: Sequence[Shape], held_out: Sequence[Shape], products: Sequence[str]
@@ -26,7 +26,7 @@ class Derived:
         self._multiple = 1
 
     def whole(self, traced: dict[str, int]) -> ProfiledPass:
-        """The profile of the pass, with remarks on what is not exact."""
+        """The profile of the pass, with remarks on inexact parts."""
         found = self._whole(traced)
         return replace(found, seq_multiple=self._multiple, remarks=tuple(self._remarks()))
 
@@ -91,7 +91,7 @@ class Derived:
         )
 
     def _most(self, what: str, seen: Sequence[Sequence[int]]) -> tuple[Amount, ...]:
-        """The amounts that no other amount always exceeds."""
+        """The amounts that can be the largest for some batch."""
         self._same_program(what, [len(one) for one in seen])
         amounts = [self._amount(f"{what}, request {at}", column) for at, column in enumerate(zip(*seen, strict=True))]
         return tuple(_undominated(list(dict.fromkeys(amounts)), covers)) or (Amount(),)
@@ -151,7 +151,7 @@ class Derived:
         return found
 
     def _bound(self, what: str, counted: Sequence[int]) -> Amount:
-        """Bytes per token that none of the counts exceeds, where no polynomial fits."""
+        """An upper bound where no polynomial fits: bytes per token that no count exceeds."""
         tokens = [shape.sequences * max(1, shape.length) for shape in (*self._shapes, *self._held_out)]
         per_token = max(-(-n_bytes // count) for n_bytes, count in zip(counted, tokens, strict=True))
         self._bounded.append(what)
@@ -162,7 +162,7 @@ T = TypeVar("T")
 
 
 def _undominated(found: list[T], covering: Callable[[T, T], bool]) -> Iterator[T]:
-    """The items that no other covers for every batch; the later of equals."""
+    """The items without those that another one covers for every batch; of equal items, the later one."""
     kept = list(found)
     for one in found:
         if any(other is not one and covering(other, one) for other in kept):

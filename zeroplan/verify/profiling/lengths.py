@@ -1,4 +1,4 @@
-"""The shapes at which a module is traced: those that determine polynomials, and those held out to check them."""
+"""At which batch shapes is a module traced? Some determine the polynomials, others are held out to check them."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from zeroplan.verify.profiling.polynomials import OF_MORE, OF_NOTHING, OF_ONE, O
 UNIT = 128
 #: The longest traced length, in units: it shows whether short sequences run the same operators as long ones.
 _FAR = 64
-#: The search for the longest accepted sequence ends here. [tokens]
+#: Longest sequence tried when no configuration states the maximum. [tokens]
 _LEAST_LIMIT = 16
 _SEVERAL, _OTHER = (2, 3), 5
 """Numbers of sequences that determine polynomials, and the one held out."""
@@ -84,7 +84,7 @@ def lengths(longest: int | None, shortest: int | None) -> Lengths:
 
 
 def limits(found: Lengths) -> list[int]:
-    """Maximum lengths to try, the longest first, where nothing states it.
+    """Maximum lengths to try, the longest first, if no configuration states the maximum.
 
     >>> limits(lengths(None, None))
     [8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16]

@@ -1,4 +1,4 @@
-"""A module's parameters in order, and which of its blocks are alike."""
+"""In which order are a module's parameters registered, and which of its blocks are alike?"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -91,7 +91,7 @@ _FEWEST_LAYERS = 3
 
 
 def fewest(keys: Sequence[object]) -> int:
-    """How many first blocks contain every kind, with none of them only as the last.
+    """How many of the first blocks contain every kind, where no kind occurs only as the last of them.
 
     >>> fewest("aaaaaa"), fewest("aabaab")
     (3, 4)

@@ -154,7 +154,7 @@ def layer_kinds(config: object, layers: int) -> tuple[str, ...] | None:
 
 
 def _enough(made: "PreTrainedConfig", kinds: tuple[str, ...], attention: Attention) -> int:
-    """How many layers contain every kind, with none of them only as the last."""
+    """How many of the first layers contain every kind, where no kind occurs only as the last of them."""
     blocks = find_blocks(causal_model(made, attention=attention, dtype=torch.float32, device="meta"))
     keys = [(shapes_of(block), kind) for block, kind in zip(blocks, kinds, strict=False)]
     if getattr(made, "num_kv_shared_layers", 0):  # later layers read the keys of earlier ones

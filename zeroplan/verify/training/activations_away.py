@@ -1,6 +1,6 @@
-"""Activation offload by torch's ``offload_wrapper`` around blocks, on the run's own device.
+"""Offloads activations of blocks to host memory by torch's ``offload_wrapper``, from the run's own device.
 
-The wrapper names CUDA. Its function is called with the run's device instead, and restored tensors get a kind; the rest is torch's.
+The wrapper is written for CUDA. Its function is called with the run's device instead, and restored tensors get a kind.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -41,7 +41,7 @@ def offloading_from(device: str, watcher: Watcher) -> Iterator[None]:
 
 
 def _in_order(pack: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
-    """Pack, after a copy on the GPU of what is not contiguous, which CUDA makes inside ``copy_`` and frees then.
+    """Pack a tensor, after a temporary contiguous copy if it is not contiguous; CUDA's ``copy_`` makes and frees one.
 
     Source: torch 2.13, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries.
     """

@@ -1,4 +1,4 @@
-"""Low-rank adapters, added to a model by peft."""
+"""Adds low-rank adapters to a model by peft."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ _DROPOUT = 0.1  # any rate above 0 allocates the same
 
 
 def with_adapters(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, *, device: str = "cpu") -> nn.Module:
-    """Freeze a transformers model and add adapters beside its linear layers, quantised on ``device`` if so configured.
+    """A transformers model, frozen, with peft's adapters beside its linear layers, quantised on ``device`` if configured.
 
-    Under mixed precision peft makes adapters of 16-bit weights fp32. DeepSpeed casts the whole module to 16 bits, so it gets
-    16-bit ones.
+    Under mixed precision peft makes adapters of 16-bit weights in fp32. DeepSpeed casts the whole module to 16 bits, so its
+    adapters are in 16 bits.
     """
     with warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore")  # peft calls functions that transformers has deprecated
@@ -36,7 +36,7 @@ def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> nn.M
     adapted: nn.Module = get_peft_model(model, wanted, autocast_adapter_dtype=wide)
     if adapter.quantize != "none" and recipe.precision == "bf16":
         for parameter in adapted.parameters():
-            if parameter.requires_grad:  # peft makes adapters of quantised weights fp32; trainers cast them
+            if parameter.requires_grad:  # peft makes adapters of quantised weights in fp32; trainers cast them
                 parameter.data = parameter.data.to(torch.bfloat16)
     return adapted.train()
 

@@ -1,7 +1,6 @@
-"""The causal language model of transformers for a :class:`~zeroplan.spec.model.ModelSpec`.
+"""Builds transformers' causal language model for a :class:`~zeroplan.spec.model.ModelSpec`, from a config alone.
 
-It is built from a config alone, with transformers' own gradient checkpointing and attention. Dropout is off, as in the estimate;
-weights are uninitialised.
+Gradient checkpointing and attention are transformers' own. Dropout is off, as in the estimate; weights are uninitialised.
 """
 
 import os
@@ -30,11 +29,11 @@ from zeroplan.verify.training.recomputation import checkpoint_options
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is enough
 
 
 def config(spec: ModelSpec) -> dict[str, object]:
-    """The ``config.json`` of a shape, without dropout, cache or special tokens.
+    """The ``config.json`` of a model, without dropout, cache or special tokens.
 
     The reverse of :func:`zeroplan.catalog.config.model_from_config`.
     """
@@ -61,7 +60,6 @@ def _fields(spec: ModelSpec) -> dict[str, object]:
 
 
 def _peculiar(spec: ModelSpec) -> dict[str, object]:
-    """Keys that only some families have."""
     made: dict[str, object] = {}
     if spec.family in WINDOWED_FAMILIES or config_keys(spec.family).optional_window:
         made["sliding_window"] = spec.sliding_window
@@ -96,7 +94,7 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
 
 
 def _linear(spec: ModelSpec) -> dict[str, object]:
-    """Linear attention, and the shared expert that every token visits."""
+    """Keys of linear attention and of shared experts."""
     keys = config_keys(spec.family).keys
     fields = () if spec.linear is None else (*LINEAR_FIELDS, *(("chunk_size",) if spec.layer_pattern else ()))
     named = {field: keys.get(f"linear_{field}", (f"linear_{field}",))[0] for field in fields}
@@ -108,7 +106,7 @@ def _linear(spec: ModelSpec) -> dict[str, object]:
 
 
 def _hybrid(spec: ModelSpec) -> dict[str, object]:
-    """The kind of each layer, in families that list them."""
+    """Keys with the kind of each layer, in hybrid families."""
     if spec.linear is None or not spec.layer_pattern:
         return {}
     kinds = [_KINDS[letter] for letter in spec.letters]
@@ -120,7 +118,7 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
 
 
 def _latent(spec: ModelSpec) -> dict[str, object]:
-    """DeepSeek's routing, with groups of experts if there are enough, and its attention."""
+    """Keys of DeepSeek's routing and latent attention; without groups of experts if there are too few."""
     if spec.moe is None or spec.family not in DENSE_LAYERS or spec.family == "qwen3_moe":
         return {}
     grouped = spec.family == "deepseek_v3" and spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
@@ -135,7 +133,7 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
 
 
 def layer_period(spec: ModelSpec) -> int:
-    """The number of layers after which the kinds of attention repeat; dense first layers are left out."""
+    """The number of layers after which the kinds of attention repeat; dense first layers do not count."""
     from transformers import AutoConfig  # noqa: PLC0415
 
     kinds = list(getattr(AutoConfig.for_model(**config(spec)), "layer_types", None) or [])  # type: ignore[arg-type]
@@ -143,7 +141,7 @@ def layer_period(spec: ModelSpec) -> int:
 
 
 def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, device: str) -> nn.Module:
-    """The causal language model of a shape with the recipe's recomputation, adapters and frozen parts."""
+    """The causal language model of a job, with the recipe's recomputation, adapters and frozen parts."""
     from transformers import AutoConfig  # noqa: PLC0415  takes seconds, and user workloads need none
 
     if spec.vision is None:
@@ -157,7 +155,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     build = causal_model if spec.vision is None else vision.whole_model
     model = build(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
     reentrant = recipe.engine == "fsdp1" and spec.adapter is not None and recipe.recompute != "none"
-    if reentrant:  # as the Trainer has it
+    if reentrant:  # as the Trainer does
         model.enable_input_require_grads()  # type: ignore[operator]
     if recipe.recompute != "none" and not recipe.fsdp1.checkpoints_units:
         options = checkpoint_options(recipe.recompute, reentrant=reentrant)

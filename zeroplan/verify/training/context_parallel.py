@@ -1,7 +1,6 @@
-"""Trains a causal language model with torch's ``context_parallel``, whose ranks share every sequence.
+"""Trains a causal language model with torch's ``context_parallel``, which splits every sequence over ranks.
 
-The batch contains positions and shifted labels, cut like the ids. Attention is torch's ``scaled_dot_product_attention`` without
-a mask.
+It also splits the batch's positions and shifted labels. Attention is torch's ``scaled_dot_product_attention`` without a mask.
 """
 
 from collections.abc import Callable
@@ -47,13 +46,13 @@ class ContextParallel(Fsdp2):
             super().micro_step(enter, last=last)
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
-        """Also label the cut copies of the batch."""
+        """Also label the split copies of the batch."""
         self._cutting = partial(watcher.labelled, Kind.ACTIVATIONS)
         return super().labels(watcher)
 
 
 def with_positions(work: Workload, *, seq_len: int) -> Workload:
-    """The batch with positions and next tokens, which a rank cannot derive from its share."""
+    """The batch with positions and shifted labels, which a rank cannot derive from its part of the sequence."""
     ids = work.batch["input_ids"]
     positions = torch.arange(seq_len, device=ids.device).unsqueeze(0)
     labels = {"labels": ids.clone(), "shift_labels": ids.roll(-1, dims=1)}

@@ -1,4 +1,4 @@
-"""``DistributedDataParallel``, with or without ``ZeroRedundancyOptimizer``, in a plain loop."""
+"""Trains with ``DistributedDataParallel`` in a plain loop, with or without ``ZeroRedundancyOptimizer``."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +19,7 @@ from zeroplan.verify.watching.watcher import Watcher
 class Ddp(Engine):
     """``DistributedDataParallel``, alone or with ``ZeroRedundancyOptimizer``; mixed precision by autocast.
 
-    A single rank is wrapped only if the recipe says so, since it has nothing to reduce.
+    A single rank has nothing to reduce, so its module is wrapped only if the recipe asks for it.
     """
 
     kept: Kind | None = Kind.GRADIENTS
@@ -37,12 +37,12 @@ class Ddp(Engine):
             self.optimizer = zero_redundancy(parameters, recipe) if sharded else make_optimizer(parameters, recipe, work.blocks)
 
     def reduce_by_hook(self) -> None:
-        """Reduce buckets by a hook, since the reducer's C++ cannot read a fake process group's result."""
+        """Make DDP reduce buckets by a hook, since the reducer's C++ cannot read a fake process group's result."""
         if self._wrapper is not None:
             self._wrapper.register_comm_hook(None, reduce_bucket)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Run one forward and backward pass; only the last one reduces gradients, unless the recipe says otherwise."""
+        """Run one forward and backward pass; DDP reduces gradients in the step's last one, or in all if the recipe says so."""
         model = self._wrapper or self._work.module
         syncs = last or self._recipe.sync_every_micro_batch
         with nullcontext() if syncs or self._wrapper is None else self._wrapper.no_sync():
@@ -56,7 +56,7 @@ class Ddp(Engine):
             loss.backward()  # type: ignore[no-untyped-call]
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
-        """Label the buckets that the reducer makes in the second forward; the first ones are made with the engine."""
+        """Label the buckets that DDP's reducer rebuilds in the second forward; its constructor makes the first ones."""
         return labelled(watcher, Reducer, "_rebuild_buckets", Kind.REDUCE)
 
 

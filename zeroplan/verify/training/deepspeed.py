@@ -25,7 +25,7 @@ from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
 _TRANSPORT = import_module("deepspeed.comm.torch")
-"""Its package's attribute of this name is torch itself."""
+"""Imported by name: the attribute ``torch`` of ``deepspeed.comm`` is torch itself."""
 
 #: Attributes of DeepSpeed's optimizers (0.18, 0.19) whose tensors are of one kind.
 _HOLDS = (
@@ -66,8 +66,8 @@ class DeepSpeed(Engine):
             self.optimizer.state.clear()  # under zero.Init parameters have no elements when an optimizer is built
         if steps_in_own_kernel(job.recipe):
             deepspeed.runtime.engine.FusedAdam = type(self.optimizer)  # stage 0 then wraps it like its own
-        # This all-reduce among CPUs is for inference only. Compiling it is slow, and a killed build leaves a lock
-        # (torch.utils.file_baton) on which every later process would wait for ever.
+        # DeepSpeed uses this CPU all-reduce for inference only. Compiling it is slow, and a killed build leaves a lock
+        # (torch.utils.file_baton) on which every later process waits for ever.
         with replaced(_TRANSPORT, "build_shm_op", lambda: None):
             self._engine, self._wrapper, *_ = deepspeed.initialize(
                 model=work.module, optimizer=self.optimizer, config=configuration(job)
@@ -83,7 +83,7 @@ class DeepSpeed(Engine):
         return module
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Run one forward and backward pass; except for a step's last one, call DeepSpeed's ``step`` to count it."""
+        """Run one forward and backward pass; call DeepSpeed's ``step`` after all but the last, which counts micro-batches."""
         enter(Phase.FORWARD)
         output = self._engine(**self._work.batch)
         loss = self._work.loss(output)
@@ -96,7 +96,7 @@ class DeepSpeed(Engine):
             self._engine.step()
 
     def optimizer_step(self) -> None:
-        """Update this rank's share and gather the others; DeepSpeed drops the gradients."""
+        """Run DeepSpeed's step: it updates this rank's shard, gathers the others and drops the gradients."""
         self._engine.step()
         self._claim()
 
@@ -105,7 +105,7 @@ class DeepSpeed(Engine):
 
     @contextmanager
     def labels(self, watcher: Watcher) -> Iterator[None]:
-        """Give DeepSpeed's flat tensors their kinds, each time they may have changed."""
+        """Give DeepSpeed's flat tensors their kinds, after each pass and step."""
         self._watcher = watcher
         self._claim()
         hook = self.optimizer.register_step_pre_hook(lambda *_: self._claim_stepped())
@@ -126,11 +126,11 @@ class DeepSpeed(Engine):
 
 
 def claim_tensors(watcher: Watcher, module: nn.Module, wrapper: object, optimizer: torch.optim.Optimizer) -> None:
-    """Give DeepSpeed's flat tensors their kinds; ``wrapper`` is its optimizer, around torch's."""
+    """Give DeepSpeed's flat tensors their kinds; ``wrapper`` is DeepSpeed's optimizer around torch's."""
     claim_stepped(watcher, wrapper, optimizer)
     for name, kind in _HOLDS:
         watcher.claim(kind, tensors(getattr(wrapper, name, None)))
-    shares = (getattr(parameter, "ds_tensor", None) for parameter in module.parameters())  # frozen parameters are in no group
+    shares = (getattr(parameter, "ds_tensor", None) for parameter in module.parameters())  # frozen ones are in no group
     watcher.claim(Kind.PARAMETERS, (share for share in shares if share is not None))
     own = {id(parameter) for parameter in module.parameters()}  # stage 0 in fp32 updates the model itself
     watcher.claim(_MASTERS, (master for master in _masters(wrapper, optimizer) if id(master) not in own))
@@ -138,7 +138,7 @@ def claim_tensors(watcher: Watcher, module: nn.Module, wrapper: object, optimize
 
 
 def claim_stepped(watcher: Watcher, wrapper: object, optimizer: torch.optim.Optimizer) -> None:
-    """Give the gradients that the optimizer reads their kind; inside DeepSpeed's step they are copies."""
+    """Give the gradients that the optimizer reads their kind; DeepSpeed's step makes copies for it."""
     watcher.claim(Kind.GRADIENTS, (master.grad for master in _masters(wrapper, optimizer)))
 
 
@@ -160,7 +160,7 @@ REQUESTING: Requesting = (
 )
 
 
-#: The copy of the weights that the optimizer updates, as the estimate counts it.
+#: The kind of master weights, as the estimate counts them.
 _MASTERS = Kind.OPTIMIZER_STATE
 
 

@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW with 8-bit states. Its kernels return shapes on fake tensors and write in place."""
+"""bitsandbytes' AdamW with 8-bit states. Its kernels write in place and accept fake tensors."""
 
 import torch
 from bitsandbytes import optim

@@ -1,6 +1,6 @@
-"""The interface of the engines, and the training loop for all of them: micro-steps, an optimizer step, zeroed gradients.
+"""The interface of the engines, and one training loop for all of them: micro-steps, optimizer step, ``zero_grad``.
 
-The engines run unmodified. Labels around their functions tell the watcher what each buffer is for.
+The engines run unmodified. Labels around their functions tell the watcher the kind of each buffer.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from zeroplan.verify.watching.watcher import Watcher
 
 
 class Engine(ABC):
-    """What the training loop calls; the optimizer steps like torch's own unless an engine says otherwise."""
+    """The functions that the training loop calls. By default they use torch's optimizer directly."""
 
     optimizer: torch.optim.Optimizer
     handed_on: Kind
@@ -41,7 +41,7 @@ class Engine(ABC):
 
     @abstractmethod
     def labels(self, watcher: Watcher, /) -> AbstractContextManager[None]:
-        """Label the engine's own buffers for the watcher, inside."""
+        """Label the engine's own buffers for the watcher inside the block."""
 
 
 def train(engine: Engine, watcher: Watcher, *, module: nn.Module, steps: int, accumulate: int) -> None:
@@ -91,7 +91,7 @@ Requesting = tuple[tuple[object, str, Kind], ...]
 
 @contextmanager
 def all_labelled(watcher: Watcher, asking: Requesting) -> Iterator[None]:
-    """Label the requests of these functions inside; functions that this version lacks are skipped."""
+    """Label the requests of these functions inside the block; skip functions that this version lacks."""
     with ExitStack() as patches:
         for owner, name, kind in asking:
             if hasattr(owner, name):
@@ -100,7 +100,7 @@ def all_labelled(watcher: Watcher, asking: Requesting) -> Iterator[None]:
 
 
 def labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> AbstractContextManager[None]:
-    """Label the requests of one function of an engine, inside."""
+    """Label the requests of one function of an engine inside the block."""
     original: Callable[..., object] = getattr(owner, name)
 
     def asking(*args: object, **kwargs: object) -> object:

@@ -1,8 +1,8 @@
-"""Experts split over ranks: transformers' dispatch of tokens, and FSDP2 with a second mesh, as in torchtitan.
+"""Expert parallelism: transformers dispatches tokens, and FSDP2 shards experts over a second mesh, as in torchtitan.
 
 The dispatch is transformers' own (``ep_dispatch_experts``, ``AllToAllEP``): every rank sends each pair of token and expert to the
-expert's rank, which returns the result. ``fully_shard`` wraps each block: experts' weights over the ranks with the same experts,
-everything else over all ranks.
+expert's rank, which returns the result. ``fully_shard`` shards experts' weights over the ranks with the same experts, all other
+weights over all ranks.
 """
 
 from collections.abc import Callable
@@ -38,17 +38,17 @@ _PLACEMENT, _DISPATCH = "ShardPlacementResult", "transformers.distributed.expert
 
 
 class ExpertMeshes(NamedTuple):
-    """The ranks as seen by experts: those with the same experts, which shard them, and those with different ones."""
+    """Device meshes of ranks with the same experts, which shard them, and of ranks with different experts."""
 
     sharded: DeviceMesh
-    """Two dimensions with replicas."""
+    """Ranks with the same experts; two dimensions with replicas."""
     dispatched: DeviceMesh
     alike: DeviceMesh
-    """Tensor-parallel ranks, which have the same tokens; one rank where no other has them."""
+    """Tensor-parallel ranks, which have the same tokens; a single rank without tensor parallelism."""
 
 
 def dispatched(job: JobSpec, model: nn.Module, mesh: DeviceMesh, watcher: "Watcher") -> ExpertMeshes | None:
-    """Split the job's experts over its ranks, and return the meshes; None if every rank has all experts."""
+    """Split the job's experts over its ranks and return the meshes; None without expert parallelism."""
     if job.mesh.ep == 1:
         return None
     first = next(model.parameters())
@@ -103,7 +103,7 @@ def placement(block: nn.Module, mesh: DeviceMesh, meshes: ExpertMeshes) -> Place
 
 
 def disable_gradient_division(model: nn.Module) -> None:
-    """Make FSDP2 sum gradients, and leave it to the loss to divide by all tokens: experts are reduced over fewer ranks.
+    """Make FSDP2 sum gradients, since experts are reduced over fewer ranks; the loss then divides by all tokens.
 
     Source: torchtitan, distributed/fsdp.py, disable_fsdp_gradient_division.
     """
@@ -118,11 +118,11 @@ def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
     return HSDPMeshInfo(mesh=mesh, replicate_mesh_dim=0, shard_mesh_dim=1)
 
 
-# --- counts that fake tensors do not have -----------------------------------------------------------------------------------
+# --- token counts, which fake tensors lack ----------------------------------------------------------------------------------
 
 
 def even_routing(job: JobSpec) -> AbstractContextManager[None]:
-    """Replace the tokens per rank, which depend on a router's choices: an even split, and the job's multiple of it that comes."""
+    """Replace the tokens per rank, which the router decides: this rank sends an even split and receives imbalance times that."""
     from transformers.distributed import expert_parallel  # noqa: PLC0415  takes seconds
 
     assert job.model.moe is not None  # noqa: S101  a job without experts has nothing to dispatch
@@ -144,7 +144,7 @@ class _Torch(ModuleType):
         return getattr(torch, name)
 
     def stack(self, counts: list[torch.Tensor]) -> "_Counts":
-        """The stacked counts of pairs that go and that come, with an even split as their values."""
+        """The stacked counts of sent and received pairs, whose ``tolist`` returns the assumed sizes."""
         return _Counts(torch.stack(counts), self._sizes)
 
 

@@ -1,4 +1,4 @@
-"""FSDP1 (``FullyShardedDataParallel``) as accelerate puts it around a model, and what its buffers are for."""
+"""Wraps a model in FSDP1 (``FullyShardedDataParallel``) as accelerate does, and labels its buffers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +24,7 @@ from zeroplan.verify.watching.watcher import Watcher
 
 
 class Fsdp1(Engine):
-    """``FullyShardedDataParallel`` around every block and around the whole."""
+    """Trains with ``FullyShardedDataParallel`` around every block and around the whole module."""
 
     handed_on = Kind.UNSHARDED_GRADIENTS
     kept: Kind | None = Kind.GRADIENTS
@@ -37,18 +37,18 @@ class Fsdp1(Engine):
         self.optimizer = make_optimizer(trained(self._model), recipe, work.blocks)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Run one forward and backward pass; gradients are reduced in the last of a step, or in each."""
+        """Run one forward and backward pass; FSDP1 reduces gradients in the step's last one, or in all if the recipe says so."""
         quiet = nullcontext() if last or self._recipe.sync_every_micro_batch else self._model.no_sync()
         with quiet, self._casting():
             forward_and_backward(self._model, self._work, enter, keep_logits=bool(self._recipe.keep_logits))
 
     def _casting(self) -> AbstractContextManager[object]:
-        """Autocast where adapters are in fp32, to whose dtype peft casts their inputs: as accelerate has it, for all models."""
+        """Autocast for models with adapters, whose inputs peft casts to fp32; accelerate autocasts every model."""
         adapted = any(".lora_" in name for name, _ in self._work.module.named_modules())
         return autocast(self._recipe, "cuda") if adapted else nullcontext()
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
-        """Tell buffers apart by the function of FSDP1 that asks for them."""
+        """Label buffers by the function of FSDP1 that requests them."""
         return _watched(watcher)
 
 
@@ -59,7 +59,7 @@ def _watched(watcher: Watcher) -> Iterator[None]:
 
 
 def shard(work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> FullyShardedDataParallel:
-    """Put ``FullyShardedDataParallel`` around every block and around the whole, over the ranks of a mesh."""
+    """The module with ``FullyShardedDataParallel`` around every block and the whole, sharded over the ranks of a mesh."""
     options, replicated = recipe.fsdp1, mesh.ndim > 1
     return FullyShardedDataParallel(
         work.module,
@@ -77,7 +77,7 @@ def shard(work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> FullyShardedD
 
 
 def _checkpoint(model: FullyShardedDataParallel, blocks: tuple[nn.Module, ...]) -> None:
-    """Let a checkpoint call every block's unit, reentrant as the Trainer's were."""
+    """Checkpoint every block's FSDP unit with ``use_reentrant=True``, as the Trainer did."""
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         if unit.module in blocks:
             unit.forward = partial(_called_again, unit.forward)  # type: ignore[method-assign]
@@ -88,7 +88,7 @@ def _called_again(forward: Callable[..., object], *args: object, **kwargs: objec
 
 
 def _units(work: Workload, options: Fsdp1Options) -> Callable[[nn.Module], bool]:
-    """Which modules are units: the blocks, and what peft's own policy takes beside them."""
+    """Whether a module becomes an FSDP unit: blocks, and with ``wraps_adapters`` also peft's trained adapter layers."""
     blocks = {id(block) for block in work.blocks}
 
     def is_a_unit(module: nn.Module) -> bool:
@@ -101,13 +101,13 @@ def _units(work: Workload, options: Fsdp1Options) -> Callable[[nn.Module], bool]
 
 
 def _has_a_trained_weight(module: nn.Module) -> bool:
-    """As ``peft.utils.other.fsdp_auto_wrap_policy`` asks."""
+    """The condition of ``peft.utils.other.fsdp_auto_wrap_policy``."""
     weight = getattr(module, "weight", None)
     return not list(module.children()) and weight is not None and bool(weight.requires_grad)
 
 
 def strategy(recipe: RecipeSpec, *, replicated: bool) -> ShardingStrategy:
-    """What is sharded, and whether groups of ranks hold replicas of it."""
+    """FSDP1's strategy: FULL_SHARD for stage 3, else SHARD_GRAD_OP; the hybrid ones with replicas."""
     if recipe.zero_stage == 3:
         return ShardingStrategy.HYBRID_SHARD if replicated else ShardingStrategy.FULL_SHARD
     return ShardingStrategy._HYBRID_SHARD_ZERO2 if replicated else ShardingStrategy.SHARD_GRAD_OP

@@ -1,4 +1,4 @@
-"""FSDP2 as in PyTorch's own examples, with labels for its buffers."""
+"""Trains with FSDP2 as in PyTorch's own examples, and labels its buffers."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,7 +28,7 @@ from zeroplan.verify.watching.watcher import Watcher
 
 
 class Fsdp2(Engine):
-    """``fully_shard`` around every block and around the whole module, as in PyTorch's own examples."""
+    """Trains with ``fully_shard`` on every block and on the whole module, as in PyTorch's own examples."""
 
     handed_on = Kind.UNSHARDED_GRADIENTS
     kept: Kind | None = Kind.GRADIENTS
@@ -43,7 +43,7 @@ class Fsdp2(Engine):
         self.optimizer = make_optimizer(trained(work.module), recipe, work.blocks)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Run one forward and backward pass; gradients are reduced in the last of a step, or in each."""
+        """Run one forward and backward pass; FSDP2 reduces gradients in the step's last one, or in all if the recipe says so."""
         self._model.set_requires_gradient_sync(last or self._recipe.sync_every_micro_batch)
         forward_and_backward(self._work.module, self._work, enter, keep_logits=bool(self._recipe.keep_logits))
 
@@ -135,7 +135,7 @@ def mixed_precision(recipe: RecipeSpec) -> MixedPrecisionPolicy:
 
 
 def resharding(recipe: RecipeSpec) -> bool | int:
-    """Whether blocks are resharded after their forward, or over how many ranks."""
+    """``reshard_after_forward`` for blocks: whether to reshard, or over how many ranks."""
     chosen = recipe.fsdp2.reshard_after_forward
     return recipe.zero_stage == 3 if chosen is None else chosen
 
@@ -147,11 +147,11 @@ def fsdp2_labels(watcher: Watcher) -> Iterator[None]:
         yield
 
 
-#: Some torch releases lack some: 2.15 leaves accumulation in another dtype to autograd.
+#: Not every torch release has all: since 2.15 autograd accumulates in another dtype.
 _REQUESTING: Requesting = (
     (_fsdp_param_group, "foreach_all_gather", Kind.GATHER),
     (_fsdp_param_group, "foreach_reduce", Kind.REDUCE),
-    (FSDPParamGroup, "wait_for_unshard", Kind.UNSHARDED_PARAMETERS),  # a single rank casts and copies there
+    (FSDPParamGroup, "wait_for_unshard", Kind.UNSHARDED_PARAMETERS),  # with a single rank FSDP2 casts and copies here
     (FSDPParam, "init_all_gather_outputs", Kind.UNSHARDED_PARAMETERS),
     (FSDPParam, "alloc_all_gather_outputs", Kind.UNSHARDED_PARAMETERS),
     (FSDPParam, "to_sharded_post_forward", Kind.UNSHARDED_PARAMETERS),
@@ -160,7 +160,7 @@ _REQUESTING: Requesting = (
 
 
 def _reduced_gradients(watcher: Watcher) -> AbstractContextManager[None]:
-    """Give whole gradients their kind when FSDP2 reduces them."""
+    """Give unsharded gradients their kind when FSDP2 reduces them."""
     name = "foreach_reduce"
     original: Callable[..., object] = getattr(_fsdp_param_group, name)
 

@@ -1,4 +1,4 @@
-"""The chunked loss of torchtitan's ``ChunkedLossWrapper``, and Liger's fused loss; the full loss is transformers' own.
+"""Builds the chunked loss of torchtitan's ``ChunkedLossWrapper`` and Liger's fused loss; transformers has the full loss.
 
 The model returns hidden states instead of logits. Each eighth of the tokens passes through the head and the loss, forward and
 backward, before the next. One fp32 buffer collects the gradients of the hidden states, from which the model's backward starts.
@@ -31,19 +31,19 @@ def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], 
 
 
 def fuse_loss(module: nn.Module) -> None:
-    """Let a causal language model compute head and loss in Liger's one kernel, as ``use_liger_kernel`` does; nothing else changes.
+    """Make a causal language model compute head and loss in Liger's fused kernel, one of those of ``use_liger_kernel``.
 
-    Raises NotHereError without liger-kernel, and MeasurementError for a family that it does not know.
+    Raises NotHereError without liger-kernel, and MeasurementError for a family that Liger does not support.
     """
     _by_liger(module, {"fused_linear_cross_entropy"})
 
 
-#: Liger's switches, by our names of its kernels.
+#: Our names of Liger's kernels, and Liger's own.
 _OF_LIGER = {"liger-rms-norm": "rms_norm", "liger-swiglu": "swiglu"}
 
 
 def fuse_kernels(module: nn.Module, parts: Sequence[str]) -> None:
-    """Let a model run in Liger's kernels, whose launches do nothing to fake tensors: their results' memory is torch's.
+    """Make a model use Liger's kernels. On fake tensors a launch does nothing; torch allocates the results.
 
     Raises what :func:`fuse_loss` raises.
     """
@@ -58,7 +58,7 @@ def fuse_kernels(module: nn.Module, parts: Sequence[str]) -> None:
 
 
 def _rotated_by_liger(attention: nn.Module) -> Callable[..., object]:
-    """Return the forward with Liger's rotary positions, which Liger itself puts in their place for the whole process."""
+    """The attention's forward with Liger's rotary function; Liger itself would replace it for the whole process."""
     from liger_kernel.transformers.rope import liger_rotary_pos_emb  # noqa: PLC0415  it needs triton
 
     own, modeling = attention.forward, sys.modules[type(attention).__module__]
@@ -84,24 +84,24 @@ def _by_liger(module: nn.Module, switches: Collection[str]) -> None:
     names = vars(sys.modules[type(module).__module__])
     before = dict(names)
     monkey_patch._apply_liger_kernel_to_instance(module, **said)
-    names.update(before)  # Liger also replaces classes, which other models of this process would get
+    names.update(before)  # Liger also replaces classes, for all models of this process
 
 
 def loss_of_hidden(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The same, as a loss of hidden states and labels, which a pipeline's schedule needs."""
+    """Remove the head like ``chunked_loss``; return a loss of hidden states and labels, which a pipeline's schedule needs."""
     head: nn.Linear = module.get_output_embeddings()  # type: ignore[operator]  # a transformers model
     head.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
     cap: float | None = getattr(module.config, "final_logit_softcapping", None)
-    if cap is not None:  # the forward now returns hidden states, which it must not cap
+    if cap is not None:  # the forward now returns hidden states, which must stay uncapped
         module.config.final_logit_softcapping = None  # type: ignore[union-attr]  # the same
     scaling: float | None = getattr(module.config, "logits_scaling", None)
-    if scaling is not None:  # the same: the forward divides hidden states by one instead
+    if scaling is not None:  # likewise, they must stay unscaled
         module.config.logits_scaling = 1.0  # type: ignore[union-attr]  # the same
     return lambda hidden, labels: _in_chunks(hidden, head, labels, _Bend(cap, scaling))
 
 
 class _Bend(NamedTuple):
-    """The operations between the head's product and the loss."""
+    """Cap and scaling of logits, between the head's product and the loss."""
 
     cap: float | None
     """The cap of ``tanh`` on logits, as in transformers' Gemma2ForCausalLM."""
@@ -109,7 +109,7 @@ class _Bend(NamedTuple):
     """The divisor of logits, as in GraniteForCausalLM."""
 
     def of(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits for the loss."""
+        """The capped and scaled logits."""
         divided = logits if self.scaling is None else logits / self.scaling
         return divided if self.cap is None else torch.tanh(divided / self.cap) * self.cap
 
@@ -141,7 +141,7 @@ def _in_chunks(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, bend
 
 
 class _FromHere(torch.autograd.Function):
-    """The loss, whose backward returns the gradient that the chunks have computed."""
+    """The total loss, whose backward returns the gradient that the chunks have computed."""
 
     @staticmethod
     def forward(context: FunctionCtx, _hidden: torch.Tensor, gradient: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

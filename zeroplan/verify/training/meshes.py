@@ -1,4 +1,4 @@
-"""Arranges a job's ranks in meshes, and gives the ranks that share parameters."""
+"""Arranges a job's ranks in a device mesh, and selects the ranks that shard parameters or share sequences."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -14,7 +14,7 @@ _SHARD_AND_CONTEXT = "shard and context"
 def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
     """The job's device mesh, arranged as in torchtitan.
 
-    Pipeline stages are outermost; then shards, or replicas of a sharded group; then the ranks that share the work.
+    Pipeline stages are outermost; then shards, or replicas of a sharded group; then context- or tensor-parallel ranks.
     """
     mesh = job.mesh
     split = {name: ways for name, ways in ((CONTEXT, mesh.cp), (TENSOR, mesh.tp)) if ways > 1}
@@ -31,7 +31,7 @@ def _named(device: str, ways: dict[str, int]) -> DeviceMesh:
 
 
 def sharding_ranks(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that shard the same part of the model and have different tokens; two dimensions with replicas."""
+    """The ranks over which FSDP shards this rank's part of the model; two dimensions with replicas."""
     name = "shard"
     if job.mesh.cp > 1:
         name = _SHARD_AND_CONTEXT
@@ -42,7 +42,7 @@ def sharding_ranks(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def context_ranks(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that share sequences. Raises MeasurementError on real tensors."""
-    if mesh.device_type != CUDA:  # transformers would make a mask of real positions, which the ring does not accept
+    """The context-parallel ranks, which share sequences. Raises MeasurementError on real tensors."""
+    if mesh.device_type != CUDA:  # from real positions transformers makes a mask, which ring attention does not accept
         raise MeasurementError(f"cp={job.mesh.cp} runs on fake tensors only; use --backend simulate")
     return mesh[CONTEXT]

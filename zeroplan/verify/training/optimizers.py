@@ -83,7 +83,7 @@ _MUON, _EIGHT_BITS = "muon", "adamw-8bit"
 
 
 def trained(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters for an optimizer: those that are not frozen."""
+    """The trainable parameters of a module."""
     return (parameter for parameter in module.parameters() if parameter.requires_grad)
 
 
@@ -99,9 +99,9 @@ def make_optimizer(
 
 
 def stepping_in_backward(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
-    """An optimizer for each parameter, which steps as soon as its gradient is there; that of the first has all their states.
+    """The first of one optimizer per parameter, each of which steps inside the backward; they share its state.
 
-    Its own step finds no gradients. Source: PyTorch's tutorial on the optimizer's step inside the backward.
+    Its later ``step`` finds no gradients. Source: PyTorch's tutorial on the optimizer's step inside the backward.
     """
     each = {one: make_optimizer(iter((one,)), recipe) for one in parameters}
     first = next(iter(each.values()))
@@ -118,7 +118,7 @@ def stepping_in_backward(parameters: Iterator[nn.Parameter], recipe: RecipeSpec)
 
 
 def zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
-    """The same inside ``ZeroRedundancyOptimizer``, which gives each rank some of the parameters."""
+    """The recipe's optimizer inside ``ZeroRedundancyOptimizer``, which gives each rank some of the parameters."""
     cls, arguments = _optimizer_class(recipe)
     return ZeroRedundancyOptimizer(parameters, optimizer_class=cls, **{**arguments, **_implementation(recipe)})  # type: ignore[arg-type]
 

@@ -1,8 +1,8 @@
-"""One rank of a pipeline: its stages of a transformers module under FSDP2, run by the schedules of torch's pipelining.
+"""Trains one pipeline rank: its stages of a transformers model under FSDP2, run by the schedules of torch's pipelining.
 
 Stages are split as torchtitan splits transformers' models: modules of other stages are identities, and every stage makes its own
-rotary tables. Ranks with the first stage have token ids, those with the last have labels. Stages know the shapes they receive, so
-no extra pass is run to infer them.
+rotary tables. Ranks with the first stage have token ids, those with the last have labels. Stages get the shapes of their inputs,
+so torch runs no extra pass to infer them.
 """
 
 from collections.abc import Callable, Iterator
@@ -77,7 +77,7 @@ class Pipelined(Engine):
         self.optimizer = make_optimizer(trained(self.module), job.recipe)
 
     def _tokens(self, device: str, which: str) -> torch.Tensor | None:
-        """The ids of all micro-batches of a step if this rank has the stage that reads them, else None."""
+        """The ids of all micro-batches of a step, if a stage of this rank reads them; else None."""
         if not any(getattr(stage, which) for stage in self._stages):
             return None
         batch = self._job.batch
@@ -99,7 +99,7 @@ class Pipelined(Engine):
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
-        """Cut all sequences of the step, ids, labels and positions, for context-parallel ranks, and restore them in the end.
+        """Split the step's ids, labels and positions over context-parallel ranks; restore them afterwards.
 
         Source: torchtitan, 2025-10, train.py, forward_backward_step: one context around the schedule's step.
         """
@@ -113,7 +113,7 @@ class Pipelined(Engine):
             yield
 
     def _whole_positions(self, device: str) -> torch.Tensor | None:
-        """The positions of a whole sequence, which all of the rank's stages read; None without context parallelism."""
+        """The positions of a whole sequence, which this rank's stages share; None without context parallelism."""
         if self._context is None:
             return None
         positions = torch.arange(self._job.batch.seq_len, device=device).unsqueeze(0)
@@ -150,7 +150,7 @@ def _stages_of(job: JobSpec, rank: int) -> tuple[Stage, ...]:
 
 
 def _part(job: JobSpec, stage: Stage, positions: torch.Tensor | None) -> nn.Module:
-    """The stage's part of the model on the meta device, with plain tensors as input and output."""
+    """The stage's part of the model on the meta device; its forward maps a plain tensor to a plain tensor."""
     module = causal_module(job.model, job.recipe, weights_dtype(job), "meta")
     whole = unwrapped(module)
     decoder: nn.Module = whole.get_decoder()  # type: ignore[operator]  # a transformers model
@@ -170,7 +170,7 @@ def _part(job: JobSpec, stage: Stage, positions: torch.Tensor | None) -> nn.Modu
 def _tensor_to_tensor(
     whole: nn.Module, decoder: nn.Module, stage: Stage, shared: torch.Tensor | None, *, tokens: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
-    """A forward with plain tensors; positions are ``shared``, or made for all ``tokens`` in every pass."""
+    """A forward of plain tensors; positions are ``shared``, or made anew for all ``tokens`` in every pass."""
     run: Callable[..., object] = whole.forward if stage.is_last else decoder
 
     def forward(given: torch.Tensor) -> torch.Tensor:
@@ -206,10 +206,10 @@ def _schedule(job: JobSpec, mine: tuple[Stage, ...], parts: list[nn.Module], mes
 def _loss_of(
     last: nn.Module | None, vocab: int, *, shifted: bool, chunked: bool
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:  # fmt: skip
-    """Transformers' own loss; without the last stage, the schedule only checks that there is one.
+    """The schedule's loss, transformers' own or ``chunked``; a rank without the last stage never calls it.
 
-    ``shifted`` labels are each token's next one, which a rank cannot derive from its share. A ``chunked`` loss reads hidden states,
-    and runs the head's backward at once.
+    ``shifted`` labels are each token's successor, which a context-parallel rank cannot derive from its part. A ``chunked`` loss
+    reads hidden states, and runs the head's backward at once.
     """
     if chunked and last is not None:
         return loss_of_hidden(last)
@@ -238,7 +238,7 @@ def _tokens(job: JobSpec) -> int:
 
 
 def _hidden(job: JobSpec) -> torch.Tensor:
-    """A rank's share of the hidden states: plain tensors between stages, as in torchtitan, split along the sequence under TP."""
+    """The hidden states that stages exchange: plain tensors, as in torchtitan, split along the sequence under TP."""
     return _of_each_token(job, job.model.hidden_size, tokens=_tokens(job) // job.mesh.tp)
 
 
@@ -271,11 +271,11 @@ def _in_phase(run: Callable[..., object], enter: Callable[[Phase], None], phase:
     return entered
 
 
-# --- replacements for other ranks -----------------------------------------------------------------------------------------
+# --- replacements where other ranks are missing ---------------------------------------------------------------------------
 
 
 def _unanswered() -> Iterator[AbstractContextManager[None]]:
-    """Let stages agree on their shapes, and let sends hold their tensors, without other ranks."""
+    """Replace torch's sends between stages by ones that only hold their tensors, and skip its negotiation of shapes."""
     if not hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
         raise MeasurementError(
             f"pipelines are simulated with the schedules of torch 2.11 to 2.14, and this is {torch.__version__}; install 2.14"

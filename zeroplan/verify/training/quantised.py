@@ -1,4 +1,4 @@
-"""Linear layers in four bits, added to a model as transformers and bitsandbytes do."""
+"""Replaces a model's linear layers by four-bit ones, as transformers and bitsandbytes do."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -56,7 +56,7 @@ def _fill(module: Linear4bit, linear: nn.Linear, *, nested: bool, storage: torch
 
 
 def _parameter(packed: torch.Tensor, state: QuantState, module: Linear4bit) -> nn.Parameter:
-    """A bitsandbytes parameter; a fake tensor cannot be one, so it gets the same attributes."""
+    """A bitsandbytes parameter; for a fake tensor, a plain one with the same attributes."""
     if not isinstance(packed, FakeTensor):
         return Params4bit(
             packed, quant_state=state, compress_statistics=state.nested, quant_type="nf4", module=module, bnb_quantized=True
@@ -84,14 +84,14 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _table_of_scales(weight: torch.Tensor) -> AbstractContextManager[None]:
-    """Replace the table of codes for scales by a fake one for a fake model; bitsandbytes makes it once for all models."""
+    """Use a fake table of scale codes for a fake model; bitsandbytes makes one real table for all models."""
     if not isinstance(weight, FakeTensor):
         return nullcontext()
     return replaced(bitsandbytes.functional, "name2qmap", {"dynamic": torch.empty(256)})
 
 
 def states_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors beside the packed weights: scales, tables, and biases."""
+    """The tensors stored beside packed weights: scales, tables and biases."""
     if (table := vars(model).get("table_of_scales")) is not None:
         yield table
     for module in model.modules():

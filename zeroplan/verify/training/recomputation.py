@@ -1,4 +1,4 @@
-"""Recomputation of blocks in backward: of everything, or of everything except expensive operators.
+"""Activation checkpointing of blocks: full, or selective, which keeps the outputs of expensive operators.
 
 Selective recomputation is torch's ``create_selective_checkpoint_contexts`` with torchtitan's policy: it keeps the outputs of
 attention kernels, of all-to-alls and of every second matrix product, beginning with a block's first. A product with a bias is
@@ -77,7 +77,7 @@ _PRODUCT = torch.ops.aten.mm.default
 _DEAR = frozenset({
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # which torch prefers on Hopper and later
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # torch prefers it on Hopper and later
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops._c10d_functional.all_to_all_single.default,
 })  # fmt: skip

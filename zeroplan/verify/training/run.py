@@ -92,7 +92,7 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> 
 
         return Fsdp1(work, job.recipe, mesh)
     if job.recipe.engine == "ddp":
-        with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
+        with watcher.labelled(Kind.REDUCE):  # the reducer makes its buckets in its constructor
             engine = Ddp(work, job.recipe)
         if dist.get_backend().startswith(_FAKE):
             engine.reduce_by_hook()
@@ -121,7 +121,7 @@ def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
 
 @lru_cache(maxsize=1)
 def _forget_other_meshes(_: MeshSpec, __: int) -> None:
-    """Clear DTensor's cache when mesh or rank changes, since it is keyed by ranks and refers to destroyed groups."""
+    """Clear DTensor's cache when mesh or rank changes: it finds entries by ranks, and they refer to destroyed groups."""
     from torch.distributed.tensor import debug  # noqa: PLC0415  only tensor parallelism needs it
 
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ def _forget_other_meshes(_: MeshSpec, __: int) -> None:
 
 @contextmanager
 def _real_meshes(watcher: Watcher) -> Iterator[None]:
-    """Let FSDP2 and DTensor keep ranks in real tensors, which they read, and leave those out of the record."""
+    """Keep the rank tensors of meshes real, since FSDP2 and DTensor read them; the record leaves them out."""
 
     def arranged(original: Callable[..., object]) -> Callable[..., object]:
         def run(*args: object, **kwargs: object) -> object:

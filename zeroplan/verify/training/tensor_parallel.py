@@ -1,6 +1,6 @@
 """Splits a causal language model of transformers over tensor-parallel ranks, as torchtitan's backend for such models does.
 
-Matrices are split by heads and by the MLP's width, embedding and head by the vocabulary, tensors between them along the sequence.
+Attention is split by heads, the MLP by its width, embedding and head by the vocabulary, hidden states along the sequence.
 Source: torchtitan, 2026-04, experiments/transformers_modeling_backend/infra/parallelize.py, ``apply_non_moe_tp``. Tied embeddings
 stay tied, as in torchtitan's own models.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class TensorParallel(Fsdp2):
-    """``fully_shard`` over the ranks with the same part of a split model, whose loss is computed from split logits."""
+    """``fully_shard`` of a tensor-parallel part over the ranks that have the same part; the loss reads split logits."""
 
     def __init__(self, work: Workload, job: JobSpec, mesh: DeviceMesh, *, experts: ExpertMeshes | None = None) -> None:
         super().__init__(work, job.recipe, sharding_ranks(job, mesh), experts=experts)
@@ -47,7 +47,7 @@ class TensorParallel(Fsdp2):
 
 
 def split(work: Workload, mesh: DeviceMesh, *, seq_len: int) -> Workload:
-    """Split a workload's model over neighbouring ranks; the batch gets positions, since no rank sees all tokens."""
+    """Split a workload's model over tensor-parallel ranks; add positions to the batch, since no rank sees all tokens."""
     mesh = mesh[TENSOR]
     model = cast("PreTrainedModel", work.module)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ _DENSE: dict[str, ParallelStyle] = {
     "mlp.up_proj": ColwiseParallel(),
     "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
 }
-#: Every rank runs the router on all tokens. transformers' dispatch cuts the tokens over these ranks and returns all outputs.
+#: Every rank runs the router on all tokens. transformers' dispatch splits the tokens over these ranks and returns all outputs.
 _EXPERTS: dict[str, ParallelStyle] = {
     "mlp": PrepareModuleInputOutput(
         input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),),

@@ -1,4 +1,4 @@
-"""A user's own workload, ``package.module:function``: imported, called, and converted for an engine."""
+"""Imports and calls a user's own workload, ``package.module:function``, and converts it for an engine."""
 
 import importlib
 import inspect
@@ -61,7 +61,7 @@ def named_function(where: str) -> Callable[..., object]:
 
 
 def takes_a_batch(function: Callable[..., object]) -> bool:
-    """Whether a function has the parameters for a batch's size."""
+    """Whether a function has the parameters ``micro_batch`` and ``seq_len``."""
     try:
         return set(_OF_A_BATCH) <= inspect.signature(function).parameters.keys()
     except ValueError:  # a builtin
@@ -72,7 +72,7 @@ _OF_A_BATCH = ("micro_batch", "seq_len")
 
 
 def _imported(module_name: str, where: str) -> ModuleType:
-    """Import a module, from the current folder if it is there; the folder is then on the path, as for a script."""
+    """Import a module. If the current folder contains it, the folder goes on ``sys.path`` first, as for a script."""
     here = str(Path.cwd())
     if here not in sys.path and _holds(here, module_name):
         sys.path.insert(0, here)
@@ -83,14 +83,14 @@ def _imported(module_name: str, where: str) -> ModuleType:
 
 
 def _holds(folder: str, module_name: str) -> bool:
-    """Whether a folder, with the packages below it, contains a module; nothing is imported."""
+    """Whether a folder contains a module, found without importing anything."""
     *packages, name = module_name.split(".")
     found = PathFinder.find_spec(name, [str(Path(folder, *packages))])
     return found is not None and found.has_location
 
 
 def as_workload(made: object, where: str) -> Workload:
-    """A function's result as a workload."""
+    """A user's function's result as a Workload. Raises SpecError if it is neither one nor module, batch and loss."""
     if isinstance(made, Workload):
         return made
     match made:

@@ -1,7 +1,7 @@
-"""transformers' own vision-language model for a shape with a tower, and a batch with images.
+"""Builds transformers' vision-language model for a ModelSpec with a vision tower, and a batch with images.
 
-Which image a patch belongs to is read from numbers in tensors, which fake tensors have not. So the functions that work such numbers
-out return them as a real run would, for images of one size; the engine and the model's own modules run as they are.
+The model reads image sizes and patch positions from tensors, and fake tensors have no values. Those functions are replaced and
+return what a real run returns for images of one size. The engine and the model's own modules run unmodified.
 """
 
 import os
@@ -22,14 +22,14 @@ from zeroplan.spec.vision import VisionSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")  # it counts the tokens of images, by their values
+os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")  # that check counts image tokens by their ids
 _TEXTS = {"qwen3_vl": {"qwen3_moe": "qwen3_vl_moe", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}}
 _IMAGE = 1
-"""The id of a token of an image."""
+"""The token id of images."""
 
 
 def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConfig":
-    """The configuration of the whole model of a text's."""
+    """The configuration of the whole model, with ``text`` as its text part. Raises MeasurementError for other towers."""
     from transformers import CONFIG_MAPPING  # noqa: PLC0415  takes seconds
 
     vision = spec.vision
@@ -66,7 +66,7 @@ def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConf
 
 
 def _sections(head_dim: int) -> list[int]:
-    """Frequencies of a head in each of three dimensions."""
+    """``mrope_section``: rotary frequencies of a head for each of three dimensions."""
     half = head_dim // 2
     return [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
 
@@ -103,7 +103,7 @@ def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def images(model: nn.Module, vision: VisionSpec, batch: BatchSpec) -> dict[str, torch.Tensor]:
-    """The tensors of a batch that its images add, after the model is told where they are."""
+    """The batch's tensors for images; also replaces the model's functions that read image sizes."""
     sequences, patches = batch.micro_batch_size, vision.patches * vision.images
     if vision.tower == "siglip":
         side = vision.fixed_size
@@ -117,7 +117,7 @@ def images(model: nn.Module, vision: VisionSpec, batch: BatchSpec) -> dict[str, 
 
 
 def _tell_positions(model: nn.Module, vision: VisionSpec, count: int) -> None:
-    """Replace what reads the shapes of images from a tensor, in the module of the model's class."""
+    """Replace the functions of transformers' modeling module that read image sizes from a tensor."""
     module: Any = sys.modules[type(model).__module__]
     every, tokens = count * vision.patches, count * vision.tokens_per_image
     bounds = np.arange(count + 1) * vision.patches

@@ -1,4 +1,4 @@
-"""The trained module, an example batch, and the loss in the module's output.
+"""What is trained: a module, an example batch, and a function that returns the loss of the module's output.
 
 A job's own workload is a causal language model of transformers (:mod:`zeroplan.verify.training.causal_model`) with its own loss.
 """
@@ -20,7 +20,7 @@ from zeroplan.verify.training.modules import find_blocks
 
 
 class Workload(NamedTuple):
-    """A module, the keyword arguments of one forward pass, and a function that gives the loss of its output.
+    """A module, the keyword arguments of one forward pass, and a function that returns the loss of its output.
 
     ``blocks`` are the parts that engines wrap, in order; ``loss_goes_backward`` means that the loss itself begins the backward
     pass. ``forward`` calls the module if it does not accept the batch as keywords; ``held`` returns the tensors that the
@@ -91,7 +91,7 @@ def placed(make: Callable[[], Workload], device: str) -> Workload:
 
 
 def with_weights(made: Workload) -> Workload:
-    """Fill the weights with numbers: denormal ones would slow the run down, infinite ones make an engine skip steps."""
+    """Fill the weights with ordinary numbers: denormals would slow the run down, infinities make an engine skip steps."""
     with torch.no_grad():
         for parameter in made.module.parameters():
             if parameter.is_floating_point():

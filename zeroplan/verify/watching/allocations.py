@@ -1,7 +1,7 @@
 """Every allocation and release on a device, in program order and to the byte, as torch's profiler records them.
 
-The profiler records each request with size, address and the enclosing operators. The running sum is the number of bytes alive:
-on a CPU the bytes a CUDA allocator would be requested, on a GPU the blocks it returned. The profiler keeps no tensor alive.
+The profiler records each request with size, address and the enclosing operators. The running sum is the bytes alive: on a CPU
+the requested bytes, on a GPU the blocks that the allocator returned. The profiler keeps no tensor alive.
 """
 
 from bisect import bisect_left, bisect_right
@@ -42,7 +42,7 @@ class Timeline:
         dropped: set[int] = set()
         for at, event in enumerate(self.allocations):
             if event.n_bytes > 0:
-                left_out.discard(event.address)  # its release was on a thread that is not recorded
+                left_out.discard(event.address)  # a thread that is not recorded released it
                 if any(name.startswith(operators) for name in event.operators):
                     left_out.add(event.address)
                     dropped.add(at)
@@ -52,7 +52,7 @@ class Timeline:
         return self._without_events(dropped)
 
     def without_scratch(self, *operators: str) -> "Timeline":
-        """This timeline without blocks that one of these operators itself requests and releases before it returns."""
+        """This timeline without the scratch of these operators: blocks that one requests and releases before it returns."""
         scratch: set[int] = set()
         open_requests: dict[int, int] = {}
         for at, event in enumerate(self.allocations):

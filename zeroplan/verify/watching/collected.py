@@ -1,4 +1,4 @@
-"""The collectives of one step as records list them: equal calls are summed."""
+"""Sums equal collectives of one step, as records list them."""
 
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Runs the garbage collector only where the code asks for it: memory in reference cycles then has a fixed end."""
+"""Runs the garbage collector only at ``gc.collect``, so memory in reference cycles ends at fixed moments."""
 
 import gc
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Extends recordings of two runs with few layers to a run with many.
 
 A run with one more layer is the shorter run with repeated stretches of requests and releases. The long run contains each such
-stretch once per missing layer. A release in a repeated stretch frees the block at the same place among its like, counted from the
-newest or from the oldest.
+stretch once per missing layer. A release in a repeated stretch frees the block at the same position among equal blocks, counted
+from the newest or from the oldest.
 """
 
 import re
@@ -43,7 +43,7 @@ def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
             writer.repeat(index, done, begin, ahead)
             for again in range(
                 times
-            ):  # repeats come after the original, where enough blocks are alive to tell oldest from newest
+            ):  # repeats follow the original, where enough equal blocks are alive to count from either end
                 writer.repeat(index, 2 * begin - end, begin, ahead + (again + 1) * step)
             done, ahead = end, ahead + (times - 1) * step
         writer.repeat(index, done, len(signatures), ahead)
@@ -52,7 +52,7 @@ def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
 
 
 def _host(few: HostSeen | None, more: HostSeen | None, times: int) -> HostSeen | None:
-    """Host memory of the long run: each figure grows linearly with the layers."""
+    """Host memory of the long run, extrapolated linearly in the number of layers."""
     if few is None or more is None:
         return None
     columns = zip(few, more, strict=True)
@@ -62,7 +62,7 @@ def _host(few: HostSeen | None, more: HostSeen | None, times: int) -> HostSeen |
 def _calls(shorter: Recording, longer: Recording, times: int) -> list[Call]:
     """Every collective of the last step, as many times as the long run calls it."""
     less, found = (Counter(_of_the_last_step(recording)) for recording in (shorter, longer))
-    if less - found:  # a collective grew with the layers; in a still longer run it may split in two
+    if less - found:  # a collective grew with the layers and may split in a longer run
         raise NotAlikeError(_NOT_ALIKE)
     return [call for call, count in found.items() for _ in range(less[call] + times * (count - less[call]))]
 
@@ -77,7 +77,7 @@ def _of_the_last_step(recording: Recording) -> Iterator[Call]:
 
 
 def is_whole(block: Block) -> bool:
-    """Whether a block is DDP's first bucket, which until the second forward covers all gradients, or is all gradients."""
+    """Whether a block covers all layers: DDP's first bucket, until the second forward, or all gradients together."""
     return block.span == 0 and block.kind in (Kind.REDUCE, Kind.GRADIENTS)
 
 
@@ -103,7 +103,7 @@ def without_flattening(recording: Recording) -> Recording:
 
 
 def _whole(shorter: Recording, longer: Recording, times: int) -> dict[Block, int]:
-    """The size of blocks that cover all layers, in the long run. [bytes]"""
+    """The size in the long run of blocks that cover all layers. [bytes]"""
     few, more = ([block for block in recording.blocks if is_whole(block)] for recording in (shorter, longer))
     if len(few) != len(more):
         raise NotAlikeError(_NOT_ALIKE)
@@ -181,7 +181,7 @@ def unnumbered(module: str) -> str:
 
 
 def _stretches(few: list[_Event], more: list[_Event]) -> list[tuple[int, int]]:
-    """The stretches that ``more`` has and ``few`` has not, each a repeat of the one before it."""
+    """The stretches of ``more`` that ``few`` lacks; each repeats the stretch before it."""
     found: list[tuple[int, int]] = []
     at = ahead = 0
     while True:
@@ -199,7 +199,7 @@ def _alike(few: list[_Event], more: list[_Event]) -> int:
 
 
 def _added(few: list[_Event], more: list[_Event], stop: int, ahead: int) -> int:
-    """The length of the stretch after which the two runs are alike again."""
+    """The length of the added stretch, after which the two runs agree again."""
     there = stop + ahead
     for added in range(1, min(there, len(more) - there) + 1):
         repeats = more[there : there + added] == more[there - added : there]
@@ -252,7 +252,7 @@ class _Writer:
 
 
 def _places(events: _Events) -> dict[Block, int]:
-    """The place of each block among its like when it is released: from the oldest (0, 1...) or the newest (-1, -2...)."""
+    """Each block's position among equal blocks at its release: from the oldest (0, 1...) or the newest (-1, -2...)."""
     alive: dict[_Like, list[Block]] = defaultdict(list)
     places: dict[Block, int] = {}
     for is_request, block in events.at[1:]:

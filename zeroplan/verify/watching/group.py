@@ -1,4 +1,4 @@
-"""A process group that runs every collective on gloo or on torch's fake group, and logs it.
+"""Logs every collective of a rank: a process group that runs them on gloo or on torch's fake group.
 
 Gloo's threads hold the tensors of a collective longer than the caller, and the profiler does not see their releases. Here every
 call returns only when the collective has ended and gloo has released its tensors. A rank's memory is then what its own code

@@ -1,7 +1,7 @@
-"""Host memory that a run holds beside the GPU's, and how much of it is pinned.
+"""How much host memory does a run hold beside the GPU's, and how much of it is pinned?
 
-Tensors are seen when operators or pinning make them. Torch's allocator of pinned memory is modelled: its blocks are powers of
-two, are reused for requests of the same size, and are never freed.
+Counts tensors that operators or pinning make. It models torch's allocator of pinned memory: blocks are powers of two, are reused
+for requests of the same size, and are never freed.
 """
 
 import weakref
@@ -28,8 +28,8 @@ class _Watch(weakref.ref[torch.UntypedStorage]):
 class HostMemory:
     """Tensors in host memory, for each part of a run.
 
-    ``highest``: most bytes of the part so far. ``held``: bytes at its end. ``pinned``: bytes that the pinned allocator holds then
-    beyond its tensors. ``taken``: most bytes held in all, free pinned blocks included. [bytes]
+    ``highest``: the part's peak so far. ``held``: bytes at its end. ``pinned``: bytes that the pinned allocator then holds
+    beyond its tensors. ``taken``: the peak of all of it, free pinned blocks included. [bytes]
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class HostMemory:
         return self._live - self._live_pinned + self._taken
 
     def see(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
-        """Count a tensor in host memory; ``pinned`` if it was requested so."""
+        """Count a tensor in host memory; ``pinned`` if the request was for pinned memory."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._watches or not storage.nbytes():
             return

@@ -1,6 +1,6 @@
-"""Memory that libraries request from torch's allocator: scratch of attention kernels, workspaces of matrix products.
+"""How much do libraries request from torch's allocator: scratch of attention kernels, workspaces of matrix products?
 
-No formula gives these to the byte, and the library chooses the kernel. Records therefore contain them as measured.
+The library chooses the kernel, so no formula is exact to the byte. Records contain the measured sizes.
 """
 
 import re
@@ -19,7 +19,7 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_gr
 
 
 def attention_of(timeline: Timeline) -> AttentionMeasured | None:
-    """The operators that computed attention, and the most scratch one of them held; None if none ran. [bytes]"""
+    """The operators that computed attention, and the largest scratch that one of them held [bytes]; None if none ran."""
     found = {name for event in timeline.allocations for name in event.operators if _ATTENTION.fullmatch(name)}
     if not found:
         return None
@@ -27,7 +27,7 @@ def attention_of(timeline: Timeline) -> AttentionMeasured | None:
 
 
 def _scratch(timeline: Timeline) -> Iterator[tuple[int, int]]:
-    """Requests of attention's operators that are released before the operator returns: times and changes in bytes."""
+    """Scratch of attention operators, released before the operator returns: times and changes in bytes."""
     open_requests: dict[int, Allocation] = {}
     for event in timeline.allocations:
         if event.n_bytes > 0:
@@ -52,14 +52,14 @@ def _most(changes: Iterable[tuple[int, int]]) -> int:
 
 
 def kept_by_products(alive: Iterable[Allocation], owned: frozenset[int]) -> int:
-    """Blocks that a matrix product requested, that no tensor owns and that outlive the step: its library's workspace. [bytes]"""
+    """Bytes that a matrix product requested and that are alive without a tensor: the workspace of its library. [bytes]"""
     return sum(
         block.n_bytes for block in alive if block.address not in owned and block.operators and block.operators[-1] in _PRODUCTS
     )
 
 
 def _to_another_dimension(given: torch.Tensor, gathered: int, sharded: int, group: object) -> torch.Tensor:
-    """What DTensor's exchange allocates in C++, which its shape function does not: what is sent, what comes, and the result.
+    """The result of DTensor's all-to-all, with the buffers that its C++ allocates: sent, received and result.
 
     Source: torch 2.13, torch/csrc/distributed/c10d/Functional.cpp, ``shard_dim_alltoall``.
     """
@@ -75,4 +75,4 @@ def _to_another_dimension(given: torch.Tensor, gathered: int, sharded: int, grou
 
 
 INSIDE: dict[OpOverload, Callable[..., object]] = {torch.ops._dtensor.shard_dim_alltoall.default: _to_another_dimension}
-"""For each operator, the function that makes its GPU allocations with torch's operators."""
+"""For each operator, a function that repeats its GPU allocations with torch's operators."""

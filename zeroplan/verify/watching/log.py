@@ -1,4 +1,4 @@
-"""The log of a process's collectives and phases. Data alone."""
+"""Stores a process's collectives and phases."""
 
 import time
 from bisect import bisect_right

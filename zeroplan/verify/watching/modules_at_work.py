@@ -1,4 +1,4 @@
-"""The module that is running when an operator is called, in forward and backward."""
+"""Which module is running when an operator is called, in forward or backward?"""
 
 from bisect import bisect_right
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class ModulesAtWork:
-    """The module being called; in backward, the module whose forward made the autograd node.
+    """Tracks the running module; in backward, the module whose forward made the autograd node.
 
     Autograd numbers its nodes in order. The numbers at which modules are entered and left identify the module of a node.
     """

@@ -37,7 +37,7 @@ KINDS_REMARK = (
     "kinds follow the owner where a parameter, gradient or optimizer state owns a block, else the function that requested it; "
     "other blocks are counted as activations if they outlive a forward pass, else as temporaries"
 )
-"""How a :class:`Ledger` assigns kinds, as a remark of the record."""
+"""The record's remark on how a :class:`Ledger` assigns kinds."""
 _LOSS = ("aten::log_softmax", "aten::nll_loss_nd", "aten::cross_entropy_loss")
 
 
@@ -59,7 +59,7 @@ class _Claim(NamedTuple):
 
 
 class Profiled(AbstractContextManager["Profiled"]):
-    """Records the enclosed code; afterwards ``timeline`` has a GPU's requests, or on a GPU its allocations."""
+    """Records the enclosed code; afterwards ``timeline`` has the requests on CPU tensors, or a GPU's allocations."""
 
     def __init__(self, log: Log, say: Callable[[str], None], *, device: str = "cpu") -> None:
         self.timeline = Timeline()
@@ -108,7 +108,7 @@ class Profiled(AbstractContextManager["Profiled"]):
         mark(name)
 
     def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Note the kind of the memory at these addresses now; a later claim wins."""
+        """Record the kind of these tensors' memory; a later claim wins."""
         addresses = frozenset(_address(tensor) for tensor in tensors if tensor is not None)
         if addresses:
             name = f"claim {len(self.claims)}"
@@ -127,7 +127,7 @@ class Profiled(AbstractContextManager["Profiled"]):
         return record_function(_ASIDE)
 
     def spans(self) -> Iterator[Span]:
-        """The parts of the run, in order; without the last one, after the training, which has no end."""
+        """The parts of the run, in order, without the part after the training."""
         for (step, phase, start), (_, _, end) in zip(self._entered, self._entered[1:], strict=False):
             yield Span(step, phase, start, end)
 
@@ -147,9 +147,9 @@ def _address(tensor: torch.Tensor) -> int:
 class Ledger:
     """The kind of each block of a recording.
 
-    Address and time of request identify a block. In order of precedence: the kind that the training loop claimed; for blocks that
-    outlive the run, optimizer state if a step made them, else ``standing``; the label at the request; for blocks that a forward
-    leaves for its backward, a kind by size (``sizes``), else activations. The rest are temporaries.
+    Address and time of request identify a block. The first rule that applies decides: the kind that the training loop claimed; for
+    blocks that outlive the run, optimizer state if a step made them, else ``standing``; the label at the request; for blocks that
+    a forward leaves for its backward, a kind by size (``sizes``), else activations. All others are temporaries.
     """
 
     def __init__(self, seen: Profiled, *, sizes: dict[int, Kind], standing: Kind) -> None:
@@ -221,7 +221,7 @@ class Ledger:
         return Pass(self._timeline.live_bytes(span.start), found, self._timeline.live_bytes(span.end))
 
     def _at_work(self, span: Span, time_ns: int) -> int | None:
-        """The layer that began last within a span; None outside all layers."""
+        """The layer that is running in a span; None outside all layers."""
         begun = bisect_right(self._places, time_ns, key=itemgetter(0)) - 1
         return self._places[begun][1] if begun >= 0 and self._places[begun][0] >= self._timeline.marks[span.start] else None
 

@@ -1,4 +1,4 @@
-"""The recording of a run: blocks of memory in program order, the parts of the run, the collectives. Data alone."""
+"""Data classes for the recording of a run: blocks of memory in program order, the parts of the run, the collectives."""
 
 import re
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 @cache
 def layer_named(module: str) -> int | None:
-    """The number of the layer that a module is in: the first number in its name; None outside all layers.
+    """The layer number of a module, which is the first number in its name; None outside all layers.
 
     >>> layer_named("transformer.h.3.ln_1"), layer_named("transformer.ln_f")
     (3, None)

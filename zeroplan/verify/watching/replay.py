@@ -1,8 +1,7 @@
 """Replays a recording through the model of CUDA's allocator: ``memory_allocated`` and ``memory_reserved`` over time.
 
-In ``verify`` the GPU holds only what initialisation leaves. Temporary memory of building the model is not part of the steps:
-where a model is built (GPU, host, meta device) is the user's choice. A script has made that choice: its recording counts from
-the start.
+In ``verify`` the replay begins with the blocks that outlive initialisation: building a model may use temporary memory, but the
+user chooses where (GPU, host, meta device). A script has made that choice, so its recording counts from the start.
 
 The replay adds cuBLAS's workspaces, which torch allocates once and keeps: one for the forward's thread and one for autograd's, at
 their first matrix product, and as many for each further stream. Tensors made of Python numbers stay in host memory.
@@ -97,7 +96,7 @@ class _Requests:
         self._let_go = pools_by_moment(recording.let_go)
 
     def played(self, card: CachingAllocator) -> Iterator[Block]:
-        """Make every request and release on a GPU; yield the block after each, in order."""
+        """Replay every request and release on a modelled GPU; yield the block after each."""
         chunks: dict[Block, Chunk] = {}
         for moment, (block, is_request) in enumerate(self._events):
             for pool in self._let_go.get(moment, ()):
@@ -115,7 +114,7 @@ class _Requests:
             yield block
 
     def on_card(self, room_bytes: int) -> OnCardMeasured:
-        """The result on a GPU with so much memory for the allocator."""
+        """The result on a GPU with ``room_bytes`` of memory for the allocator."""
         card = CachingAllocator(expandable_segments=self._expandable, room_bytes=room_bytes)
         last, done, before = _last_step(self._recording), 0, 0
         try:
@@ -143,7 +142,7 @@ class _Requests:
 
 
 def pools_by_moment(let_go: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """The private pools released, by the moment after which.
+    """The released private pools, by the moment after which no graph uses them.
 
     >>> pools_by_moment([(5, 1), (5, 2)])
     {5: [1, 2]}
@@ -160,7 +159,7 @@ def _last_step(recording: Recording) -> int:
 
 
 def _events(recording: Recording) -> list[tuple[Block, bool]]:
-    """Every request (True) and release, in order; one per moment, beginning with the first."""
+    """Every request (True) and release, in order; one per moment."""
     events: list[tuple[int, Block, bool]] = [(block.born, block, True) for block in recording.blocks]
     events += [(block.died, block, False) for block in recording.blocks if block.died != STILL_HELD]
     events.sort(key=lambda event: event[0])
@@ -168,7 +167,7 @@ def _events(recording: Recording) -> list[tuple[Block, bool]]:
 
 
 def _first_multiplications(recording: Recording) -> set[int]:
-    """When forward and autograd first multiply matrices; only on the default stream where other streams are recorded."""
+    """The moments of the first matrix product in forward and in backward; on the default stream if streams were recorded."""
     anywhere = recording.workspaces is None
     first: dict[Phase | Beside, int] = {}
     for block in recording.blocks:

@@ -24,7 +24,7 @@ class Timeline:
             if block.died != STILL_HELD:
                 self._events[block.died] = (block, -1)
         self._known: list[Counter[Kind]] = [Counter()]
-        """Bytes alive by kind after every ``_OFTEN`` moments, so that many queries of a long run stay fast."""
+        """Bytes alive by kind, stored every ``_OFTEN`` moments to keep queries of a long run fast."""
 
     def window(self, index: int) -> slice:
         """The moments of a span, its beginning included."""
@@ -119,7 +119,7 @@ def _step(timeline: Timeline, step: int) -> StepMeasured:
     spans = timeline.recording.spans
     indices = [index for index, span in enumerate(spans) if span.step == step and span.phase is not Phase.INIT]
     phases = [phase for phase in dict.fromkeys(spans[index].phase for index in indices) if isinstance(phase, Phase)]
-    if not any(span.step > step and span.phase is Phase.STEP for span in spans):  # the last step holds nothing for a later one
+    if not any(span.step > step and span.phase is Phase.STEP for span in spans):  # later parts are no part of the step
         indices = indices[: 1 + max(at for at, index in enumerate(indices) if spans[index].phase in OF_A_STEP)]
     end, host = timeline.window(indices[-1]).stop - 1, timeline.recording.host
     return StepMeasured(

@@ -1,10 +1,10 @@
-"""Records which memory a training step requests and releases: which module, when, for what.
+"""Records the memory that a training step requests and releases: by which module, when, of which kind.
 
 A :class:`Tracker` sees every operator on a device. It holds no tensor: it keeps a weak reference to each storage, and a block ends
 when its storage dies or is resized. Memory that a kernel allocates and frees internally is not seen.
 
-Autograd adds and scatters gradients in place, but not while a dispatch mode is active. The record shows what happens without a
-mode: the result reuses the block of the operand.
+Autograd adds and scatters gradients in place, but not while a dispatch mode is active. The record shows the in-place case of a
+real run: the result reuses the block of the operand.
 
 A gradient is known only when autograd passes it to its parameter. It then gets its kind from its birth on, as do the terms summed
 into it.
@@ -136,7 +136,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return None if watch is None else watch.block
 
     def _settle_forward(self) -> None:
-        """Mark what a forward leaves behind as activations or logits, kept for backward."""
+        """Mark blocks that a forward leaves for the backward as activations or logits."""
         span = len(self.spans) - 1
         for watch in self._watches.values():
             block = watch.block
@@ -169,7 +169,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     ) -> object:
         """Run the operator and record the storages it returns."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # a frequent query, answered here without passing through the modes
+            return args[0].fake_device  # a frequent query, so skip the modes
         if DTensor in types:
             return NotImplemented
         if self._paused:
@@ -190,7 +190,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return result
 
     def _watched_inside(self, func: OpOverload) -> Callable[..., object]:
-        """The GPU operators of which this one consists, recorded; modes above this one do not see them."""
+        """A function that runs and records this operator's GPU allocations; modes above this one do not see them."""
         if self._device == "cpu":
             return func
 
@@ -227,17 +227,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         watch = self._watches.get(storage._cdata)
         if watch is None:
             if func.is_view and func is not _LIFTED and not _is_a_copy(tensor, args):
-                return  # a view of what was there before the recording
+                return  # a view of memory from before the recording
             watch = self._watch(storage)
             if n_bytes := storage.nbytes():
                 block = self._request(watch, n_bytes, func)
                 if isinstance(cast_from, nn.Parameter) and block.kind is None and n_bytes < cast_from.nbytes:
-                    block.kind = Kind.WEIGHT_CASTS  # a wider copy is the model's own, and is kept like its other tensors
+                    block.kind = Kind.WEIGHT_CASTS  # a wider copy is made by the model, not by autocast
         elif (n_bytes := storage.nbytes()) != (watch.block.n_bytes if watch.block is not None else 0):
             self._resized(watch, n_bytes, func)
 
     def _note_gradient(self, args: tuple[object, ...]) -> None:
-        """Give the gradient kind to what ``AccumulateGrad`` keeps, copies or adds, and to the terms summed into it."""
+        """Give the gradient kind to the block that ``AccumulateGrad`` keeps, copies or adds, and to its summed terms."""
         if not isinstance(getattr(torch._C._current_autograd_node(), "variable", None), nn.Parameter):
             return
         found = [block for block in map(self._block_of, _tensors(args)) if block is not None]
@@ -270,7 +270,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return block
 
     def _stream(self) -> int:
-        """The number of the engine's current stream, which torch's CPU module stores although it has no streams."""
+        """The number of the engine's current stream; torch's CPU module stores it."""
         return self._number(torch.cpu.current_stream())
 
     def _number(self, stream: object) -> int:
@@ -299,7 +299,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             self._release(old)
 
     def _resizes(self) -> AbstractContextManager[None]:
-        """Record resizes of storages, which are no operators."""
+        """Record ``resize_`` of storages, which is no operator."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -311,7 +311,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return replaced(torch.UntypedStorage, "resize_", resize_)
 
     def _ignoring_dtensor_trials(self) -> AbstractContextManager[None]:
-        """Ignore the operators that DTensor tries on fake tensors of the whole shape to learn the result's."""
+        """Ignore the operators that DTensor runs on fake tensors of the global shape to infer the result's shape."""
         original = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def unseen(propagator: ShardingPropagator, schema: OpSchema) -> object:
@@ -327,8 +327,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     def _unwatched_in_place(self, func: OpOverload, args: tuple[object, ...]) -> bool:
         """Whether autograd would do this in place without a dispatch mode.
 
-        ``input_buffer.cpp can_accumulate_inplace`` needs a dense operand whose tensor and storage nothing else holds. The tensor's
-        count includes the references that bring it here.
+        ``input_buffer.cpp can_accumulate_inplace`` needs a dense operand whose tensor and storage have no other owner. The
+        tensor's use count includes the references of this call.
         """
         operand = args[0]
         if not isinstance(operand, torch.Tensor) or not isinstance(args[1], torch.Tensor | int | tuple | list):
@@ -359,10 +359,10 @@ def _is_a_copy(tensor: torch.Tensor, args: tuple[object, ...]) -> bool:
 _ADD = torch.ops.aten.add.Tensor
 _CAST = torch.ops.aten._to_copy.default
 _DEVICE = torch.ops.prim.device.default
-#: A tensor of Python numbers is made by an operator that counts as a view.
+#: This operator makes tensors of Python numbers, and counts as a view.
 _LIFTED = torch.ops.aten.lift_fresh.default
 assert str(_LIFTED) == LIFTED  # noqa: S101  the replay compares this name
-#: What autograd does in place without a mode: sums of gradients, and gradients scattered into zeros.
+#: Operators that autograd runs in place without a mode: sums of gradients, and gradients scattered into zeros.
 _DONE_IN_PLACE = frozenset({
     _ADD, torch.ops.aten.scatter.src, torch.ops.aten.scatter.value, torch.ops.aten.scatter_add.default,
     torch.ops.aten.index_put.default, torch.ops.aten.index_add.default,

@@ -1,4 +1,4 @@
-"""flash-attn by torch's operator with the same kernels: the same results, and the same tensors kept for backward.
+"""Runs flash-attn's functions by torch's operator with the same kernels: equal results, equal tensors kept for backward.
 
 Source: flash-attn 2.8, ``flash_attn/flash_attn_interface.py``: ``FlashAttnFunc`` keeps query, key, value, the output and one number
 per row, with heads padded to a multiple of 8; ``FlashAttnQKVPackedFunc`` keeps views and returns one gradient. Memory inside the
@@ -69,7 +69,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_with_kvcache(*_: object, **__: object) -> object:
-    """Raise: generation is no part of a training step."""
+    """Raise an error: a training step does not generate."""
     raise NotImplementedError(
         "flash_attn_with_kvcache is not supported in a dry run; leave generation out, or install flash-attn"
     )
@@ -89,7 +89,7 @@ def _attention(
 
 
 class _Packed(torch.autograd.Function):
-    """Attention with query, key and value as views of one tensor, and so their gradients."""
+    """Attention whose query, key and value are views of one tensor; their gradients are views as well."""
 
     @staticmethod
     def forward(

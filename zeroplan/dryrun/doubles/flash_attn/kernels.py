@@ -1,4 +1,4 @@
-"""flash-attn's kernels as libraries call them: the shapes of their results, and their allocations through torch.
+"""Replaces flash-attn's kernels that libraries call directly: shapes of results, and allocations through torch.
 
 Source: flash-attn 2.8.4, ``csrc/flash_attn/flash_api.cpp`` (``mha_fwd``, ``mha_varlen_fwd``, ``mha_bwd``, ``mha_varlen_bwd``) and
 ``flash_attn/flash_attn_interface.py``. Left out: the scores that attention with dropout returns, and paged keys.

@@ -30,7 +30,7 @@ _SOURCE_BYTES = 8
 class Buffer:
     """Buffers of one group of ranks, and the exchange of tokens through them.
 
-    Nothing is sent. Every rank is assumed to send as many tokens as this rank sends to itself.
+    No data is sent. Every other rank is assumed to send as many tokens as this rank sends to itself.
     """
 
     num_sms: int = 20
@@ -74,7 +74,7 @@ class Buffer:
         self._buffers = []
 
     def __del__(self) -> None:
-        """Free the buffers, unless the script must do that itself."""
+        """Free the buffers, unless the script frees them explicitly."""
         if not self.explicitly_destroy:
             self._give_back()
 
@@ -195,7 +195,7 @@ class Buffer:
         )  # fmt: skip
 
     def _again(self, x: Tokens, handle: Handle, channels: int) -> Tokens:
-        """Send other tokens along an earlier dispatch's route; within a node the kernel writes its bookkeeping again."""
+        """Send other tokens along an earlier dispatch's route; within a node the kernel rewrites its bookkeeping."""
         if self._between_nodes:
             return cast("Tokens", _like(x, len(handle[7])))
         tokens, _ = _parts(x)
@@ -218,7 +218,7 @@ class Buffer:
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None, use_fp8: bool = True, round_scale: bool = False,  # noqa: ARG002, FBT001, FBT002
         use_ue8m0: bool = False, async_finish: bool = False, return_recv_hook: bool = False,  # noqa: FBT001, FBT002
     ) -> tuple[Tokens, torch.Tensor, Handle, EventOverlap, Hook]:  # fmt: skip
-        """Send tokens to their experts, each with room for the maximum."""
+        """Send tokens to their experts; each expert's buffer has room for the maximum."""
         most, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
         self._check_low_latency(len(x), most, hidden, num_experts)
         local, room = num_experts // self.group_size, self.group_size * most
@@ -280,7 +280,7 @@ def _parts(x: Tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _on_arrival(found: Layout) -> Sure:
-    """How certain the tokens of other ranks are."""
+    """How certain the number of received tokens is."""
     return Sure.EXACT if found.sure is Sure.EXACT else Sure.EXCHANGED
 
 

@@ -11,7 +11,7 @@ _INT, _FLOAT, _INDEX, _INT4, _SOURCE = 4, 4, 8, 16, 8
 """Sizes of numbers, of a vectorised copy of four, and of a token's source. [bytes]"""
 _MOST_CHOICES = _MOST_SCALES = 128
 
-#: By ranks: tokens sent at once over NVLink by dispatch and combine; tokens received there; the same two over RDMA, for both.
+#: By number of ranks: tokens sent at once over NVLink by dispatch, by combine; received there; (sent, received) over RDMA by each.
 _TUNED = {
     2: (24, 10, 256, (6, 128), (6, 128)), 4: (6, 9, 256, (6, 128), (6, 128)), 8: (6, 4, 256, (6, 128), (6, 128)),
     16: (36, 4, 288, (20, 128), (12, 128)), 24: (32, 1, 288, (8, 128), (8, 128)), 32: (32, 1, 288, (8, 128), (8, 128)),
@@ -52,7 +52,7 @@ class Config(NamedTuple):
 
 
 def _beside_token() -> int:
-    """The most bytes that a token has beside its values. [bytes]"""
+    """The most bytes of metadata per token. [bytes]"""
     return _SOURCE + _MOST_CHOICES * (_INDEX + _FLOAT) + _MOST_SCALES * _FLOAT
 
 
@@ -75,5 +75,5 @@ def low_latency_bytes(tokens: int, hidden: int, experts: int) -> int:
 
 
 def low_latency_hint(tokens: int, hidden: int, experts: int) -> int:
-    """The same, rounded up by one more alignment unit. [bytes]"""
+    """``low_latency_bytes``, rounded up by one more alignment unit. [bytes]"""
     return (low_latency_bytes(tokens, hidden, experts) + ALIGNMENT) // ALIGNMENT * ALIGNMENT

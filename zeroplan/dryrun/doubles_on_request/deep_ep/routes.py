@@ -1,7 +1,7 @@
-"""The rank and expert of each token, and the tokens that come from other ranks.
+"""To which rank and expert does each token go, and how many tokens come from other ranks?
 
-Exactly known choices are used unchanged. An assumed choice is even: every expert is chosen equally often, and a token's experts
-are on as many ranks as possible. DeepEP sends a token once to each rank, so this is the most that an even choice sends.
+Known choices are used unchanged. An assumed choice is even: every expert is chosen equally often, and a token's experts are on as
+many ranks as possible. DeepEP sends a token once to each rank, so this is the largest number of tokens of an even choice.
 """
 
 from typing import NamedTuple
@@ -59,7 +59,7 @@ def _chosen(topk_idx: torch.Tensor, experts: int, ranks: int) -> tuple[torch.Ten
 
 
 def received(found: Layout, ranks: Ranks) -> torch.Tensor:
-    """The experts of every received token, numbered within this rank; -1 for experts elsewhere.
+    """The experts of every received token, numbered within this rank; -1 for experts of other ranks.
 
     Every rank sends what this rank sends to itself, times the imbalance if the choice is assumed.
     """

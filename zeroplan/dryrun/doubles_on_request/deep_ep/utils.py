@@ -1,4 +1,4 @@
-"""DeepEP's events: nothing waits, but the order of streams is kept."""
+"""DeepEP's events: no call waits, but listeners see the order of streams."""
 
 from collections.abc import Callable
 from typing import Self

@@ -13,7 +13,7 @@ Offsets = int | torch.Tensor
 
 
 class ApplyRotaryEmb(torch.autograd.Function):
-    """The kernel's allocations."""
+    """The rotation, which allocates only its result."""
 
     @staticmethod
     def forward(

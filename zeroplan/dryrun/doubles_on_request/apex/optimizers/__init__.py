@@ -1,4 +1,4 @@
-"""apex's Adam: its states; its step allocates nothing else.
+"""apex's Adam, whose step allocates only its states.
 
 Source: apex of July 2026, ``apex/optimizers/fused_adam.py``; its kernel allocates nothing (``csrc/multi_tensor_adam.cu``).
 """

@@ -5,8 +5,8 @@ under autocast, gradients), ``pytorch/ops/basic/rmsnorm.py`` and ``layer_norm.py
 statistics), ``pytorch/cpp_extensions/gemm.py`` (``get_cublas_workspace``), and ``common/normalization`` (fp32 sums of the
 gradients of a norm's weights for each block of threads; one block per multiprocessor is counted).
 
-Products are torch's own here, so cuBLAS's workspaces count beside Transformer Engine's: too much if a script multiplies with
-nothing else. FP8, tensor and sequence parallelism and all other modules are left out; using them ends the run with an error.
+Products are torch's own here, so torch's cuBLAS workspaces count in addition to Transformer Engine's. That is too much for a script
+without other matrix products. FP8, tensor and sequence parallelism and all other modules end the run with an error.
 """
 
 from collections.abc import Callable, Sequence
