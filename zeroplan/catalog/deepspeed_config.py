@@ -69,8 +69,6 @@ def config_of(data: Mapping[str, object], where: str, beside: Beside) -> DeepSpe
 
 
 class _Reader:
-    """The reader of one file."""
-
     def __init__(self, data: Mapping[str, object], where: str, beside: Beside) -> None:
         self._where, self._beside, self._data = where, beside, data
         self._zero = self._section("zero_optimization")

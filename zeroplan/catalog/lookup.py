@@ -96,7 +96,6 @@ def _own_alias(shelf: Shelf, wanted: str, own: Mapping[str, Path]) -> Path | Non
 
 
 def _shipped_alias(shelf: Shelf, wanted: str) -> str | None:
-    """Return the entry with this name or alias."""
     shipped, last = shipped_files(shelf.folder), wanted.rpartition("/")[2]
     likely_first = sorted(shipped, key=lambda name: not (name.startswith(wanted) or last.startswith(name)))
     return next((name for name in likely_first if wanted == name or wanted in shelf.aliases(shipped[name])), None)

@@ -69,7 +69,6 @@ def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
 
 
 def _drawn(kind: str, series: object, where: _Where) -> None:
-    """Draw a series of this kind to ``where``."""
     if where.text:
         _print(kind, series)
         return
@@ -207,7 +206,6 @@ def _draw_step(job: "JobSpec", moments: "TimelineSeries", where: _Where) -> bool
 
 
 def _draw_run(run: str | None, where: _Where, *, whole: bool, other: bool) -> None:
-    """Draw a saved dry run."""
     from zeroplan.report.series.run import phases  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.run import run as series_of  # noqa: PLC0415
     from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415

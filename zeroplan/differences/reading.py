@@ -99,7 +99,6 @@ def _decoded(content: bytes, where: str) -> str:
 
 
 def _small(path: Path) -> Opened:
-    """Read a small JSON, TOML or YAML file."""
     where = f"file {str(path)!r}"
     text = read_text(path, what="file")
     if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):

@@ -112,8 +112,6 @@ class Profiled(Spec):
 
 
 class _Handler(Protocol):
-    """The handler that pydantic passes."""
-
     def __call__(self, source: object, /) -> object: ...
 
     def generate_schema(self, source: object, /) -> object: ...

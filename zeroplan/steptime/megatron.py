@@ -146,7 +146,6 @@ def time_without_a_pipeline(
 
 
 def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work:
-    """Return a rank's share of the work of one micro-batch."""
     model, mesh, recipe = case.model, case.mesh, case.recipe
     tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(model, recipe)
     tokens = 1.0 * one.micro_batch_size * one.seq_len / cp

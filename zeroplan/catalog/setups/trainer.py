@@ -436,7 +436,6 @@ def _adapter(reading: Reading) -> None:
 
 
 def _accelerators(reading: Reading) -> None:
-    """Read ``accelerator_config`` and ``parallelism_config``."""
     value = reading.table.get("accelerator_config")
     config = Table(value if isinstance(value, dict) else {}, reading.table.where, "accelerator_config.")
     if isinstance(value, str):
