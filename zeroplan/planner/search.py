@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from zeroplan.engines.account import Account
 from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.precisions import widths
-from zeroplan.engines.reserved_shares import shares_of
+from zeroplan.engines.reserved_shares import shares_of, with_missed
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, counted_model, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Moment, Phase, total_bytes
@@ -369,7 +369,8 @@ def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:
     gpu, workspaces = base.cluster.gpu, _workspaces(base, recipe)
     peak = found.peak_bytes + workspaces
     held = expected_bytes(peak, found.streams_bytes + workspaces, shares_of(recipe, "default"))
-    return Needed(peak, reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes)
+    expected = reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes
+    return Needed(peak, with_missed(expected, peak, base.model, recipe))
 
 
 def _layout_by_layout(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, ranks: "Weigher") -> Found:
