@@ -28,7 +28,7 @@ class Point:
 class ScalingLine:
     """One stage: its points by number of GPUs, and the smallest number that fits.
 
-    Memory may rise with more GPUs: FSDP2 cannot shard fewer experts than there are ranks.
+    Memory need not fall with more GPUs: FSDP2 cannot shard fewer experts than there are ranks.
     """
 
     stage: Stage

@@ -30,7 +30,7 @@ from zeroplan.verify.watching.timeline import Timeline, collectives, initialisat
 from zeroplan.verify.watching.tracker import Tracker
 
 _FEW_LAYERS = 4
-"""Short runs have 4 and 5 layers. Any layer of a longer model (first, last, between) equals one of theirs."""
+"""Least layers of the shorter of two runs. Every layer of a long model, first, last or between, has an equal in both."""
 _COUNT_ELEMENTS = ("deepspeed",)
 """Engines that fill buckets and flat groups up to a number of elements: a run of few layers fills them differently."""
 _NO_SCALER = ("the gradient scaler did not run, since it reads values; it holds a few numbers only",)

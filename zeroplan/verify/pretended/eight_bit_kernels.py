@@ -52,7 +52,7 @@ def _mixed(
     given: torch.Tensor, numbers: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor,
     beyond: Optional = None, bias: Optional = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The product of integers, plus that of the columns beyond the threshold with dequantized weights."""
+    """The product of integers, plus the product of the columns beyond the threshold with dequantized weights."""
     if beyond is None:
         return _product(numbers, weight, rows, columns, bias, given.dtype), given.new_empty(0)
     kept = given[:, beyond].contiguous()

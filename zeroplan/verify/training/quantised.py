@@ -47,7 +47,6 @@ def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, stor
 
 
 def _fill(module: Linear4bit, linear: nn.Linear, *, nested: bool, storage: torch.dtype) -> None:
-    """Quantise one layer's weight and keep its bias."""
     weight = _with_memory(linear.weight)
     packed, state = quantize_4bit(weight, compress_statistics=nested, quant_type="nf4", quant_storage=storage)
     module.quant_state = state
