@@ -75,15 +75,17 @@ def search(
     mfu: float | None = None,
     inexpressible: Inexpressible | None = None,
     slow_too: bool = True,
+    offload_too: bool = False,
 ) -> Searched:
     """Return every layout that some engine can start, evaluated. ``base`` has the model, the GPUs and the sequence length.
 
     If nothing fits with the margin, the search tries unusual degrees and smaller buckets too. Offload costs time, so that the
-    search tries it only if nothing fits without it, on request, or where GPUs are joined by PCIe alone. ``slow_too``: also
-    pipelines that cannot be nearly as fast as a layout that fits.
+    search tries it only if nothing fits without it, on request (``offload_too``), or where GPUs are joined by PCIe alone.
+    ``slow_too``: also pipelines that cannot be nearly as fast as a layout that fits.
     """
+    bounds = None if slow_too else Bounds(base, mfu)
     with remembering(), _without_garbage_collection():
-        return _search(_Space(base, fixed, Tally(), mfu, inexpressible, bounds=None if slow_too else Bounds(base, mfu)))
+        return _search(_Space(base, fixed, Tally(), mfu, inexpressible, bounds=bounds), offload_too=offload_too)
 
 
 @contextmanager
@@ -107,13 +109,14 @@ def faster_than(
         return tuple(_searched(space, offload=False))
 
 
-def _search(space: "_Space") -> Searched:
+def _search(space: "_Space", *, offload_too: bool) -> Searched:
     base, fixed, tally = space.base, space.fixed, space.tally
     found = list(_searched(space, offload=False))
     if not any(one.quickest(base, fixed) for one in found):
         tally = Tally()  # the wider search counts the layouts of the first again
         found = list(_searched(space._replace(tally=tally, wide=True), offload=False))
-    if (space.bounds is not None and _joined_by_pcie(base)) or not any(one.fits(base) for one in found):
+    offload_too = offload_too or (space.bounds is not None and _joined_by_pcie(base))
+    if offload_too or not any(one.fits(base) for one in found):
         found += _searched(space._replace(tally=tally), offload=True)
     found += _with_whole_sequences(space, found)
     if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # then find the closest ones
