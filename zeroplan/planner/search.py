@@ -20,6 +20,7 @@ from zeroplan.memo import remembering
 from zeroplan.numeric import Int, for_each_value
 from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.degrees import degrees_of, scheduled
+from zeroplan.planner.progress import counted
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, easy_room_of, numbers, room_of, structures
 from zeroplan.spec.hardware import GpuSpec
@@ -182,7 +183,7 @@ def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
         for structure in structures(base, fixed, offload=offload, wide=space.wide)
         for split in degrees_of(structure, base, fixed, wide=space.wide)
     )
-    for structure, split in sorted(every, key=_takes_long):
+    for structure, split in counted(sorted(every, key=_takes_long)):
         missing = "" if space.inexpressible is None else space.inexpressible(structure, split)
         if missing:
             space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
