@@ -69,9 +69,7 @@ def predicted(job: JobSpec, running: Running | None = None) -> StepTime:
 
 def _predicted_of_row(row: Row, job: JobSpec, share: Efficiency | None = None) -> StepTime:
     running = running_of_row(row, job)
-    return step_time(
-        _account(row, job), job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running, share=share
-    )
+    return step_time(_account(row, job), job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running, share=share)
 
 
 def _account(row: Row, job: JobSpec) -> Account:
@@ -221,7 +219,9 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep those of them that are jobs")
     parser.add_argument("--half", choices=("open", "held"), help="one half alone")
     parser.add_argument("--every", action="store_true", help="print every row, the quickest prediction first")
-    parser.add_argument("--calibrated", action="store_true", help="print the errors after one row per cluster has calibrated it")
+    parser.add_argument(
+        "--calibrated", action="store_true", help="print the errors after one row per cluster has calibrated it"
+    )
     parser.add_argument("--parts", help="print the parts of these rows' steps, separated by commas")
     asked = parser.parse_args()
     rows = [row for row in (kept() if asked.file is None else rows_of(asked.file)) if asked.half in (None, half_of(row))]
@@ -237,7 +237,9 @@ def main() -> None:
     if losses:
         print(f"first choices: {len(losses)} sheets, median loss {median(losses):.1%}, nine of ten within {_ninth(losses):.1%}")
     for name, errors in calibrated(found).items() if asked.calibrated else ():
-        print(f"calibrated by {name:18}: median {median(errors):.1%}, 90 in 100 within {_ninth(sorted(errors)):.1%}, {len(errors)}")
+        print(
+            f"calibrated by {name:18}: median {median(errors):.1%}, 90 in 100 within {_ninth(sorted(errors)):.1%}, {len(errors)}"
+        )
     for reason, count in refused.most_common():
         print(f"refused {count:4}  {reason}")
     for one in sorted(found, key=lambda one: one.error) if asked.every else ():
