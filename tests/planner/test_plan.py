@@ -359,6 +359,20 @@ def test_what_fits_with_a_pinned_degree_fits_without_it(model: str, engine: Engi
     assert found[-1] is True
 
 
+@pytest.mark.parametrize(("engine", "gpus"), [("fsdp2", 2), ("deepspeed", 4)])
+def test_what_fits_with_pinned_offload_fits_without_it(engine: Engine, gpus: int):
+    """On a GPU that the smallest layout without offload fits to the byte: its requests run out, and offload is tried too."""
+    base, fixed = job(model="llama-3.2-1b", gpu="h100", gpus=gpus, seq_len=2048), Fixed(engine=engine, global_batch_size=8)
+    least = min(int(one.least_bytes.min()) for one in search(base, replace(fixed, **ON_THE_GPU)).found)
+    full = with_room(base, least)
+    pinned = plan(full, replace(fixed, offload_optimizer="cpu", offload_param="cpu"))
+    answer = plan(full, fixed)
+    assert pinned.best is not None
+    assert answer.best is not None
+    assert answer.best.layout.job.recipe.offloads
+    assert answer.best.layout.tokens_per_s >= pinned.best.layout.tokens_per_s
+
+
 def every_layout(base: JobSpec, engine: Engine) -> Iterator[JobSpec]:
     """Every way to split a model over six GPUs and to recompute, six sequences a step, one at a time."""
     stages = (2, 3) if engine == "fsdp2" else (0, 1)

@@ -361,21 +361,12 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     tape, given, output = run_forward(structure, saving=True, recomputed=run_again)
     kept = (given.store, *tape.history.input_copies) if structure.offloaded else tape.saved
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
-    tape.release(output, given)
-    tape.drop(*(one for one in tape.history.input_copies if structure.offloaded or one not in tape.saved))
-    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
-    whole, until_saved = tape.moments.copy(), tape.moments_until_last_saved()
-    tape.run_backward(output, incoming)
-    if structure.recompute != "none" and structure.training is None:
-        tape.moments[: tape.history.moments_before_rerun] = _not_run_again_yet(tape, given.store, structure.recompute)
+    ran = _run_backward(tape, structure, given, output, run_again=run_again)
     by_place = structure.training is not None and structure.training.keeps_inputs
     apart = structure.ring > 1 or structure.offloaded
     points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=apart))
-    reruns: dict[Recompute, tuple[Placed, ...]] = {}
-    recompute: Recompute
-    if run_again:
-        for recompute, ran in (("full", _run_again(until_saved)), ("selective", _with_kept(_run_again(whole), tape))):
-            reruns[recompute] = index.moments(_above_the_backward(tape, ran, given.store, dtypes, by_place=by_place))
+    above = partial(_above_the_backward, tape, given=given.store, dtypes=dtypes, by_place=by_place)
+    reruns = {recompute: index.moments(above(moments)) for recompute, moments in ran.items()}
     selective = index.of(tape.selected())
     made = forwards(
         index,
@@ -389,6 +380,21 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
     return of_a_rank(plan) if structure.sharded else plan
+
+
+def _run_backward(
+    tape: Tape, structure: Block, given: Value, output: Value, *, run_again: bool
+) -> dict[Recompute, list[Alive]]:  # fmt: skip
+    """Run the backward on a tape; return the forward's moments as those of each recomputation, if it runs again."""
+    source = program_of(structure.family).source
+    tape.release(output, given)
+    tape.drop(*(one for one in tape.history.input_copies if structure.offloaded or one not in tape.saved))
+    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
+    whole, until_saved = tape.moments.copy(), tape.moments_until_last_saved()
+    tape.run_backward(output, incoming)
+    if structure.recompute != "none" and structure.training is None:
+        tape.moments[: tape.history.moments_before_rerun] = _not_run_again_yet(tape, given.store, structure.recompute)
+    return {"full": _run_again(until_saved), "selective": _with_kept(_run_again(whole), tape)} if run_again else {}
 
 
 def of_a_rank(plan: Plan) -> Plan:
