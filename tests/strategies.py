@@ -106,7 +106,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         hidden_act=_mostly(draw, None, *get_args(Activation)) if family in FREE_ACTIVATION else None,
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
         moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES and "-" not in pattern else None,
-        mla=mla, layer_pattern=pattern, turned=not pattern or (not TRAITS[family].one_module and draw.choice((False, True))),
+        mla=mla, layer_pattern=pattern, turned=not TRAITS[family].unturned_models or (not TRAITS[family].one_module and draw.choice((False, True))),
         linear=_state_space(draw, hidden) if pattern else _linear(draw) if family in LINEAR_FAMILIES else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip

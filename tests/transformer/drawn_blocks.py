@@ -56,7 +56,7 @@ RANDOM_STATE = 24
 BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
-    "cohere2",
+    "cohere2", "bamba",
 )  # fmt: skip
 BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2")
 """Families whose classes always have a window."""
@@ -124,7 +124,7 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
         mla=mla,
         linear=state_space or (_linear(draw) if family in LINEAR_FAMILIES else None),
         layer_pattern=pattern,
-        turned=not patterned or (not of_one_module and bool(draw.randint(0, 1))),
+        turned=not TRAITS[family].unturned_models or (not of_one_module and bool(draw.randint(0, 1))),
         hidden_act=draw.choice(get_args(Activation)) if family in FREE_ACTIVATION and draw.randint(0, 2) == 0 else None,
         parallel_residual=family != "gpt_neox" or bool(draw.randint(0, 1)),
         use_qk_norm=TRAITS[family].head_norms is None and bool(draw.randint(0, 1)),
@@ -137,7 +137,7 @@ def _biases(draw: Random, family: str) -> dict[str, bool]:
     always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss", "starcoder2")
     free = family in BIASED_AT_WILL and bool(draw.randint(0, 1))
     attention = free if family in ("gpt_neox", "qwen2_moe") else always or free
-    mlp = family in (*PLAIN_HEADS, "starcoder2") or (family in ("llama", "granite", "smollm3") and draw.randint(0, 3) == 0)
+    mlp = family in (*PLAIN_HEADS, "starcoder2") or (family in ("llama", "granite", "smollm3", "bamba") and draw.randint(0, 3) == 0)
     return {"attention_bias": attention, "mlp_bias": mlp}
 
 
@@ -259,15 +259,24 @@ def said_of(case: Case) -> BlockRun:
     kept, cached = _bytes(block.kept(compute.recompute)), 2 * sum(one.numel for one in cast)
     own = 2 * block.cast_elements if compute.autocast and not recomputed else 0
     hidden = _of_residual(case) * size.micro_batch_size * size.seq_len * spec.hidden_size
-    forward = [line for line in (block.forward_recompute if recomputed else block.forward) if "block below" not in line.reason]
+    forward = [line for line in (block.forward_recompute if recomputed else block.forward) if " block below" not in line.reason]
     live_casts = 2 if compute.autocast else 0
     highest = max(
         _bytes(point.lines) + _of_residual(case) * point.gradients + live_casts * point.live_casts for point in block.points
     )  # fmt: skip
     beside = _bytes(block.checkpoint_in_backward) if recomputed else 0
     return BlockRun(
-        kept + cached, kept + cached + entered + _bytes(tuple(forward)) - hidden, highest + beside - kept - own - hidden
+        kept + cached + _handed_up(case), kept + cached + entered + _bytes(tuple(forward)) - hidden, highest + beside - kept - own - hidden
     )
+
+
+def _handed_up(case: Case) -> int:
+    """Bytes of attention weights that Bamba's model holds to the end of the next block, less those of the block below."""
+    spec, compute, size, block = case
+    if spec.family != "bamba" or compute.attention != "eager" or compute.recompute == "none":
+        return 0
+    each = _of_residual(case) * size.micro_batch_size * spec.num_attention_heads * size.seq_len**2
+    return each * ((spec.letters[block] == "*") - (spec.letters[block - 1] == "*"))
 
 
 def _of_residual(case: Case) -> int:

@@ -138,6 +138,10 @@ TINY: dict[str, dict[str, object]] = {
         "hybrid_override_pattern": "ME*EM", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "moe_shared_expert_intermediate_size": 48,
     },
+    "bamba": _LLAMA | _MAMBA | {"num_hidden_layers": 5, "attn_layer_indices": [1, 4]},
+    "bamba, biases, tied": _LLAMA | _MAMBA | {
+        "attn_layer_indices": [0, 1, 2], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+    },
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3, whole queries, biases": _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},
     "deepseek_v3, biases, no dense layer": _DEEPSEEK | {"attention_bias": True, "first_k_dense_replace": 0},

@@ -450,7 +450,8 @@ def _of_layers(source: _Source) -> dict[str, object]:
 def _letters(source: _Source) -> str:
     said, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
     if said is None:
-        return "M" * layers
+        full = source.config.get("attn_layer_indices") or ()
+        return "".join("*" if layer in full else "M" for layer in range(layers))
     if not isinstance(said, str | list | tuple):
         raise SpecError(f"{source.key('layer_pattern')}={shown(said)} in config.json is not a list of names; correct it")
     letters = [kind if kind in LETTERS.values() else LETTERS.get(str(kind)) for kind in said]

@@ -12,7 +12,7 @@ Family = Literal[
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
     "gemma3_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere", "cohere2", "starcoder2",
     "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
+    "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "bamba", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
     "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
@@ -136,6 +136,7 @@ TRAITS: Mapping[str, Traits] = {
         "nemotron_h", "relu2", other_activations=False, linear=True, pattern=True, experts="on this rank", shared_experts=True,
         may_be_dense=True, unturned_models=True, one_module=True, biased_output=False,
     ),
+    "bamba": Traits("bamba", other_activations=False, linear=True, pattern=True, turned=2),
     "deepseek_v3": Traits(
         "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True
     ),

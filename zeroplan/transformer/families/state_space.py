@@ -193,25 +193,19 @@ _Copied: TypeAlias = tuple[bool, bool, bool]
 
 
 def _einsum(tape: Tape, first: Value, second: Value, reason: str, shape: Size, copied: _Copied) -> Value:
+    """Multiply two tensors. Autocast's casts of them live until the ``einsum`` returns."""
     dtype = e if tape.autocast else 4
     narrow = [
         op.cast(tape, one, dtype, Site(f"{which} factor of the {reason}", SCAN))
         for one, which in ((first, "first"), (second, "second"))
     ]
-    ready = [
-        _ordered(tape, one, f"factor of the {reason}") if is_copied else one
-        for one, is_copied in zip(narrow, copied, strict=False)
+    name = f"factor of the {reason}, in order"
+    ordered = [
+        op.run(tape, one, name, Site(name, SCAN)) if is_copied else one for one, is_copied in zip(narrow, copied, strict=False)
     ]
-    made = op.matmul(tape, ready[0], ready[1], (reason, shape), Site(f"product of the {reason}", SCAN))
-    tape.release(*ready)
+    made = op.matmul(tape, ordered[0], ordered[1], (reason, shape), Site(f"product of the {reason}", SCAN))
+    tape.release(*ordered, *(one for one in narrow if one not in ordered))
     return _with_gradient_in_order(tape, made, reason) if copied[2] else made
-
-
-def _ordered(tape: Tape, value: Value, name: str) -> Value:
-    """Copy a factor, and release it."""
-    made = op.run(tape, value, f"{name}, in order", Site(f"{name}, in order", SCAN))
-    tape.release(value)
-    return made
 
 
 def _segment_sum(tape: Tape, value: Value, n: Size, name: str) -> Value:

@@ -115,6 +115,8 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
     if spec.family == "nemotron_h":
         return {"layers_block_type": kinds}
     expand = {"mamba_expand": spec.linear.num_value_heads * spec.linear.value_head_dim // spec.hidden_size}
+    if spec.family == "bamba":
+        return {**expand, "attn_layer_indices": [layer for layer, letter in enumerate(spec.letters) if letter == "*"]}
     dense = {"num_local_experts": 0, "intermediate_size": spec.intermediate_size} if spec.moe is None else {}
     return {**expand, **dense, "layer_types": kinds, "position_embedding_type": "rope" if spec.turned else None}
 
