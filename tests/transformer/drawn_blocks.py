@@ -105,7 +105,8 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1))
     state_space = _state_space(draw, hidden) if patterned else None
     of_one_module = TRAITS[family].one_module
-    pattern = draw.choice(("*M*", "*-M", "M*M", "-EM") if of_one_module else ("*M*", "*MM", "M*M")) if patterned else ""
+    own_patterns = ("*M*", "*-M", "M*M", "-EM") if of_one_module else ("*M*", "*MM", "**M")
+    pattern = draw.choice(own_patterns) if patterned else ""
     routed = "E" in pattern if of_one_module else family in MOE_FAMILIES and not (patterned and draw.randint(0, 1))
     spec = ModelSpec(
         family=family,

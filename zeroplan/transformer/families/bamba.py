@@ -8,7 +8,7 @@ from functools import partial
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
-from zeroplan.transformer.families.decoder import HALF, LLAMA_NORM, Attention, Layer, gated_mlp, rotated
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
     HALF_TABLES,
@@ -19,13 +19,14 @@ from zeroplan.transformer.families.definition import (
     gated_modules,
 )
 from zeroplan.transformer.families.state_space import mixer, of_mixer
-from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, gated, patterned
 from zeroplan.transformer.params_modules import rms_norm
-from zeroplan.transformer.symbols import T, a, r, s
+from zeroplan.transformer.symbols import T, a, d_4, k_4, q_4, r, s
 
 BAMBA = "transformers 5.23, models/bamba/modeling_bamba.py"
+APPLY = f"{BAMBA}, apply_rotary_pos_emb"
 LAYER = f"{BAMBA}, BambaDecoderLayer.forward"
 
 
@@ -43,10 +44,20 @@ def _mixed(tape: Tape, normal: Value, block: Block) -> Attended:
     return _ATTENTION.run(tape, normal, block) if block.chunks == "none" else Attended(mixer(tape, normal, block))
 
 
-_ATTENTION = Attention(
-    f"{BAMBA}, BambaAttention.forward", joined=True,
-    rotated=partial(rotated, source=f"{BAMBA}, apply_rotary_pos_emb", partly=HALF),
-)  # fmt: skip
+def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
+    """Return queries and keys, the first half of each head turned. Both halves are turned before either is joined."""
+    sites = Site("halves of the queries", APPLY), Site("halves of the keys", APPLY)
+    halves = [op.slices(tape, one, (2 * T * part,) * 2, site) for one, part, site in zip((query, key), (q_4, k_4), sites, strict=True)]
+    turned = [op.rotary(tape, half[0], site, per_token=2 * d_4) for half, site in zip(halves, sites, strict=True)]
+    made = list[Value]()
+    for name, half, part, site in zip(("queries", "keys"), halves, turned, sites, strict=True):
+        made.append(op.joined(tape, (part, half[1]), name, 4 * T * (q_4 if name == "queries" else k_4), site))
+        tape.release(part)
+    tape.release(*halves[0], *halves[1])
+    return made[0], made[1]
+
+
+_ATTENTION = Attention(f"{BAMBA}, BambaAttention.forward", rotated=_rotated, joined=True)
 _LAYER = Layer(LLAMA_NORM, _mixed, partial(gated_mlp, source=f"{BAMBA}, BambaMLP.forward"), LAYER)
 
 

@@ -399,14 +399,23 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
 
 
 def times_per_row(tape: Tape, value: Value, factor: Value, reason: str, dtype: Width, source: str) -> Value:
-    """``value * factor`` with one factor per row, whose gradient the backward sums over each row. It saves both."""
+    """``value * factor`` with one factor per row, whose gradient the backward sums over each row. It saves both.
+
+    The gradient of a narrower ``value`` is made in ``dtype``, and cast afterwards.
+    """
     made = tensor(tape, reason, dtype, value.shape, source)
     saved = factors(tape, (value, (value,)), (factor, (factor,)))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.temporary(f"gradient of a factor of {reason}, not yet summed", dtype * value.shape, source)
         of = f"gradient of a factor of {reason}"
-        return [(one, gradient(tape, one, of, source)) for one in (value, factor) if tape.follows(one)]
+        if tape.is_wide(value.dtype) == tape.is_wide(dtype):
+            return [(one, gradient(tape, one, of, source)) for one in (value, factor) if tape.follows(one)]
+        wide = tape.make(GRADIENT, of, dtype * value.shape, source)
+        tape.used(*stores_of(saved))
+        narrow = gradient(tape, value, f"{of}, cast", source)
+        tape.drop(wide)
+        return [(value, narrow), (factor, gradient(tape, factor, of, source))]
 
     tape.add(reason, (made,), saved, backward, of=(value, factor))
     return made
