@@ -93,7 +93,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     attention_bias, mlp_bias = _biases(draw, family)
     n_layers = layers * _about(draw, 1, max(1, 96 // layers))
     mla = _latent(draw) if family in LATENT_FAMILIES else None
-    pattern = draw.choice(("M-*", "ME*") if TRAITS[family].one_module else ("M", "MM*", "*")) if family in PATTERNED else ""
+    pattern = draw.choice(("M-*", "ME*") if TRAITS[family].one_module else ("H", "N") if TRAITS[family].one_kind else ("M", "MM*", "*")) if family in PATTERNED else ""
     return ModelSpec(
         name=_mostly(draw, "", "mine"),
         family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,

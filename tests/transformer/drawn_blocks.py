@@ -56,9 +56,9 @@ RANDOM_STATE = 24
 BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
-    "cohere2", "bamba",
+    "cohere2", "bamba", "gemma4_text", "falcon_h1",
 )  # fmt: skip
-BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2")
+BY_KINDS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2")
 """Families whose classes always have a window."""
 
 
@@ -106,13 +106,13 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     state_space = _state_space(draw, hidden) if patterned else None
     of_one_module = TRAITS[family].one_module
     own_patterns = ("*M*", "*-M", "M*M", "-EM") if of_one_module else ("*M*", "*MM", "**M")
-    pattern = draw.choice(own_patterns) if patterned else ""
+    pattern = draw.choice(("H", "N") if TRAITS[family].one_kind else own_patterns) if patterned else ""
     routed = "E" in pattern if of_one_module else family in MOE_FAMILIES and not (patterned and draw.randint(0, 1))
     spec = ModelSpec(
         family=family,
         hidden_size=hidden,
         intermediate_size=ffn,
-        num_hidden_layers=max(block + 2, every or 0),
+        num_hidden_layers=max(block + 2, every or 0) if family != "gemma4_text" else 18,
         num_attention_heads=heads,
         num_key_value_heads=heads if mla is not None else kv_heads,
         head_dim=head_dim if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim,
@@ -130,15 +130,21 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
         parallel_residual=family != "gpt_neox" or bool(draw.randint(0, 1)),
         use_qk_norm=TRAITS[family].head_norms is None and bool(draw.randint(0, 1)),
         **_biases(draw, family),
+        **(_global_heads(draw, heads) if family == "gemma4_text" else {}),
     )
     return spec, block
+
+
+def _global_heads(draw: Random, heads: int) -> dict[str, int]:
+    kv_heads = draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
+    return {"global_head_dim": draw.choice((16, 32, 64, 128, 264, 512)), "global_key_value_heads": kv_heads}
 
 
 def _biases(draw: Random, family: str) -> dict[str, bool]:
     always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss", "starcoder2")
     free = family in BIASED_AT_WILL and bool(draw.randint(0, 1))
     attention = free if family in ("gpt_neox", "qwen2_moe") else always or free
-    mlp = family in (*PLAIN_HEADS, "starcoder2") or (family in ("llama", "granite", "smollm3", "bamba") and draw.randint(0, 3) == 0)
+    mlp = family in (*PLAIN_HEADS, "starcoder2") or (family in ("llama", "granite", "smollm3", "bamba", "falcon_h1") and draw.randint(0, 3) == 0)
     return {"attention_bias": attention, "mlp_bias": mlp}
 
 

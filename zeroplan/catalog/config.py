@@ -40,6 +40,7 @@ from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 Config: TypeAlias = Mapping[str, object]
 #: Kinds of layers in a config, by its own names and those of transformers 5, and their letters in a pattern.
 LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+_GLOBAL_HEADS = ("global_head_dim", "global_key_value_heads")
 _LARGEST = 10**7
 """More than every width, vocabulary and context in use."""
 
@@ -254,6 +255,12 @@ def _refuse_other_architectures(source: _Source) -> None:
             f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only {' and '.join(LATENT_FAMILIES)} have "
             "latent attention"
         )
+    for key, without in (("hidden_size_per_layer_input", 256), ("attention_k_eq_v", False)):
+        if config.get("model_type") == "gemma4_text" and key not in config:
+            raise NoFormulasError(
+                f"config.json has no {key}, which is {without} then: there are formulas for the gemma4_text models without embeddings "
+                f"of each layer alone; `zeroplan profile --config` traces others"
+            )
     if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
         raise NoFormulasError(
             f"rotary_dim={shown(config['rotary_dim'])} in config.json has no formula, only half of head_dim has; "
@@ -313,6 +320,7 @@ def _shape(source: _Source) -> dict[str, object]:
         "mla": _mla(source),
         "linear": _linear(source),
         **_of_layers(source),
+        **({name: source.integer(name) for name in _GLOBAL_HEADS} if source.family == "gemma4_text" else {}),
     }
 
 
@@ -426,10 +434,14 @@ def _linear(source: _Source) -> LinearSpec | None:
     if TRAITS[source.family].one_module:
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), chunk_size=chunk, **sizes)
     inner, said = source.integer("mamba_expand", 2) * source.integer("hidden_size"), source.value("linear_value_head_dim")
+    if TRAITS[source.family].one_kind:
+        if source.flag("mamba_rms_norm") and source.config.get("mamba_norm_before_gate") is not False:
+            raise NoFormulasError("mamba_norm_before_gate=True in config.json has no formula, only False has, or mamba_rms_norm=False")
+        inner = source.integer("mamba_d_ssm", inner) if "mamba_d_ssm" in source.config else 1024
     width = inner // heads if said in (None, "auto") else source.integer("linear_value_head_dim")
     if width * heads != inner:
         raise SpecError(
-            f"mamba_n_heads={heads} does not divide mamba_expand·hidden_size={inner} into heads of mamba_d_head={width} in "
+            f"mamba_n_heads={heads} does not divide the state space's width {inner} into heads of mamba_d_head={width} in "
             "config.json; correct them"
         )
     return LinearSpec(value_head_dim=width, chunk_size=chunk, **sizes)
@@ -449,6 +461,8 @@ def _of_layers(source: _Source) -> dict[str, object]:
 
 def _letters(source: _Source) -> str:
     said, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
+    if TRAITS[source.family].one_kind:
+        return ("N" if source.flag("mamba_rms_norm") else "H") * layers
     if said is None:
         full = source.config.get("attn_layer_indices") or ()
         return "".join("*" if layer in full else "M" for layer in range(layers))

@@ -85,6 +85,9 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
         made["layer_types"] = ["full_attention"] * spec.num_hidden_layers  # the class cannot derive them
     if spec.family == "minimax_m2":
         made["rotary_dim"] = spec.head_dim // 2
+    if spec.family == "gemma4_text":
+        made |= {"num_global_key_value_heads": spec.global_key_value_heads, "global_head_dim": spec.global_head_dim}
+        made |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0}
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
     if spec.family == "glm4_moe_lite" and spec.moe is not None:
@@ -111,6 +114,9 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
     """The kind of each layer, in families that list them."""
     if spec.linear is None or not spec.layer_pattern:
         return {}
+    if spec.family == "falcon_h1":
+        width = spec.linear.num_value_heads * spec.linear.value_head_dim
+        return {"mamba_d_ssm": width, "mamba_rms_norm": "N" in spec.letters, "mamba_norm_before_gate": False}
     kinds = [_KINDS[letter] for letter in spec.letters]
     if spec.family == "nemotron_h":
         return {"layers_block_type": kinds}
