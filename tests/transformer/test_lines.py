@@ -53,13 +53,14 @@ def spec(family: str) -> ModelSpec:
         family=family,
         hidden_size=96,
         intermediate_size=4 * 96 if family == "bloom" else 160,
-        num_hidden_layers=3,
+        num_hidden_layers=6 if family == "gemma4_text" else 3,
         num_attention_heads=6,
         num_key_value_heads=6 if gpt2 or family in LATENT_FAMILIES else 2,
         head_dim=16,
         vocab_size=211,
         positions=64 if gpt2 else 0,
         attention_bias=family == "qwen2",
+        **({"global_head_dim": 32, "global_key_value_heads": 1, "sliding_window": 9} if family == "gemma4_text" else {}),
         moe=MoeSpec(
             num_experts=5,
             num_experts_per_tok=3,
@@ -82,6 +83,8 @@ def spec(family: str) -> ModelSpec:
 def kinds(model: ModelSpec) -> tuple[str, ...]:
     if model.linear is not None:
         return KINDS_IN_TURN[1]
+    if model.global_head_dim:
+        return KINDS_IN_TURN[0]
     return ("dense",) if model.moe is None else ("dense", "moe")
 
 

@@ -73,7 +73,7 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
     _refuse_other_kinds(config)
     part = text_part(config)
-    text, is_part = part.config, part.is_part
+    text, is_part = _of_full_attention(part.config), part.is_part
     source = _Source(text, _family(text, treat_as))
     _demand_required(source)
     _refuse_other_architectures(source)
@@ -82,6 +82,23 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     return ConfigRead(
         model, (*part.notes, *_treated(text.get("model_type"), treat_as), *beside, *notes_on_other_keys(text, source.family))
     )
+
+
+def _of_full_attention(config: Config) -> Config:
+    """Return a Gemma 4's config with the keys of its checkpoint, where transformers has saved ``per_layer_config`` instead."""
+    said, layers = config.get("per_layer_config"), config.get("num_hidden_layers")
+    if config.get("model_type") not in ("gemma4_text", "gemma4_unified_text") or not isinstance(said, Mapping) or not said:
+        return config
+    own = next(iter(said.values()))
+    full = [str(layer) for layer in range(5, layers, 6)] if isinstance(layers, int) else []
+    if not isinstance(own, Mapping) or dict.fromkeys(full, own) != dict(said):
+        raise NoFormulasError(
+            "per_layer_config in config.json has no formula: every sixth layer alone has heads of its own, all the same; "
+            "`zeroplan profile --config` traces the model itself"
+        )
+    keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    rest = {key: value for key, value in config.items() if key != "per_layer_config"}
+    return {**rest, **{keys[key]: value for key, value in own.items() if key in keys}}
 
 
 def _treated(model_type: object, treat_as: str | None) -> Iterator[str]:

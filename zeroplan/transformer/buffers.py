@@ -55,7 +55,7 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
         return profile_of(model).buffer_bytes
     scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text", "gemma4_text") else 0
     scale += element_bytes * model.num_hidden_layers if model.family == "gemma4_text" else 0  # one number of each layer
-    of_bias = _FP32 if model.family in ("glm4_moe", "glm4_moe_lite", "nemotron_h") else element_bytes
+    of_bias = _FP32 if model.family in ("glm4_moe", "glm4_moe_lite") else element_bytes
     scale += element_bytes * _falcon_scales(model)
     return _frequencies(model) + tower_buffers(model) + scale + _routing_biases(model) * of_bias
 
