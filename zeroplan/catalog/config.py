@@ -40,6 +40,8 @@ from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 Config: TypeAlias = Mapping[str, object]
 #: Kinds of layers in a config, by its own names and those of transformers 5, and their letters in a pattern.
 LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+#: What a Gemma 4 has by default: embeddings of each layer, values of their own, and logits without a cap.
+_WITHOUT_FORMULAS = {"hidden_size_per_layer_input": 256, "attention_k_eq_v": False, "final_logit_softcapping": None}
 _GLOBAL_HEADS = ("global_head_dim", "global_key_value_heads")
 _LARGEST = 10**7
 """More than every width, vocabulary and context in use."""
@@ -91,7 +93,7 @@ def _of_full_attention(config: Config) -> Config:
         return config
     own = next(iter(said.values()))
     full = [str(layer) for layer in range(5, layers, 6)] if isinstance(layers, int) else []
-    if not isinstance(own, Mapping) or dict.fromkeys(full, own) != dict(said):
+    if not isinstance(own, Mapping) or dict.fromkeys(full, own) != {str(layer).lstrip("0"): heads for layer, heads in said.items()}:
         raise NoFormulasError(
             "per_layer_config in config.json has no formula: every sixth layer alone has heads of its own, all the same; "
             "`zeroplan profile --config` traces the model itself"
@@ -272,11 +274,10 @@ def _refuse_other_architectures(source: _Source) -> None:
             f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only {' and '.join(LATENT_FAMILIES)} have "
             "latent attention"
         )
-    for key, without in (("hidden_size_per_layer_input", 256), ("attention_k_eq_v", False)):
-        if config.get("model_type") == "gemma4_text" and key not in config:
+    for key, without in _WITHOUT_FORMULAS.items() if family == "gemma4_text" else ():
+        if key not in config and (key != "hidden_size_per_layer_input" or config.get("model_type") == "gemma4_text"):
             raise NoFormulasError(
-                f"config.json has no {key}, which is {without} then: there are formulas for the gemma4_text models without embeddings "
-                f"of each layer alone; `zeroplan profile --config` traces others"
+                f"config.json lacks {key}, which is {without} then, and has no formula; `zeroplan profile --config` traces the model"
             )
     if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
         raise NoFormulasError(

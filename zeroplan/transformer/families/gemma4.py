@@ -103,10 +103,10 @@ def _tables(model: ModelSpec) -> Tables:
 _CONFIG = ConfigKeys(
     defaults={
         "max_position_embeddings": 131072, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "vocab_size": 262144, "sliding_window": 512, "tie_word_embeddings": True, "global_head_dim": 512,
+        "vocab_size": 262144, "tie_word_embeddings": True, "global_head_dim": 512,
     },
     fixed={"mlp_bias": False},
-    required=("hidden_size", "intermediate_size", "num_hidden_layers", "global_key_value_heads"),
+    required=("hidden_size", "intermediate_size", "num_hidden_layers", "global_key_value_heads", "sliding_window"),
     keys={"global_key_value_heads": ("num_global_key_value_heads",)},
     activation="hidden_activation",
     only={
