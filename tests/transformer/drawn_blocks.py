@@ -144,7 +144,9 @@ def _biases(draw: Random, family: str) -> dict[str, bool]:
     always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss", "starcoder2")
     free = family in BIASED_AT_WILL and bool(draw.randint(0, 1))
     attention = free if family in ("gpt_neox", "qwen2_moe") else always or free
-    mlp = family in (*PLAIN_HEADS, "starcoder2") or (family in ("llama", "granite", "smollm3", "bamba", "falcon_h1") and draw.randint(0, 3) == 0)
+    mlp = family in (*PLAIN_HEADS, "starcoder2") or (
+        family in ("llama", "granite", "smollm3", "bamba", "falcon_h1") and draw.randint(0, 3) == 0
+    )
     return {"attention_bias": attention, "mlp_bias": mlp}
 
 
@@ -273,7 +275,9 @@ def said_of(case: Case) -> BlockRun:
     )  # fmt: skip
     beside = _bytes(block.checkpoint_in_backward) if recomputed else 0
     return BlockRun(
-        kept + cached + _handed_up(case), kept + cached + entered + _bytes(tuple(forward)) - hidden, highest + beside - kept - own - hidden
+        kept + cached + _handed_up(case),
+        kept + cached + entered + _bytes(tuple(forward)) - hidden,
+        highest + beside - kept - own - hidden,
     )
 
 

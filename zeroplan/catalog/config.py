@@ -93,7 +93,9 @@ def _of_full_attention(config: Config) -> Config:
         return config
     own = next(iter(said.values()))
     full = [str(layer) for layer in range(5, layers, 6)] if isinstance(layers, int) else []
-    if not isinstance(own, Mapping) or dict.fromkeys(full, own) != {str(layer).lstrip("0"): heads for layer, heads in said.items()}:
+    if not isinstance(own, Mapping) or dict.fromkeys(full, own) != {
+        str(layer).lstrip("0"): heads for layer, heads in said.items()
+    }:
         raise NoFormulasError(
             "per_layer_config in config.json has no formula: every sixth layer alone has heads of its own, all the same; "
             "`zeroplan profile --config` traces the model itself"
@@ -274,11 +276,8 @@ def _refuse_other_architectures(source: _Source) -> None:
             f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only {' and '.join(LATENT_FAMILIES)} have "
             "latent attention"
         )
-    for key, without in _WITHOUT_FORMULAS.items() if family == "gemma4_text" else ():
-        if key not in config and (key != "hidden_size_per_layer_input" or config.get("model_type") == "gemma4_text"):
-            raise NoFormulasError(
-                f"config.json lacks {key}, which is {without} then, and has no formula; `zeroplan profile --config` traces the model"
-            )
+    if family == "gemma4_text":
+        _refuse_other_gemmas(config)
     if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
         raise NoFormulasError(
             f"rotary_dim={shown(config['rotary_dim'])} in config.json has no formula, only half of head_dim has; "
@@ -287,6 +286,17 @@ def _refuse_other_architectures(source: _Source) -> None:
     width = config.get("word_embed_proj_dim")
     if width is not None and width != config.get("hidden_size"):
         raise NoFormulasError(f"word_embed_proj_dim={shown(width)} in config.json has no formula; it must equal hidden_size")
+
+
+def _refuse_other_gemmas(config: Config) -> None:
+    """Raise SpecError for a Gemma 4 that lacks a key without which it is another architecture."""
+    keys = [key for key in _WITHOUT_FORMULAS if key not in config]
+    for key in keys:
+        if key != "hidden_size_per_layer_input" or config.get("model_type") == "gemma4_text":
+            raise NoFormulasError(
+                f"config.json lacks {key}, which is {_WITHOUT_FORMULAS[key]} then, and has no formula; `zeroplan profile --config` "
+                "traces the model itself"
+            )
 
 
 def _moe_way_out() -> str:
@@ -454,7 +464,9 @@ def _linear(source: _Source) -> LinearSpec | None:
     inner, said = source.integer("mamba_expand", 2) * source.integer("hidden_size"), source.value("linear_value_head_dim")
     if TRAITS[source.family].one_kind:
         if source.flag("mamba_rms_norm") and source.config.get("mamba_norm_before_gate") is not False:
-            raise NoFormulasError("mamba_norm_before_gate=True in config.json has no formula, only False has, or mamba_rms_norm=False")
+            raise NoFormulasError(
+                "mamba_norm_before_gate=True in config.json has no formula, only False has, or mamba_rms_norm=False"
+            )
         inner = source.integer("mamba_d_ssm", inner) if "mamba_d_ssm" in source.config else 1024
     width = inner // heads if said in (None, "auto") else source.integer("linear_value_head_dim")
     if width * heads != inner:

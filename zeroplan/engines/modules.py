@@ -35,8 +35,7 @@ def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
     missing = {
         name
         for name in listed
-        if not name.endswith(_WITHOUT_PARAMETERS)
-        and not any(owner == name or owner.startswith(f"{name}.") for owner in owners)
+        if not name.endswith(_WITHOUT_PARAMETERS) and not any(owner == name or owner.startswith(f"{name}.") for owner in owners)
     }
     if "mixer.up_proj" in missing:  # its activation owns nothing
         missing.add("mixer.act_fn")

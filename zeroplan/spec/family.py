@@ -10,10 +10,11 @@ from typing import Literal, NamedTuple, get_args
 #: Families by their ``model_type``.
 Family = Literal[
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
-    "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere", "cohere2", "starcoder2",
-    "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
-    "dots1", "gpt_oss",
+    "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
+    "cohere2", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe",
+    "qwen3_moe", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v3",
+    "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[

@@ -304,7 +304,9 @@ class ModelSpec(Spec):
     def _check_global_heads(self) -> None:
         has_own, sizes = self.family == "gemma4_text", (self.global_head_dim, self.global_key_value_heads)
         if any(sizes) != has_own or all(sizes) != has_own:
-            raise SpecError(f"global_head_dim, global_key_value_heads={sizes} of a {self.family} model: gemma4_text alone has both")
+            raise SpecError(
+                f"global_head_dim, global_key_value_heads={sizes} of a {self.family} model: gemma4_text alone has both"
+            )
         if has_own and (self.num_hidden_layers % 6 or self.sliding_window is None):
             raise NoFormulasError(
                 f"num_hidden_layers={self.num_hidden_layers}, sliding_window={self.sliding_window} of a gemma4_text model has no "
@@ -312,7 +314,7 @@ class ModelSpec(Spec):
             )
         if has_own and self.num_attention_heads % self.global_key_value_heads:
             raise SpecError(
-                f"global_key_value_heads={self.global_key_value_heads} does not divide num_attention_heads={self.num_attention_heads}"
+                f"global_key_value_heads={self.global_key_value_heads} does not divide {self.num_attention_heads} attention heads"
             )
 
     def _check_pattern(self) -> None:

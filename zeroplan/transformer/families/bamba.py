@@ -18,15 +18,15 @@ from zeroplan.transformer.families.definition import (
     Program,
     gated_modules,
 )
+from zeroplan.transformer.families.glm4 import Half
 from zeroplan.transformer.families.state_space import mixer, of_mixer
-from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, gated, patterned
 from zeroplan.transformer.params_modules import rms_norm
 from zeroplan.transformer.symbols import T, a, d_4, k_4, q_4, r, s
 
 BAMBA = "transformers 5.23, models/bamba/modeling_bamba.py"
-APPLY = f"{BAMBA}, apply_rotary_pos_emb"
 LAYER = f"{BAMBA}, BambaDecoderLayer.forward"
 
 
@@ -46,14 +46,14 @@ def _mixed(tape: Tape, normal: Value, block: Block) -> Attended:
 
 def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     """Return queries and keys, the first half of each head turned. Both halves are turned before either is joined."""
-    sites = Site("halves of the queries", APPLY), Site("halves of the keys", APPLY)
-    halves = [op.slices(tape, one, (2 * T * part,) * 2, site) for one, part, site in zip((query, key), (q_4, k_4), sites, strict=True)]
-    turned = [op.rotary(tape, half[0], site, per_token=2 * d_4) for half, site in zip(halves, sites, strict=True)]
+    of_queries, of_keys = Half("queries", q_4), Half("keys", k_4)
+    both = [(op.slices(tape, one, (of.shape,) * 2, of.site), of) for one, of in ((query, of_queries), (key, of_keys))]
+    turned = [op.rotary(tape, halves[0], of.site, per_token=2 * d_4) for halves, of in both]
     made = list[Value]()
-    for name, half, part, site in zip(("queries", "keys"), halves, turned, sites, strict=True):
-        made.append(op.joined(tape, (part, half[1]), name, 4 * T * (q_4 if name == "queries" else k_4), site))
+    for part, (halves, of) in zip(turned, both, strict=True):
+        made.append(op.joined(tape, (part, halves[1]), of.name, 2 * of.shape, of.site))
         tape.release(part)
-    tape.release(*halves[0], *halves[1])
+    tape.release(*(half for halves, _ in both for half in halves))
     return made[0], made[1]
 
 
