@@ -495,6 +495,8 @@ def _letters(source: _Source) -> str:
         return ("N" if source.flag("mamba_rms_norm") else "H") * layers
     if said is None:
         full = source.config.get("attn_layer_indices") or ()
+        if not isinstance(full, list | tuple):
+            raise SpecError(f"attn_layer_indices={shown(full)} in config.json is not a list of layers; correct it")
         return "".join("*" if layer in full else "M" for layer in range(layers))
     if not isinstance(said, str | list | tuple):
         raise SpecError(f"{source.key('layer_pattern')}={shown(said)} in config.json is not a list of names; correct it")
