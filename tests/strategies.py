@@ -93,7 +93,10 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     attention_bias, mlp_bias = _biases(draw, family)
     n_layers = layers * _about(draw, 1, max(1, 96 // layers))
     mla = _latent(draw) if family in LATENT_FAMILIES else None
-    pattern = draw.choice(("M-*", "ME*") if TRAITS[family].one_module else ("M", "MM*", "*")) if family in PATTERNED else ""
+    traits, gemma_4 = TRAITS[family], family == "gemma4_text"
+    n_layers = 6 * n_layers if gemma_4 else n_layers
+    patterns = ("M-*", "ME*") if traits.one_module else ("H", "N") if traits.one_kind else ("M", "MM*", "*")
+    pattern = draw.choice(patterns) if family in PATTERNED else ""
     return ModelSpec(
         name=_mostly(draw, "", "mine"),
         family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,
@@ -102,11 +105,12 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         unplaced_parameters=_mostly(draw, 0, _about(draw, 1, 10**9)) if family in PLACED_ELSEWHERE else 0,
         positions={"gpt2": positions, "opt": positions + 2}.get(family, 0),
         tie_word_embeddings=draw.choice((False, True)) and family != "nemotron_h", attention_bias=attention_bias, mlp_bias=mlp_bias,
-        sliding_window=_mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None,
+        sliding_window=512 if gemma_4 else _mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None,
+        global_head_dim=2 * head_dim if gemma_4 else 0, global_key_value_heads=kv_heads if gemma_4 else 0,
         hidden_act=_mostly(draw, None, *get_args(Activation)) if family in FREE_ACTIVATION else None,
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
         moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES and "-" not in pattern else None,
-        mla=mla, layer_pattern=pattern, turned=not pattern or (not TRAITS[family].one_module and draw.choice((False, True))),
+        mla=mla, layer_pattern=pattern, turned=not traits.unturned_models or (not traits.one_module and draw.choice((False, True))),
         linear=_state_space(draw, hidden) if pattern else _linear(draw) if family in LINEAR_FAMILIES else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip

@@ -280,7 +280,7 @@ def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[M
         raise UnknownNameError(f"{unknown}{way_to_the_hub(name)}") from None
     notes = () if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)
     if beside := tower_left_out(found.name, extra=own_folder(extra, "models")):
-        left = f"{beside} of {found.name} is left out, and every figure is too low by it; its --config counts it"
+        left = f"{beside} of {found.name} is left out, and every figure is too low by it; --config counts what it can"
         found = replace(found, name=f"{found.name} (text part)")
         return found, (left, *notes)
     return found, notes

@@ -86,6 +86,10 @@ def engine_at(stage: Stage, engine: Engine) -> Engine:
     return engine if stage in ENGINE_STAGES[engine] else DEFAULT_ENGINE[stage]
 
 
+#: Elements of a head. Source: flash-attn 2.8, csrc/flash_attn/flash_api.cpp, mha_fwd.
+_WIDEST_OF_FLASH = 256
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec(Spec):
     """One training job, complete.
@@ -128,6 +132,9 @@ class JobSpec(Spec):
             raise SpecError(
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
+        widest = max(self.model.head_dim, self.model.global_head_dim)
+        if self.recipe.attention == "flash" and widest > _WIDEST_OF_FLASH:
+            raise SpecError(f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'")
         self._check_fused_loss()
         self._check_resharding()
         if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:

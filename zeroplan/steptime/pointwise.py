@@ -24,7 +24,7 @@ LAYER_NORM = ("gpt2", "gpt_neox", "opt", "bloom", "starcoder2")
 #: Families whose MLP has no gate.
 _PLAIN_MLP = ("gpt2", "gpt_neox", "opt", "bloom", "starcoder2", "nemotron_h")
 #: Families with norms before and after attention and MLP.
-_FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
+_FOUR_NORMS = ("gemma2", "gemma3_text", "gemma4_text", "glm4")
 #: Activation functions that transformers writes out in Python.
 _WRITTEN_OUT = ("gelu_new", "gelu_fast")
 

@@ -68,7 +68,7 @@ PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
 
 #: Families that cap the logits with ``tanh`` before the loss.
-CAPPED = ("gemma2",)
+CAPPED = ("gemma2", "gemma4_text")
 
 LABELS = Tag(Role.LABELS)
 AT_LOSS = Place(At.LOSS)

@@ -19,7 +19,7 @@ from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
-from zeroplan.transformer.families.attention import head_size
+from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
@@ -34,6 +34,7 @@ from zeroplan.transformer.families.widths import (
     quantities,
     values_of,
 )
+from zeroplan.transformer.parameters import WITH_STATES
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
@@ -174,7 +175,7 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
     """
     if compute.tp > 1 or compute.cp > 1:
         _refuse_a_window(model, compute, x)
-    if kind == "linear":
+    if kind in WITH_STATES:
         alone = x.micro_batch == 1  # Mamba-2 copies less of a single sequence of one chunk
         return by_mask(
             in_one_chunk(model, x),
@@ -246,9 +247,9 @@ def structure_of(
         x.element == 4,
         x.autocast if training is None else compute.autocast and not training.wide_adapters,
         x.attention,
-        masked and kind != "linear",
+        masked and kind not in WITH_STATES,
         grouped_heads(model, x, kind),
-        x.key == x.head_dim * (compute.tp if sharded else 1),
+        x.key == x.head_dim * (compute.tp if sharded else 1) if kind != "linear" else _has_one_key(model),
         model.attention_bias,
         x.kernels,
         model.parallel_residual,
@@ -277,11 +278,18 @@ def structure_of(
         not model.turned or (kind == "global" and TRAITS[model.family].unturned),
         x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         kind == "mlp",
+        kind == "beside",
+        kind == "global" and model.global_head_dim > 0,
+        model.mla is None and x.head_dim > WIDEST_OF_FLASH,
     )
 
 
+def _has_one_key(model: ModelSpec) -> bool:
+    return model.linear is not None and model.linear.num_key_heads == 1
+
+
 def _chunks(kind: str, *, one: bool) -> Chunks:
-    if kind != "linear":
+    if kind not in WITH_STATES:
         return "none"
     return "one" if one else "several"
 
