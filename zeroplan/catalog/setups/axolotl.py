@@ -27,7 +27,7 @@ _LEGACY_ATTENTION = {
     "xformers_attention": "xformers", "flex_attention": "flex_attention", "sage_attention": "sage",
 }  # fmt: skip
 #: Names of keys in other releases, and beside a field's own name, that change no memory.
-_OLDER = ("model_type", "model_config", "gptq_groupsize", "gptq_model_v1", "eta_min", "adam_eps", "base_model_ignore_patterns",
+_OLDER = ("model_type", "gptq_groupsize", "gptq_model_v1", "eta_min", "adam_eps", "base_model_ignore_patterns",
           "full_finetune", "sample_packing_seq_len_multiplier")  # fmt: skip
 #: Plugins that change no memory, or that have keys of their own.
 _PLUGINS = ("SwanLabPlugin", "LigerPlugin", "CutCrossEntropyPlugin")
@@ -123,6 +123,7 @@ def _goal(reading: Reading, whole: Table) -> None:
     """Rewards and preferences; and weights that are stored in fewer bits, unless they are made 16 bits for training."""
     if not whole.table("model_quantization_config_kwargs").switch("dequantize"):
         whole.unmodelled(saves="model_quantization_config")
+    whole.leave(("model_quantization_config", "lora_target_linear"))
     if whole.switch("reward_model"):
         reading.tell_pairs()
         reading.head_rows = 1

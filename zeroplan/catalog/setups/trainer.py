@@ -72,7 +72,7 @@ _KNOWN_WORDS = """
     low_cpu_mem_usage keep_linebreaks packing packing_strategy eval_packing eos_token pad_token chat_template_path
     max_prompt_length dataset_mixture dataset_mixer dataset_splits chat_template loss_type hub_model_revision
     completion_only_loss assistant_only_loss lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage
-    bnb_4bit_compute_dtype model_init_kwargs
+    bnb_4bit_compute_dtype
 """
 _KNOWN = frozenset(_KNOWN_WORDS.split())
 _FSDP_WORDS = """

@@ -7,7 +7,7 @@ and GRPO the actor's update is told.
 from pathlib import Path
 
 from zeroplan.catalog.setups.megatron_arguments import tell_megatron
-from zeroplan.catalog.setups.told import ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
+from zeroplan.catalog.setups.told import FILLED, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _UPDATE = (
@@ -17,8 +17,9 @@ _UPDATE = (
 _MOVED = (
     "what param_offload and optimizer_offload keep on the host returns to the GPU for the update, so that it is counted there"
 )
-_FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
-
+_KEPT_BY_CRITIC = (
+    "critic.model.enable_gradient_checkpointing=False takes memory that is not counted: the answer is too low by that"
+)
 _SAVES = "*.use_liger *.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
 _ADDS = "*.entropy_coeff *.calculate_entropy *.mtp.enable_train *.mtp.enable"
 
@@ -36,7 +37,7 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
     reading.tell("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
-    table.like("*_kwargs.* hydra.* config_path")
+    table.like("*engine_kwargs.* *metadata_kwargs.* *reward_kwargs.* *val_kwargs.* hydra.* config_path")
     return reading.setup("verl")
 
 
@@ -79,6 +80,7 @@ def _loop(reading: Reading) -> None:
     params, states, kl_loss, chunked = (table.switch(f"actor_rollout_ref.{name}") or None for name in names)
     frees, budget = table.switch(f"{_ROLLOUT}free_cache_engine"), table.count(f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384
     estimator = str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower()
+    _critic(table, estimator)
     reading.tell_loop(
         "algorithm.adv_estimator", "ppo", adv_estimator="gae" if estimator == "gae" else "grpo",
         vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5),
@@ -90,6 +92,19 @@ def _loop(reading: Reading) -> None:
     )  # fmt: skip
 
 
+def _critic(table: Table, estimator: str) -> None:
+    """Note what the file says of the critic otherwise than of the actor, whose batch and sequences the workflow gives it."""
+    if estimator != "gae":
+        return
+    for key in (*(f"ppo_{one}" for one in ("micro_batch_size_per_gpu", "micro_batch_size", "max_token_len_per_gpu")),
+                "ulysses_sequence_parallel_size"):  # fmt: skip
+        own, actors = table.get(f"critic.{key}"), table.data.get(f"{_ACTOR}{key}")
+        if own is not None and str(own) != str(actors):
+            table.matters[f"critic.{key}"] = f"critic.{key}={own}: the workflow counts the critic with the actor's {actors}"
+    if table.switch("critic.model.enable_gradient_checkpointing") is False:
+        table.matters["critic.model.enable_gradient_checkpointing"] = _KEPT_BY_CRITIC
+
+
 def _micro_batch(reading: Reading, length: int, ways: int, ranks: int) -> int:
     table, key = reading.table, f"{_ACTOR}ppo_micro_batch_size_per_gpu"
     tokens = (table.count(f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384) * ways
@@ -97,7 +112,7 @@ def _micro_batch(reading: Reading, length: int, ways: int, ranks: int) -> int:
     each = table.count(key) or (1 if whole is None else max(1, whole // max(1, ranks)))
     if table.switch(f"{_ACTOR}use_dynamic_bsz"):
         each, key = max(1, -(-tokens // length)), f"{_ACTOR}ppo_max_token_len_per_gpu"
-        reading.notes.append(_FILLED.format(tokens))
+        reading.notes.append(FILLED.format(tokens))
     reading.tell("micro_batch", key, each, filled=key not in table.data and whole is None)
     return each
 
