@@ -12,7 +12,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 #: Names for several linear layers; ``all-linear`` is peft's own.
 GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 
-Quantize = Literal["none", "nf4", "nf4-double", "gptq"]
+Quantize = Literal["none", "nf4", "nf4-double", "gptq", "int8"]
 Compute = Literal["autocast", "fp32"]
 Upcast = Literal["none", "norms", "all"]
 
@@ -41,7 +41,7 @@ class AdapterSpec(Spec):
     targets: str = "all-linear"
     quantize: Quantize = "none"
     """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: their scales are quantised too; ``gptq``: GPTQ's four
-    bits, run by its kernels for Triton in fp16."""
+    bits, run by its kernels for Triton in fp16; ``int8``: bitsandbytes' eight bits."""
     group_size: Annotated[int, Range(-1, 2**20)] = 128
     """With ``gptq``: weights that share a scale and a zero; -1: all that make one output."""
     dropout: bool = False

@@ -17,7 +17,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import ON_PAPER, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
-from zeroplan.spec.releases import check_release
+from zeroplan.spec.releases import check_release, is_reentrant
 from zeroplan.spec.split import (
     check_context_parallel,
     check_tensor_parallel,
@@ -59,6 +59,13 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
     yield (
         fused and recipe.engine not in engines and f"fused kernels of adapters and engine {recipe.engine!r}",
         "'ddp' or 'fsdp1'",
+    )
+    int8, held = adapter.quantize == "int8", recipe.recompute != "none" and not is_reentrant(recipe)
+    yield int8 and recipe.engine != "ddp" and f"weights in 8 bits and engine {recipe.engine!r}", "engine 'ddp'"
+    yield int8 and not recipe.precision.startswith("bf16") and "weights in 8 bits beside fp16 or fp32", "'bf16-mixed' or 'bf16'"
+    yield (
+        int8 and held and "weights in 8 bits, whose layers keep inputs through such checkpoints,",
+        "reentrant true, or recompute 'none'",
     )
     whole = fused and adapter.quantize not in ("nf4-double", "gptq")
     yield whole and "fused kernels of adapters and such weights", "quantize 'nf4-double' or 'gptq'"

@@ -177,8 +177,9 @@ _DROPPED = {"plain": Moved(5, 5, 1, 1), "autocast": Moved(9, 9, 1, 1), "fp32": M
 #: A weight in four bits is written in 16, with a scale per 64 of them, in forward and backward each (bitsandbytes 0.50,
 #: ``autograd/_functions.py``, MatMul4Bit). In launches such a layer took 5 more than a plain one in the forward and 8 in the
 #: backward: QLoRA beside LoRA of Llama 3.1 8B, 224 layers, DDP and FSDP2 (tests/on_gpus/records). Scales in eight bits are made
-#: first, by two kernels.
-_UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10), "gptq": Moved(2.57, 2.57, 5, 8)}
+#: first, by two kernels. A weight in eight bits is written in 16 for the backward alone (read, not run).
+_UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10), "gptq": Moved(2.57, 2.57, 5, 8),
+             "int8": Moved(0, 3, 7, 3)}  # fmt: skip
 #: Beside weights in four bits norms are fp32: the residual stream takes twice the bytes, and five layers cast their input.
 _WIDE_RESIDUAL, _WIDE_INPUT = Moved(12, 12, 0, 0), Moved(30, 30, 5, 5)
 

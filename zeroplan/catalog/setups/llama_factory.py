@@ -111,8 +111,8 @@ def _attention(whole: Table) -> dict[str, object]:
 
 def _adapter(whole: Table, *, adapted: bool) -> dict[str, object]:
     bits, method = whole.count("quantization_bit"), whole.get("quantization_method")
-    if bits not in (None, 4):
-        raise whole.refused("quantization_bit", "four bits are modelled")
+    if bits not in (None, 4, 8):
+        raise whole.refused("quantization_bit", "four bits and eight are modelled")
     if bits is not None and method not in (None, "bnb", "bitsandbytes"):
         raise whole.refused("quantization_method", "use bnb")
     if not adapted:
@@ -124,7 +124,8 @@ def _adapter(whole: Table, *, adapted: bool) -> dict[str, object]:
         "lora_r": whole.count("lora_rank") or _DEFAULT_RANK,
         "lora_target_modules": "all-linear" if names == ["all"] else names,
         "lora_dropout": _DEFAULT_DROPOUT if dropout is None else dropout,
-        "load_in_4bit": bits is not None,
+        "load_in_4bit": bits == 4,
+        "load_in_8bit": bits == 8,
         "use_bnb_nested_quant": whole.switch("double_quantization") is not False,
         "bnb_4bit_quant_type": whole.text("quantization_type"),
     }
