@@ -109,7 +109,7 @@ def test_a_torchtune_recipe(read: Callable[..., Resolved]):
     assert job.model.adapter.layers == ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert (job.batch.seq_len, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2048, 2, 4)
     recipe = job.recipe
-    assert (recipe.engine, recipe.precision, recipe.recompute, recipe.loss) == ("fsdp2", "bf16", "full", "chunked")
+    assert (recipe.engine, recipe.precision, recipe.recompute, recipe.loss) == ("fsdp2", "bf16", "full", "full")
     assert not any("not known" in note for note in notes)
     alone, why, *_ = read(TUNE)
     assert (alone.recipe.engine, alone.mesh.world_size) == ("ddp", 1)

@@ -97,13 +97,13 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if table.switch("enable_activation_offloading"):
         reading.tell("offload_activations", "enable_activation_offloading", value=True)
     _optimizer(reading, "optimizer._component_")
-    chunked = table.last("loss._component_") in ("LinearCrossEntropyLoss", "SFTLoss")
-    reading.tell("loss", "loss._component_", "chunked" if chunked else "full", filled=True)
+    reading.tell("loss", "loss._component_", "full", filled=True)
     _tune_adapter(reading, component)
     if table.switch("compile"):
         reading.tell_compiled(table, "compile")
     reading.notes.append(_NOT_THEIR_MODULES.format("torchtune"))
     _tune_step(reading)
+    _tune_loss(reading)
     reading.unmodelled(saves="*ac_mode", adds=_TUNE_ADDS)
     if table.last("loss._component_") == "DPOLoss":  # recipes/*_dpo_*.py: chosen and rejected in one batch
         reading.tell_pairs()
@@ -112,16 +112,25 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     return reading.setup("torchtune")
 
 
+def _tune_loss(reading: Reading) -> None:
+    """LinearCrossEntropyLoss runs pieces of logits, whose graphs wait for the backward (modules/loss/cross_entropy_loss.py)."""
+    table, flags = reading.table, reading.flags
+    if table.last("loss._component_") not in ("LinearCrossEntropyLoss", "SFTLoss"):
+        return
+    alone = not {"tensor_parallel", "context_parallel", "offload_activations"} & flags.keys()
+    if flags["precision"].value == "bf16" and alone:
+        reading.tell("fused_kernels", "loss._component_", "loss-in-pieces", filled=True)
+    else:
+        table.matters["loss._component_"] = "the loss is counted with all logits at once, which takes more than in pieces"
+        table.saves.add("loss._component_")
+
+
 def _tune_step(reading: Reading) -> None:
     """Steps inside the backward (training/memory.py, OptimizerInBackwardWrapper) are modelled for AdamW on one GPU alone."""
     table, flags = reading.table, reading.flags
     is_modelled = flags["engine"].value == "ddp" and flags["optimizer"].value == "adamw" and flags["grad_accum"].value == 1
     if is_modelled and table.switch("optimizer_in_bwd"):
         reading.options["ddp.step_in_backward"] = Told("optimizer_in_bwd", value=True)
-        if flags["loss"].value == "chunked":
-            reading.tell("loss", "loss._component_", "full", filled=True)
-            table.matters["loss._component_"] = "the loss is counted with all logits at once, which takes more than in chunks"
-            table.saves.add("loss._component_")
     else:
         reading.unmodelled(saves="optimizer_in_bwd")
 
