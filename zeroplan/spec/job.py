@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ATTENTION, AdapterSpec
+from zeroplan.spec.adapter import ATTENTION, HEAD, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS
@@ -67,6 +67,15 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
         int8 and held and "weights in 8 bits, whose layers keep inputs through such checkpoints,",
         "reentrant true, or recompute 'none'",
     )
+    head = HEAD in adapter.layers
+    yield (
+        head and recipe.engine not in ("ddp", "fsdp2") and f"an adapter of the head and engine {recipe.engine!r}",
+        "'ddp' or 'fsdp2'",
+    )
+    cast = recipe.precision != "bf16" and (recipe.engine == "ddp" or adapter.quantize != "none")
+    yield head and cast and "an adapter of the head under autocast, with copies of weights,", "precision 'bf16'"
+    plain = recipe.loss == "full" and "loss-in-pieces" not in recipe.fused_parts
+    yield head and not plain and "an adapter of the head and a loss that has the head", "loss 'full'"
     whole = fused and adapter.quantize not in ("nf4-double", "gptq")
     yield whole and "fused kernels of adapters and such weights", "quantize 'nf4-double' or 'gptq'"
     beyond = fused and not set(adapter.layers) <= set(ATTENTION)
@@ -359,6 +368,7 @@ class JobSpec(Spec):
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
             *_of_the_adapter(adapter, recipe),
             *_beside_experts(self.model, adapter, recipe),
+            (HEAD in adapter.layers and self.model.tie_word_embeddings and "an adapter of a tied head", "other targets"),
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):
             if asked:

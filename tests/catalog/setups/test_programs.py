@@ -321,6 +321,9 @@ def test_how_litgpt_and_lightning_shard(read: Callable[..., Resolved]):
     """litgpt: finetune/lora.py shards with FSDP2, pretrain.py within a node. Lightning: strategies/deepspeed.py and fsdp.py."""
     lora = {"lora_r": 8, "lora_query": True, "lora_value": True}
     assert read(LIT | lora).job.recipe.engine == "fsdp2"
+    with_head = read(LIT | lora | {"lora_head": True}).job.model.adapter
+    assert with_head is not None
+    assert "lm_head" in with_head.layers
     assert read(LIT | {"num_nodes": 2}).job.mesh.dp_replicate == 1
     pretrained = {key: value for key, value in LIT.items() if key != "checkpoint_dir"} | {"model_name": "Llama-3.1-8B"}
     mesh = read(pretrained | {"num_nodes": 2}).job.mesh

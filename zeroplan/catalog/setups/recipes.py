@@ -63,7 +63,7 @@ _NOT_THEIR_MODULES = "{}'s own modules are not modelled: transformers' of the sa
 
 _TUNE_ADDS = """
     teacher_model._component_ ref_checkpointer._component_ ref_policy_checkpointer._component_
-    reward_and_value_model._component_ model.use_dora model.apply_lora_to_output quantizer._component_
+    reward_and_value_model._component_ model.use_dora quantizer._component_
     model.encoder_trainable model.fusion_trainable value_checkpointer._component_ cudnn_deterministic_mode
 """
 
@@ -118,6 +118,7 @@ def _tune_loss(reading: Reading) -> None:
     if table.last("loss._component_") not in ("LinearCrossEntropyLoss", "SFTLoss"):
         return
     alone = not {"tensor_parallel", "context_parallel", "offload_activations"} & flags.keys()
+    alone = alone and not table.switch("model.apply_lora_to_output")
     if flags["precision"].value == "bf16" and alone:
         reading.tell("fused_kernels", "loss._component_", "loss-in-pieces", filled=True)
     else:
@@ -147,6 +148,8 @@ def _tune_adapter(reading: Reading, component: str) -> None:
     targets = [words.get(str(one), str(one)) for one in names] if isinstance(names, list) else ["q_proj", "v_proj"]
     if table.switch("model.apply_lora_to_mlp"):
         targets += ["gate_proj", "up_proj", "down_proj"]
+    if table.switch("model.apply_lora_to_output"):
+        targets.append("lm_head")
     reading.tell("lora_rank", "model.lora_rank", rank or 8, filled=rank is None)
     reading.tell("lora_targets", "model.lora_attn_modules", ",".join(targets))
     reading.tell("lora_dropout", "model.lora_dropout", str(table.get("model.lora_dropout") or "0").strip("0.") != "")
@@ -420,7 +423,6 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _lit(reading, gpus or 1)
     else:
         _lightning_batch(reading)
-    reading.unmodelled(adds="lora_head")
     table.like("model.* data.* model_config* slurm*")
     return reading.setup("lightning")
 
@@ -497,7 +499,7 @@ def _lit(reading: Reading, gpus: int) -> None:
     if rank is None:
         return
     pairs = {"lora_query": "q_proj", "lora_key": "k_proj", "lora_value": "v_proj", "lora_projection": "o_proj",
-             "lora_mlp": "gate_proj,up_proj,down_proj"}  # fmt: skip
+             "lora_mlp": "gate_proj,up_proj,down_proj", "lora_head": "lm_head"}  # fmt: skip
     reading.tell("lora_rank", "lora_r", rank)
     reading.tell(
         "lora_targets", "lora_query", ",".join(names for key, names in pairs.items() if table.switch(key)) or "q_proj,v_proj"

@@ -118,7 +118,7 @@ def arguments_read(table: Table, folder: Path) -> Reading:
 
 
 def _in_eight_bits(reading: Reading) -> None:
-    """Bitsandbytes' eight bits under adapters on one GPU or DDP; a layer keeps its input through checkpoints that are not reentrant."""
+    """Eight bits beside adapters under DDP; a layer keeps its input through checkpoints that are not reentrant."""
     table, flags = reading.table, reading.flags
     if not table.switch("load_in_8bit"):
         return

@@ -106,6 +106,10 @@ class Ending(NamedTuple):
     """What fused kernels replace."""
     saves: bool = True
     """Autograd runs. Without it nothing is saved."""
+    adapted_head: bool = False
+    """The frozen head has an adapter."""
+    dropout: bool = False
+    """It drops elements of its input."""
 
 
 class EndingPass(NamedTuple):
@@ -192,12 +196,14 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
     """Return the structure of what follows a model's blocks."""
     frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
     is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
+    adapted = model.adapter is not None and Module.HEAD in model.adapter.layers
     release, loss = compute.release, f"{loss}, {compute.log_probs}" if loss == "log-probs" else loss
     return Ending(
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1,
         release.wide_logits or model.family == "nemotron_h",
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
         tuple(one for one in compute.fused if one in ("cross-entropy", "loss-in-pieces", "rms-norm", "liger-rms-norm")),
+        adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
     )  # fmt: skip
 
 
@@ -266,7 +272,10 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
     if ending.frozen_head:
         from zeroplan.transformer.families.frozen import linear  # noqa: PLC0415  keeps start-up fast
 
-        training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
+        if ending.adapted_head:
+            training = Training("adapted", tracked=True, layers=(Module.HEAD,), dropout=ending.dropout)
+        else:
+            training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
     tape.mode = tape.mode._replace(fused_norms="rms-norm" in ending.fused, liger_norms="liger-rms-norm" in ending.fused)
     return tape
