@@ -220,6 +220,9 @@ def test_a_verl_command(read: Callable[..., Resolved]):
     assert any("makes the training step a part of a loop" in note for note in notes)
     assert not job.recipe.offloads
     assert any("returns to the GPU for the update" in note for note in notes)
+    more = "critic.ppo_micro_batch_size_per_gpu=16 critic.model.enable_gradient_checkpointing=False"
+    critic = read(VERL.replace("$@", more), "mine.sh").loop
+    assert (critic["critic_micro_batch_size_per_gpu"], critic["critic_recompute"]) == (16, "none")
     split = read(VERL.replace("$@", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"), "mine.sh").job
     assert split.batch.seq_len == 512
     dynamic = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=5000"

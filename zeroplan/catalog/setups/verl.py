@@ -17,9 +17,6 @@ _UPDATE = (
 _MOVED = (
     "what param_offload and optimizer_offload keep on the host returns to the GPU for the update, so that it is counted there"
 )
-_KEPT_BY_CRITIC = (
-    "critic.model.enable_gradient_checkpointing=False takes memory that is not counted: the answer is too low by that"
-)
 _SAVES = "*.use_liger *.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
 _ADDS = "*.entropy_coeff *.calculate_entropy *.mtp.enable_train *.mtp.enable"
 
@@ -80,7 +77,6 @@ def _loop(reading: Reading) -> None:
     params, states, kl_loss, chunked = (table.switch(f"actor_rollout_ref.{name}") or None for name in names)
     frees, budget = table.switch(f"{_ROLLOUT}free_cache_engine"), table.count(f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384
     estimator = str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower()
-    _critic(table, estimator)
     reading.tell_loop(
         "algorithm.adv_estimator", "ppo", adv_estimator="gae" if estimator == "gae" else "grpo",
         vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5),
@@ -89,20 +85,26 @@ def _loop(reading: Reading) -> None:
         use_kl_loss=kl_loss or table.switch("algorithm.use_kl_in_reward") or None, entropy_from_logits_with_chunking=chunked,
         log_prob_micro_batch_size_per_gpu=table.count(f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu"),
         ppo_max_token_len_per_gpu=budget if table.switch(f"{_ACTOR}use_dynamic_bsz") else None,
+        **(_critic(reading) if estimator == "gae" else {}),
     )  # fmt: skip
 
 
-def _critic(table: Table, estimator: str) -> None:
-    """Note what the file says of the critic otherwise than of the actor, whose batch and sequences the workflow gives it."""
-    if estimator != "gae":
-        return
-    for key in (*(f"ppo_{one}" for one in ("micro_batch_size_per_gpu", "micro_batch_size", "max_token_len_per_gpu")),
-                "ulysses_sequence_parallel_size"):  # fmt: skip
-        own, actors = table.get(f"critic.{key}"), table.data.get(f"{_ACTOR}{key}")
-        if own is not None and str(own) != str(actors):
-            table.matters[f"critic.{key}"] = f"critic.{key}={own}: the workflow counts the critic with the actor's {actors}"
-    if table.switch("critic.model.enable_gradient_checkpointing") is False:
-        table.matters["critic.model.enable_gradient_checkpointing"] = _KEPT_BY_CRITIC
+def _critic(reading: Reading) -> dict[str, object]:
+    """The critic's own batch and recomputation (trainer/config/critic/critic.yaml); its sequences are split as the actor's."""
+    table, before = reading.table, "critic."
+    own, actors = (table.count(f"{one}ulysses_sequence_parallel_size") or 1 for one in (before, _ACTOR))
+    if own != actors:
+        table.matters[f"{before}ulysses_sequence_parallel_size"] = f"critic: {own} Ulysses ranks; the workflow counts {actors}"
+    keeps = table.switch(f"{before}model.enable_gradient_checkpointing") is False
+    dynamic = table.switch(
+        f"{before}use_dynamic_bsz" if f"{before}use_dynamic_bsz" in table.data else f"{_ACTOR}use_dynamic_bsz"
+    )
+    each, tokens = (table.count(f"{before}ppo_{one}_per_gpu") for one in ("micro_batch_size", "max_token_len"))
+    return {
+        "critic_micro_batch_size_per_gpu": None if dynamic else each,
+        "critic_max_token_len_per_gpu": (tokens or 32768) * own if dynamic else None,
+        "critic_recompute": "none" if keeps else "full",
+    }
 
 
 def _micro_batch(reading: Reading, length: int, ways: int, ranks: int) -> int:
