@@ -47,7 +47,7 @@ def names_of(kind: str, folder: Path) -> set[str]:
     for path in _files(folder, defaults, ".yaml"):
         found |= set(_keys(yaml.safe_load(path.read_text())))
     words = {word.lstrip("-").replace("-", "_").rpartition(".")[2] for word in found}
-    return {word for word in words if re.fullmatch(r"[A-Za-z]\w{1,60}", word) and not told.may_matter(word)}
+    return {word for word in words if re.fullmatch(r"[A-Za-z]\w{1,60}", word) and told.may_matter(word) is False}
 
 
 def _files(folder: Path, names: tuple[str, ...], suffix: str) -> Iterator[Path]:

@@ -124,6 +124,8 @@ def _goal(reading: Reading, whole: Table) -> None:
     if not whole.table("model_quantization_config_kwargs").switch("dequantize"):
         whole.unmodelled(saves="model_quantization_config")
     whole.leave(("model_quantization_config", "lora_target_linear"))
+    if set(whole.table("model_config").data) - {"output_router_logits"}:  # a few numbers of a token and expert
+        whole.matters["model_config"] = "model_config changes the model's shape or parts, which is not counted"
     if whole.switch("reward_model"):
         reading.tell_pairs()
         reading.head_rows = 1

@@ -34,7 +34,7 @@ _ADDS = """
     additional_target add_tokens add_special_tokens new_special_tokens_config moe_aux_loss_coef adapter_name_or_path
 """
 _EITHER = """
-    fp8 fp8_enable_fsdp_float8_all_gather use_v1_kernels block_diag_attn tensor_model_parallel_size
+    fp8 fp8_enable_fsdp_float8_all_gather block_diag_attn tensor_model_parallel_size
     pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
 """
 _TWICE = "pref_loss={} reads the logits a second time, which is not counted: the answer is too low by that"

@@ -67,7 +67,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         each = table.count("per_device_train_batch_size") or 1
         steps = 1 if whole.data.get("rlhf_type") == "grpo" else max(1, -(-16 // (each * (launched or gpus or 1))))
         reading.tell("grad_accum", "gradient_accumulation_steps", steps, filled=True)
-    reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus", "train_type"))
+    reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus", "train_type", "quant_method"))
     return reading.setup("ms-swift")
 
 
@@ -136,9 +136,11 @@ def _made(whole: Table) -> dict[str, object]:
     attention = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2",
                  "flash_attention_3": "flash_attention_3", "sdpa": "sdpa", "eager": "eager"}  # fmt: skip
     said = whole.text("attn_impl") or whole.text("attn_implementation")
-    bits = whole.count("quant_bits")
+    bits, method = whole.count("quant_bits"), whole.text("quant_method")
     if bits not in (None, 4):
         raise SpecError(f"{whole.where}: quant_bits={bits} is not modelled; four bits are")
+    if bits is not None and method not in (None, "bnb"):
+        whole.matters["quant_method"] = f"quant_method={method}: bitsandbytes' four bits are counted in its place"
     targets = whole.get("target_modules") or "all-linear"
     adapters = {
         "use_peft": True, "lora_r": whole.count("lora_rank") or 8, "load_in_4bit": bits == 4,
