@@ -114,7 +114,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
 
 def _tune_loss(reading: Reading) -> None:
     """LinearCrossEntropyLoss runs pieces of logits, whose graphs wait for the backward (modules/loss/cross_entropy_loss.py)."""
-    table, flags = reading.table, reading.flags
+    table, flags = _flat(reading), reading.flags
     if table.last("loss._component_") not in ("LinearCrossEntropyLoss", "SFTLoss"):
         return
     alone = not {"tensor_parallel", "context_parallel", "offload_activations"} & flags.keys()

@@ -116,7 +116,7 @@ def states_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 def _beside(module: Linear4bit | Linear8bitLt) -> tuple[object, ...]:
     if isinstance(module, Linear8bitLt):
-        return (module.state.SCB, module.weight.SCB, module.bias)
+        return (module.state.SCB, getattr(module.weight, "SCB", None), module.bias)
     state: QuantState = module.quant_state  # type: ignore[assignment]  # None before it is filled
     nested = vars(state.state2).values() if state.nested else ()
     return (*vars(state).values(), *nested, module.bias)
