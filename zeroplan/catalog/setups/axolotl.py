@@ -112,7 +112,12 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
     reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
     if made["use_peft"] and not all(whole.switch(key) is False for key in _KERNELS[:3]):
-        reading.notes.append(_OWN_KERNELS)
+        asked = next((key for key in _KERNELS if whole.switch(key)), None)
+        if asked is None:
+            reading.notes.append(_OWN_KERNELS)
+        else:  # they make again what peft's layers keep (kernels/lora.py)
+            whole.matters[asked] = _OWN_KERNELS
+            whole.saves.add(asked)
     _loss(reading, whole)
     _goal(reading, whole)
     reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))

@@ -156,7 +156,7 @@ def _precision(reading: Reading, whole: Table, *, adapted: bool) -> None:
 
 _V1_KNOWN = """
     custom_chat_template trust_remote_code model_class init_config train_dataset output_dir learning_rate num_train_epochs max_steps
-    max_grad_norm batching_workers batching_strategy cp_mode dist_timeout lr_scheduler_config seed full_determinism
+    max_grad_norm batching_workers cp_mode dist_timeout lr_scheduler_config seed full_determinism
     resume_from_checkpoint save_steps save_epochs save_ckpt_as_hf save_total_limit logging_steps eval_dataset eval_steps report_to
     sample_backend max_new_tokens mp_replicate_size mp_shard_size dp_size
 """
@@ -191,6 +191,7 @@ def _v1_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         raise whole.refused("optim_config", "leave it out, which is AdamW")
     if whole.table("kernel_config").text("name") == "liger_kernel":
         reading.tell_liger(*LIGER, key="kernel_config", loss=False)
+    whole.unmodelled(either="batching_strategy", harmless={"batching_strategy": ("normal",)})
     whole.leave(_V1_KNOWN.split())
     return reading.setup("llama-factory")
 
