@@ -91,10 +91,12 @@ class Request(Spec):
         MODEL, "NAMES",
     )})
     quantize: Quantize | None = field(default=None, metadata={"option": Option(
-        "How the frozen weights of the blocks are stored (QLoRA): none (not quantised), or in 4 bits: nf4 or nf4-double "
-        "(bitsandbytes; nf4-double also quantises the scales), or gptq. (default: none)", MODEL, "NAME",
-        control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "gptq"), empty="not quantised",
-                        hint="in 4 bits, beside a LoRA rank"),
+        "How the frozen weights of the blocks are stored (QLoRA): none (not quantised), in 4 bits: nf4 or nf4-double "
+        "(bitsandbytes; nf4-double also quantises the scales), or gptq; or int8 (bitsandbytes' 8 bits). (default: none)",
+        MODEL, "NAME",
+        control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "gptq", "int8"),
+                        empty="not quantised",
+                        hint="in 4 or 8 bits, beside a LoRA rank"),
     )})
     group_size: int | None = field(default=None, metadata={"option": Option(
         "With --quantize gptq: the number of weights that share a scale (`group_size` in quantize_config.json). -1: no "
@@ -247,7 +249,7 @@ class Request(Spec):
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
         "Parts of the model that run in Unsloth's Triton kernels, as fms-acceleration installs them, separated by commas:"
         " cross-entropy (writes the gradient over the logits), rms-norm, rope, lora (attention's projections with QLoRA);"
-        " Liger's are rope, liger-rms-norm and liger-swiglu. (default: none)", RECIPE, "NAMES",
+        " Liger's are rope, liger-rms-norm and liger-swiglu; torchtune's is loss-in-pieces. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(

@@ -224,13 +224,14 @@ class ModelSpec(Spec):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the blocks' linear weights are quantised to four bits."""
+        """Whether the blocks' linear weights are quantised, to four bits or eight."""
         return self.adapter is not None and self.adapter.quantize != "none"
 
     @property
     def upcasts_norms(self) -> bool:
-        """Whether QLoRA's norms are fp32 under autocast, and with them the residual stream."""
-        return self.adapter is not None and self.adapter.quantize in ("nf4", "nf4-double") and self.adapter.upcast != "none"
+        """Whether norms are fp32 under autocast with bitsandbytes' weights, and with them the residual stream."""
+        adapter = self.adapter
+        return adapter is not None and adapter.quantize in ("nf4", "nf4-double", "int8") and adapter.upcast != "none"
 
     @property
     def upcasts_ends(self) -> bool:

@@ -66,8 +66,15 @@ def trained(job: JobSpec, asked: Asked) -> tuple[Trained, ...]:
     actor = Trained("actor", estimate(job), offloaded)
     if asked.adv_estimator == "grpo":
         return (actor,)
-    critic = replace(job, model=as_scorer(job.model, 1), recipe=replace(job.recipe, loss="full"))
-    return actor, Trained("critic", estimate(critic), offloaded)
+    return actor, Trained("critic", estimate(_critic(job, asked)), offloaded)
+
+
+def _critic(job: JobSpec, asked: Asked) -> JobSpec:
+    """Return the critic's job: the actor's but for its head, its loss and what is asked of it."""
+    tokens, size = asked.critic_max_token_len_per_gpu, asked.critic_micro_batch_size_per_gpu or job.batch.micro_batch_size
+    batch = replace(job.batch, micro_batch_size=1, seq_len=tokens) if tokens else replace(job.batch, micro_batch_size=size)
+    recipe = replace(job.recipe, loss="full", recompute=asked.critic_recompute or job.recipe.recompute)
+    return replace(job, model=as_scorer(job.model, 1), recipe=recipe, batch=batch)
 
 
 def has_reference(job: JobSpec, asked: Asked) -> bool:
@@ -94,8 +101,9 @@ def phases(models: tuple[Trained, ...], asked: Asked, rollout: Rollout) -> Itera
         yield LoopPhase("reference log-probabilities", f"reference: {forward.moment}",
                         (*everyone, *stays, *renamed(forward.lines, "reference model")))  # fmt: skip
     for critic in rest:
-        yield _forward("values", critic, replace(job, model=critic.answer.job.model, recipe=critic.answer.job.recipe),
-                       (*everyone, *stays), ())  # fmt: skip
+        own = critic.answer.job
+        batch = own.batch if asked.critic_micro_batch_size_per_gpu or asked.critic_max_token_len_per_gpu else job.batch
+        yield _forward("values", critic, replace(own, batch=batch), (*everyone, *stays), ())
     for one in (*rest, actor):
         others = tuple(line for other in models if other is not one for line in other.stays)
         step = training(one.answer, (*others, *rollout.while_training))

@@ -30,6 +30,10 @@ _PAGED = {
     "paged_lion_32bit": "lion-32bit",
 }  # fmt: skip
 _DEFAULT_BATCH = 8
+_BEYOND = (
+    "columns of inputs beyond bitsandbytes' threshold are kept in 16 bits, too, and are not counted: one in a thousand in "
+    "the paper on LLM.int8() (arXiv 2208.07339)"
+)
 _HELD = "use_reentrant is on: the block's output that each checkpoint holds during its backward is not counted with this engine"
 _UNUSED = "ddp_find_unused_parameters"
 
@@ -72,7 +76,7 @@ _KNOWN_WORDS = """
     low_cpu_mem_usage keep_linebreaks packing packing_strategy eval_packing eos_token pad_token chat_template_path
     max_prompt_length dataset_mixture dataset_mixer dataset_splits chat_template loss_type hub_model_revision
     completion_only_loss assistant_only_loss lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage
-    bnb_4bit_compute_dtype model_init_kwargs
+    bnb_4bit_compute_dtype
 """
 _KNOWN = frozenset(_KNOWN_WORDS.split())
 _FSDP_WORDS = """
@@ -108,11 +112,21 @@ def arguments_read(table: Table, folder: Path) -> Reading:
             table.matters.pop(key, None)
     _liger(reading)
     _compiled(table, reading)
-    # A layer in 8 bits keeps its input (bitsandbytes 0.50, MatMul8bitLt), which can be more than its weight saves.
-    keeps = reading.flags["recompute"].value == "none"
-    table.unmodelled(either="load_in_8bit" if keeps else "", saves="" if keeps else "load_in_8bit")
+    _in_eight_bits(reading)
     table.leave(_KNOWN)
     return reading
+
+
+def _in_eight_bits(reading: Reading) -> None:
+    """Eight bits beside adapters under DDP; a layer keeps its input through checkpoints that are not reentrant."""
+    table, flags = reading.table, reading.flags
+    if not table.switch("load_in_8bit"):
+        return
+    reentrant = flags["recompute"].value == "none" or ("reentrant" in flags and flags["reentrant"].value)
+    if "lora_rank" in flags and "engine" in flags and flags["engine"].value == "ddp" and reentrant:
+        reading.tell("quantize", "load_in_8bit", "int8", note=_BEYOND)
+    else:
+        table.unmodelled(saves="load_in_8bit" if reentrant else "", either="" if reentrant else "load_in_8bit")
 
 
 def _grpo(reading: Reading) -> None:

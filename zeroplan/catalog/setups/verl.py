@@ -7,7 +7,7 @@ GRPO, the job is the actor's update.
 from pathlib import Path
 
 from zeroplan.catalog.setups.megatron_arguments import tell_megatron
-from zeroplan.catalog.setups.told import ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
+from zeroplan.catalog.setups.told import FILLED, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _UPDATE = (
@@ -17,8 +17,6 @@ _UPDATE = (
 _MOVED = (
     "what param_offload and optimizer_offload keep on the host returns to the GPU for the update, so that it is counted there"
 )
-_FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
-
 _SAVES = "*.use_liger *.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
 _ADDS = "*.entropy_coeff *.calculate_entropy *.mtp.enable_train *.mtp.enable"
 
@@ -36,7 +34,7 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
     reading.tell("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
-    table.like("*_kwargs.* hydra.* config_path")
+    table.like("*engine_kwargs.* *metadata_kwargs.* *reward_kwargs.* *val_kwargs.* hydra.* config_path")
     return reading.setup("verl")
 
 
@@ -87,7 +85,26 @@ def _loop(reading: Reading) -> None:
         use_kl_loss=kl_loss or table.switch("algorithm.use_kl_in_reward") or None, entropy_from_logits_with_chunking=chunked,
         log_prob_micro_batch_size_per_gpu=table.count(f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu"),
         ppo_max_token_len_per_gpu=budget if table.switch(f"{_ACTOR}use_dynamic_bsz") else None,
+        **(_critic(reading) if estimator == "gae" else {}),
     )  # fmt: skip
+
+
+def _critic(reading: Reading) -> dict[str, object]:
+    """The critic's own batch and recomputation (trainer/config/critic/critic.yaml); its sequences are split as the actor's."""
+    table, before = reading.table, "critic."
+    own, actors = (table.count(f"{one}ulysses_sequence_parallel_size") or 1 for one in (before, _ACTOR))
+    if own != actors:
+        table.matters[f"{before}ulysses_sequence_parallel_size"] = f"critic: {own} Ulysses ranks; the workflow counts {actors}"
+    keeps = table.switch(f"{before}model.enable_gradient_checkpointing") is False
+    dynamic = table.switch(
+        f"{before}use_dynamic_bsz" if f"{before}use_dynamic_bsz" in table.data else f"{_ACTOR}use_dynamic_bsz"
+    )
+    each, tokens = (table.count(f"{before}ppo_{one}_per_gpu") for one in ("micro_batch_size", "max_token_len"))
+    return {
+        "critic_micro_batch_size_per_gpu": None if dynamic else each,
+        "critic_max_token_len_per_gpu": (tokens or 32768) * own if dynamic else None,
+        "critic_recompute": "none" if keeps else "full",
+    }
 
 
 def _micro_batch(reading: Reading, length: int, ways: int, ranks: int) -> int:
@@ -97,7 +114,7 @@ def _micro_batch(reading: Reading, length: int, ways: int, ranks: int) -> int:
     each = table.count(key) or (1 if whole is None else max(1, whole // max(1, ranks)))
     if table.switch(f"{_ACTOR}use_dynamic_bsz"):
         each, key = max(1, -(-tokens // length)), f"{_ACTOR}ppo_max_token_len_per_gpu"
-        reading.notes.append(_FILLED.format(tokens))
+        reading.notes.append(FILLED.format(tokens))
     reading.tell("micro_batch", key, each, filled=key not in table.data and whole is None)
     return each
 

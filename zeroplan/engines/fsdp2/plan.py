@@ -151,8 +151,8 @@ class Plan(NamedTuple):
 
     @property
     def loss_in_loop(self) -> bool:
-        """Whether the training loop works the loss out, after the model's forward, as torchtitan's does."""
-        return self.recipe.fsdp2.modules == "torchtitan"
+        """Whether the training loop works the loss out, after the model's forward, as torchtitan's and torchtune's do."""
+        return self.recipe.fsdp2.modules == "torchtitan" or "loss-in-pieces" in self.recipe.fused_parts
 
     @property
     def sums_tied(self) -> bool:

@@ -172,8 +172,8 @@ class MicroBatch:
             trace.drop("leaving")
 
     def _gathers_ahead(self, at: At) -> bool:
-        """Whether the backward of the unit with the head has begun: of the root with the loss, unless that comes in chunks."""
-        if self.plan.recipe.loss == "chunked":
+        """Whether the backward of the unit with the head has begun: of the root with the loss, unless that has the head."""
+        if self.plan.recipe.loss == "chunked" or "loss-in-pieces" in self.plan.recipe.fused_parts:
             return at is At.FINAL_NORM
         return self.ends is None or at is not At.LOSS or self.plan.recipe.loss == "log-probs"
 

@@ -271,7 +271,7 @@ def structure_of(
         "single" if single else _chunks(kind, one=masked),
         compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         compute.fused_softmax,
-        tuple(one for one in compute.fused if one != "cross-entropy"),
+        tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
         compute.offloaded and compute.recompute == "none",
         model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
         model.head_norms,
