@@ -145,6 +145,8 @@ class OffGpu(StrEnum):
     """16 bits where CUDA's autocast uses 32."""
     COMPUTE_DTYPE = "compute dtype"
     """The compute dtype where CUDA uses 32 bits."""
+    KEPT = "kept"
+    """A tensor that an engine makes once and keeps, in any run; a library's workspace is there on CUDA alone."""
 
 
 class Tag(NamedTuple):

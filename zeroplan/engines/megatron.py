@@ -27,7 +27,7 @@ from zeroplan.engines.megatron_chunks import (
 )
 from zeroplan.engines.megatron_schedule import INPUT, Left, Stage, left_lines, left_of
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase, total_bytes
+from zeroplan.ledger import Among, Collective, Kind, Line, Moment, OffGpu, Phase, Tag, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import LEARNED_POSITIONS
@@ -116,6 +116,9 @@ _HYBRID_NOTE = (
 )
 _PREDICTING_NOTE = "multi-token prediction is on the last pipeline rank; the step time is not modelled with it"
 ATTENTION_MASK = "attention mask of the data loader (--no-create-attention-mask-in-dataloader goes without)"
+
+
+_KEPT = Tag(off_gpu=OffGpu.KEPT)
 
 
 class Bytes(NamedTuple):
@@ -682,7 +685,7 @@ def _buffers(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
         numbers = layers.value("S_r") if len(names) == 1 else maximum(*map(layers.value, names))
         formula = "e·S_r" if len(names) == 1 else f"e·max({', '.join(names)})"
         reason = "buffer of attention scores, one for all layers"
-        yield Line(Kind.WORKSPACE, element_of(recipe) * numbers, reason, formula, LOCAL)
+        yield Line(Kind.WORKSPACE, element_of(recipe) * numbers, reason, formula, LOCAL, _KEPT)
     yield from _buffer_of_tokens(rank, layers, model, recipe)
     if keeps_placeholders(recipe):
         yield _stand_ins(rank, model, recipe, mesh)
@@ -720,9 +723,8 @@ def _buffer_of_tokens(rank: Rank, layers: Layers, model: ModelSpec, recipe: Reci
     tokens = maximum(*map(layers.value, names))
     formula = f"e·h·{names[0]}" if len(names) == 1 else f"e·h·max({', '.join(names)})"
     if not isinstance(tokens, int) or tokens:
-        yield Line(
-            Kind.WORKSPACE, element_of(recipe) * model.hidden_size * tokens, "buffer of gathered tokens", formula, BUFFER
-        )
+        n_bytes = element_of(recipe) * model.hidden_size * tokens
+        yield Line(Kind.WORKSPACE, n_bytes, "buffer of gathered tokens", formula, BUFFER, _KEPT)
 
 
 def _flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, loss: bool = False) -> Flying:
