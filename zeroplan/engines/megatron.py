@@ -30,7 +30,7 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Line, Moment, OffGpu, Phase, Tag, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import LEARNED_POSITIONS
+from zeroplan.spec.family import LEARNED_POSITIONS, UNROTATED
 from zeroplan.spec.megatron import PRECISIONS, chunks_of, cut_flags
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -68,11 +68,11 @@ TARGETS = (
 FUSED = "Megatron-LM 2026-08, megatron/core/fusions/fused_cross_entropy.py, calculate_predicted_logits"
 FUSED_BY_TRITON = "Transformer Engine 2026-08, pytorch/triton/cross_entropy.py, cross_entropy_forward"
 IN_PLACE = "Transformer Engine 2.17, pytorch/triton/cross_entropy.py, cross_entropy_forward"
-LOCAL = "Megatron-LM 2026-08, megatron/core/transformer/dot_product_attention.py, DotProductAttention.forward"
 RERUN = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock._checkpointed_forward"
 OVERLAPPED = (
     "Megatron-LM 2026-08, megatron/core/models/common/model_chunk_schedule_plan.py, TransformerModelChunkSchedulePlan.run"
 )
+ANGLES = "Megatron-LM 2026-08, megatron/core/models/common/embeddings/rotary_pos_embedding.py, RotaryEmbedding.forward"
 BUFFER = "Megatron-LM 2026-08, megatron/core/utils.py, GlobalMemoryBuffer.get_tensor (name mpu)"
 STAND_INS = "Transformer Engine 2026-08, pytorch/module/base.py, get_dummy_wgrad"
 DEFERRED = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, finish_embedding_wgrad_compute"
@@ -558,7 +558,7 @@ def step_lines(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
 def _moments(
     rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
 ) -> Iterator[Moment]:  # fmt: skip
-    held = (*states, *_buffers(rank, layers, model, recipe, mesh))
+    held = (*states, *_buffers(rank, layers, model, recipe, mesh), *_rotary_tables(layers, model, recipe, mesh))
     embedded = (*_embedded(rank, model, recipe, mesh, batch), *_deferred(rank, model, recipe, mesh, batch))
     flying = _flying(rank, layers, model, recipe, batch)
     in_layers = tuple(_in_layers(flying, layers, model, recipe))
@@ -575,7 +575,8 @@ def _moments(
             *_in_layers(_flying(rank, layers, model, recipe, batch, loss=True), layers, model, recipe),
             *_of_other_losses(model, recipe, mesh, batch),
         )
-        yield Moment("loss", Phase.LOSS, (*held, *at_loss, *embedded, *masks, *left.forward, *head, *each))
+        at_its_loss = (*held, *at_loss, *embedded, *masks, *left.forward, *head, *each)
+        yield Moment("loss", Phase.LOSS, at_its_loss, of_forward=True)
         cast = (head[0], *_logits_of_loss(model, recipe, mesh, batch))
         yield Moment("backward of the loss", Phase.BACKWARD, (*backward, *at_loss, *cast))
         grown = _head_backward(model, recipe, mesh, batch)
@@ -679,16 +680,39 @@ def _waiting(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> It
 
 
 def _buffers(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
-    """Buffers that Megatron makes once and keeps: of attention scores in its own modules, and of tokens that are gathered."""
-    if recipe.megatron.transformer_impl == "local":
-        names = ("S_r", "S_e", "S_c") if recipe.megatron.pretrains == "t5" else ("S_r",)
-        numbers = layers.value("S_r") if len(names) == 1 else maximum(*map(layers.value, names))
-        formula = "e·S_r" if len(names) == 1 else f"e·max({', '.join(names)})"
-        reason = "buffer of attention scores, one for all layers"
-        yield Line(Kind.WORKSPACE, element_of(recipe) * numbers, reason, formula, LOCAL, _KEPT)
-    yield from _buffer_of_tokens(rank, layers, model, recipe)
+    """What Megatron makes once and keeps: a buffer of attention scores and gathered tokens, and Transformer Engine's placeholders."""
+    needs = {**_scores(recipe), **_gathered(rank, model, recipe)}
+    sizes = tuple(layers.value(name) * (1 if width == "" else model.hidden_size) for name, width in needs.items())
+    elements = maximum(*sizes) if len(sizes) > 1 else sum(sizes)
+    if needs and not (isinstance(elements, int) and not elements):
+        several = ", ".join(f"{width}{name}" for name, width in needs.items())
+        formula = f"e·max({several})" if len(needs) > 1 else f"e·{several}"
+        reason = "buffer of attention scores, one for all layers" if _scores(recipe) else "buffer of gathered tokens"
+        yield Line(Kind.WORKSPACE, element_of(recipe) * elements, reason, formula, BUFFER, _KEPT)
     if keeps_placeholders(recipe):
         yield _stand_ins(rank, model, recipe, mesh)
+
+
+def _rotary_tables(layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+    """The angles of all positions in fp32, which every chunk of layers makes once."""
+    if model.positions or model.mla is not None or model.family in UNROTATED or recipe.megatron.hybrid_layer_pattern is not None:
+        return
+    chunks = chunks_per_rank(recipe, mesh)
+    yield Line(Kind.ACTIVATIONS, 4 * chunks * layers.value("R_r"), "angles of rotary positions", f"{4 * chunks}·R_r", ANGLES)
+
+
+def _scores(recipe: RecipeSpec) -> dict[str, str]:
+    """Symbols of the scores that local layers write into the buffer."""
+    if recipe.megatron.transformer_impl != "local":
+        return {}
+    return dict.fromkeys(("S_r", "S_e", "S_c") if recipe.megatron.pretrains == "t5" else ("S_r",), "")
+
+
+def _gathered(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> dict[str, str]:
+    """Symbols of the tokens that Megatron's own matrices, and experts by all-gather, gather into it."""
+    own_matrices = rank.has_head or recipe.megatron.transformer_impl == "local"
+    gathers_for_experts = model.moe is not None and recipe.megatron.moe_token_dispatcher_type == "allgather"  # noqa: S105
+    return {**({"T_w": "h·"} if own_matrices else {}), **({"T_a": "h·"} if gathers_for_experts else {})}
 
 
 def _stand_ins(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
@@ -711,20 +735,6 @@ def _of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh)
     for each in found.values():
         elements = elements + each
     return elements
-
-
-def _buffer_of_tokens(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec) -> Iterator[Line]:
-    """What Megatron's own matrices, and experts by all-gather, gather tokens into: as large as the larger of both."""
-    own_matrices = rank.has_head or recipe.megatron.transformer_impl == "local"
-    gathers_for_experts = model.moe is not None and recipe.megatron.moe_token_dispatcher_type == "allgather"  # noqa: S105
-    names = (*(("T_w",) if own_matrices else ()), *(("T_a",) if gathers_for_experts else ()))
-    if not names:
-        return
-    tokens = maximum(*map(layers.value, names))
-    formula = f"e·h·{names[0]}" if len(names) == 1 else f"e·h·max({', '.join(names)})"
-    if not isinstance(tokens, int) or tokens:
-        n_bytes = element_of(recipe) * model.hidden_size * tokens
-        yield Line(Kind.WORKSPACE, n_bytes, "buffer of gathered tokens", formula, BUFFER, _KEPT)
 
 
 def _flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, loss: bool = False) -> Flying:
@@ -927,7 +937,7 @@ def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
 
 
 def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
-    """What a rank sends per step. Leaves out: single numbers, the tied embedding's sum, vocabulary-parallel maxima and sums."""
+    """What a rank sends per step. Leaves out: single numbers, vocabulary-parallel maxima and sums."""
     width, beside = _bytes_of(recipe), mesh.dp_shard * mesh.cp
     yield from _of_gradients("parameters", Among.SHARDS, width, recipe, beside, rank.elements)
     if model.moe is not None:
@@ -936,9 +946,14 @@ def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
         tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
-        calls = batch.grad_accum_steps * chunks_per_rank(recipe, mesh)
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            yield _sent("hidden states to the next stage", phase, Among.STAGES, 2, calls, 2 * tokens * model.hidden_size)
+        for phase, is_end in ((Phase.FORWARD, rank.has_head), (Phase.BACKWARD, rank.at == 0)):
+            calls = batch.grad_accum_steps * (len(rank.stages) - is_end)  # the first stage and the last have one neighbour
+            if not (isinstance(calls, int) and not calls):
+                yield _sent("hidden states to the next stage", phase, Among.STAGES, 2, calls, 2 * tokens * model.hidden_size)
+        if model.tie_word_embeddings and (rank.at == 0 or rank.has_head):
+            gradient = _bytes_of(recipe).gradient * _table(model, recipe, mesh)
+            what = "gradient of the tied table, of first and last stage"
+            yield _call("all_reduce", what, Phase.BACKWARD, Among.STAGES, 2, 1, gradient, passes=2)
 
 
 def _of_gradients(

@@ -266,7 +266,7 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
         again_too=modules, latent=_latent(model),
         masks_in_place=_masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
         exchanged=options.cp_comm_type == "a2a", of_t5=of_t5, predicts=kind == PREDICTS,
-        part=_PARTS.get(kind, "whole"),
+        part=_PARTS.get(kind, "whole"), grouped=model.num_key_value_heads < model.num_attention_heads,
         padded=options.transformer_impl == "transformer_engine" and (options.pretrains == "bert" or of_t5 == "encoder"),
     )  # fmt: skip
 
@@ -314,6 +314,8 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
         *_widths_of_values(model, mesh),
         Symbolic("f_r", ceil_div(model.intermediate_size, mesh.tp), "a rank's part of an MLP's width"),
         Symbolic("a_r", ceil_div(model.num_attention_heads, mesh.tp), "a rank's heads"),
+        Symbolic("a_k", ceil_div(model.num_key_value_heads, mesh.tp), "a rank's key heads"),
+        Symbolic("R_r", ceil_div(batch.seq_len * model.head_dim, mesh.cp), "numbers in a table of rotary positions"),
         Symbolic("S_r", ceil_div(scores, mesh.tp), "numbers in a rank's attention scores"),
         Symbolic("g", 2 if is_gated(model, recipe) else 1, "matrices that make an MLP's width: 2 with a gate"),
     )

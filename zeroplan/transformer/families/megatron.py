@@ -14,7 +14,7 @@ from zeroplan.ledger import Role, Tag
 from zeroplan.spec.recipe import Attention
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.tags import STATISTICS
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Backward, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import E, e, h, o, t, u, w
 
 #: Tokens of a rank between matrices, those that its matrices read, those of them that are gathered for it (0: none), and bytes of a
@@ -30,6 +30,8 @@ v_r, c_r, n_r = symbols("v_r c_r n_r")
 T_e, S_e, S_c = symbols("T_e S_e S_c")
 #: Pairs of tokens whose scores a mask of padding has a byte for: of a layer's own attention, of the encoder's, and across.
 P_m, P_e, P_c = symbols("P_m P_e P_c")
+#: A rank's key heads, and numbers in a table of rotary positions.
+a_k, R_r = symbols("a_k R_r")
 #: Of a gated MLP two, else one.
 (g,) = symbols("g")
 #: A rank's part of the hidden width.
@@ -48,6 +50,8 @@ ROW = f"{CORE}/tensor_parallel/layers.py, RowParallelLinear.forward"
 DROPOUT = f"{CORE}/fusions/fused_bias_dropout.py, _bias_dropout_add_func"
 CROSS = f"{CORE}/transformer/attention.py, CrossAttention.get_query_key_value_tensors"
 QUERIES = f"{CORE}/transformer/attention.py, SelfAttention.get_query_key_value_tensors"
+ROTARY = f"{CORE}/models/common/embeddings/rope_utils.py, _apply_rotary_pos_emb_bshd"
+REPEATED = f"{CORE}/transformer/dot_product_attention.py, DotProductAttention.forward"
 CHECKPOINT = f"{CORE}/transformer/attention.py, _checkpointed_attention_forward"
 UNFUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, UnfusedDotProductAttention.forward"
 LATENT = f"{CORE}/transformer/multi_latent_attention.py, MLASelfAttention.get_query_key_value_tensors"
@@ -137,6 +141,8 @@ class Layer(NamedTuple):
     """It belongs to a module for multi-token prediction, which joins hidden states and the next token before it."""
     part: Literal["whole", "attention", "mlp", "mamba"] = "whole"
     """What a layer of a hybrid pattern has of the whole."""
+    grouped: bool = False
+    """Several query heads share a key head."""
 
 
 _INPUT = Tag(Role.BLOCK_INPUT)
@@ -292,7 +298,10 @@ def _added(tape: Tape, branch: Value, residual: Value, reason: str, structure: L
 
 def _attention(tape: Tape, normal: Value, structure: Layer) -> Value:
     joint = _joint(tape, normal, structure)
-    context = _run_again(tape, joint, structure) if structure.again else _core(tape, joint, structure)
+    if structure.local and structure.latent == "no" and (structure.turned or structure.head_norms or structure.grouped):
+        context = _attended_locally(tape, joint, structure)
+    else:
+        context = _run_again(tape, (joint,), structure) if structure.again else _core(tape, joint, structure)
     tape.release(joint)
     made = _row(tape, context, c_r, "the output projection")
     context.store.reason = "attention output, input of the output projection"
@@ -306,7 +315,7 @@ def _joint(tape: Tape, normal: Value, structure: Layer) -> Value:
         return _latent(tape, normal, compressed=structure.latent == "compressed")
     joint = _column(tape, normal, q_r + k_r + v_r, "the matrix of queries, keys and values")
     joint.store.reason = "queries, keys and values"
-    return _heads(tape, joint, structure)
+    return joint if structure.local else _heads(tape, joint, structure)
 
 
 def _latent(tape: Tape, normal: Value, *, compressed: bool) -> Value:
@@ -357,6 +366,52 @@ def _normal_heads(tape: Tape, joint: Value) -> Value:
     tape.add("norms of queries and keys", (made,), (read, kept), backward, of=None)
     tape.drop(read, kept)
     tape.release(joint)
+    return made
+
+
+def _attended_locally(tape: Tape, joint: Value, structure: Layer) -> Value:
+    """Attention of Megatron's own modules: norms and positions by torch, and a key and a value for each query head."""
+    shapes = T_m * q_r, T_m * k_r, T_m * v_r
+    query, keys, values = op.chunk(tape, joint, shapes, Site("queries, keys and values", QUERIES))
+    if structure.grouped:
+        query = _copied(tape, query, "queries, all heads in a row", QUERIES, op.passes(query), T_m * q_r)
+    if structure.head_norms:
+        query = _norm_of_heads(tape, query, "the queries' norm", T_m * a_r)
+        keys = _norm_of_heads(tape, keys, "the keys' norm", T_m * a_k)
+    if structure.turned:
+        query, keys = (_turned(tape, one, what) for one, what in ((query, "queries"), (keys, "keys")))
+    if structure.again:
+        made = _run_again(tape, (query, keys, values), structure)
+        tape.release(query, keys, values)
+        return made
+    if structure.grouped:
+        keys, values = (
+            _copied(tape, one, f"{what}, one for each query head", REPEATED, op.makes(f"gradient of {what}", REPEATED, one), T_m * q_r)
+            for one, what in ((keys, "keys"), (values, "values"))
+        )
+    return _scored(tape, (query, keys), values, S_r, structure, masked=None)
+
+
+def _copied(tape: Tape, value: Value, reason: str, source: str, backward: Backward, shape: Size) -> Value:
+    made = op.tensor(tape, reason, e, shape, source)
+    tape.add(reason, (made,), (), backward, of=(value,))
+    tape.release(value)
+    return made
+
+
+def _norm_of_heads(tape: Tape, value: Value, name: str, rows: Size) -> Value:
+    made = _norm(tape, value, name, shape=value.shape, rows=rows)
+    tape.release(value)
+    return made
+
+
+def _turned(tape: Tape, value: Value, what: str) -> Value:
+    """Rotary positions by torch's operators, which keep their cosines and sines."""
+    made = op.tensor(tape, f"{what}, turned", e, value.shape, ROTARY)
+    tables = tape.make(op.TENSOR, f"cosines and sines of {what}", 2 * e * R_r, ROTARY)
+    tape.add(f"positions of {what}", (made,), (tables,), op.makes(f"gradient of {what}", ROTARY, value), of=(value,))
+    tape.drop(tables)
+    tape.release(value)
     return made
 
 
@@ -451,7 +506,9 @@ def _softmax(tape: Tape, pairs: tuple[Value, ...], numbers: Size, structure: Lay
     if masked is not raw:
         tape.release(masked)
     soft = op.tensor(tape, "attention scores", dtype, numbers, SOFTMAX)
-    tape.add("softmax", (soft,), (soft.store,), op.makes("gradient of the scores", SOFTMAX, read), of=(read,))
+    written_over = structure.local and not structure.masks_in_place  # the fused kernel puts its gradient into the one it reads
+    backward = op.passes(read) if written_over else op.makes("gradient of the scores", SOFTMAX, read)
+    tape.add("softmax", (soft,), (soft.store,), backward, of=(read,))
     tape.release(read)
     if not structure.wide_softmax:
         return soft, raw
@@ -494,7 +551,7 @@ def _dropped(tape: Tape, soft: Value) -> Value:
     return made
 
 
-def _run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
+def _run_again(tape: Tape, given: tuple[Value, ...], structure: Layer) -> Value:
     """Core attention in a checkpoint of its own, which keeps queries, keys and values."""
     kept, passing = _of_core(structure)
     forward = tape.make(op.TEMPORARY, "core attention, by the way", kept + passing, CHECKPOINT)
@@ -504,9 +561,9 @@ def _run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.temporary("what core attention keeps, made again", kept + e * T_m * c_r, CHECKPOINT)
         tape.temporary("gradients within core attention", passing, CHECKPOINT)
-        return [(joint, op.gradient(tape, joint, "gradient of queries, keys and values", CHECKPOINT))]
+        return [(one, op.gradient(tape, one, "gradient of queries, keys and values", CHECKPOINT)) for one in given]
 
-    tape.add("core attention, run again", (made,), (joint.store,), backward, of=(joint,))
+    tape.add("core attention, run again", (made,), tuple([one.store for one in given]), backward, of=given)
     return made
 
 
@@ -517,6 +574,9 @@ def _of_core(structure: Layer) -> tuple[Size, Size]:
         again = e * T_m * c_r if flash else e * T_x * c_r if structure.exchanged else NOTHING
         return again + 4 * T_m * a_r, 4 * T_m * q_r
     soft = 4 if structure.wide_softmax else e
+    if structure.local and structure.grouped:
+        kept, passing = _of_core(structure._replace(grouped=False))
+        return kept + 2 * e * T_m * q_r, passing
     return ((soft + e + 1) * S_r if structure.attention_dropout else soft * S_r), soft * S_r
 
 
