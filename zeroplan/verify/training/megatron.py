@@ -14,7 +14,6 @@ from torch import nn
 
 from zeroplan.engines.megatron import padded_vocabulary
 from zeroplan.engines.megatron_chunks import chunks_per_rank, stages_of
-from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.megatron import UNGATED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width
@@ -146,32 +145,6 @@ def _states(stepped: _Stepped) -> Iterator[torch.Tensor]:
 
 
 # --- the model ----------------------------------------------------------------------------------------------------------------
-
-
-def refuse_not_local(job: JobSpec) -> None:
-    """Raise MeasurementError for what Megatron-Core's local layers refuse, or do with kernels that run on CUDA alone."""
-    recipe, mesh = job.recipe, job.mesh
-    own = recipe.megatron
-    for refused, what, instead in (
-        (own.transformer_impl != "local", "Transformer Engine's layers run on CUDA alone",
-         "verify Megatron's own layers: --set megatron.transformer_impl=local --attention eager"),
-        (own.pretrains != "gpt", f"pretrains {own.pretrains!r} is not run", "verify pretrains 'gpt'"),
-        (own.hybrid_layer_pattern is not None, "Mamba-2's kernels run on CUDA alone", "leave hybrid_layer_pattern out"),
-        (own.mtp_num_layers > 0, "multi-token prediction is not run", "leave mtp_num_layers out"),
-        (mesh.cp > 1, "local layers have no context parallelism", "use cp=1"),
-        (job.model.moe is not None and own.moe_grouped_gemm, "the grouped product of local experts is a CUDA kernel",
-         "--set megatron.moe_grouped_gemm=false"),
-        (own.moe_token_dispatcher_type != "alltoall", f"dispatcher {own.moe_token_dispatcher_type!r} is not run", "use alltoall"),
-        (own.core_release == "0.12", "core_release 0.12 is older than the installed one", "leave it out"),
-        (recipe.sequence_parallel and job.model.family not in UNGATED, "Megatron-Core's RMSNorm without Transformer Engine takes no "
-         "sequence_parallel", "leave it out, or verify a model with LayerNorm (gpt2)"),
-        (recipe.optimizer == "muon", "Muon is a package of its own", "use adamw"),
-        (own.use_precision_aware_optimizer, "the precision-aware optimizer is Transformer Engine's", "leave it out"),
-        (own.cross_entropy_fusion_impl == "te", "loss fusion 'te' is Transformer Engine's", "use native or leave it out"),
-        (job.model.family == "bloom", "Megatron-LM has no ALiBi", "verify another family"),
-    ):  # fmt: skip
-        if refused:
-            raise MeasurementError(f"{what}; {instead}")
 
 
 def _chunks(job: JobSpec, config: TransformerConfig) -> list[DistributedDataParallel]:
