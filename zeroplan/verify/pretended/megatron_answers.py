@@ -81,6 +81,7 @@ def import_megatron() -> None:
     put(states.CudaRNGStatesTracker, fork=lambda *_: nullcontext(), add=always(None))
     put(states, _fork_rng=nullcontext, _set_all_rng_states=always(None), _get_all_rng_states=tuple)
     put(torch_norm.WrappedTorchNorm, __new__=_in_sequence_parallel(torch_norm.WrappedTorchNorm.__new__))
+    vars(moe_utils).setdefault("te_general_gemm", None)  # where Transformer Engine is absent, 0.16.1 forgets to say so
     put(moe_utils, permute=_permuted(moe_utils.permute))
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     put(dispatcher, _maybe_dtoh_and_synchronize=_counted, __init__=_with_chunks(dispatcher.__init__))
