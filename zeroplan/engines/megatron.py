@@ -937,12 +937,14 @@ def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
 
 
 def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
-    """What a rank sends per step. Leaves out: single numbers, vocabulary-parallel maxima and sums."""
+    """What a rank sends per step. Leaves out: single numbers, counts of tokens, gradients of norms."""
     width, beside = _bytes_of(recipe), mesh.dp_shard * mesh.cp
-    yield from _of_gradients("parameters", Among.SHARDS, width, recipe, beside, rank.elements)
+    outside = mesh.ep > 1 and model.moe is not None  # experts have an optimizer of their own, and each gathers all weights
+    times = 2 if outside and not recipe.megatron.overlap_param_gather else 1
+    yield from _of_gradients("parameters", Among.SHARDS, width, recipe, beside, rank.elements, times)
     if model.moe is not None:
         ranks = same_experts(recipe, mesh)
-        yield from _of_gradients("experts", Among.SHARDS_OF_EXPERTS, width, recipe, ranks, rank.experts)
+        yield from _of_gradients("experts", Among.SHARDS_OF_EXPERTS, width, recipe, ranks, rank.experts, times)
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
         tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
@@ -957,14 +959,14 @@ def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
 
 
 def _of_gradients(
-    what: str, among: Among, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int
+    what: str, among: Among, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int, times: int
 ) -> Iterator[Collective]:  # fmt: skip
     gradients: Int = width.gradient * elements
     if not recipe.zero_stage:
         yield _call("all_reduce", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients, passes=2)
         return
     yield _call("reduce_scatter", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients)
-    yield _call("all_gather", what, Phase.STEP, among, ranks, 1, width.weight * elements)
+    yield _call("all_gather", what, Phase.STEP, among, ranks, times, width.weight * elements)
 
 
 def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
@@ -976,11 +978,37 @@ def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
     pairs = calls * (2 if recipe.megatron.hybrid_layer_pattern is None else 1)  # of a column-parallel matrix and one by rows
     for phase, passes in ((Phase.FORWARD, 1), (Phase.BACKWARD, forwards)):
         yield from _between_tensor_ranks(recipe, mesh, phase, passes * pairs, pairs, hidden)
+    yield from _at_ends(rank, model, recipe, mesh, batch, hidden)
     if recipe.megatron.pretrains == "t5":
         yield from _within_t5(calls, model, recipe, mesh, batch)
     yield from _around_rings(model, mesh, calls, forwards, tokens)
     if model.moe is not None:
         yield from _to_experts(rank, model, recipe, mesh, batch)
+
+
+def _at_ends(
+    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, hidden: Int
+) -> Iterator[Collective]:  # fmt: skip
+    """Tensor ranks add up their parts of embedding and logits, and gather or scatter tokens there under sequence parallelism."""
+    calls, split = batch.grad_accum_steps, recipe.sequence_parallel
+    embedded, head = ("embedded tokens", Among.TENSOR, mesh.tp, calls), ("the head's input", Among.TENSOR, mesh.tp, calls)
+
+    def send(operation: str, phase: Phase, which: tuple[str, Among, Int, Int], payload: Int) -> Collective:
+        what, among, ranks, times = which
+        passes = 2 if operation == "all_reduce" else 1
+        return _call(operation, what, phase, among, ranks, times, payload, passes=passes, near=True)
+
+    if rank.at == 0:
+        yield send("reduce_scatter" if split and not model.positions else "all_reduce", Phase.FORWARD, embedded, hidden)
+        if split:
+            yield send("all_gather", Phase.BACKWARD, embedded, hidden)
+    if rank.has_head:
+        if split:
+            yield send("all_gather", Phase.FORWARD, head, hidden)
+            yield send("all_gather", Phase.BACKWARD, head, hidden)
+        yield send("reduce_scatter" if split else "all_reduce", Phase.BACKWARD, head, hidden)
+        of_tokens = 4 * ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
+        yield send("all_reduce", Phase.FORWARD, ("numbers of the loss", Among.TENSOR, mesh.tp, 3 * calls), of_tokens)
 
 
 def _within_t5(calls: Int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:

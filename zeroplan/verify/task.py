@@ -92,7 +92,7 @@ def refuse_not_local(job: JobSpec) -> None:
          "use core_attn or mlp"),
         (recipe.optimizer == "muon", "Muon is a package of its own", "use adamw"),
         (own.use_precision_aware_optimizer, "the precision-aware optimizer is Transformer Engine's", "leave it out"),
-        (own.cross_entropy_fusion_impl == "te", "the loss 'te' is Transformer Engine's", "use native, or leave it out"),
+        (own.cross_entropy_fusion_impl is not None, "fused losses are kernels for CUDA", "leave cross_entropy_fusion_impl out"),
     ):  # fmt: skip
         if refused:
             raise SpecError(f"{what}; {instead}")

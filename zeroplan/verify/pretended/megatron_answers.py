@@ -97,9 +97,15 @@ def _one_kernel(function: Callable[..., object], **_: object) -> Callable[..., o
             return function(*args, **options)
         with _watchers[0].not_recording():
             made = function(*args, **options)
-        return tree_map_only(torch.Tensor, torch.empty_like, made)
+        given = {one.untyped_storage()._cdata for one in args if isinstance(one, torch.Tensor)}
+        return tree_map_only(torch.Tensor, lambda one: _requested(one, given), made)
 
     return run
+
+
+def _requested(made: torch.Tensor, given: set[int]) -> torch.Tensor:
+    """A result, requested now where it is not an argument that was written over."""
+    return made if made.untyped_storage()._cdata in given else torch.empty_like(made)
 
 
 def _adam(

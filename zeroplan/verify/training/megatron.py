@@ -55,7 +55,8 @@ class Megatron(Engine):
         self.config = _config(job)
         self.chunks = _chunks(job, self.config)
         self.module = nn.ModuleList(self.chunks)
-        watcher.name_modules(self.chunks[0].module.module if len(self.chunks) == 1 else self.module)
+        inside = self.chunks[0].module
+        watcher.name_modules(getattr(inside, "module", inside) if len(self.chunks) == 1 else self.module)
         self._optimizer = get_megatron_optimizer(_optimizer_config(job), self.chunks, use_gloo_process_groups=False)
         self._hand_over()
         self.optimizer = self._stepped()[0].optimizer
@@ -164,7 +165,6 @@ def _wrapped(job: JobSpec, config: TransformerConfig, at: int | None) -> Distrib
             parallel_output=True, share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="learned_absolute" if shape.positions else "rope", rotary_percent=1.0, vp_stage=at,
         )  # fmt: skip
-    narrow = job.recipe.precision == "fp32"
     return DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
@@ -174,9 +174,19 @@ def _wrapped(job: JobSpec, config: TransformerConfig, at: int | None) -> Distrib
             num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
             bucket_size=_bucket_size(job) if options.overlap_grad_reduce else None,
         ),
-        model if narrow else Float16Module(config, model),
+        model if job.recipe.precision == "fp32" else _narrow(config, model),
         disable_bucketing=bool(at),
     )  # fmt: skip
+
+
+def _narrow(config: TransformerConfig, model: nn.Module) -> Float16Module:
+    """The model in 16 bits. Casting real parameters keeps what Megatron notes on them; torch swaps fake ones for others."""
+    noted = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    made = Float16Module(config, model)
+    for name, parameter in made.module.named_parameters():
+        for key, value in noted[name].items():
+            vars(parameter).setdefault(key, value)
+    return made
 
 
 def _bucket_size(job: JobSpec) -> int:
