@@ -939,8 +939,8 @@ def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
 def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     """What a rank sends per step. Leaves out: single numbers, counts of tokens, gradients of norms."""
     width, beside = _bytes_of(recipe), mesh.dp_shard * mesh.cp
-    outside = mesh.ep > 1 and model.moe is not None  # experts have an optimizer of their own, and each gathers all weights
-    times = 2 if outside and not recipe.megatron.overlap_param_gather else 1
+    together = model.moe is None or recipe.megatron.overlap_param_gather
+    times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have an optimizer of their own; each gathers all weights
     yield from _of_gradients("parameters", Among.SHARDS, width, recipe, beside, rank.elements, times)
     if model.moe is not None:
         ranks = same_experts(recipe, mesh)
@@ -959,7 +959,7 @@ def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
 
 
 def _of_gradients(
-    what: str, among: Among, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int, times: int
+    what: str, among: Among, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int, times: Int
 ) -> Iterator[Collective]:  # fmt: skip
     gradients: Int = width.gradient * elements
     if not recipe.zero_stage:
