@@ -156,7 +156,9 @@ def _simulated(job: JobSpec, *, least_room: bool, rank: int | None = None) -> Me
     torch.set_num_threads(1)
     began = time.process_time()
     steps = 2 if job.recipe.engine in ("fsdp1", "fsdp2", "megatron") else 3  # FSDP1 prefetches forward from the second on
-    found = simulate(job, rank=fullest_rank(job) if rank is None else rank, steps=steps, all_layers=False, least_room=least_room)
+    found = simulate(
+        job, rank=fullest_rank(job) if rank is None else rank, steps=steps, all_layers=False, least_room=least_room
+    )
     return stored.small(replace(found, seconds=round(time.process_time() - began, 1)))
 
 

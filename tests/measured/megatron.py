@@ -74,7 +74,9 @@ def _job(dice: Dice) -> JobSpec:
         model=replace(shape, tie_word_embeddings=dice.any(shape.tie_word_embeddings, True, False)),
         recipe=recipe,
         mesh=MeshSpec(dp_shard=dice.any(1, 2, 4, 8, 64) * ep, tp=tp, pp=pp, ep=ep),
-        batch=BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=dice.any(1, 2, 4) * (2 if schedule else 1)),
+        batch=BatchSpec(
+            micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=dice.any(1, 2, 4) * (2 if schedule else 1)
+        ),
     )
     refuse_not_local(job)
     return job
@@ -97,7 +99,9 @@ def main() -> None:
             found = matrix.measured(job, silent_after=400, rank=rank_of(job))
             if not isinstance(found, str):
                 stored.keep(stored.without_courses(found), RECORDS)
-            print(f"{number + 1}/{len(jobs)} {job.model.name}: {found if isinstance(found, str) else found.seconds}", flush=True)
+            print(
+                f"{number + 1}/{len(jobs)} {job.model.name}: {found if isinstance(found, str) else found.seconds}", flush=True
+            )
     finally:
         stored.sort(RECORDS, jobs)
 

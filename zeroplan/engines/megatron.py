@@ -695,7 +695,12 @@ def _buffers(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
 
 def _rotary_tables(layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
     """The angles of all positions in fp32, which every chunk of layers makes once."""
-    if model.positions or model.mla is not None or model.family in UNROTATED or recipe.megatron.hybrid_layer_pattern is not None:
+    if (
+        model.positions
+        or model.mla is not None
+        or model.family in UNROTATED
+        or recipe.megatron.hybrid_layer_pattern is not None
+    ):
         return
     chunks = chunks_per_rank(recipe, mesh)
     yield Line(Kind.ACTIVATIONS, 4 * chunks * layers.value("R_r"), "angles of rotary positions", f"{4 * chunks}·R_r", ANGLES)

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
+from zeroplan.engines.megatron_chunks import stages_of
 from zeroplan.errors import SpecError
 from zeroplan.measurement import Tensors
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.pipeline import Stage
 from zeroplan.spec.recipe import OF_LIGER
 from zeroplan.spec.releases import release_of
 from zeroplan.transformer.megatron import UNGATED
@@ -90,12 +92,19 @@ def refuse_not_local(job: JobSpec) -> None:
          "leave it out, or verify a model with LayerNorm (gpt2)"),
         (bool(modules & _OF_TRANSFORMER_ENGINE), f"recompute_modules {own.recompute_modules!r} needs Transformer Engine",
          "use core_attn or mlp"),
+        (recipe.recompute == "full" and any(one.layers % own.recompute_num_layers for one in _chunks(job)),
+         f"recompute_num_layers={own.recompute_num_layers} does not divide the layers of a chunk, of which Megatron-Core runs out",
+         "use a factor of them"),
         (recipe.optimizer == "muon", "Muon is a package of its own", "use adamw"),
         (own.use_precision_aware_optimizer, "the precision-aware optimizer is Transformer Engine's", "leave it out"),
         (own.cross_entropy_fusion_impl is not None, "fused losses are kernels for CUDA", "leave cross_entropy_fusion_impl out"),
     ):  # fmt: skip
         if refused:
             raise SpecError(f"{what}; {instead}")
+
+
+def _chunks(job: JobSpec) -> tuple[Stage, ...]:
+    return tuple(chunk for at in range(job.mesh.pp) for chunk in stages_of(at, job.model, job.recipe, job.mesh))
 
 
 #: Modules whose outputs are let go, which asks Transformer Engine for its state (tensor_parallel/random.py, CheckpointWithoutOutput).

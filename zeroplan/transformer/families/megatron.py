@@ -386,7 +386,14 @@ def _attended_locally(tape: Tape, joint: Value, structure: Layer) -> Value:
         return made
     if structure.grouped:
         keys, values = (
-            _copied(tape, one, f"{what}, one for each query head", REPEATED, op.makes(f"gradient of {what}", REPEATED, one), T_m * q_r)
+            _copied(
+                tape,
+                one,
+                f"{what}, one for each query head",
+                REPEATED,
+                op.makes(f"gradient of {what}", REPEATED, one),
+                T_m * q_r,
+            )
             for one, what in ((keys, "keys"), (values, "values"))
         )
     return _scored(tape, (query, keys), values, S_r, structure, masked=None)

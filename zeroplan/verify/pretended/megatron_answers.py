@@ -7,8 +7,8 @@ makes them, the causal softmax, fused Adam (torch's), and norms under sequence p
 
 import sys
 from collections.abc import Callable, Iterator
-from copy import copy
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from functools import cache, wraps
 from types import ModuleType, SimpleNamespace
 from typing import cast
@@ -76,7 +76,7 @@ def import_megatron() -> None:
         from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: PLC0415
     put(optimizers, Adam=_adam, USING_PYTORCH_OPTIMIZER=False)
     put(optimizer, get_grad_norm_fp32=always(0.0))
-    put(optimizer.MixedPrecisionOptimizer, _unscale_main_grads_and_check_for_nan=always(False))  # noqa: FBT003
+    put(optimizer.MixedPrecisionOptimizer, _unscale_main_grads_and_check_for_nan=always(False))
     put(param_and_grad_buffer, _coalescing_manager=_one_by_one)
     put(states.CudaRNGStatesTracker, fork=lambda *_: nullcontext(), add=always(None))
     put(states, _fork_rng=nullcontext, _set_all_rng_states=always(None), _get_all_rng_states=tuple)

@@ -7,7 +7,6 @@ alone.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
 
 import torch
 from torch import nn
