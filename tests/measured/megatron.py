@@ -1,4 +1,4 @@
-"""Jobs under Megatron-Core's own code: ``python -m tests.measured.megatron`` from the repository's root, with megatron-core installed.
+"""Jobs under Megatron-Core's own code: ``python -m tests.measured.megatron`` from the repository's root. It needs megatron-core.
 
 Every job of a random sample is simulated as :mod:`tests.measured.matrix` does it, as a rank of the first pipeline stage or of the
 last, and leaves a line in ``megatron.jsonl``. Jobs that have a line are skipped.

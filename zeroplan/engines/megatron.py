@@ -680,7 +680,7 @@ def _waiting(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> It
 
 
 def _buffers(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
-    """What Megatron makes once and keeps: a buffer of attention scores and gathered tokens, and Transformer Engine's placeholders."""
+    """What is made once and kept: a buffer of attention scores and gathered tokens, and Transformer Engine's placeholders."""
     needs = {**_scores(recipe), **_gathered(rank, model, recipe)}
     sizes = tuple(layers.value(name) * (1 if width == "" else model.hidden_size) for name, width in needs.items())
     elements = maximum(*sizes) if len(sizes) > 1 else sum(sizes)

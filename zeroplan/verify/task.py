@@ -84,7 +84,8 @@ def refuse_not_local(job: JobSpec) -> None:
         (mesh.cp > 1, "local layers have no context parallelism", "use cp=1"),
         (job.model.moe is not None and own.moe_grouped_gemm, "the grouped product of local experts is a CUDA kernel",
          "--set megatron.moe_grouped_gemm=false"),
-        (own.moe_token_dispatcher_type != "alltoall", f"dispatcher {own.moe_token_dispatcher_type!r} is not run", "use alltoall"),
+        (own.moe_token_dispatcher_type in ("allgather", "flex"), f"dispatcher {own.moe_token_dispatcher_type!r} is not run",
+         "use alltoall"),
         (recipe.imbalance != 1, "uneven routing is not run", "leave imbalance out"),
         (own.core_release == "0.12", "core_release 0.12 is older than what is run", "leave it out"),
         (recipe.sequence_parallel and job.model.family not in UNGATED,
@@ -107,7 +108,7 @@ def _chunks(job: JobSpec) -> tuple[Stage, ...]:
     return tuple(chunk for at in range(job.mesh.pp) for chunk in stages_of(at, job.model, job.recipe, job.mesh))
 
 
-#: Modules whose outputs are let go, which asks Transformer Engine for its state (tensor_parallel/random.py, CheckpointWithoutOutput).
+#: Modules whose outputs are let go, for which Transformer Engine is asked (tensor_parallel/random.py, CheckpointWithoutOutput).
 _OF_TRANSFORMER_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
 
 

@@ -1,8 +1,8 @@
 """Stand-ins for what Megatron-Core's local layers ask of CUDA, of other ranks and of values that fake tensors lack.
 
 The kernels are Apex's, as Megatron-LM's local layers use them: gradients that are added to the main gradients by the product that
-makes them, the causal softmax, fused Adam (torch's), and norms under sequence parallelism (torch's). What Megatron-Core compiles with
-``torch.compile`` is one kernel, which requests its result alone.
+makes them, the causal softmax, fused Adam (torch's), and norms under sequence parallelism (torch's). What Megatron-Core compiles
+with ``torch.compile`` is one kernel, which requests its result alone.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Megatron-Core with the interface of the other engines: its GPT of local layers, its DDP, optimizer and schedules.
 
-Built as Megatron-LM's ``pretrain_gpt.py`` builds it (gpt_builders.py, training/training.py). Transformer Engine's layers run on CUDA
-alone.
+Built as Megatron-LM's ``pretrain_gpt.py`` builds it (gpt_builders.py, training/training.py). Transformer Engine's layers run on
+CUDA alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,12 +34,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 _DROPOUT = 0.1
 _DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "fp32": torch.float32}
-_NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 class Megatron(Engine):
@@ -197,9 +196,7 @@ def _spec(job: JobSpec, config: TransformerConfig, at: int | None) -> object:
     normalization = config.normalization
     if job.model.moe is not None:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=normalization, vp_stage=at)
-    return get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention, normalization=normalization
-    )
+    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=normalization)
 
 
 def _config(job: JobSpec) -> TransformerConfig:
@@ -207,14 +204,13 @@ def _config(job: JobSpec) -> TransformerConfig:
     gated, learned = is_gated(shape, recipe), shape.family in UNGATED
     dtype = _DTYPES[recipe.precision]
     several = chunks_per_rank(recipe, mesh)
-    kind = TransformerConfig if shape.mla is None else MLATransformerConfig
-    return kind(
+    return TransformerConfig(
         num_layers=shape.num_hidden_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_key_value_heads, ffn_hidden_size=shape.intermediate_size, kv_channels=shape.head_dim,
         hidden_dropout=_DROPOUT * drops_hidden(shape, recipe), attention_dropout=_DROPOUT * drops_scores(shape, recipe),
         normalization="LayerNorm" if learned else "RMSNorm", gated_linear_unit=gated,
         activation_func=nn.functional.silu if gated else nn.functional.gelu, add_bias_linear=learned,
-        add_qkv_bias=shape.attention_bias, qk_layernorm=norms_heads(shape, recipe) or shape.mla is not None,
+        add_qkv_bias=shape.attention_bias, qk_layernorm=norms_heads(shape, recipe),
         bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype, pipeline_dtype=dtype,
         gradient_accumulation_fusion=options.gradient_accumulation_fusion, bias_activation_fusion=True, bias_dropout_fusion=True,
         masked_softmax_fusion=options.masked_softmax_fusion, attention_softmax_in_fp32=options.attention_softmax_in_fp32,
@@ -223,7 +219,7 @@ def _config(job: JobSpec) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=several if several > 1 else None,
         microbatch_group_size_per_vp_stage=options.microbatch_group_size_per_virtual_pipeline_stage or mesh.pp,
         overlap_p2p_comm=several > 1 and options.overlap_p2p_comm, batch_p2p_comm=several == 1 or not options.overlap_p2p_comm,
-        deallocate_pipeline_outputs=True, deterministic_mode=False, **_cut(job), **_recomputed(job), **_experts(job), **_latent(job),
+        deallocate_pipeline_outputs=True, **_cut(job), **_recomputed(job), **_experts(job),
         defer_embedding_wgrad_compute=options.defer_embedding_wgrad_compute, wgrad_deferral_limit=options.wgrad_deferral_limit,
     )  # fmt: skip
 
@@ -272,17 +268,6 @@ def _experts(job: JobSpec) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _latent(job: JobSpec) -> dict[str, object]:
-    mla = job.model.mla
-    if mla is None:
-        return {}
-    return {
-        "multi_latent_attention": True, "q_lora_rank": mla.q_lora_rank, "kv_lora_rank": mla.kv_lora_rank,
-        "qk_head_dim": mla.qk_nope_head_dim, "qk_pos_emb_head_dim": mla.qk_rope_head_dim, "v_head_dim": mla.v_head_dim,
-        "rope_type": "rope",
-    }  # fmt: skip
-
-
 def _optimizer_config(job: JobSpec) -> OptimizerConfig:
     recipe, options = job.recipe, job.recipe.megatron
     dtype = _DTYPES[recipe.precision]
@@ -298,7 +283,7 @@ _Batch = tuple[torch.Tensor | None, ...]
 
 
 def _batch(job: JobSpec) -> _Batch:
-    """What ``get_batch_on_this_tp_rank`` returns (training/utils.py): all of it on the first tensor-parallel rank; else its own part."""
+    """What ``get_batch_on_this_tp_rank`` returns on the first tensor-parallel rank (training/utils.py)."""
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     if not (first or last):
