@@ -956,7 +956,14 @@ def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
         for phase, is_end in ((Phase.FORWARD, rank.has_head), (Phase.BACKWARD, rank.at == 0)):
             calls = batch.grad_accum_steps * (len(rank.stages) - is_end)  # the first stage and the last have one neighbour
             if not (isinstance(calls, int) and not calls):
-                yield _sent("hidden states to the next stage", phase, Among.STAGES, 2, calls, 2 * tokens * model.hidden_size)
+                yield _sent(
+                    "hidden states to the next stage",
+                    phase,
+                    Among.STAGES,
+                    2,
+                    calls,
+                    element_of(recipe) * tokens * model.hidden_size,
+                )
         if model.tie_word_embeddings and (rank.at == 0 or rank.has_head):
             gradient = _bytes_of(recipe).gradient * _table(model, recipe, mesh)
             what = "gradient of the tied table, of first and last stage"
@@ -979,14 +986,14 @@ def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
     calls = batch.grad_accum_steps * rank.layers
     forwards = 2 if recipe.recompute == "full" else 1
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
-    hidden = 2 * tokens * model.hidden_size
+    hidden = element_of(recipe) * tokens * model.hidden_size
     pairs = calls * (2 if recipe.megatron.hybrid_layer_pattern is None else 1)  # of a column-parallel matrix and one by rows
     for phase, passes in ((Phase.FORWARD, 1), (Phase.BACKWARD, forwards)):
         yield from _between_tensor_ranks(recipe, mesh, phase, passes * pairs, pairs, hidden)
     yield from _at_ends(rank, model, recipe, mesh, batch, hidden)
     if recipe.megatron.pretrains == "t5":
         yield from _within_t5(calls, model, recipe, mesh, batch)
-    yield from _around_rings(model, mesh, calls, forwards, tokens)
+    yield from _around_rings(model, recipe, mesh, calls, forwards, tokens)
     if model.moe is not None:
         yield from _to_experts(rank, model, recipe, mesh, batch)
 
@@ -1018,7 +1025,7 @@ def _at_ends(
 
 def _within_t5(calls: Int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     """What T5 sums beside a decoder's two per layer: the cross attention's, and the encoder's, whose output each layer reads."""
-    per_token = 2 * batch.micro_batch_size * model.hidden_size
+    per_token = element_of(recipe) * batch.micro_batch_size * model.hidden_size
     hidden, encoded = per_token * batch.seq_len, per_token * encoder_length(recipe, batch)
     of_encoder = 2 * batch.grad_accum_steps * runs_of(model, recipe)[0].layers
     for phase, read in ((Phase.FORWARD, 0), (Phase.BACKWARD, calls)):
@@ -1038,9 +1045,11 @@ def _between_tensor_ranks(
     yield _call("reduce_scatter", *what, sums, hidden, near=True)
 
 
-def _around_rings(model: ModelSpec, mesh: Mesh, calls: Int, forwards: int, tokens: Int) -> Iterator[Collective]:
+def _around_rings(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, calls: Int, forwards: int, tokens: Int
+) -> Iterator[Collective]:
     """Context parallelism sends keys and values around (``cp_comm_type p2p``), with their gradients in backward."""
-    keys = ceil_div(2 * 2 * tokens * model.num_key_value_heads * model.head_dim, mesh.tp)
+    keys = ceil_div(2 * element_of(recipe) * tokens * model.num_key_value_heads * model.head_dim, mesh.tp)
     steps = mesh.cp - 1
     yield _sent("keys and values around the ring", Phase.FORWARD, Among.SEQUENCE, mesh.cp, calls * steps, keys)
     yield _sent(
@@ -1052,7 +1061,7 @@ def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, ba
     assert model.moe is not None  # noqa: S101  asked of models with experts only
     forwards = 2 if recipe.recompute == "full" else 1
     tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
-    payload = 2 * tokens * model.moe.num_experts_per_tok * model.hidden_size
+    payload = element_of(recipe) * tokens * model.moe.num_experts_per_tok * model.hidden_size
     counts = zip(runs_of(model, recipe), rank.counts, strict=True)
     calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind in ROUTED)
     yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, mesh.ep, 2 * calls, payload)
