@@ -48,6 +48,7 @@ from zeroplan.transformer.megatron import (
     is_gated,
     keeps_placeholders,
     layers_of,
+    masks_in_place,
     own_part,
     own_part_formula,
 )
@@ -364,8 +365,25 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
     flying = minimum(schedule.warm + 1, batch.grad_accum_steps * chunks)
     matrices = matrices + (model.positions * model.hidden_size if first else 0)
     return Rank(
-        at, inside + ends, experts, matrices, flying, ceil_div(flying, chunks) if first else 0, last, stages, each, schedule
+        at,
+        inside + ends,
+        experts,
+        matrices,
+        flying,
+        _embedded_at_once(schedule, batch) if first else 0,
+        last,
+        stages,
+        each,
+        schedule,
     )
+
+
+def _embedded_at_once(schedule: Schedule, batch: Batch) -> Int:
+    """Micro-batches whose first chunk waits for its backward, at the most."""
+    if schedule.chunks == 1:
+        return minimum(schedule.warm + 1, batch.grad_accum_steps)
+    embedding = ((1,), *[(0,)] * (schedule.chunks - 1))
+    return fullest(schedule, embedding, batch.grad_accum_steps, (1,), loss=False)[0]
 
 
 def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> tuple[Int, Int, Int]:
@@ -601,13 +619,8 @@ def _saves_mask(recipe: RecipeSpec) -> bool:
     A checkpoint of core attention or of whole layers does, one of another module does not; and so does torch's softmax of local
     layers.
     """
-    options = recipe.megatron
-    of_attention = recipe.recompute == "selective" and "core_attn" in options.recompute_modules.split(",")
-    return (
-        recipe.recompute == "full"
-        or of_attention
-        or (options.transformer_impl == "local" and not options.masked_softmax_fusion)
-    )
+    of_attention = recipe.recompute == "selective" and "core_attn" in recipe.megatron.recompute_modules.split(",")
+    return recipe.recompute == "full" or of_attention or masks_in_place(recipe)
 
 
 def _backward(
@@ -927,6 +940,10 @@ def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
     yield _logits(e, model, recipe, mesh, batch, "gradient of the logits", CROSS_ENTROPY)
     read = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
     yield Line(Kind.ACTIVATION_GRADIENTS, read, "gradient of the head's input", "ceil(e·T·h/C)", HEAD)
+    if recipe.sequence_parallel:
+        part = where(mesh.tp > 1, own_part(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, recipe, mesh), 0)
+        reason = "this rank's part of it, which ranks add up"
+        yield Line(Kind.ACTIVATION_GRADIENTS, part, reason, own_part_formula("e·T·h", recipe), HEAD)
     if not keeps_placeholders(recipe):
         weight = e * _table(model, recipe, mesh)
         yield Line(Kind.TEMPORARY, weight, "gradient of the head's weight", "e·ceil(V_p·h/p)", HEAD)

@@ -84,7 +84,7 @@ class Megatron(Engine):
         self._enter(Phase.FORWARD)
         with self._watcher.labelled(Kind.ACTIVATIONS):
             tokens, labels, loss_mask, attention_mask, positions = _batch(self._job)
-        return model(tokens, positions, attention_mask, labels=labels), partial(_loss, loss_mask)
+        return model(tokens, positions, attention_mask, labels=labels), partial(_loss, cast("torch.Tensor", loss_mask))
 
     def optimizer_step(self) -> None:
         """Update this rank's share of the weights; gather the others."""
