@@ -65,7 +65,7 @@ _PRESSED: dict[str, tuple[Pressed, Pressed]] = {
 def shares_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Shares | None:
     """The figures of an engine and stage; None on paper, where no engine asks for memory.
 
-    Megatron's are borrowed: few jobs of it were replayed (``tests/measured/megatron.toml``, which lie in the band). Like DDP it has
+    Megatron's are borrowed: few jobs of it were replayed (``tests/measured/megatron.jsonl``). Like DDP it has
     all blocks on one stream, so the middle is that of DDP's figures; the ends are the widest of DDP's and FSDP2's, which are in
     the same measure.
 
