@@ -63,7 +63,9 @@ class Resolved(NamedTuple):
     varying: "Varying | None" = None
     """The sequence lengths of ``--lengths``; the job then has the longest micro-batch of a run."""
     loop: Mapping[str, object] = {}
-    """The fine-tuning loop that the user's file describes: ``workflow``, its options, and whether batches are ``pairs``."""
+    """The fine-tuning loop that the user's file describes: ``workflow`` and its options. The job is its training step."""
+    pairs: bool = False
+    """The user's file counts its micro-batch in pairs; the job counts their sequences."""
 
 
 def job(**said: object) -> JobSpec:
@@ -122,7 +124,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     complete = JobSpec(
         model=model,
         cluster=cluster,
-        recipe=_on_nodes(_recipe(request, stage), cluster, chosen),
+        recipe=_scored(_on_nodes(_recipe(request, stage), cluster, chosen), read, seq_len),
         mesh=mesh_of(request, gpus),
         batch=batch,
     )
@@ -143,8 +145,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         _ONE_GPU if read.kind and request.gpus is None else "",
         _without_bf16(complete),
     )
-    loop = {**read.loop, "pairs": read.pairs} if read.loop else {}
-    return Resolved(complete, tuple(note for note in notes if note), varying, loop)
+    return Resolved(complete, tuple(note for note in notes if note), varying, read.loop, read.pairs)
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
@@ -336,6 +337,17 @@ def mesh_of(request: Request, gpus: int) -> MeshSpec:
         raise SpecError(f"--gpus {gpus} is not divisible by {said}; every replica has the same number of GPUs")
     replicas, tp, cp, pp = ways.values()
     return MeshSpec(dp_replicate=replicas, dp_shard=gpus // together, tp=tp, cp=cp, pp=pp, ep=request.expert_parallel or 1)
+
+
+#: TRL's default (1.16, trl/trainer/grpo_config.py, GRPOConfig.max_completion_length).
+COMPLETION = 512
+
+
+def _scored(recipe: RecipeSpec, read: SetupRead, seq_len: int) -> RecipeSpec:
+    """Return the recipe with the prompts of a file of GRPO, whose loss reads only completions."""
+    if read.loop.get("workflow") != "grpo" or recipe.loss != "log-probs":
+        return recipe
+    return replace(recipe, prompt_len=max(1, seq_len - int(str(read.loop.get("max_completion_length", COMPLETION)))))
 
 
 def _default_stage(engine: Engine | None, gpus: int) -> Stage:

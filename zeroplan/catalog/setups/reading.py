@@ -175,8 +175,10 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     told = one.gpus
     if told is not None and kind in ("openrlhf", "ms-swift", "megatron", "torchtune", "automodel"):
         data["launched_gpus"] = told
-    if kind == "trainer" and _is_dpo(one.words):
+    if kind == "trainer" and _runs(one.words, "dpo"):
         data.setdefault("beta", _DPO_BETA)
+    if kind == "trainer" and _runs(one.words, "sft"):
+        data.setdefault("loss_type", "nll")
     setup = _setup(data, path, gpus or told, kind)
     accelerate = one.launcher.get("config_file")
     if kind in ("trainer", "axolotl", "llama-factory") and isinstance(accelerate, str):
@@ -188,16 +190,15 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
 
 #: TRL's default (1.16, DPOConfig.beta).
 _DPO_BETA = 0.1
-_DPO_SCRIPTS = ("dpo.py", "run_dpo.py", "dpo_vlm.py")
 
 
-def _is_dpo(words: Sequence[str]) -> bool:
-    """Whether a command runs TRL's DPO: ``trl dpo``, its module, or a script named so."""
+def _runs(words: Sequence[str], name: str) -> bool:
+    """Whether a command runs TRL's trainer of this name: ``trl dpo``, its module, or a script named so."""
     last = words[-1]
     return (
-        tuple(words[-2:]) == ("trl", "dpo")
-        or last in ("trl.scripts.dpo", "trl.scripts.dpo_vlm")
-        or Path(last).name in _DPO_SCRIPTS
+        tuple(words[-2:]) == ("trl", name)
+        or last in (f"trl.scripts.{name}", f"trl.scripts.{name}_vlm")
+        or Path(last).name in (f"{name}.py", f"run_{name}.py", f"{name}_vlm.py")
     )
 
 
@@ -235,6 +236,8 @@ def _beside_accelerate(setup: Setup, file: Path, gpus: int | None) -> Setup:
     engine = {
         key: told for key, told in other.flags.items() if key in setup.flags and (setup.flags[key].filled or not told.filled)
     }
+    if "log_probs" in setup.flags:  # no logits that its loop could keep
+        engine.pop("keep_logits", None)
     more = {key: told for key, told in other.flags.items() if key not in setup.flags}
     return setup._replace(
         flags={**setup.flags, **engine, **more}, options={**other.options, **setup.options}, asks={**other.asks, **setup.asks},

@@ -409,10 +409,20 @@ class Reading:
         if loss:
             self.tell("loss", key, "fused", filled=True)
 
-    def tell_loop(self, key: str, workflow: str, **options: object) -> None:
-        """Say the loop that the training step is a part of; an option that is None is its trainer's default."""
-        self.loop = {"workflow": workflow, **{name: one for name, one in options.items() if one is not None}}
-        self.notes.append(_LOOP.format(self.table.name(key), workflow))
+    def tell_loop(self, key: str, workflow: str, *, alone: bool = False, **options: object) -> None:
+        """Say the loop that the training step is a part of; an option that is None is its trainer's default.
+
+        ``alone``: the file's training step is known, the phases beside it are not judged.
+        """
+        said = {name: one for name, one in options.items() if one is not None}
+        self.loop = {"workflow": workflow, **said, **({"alone": True} if alone else {})}
+        if not alone:
+            self.notes.append(_LOOP.format(self.table.name(key), workflow))
+
+    def tell_log_probs(self, key: str, *, how: str = "tiles", note: str = "") -> None:
+        """Say that the trainer's loss is made of log-probabilities; ``how``: :data:`~zeroplan.spec.recipe.LogProbs`."""
+        self.tell("loss", key, "log-probs", filled=True, note=note)
+        self.tell("log_probs", key, how, filled=True)
 
     def tell_compiled(self, table: Table, key: str) -> None:
         """Say that the step is compiled, which is counted without a compiler."""
