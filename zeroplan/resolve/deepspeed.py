@@ -25,7 +25,8 @@ def config_beside(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> 
     filled_in = [f"{stated}, filled in for auto" for stated in taken.values() if stated.auto]
     file = shown(Path(request.deepspeed_config or full.from_file or _quoted(where)).name)
     notes = tuple(f"{file}: {note}" for note in (*config.notes, *filled_in))
-    return found._replace(request=replace(request, **said)).complete, notes  # type: ignore[arg-type]  # Request checks every field
+    filled = {**found.filled, **config.of_the_script}
+    return found._replace(request=replace(request, **said), filled=filled).complete, notes  # type: ignore[arg-type]  # Request checks every field
 
 
 def _refuse_contradictions(request: Request, asked: Mapping[str, object], config: DeepSpeedConfig, where: str) -> None:

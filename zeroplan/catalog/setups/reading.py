@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from zeroplan.catalog.setups.parsing import parsed
-from zeroplan.catalog.setups.script import OF_LAUNCHERS, Launched, is_script, launches
+from zeroplan.catalog.setups.script import OF_LAUNCHERS, Launched, arguments_of, is_arguments, is_script, launches
 from zeroplan.catalog.setups.told import DeepSpeedPart, Kind, Setup, Table, Told
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
@@ -65,7 +65,7 @@ def is_setup(path: Path) -> bool:
     """Whether a file is a configuration of another program's rather than a job file; one that cannot be read is refused."""
     what = f"file {str(path)!r}"
     text = read_text(path, what="file")
-    if is_script(text, path):
+    if is_script(text, path) or is_arguments(text):
         return True
     data = parsed(text, path, what)
     if _own_words(data) is not None:
@@ -116,6 +116,8 @@ def read_setup(path: Path, *, gpus: int | None) -> Setup:
     text = read_text(path, what="set-up")
     if is_script(text, path):
         return _launched_setup(text, path, gpus)
+    if is_arguments(text):
+        return _setup(arguments_of(text, what), path, gpus)
     return _setup(parsed(text, path, what), path, gpus)
 
 
