@@ -180,6 +180,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
     if table.count("num_experts") or "expert_parallel" in reading.flags:
         options["expert_tensor_parallel_size"] = etp
         options["moe_token_dispatcher_type"] = _dispatcher(table, before)
+    if table.switch(f"{before}no_overlap_p2p_communication"):
+        options["overlap_p2p_comm"] = False
     if table.switch(f"{before}apply_query_key_layer_scaling"):
         options["attention_softmax_in_fp32"] = True
     if str(table.get(f"{before}moe_aux_loss_coeff") or "0").strip("0.e-") != "":
