@@ -17,7 +17,7 @@ from zeroplan.numeric import Int
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.objectives import OBJECTIVES
 from zeroplan.planner.result import Layout
-from zeroplan.remedies import remedies
+from zeroplan.remedies import in_keys, remedies
 from zeroplan.report.checks import Beside, loop_beside
 from zeroplan.report.layout import layout_words
 from zeroplan.report.words import headline, verdict_sentence
@@ -70,7 +70,8 @@ def _estimate(arguments: Arguments) -> Answer:
         "host_memory_per_rank_gib": _gib(found.host_bytes),
         "sent_per_step_gib": _gib(found.traffic.total_bytes),
         "changes_that_would_make_it_fit": [
-            {"flags": one.flags, "what": one.change, "needed_gib": _gib(one.needed_bytes)} for one in remedies(found)
+            {"flags": one.flags, "what": one.change, "needed_gib": _gib(one.needed_bytes)}
+            for one in in_keys(remedies(found), resolved.keys)
         ],
         "notes": list(resolved.notes),
         "command": estimate_command(resolved.job, _request(arguments)),
