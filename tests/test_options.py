@@ -19,8 +19,8 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 
-# --gpus and the other degrees determine dp_shard. Workflows set the other three.
-_OF_NO_OPTION = {"mesh.dp_shard", "recipe.prompt_len", "recipe.log_probs", "recipe.forward_only"}
+# --gpus and the other degrees determine dp_shard. Workflows set forward_only.
+_OF_NO_OPTION = {"mesh.dp_shard", "recipe.forward_only"}
 
 
 def test_every_field_of_a_job_is_set_by_one_option():

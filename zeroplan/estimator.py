@@ -374,6 +374,11 @@ def replayed_if_tight(answer: Estimate) -> Estimate:
     return replace(answer, replay=_replay(replace(answer.job, batch=few), None))
 
 
+def judged(job: JobSpec) -> Estimate:
+    """Return the estimate whose verdict every command gives: with a replay if only that can tell whether the job runs."""
+    return replayed_if_tight(estimate(job))
+
+
 def _replay(job: JobSpec, pipeline_rank: int | None) -> "StepReplay":
     from zeroplan.replay import StepReplay  # noqa: PLC0415  keeps start-up fast
 

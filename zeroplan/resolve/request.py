@@ -40,6 +40,7 @@ from zeroplan.spec.recipe import (
     Fsdp1Options,
     Fsdp2Options,
     Kernels,
+    LogProbs,
     Loss,
     MegatronOptions,
     OffloadDevice,
@@ -340,6 +341,10 @@ class Request(Spec):
     # fmt: on
     device_kernels: Kernels | None = field(default=None, metadata={"option": Option(sets="recipe.kernels")})
     """``kernels`` of a complete job; it has no flag."""
+    log_probs: LogProbs | None = field(default=None, metadata={"option": Option(sets="recipe.log_probs")})
+    """How a trainer of another program's file gets its log-probabilities; it has no flag."""
+    prompt_len: Count | None = field(default=None, metadata={"option": Option(sets="recipe.prompt_len")})
+    """Tokens that the trainer of another program's file does not score; it has no flag."""
     longest_seq_len: Count | None = field(default=None, metadata={"option": Option(sets="batch.longest_seq_len")})
     """The longest possible sequence of a complete job with drawn lengths; it has no flag."""
     shares: SharesSpec | None = field(default=None, metadata={"option": Option(sets="cluster.shares")})
@@ -407,8 +412,11 @@ class SetupRead(NamedTuple):
         steps = request.grad_accum or left.get("grad_accum")
         if steps in (None, 1):  # without accumulation the option has no effect
             left.pop("sync_every_micro_batch", None)
-        if request.loss not in (None, "full"):
+        loss = request.loss or left.get("loss", "full")
+        if loss != "full":
             left.pop("keep_logits", None)
+        if loss != "log-probs":
+            left.pop("log_probs", None)
         engine = request.engine or left.get("engine") or ("ddp" if request.stage in (0, 1) else None)
         if engine != "ddp" or (request.recompute or left.get("recompute")) != "full":
             left.pop("reentrant", None)

@@ -302,14 +302,15 @@ def test_a_key_that_matters_and_is_not_modelled_is_named(
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (FACTORY | {"stage": "dpo"}, {"workflow": "dpo", "full_logits": True, "pairs": True}),
-        (FACTORY | {"stage": "kto"}, {"workflow": "kto", "full_logits": True, "pairs": False}),
-        (AXOLOTL | {"rl": "ipo"}, {"workflow": "dpo", "full_logits": True, "pairs": True}),
-        (AXOLOTL, {}),
+        (FACTORY | {"stage": "dpo"}, ({"workflow": "dpo", "full_logits": True}, True)),
+        (FACTORY | {"stage": "kto"}, ({"workflow": "kto", "full_logits": True}, False)),
+        (AXOLOTL | {"rl": "ipo"}, ({"workflow": "dpo", "full_logits": True}, True)),
+        (AXOLOTL, ({}, False)),
     ],
 )
-def test_a_preference_is_a_loop_of_phases(read: Callable[..., Resolved], data: dict, said: dict, tmp_path: Path):
-    assert read(data, gpus=4).loop == said
+def test_a_preference_is_a_loop_of_phases(read: Callable[..., Resolved], data: dict, said: tuple, tmp_path: Path):
+    found = read(data, gpus=4)
+    assert (found.loop, found.pairs) == said
     assert not {"stage", "rl"} & read_setup(tmp_path / "mine.yaml", gpus=4).matters.keys()
 
 

@@ -181,15 +181,12 @@ def test_ms_swift_as_yaml_and_as_a_command(read: Callable[..., Resolved]):
     assert job.recipe.deepspeed.reduce_bucket_size == 200_000_000
     words = " ".join(f"--{key} {value}" for key, value in SWIFT.items())
     assert read(f"NPROC_PER_NODE=2 \\\nCUDA_VISIBLE_DEVICES=0,1 swift sft {words}\n", "mine.sh").job == job
-    assert read(f"swift rlhf --rlhf_type dpo {words}", "mine.sh").loop == {
-        "workflow": "dpo",
-        "full_logits": True,
-        "pairs": True,
-    }
+    dpo = read(f"swift rlhf --rlhf_type dpo {words}", "mine.sh")
+    assert (dpo.loop, dpo.pairs) == ({"workflow": "dpo", "full_logits": True}, True)
     grpo = read(f"swift rlhf --rlhf_type grpo --use_vllm true --sleep_level 1 --num_generations 4 {words}", "mine.sh").loop
     assert grpo == {
         "workflow": "grpo", "full_logits": True, "beta": 0.04, "num_generations": 4, "vllm_gpu_memory_utilization": 0.9,
-        "vllm_enable_sleep_mode": True, "vllm_sleep_level": 1, "pairs": False,
+        "vllm_enable_sleep_mode": True, "vllm_sleep_level": 1,
     }  # fmt: skip
     notes = read(f"swift rlhf --rlhf_type gkd {words}", "mine.sh").notes
     assert any("rlhf_type='gkd' takes memory that is not counted" in note for note in notes)

@@ -443,10 +443,20 @@ class Reading:
         if loss:
             self.tell("loss", key, "fused", filled=True)
 
-    def tell_loop(self, key: str, workflow: str, **options: object) -> None:
-        """Set the loop that the training step belongs to; the trainer's default replaces an option that is None."""
-        self.loop = {"workflow": workflow, **{name: one for name, one in options.items() if one is not None}}
-        self.notes.append(_LOOP.format(self.table.name(key), workflow))
+    def tell_loop(self, key: str, workflow: str, *, alone: bool = False, **options: object) -> None:
+        """Set the loop that the training step belongs to; the trainer's default replaces an option that is None.
+
+        ``alone``: only the file's training step is known, and the other phases are not judged.
+        """
+        said = {name: one for name, one in options.items() if one is not None}
+        self.loop = {"workflow": workflow, **said, **({"alone": True} if alone else {})}
+        if not alone:
+            self.notes.append(_LOOP.format(self.table.name(key), workflow))
+
+    def tell_log_probs(self, key: str, *, how: str = "tiles", note: str = "") -> None:
+        """Set a loss of log-probabilities; ``how``: :data:`~zeroplan.spec.recipe.LogProbs`."""
+        self.tell("loss", key, "log-probs", filled=True, note=note)
+        self.tell("log_probs", key, how, filled=True)
 
     def tell_compiled(self, table: Table, key: str) -> None:
         """Note that the step is compiled, and that zeroplan counts it without the compiler."""

@@ -55,9 +55,12 @@ def _policy(reading: Reading, gpus: int) -> None:
     each = _micro_batch(reading, length, ways, ranks)
     total = (table.count(f"{_ACTOR}ppo_mini_batch_size") or 256) * (table.count("actor_rollout_ref.rollout.n") or 1)
     reading.tell_steps(f"{_ACTOR}ppo_mini_batch_size", total, each * max(1, ranks))
-    if not (uses_megatron or ways > 1 or gpus == 1):
-        _loop(reading)
-    if not reading.loop:
+    told = not (uses_megatron or ways > 1 or gpus == 1) and table.text(f"{_ROLLOUT}name") in (None, "vllm")
+    if not uses_megatron:
+        reading.own_units = "verl"
+        reading.tell_log_probs("algorithm.adv_estimator", how="in place")
+        _loop(reading, alone=not told)
+    if not told:
         reading.notes.append(_UPDATE)
     parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
     if any(table.switch(f"{_ACTOR}{part}") for part in parts):
@@ -67,18 +70,19 @@ def _policy(reading: Reading, gpus: int) -> None:
 _ROLLOUT = "actor_rollout_ref.rollout."
 
 
-def _loop(reading: Reading) -> None:
-    """Read the PPO or GRPO loop with vLLM on the actor's GPUs (trainer/config/rollout/rollout.yaml); only ``gae`` has a critic."""
+def _loop(reading: Reading, *, alone: bool) -> None:
+    """Read the PPO or GRPO loop with vLLM on the actor's GPUs (trainer/config/rollout/rollout.yaml); only ``gae`` has a critic.
+
+    The actor's loss is counted as ``verl`` computes it (utils/torch_functional.py, logprobs_from_logits_flash_attn).
+    """
     table = reading.table
-    if table.text(f"{_ROLLOUT}name") not in (None, "vllm"):
-        return
     names = ("actor.fsdp_config.param_offload", "actor.fsdp_config.optimizer_offload", "actor.use_kl_loss",
              "actor.entropy_from_logits_with_chunking")  # fmt: skip
     params, states, kl_loss, chunked = (table.switch(f"actor_rollout_ref.{name}") or None for name in names)
     frees, budget = table.switch(f"{_ROLLOUT}free_cache_engine"), table.count(f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384
     estimator = str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower()
     reading.tell_loop(
-        "algorithm.adv_estimator", "ppo", adv_estimator="gae" if estimator == "gae" else "grpo",
+        "algorithm.adv_estimator", "ppo", alone=alone, adv_estimator="gae" if estimator == "gae" else "grpo",
         vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5),
         vllm_tensor_parallel_size=table.count(f"{_ROLLOUT}tensor_model_parallel_size"),
         free_cache_engine="false" if frees is False else None, param_offload=params, optimizer_offload=states,
