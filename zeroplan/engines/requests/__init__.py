@@ -14,6 +14,7 @@ from typing import Protocol, cast
 from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.errors import SpecError
+from zeroplan.spec.adapter import HEAD
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.spec.releases import is_reentrant, release_of
@@ -111,6 +112,7 @@ def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         (bool(recipe.fused_parts), "fused kernels"),
         (adapter is not None and adapter.quantize == "gptq", "GPTQ's weights"),
         (adapter is not None and adapter.quantize == "int8", "weights in 8 bits"),
+        (adapter is not None and HEAD in adapter.layers, "an adapter of the head"),
         (adapter is not None and adapter.compute == "fp32", "adapters that compute in fp32"),
         (adapter is not None and adapter.four_bits_keep_inputs, "bitsandbytes before 0.43.2"),
         (adapter is not None and job.model.moe is not None, "adapters beside experts"),
