@@ -47,7 +47,6 @@ class Wrapper:
     """What one of DeepSpeed's wrappers does with a rank's gradients."""
 
     def __init__(self, job: Job, impl: OptimizerImpl, around: Around) -> None:
-        """Take the job, and how its optimizer steps."""
         self.job, self.impl = job, impl
         self.memory, self.update, self.zero_grad = around
 

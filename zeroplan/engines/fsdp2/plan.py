@@ -243,7 +243,7 @@ class Plan(NamedTuple):
         if not self.adds_up or (isinstance(self.several, int) and not self.several):
             return width * (made + waiting), product(width, made + waiting)
         beside = (1 - self.several) * made + self.several * current + waiting
-        return width * beside, _fresh_formula(width, made, current, waiting)
+        return width * beside, f"{width}·((1-M)·{made} + M·{current} + {waiting})"
 
 
 def _shards(outside: tuple[Group, ...], blocks: tuple[Group, ...], layers: tuple[int, ...]) -> Int:
@@ -402,11 +402,6 @@ def _reduced_in_words(
 ) -> tuple[str, str]:  # fmt: skip
     formula = shards_formula(width, layers, kinds, outside=outside)
     return f"this rank's chunk of the gradients, {when}", f"max({formula}, {earlier})" if earlier else formula
-
-
-@lru_cache(maxsize=4096)
-def _fresh_formula(width: int, made: int, current: int, waiting: int) -> str:
-    return f"{width}·((1-M)·{made} + M·{current} + {waiting})"
 
 
 @lru_cache(maxsize=4096)

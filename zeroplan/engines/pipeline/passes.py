@@ -67,7 +67,6 @@ class StagePass(MicroBatch):
     """A micro-batch in one stage, beside everything that waits on the rank."""
 
     def __init__(self, rank: Rank, state: State, waiting: tuple[Line, ...]) -> None:
-        """Take the rank's stage whose pass it is."""
         self.rank, self.state, self.stage = rank, state, rank.stages[state.chunk]
         self.whole, self.earlier = state.whole[state.chunk], bool(state.earlier[state.chunk])
         self.output_made: int | None = None
