@@ -36,7 +36,7 @@ from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Phase, Role
 from zeroplan.trace import Entry, Trace
 from zeroplan.transformer.blocks import At, BlockPass
-from zeroplan.transformer.families.tags import AT_MLP_NORM
+from zeroplan.transformer.families.tags import AT_MLP_NORM, HELD_NORM
 
 
 def forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
@@ -188,7 +188,7 @@ class StagePass(MicroBatch):
             self._loss_in_chunks()
             return
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
-        self.trace.pass_by(*tensor.after_the_forward(plan.head.loss_forward))
+        self.trace.pass_by(*(line for line in plan.head.loss_forward if line.tag != HELD_NORM))
 
     def _loss_in_chunks(self) -> None:
         """The schedule asks for the loss, whose backward runs through the head before the stage's; labels are there anyway."""
