@@ -39,17 +39,13 @@ from zeroplan.transformer.blocks import At, BlockPass
 from zeroplan.transformer.families.tags import AT_MLP_NORM, HELD_NORM
 
 
-def forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
-    """Every moment of a forward at which memory can be highest; ``waiting`` is what belongs to no stage's pass."""
+def through(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
+    """Every moment of a forward or backward at which memory can be highest; ``waiting`` is what belongs to no stage's pass."""
     one = StagePass(rank, state, waiting)
-    one.forward_through()
-    return one.trace.finished()
-
-
-def backward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
-    """The same of a backward."""
-    one = StagePass(rank, state, waiting)
-    one.backward_through()
+    if state.kind == "forward":
+        one.forward_through()
+    else:
+        one.backward_through()
     return one.trace.finished()
 
 
