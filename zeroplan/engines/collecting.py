@@ -43,7 +43,6 @@ class Collecting:
     """Gradients stay where autograd makes them until the end of the backward: nothing reduces them before."""
 
     def __init__(self, plan: GradientPlan, memory: Memory, ranks: int = 1) -> None:
-        """Begin with no gradient."""
         self.plan, self.memory, self.ranks = plan, memory, ranks
         self.last = True
         """The micro-batch is the step's last."""

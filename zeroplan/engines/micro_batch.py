@@ -25,7 +25,6 @@ class MicroBatch(ABC):
     """The phase to which the backward of loss and head belongs."""
 
     def __init__(self, trace: Trace, recipe: RecipeSpec, these: Passes, whole: Row) -> None:
-        """Take what blocks and the rest of the model cost, and the parameters that get gradients."""
         self.trace, self.recipe, self.these, self.whole = trace, recipe, these, whole
 
     # --- what an engine says: lines of gradients and of copies of weights ---------------------------------------------------

@@ -76,7 +76,6 @@ class Training(MicroBatch):
     """Forward and backward passes up to the end of the last backward."""
 
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
-        """Take the job."""
         super().__init__(trace, job.recipe, these, job.whole)
         self.job, self.courses = job, _courses(job, these)
         self._kept: dict[int, Int] = {}

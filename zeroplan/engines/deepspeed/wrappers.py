@@ -47,7 +47,6 @@ class Wrapper:
     """What one of DeepSpeed's wrappers does with a rank's gradients."""
 
     def __init__(self, job: Job, impl: OptimizerImpl, around: Around) -> None:
-        """Take the job, and how its optimizer steps."""
         self.job, self.impl = job, impl
         self.memory, self.update, self.zero_grad = around
 
@@ -183,17 +182,13 @@ def all_reduces(whole: Row) -> tuple[int, ...]:
     return (*closed, *((fill,) if fill else ()))
 
 
-def _is_one_slice(job: Job) -> Bool:
-    """Whether the share is a slice of one gradient: that is laid flat as it is, without a copy (torch, ``flatten``)."""
-    return job.whole.placed[0].end >= job.partition
-
-
 def laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
     """Return the gradients laid flat, as the optimizer takes them, and what was kept as far as these are a view of it.
 
     In the optimizer's dtype, what is laid flat is taken as it is.
     """
-    one, same = _is_one_slice(job), job.element == job.master
+    one: Bool = job.whole.placed[0].end >= job.partition  # a slice of one gradient is laid flat as it is (torch, ``flatten``)
+    same = job.element == job.master
     copied = where(one, 0, job.partition)
     flat_bytes: Int = 0 if same else job.element * copied
     taken_bytes = job.master * (copied if same else job.partition)

@@ -46,7 +46,6 @@ class FlatMicroBatch(MicroBatch):
     """A micro-batch on its way through the model and back."""
 
     def __init__(self, plan: FlatPlan, trace: Trace, units: Units) -> None:
-        """Take the units of the plan."""
         super().__init__(plan, trace, units)
         in_order = (self.root, *(unit for _, unit in self.layers))
         following = {unit.name: after for unit, after in pairwise(in_order)}

@@ -9,7 +9,6 @@ stages 0 to 2; numbers of a few bytes, buffers of the process group.
 """
 
 from importlib import import_module
-from typing import Protocol, cast
 
 from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
@@ -25,14 +24,6 @@ STEPS = {"fsdp1": 2, "fsdp2": 2, "ddp": 3, "deepspeed": 3}
 """Steps until an engine does the same in every further one: DDP makes its buckets in the second, DeepSpeed settles in the third."""
 
 
-class _Engine(Protocol):
-    """What every module of this package that is named after an engine offers."""
-
-    def step_of(self, job: JobSpec, log: Log) -> ModelPass:
-        """A rank's micro-batches and steps."""
-        ...
-
-
 def requests_of(
     job: JobSpec, steps: int | None = None, *, pipeline_rank: int | None = None, starts: Starts = "loaded"
 ) -> Log:  # fmt: skip
@@ -46,8 +37,8 @@ def requests_of(
     if job.mesh.pp > 1:
         return _of_a_pipeline(job, STEPS["fsdp2"] if steps is None else steps, pipeline_rank)
     name = job.recipe.engine if (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3) else "deepspeed_stage3"
-    engine = cast("_Engine", import_module(f"zeroplan.engines.requests.{name}"))
-    return engine.step_of(job, Log(starts)).run(STEPS[job.recipe.engine] if steps is None else steps)
+    one: ModelPass = import_module(f"zeroplan.engines.requests.{name}").step_of(job, Log(starts))
+    return one.run(STEPS[job.recipe.engine] if steps is None else steps)
 
 
 def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:

@@ -33,7 +33,6 @@ class Step(OneByOne):
     marks_modules = True
 
     def __init__(self, job: JobSpec, log: Log) -> None:
-        """Take the job."""
         self.job, self.options = make_job(job.model, job.recipe, job.mesh), job.recipe.deepspeed
         super().__init__(job, log, self.job.whole)
         self.overlaps = self.options.overlap_comm is not False  # the default of stage 3
@@ -348,7 +347,6 @@ class _InLog(Memory):
     """What :func:`quantized` makes, as requests. What has no name stays until the bucket is reduced."""
 
     def __init__(self, log: Log) -> None:
-        """Write into a log."""
         super().__init__()
         self.log = log
 

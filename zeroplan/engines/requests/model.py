@@ -28,11 +28,6 @@ ENDING = -2
 _OF_MODULES = frozenset({Do.ENTER, Do.LEAVE, Do.RETURN, Do.DONE})
 
 
-def is_final_norm(parameter: Parameter) -> bool:
-    """Whether a parameter that comes before the blocks is the final norm's anyway, as in OPT."""
-    return "final_layer_norm" in parameter.name
-
-
 class ModelPass:
     """One micro-batch on its way through the model and back. An engine overrides what happens between the blocks."""
 
@@ -400,7 +395,7 @@ class ModelPass:
         """The embedding's own backward, to which the gradient that flows comes; that of tokens is the last of several tables."""
         for parameter in reversed(below_blocks(self.tree)):
             self._hand_over()
-            if not parameter.frozen and not is_final_norm(parameter):
+            if not parameter.frozen and "final_layer_norm" not in parameter.name:  # OPT's comes before the blocks
                 self.make_gradient(parameter.numel)
         self.log.release(self.flow)
         if not self.holds_batch:

@@ -46,7 +46,6 @@ class Held(dict[Hashable, list[int]]):
     """What a micro-batch holds in a stage, beside what the stage itself does."""
 
     def __init__(self, of_stage: dict[Hashable, list[int]]) -> None:
-        """Begin with nothing of its own."""
         super().__init__()
         self.of_stage = of_stage
 
@@ -56,7 +55,6 @@ class Held(dict[Hashable, list[int]]):
         return key in _NAMED
 
     def __contains__(self, key: object) -> bool:
-        """Whether it is held, here or by the stage."""
         return super().__contains__(key) or key in self.of_stage
 
     def get(self, key: Hashable, default: Any = None) -> Any:  # noqa: ANN401  as dict has it
@@ -76,7 +74,6 @@ class StageStep(fsdp2.Step):
     """A stage of the rank: micro-batches go through it alternately, and its gradients are reduced when all have."""
 
     def __init__(self, stage: StagePlan, model: ModelSpec, mesh: Mesh, batch: Batch, log: Log) -> None:
-        """Take the stage's plan, and its layers as a model."""
         super().__init__(model, mesh, stage.plan, batch, log)
         self.stage = stage.stage
         self.of_stage: dict[Hashable, list[int]] = {}
@@ -90,7 +87,7 @@ class StageStep(fsdp2.Step):
         """Of micro-batches between two halves the gradients that flowed into each layer."""
         self.second: tuple[Sized, ...] = ()
         """Programs of second halves, where backwards are split: of each run, and of the ending."""
-        if plan_is_split(stage):
+        if stage.halves is not None and not self.stage.is_first:  # the model's first stage runs its backwards whole
             self._split(model, batch)
 
     def _split(self, model: ModelSpec, batch: Batch) -> None:
@@ -331,16 +328,10 @@ class StageStep(fsdp2.Step):
         self.post_backward(self.outside[0])
 
 
-def plan_is_split(stage: StagePlan) -> bool:
-    """Whether its backwards are split. The model's first stage runs them whole."""
-    return stage.halves is not None and not stage.stage.is_first
-
-
 class RankStep:
     """A rank of a pipeline: its stages, and the schedule."""
 
     def __init__(self, job: JobSpec, rank: int, log: Log) -> None:
-        """Cut the model, and take the rank's stages."""
         here = arranged(job.model, job.recipe, job.mesh)
         batch = of_a_rank(job.batch, here.cp)
         mine = tuple(here.stages[at] for at in here.indices(rank))

@@ -50,7 +50,6 @@ class Training:
     """Forward and backward, up to the bucket that is left at the end. ``trace`` has what persists already."""
 
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
-        """Take the job, and what blocks and the rest of the model cost."""
         self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
         self.tied, self._kept = tied_head_lines(job), dict[int, Lines]()
 
