@@ -134,7 +134,9 @@ class JobSpec(Spec):
             )
         widest = max(self.model.head_dim, self.model.global_head_dim)
         if self.recipe.attention == "flash" and widest > _WIDEST_OF_FLASH:
-            raise SpecError(f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'")
+            raise SpecError(
+                f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'"
+            )
         self._check_fused_loss()
         self._check_resharding()
         if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
