@@ -213,7 +213,9 @@ _CONFIG = ConfigKeys(
     },
     fixed={"mlp_bias": False},
     required=("hidden_size", "intermediate_size", "num_hidden_layers", "global_key_value_heads", "sliding_window"),
-    keys={"global_key_value_heads": ("num_global_key_value_heads",), "num_experts_per_tok": ("top_k_experts", "num_experts_per_tok")},
+    keys={
+        "global_key_value_heads": ("num_global_key_value_heads",), "num_experts_per_tok": ("top_k_experts", "num_experts_per_tok"),
+    },
     activation="hidden_activation",
     only={
         "use_bidirectional_attention": ("vision",), "hidden_size_per_layer_input": (0,), "attention_k_eq_v": (True,),
