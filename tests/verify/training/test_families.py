@@ -34,7 +34,7 @@ def test_a_step_under_fsdp2_takes_what_is_said(case: str) -> None:
     assert_a_step_takes_what_is_said(case, "full")
 
 
-@pytest.mark.parametrize("case", (*CASES[CASES.index("deepseek_v3") :], "gemma4_text, experts"))
+@pytest.mark.parametrize("case", [*CASES[CASES.index("deepseek_v3") :], "gemma4_text, experts"])
 def test_and_without_recomputation(case: str) -> None:
     assert_a_step_takes_what_is_said(case, "none")
 
