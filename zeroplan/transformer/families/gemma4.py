@@ -234,12 +234,13 @@ _MODULES = (
     *gated_modules("mlp"), "post_feedforward_layernorm",
 )  # fmt: skip
 _OF_EXPERTS = (
-    "post_feedforward_layernorm_1", "router", "router.proj", "pre_feedforward_layernorm_2", "experts", "experts.act_fn",
+    "post_feedforward_layernorm_1", "router", "router.norm", "router.proj", "pre_feedforward_layernorm_2", "experts",
+    "experts.act_fn",
     "post_feedforward_layernorm_2",
 )  # fmt: skip
 FAMILIES = {
     "gemma4_text": Definition(
-        Program(_layer, LAYER, NORM), _tensors, _CONFIG, _MODULES, (*_MODULES, *_OF_EXPERTS), tables=_tables,
+        Program(_layer, LAYER, NORM), _tensors, _CONFIG, _MODULES, (*_MODULES[:-1], *_OF_EXPERTS, _MODULES[-1]), tables=_tables,
         around=Around(masks=2),
     )
 }  # fmt: skip
