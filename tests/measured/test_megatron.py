@@ -60,10 +60,10 @@ def test_the_records_are_of_the_sample() -> None:
 
 
 def test_what_it_reserves_lies_in_the_borrowed_band() -> None:
-    """Of nine in ten replays; those outside are pipelines and fp32, at most a tenth above it."""
+    """Of nine in ten replays; those outside reserve an eighth more, at the most."""
     reserved = [one for _, held in _held() for one in held.reserved]
     assert sum(one.inside for one in reserved) >= 0.9 * len(reserved)
-    assert all(one.measured <= 1.1 * int(one.band.high_bytes) for one in reserved)
+    assert all(one.measured <= 1.125 * int(one.band.high_bytes) for one in reserved)
 
 
 def _job(**said: object) -> JobSpec:
