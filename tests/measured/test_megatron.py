@@ -22,7 +22,7 @@ def _tolerance(asked: JobSpec) -> float:
     """A thousandth, but for three open causes.
 
     Experts and full recomputation: token dispatchers refer to the graph of a layer that was run again, and so to its input and that
-    one's gradient, until it runs again. Experts without gradient accumulation fusion: a part of a weight's gradient in the backward.
+    one's gradient, until it runs again. Experts without gradient accumulation fusion: a part of a weight's gradient.
     Interleaved with recomputation: one hidden state. We did not find the last two in the code.
     """
     if asked.model.moe is not None and asked.recipe.recompute == "full":
