@@ -12,6 +12,11 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 #: Names for several linear layers; ``all-linear`` is peft's own.
 GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 
+#: What a file means that names no layers, and what peft then adapts by the model's type. It has no default for other types.
+#: Source: peft 0.21.2, utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
+PEFT_DEFAULT = "peft-default"
+PEFT_TARGETS = dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text"), "q_proj,v_proj")
+
 Quantize = Literal["none", "nf4", "nf4-double", "gptq"]
 Compute = Literal["autocast", "fp32"]
 Upcast = Literal["none", "norms", "all"]
