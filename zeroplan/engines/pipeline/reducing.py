@@ -98,7 +98,7 @@ class _Reducing:
         )
 
     def reduction(self, group: Group, last: int, name: str, alive: tuple[Line, ...]) -> Moment:
-        """Return the moment of a reduction: gradients are copied into its input, then its output is beside the ``last`` gradient."""
+        """Return the moment of a reduction: gradients copied into its input, then its output beside the ``last`` gradient."""
         plan = self.plan
         n_bytes = maximum(self.width * group.numel, reduce_output_bytes(plan, group) + named_bytes(plan, self.width, last))
         reason = "its gradients while copied in, or the reduce-scatter output and the last of them"
