@@ -184,7 +184,7 @@ def _each_at(table: "NDArray[np.int64]", at: "NDArray[np.int64]") -> Int:
 
 
 def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:
-    """Outside the blocks, for columns; nothing inside them."""
+    """Return the live bytes outside the blocks, for columns; 0 inside the blocks."""
     head, nothing = these.head, Running(0, 0)
     if head.handed:
         below, above = _handed_when(head.handed_below, made), _handed_when(head.handed, made)
