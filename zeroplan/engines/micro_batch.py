@@ -39,10 +39,7 @@ class MicroBatch(ABC):
         """Return the lines that are alive during the whole forward."""
 
     def copied_in_forward(self, blocks: int) -> Lines:  # noqa: ARG002  an engine's own answer needs it
-        """Return the weight copies that this many blocks have left when the last of them runs.
-
-        In the loss, one more than there are.
-        """
+        """Return the weight copies left when the last of ``blocks`` blocks runs; one more than the model has means the loss."""
         return ()
 
     @abstractmethod

@@ -192,7 +192,6 @@ class _Matrix(NamedTuple):
         yield from (Deed("other"), Deed("whole"), Deed("columns"), Deed(f"iterate {number - 1}"))
 
     def _to_columns(self, name: str) -> Iterator[Deed]:
-        """All-to-all this rank's rows to columns."""
         n_bytes = self._padded_share
         if n_bytes > self.share:
             yield Deed("padded", n_bytes)
@@ -200,7 +199,6 @@ class _Matrix(NamedTuple):
         yield from (Deed("sent"), Deed("padded"))
 
     def _to_rows(self) -> Iterator[Deed]:
-        """All-to-all this rank's columns to rows."""
         n_bytes = self._padded_share
         yield from (Deed("all_to_all", n_bytes, sends=True), Deed("received", n_bytes), Deed("other", n_bytes))
         yield Deed("received")
@@ -212,10 +210,7 @@ class _Matrix(NamedTuple):
 
     @property
     def _exchanges(self) -> bool:
-        """Whether DTensor estimates two all-to-alls as faster than gathering the transpose.
-
-        It never gathers fewer rows than ranks.
-        """
+        """Whether DTensor estimates two all-to-alls as faster than an all-gather, which needs at least as many rows as ranks."""
         gathered = self._time(self.ranks * self.share)
         return self.columns >= self.ranks and (self.rows < self.ranks or 2 * self._exchange < gathered)
 

@@ -342,7 +342,6 @@ def total_elements(tensors: Sequence[LocalTensor]) -> Int:
 
 
 def _updated(tensors: Sequence[LocalTensor]) -> Int:
-    """Return the number of tensors that have a state."""
     count: Int = 0
     for tensor in tensors:
         count = count + (where(tensor.numel > 0, tensor.repeat, 0) if tensor.may_be_empty else tensor.repeat)
@@ -454,10 +453,7 @@ def _published_temporary(optimizer: Optimizer, tensors: Sequence[LocalTensor], e
 
 
 def _in_turn(tensors: Sequence[LocalTensor]) -> list[tuple[Int, LocalTensor]]:
-    """Return each tensor with the elements of the previous one.
-
-    The first tensor of a repeated block also follows the block's last.
-    """
+    """Return each tensor with the elements of the one before; the first of a repeated block also follows the block's last."""
     pairs: list[tuple[Int, LocalTensor]] = []
     before: Int = 0
     for index, tensor in enumerate(tensors):

@@ -82,7 +82,6 @@ def _whole_tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
 
 
 def _divided(line: Line, recipe: RecipeSpec, mesh: Mesh) -> Line:
-    """Return one rank's share of a state."""
     n_bytes = _sharded(ceil_div(line.n_bytes, mesh.tp), recipe, mesh, from_stage=1)
     split = f"ceil(({line.formula})/p)"
     formula = f"ceil({split}/N)" if recipe.zero_stage >= 1 else split

@@ -78,7 +78,6 @@ _ONE_TURN = 3
 
 
 def _stretches(order: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return first layer and end of each stretch of layers of one kind."""
     starts = [index for index, run in enumerate(order) if not index or order[index - 1] != run]
     return list(zip(starts, [*starts[1:], len(order)], strict=True))
 

@@ -157,7 +157,6 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
 
 
 def _symbols(these: Passes, copied: Casts, accum: Int) -> tuple[Symbol, ...]:
-    """Return the symbols of the formulas: earlier micro-batches, autocast's copies, and kept activations."""
     return (
         Symbol("M", where(accum > 1, 1, 0), "1 where an earlier micro-batch of the step left gradients, else 0"),
         *_of_each("C", these.kinds, copied.in_forward, "elements that autocast copies in the forward of one {} block"),

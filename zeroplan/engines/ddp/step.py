@@ -90,10 +90,7 @@ class Training(MicroBatch):
 
     @property
     def sums_apart(self) -> bool:
-        """Whether a tied head's two gradients are summed into a third tensor.
-
-        Under autocast the head's is a cast copy, so it is not.
-        """
+        """Whether a tied head's two gradients are summed into a third tensor: not under autocast, where the head's is a cast copy."""
         return not self.copied.in_forward
 
     @property
@@ -164,10 +161,7 @@ class Training(MicroBatch):
         return Line(line.kind, self.wrapped * line.n_bytes, reason, formula if line.formula else "", _SINK)
 
     def copied_in_forward(self, blocks: int) -> Lines:
-        """Return autocast's copies, which live until its context ends after the loss.
-
-        A fused loss copies the head's weight itself.
-        """
+        """Return autocast's copies, which live until its context ends after the loss. A fused loss copies the head itself."""
         beside = self.copied.of_head if blocks > self.these.n_blocks and self.recipe.loss not in ("fused", "log-probs") else 0
         return self._casts(blocks, beside, in_context=True)
 

@@ -54,7 +54,6 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 
 def _refuse(recipe: RecipeSpec) -> None:
-    """Raise SpecError for recipes that DeepSpeed refuses or that are not modelled."""
     refuse(recipe)
     refuse_swapping(recipe)
     if recipe.offload_activations and recipe.offloads_states:

@@ -223,10 +223,7 @@ def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
 
 
 def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lambda _: 0) -> Seen:
-    """Return the moment at a place with most live bytes, including the bytes that ``beside`` returns; the first of equals.
-
-    [bytes]
-    """
+    """Return the first moment at a place with most live bytes, including those that ``beside`` returns. [bytes]"""
     best, *others = _in_columns([course[place] for course in courses.each], courses.which)
     if not others:
         return best

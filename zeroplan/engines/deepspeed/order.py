@@ -200,7 +200,6 @@ def _reader(parameter: str, modules: tuple[str, ...]) -> str:
 
 
 def _outside(whole: Row, names: tuple[str, ...]) -> tuple[_Module, ...]:
-    """Return modules around the blocks with the parameters that they own."""
     owned: dict[str, list[int]] = {}
     for index, each in enumerate(whole.placed):
         if not 0 <= each.block < whole.n_blocks:
@@ -345,7 +344,6 @@ def _recomputed(modules: tuple[_Module, ...], block: int, last: str) -> list[Ste
 
 @lru_cache(maxsize=64)
 def _inside(whole: Row) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """Return, for each block, the row indices and names of its parameters."""
     blocks: list[list[tuple[int, str]]] = [[] for _ in range(whole.n_blocks)]
     for index, each in enumerate(whole.placed):
         if 0 <= each.block < whole.n_blocks:

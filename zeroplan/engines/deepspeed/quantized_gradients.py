@@ -148,7 +148,6 @@ def quantized(memory: Memory, shape: Shape, split: Split) -> None:
 
 
 def _shapes(flush: Flush) -> tuple[Shape, ...]:
-    """Return the shapes of its gradients, in parameter order."""
     return tuple(each.parameter.shape for each in sorted(flush.inside, key=lambda each: each.start))
 
 

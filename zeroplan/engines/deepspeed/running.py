@@ -42,7 +42,6 @@ def running_of(lines: tuple[Line, ...]) -> Running:
 
 
 def _flowing(lines: tuple[Line, ...]) -> Iterator[Line]:
-    """Yield the gradients of activations among these lines."""
     return (line for line in lines if line.kind is _FLOWING)
 
 
@@ -116,10 +115,7 @@ def gradient_counts(these: Passes) -> GradientCounts:
 
 
 def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, ...]:
-    """Return the run, the index of the block's next gradients, and whether they have just come.
-
-    Or the position outside the blocks.
-    """
+    """Return the run, the index of the block's next gradients, and whether they have just come; outside blocks the position."""
     if not 0 <= block < counts[-1][0]:
         return (block,)
     run, gradients = next((at, handed) for at, (end, handed) in enumerate(counts) if block < end)
@@ -161,10 +157,7 @@ class _Handed:
 
 
 def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
-    """Return the live bytes when the last of this many gradients is delivered: at the first arrival with as many.
-
-    For columns, too.
-    """
+    """Return the live bytes when the last of this many gradients is delivered, also for columns."""
     found = recalled(lambda: (_handed_when, id(handed)), lambda: _Handed(handed))
     last = len(handed) - 1
     if isinstance(made, int):

@@ -137,10 +137,7 @@ class Training(MicroBatch):
         return tuple([each for each in runs if each[0] in chosen])
 
     def _at_points(self, index: int, run: RunPass) -> Iterator[Int]:
-        """Yield the live bytes at each point of a run's last block, and of the one before, without the point's own lines.
-
-        [bytes]
-        """
+        """Yield the live bytes, without the point's own lines, at each point of a run's last block and the one before. [bytes]"""
         kept = self.kept(run.first + run.n_blocks - 1)
         counts = [count for _, count in self._received(run)]
         for count in counts:

@@ -105,10 +105,7 @@ def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Lin
 
 
 def whole_gradients(job: Job) -> Kind:
-    """Return the kind of whole gradients.
-
-    At stage 0 the optimizer reads them directly, at other stages it reads this rank's shard.
-    """
+    """Return the kind of whole gradients, which at stage 0 the optimizer reads directly; at others it reads this rank's shard."""
     return Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
 
 

@@ -59,10 +59,7 @@ class AdaptedMicroBatch(FlatMicroBatch):
         return position.run, position.previous_run
 
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
-        """Yield the moments of a block's backward.
-
-        From the first adapter on, which is the last in backward, the block below is there.
-        """
+        """Yield the moments of a block's backward. The block below is there once the first adapter, last in backward, has run."""
         points = self.plan.passes[position.run].points
         last = max((at for at, point in enumerate(points) if point.place.at is At.ADAPTER_B), default=0)
         ahead, again = self._ahead(), self.run_again()

@@ -126,7 +126,6 @@ def _each(parameters: tuple[Parameter, ...], n: Int, *, whole: bool) -> tuple[Gr
 
 
 def _together(groups: tuple[Group, ...], symbol: str) -> Group:
-    """Return the sums over several units."""
     shard: Int = 0
     for group in groups:
         shard = shard + group.shard

@@ -145,7 +145,6 @@ class FlatMicroBatch(MicroBatch):
 
 
 def _with_one(layers: tuple[int, ...], run: int) -> tuple[int, ...]:
-    """Return the numbers of layers, with one more in a run."""
     return tuple(count + (at == run) for at, count in enumerate(layers))
 
 

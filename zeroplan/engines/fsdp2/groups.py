@@ -243,7 +243,6 @@ def parameter_lines(cut: Cut, width: Widths, *, frozen: int) -> tuple[tuple[Line
 
 
 def _shards(cut: Cut, *, trained: bool) -> Int:
-    """Return the elements of this rank's chunks of all units. [elements]"""
     outside, blocks = [cut.trained_root if trained else cut.root], cut.trained_blocks if trained else cut.blocks
     if cut.ends is not None:
         outside += cut.ends[2:] if trained else cut.ends[:2]

@@ -216,10 +216,7 @@ def _root_not_reduced(plan: Plan) -> Line:
 
 
 def _ends_not_reduced(plan: Plan, ends: Ends) -> Line:
-    """Return the same for separate units of embedding and head: the head's accumulated, and the embedding's with its new one.
-
-    [bytes]
-    """
+    """Return the same for separate units: the head's accumulated, and the embedding's with its new one. [bytes]"""
     wide, width, new = plan.reduce_bytes, plan.width.compute, ends.trained_embedding.numel
     formula = f"{product(wide, ends.trained_head.numel)} + {product(wide, new)}·M_2 + {product(width, new)}"
     n_bytes = wide * ends.trained_head.numel + plan.twice * wide * new + width * new
@@ -240,10 +237,7 @@ def _cast_not_reduced(plan: Plan, root: int) -> Line:
 
 
 def reduce_root(plan: Plan, trace: Trace, run: Runtime) -> None:
-    """Write the root group's reduction, which is the last.
-
-    A local of ``foreach_reduce`` holds its last gradient until it returns.
-    """
+    """Write the root group's reduction, the last one. A local of ``foreach_reduce`` holds its last gradient until it returns."""
     trace.at("backward: reducing the root group", Phase.BACKWARD)
     run.drop_reduce_inputs()
     width, formula = lines.copied_width(plan)

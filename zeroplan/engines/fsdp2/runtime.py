@@ -222,7 +222,7 @@ class Runtime:
         return True
 
     def keep_whole(self, unit: Unit, index: int) -> None:
-        """``FSDPParam.to_accumulated_grad_if_needed``: do nothing, since a trace of moments counts remaining gradients by layers."""
+        """``FSDPParam.to_accumulated_grad_if_needed``: do nothing, since a trace of moments counts whole gradients by layers."""
 
     def reduce_input(self, unit: Unit, index: int) -> Hashable:
         """Return the key of a new reduce-scatter input."""

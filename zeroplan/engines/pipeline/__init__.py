@@ -119,7 +119,6 @@ def arranged(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Arranged:
 
 
 def _check_split(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> None:
-    """Raise SpecError for jobs that schedules with split backwards do not model."""
     resharding = recipe.fsdp2.reshard_after_forward
     if recipe.zero_stage == 3 if resharding is None else resharding:
         raise SpecError(

@@ -64,7 +64,6 @@ def bounds_of(stage: StagePlan, sizes: Sizes) -> Bounds | None:
 
 
 def _kept(stage: StagePlan) -> tuple[int, int]:
-    """Return the activations that all blocks keep, and those that all but one keep."""
     plan = stage.plan
     every = int(sum(layers * each for layers, each in zip(plan.every_layer, plan.kept, strict=True)))
     return every, every - int(min(plan.kept))

@@ -59,10 +59,7 @@ def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
 
 
 def waiting(plan: Plan, run: int, *, is_first: bool) -> tuple[Line, ...]:
-    """Return the input of the previous reduction, of the same group kind unless it is the first.
-
-    It lives until the experts' begins.
-    """
+    """Return the input of the previous reduction, of the same group unless it is the first; it lives until the experts' begins."""
     before = plan.outside[0] if is_first and not run else plan.blocks[run - is_first]
     return (plain(reduce_input(plan, before.of_experts, "reduce-scatter input of what was reduced before")),)
 

@@ -179,7 +179,6 @@ def _sums(weights: tuple[Weights, ...]) -> tuple[int, Int]:
 
 
 def _of_blocks(ways: list[tuple[int, Int]], layers: tuple[int, ...]) -> tuple[int, Int]:
-    """Return the weight elements and the freed bytes of this many blocks of each run."""
     freed: Int = 0
     for count, (_, n_bytes) in zip(layers, ways, strict=True):
         freed = freed + count * n_bytes
@@ -187,7 +186,6 @@ def _of_blocks(ways: list[tuple[int, Int]], layers: tuple[int, ...]) -> tuple[in
 
 
 def _making(stage: StagePlan, plan: Plan, now: _Making, *, added: bool) -> tuple[Line, ...]:
-    """Return the rest of the micro-batch's tensors, and the weight gradients."""
     left, width = stage.between_bytes - now.freed, plan.width.compute
     made = width * now.gradients(added=added)
     return (

@@ -17,10 +17,7 @@ AT_ONCE = "torch 2.13, torch/distributed/pipelining/schedules.py, _add_unshard_r
 
 
 def stays_unsharded(plan: Plan, *, whole: bool) -> tuple[Group, ...]:
-    """Return the units outside the blocks that stay unsharded between passes.
-
-    A separate embedding only with the ``whole`` stage.
-    """
+    """Return the units outside the blocks that stay unsharded between passes; in a ``whole`` stage also a separate embedding."""
     return plan.outside if plan.ends is None or whole else (plan.ends.head,)
 
 
@@ -36,10 +33,7 @@ def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str, outsi
 
 
 def gathered_at_once(plan: Plan) -> tuple[Line, Line]:
-    """Return all groups of a stage, gathered before its first pass and copied out one by one, and the temporaries of that.
-
-    [bytes]
-    """
+    """Return all groups of a stage, gathered before its first pass and then copied out one by one, with temporaries. [bytes]"""
     reason, width = "this stage's parameters, in all-gather buffers or copied out", plan.width.compute
     together = unsharded_parameters(plan, plan.every_layer, reason, plan.outside)
     most: Int = 0
@@ -80,10 +74,7 @@ def _kept_of(stage: StagePlan, layers: tuple[int, ...], *, every: bool) -> tuple
 
 
 def root_sizes(plan: Plan) -> tuple[int, ...]:
-    """Return the elements of each trained parameter outside the blocks.
-
-    For a vocabulary-parallel embedding, of its whole gradient.
-    """
+    """Return the elements of each trained parameter's gradient outside the blocks; a split embedding's counts whole."""
     blocks = {parameter.name for run in plan.runs for parameter in run.parameters}
     first, *rest = sizes_of(one for one in plan.parameters if one.name not in blocks)
     return first + whole_embedding(plan), *rest

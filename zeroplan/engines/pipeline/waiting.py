@@ -29,10 +29,7 @@ class Rank(NamedTuple):
 
 
 def most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tuple[Line, ...]]]:
-    """Return the states with most waiting bytes per kind of pass, since a pass itself always takes the same.
-
-    All if sizes are columns.
-    """
+    """Return the states with most waiting bytes per kind of pass, which itself always takes the same; all if sizes are columns."""
     sizes = tuple(map(sizes_of, rank.stages))
     if not all(isinstance(size, int) for one in sizes for size in one):
         return [(state, waiting_lines(rank, state)) for state in states]

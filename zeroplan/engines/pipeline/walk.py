@@ -97,7 +97,6 @@ def gathers(place: Place, *, resharded: bool) -> tuple[Gathers, ...]:
 
 
 def _sharded(walk: Iterable[State], kind: str, chunk: int) -> int:
-    """Return the number of passes of one kind that find their stage sharded."""
     return sum((state.kind, state.chunk, state.whole[chunk]) == (kind, chunk, False) for state in walk)
 
 

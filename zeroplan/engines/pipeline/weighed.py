@@ -201,7 +201,6 @@ class WeighedRank:
 
     @cached_property
     def _by_lines(self) -> Highest:
-        """Return the same from the account's lines."""
         return highest_of(map(entry_of, self._account.moments), self.of.pools)
 
     @cached_property
@@ -211,7 +210,6 @@ class WeighedRank:
 
     @cached_property
     def _at_the_step(self) -> Weight:
-        """The memory during the optimizer's step."""
         recipe, plan, pools = self.of.here.recipe, self.plans[0].plan, self.of.pools
         tensors = tuple([tensor for one in self.plans for tensor in one.plan.local_tensors])
         made = step_temporary_lines(recipe.optimizer, plan.impl, tensors, plan.width.stored, symbol="")
@@ -219,7 +217,6 @@ class WeighedRank:
         return together([self.standing, *[one.reduced for one in self.worked], weigh((*made, *left), pools)])
 
     def _waits(self, state: State) -> Weight:
-        """Return the waiting bytes of a state: the sums of :func:`~zeroplan.engines.pipeline.waiting.waiting_lines`."""
         return together([self.waiting, waits(state, self.sizes)])
 
     def account_of_time(self) -> Account:

@@ -119,7 +119,6 @@ class Gathers(Replay):
         return len(indices) == 1 or self.options.stage3_allgather_sequential or self.ranks == 1
 
     def _padded(self, index: int) -> int:
-        """Return the padded elements of a parameter, the same number from each rank."""
         return round_up(self.numel[index], self.ranks)
 
     def _flat(self, index: int) -> Hashable:

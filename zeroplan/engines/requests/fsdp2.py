@@ -186,7 +186,6 @@ class Step(Runtime, ModelPass):
             log.request("chunk", width * elements, Kind.GATHER, "this rank's chunk, cast")
 
     def _fetch(self, key: Hashable, elements: int, stored: int) -> None:
-        """Copy a chunk from host memory, and cast it."""
         log, width = self.log, self.plan.width.compute
         log.request("fetched", stored * elements, Kind.GATHER, "a chunk, fetched from host memory")
         if stored == width:
@@ -335,7 +334,6 @@ class Step(Runtime, ModelPass):
                 self.made.setdefault(key, []).append(one)
 
     def _unit_here(self) -> Unit:
-        """Return the unit whose backward runs."""
         if self.log.layer >= 0:
             return self.units[self.log.layer]
         return self.outside[-1] if self.log.layer == ENDING else self.outside[0]

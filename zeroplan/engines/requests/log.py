@@ -100,10 +100,7 @@ class Log:
             self.held.setdefault(key, []).append(place)
 
     def stretch(self, layer: int, one: Stretch, ends: dict[int, Hashable]) -> None:
-        """Replay a stretch of a layer's program.
-
-        Its lasting tensors get the layer and their place as key, or a key from ``ends``.
-        """
+        """Replay a stretch of a layer's program. The keys of its lasting tensors are the layer and the place, or from ``ends``."""
         key, base, held = (id(one), layer), len(self.requests), self.held
         if key not in self._alike:
             self._alike[key] = [Request(*asked, layer, self.stream) for asked in one.requests]
@@ -153,10 +150,7 @@ class Log:
             self.request(key, n_bytes, line.kind, line.reason)
 
     def in_turn(self, line: Line, sizes: Sequence[int], operation: str = "", ranks: Int = 1) -> None:
-        """Request and release tensors of these sizes, one after the other, each for a collective if given.
-
-        The line has the largest.
-        """
+        """Request and release tensors of these sizes in sequence, each for a collective if given. The largest is the line."""
         for n_bytes in sizes:
             self.request("in turn", n_bytes, line.kind, line.reason)
             if operation:

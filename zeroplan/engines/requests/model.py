@@ -317,7 +317,6 @@ class ModelPass:
             self.log.release(self.casts[layer, place].pop())
 
     def _ends(self, layer: int, sized: Sized) -> dict[int, Hashable]:
-        """Return the keys of a block's input and output."""
         requested, below = sized.requested, (len(self.order) if layer == ENDING else layer) - 1
         ends: dict[int, Hashable] = {requested.given: ("hidden", below)}
         if layer != ENDING:

@@ -266,7 +266,6 @@ class StageStep(fsdp2.Step):
             log.call(SEND, self._hidden_bytes, _TWO, Among.STAGES)
 
     def _keep_output(self) -> None:
-        """Request the logits, or the hidden states for a chunked loss."""
         if self.recipe.loss == "chunked":
             self.log.request("output", self._hidden_bytes, Kind.ACTIVATIONS, "output of the last stage")
         elif not self.recipe.keep_logits:

@@ -29,7 +29,6 @@ def mode_of(recipe: str) -> Mode:
 def _linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, by_rows: bool
 ) -> Value:  # fmt: skip
-    """Run a ``Float8Linear`` from ``reads`` to ``width`` features."""
     if bias:
         raise AssertionError("layers with a bias are refused")
     name, matrix, inputs, outputs = site.name, reads * width, T * reads, T * width

@@ -36,7 +36,6 @@ QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDeco
 
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    """Run router and experts."""
     if block.looped and block.training is not None:
         from zeroplan.transformer.families.looped_experts import looped_experts  # noqa: PLC0415  only adapters need it
 

@@ -364,10 +364,7 @@ class Tape:
         self.history.actions += [(Do.SEND, one._replace(size=self.in_this_run(one.size))) for one in exchanges]
 
     def record(self) -> None:
-        """Record the live tensors as a moment.
-
-        It replaces the last moment if nothing was freed since, because that one was lower.
-        """
+        """Record the live tensors as a moment. It replaces the last one if nothing was freed since, because that was lower."""
         made, making = tuple(self.gradients), tuple(self.current)
         moment = Alive(
             self.name, tuple(self.alive), made, making, (*self.casts, *self.cached), place=self.place, before=self.before
@@ -561,10 +558,7 @@ class Tape:
     # --- the backward --------------------------------------------------------------------------------------------------------
 
     def used(self, *stores: Store) -> None:
-        """Record the moment.
-
-        After a recomputation, free the tensors that the backward has just read, except a checkpoint's input.
-        """
+        """Record the moment. After a recomputation, free the tensors just read, except a checkpoint's input."""
         self.record()
         self.read()
         for store in stores if self.recomputed else ():
@@ -616,7 +610,6 @@ class Tape:
         self.history.outgoing = next(iter(waiting.values()), None)
 
     def _return_to(self, operator: Operator) -> None:
-        """Record that the backward enters the modules of an operator."""
         if self.marks is not None:
             self.history.actions += [(Do.RETURN, owner) for owner in operator.owners if owner not in self.marks.returned]
             self.marks.returned.update(operator.owners)

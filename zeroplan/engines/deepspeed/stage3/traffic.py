@@ -56,7 +56,6 @@ def _gradients(job: Job, micro: Int) -> Iterator[Collective]:
 
 
 def _padded(sizes: Sizes, n_ranks: Int) -> Int:
-    """Return the gathered elements of parameters of these sizes, padded to equal shards."""
     return n_ranks * shares(sizes, n_ranks)
 
 

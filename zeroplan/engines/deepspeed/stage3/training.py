@@ -147,7 +147,6 @@ class Training:
     # --- blocks, backward ---------------------------------------------------------------------------------------------------
 
     def _is_frozen(self, run: RunPass) -> bool:
-        """Whether blocks of a run have frozen weights, with or without adapters."""
         return any(each.parameter.frozen for each in self.job.every.placed if each.block == run.first)
 
     def frozen_block_backward(self, run: RunPass) -> None:
@@ -248,13 +247,11 @@ class Training:
 
 @lru_cache(maxsize=256)
 def _highest_forward(most: tuple[int, ...], first: int, n_blocks: int) -> _Highest:
-    """Return the blocks with most gathered in the forward."""
     return rising(first, n_blocks, lambda block: most[block])
 
 
 @lru_cache(maxsize=4096)
 def _highest_blocks(gathered: Gathered, first: int, n_blocks: int, at: _Place) -> _Highest:
-    """Return the blocks with most gathered at a point of the backward."""
     return rising(first, n_blocks, lambda block: _held(gathered.backward[block], *at))
 
 
