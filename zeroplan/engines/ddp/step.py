@@ -90,7 +90,7 @@ class Training(MicroBatch):
 
     @property
     def sums_apart(self) -> bool:
-        """Whether a tied head's two gradients are summed into a third tensor: not under autocast, where the head's is a cast copy."""
+        """Whether a tied head's two gradients are summed into a third tensor: not under autocast, whose head gradient is a copy."""
         return not self.copied.in_forward
 
     @property

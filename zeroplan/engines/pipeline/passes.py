@@ -265,7 +265,7 @@ class StagePass(MicroBatch):
             trace.pass_by(taken_up(plan, self._sizes_outside, first=not self.earlier), flow)
 
     def gradients_so_far(self, position: Position) -> None:
-        """Hold whole gradients: earlier micro-batches', or in the first one those of the blocks above. The head's follow at the end."""
+        """Hold whole gradients: earlier micro-batches', or in the first one those of the blocks above. The head's come last."""
         plan, earlier = self.plan, self.earlier
         layers = plan.every_layer if earlier else position.after
         self.trace.shrink("whole gradients", accumulated(plan, layers, self._outside_so_far))
