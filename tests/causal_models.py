@@ -1,4 +1,4 @@
-"""Builds the transformers module that a ModelSpec describes, small enough to run on a CPU in a moment."""
+"""Builds the transformers module of a tiny ModelSpec, which a CPU runs at once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from zeroplan.verify.training.causal_model import config  # noqa: E402
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-#: Families whose config is the one that a measurement runs.
+#: Families whose config is made as for a measurement.
 MEASURED = (
     "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "seed_oss", "smollm3", "hunyuan_v1_dense", "exaone4", "olmoe",
     "gemma", "glm", "starcoder2", "cohere", "cohere2", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1",
     "qwen2_moe", "glm4_moe_lite", "ministral3", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h",
+    "bamba", "gemma4_text", "falcon_h1",
 )  # fmt: skip
 
 
-#: Longer than any sequence here; a class that always has a window takes no None.
+#: Longer than any sequence here; classes that always have a window do not accept None.
 NO_WINDOW = 4096
 
 
@@ -47,7 +48,7 @@ def tiny_spec(
     layers: int = 2,
     window: int | None = None,
 ) -> ModelSpec:
-    """Describe a model of a few thousand parameters; GPT-2 and its like have no grouped heads, Mixtral gets four experts."""
+    """A ModelSpec of a few thousand parameters; GPT-2 and similar families have no grouped heads, Mixtral four experts."""
     plain, positions, mixtral = family in PLAIN_HEADS, {"gpt2": 512, "opt": 514}.get(family, 0), family == "mixtral"
     return ModelSpec(
         family=family,
@@ -69,9 +70,9 @@ def tiny_spec(
 
 
 def causal_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None) -> PreTrainedModel:
-    """Build the transformers module, randomly initialised, in training mode, dropout off, without a cache.
+    """The transformers module, randomly initialised, in training mode, without dropout and cache.
 
-    With adapters in it, where the spec has some: peft's, beside weights in the compute dtype.
+    If the spec has adapters, peft adds them to weights in the compute dtype.
     """
     if spec.adapter is not None:
         return adapted_model(spec, compute, layers=layers)
@@ -137,7 +138,7 @@ def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
 
 
 def _two_layer_mlp(spec: ModelSpec) -> dict[str, object]:
-    """What GPT-NeoX, OPT and BLOOM call their own, without dropout."""
+    """Config keys of GPT-NeoX, OPT and BLOOM, without dropout."""
     if spec.family == "opt":
         own = {"ffn_dim": spec.intermediate_size, "activation_function": spec.activation}
         return own | {"word_embed_proj_dim": spec.hidden_size, "dropout": 0.0, "layerdrop": 0.0}

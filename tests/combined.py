@@ -1,6 +1,6 @@
-"""Of many combinations that hold the same promise, so few that still every two choices meet. All of them with ``EVERY_CASE=1``.
+"""Chooses the test cases of a day: few combinations that cover every pair of choices. ``EVERY_CASE=1`` runs all, as at night.
 
-Each costs a run of a small model or more. What depends on three choices at once is named (``together``), and a night takes all.
+Each case runs a small model or more. ``together`` covers all combinations of the first factors, not only pairs.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ T = TypeVar("T")
 _ROOT = Path(__file__).parents[1]
 _TABLE = tomllib.loads((Path(__file__).parent / "by_day.toml").read_text(encoding="utf-8"))
 CASES_BY_DAY: dict[str, dict[str, list[str]]] = _TABLE["by_day"]
-"""By file and test, the cases that stand for the others by day."""
+"""By file and test, the only cases that run by day."""
 CASES_AT_NIGHT: dict[str, dict[str, list[str]]] = _TABLE["at_night"]
-"""By file and test, the cases that others stand for."""
+"""By file and test, the cases that run only at night."""
 ONE_IN: dict[str, dict[str, int]] = _TABLE["one_in"]
-"""By file and test: of how many cases in a row only the first runs by day."""
+"""By file and test, a number n: by day only every n-th case runs."""
 FILES_AT_NIGHT: list[str] = _TABLE["files_at_night"]
-"""Files of which no test runs by day, unless they are named."""
+"""Files whose tests all run at night, unless the command line names them."""
 RUN_BY_DAY: dict[str, list[str]] = _TABLE["run_by_day"]
-"""By file, the runs of the day, where tests share what one process runs."""
+"""By file, the runs of the day, in files whose tests share the runs of one process."""
 CASES_WITHOUT_A_TEST = pytest.StashKey[list[str]]()
-"""Where the collection of tests leaves the cases that ``by_day.toml`` names and no test has."""
+"""Key under which collection stores the cases in ``by_day.toml`` that no test has."""
 Row = tuple[int, ...]
-"""Which choice of each factor, by number."""
+"""The index of the choice for each factor."""
 
 
 def every_case() -> bool:
-    """Whether all cases are wanted, as at night."""
+    """Whether all cases run, as at night."""
     return bool(os.environ.get("EVERY_CASE"))
 
 
 BY_NIGHT = pytest.mark.skipif(not every_case(), reason="run at night, with EVERY_CASE=1")
-"""The mark of a case whose like runs by day."""
+"""Skips a case by day."""
 
 
 def waits_whole(path: Path) -> bool:
-    """Whether a file waits for the night as a whole, and need not even be read by day."""
+    """Whether all tests of a file run only at night, so that a day need not import it."""
     return not every_case() and path.is_relative_to(_ROOT) and path.relative_to(_ROOT).as_posix() in FILES_AT_NIGHT
 
 
@@ -69,14 +69,14 @@ def leave_to_the_night(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def of_the_day(file: str, runs: Mapping[str, T]) -> dict[str, T]:
-    """Return the runs of a file that are made: by day those that the table names, at night all."""
+    """Return the runs of a file: by day those that ``by_day.toml`` names, at night all."""
     name = Path(file).relative_to(_ROOT).as_posix()
     chosen = list(runs) if every_case() else RUN_BY_DAY[name]
     return {one: runs[one] for one in chosen}
 
 
 def without_a_test(items: Iterable[pytest.Item]) -> list[str]:
-    """Return the cases of the day that no test has, of these, which are all that the installed packages allow."""
+    """Return the cases in ``by_day.toml`` that none of ``items`` has; other files do not count."""
     there = {item.nodeid for item in items}
     files = {one.partition("::")[0] for one in there}
     named = [
@@ -90,7 +90,7 @@ def without_a_test(items: Iterable[pytest.Item]) -> list[str]:
 
 
 def combined(*factors: Collection[T], together: int = 2) -> list[tuple[T, ...]]:
-    """Return combinations of a choice of each factor: all at night, else those of :func:`few`."""
+    """Return combinations of one choice per factor: all at night, else those of :func:`few`."""
     counts = [len(factor) for factor in factors]
     rows = product(*map(range, counts)) if every_case() else few(counts, together)
     choices = [tuple(factor) for factor in factors]
@@ -98,7 +98,7 @@ def combined(*factors: Collection[T], together: int = 2) -> list[tuple[T, ...]]:
 
 
 def few(counts: Sequence[int], together: int) -> list[Row]:
-    """Return rows in which every two choices meet, and all choices of the first ``together`` factors.
+    """Return rows that contain every pair of choices, and all combinations of the first ``together`` factors.
 
     >>> rows = few((4, 3, 2, 2), together=2)
     >>> len(rows), {row[:2] for row in rows} == set(product(range(4), range(3))), len({row[2:] for row in rows})
@@ -110,7 +110,7 @@ def few(counts: Sequence[int], together: int) -> list[Row]:
 
 
 def _chosen(rows: list[Row], together: int) -> Iterator[Row]:
-    """Take the rows in which most choices meet that have not met before, then those with one fewer, to those with one."""
+    """Yield rows greedily: first those with the most new pairs, then with one fewer, down to one."""
     dice = random.Random(len(rows))  # noqa: S311  a sample, not a secret
     shuffled = sorted(rows, key=lambda _row: dice.random())
     met: set[tuple[tuple[int, int], ...]] = set()
@@ -123,6 +123,6 @@ def _chosen(rows: list[Row], together: int) -> Iterator[Row]:
 
 
 def _met(row: Row, together: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield the choices that meet in a row: by factor, which of its choices."""
+    """Yield the pairs of (factor, choice) in a row, and its first ``together`` choices."""
     yield from combinations(enumerate(row), 2)
     yield tuple(enumerate(row[:together]))

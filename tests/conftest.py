@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Hooks and fixtures of all tests: night cases, pictures, garbage collection."""
 
 import gc
 import os
@@ -12,30 +12,29 @@ from tests.combined import CASES_WITHOUT_A_TEST, every_case, leave_to_the_night,
 from zeroplan import auto_profile
 from zeroplan.verify.watching.cycles import manual_garbage_collection
 
-# Where the environment forbids Python to keep what it compiles, each of the hundreds of processes that tests start compiles all
-# that it imports. An installed program is compiled once.
+# Tests start hundreds of processes. Without cached bytecode each of them would compile all modules that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Compare pictures with their references in every run, where pytest-mpl is installed, which does it when asked only."""
+    """Turn on pytest-mpl if it is installed, so that every run compares pictures with their references."""
     if hasattr(config.option, "mpl"):
         config.option.mpl = True
         config.option.mpl_results_path = config.option.mpl_results_path or str(config.rootpath / ".pytest_cache" / "pictures")
     if config.pluginmanager.has_plugin("hypothesispytest"):
         from hypothesis import settings
 
-        settings.register_profile("the same cases", derandomize=True)  # others are drawn by tests/properties/nightly.py
+        settings.register_profile("the same cases", derandomize=True)  # tests/properties/nightly.py draws others
         settings.load_profile("the same cases")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that run only at night, and note the named cases that no test has.
+    """Skip the cases that run only at night, and store the cases in ``by_day.toml`` that no test has.
 
-    Thousands of skipped tests take half a minute. In a run of everything they are left out; elsewhere they are skipped, with why.
+    Thousands of skipped tests take half a minute, so a run of the whole suite deselects them instead.
     """
     waiting = leave_to_the_night(items)
     config.stash[CASES_WITHOUT_A_TEST] = without_a_test(items)
@@ -46,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files that wait for the night as a whole, of a run of everything."""
+    """In a run of the whole suite, ignore files whose tests all run at night."""
     return True if _is_of_everything(config) and waits_whole(collection_path) else None
 
 
@@ -56,7 +55,7 @@ def _is_of_everything(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Fail for a file of tests that cannot be imported, which ``--doctest-ignore-import-errors`` would leave out in silence."""
+    """Fail for a test file that cannot be imported, which ``--doctest-ignore-import-errors`` would skip silently."""
     report = yield
     if (
         report.outcome == "skipped"
@@ -69,7 +68,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_is_collected_when_told(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each run collects garbage several times: what was there before a file of runs, torch and all, is gone through once."""
+    """Collect garbage only on request in files that use torch; each collection skips objects from before the file."""
     if request.node.get_closest_marker("torch") is None:
         yield
     else:
@@ -79,22 +78,22 @@ def _garbage_is_collected_when_told(request: pytest.FixtureRequest) -> Iterator[
 
 @pytest.fixture(autouse=True)
 def _a_test_leaves_no_garbage() -> Iterator[None]:
-    """Models in reference cycles, of which a file of runs makes hundreds."""
+    """Free models in reference cycles after each test; a file makes hundreds."""
     yield
     if not gc.isenabled():
         gc.collect()
-        gc.freeze()  # what it has imported is gone through once, too; the file's end takes this back
+        gc.freeze()  # later collections skip modules that the test imported; the file's end undoes this
 
 
 @pytest.fixture(autouse=True)
 def _no_model_is_traced_unasked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration without formulas is refused, as without torch, but where its trace is what is tested: it takes seconds."""
+    """Refuse to trace configurations without formulas, which takes seconds, except in the tests of tracing."""
     if request.path.stem != "test_auto_profile":
         monkeypatch.setattr(auto_profile, "not_installed", lambda *_, **__: "torch is not asked for by this test")
 
 
 def pytest_runtest_teardown() -> None:
-    """No test makes its own process believe in CUDA: everything after it would run on a GPU that is not there."""
+    """Fail if a test has faked CUDA in its own process: all later tests would run on the fake GPU."""
     cpp = sys.modules.get("zeroplan.verify.fake_cuda.cpp")
     if cpp is not None and cpp._KEPT:
         pytest.fail("a test before made this process believe in CUDA; run that by tests/simulated.py", pytrace=False)

@@ -1,8 +1,8 @@
-"""Which lines and branches does no test reach? ``python -m tests.coverage`` runs the suite watched and says so, part by part.
+"""Which lines and branches does no test reach? ``python -m tests.coverage`` runs the suite under coverage and prints them.
 
-Exits with 1 where the pure core, all that lies below ``report`` in the layers, is not reached whole, or the package by less
-than 95 %. Tests that fail are named but do not decide: the suite has its own command.
-Needs ``pip install coverage`` (7.10 or later); slows what it watches about threefold.
+Exits with 1 if tests reach less than all of the pure core (the layers below ``report``), or less than 95 % of the package.
+Failing tests are printed but do not change the exit code: the suite has its own command.
+Needs ``pip install coverage`` (7.10 or later); the suite takes about three times as long.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: The least share of lines and branches of the whole package that the suite reaches; of the core it is all.
+#: Required share of lines and branches of the whole package; of the core all are required.
 LEAST_SHARE = 0.95
 
 
 class Counts(NamedTuple):
-    """Lines and branches of some files, and how many of each no test reaches."""
+    """The number of lines and branches in some files, and of those that no test reaches."""
 
     lines: int = 0
     missing_lines: int = 0
@@ -30,7 +30,7 @@ class Counts(NamedTuple):
     missing_branches: int = 0
 
     def and_of(self, summary: dict[str, int]) -> Counts:
-        """With those of one more file of coverage's report."""
+        """The counts plus those of one more file in coverage's report."""
         return Counts(
             self.lines + summary["num_statements"],
             self.missing_lines + summary["missing_lines"],
@@ -40,7 +40,7 @@ class Counts(NamedTuple):
 
     @property
     def reached(self) -> float:
-        """Share of lines and branches together.
+        """The reached share of lines and branches together.
 
         >>> Counts(lines=6, missing_lines=1, branches=4, missing_branches=0).reached
         0.9
@@ -49,14 +49,14 @@ class Counts(NamedTuple):
 
 
 def core() -> set[str]:
-    """Names of the modules below ``report``, as the contract of the layers has them."""
+    """The names of the modules below ``report`` in the import contract."""
     contracts = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     layers = next(one["layers"] for one in contracts if "report" in one.get("layers", ()))
     return {name.strip(" ()") for layer in layers[layers.index("report") + 1 :] for name in layer.split("|")}
 
 
 def part_of(path: str) -> str:
-    """Which part of the package a file belongs to.
+    """The part of the package to which a file belongs.
 
     >>> part_of("zeroplan/engines/ddp/step.py"), part_of("zeroplan/resolve.py")
     ('engines', 'resolve')
@@ -65,14 +65,14 @@ def part_of(path: str) -> str:
 
 
 def run_suite(folder: Path, pytest_arguments: list[str]) -> None:
-    """Run the tests watched, with every process they start, each of which leaves a file of data in the folder."""
+    """Run the tests under coverage; every process writes its data file into the folder."""
     environment = os.environ | {"COVERAGE_FILE": str(folder / ".coverage")}
     command = [sys.executable, "-m", "coverage", "run", "-m", "pytest", "-q", *pytest_arguments]
     subprocess.run(command, env=environment, check=False)
 
 
 def report(data: list[Path], folder: Path) -> dict[str, Any]:
-    """What coverage knows of each file from these files of data, or folders of them, together."""
+    """Coverage's report by source file, from these data files or folders of data files."""
     together, made = folder / "together" / ".coverage", folder / "coverage.json"
     together.parent.mkdir()
     coverage = [sys.executable, "-m", "coverage"]
@@ -93,7 +93,7 @@ def missing(path: str, file: dict[str, Any]) -> list[str]:
 
 
 def judged(files: dict[str, Any]) -> bool:
-    """Print the table and what the core lacks; whether both goals are met."""
+    """Print the table and the core's missing lines; return whether both goals are met."""
     of_core, counts = core(), {"the core": Counts(), "the package": Counts()}
     for path, file in sorted(files.items()):
         part = part_of(path)
@@ -110,7 +110,7 @@ def judged(files: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Run what is asked for, print, and judge."""
+    """Run the suite unless data is given, print the report, and exit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="+", help="files of data, or folders of them, instead of running the suite")
     parser.add_argument("--only", nargs=argparse.REMAINDER, default=["-n", "2"], help="arguments of pytest, instead of -n 2")

@@ -1,4 +1,4 @@
-"""A process with torch and DeepSpeed, which it patches for good: every line of standard input is answered in a fork of its own."""
+"""Runs as a process with torch and DeepSpeed that answers each line of standard input in a new fork."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 
 def serve(answer: Callable[[str], str], *, where_it_fails: str) -> None:
-    """Write a line of standard output for each of standard input."""
+    """Write one line of standard output for each line of standard input."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  each fork would compile it again

@@ -1,6 +1,6 @@
-"""Asks a process that has DeepSpeed (``tests/verify/training/deepspeed_runs.py``); it stays for all tests of a worker.
+"""Sends questions to a process with DeepSpeed (``tests/verify/training/deepspeed_runs.py``), which serves all tests of a worker.
 
-Importing DeepSpeed takes as long as several runs. The process ends when its standard input is closed, with the tests at the latest.
+Importing DeepSpeed takes as long as several runs. The process ends when its standard input closes, at the latest with the tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCRIPT = Path(__file__).parent / "verify" / "training" / "deepspeed_runs.py"
 
 
 def asked(questions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answer to each question, one after the other; a test that asks is skipped where DeepSpeed is absent."""
+    """The answer to each question, in order; skips the test if DeepSpeed is absent."""
     pytest.importorskip("torch")
     pytest.importorskip("deepspeed")
     process, errors = _process()
@@ -45,7 +45,7 @@ def asked(questions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @cache
 def _process() -> tuple[subprocess.Popen[str], IO[str]]:
-    """The process, and the file of what it writes to standard error."""
+    """The process, and its file of standard error."""
     folder = tempfile.TemporaryDirectory()
     errors = Path(folder.name, "errors.txt").open("w+", encoding="utf-8")  # noqa: SIM115  open as long as the process
     environment = stale_lock.environment(Path(folder.name))

@@ -1,4 +1,4 @@
-"""Random profiles: what a trace of some module might say, every part of it drawn, of one shape with :mod:`tests.profiles`."""
+"""Draws random profiles, with every part of a traced module's profile, like the one in :mod:`tests.profiles`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PER = ("constant", "micro_batch", "seq_len", "tokens", "seq_len_squared", "toke
 
 
 def profile(draw: Random) -> Profile:
-    """Blocks of one or two kinds between a table and a head, in every manner of execution."""
+    """A profile of one or two kinds of blocks between an embedding and a head, in every manner of execution."""
     kinds = {kind: _weights(draw) for kind in ("Odd", "Even")[: draw.randint(1, 2)]}
     tied = draw.choice((False, False, True))
     table = (_tensor(draw, "table.weight"),)
@@ -78,8 +78,8 @@ def _weights(draw: Random) -> tuple[Tensor, ...]:
 
 
 def _amount(draw: Random, *, most: int = 4000) -> Amount:
-    """Something per token, and at times something of every other kind."""
-    tokens = draw.randint(1, most)  # padding is to whole tokens: it is no more than they are
+    """A polynomial with a term per token, and at times the other terms."""
+    tokens = draw.randint(1, most)  # padding adds whole tokens, so it is at most this
     others = {name: draw.randint(0, min(64, tokens)) for name in _PER if name != "tokens" and draw.randint(0, 5) == 5}
     return Amount(tokens=tokens, **others)
 
@@ -103,7 +103,7 @@ def _pass(
         last_handed=_handed(draw, table),
         operations=_operations(draw),
     )
-    flows = one.blocks[next(iter(kinds))].input  # out of the first block's backward: alive below it, too
+    flows = one.blocks[next(iter(kinds))].input  # it leaves the first block's backward, so it stays alive after that
     return replace(one, last=tuple(_sum(flows, each) for each in one.last))
 
 

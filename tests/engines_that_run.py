@@ -1,4 +1,4 @@
-"""The engines that can be run, each with its stages, in the order of the pages."""
+"""The engines that ``verify`` can run, with their stages, in the order of the documentation."""
 
 from zeroplan.spec.job import ENGINE_STAGES
 

@@ -1,4 +1,4 @@
-"""Small jobs whose experts are on several ranks: every way in which blocks, groups and passes differ."""
+"""Small jobs with expert parallelism: every variant of blocks, groups and passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroplan.spec.recipe import RecipeSpec
 
 
 def expert_model(family: str = "mixtral", *, width: int = 96, layers: int = 4, dense: int = 0) -> ModelSpec:
-    """Describe a model of eight experts, of which a token visits two."""
+    """A model of eight experts, two per token."""
     return ModelSpec(
         family=family,
         hidden_size=64,
@@ -30,7 +30,7 @@ def expert_job(
     *, model: ModelSpec | None = None, dp_shard: int = 8, ep: int = 4, dp_replicate: int = 1, cp: int = 1, tp: int = 1,
     batch: tuple[int, int, int] = (2, 64, 1), **recipe: object,
 ) -> JobSpec:  # fmt: skip
-    """Describe a job; ``batch`` is micro-batch, sequence and micro-batches per step."""
+    """A job; ``batch`` has micro-batch, sequence length and micro-batches per step."""
     size, seq_len, steps = batch
     return JobSpec(
         model=model or expert_model(),

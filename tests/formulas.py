@@ -1,4 +1,4 @@
-"""Evaluates the formula of a ledger line, and holds every line of an estimate against its formula."""
+"""Evaluates the formulas of ledger lines, and checks every line of an estimate against its formula."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from zeroplan import Estimate
     from zeroplan.ledger import Line
 
-#: The only lines without a formula. Each stands for no tensor: it says by how much an earlier moment of a forward pass is above
-#: the later one that the other lines describe, a difference between two sums, cut off at zero.
+#: The only lines without a formula. They are no tensors but differences: by how much an earlier moment of a forward exceeds the
+#: later one that the other lines describe, at least zero.
 WITHOUT_FORMULA = (EXCESS, CUDA_EXCESS, BEFORE_LOSS, BY_THE_WAY)
 
 _SYMBOL = re.compile(r"[A-Za-zΨ][A-Za-z_0-9]*")
@@ -30,20 +30,20 @@ _FUNCTIONS = {"ceil": ceil, "max": max, "min": min, "pow2": lambda value: 1 << (
 
 @cache
 def _compiled(formula: str) -> tuple[CodeType, frozenset[str]]:
-    """The expression, and the symbols it uses."""
+    """The compiled expression, and its symbols."""
     source = formula.replace("·", "*").replace("²", "**2")
     return compile(source, formula, "eval"), frozenset(_SYMBOL.findall(formula)) - set(_FUNCTIONS)
 
 
 def evaluate(formula: str, legend: Mapping[str, int]) -> Fraction:
-    """Evaluate exactly; an unknown symbol is a KeyError."""
+    """The exact value of a formula. Raises KeyError for an unknown symbol."""
     code, names = _compiled(formula)
     values = {name: Fraction(legend[name]) if "/" in formula else int(legend[name]) for name in names}
     return Fraction(eval(code, {"__builtins__": {}}, {**_FUNCTIONS, **values}))  # noqa: S307
 
 
 def assert_explained(answer: Estimate) -> None:
-    """Every line of every moment says where it comes from, and its formula gives its bytes."""
+    """Assert that every line of every moment has a source, and a formula that gives its bytes."""
     values = answer.legend
     seen: set[Line] = set()
     for name, lines in (("states", answer.states), *((moment.name, moment.lines) for moment in answer.moments)):
@@ -59,7 +59,7 @@ def assert_explained(answer: Estimate) -> None:
 
 
 def assert_symbols_mean_one_thing(answer: Estimate) -> None:
-    """No symbol of the account stands for two things, and none takes a letter of the model's legend but the paper's p."""
+    """Assert that no symbol has two meanings, and that none but the paper's p is in the model's legend."""
     names = [symbol.name for symbol in answer.symbols]
     assert len(set(names)) == len(names)
     assert not set(names) & (set(SYMBOLS) - {"p"})

@@ -1,4 +1,4 @@
-"""What transformers itself makes of a config: the authority that parameter layouts and the config reader are held against."""
+"""Builds configs and models with transformers itself, against which tests check parameter layouts and the config reader."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ENTRY_NAMES = sorted(path.stem for path in ENTRIES.glob("*.toml"))
 
 
 def shipped_config(name: str) -> dict[str, object]:
-    """Write out the config.json that a catalogue entry stands for."""
+    """The config.json of a catalogue entry."""
     entry = tomllib.loads((ENTRIES / f"{name}.toml").read_text())
     return {"model_type": entry["model_type"], **entry["config"], **dict.fromkeys(entry.get("nulls", []))}
 
 
 def hub_config(config: Mapping[str, object]) -> PreTrainedConfig:
-    """Read ``config`` with transformers' own class."""
+    """The configuration as transformers reads it."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.set_verbosity_error()
     return transformers.AutoConfig.for_model(**config)
 
 
 def meta_model(config: Mapping[str, object]) -> PreTrainedModel:
-    """Build the causal language model of ``config`` as transformers does, without memory for its tensors."""
+    """The causal language model that transformers builds for ``config`` on the meta device."""
     with pytest.importorskip("torch").device("meta"):
         return pytest.importorskip("transformers").AutoModelForCausalLM.from_config(hub_config(config))

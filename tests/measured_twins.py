@@ -1,4 +1,4 @@
-"""Measurements made up from an estimate, so that a test decides how far the two are apart."""
+"""Makes measurements from an estimate, so that a test chooses the difference between both."""
 
 from zeroplan import estimate
 from zeroplan.comparison import compare
@@ -10,7 +10,7 @@ PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 
 
 def twin(*, factor: float = 1.0, **said: object) -> Measurement:
-    """A record that shows what the estimate says, times ``factor``; GPT-2 under DDP where nothing is said."""
+    """A record with the estimate's figures times ``factor``; of GPT-2 under DDP by default."""
     asked = job(**(said or {"model": "gpt2", "gpus": 4, "stage": 1, "engine": "ddp", "seq_len": 128}))
     nothing = StepMeasured(phases=tuple(phase(part.value, 1) for part in PHASES), held_bytes=1, held_kinds={})
     blank = measurement(asked, nothing)

@@ -1,9 +1,9 @@
-"""Which small wrong edits of the model would nobody notice? ``python -m tests.mutation --sample 600`` draws some and tries.
+"""Which small wrong edits of the model does no test notice? ``python -m tests.mutation --sample 600`` tries a random sample.
 
-mutmut writes the edits (a number more, another operator, an argument left out, another word) of all functions of
-``zeroplan/transformer``, ``zeroplan/engines``, ``traffic`` and ``timeline`` that no decorator hides. Each is tried in a process
-of its own: the kept jobs (``tests/answers``) whose answer goes through the function are asked for again, and where none has
-moved, the tests that need no torch are run. What is left has survived, and is printed as a difference.
+mutmut writes the edits (a number more, another operator, an argument left out, another word) of all undecorated functions in
+``zeroplan/transformer``, ``zeroplan/engines``, ``traffic`` and ``timeline``. Each edit is tried in its own process: first the
+saved jobs (``tests/answers``) that call the function are estimated again; if no answer moves, the tests without torch run.
+Edits that survive both are printed as a diff.
 Needs ``pip install mutmut``; a sample of 600 takes about an hour.
 """
 
@@ -41,12 +41,12 @@ TESTS = (
 )
 FOLDER = Path(tempfile.gettempdir()) / "zeroplan-mutants"
 ORIGINAL = "_mutmut_orig"
-#: A job that takes longer than all of them together is caught by its time. [s]
+#: An edit counts as noticed if the jobs, or the tests, take longer than this. [s]
 PATIENCE, SUITE_PATIENCE = 60, 900
 
 
 class Mutated(NamedTuple):
-    """A function with its edits, by name, and the one that runs."""
+    """A function with its edits by name, the edit that runs, and the jobs that call it."""
 
     module: str
     variants: dict[str, Callable[..., Any]]
@@ -55,12 +55,12 @@ class Mutated(NamedTuple):
 
 
 FUNCTIONS: list[Mutated] = []
-#: The kept job that is being asked for while it is found out which function is called for which.
+#: The job being estimated while calls are recorded.
 CURRENT: list[int] = []
 
 
 def switchable(variants: dict[str, Callable[..., Any]], *, is_classmethod: bool = False) -> Callable[..., Any]:
-    """Stand in for mutmut's trampoline: what runs is looked up in a list, not in the environment of the process."""
+    """Replace mutmut's trampoline: read the running edit from a list instead of the process's environment."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         one = Mutated(function.__module__, variants, [None], set())
@@ -81,7 +81,7 @@ class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Loads modules of the mutated packages with all their edits."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        """Find those alone."""
+        """The spec of a mutated module; None for all others."""
         if not any(name == one or name.startswith(f"{one}.") for one in PACKAGES):
             return None
         sys.meta_path.remove(self)
@@ -94,7 +94,7 @@ class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """As usual."""
+        """Return None: Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the mutated source."""
@@ -103,7 +103,7 @@ class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def mutated_source(path: Path) -> Path:
-    """Where the source lies with all its edits, written once for a source as it is."""
+    """The file with all edits of a source, written once for each version of the source."""
     from mutmut.mutation.file_mutation import mutate_file_contents
 
     text = path.read_text(encoding="utf-8")
@@ -115,7 +115,7 @@ def mutated_source(path: Path) -> Path:
 
 
 def mutants() -> Iterator[tuple[Mutated, str]]:
-    """Every edit of every function that has been imported."""
+    """Every edit of every imported function."""
     for one in FUNCTIONS:
         for name in one.variants:
             if name != ORIGINAL:
@@ -123,7 +123,7 @@ def mutants() -> Iterator[tuple[Mutated, str]]:
 
 
 def load() -> tuple[list[Any], dict[str, Any]]:
-    """Import everything mutated, and return the kept jobs and their stored answers."""
+    """Import all mutated modules; return the saved jobs and their stored answers."""
     from mutmut.mutation import trampoline
 
     trampoline.wrap_in_trampoline = switchable
@@ -137,7 +137,7 @@ def load() -> tuple[list[Any], dict[str, Any]]:
 
 
 def find_calls(jobs: list[Any]) -> None:
-    """Note for every function which jobs call it, each asked for as if it were the first."""
+    """Record for every function which jobs call it; empties all caches before each job."""
     from zeroplan import estimate
 
     for number, kept in enumerate(jobs):
@@ -157,7 +157,7 @@ def forget() -> None:
 
 
 def outcome(one: Mutated, name: str, jobs: list[Any], stored: dict[str, Any]) -> str:
-    """How an edit fares: ``answers`` or ``tests`` notice it, it takes ``time`` without end, or it has ``survived``."""
+    """``answers`` or ``tests``, whichever notices the edit first, else ``survived``."""
     if _in_a_child(lambda: _moves(one, name, jobs, stored), PATIENCE):
         return "answers"
     return "tests" if _in_a_child(lambda: _fails(one, name), SUITE_PATIENCE) else "survived"
@@ -180,7 +180,7 @@ def _fails(one: Mutated, name: str) -> bool:
 
 
 def _in_a_child(noticed: Callable[[], bool], patience: int) -> bool:
-    """Whether it is noticed, by an answer, an error or its time."""
+    """Whether a fork notices the edit: by ``noticed``, an error or the time limit."""
     child = os.fork()
     if child == 0:
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
@@ -193,14 +193,14 @@ def _in_a_child(noticed: Callable[[], bool], patience: int) -> bool:
 
 
 def difference(one: Mutated, name: str) -> str:
-    """The edit."""
+    """The edit as a diff."""
     before, after = (inspect.getsource(one.variants[key]).splitlines() for key in (ORIGINAL, name))
     changed = [line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[:1] in "+-"]
     return "\n".join(line for line in changed if not line.startswith(("---", "+++", "-def ", "+def ")))
 
 
 def main() -> None:
-    """Draw, try, and tell."""
+    """Draw edits, try them, and print survivors and totals."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,6 +1,6 @@
-"""A small transformer that no family has: attention beside a convolution over the sequence, a squared ReLU, gates of its own.
+"""A small transformer of no known family, as a workload for ``zeroplan verify`` and ``zeroplan profile``.
 
-A workload for ``zeroplan verify`` and ``zeroplan profile``; two kinds of blocks take turns.
+Blocks with attention beside a convolution, a gate and a squared ReLU alternate with blocks without attention.
 """
 
 import torch
@@ -11,7 +11,7 @@ VOCABULARY, WIDTH, HEADS, LAYERS = 480, 96, 4, 4
 
 
 class Mixer(nn.Module):
-    """Attention and a depthwise convolution of one norm's output, added up through a gate; then a squared-ReLU MLP."""
+    """Attention and a depthwise convolution of the same normed input, added through a gate; then a squared-ReLU MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Mixer(nn.Module):
 
 
 class Gated(nn.Module):
-    """No attention at all: two projections, one through tanh."""
+    """A block without attention: two projections, one through tanh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class OddTransformer(nn.Module):
 
 
 def workload(micro_batch: int, seq_len: int) -> tuple[nn.Module, dict[str, torch.Tensor], object]:
-    """The module, a batch of so many sequences of so many tokens, and its loss, which is what it returns."""
+    """The module, a batch of this size, and the loss, which is the module's output."""
     return OddTransformer(), {"ids": torch.zeros(micro_batch, seq_len, dtype=torch.int64)}, lambda loss: loss
 
 
 class Attending(nn.Module):
-    """``nn.MultiheadAttention``, which reads the weight of its output projection and never calls it; then an MLP."""
+    """``nn.MultiheadAttention``, which uses its output projection's weight without calling the module; then an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,31 +82,31 @@ class Attending(nn.Module):
 
 
 def attending(micro_batch: int, seq_len: int) -> tuple[nn.Module, dict[str, torch.Tensor], object]:
-    """The odd transformer with blocks of that kind."""
+    """The odd transformer with ``Attending`` blocks."""
     module, batch, loss = workload(micro_batch, seq_len)
     module.blocks = nn.ModuleList(Attending() for _ in range(LAYERS))
     return module, batch, loss
 
 
 def fixed() -> tuple[nn.Module, dict[str, torch.Tensor], object]:
-    """The same in a batch of its own, which is made larger and smaller by whoever asks."""
+    """The odd transformer with a batch of its own, which zeroplan resizes."""
     return workload(2, 64)
 
 
 def raising() -> None:
-    """What goes wrong in a user's own code."""
+    """A workload that raises an error."""
     raise RuntimeError("no data today")
 
 
 def without_blocks() -> tuple[nn.Module, dict[str, torch.Tensor], object]:
-    """A module that is no stack."""
+    """A module without a list of blocks."""
     return nn.Linear(8, 1), {"input": torch.zeros(2, 8)}, torch.Tensor.sum
 
 
 class Judge(nn.Module):
-    """An encoder of at most 512 tokens and a decoder of it, weights drawn from a truncated normal; two classes in the end.
+    """An encoder-decoder of at most 512 tokens, with truncated-normal weights, and a head of two classes.
 
-    The bias of the head stands in two places, as BERT's does.
+    The head's bias has two names, as in BERT.
     """
 
     def __init__(self) -> None:
@@ -132,6 +132,6 @@ def judging(micro_batch: int, seq_len: int) -> tuple[nn.Module, dict[str, torch.
 
 
 def reading(micro_batch: int, seq_len: int) -> tuple[nn.Module, dict[str, torch.Tensor], object]:
-    """A loss that is read, which fake tensors have no value for."""
+    """A workload that reads the loss, which fake tensors cannot give."""
     module, batch, _ = workload(micro_batch, seq_len)
     return module, batch, lambda loss: loss * loss.item()

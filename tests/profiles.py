@@ -1,4 +1,4 @@
-"""A small profile by hand, for what needs no torch."""
+"""A small hand-written profile, for tests without torch."""
 
 from zeroplan.spec.profile import (
     Amount,
@@ -55,7 +55,7 @@ def traced(width: int = 64) -> ProfiledPass:
 
 
 def by_hand() -> Profile:
-    """Two kinds of blocks that take turns, in 16 bits on CUDA, with and without recomputation."""
+    """A profile of two alternating kinds of blocks, in 16 bits on CUDA, with and without recomputation."""
     kinds = {
         "Odd": (Tensor(name="mix.weight", shape=(64, 192)), Tensor(name="norm.weight", shape=(64,))),
         "Even": (Tensor(name="mix.weight", shape=(128, 192)),),

@@ -1,6 +1,6 @@
-"""What published closed forms say about activations and states: Korthikanti et al. 2022, and section 3.2 of the ZeRO paper.
+"""Published closed forms for activations and states: Korthikanti et al. 2022, and section 3.2 of the ZeRO paper.
 
-Held against the figures their papers print, and, where an engine has the same form, against that.
+Tests compare them with the papers' printed figures, and with engines that have the same form.
 """
 
 from __future__ import annotations

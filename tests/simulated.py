@@ -1,7 +1,7 @@
-"""What runs on the fake GPU in tests: in one process beside theirs, which believes in CUDA as theirs must not.
+"""Runs functions on the fake GPU for tests: in one separate process, since faking CUDA cannot be undone.
 
-It stays for all tests of a worker, so that torch and transformers are imported once. DeepSpeed patches torch for good: its jobs
-have processes of their own (:mod:`tests.deepspeed_forks`).
+The process stays for all tests of a worker, so it imports torch and transformers once. DeepSpeed patches torch permanently, so
+its jobs run in other processes (:mod:`tests.deepspeed_forks`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ P, T = ParamSpec("P"), TypeVar("T")
 
 
 def on_the_fake_gpu(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function of a module, whose arguments can be pickled, in the process that believes in CUDA."""
+    """Call a module-level function with picklable arguments in the process with the fake GPU; return its result."""
     return _process().submit(function, *args, **kwargs).result()
 
 
 def simulate(job: JobSpec, **options: object) -> Measurement:
-    """:func:`zeroplan.verify.backends.simulate.simulate`, there."""
+    """Run :func:`zeroplan.verify.backends.simulate.simulate` in that process."""
     return on_the_fake_gpu(_simulated, job, options)
 
 
 def command_there(*arguments: str) -> tuple[int, str, str]:
-    """Run ``zeroplan`` with arguments in this folder, there: its exit code, stdout and stderr. For what traces a module."""
+    """Run ``zeroplan`` in that process and this folder, for commands that trace a module: exit code, stdout, stderr."""
     return on_the_fake_gpu(_command, arguments, str(Path.cwd()))
 
 
@@ -65,7 +65,7 @@ def _process() -> ProcessPoolExecutor:
 
 
 def _begin() -> None:
-    """Begin the process: quiet, and over with the tests' own, which xdist ends without a word to its children."""
+    """Initialise the process: no warnings, and it ends with the test process, whose children xdist does not notify."""
     warnings.simplefilter("ignore")
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
 

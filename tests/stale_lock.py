@@ -1,8 +1,7 @@
-"""A folder of compiled extensions in which every build waits for ever.
+"""Makes a cache of compiled extensions in which every build waits for ever.
 
-DeepSpeed compiles inference's all-reduce among CPUs when a group is joined, which no training step needs. A build that was killed
-leaves its lock (torch.utils.file_baton) in the user's cache, and every later process waits for it. What runs DeepSpeed here
-makes no such build, and is given this folder to prove it.
+DeepSpeed compiles a CPU all-reduce for inference when it joins a group. A killed build leaves its lock (torch.utils.file_baton) in
+the user's cache, and every later process waits for it. Tests run DeepSpeed with this cache to prove that zeroplan avoids the build.
 """
 
 import os
@@ -10,7 +9,7 @@ from pathlib import Path
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """This process's environment on one thread, with ``folder`` as the cache of extensions, where a stale lock lies."""
+    """This process's environment with one thread, and ``folder`` with a stale lock as the cache of extensions."""
     lock = folder / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir()
     lock.touch()

@@ -1,7 +1,7 @@
-"""Random jobs over the whole space of what may be asked: every engine, stage, family, precision, optimizer, way to split.
+"""Draws random valid jobs: every engine, stage, family, precision, optimizer and kind of parallelism.
 
-Each is drawn from a ``random.Random``, so that a number names a job for good, for Hypothesis and in the night. What does not go
-together is not drawn together, as far as the rules of :mod:`zeroplan.spec` say so.
+Each is drawn from a ``random.Random``, so a seed always gives the same job, for Hypothesis and at night. Combinations that
+:mod:`zeroplan.spec` refuses are not drawn.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,12 +51,12 @@ from zeroplan.spec.vision import VisionSpec
 T = TypeVar("T")
 
 ENGINES = tuple(ENGINE_STAGES)
-#: Families with one head of keys and values per head, and biases that their class has fixed.
+#: Families without grouped heads, whose class fixes the biases.
 _PLAIN_HEADS = ("gpt2", "gpt_neox", "opt", "bloom")
 _OPTIMIZERS = tuple(sorted(name for name in IMPLEMENTATIONS if name not in PUBLISHED or name == "adamw-8bit"))
 _DEEPSPEED_OPTIMIZERS = tuple(name for name in _OPTIMIZERS if name != "muon")
 _SPLIT_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
-#: The shape of a model of which nothing but a number of parameters is known.
+#: Families that may have parameters of unknown place, of which only the number is known.
 PLACED_ELSEWHERE = ("llama",)
 _FIXED_BIASES = {
     "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
@@ -66,12 +66,12 @@ _FIXED_BIASES = {
 
 
 def _about(draw: Random, low: int, high: int) -> int:
-    """A number of any order of magnitude between the two."""
+    """A random integer between the two, of any order of magnitude."""
     return draw.randint(low, min(high, max(low, 1) << draw.randint(0, (high // max(low, 1)).bit_length())))
 
 
 def _mostly(draw: Random, usual: T, *others: T) -> T:
-    """The usual three times of four."""
+    """The usual value in three of four draws."""
     return draw.choice(others) if draw.randint(0, 3) == 3 else usual
 
 
@@ -83,7 +83,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, layers: int = 1) -> ModelSpec:
-    """Any model, from a few thousand parameters to a trillion, which ``ranks`` can split, with a multiple of ``layers``."""
+    """A model of a few thousand to a trillion parameters that ``ranks`` can split; its layers are a multiple of ``layers``."""
     family = draw.choice(families)
     heads, kv_heads, head_dim = _heads(draw, family, ranks)
     wide = family in (*_PLAIN_HEADS, "olmoe", "cohere2") or draw.randint(0, 2)
@@ -93,7 +93,10 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     attention_bias, mlp_bias = _biases(draw, family)
     n_layers = layers * _about(draw, 1, max(1, 96 // layers))
     mla = _latent(draw) if family in LATENT_FAMILIES else None
-    pattern = draw.choice(("M-*", "ME*") if TRAITS[family].one_module else ("M", "MM*", "*")) if family in PATTERNED else ""
+    traits, gemma_4 = TRAITS[family], family == "gemma4_text"
+    n_layers = 6 * n_layers if gemma_4 else n_layers
+    patterns = ("M-*", "ME*") if traits.one_module else ("H", "N") if traits.one_kind else ("M", "MM*", "*")
+    pattern = draw.choice(patterns) if family in PATTERNED else ""
     return ModelSpec(
         name=_mostly(draw, "", "mine"),
         family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,
@@ -102,11 +105,12 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         unplaced_parameters=_mostly(draw, 0, _about(draw, 1, 10**9)) if family in PLACED_ELSEWHERE else 0,
         positions={"gpt2": positions, "opt": positions + 2}.get(family, 0),
         tie_word_embeddings=draw.choice((False, True)) and family != "nemotron_h", attention_bias=attention_bias, mlp_bias=mlp_bias,
-        sliding_window=_mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None,
+        sliding_window=512 if gemma_4 else _mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None,
+        global_head_dim=2 * head_dim if gemma_4 else 0, global_key_value_heads=kv_heads if gemma_4 else 0,
         hidden_act=_mostly(draw, None, *get_args(Activation)) if family in FREE_ACTIVATION else None,
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
         moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES and "-" not in pattern else None,
-        mla=mla, layer_pattern=pattern, turned=not pattern or (not TRAITS[family].one_module and draw.choice((False, True))),
+        mla=mla, layer_pattern=pattern, turned=not traits.unturned_models or (not traits.one_module and draw.choice((False, True))),
         linear=_state_space(draw, hidden) if pattern else _linear(draw) if family in LINEAR_FAMILIES else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
@@ -119,7 +123,7 @@ def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
 
 
 def _biases(draw: Random, family: str) -> tuple[bool, bool]:
-    """Of attention and of the MLP: what a family's class allows."""
+    """Whether attention and MLP have biases, as the family's class allows."""
     if family in _FIXED_BIASES:
         return _FIXED_BIASES[family]
     attention = family == "qwen2" or draw.choice((False, True))
@@ -173,7 +177,7 @@ def adapted(draw: Random) -> ModelSpec:
 
 
 def partly_frozen(draw: Random) -> ModelSpec:
-    """A model of which not everything is trained."""
+    """A model with frozen parts."""
     one = model(draw, ADAPTED_FAMILIES)
     parts = [part for part in PARTS if draw.choice((False, True))]
     if one.tie_word_embeddings and ("head" in parts) != ("embedding" in parts):
@@ -185,22 +189,22 @@ def partly_frozen(draw: Random) -> ModelSpec:
 
 @cache
 def _profiled(number: int) -> ModelSpec:
-    """One of a few modules that were traced: to make one takes longer than to answer."""
+    """One of a few profiled modules, cached because making one takes longer than an estimate."""
     return model_of(profile(Random(number)) if number else by_hand())  # noqa: S311  nothing secret is drawn
 
 
 def profiled(draw: Random) -> ModelSpec:
-    """A module that was traced."""
+    """A profiled module."""
     return _profiled(draw.randint(0, 100))
 
 
 # --- recipes -------------------------------------------------------------------------------------------------------------
 
-#: Ways to split a model under FSDP2.
+#: Combinations of parallelism under FSDP2.
 _WAYS = (
     "tp", "cp", "tp cp", "ep", "tp ep", "cp ep", "tp cp ep", "pp", "pp tp", "pp cp", "pp tp cp", "pp ep", "pp tp ep", "pp cp ep",
 )  # fmt: skip
-#: Which engines train a model in which manner: in words, all of which a recipe keeps to.
+#: The engines for each manner of training; a recipe obeys every word of its manner.
 _MANNERS = {
     "whole": ("ddp", "fsdp1", "fsdp2", "deepspeed", "paper", "megatron"), "lora": ("ddp", "fsdp1", "fsdp2", "deepspeed"),
     "frozen": ("ddp", "fsdp2", "deepspeed"), "profile": ("ddp", "fsdp2", "deepspeed"), "divided": ("paper",),
@@ -209,12 +213,12 @@ _MANNERS = {
 
 
 def recipe(draw: Random, engines: Sequence[str] = ENGINES, *, manner: str = "whole") -> RecipeSpec:
-    """Any combination that some engine offers where the model is trained in this manner."""
+    """A recipe that an engine offers for this manner of training."""
     engine = draw.choice([name for name in _MANNERS[manner] if name in engines])
     stages = sorted(ENGINE_STAGES[engine])  # type: ignore[index]
     said = {
         "engine": engine,
-        "zero_stage": draw.choice((*stages, stages[-1])),  # the last one has most options
+        "zero_stage": draw.choice((*stages, stages[-1])),  # the last stage has most options
         **(_of_megatron(draw) if engine == "megatron" else _free(draw)),
     }
     said |= _optimizer(draw, engine, manner)
@@ -303,7 +307,7 @@ def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:
 
 
 def _only_what_goes(said: dict[str, Any], manner: set[str]) -> None:
-    """Take back what is refused beside something else that was drawn."""
+    """Reset settings that zeroplan refuses in combination with others."""
     engine = said["engine"]
     if manner & {"tp", "cp", "pp", "profile"}:
         said |= {"loss": "full"}
@@ -354,7 +358,7 @@ def _fsdp2(draw: Random, said: dict[str, Any], manner: str) -> Fsdp2Options:
 
 
 def _deepspeed(draw: Random, said: dict[str, Any], manner: str) -> DeepSpeedOptions:
-    """Options of every kind, each left alone more often than not."""
+    """DeepSpeed's options, most of them at their defaults."""
     stage, chosen = said["zero_stage"], _numbers_of_deepspeed(draw)
     chosen |= {
         "overlap_comm": draw.choice((None, None, True, False)),
@@ -425,7 +429,7 @@ def _plus_plus(draw: Random, *, reduce_scatter: bool) -> dict[str, Any]:
 
 
 def batch(draw: Random, one: ModelSpec | None = None, *, multiple: int = 1, steps: int = 1) -> BatchSpec:
-    """From one short sequence to a large batch; lengths are a multiple of the one, micro-batches of the other."""
+    """A batch of any size; sequence lengths are multiples of ``multiple``, micro-batches of ``steps``."""
     longest = 8192 if one is None or not one.positions else one.max_position_embeddings
     traced = None if one is None else one.profile
     length = multiple * _about(draw, 1, max(1, longest // multiple))
@@ -442,7 +446,7 @@ def batch(draw: Random, one: ModelSpec | None = None, *, multiple: int = 1, step
 
 
 def mesh(draw: Random, told: RecipeSpec, **ways: int) -> MeshSpec:
-    """Ranks that the recipe's own numbers divide."""
+    """A mesh whose number of ranks is a multiple of the recipe's group sizes."""
     kept, second = told.fsdp2.reshard_after_forward, told.deepspeed.zero_hpz_partition_size
     factor = max(int(kept or 1) if told.engine == "fsdp2" else 1, second if told.engine == "deepspeed" else 1)
     if told.deepspeed.zero_quantized_gradients:
@@ -467,20 +471,18 @@ def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
         cluster=_of_nodes(cluster(draw), told),
     )
     made = _all_away(made) if draw.randint(0, 2) == 2 else made
-    return (
-        _stepping_in_backward(made) if made.batch.seq_len % 2 else made
-    )  # no draw of its own, so that others stay as they are
+    return _stepping_in_backward(made) if made.batch.seq_len % 2 else made  # makes no draw, so that other jobs stay unchanged
 
 
 def _stepping_in_backward(made: JobSpec) -> JobSpec:
-    """The same with an optimizer that steps inside the backward, where that is modelled."""
+    """The job with an optimizer that steps inside the backward, if zeroplan models that."""
     with suppress(SpecError):
         return replace(made, recipe=replace(made.recipe, ddp=replace(made.recipe.ddp, step_in_backward=True)))
     return made
 
 
 def _all_away(made: JobSpec) -> JobSpec:
-    """The same with all that blocks save in host memory, where nothing is recomputed and that is modelled."""
+    """The job with all saved activations in host memory, if it recomputes nothing and zeroplan models that."""
     if made.recipe.recompute != "none" or (made.recipe.engine == "deepspeed" and made.recipe.offloads_states):
         return made
     with suppress(SpecError):
@@ -489,20 +491,20 @@ def _all_away(made: JobSpec) -> JobSpec:
 
 
 def _of_nodes(made: ClusterSpec, told: RecipeSpec) -> ClusterSpec:
-    """Of the nodes that quantized gradients are told of."""
+    """The cluster with as many GPUs per node as the options of quantized gradients."""
     options = told.deepspeed
     return replace(made, gpus_per_node=options.gpus_per_node) if options.zero_quantized_gradients else made
 
 
 def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
-    """Recompute some blocks alone, where that is modelled."""
+    """Now and then recompute only some blocks, if zeroplan models that."""
     if told.recompute == "none" or told.offload_activations or told.engine == "paper" or draw.randint(0, 3) < 3:
         return told
     return replace(told, recompute_layers=draw.randint(1, one.num_hidden_layers))
 
 
 def _of_a_release(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
-    """Train with an older release of transformers, if that is modelled."""
+    """Train with an older release of transformers, if zeroplan models that."""
     modelled = (
         one.family in releases.FAMILIES and told.engine not in ON_PAPER and told.loss == "full" and told.kernels == "cuda"
     )
@@ -512,7 +514,7 @@ def _of_a_release(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
 
 
 def _with_ends(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
-    """Make FSDP2 units of embedding and head, where that is modelled."""
+    """Now and then make embedding and head FSDP2 units, if zeroplan models that."""
     options = told.fsdp2
     resharded = options.reshard_after_forward is None or isinstance(options.reshard_after_forward, bool)
     modelled = told.engine == "fsdp2" and told.loss == "full" and resharded and not one.positions and one.family != "bloom"
@@ -532,7 +534,7 @@ def _tuned(draw: Random, engines: Sequence[str]) -> JobSpec:
 
 
 def _as_trainers_do(draw: Random, one: ModelSpec, told: RecipeSpec) -> ModelSpec:
-    """Adapters beside GPTQ's weights or an older bitsandbytes, or that compute in fp32, where these are modelled."""
+    """Adapters in fp32, on GPTQ weights, or with an older bitsandbytes, if zeroplan models that."""
     adapter = one.adapter
     assert adapter is not None
     if told.precision.endswith("mixed") and draw.choice((True, False)):
@@ -546,7 +548,7 @@ def _as_trainers_do(draw: Random, one: ModelSpec, told: RecipeSpec) -> ModelSpec
 
 
 def _by_kernels(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
-    """With fused kernels and reentrant checkpoints, where these are modelled."""
+    """Now and then use fused kernels and reentrant checkpoints, if zeroplan models them."""
     if told.engine == "ddp" and told.recompute == "full":
         told = replace(told, reentrant=draw.choice((None, True, False)))
     if told.engine not in ("ddp", "fsdp1", "fsdp2") or told.kernels != "cuda" or draw.randint(0, 3) < 3:
@@ -574,7 +576,7 @@ def _data_parallel(draw: Random, one: ModelSpec, told: RecipeSpec) -> JobSpec:
 
 
 def _split(draw: Random, engines: Sequence[str]) -> JobSpec:
-    """Ranks that share out a model under FSDP2, in one way or in several at once."""
+    """A job with one or several kinds of parallelism under FSDP2."""
     manner = draw.choice(_SPLITS)
     ways, told = manner.split(), recipe(draw, engines, manner=manner)
     tp, cp = (draw.choice((2, 4, 8)) if way in ways else 1 for way in ("tp", "cp"))
@@ -595,7 +597,7 @@ def _split(draw: Random, engines: Sequence[str]) -> JobSpec:
 
 
 def _splittable(draw: Random, ways: Sequence[str], tp: int) -> ModelSpec:
-    """A model that ranks can split in all of these ways."""
+    """A model that supports all of these kinds of parallelism."""
     experts = SHARED_BESIDE_EXPERTS if {"tp", "cp", "pp"} & {*ways} else DISPATCHED_FAMILIES
     families = experts if "ep" in ways else SPLIT_FAMILIES if {"tp", "cp"} & {*ways} else PIPELINED
     one = model(draw, families, ranks=tp)
@@ -605,7 +607,7 @@ def _splittable(draw: Random, ways: Sequence[str], tp: int) -> ModelSpec:
 
 
 def _scheduled(draw: Random, told: RecipeSpec, ways: Sequence[str], one: ModelSpec) -> RecipeSpec:
-    """Any schedule that is told of these jobs, and several stages on each rank where it has such."""
+    """A pipeline schedule that zeroplan models for this job, with several stages per rank if it has them."""
     there: list[Any] = [None, "gpipe", "1f1b", "interleaved-1f1b"]
     halved = len(ways) == 1 and one.moe is None
     schedule = draw.choice([*there, *SPLIT, *SPLIT] if halved else there)
@@ -618,7 +620,7 @@ def _scheduled(draw: Random, told: RecipeSpec, ways: Sequence[str], one: ModelSp
 
 
 def _cut_by_hand(draw: Random, stages: int, layers: int) -> str | None:
-    """Layers of each stage, at least one; now and then as torchtitan cuts them."""
+    """The layers of each stage, at least one; None for torchtitan's own split."""
     if draw.random() < 0.6:
         return None
     borders = sorted(draw.sample(range(1, layers), stages - 1))
@@ -626,13 +628,13 @@ def _cut_by_hand(draw: Random, stages: int, layers: int) -> str | None:
 
 
 def _in_stages(one: ModelSpec, stages: int) -> ModelSpec:
-    """With a layer for each of them, where embedding and head count as layers, and nothing that more than one stage needs."""
+    """The model with a layer for each stage, where embedding and head count as layers, and without dense first layers."""
     experts = None if one.moe is None else replace(one.moe, num_dense_layers=0)
     return replace(one, num_hidden_layers=max(one.num_hidden_layers, 2 * stages - 2), moe=experts)
 
 
 def _with_experts(draw: Random, one: ModelSpec, split: MeshSpec) -> MeshSpec:
-    """Ranks that share out the experts, and an even share of each where others have the same."""
+    """The mesh with expert parallelism; ranks with the same experts shard them evenly."""
     assert one.moe is not None
     experts = one.moe.num_experts
     ep = draw.choice([ways for ways in range(2, experts + 1) if experts % ways == 0])
@@ -648,13 +650,13 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, [name for name in engines if name == "megatron"])
     tp, cp, pp = (_mostly(draw, 1, 2, 4) for _ in range(3))
     each = draw.choice((1, 1, 2, 3)) if pp > 1 else 1
-    of_script = told.recompute == "none" and not draw.randint(0, 3)  # BERT's and T5's, which would be rare
+    of_script = told.recompute == "none" and not draw.randint(0, 3)  # else BERT's and T5's scripts would be rare
     if of_script:
         told, cp = replace(told, attention="eager"), 1
     families = ("gpt2",) if of_script else megatron.FAMILIES
     one = replace(model(draw, families, ranks=tp, layers=pp * each), hidden_act=None)
     if pp > 1 and one.num_hidden_layers > 2 * pp * each and draw.randint(0, 3) == 3:
-        one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as a layer each
+        one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as one layer each
     by_hand = _cut_by_hand(draw, pp * each, one.num_hidden_layers) if pp > 1 else None
     told = replace(
         told,
@@ -673,7 +675,7 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
 
 
 def _megatron_script(told: RecipeSpec, one: ModelSpec, fed: BatchSpec, *, pp: int, cp: int, ep: int) -> dict[str, Any]:
-    """Which of Megatron-LM's scripts runs, and what is overlapped with experts, where these go with the rest."""
+    """Options for Megatron-LM's BERT and T5 scripts and for overlapped expert communication, where they are valid."""
     apart = Random(f"{told} {one.name} {fed}")  # noqa: S311  so that other draws stay as they are
     if told.recompute != "none":
         return {}
@@ -692,7 +694,7 @@ def _megatron_script(told: RecipeSpec, one: ModelSpec, fed: BatchSpec, *, pp: in
 
 
 def _megatron_in_detail(draw: Random, told: RecipeSpec, one: ModelSpec, *, pp: int, interleaved: bool) -> dict[str, Any]:
-    """Options that go with few others."""
+    """Megatron-LM options that exclude many others."""
     narrow = told.zero_stage == 1 and told.precision == "bf16-mixed" and draw.randint(0, 3) == 3
     defers = pp > 1 and told.megatron.gradient_accumulation_fusion and draw.choice((True, False))
     return {
@@ -709,7 +711,7 @@ def _megatron_in_detail(draw: Random, told: RecipeSpec, one: ModelSpec, *, pp: i
 
 
 def _by_torchtitan(draw: Random, engines: Sequence[str]) -> JobSpec:
-    """Its own Llama 3 under FSDP2."""
+    """A job of torchtitan's own Llama 3 under FSDP2."""
     told = replace(
         recipe(draw, [name for name in engines if name == "fsdp2"]),
         zero_stage=3, precision="bf16-mixed", loss="full", keep_logits=False, attention="sdpa", kernels="cuda",
@@ -728,7 +730,7 @@ def _by_torchtitan(draw: Random, engines: Sequence[str]) -> JobSpec:
 
 
 def _divided(draw: Random, engines: Sequence[str]) -> JobSpec:
-    """What divides by tensor-parallel ranks."""
+    """A job of the papers' formulas with tensor parallelism."""
     told = recipe(draw, engines, manner="divided")
     tp = draw.choice((2, 4, 8))
     one = model(draw, ranks=tp)
@@ -736,7 +738,7 @@ def _divided(draw: Random, engines: Sequence[str]) -> JobSpec:
 
 
 def cluster(draw: Random) -> ClusterSpec:
-    """No GPU, or one of the catalogue's, or one that nobody makes."""
+    """No GPU, one from the catalogue, or one of another memory size."""
     many = draw.choice((None, 4, 8))
     if draw.randint(0, 3) < 3:
         return ClusterSpec(
@@ -763,14 +765,14 @@ def _of_another_size(draw: Random, card: GpuSpec) -> GpuSpec:
 
 
 Drawn = Callable[[Random, Sequence[str]], JobSpec]
-#: Ways in which a model is split under FSDP2; a pipeline, which takes longer to answer than the others, is drawn less often.
+#: Combinations of parallelism under FSDP2; pipelines with others are drawn less often, since their estimates take longer.
 _SPLITS = tuple(
     manner
     for manner in _MANNERS
     if {*manner.split()} & {"tp", "cp", "ep", "pp"}
     for _ in range(2 if manner == "pp" or "pp" not in manner.split() else 1)
 )
-#: Every manner of training, the engines that have it, and how often it is drawn.
+#: Every manner of training, its engines, and its weight in the draw.
 _JOBS: tuple[tuple[Drawn, tuple[str, ...], int], ...] = (
     (_whole, ("ddp", "fsdp1", "fsdp2", "deepspeed", "paper"), 9), (_tuned, _MANNERS["lora"], 3), (_frozen, _MANNERS["frozen"], 2),
     (_profiled_job, _MANNERS["profile"], 1), (_split, ("fsdp2",), 7), (_by_megatron, ("megatron",), 2), (_divided, ("paper",), 1),
@@ -779,14 +781,14 @@ _JOBS: tuple[tuple[Drawn, tuple[str, ...], int], ...] = (
 
 
 class Drawing(NamedTuple):
-    """A job, and why others that were drawn before it with the same number are none: the rules of the specs, one line each."""
+    """A job, and the specs' reason for refusing each earlier draw of the same seed."""
 
     job: JobSpec
     refused: tuple[str, ...]
 
 
 def drawing(draw: Random, engines: Sequence[str] = ENGINES) -> Drawing:
-    """Any job of these engines; the few draws that contradict themselves are drawn again."""
+    """A job of these engines; draws again if the specs refuse a draw."""
     there = [drawn for drawn, having, weight in _JOBS for _ in range(weight) if set(having) & set(engines)]
     refused = list[str]()
     while True:
@@ -798,13 +800,13 @@ def drawing(draw: Random, engines: Sequence[str] = ENGINES) -> Drawing:
             raise AssertionError(refused)
 
 
-#: The tower that models of a family have, with the pixels of its patches, the numbers in one, and the patches of a token's side.
+#: By family: vision tower, patch size in pixels, numbers per patch, and patches per side of a token.
 _TOWERS = {"qwen2": ("qwen2_5_vl", 14, 1176, 2), "qwen3": ("qwen3_vl", 16, 1536, 2), "gemma3_text": ("siglip", 14, 588, 4)}
 _WITH_TOWERS = ("ddp", "fsdp1", "fsdp2", "deepspeed")
 
 
 def _with_more(draw: Random, made: JobSpec) -> JobSpec:
-    """The job, some with a vision tower, some in float8, and some whose experts are chosen unevenly."""
+    """The job, now and then with a vision tower, float8, or uneven routing."""
     model, told, often = made.model, made.recipe, not draw.randint(0, 3)
     if made.mesh.ep > 1 and often:
         return replace(made, recipe=replace(told, imbalance=draw.randint(100, 100 * min(3, made.mesh.ep)) / 100))
@@ -834,10 +836,10 @@ def _vision(draw: Random, one: ModelSpec) -> VisionSpec:
     )  # fmt: skip
 
 
-#: Draws of one number that may contradict themselves, one after the other.
+#: Most refused draws in a row.
 _MOST = 20
 
 
 def job(draw: Random, engines: Sequence[str] = ENGINES) -> JobSpec:
-    """The same, the job alone."""
+    """The job of :func:`drawing`."""
     return drawing(draw, engines).job

@@ -1,4 +1,4 @@
-"""What single changes would free and cost, where a change has no time, or is none at all."""
+"""Advice on single changes: memory saved and time lost, GPUs without known rates, changes that do not apply."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ def flags(found: Advised) -> list[str]:
 
 
 def test_a_gpu_without_the_rate_is_advised_by_memory_alone():
-    """A V100 multiplies no bf16: nothing is said of time, and the changes and what they free are an A100's of as much memory."""
+    """A V100 has no bf16 rate, so the advice gives memory but no time."""
     said = {"model": "gpt2-xl", "precision": "bf16-mixed", "engine": "fsdp2", "stage": 3, "gpus": 4, "seq_len": 1024}
     found = advise(job(gpu="v100-sxm2-32gb", **said))
     assert found.tokens_per_s is None

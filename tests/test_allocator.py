@@ -1,4 +1,4 @@
-"""The model of CUDA's caching allocator, by its rules and against a slow twin that looks at every free stretch."""
+"""Checks the model of CUDA's caching allocator by its rules, against a slow reference model, and against real GPUs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_a_small_request_counts_in_512_bytes_and_takes_2_mib(expandable: bool):
 def test_a_request_up_to_10_mib_shares_20_mib_with_others():
     assert counts(MIB + 1) == (MIB + 512, 20 * MIB)
     assert counts(9 * MIB, 9 * MIB) == (18 * MIB, 20 * MIB)
-    # After 18.5 of 20 MiB no more than 1.5 are free: 1 MiB and a bit leaves less than 1 MiB over, and counts all of it.
+    # After 18.5 of 20 MiB only 1.5 are free. A request of 1 MiB + 512 leaves less than 1 MiB, so it is not split and counts 1.5.
     assert counts(9 * MIB, 9 * MIB + MIB // 2, MIB + 512) == (20 * MIB, 20 * MIB)
 
 
 def test_a_larger_request_has_a_segment_of_its_own_in_whole_2_mib():
     assert counts(10 * MIB) == (10 * MIB, 10 * MIB)
-    assert counts(11 * MIB) == (12 * MIB, 12 * MIB)  # a rest of 1 MiB is not split off
-    assert counts(10 * MIB + 512) == (10 * MIB + 512, 12 * MIB)  # one of more is
+    assert counts(11 * MIB) == (12 * MIB, 12 * MIB)  # the allocator does not split off a rest of 1 MiB
+    assert counts(10 * MIB + 512) == (10 * MIB + 512, 12 * MIB)  # it does split off a larger one
 
 
 def test_expandable_segments_count_what_is_asked_for_in_pages_of_20_mib():
@@ -62,7 +62,7 @@ def test_streams_do_not_share_free_memory(expandable: bool):
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_what_another_stream_uses_is_free_when_the_gpu_has_come_that_far(*, expandable: bool):
-    """``record_stream``: it counts as allocated no longer, and nobody gets it before."""
+    """A released block under ``record_stream`` no longer counts as allocated, but cannot be reused before that time."""
     card = CachingAllocator(expandable_segments=expandable)
     first, second = card.request(40 * MIB), card.request(40 * MIB)
     card.release(first, once_at=1)
@@ -92,7 +92,7 @@ def test_only_expandable_segments_grow_a_free_end():
 
 def test_an_end_that_can_grow_is_taken_last():
     card = CachingAllocator(expandable_segments=True)
-    first, _ = card.request(15 * MIB), card.request(15 * MIB)  # the end has 10 MiB left over
+    first, _ = card.request(15 * MIB), card.request(15 * MIB)  # leaves 10 MiB free at the end
     card.release(first)
     assert card.request(4 * MIB).address == first.address
 
@@ -104,12 +104,12 @@ def test_an_end_that_can_grow_is_taken_last():
 def test_a_full_card_gives_back_what_no_block_in_use_shares_a_segment_with(expandable: bool):
     card = CachingAllocator(expandable_segments=expandable, room_bytes=100 * MIB)
     card.release(card.request(60 * MIB))
-    card.request(80 * MIB, stream=1)  # of another stream, which the first one's blocks are no use to
+    card.request(80 * MIB, stream=1)  # another stream cannot reuse the first stream's block
     assert (card.reserved_bytes, card.highest_bytes, card.retries) == (80 * MIB, 80 * MIB, 1)
 
 
 def test_a_block_in_use_holds_its_whole_segment_but_only_its_own_pages():
-    """40 MiB are free beside 20 in use: without expandable segments nothing of them can be given back."""
+    """With 40 MiB free beside 20 in use, the allocator can release the 40 only with expandable segments."""
     for expandable in (False, True):
         card = CachingAllocator(expandable_segments=expandable, room_bytes=100 * MIB)
         card.release(card.request(60 * MIB))
@@ -130,7 +130,7 @@ def test_pages_that_were_given_back_are_mapped_again_where_there_are_addresses_e
     card.release_cached()
     assert card.reserved_bytes == 20 * MIB
     again = card.request(40 * MIB)
-    assert (again.address, card.reserved_bytes) == (first.address, 60 * MIB)  # in the hole, which has 20 MiB left
+    assert (again.address, card.reserved_bytes) == (first.address, 60 * MIB)  # in the hole, of which 20 MiB stay unmapped
     beyond = card.request(40 * MIB)
     assert (beyond.address, card.reserved_bytes) == (last.address + last.size, 100 * MIB)
 
@@ -155,7 +155,7 @@ def test_an_emptied_cache_holds_nothing_where_nothing_is_in_use(expandable: bool
 
 
 class Twin:
-    """Segments as lists of (size, owner); every request looks at all of them."""
+    """A slow reference model: segments are lists of (size, owner), and every request searches all of them."""
 
     def __init__(self, room: int | None = None) -> None:
         self.room = room
@@ -248,7 +248,7 @@ def test_on_a_small_card_too(acts: list[tuple[int, int] | int]):
 
 @given(ACTS)
 def test_expandable_segments_on_a_small_card_lose_nothing(acts: list[tuple[int, int] | int]):
-    """What is refused would not have fitted beside the pages that are in use; what is given out does not overlap."""
+    """A refused request would not fit beside the pages in use, and served requests do not overlap."""
     room = 120 * MIB
     card = CachingAllocator(expandable_segments=True, room_bytes=room)
     held: list[Chunk] = []
@@ -276,7 +276,7 @@ def test_expandable_segments_on_a_small_card_lose_nothing(acts: list[tuple[int, 
 
 
 def pages_in_use(held: list[Chunk]) -> int:
-    """Bytes of the pages in which anything lies."""
+    """Bytes of the pages that contain a block. [bytes]"""
     pages = set()
     for chunk in held:
         page = 2 * MIB if chunk.pool.small else 20 * MIB
@@ -285,8 +285,8 @@ def pages_in_use(held: list[Chunk]) -> int:
 
 
 def mapped_bytes(holes: list[Chunk]) -> int:
-    """What lies between the holes, the last of which is endless."""
-    assert all(one.address + one.size < other.address for one, other in pairwise(holes))  # joined where they touch
+    """Bytes between the holes, the last of which is endless. [bytes]"""
+    assert all(one.address + one.size < other.address for one, other in pairwise(holes))  # touching holes are joined
     return holes[-1].address - sum(hole.size for hole in holes[:-1])
 
 
@@ -315,7 +315,7 @@ ON_GPUS = [json.loads(line) for line in (Path(__file__).parent / "golden/request
 
 @pytest.mark.parametrize("seen", ON_GPUS, ids=lambda seen: seen["what"])
 def test_at_every_request_the_model_takes_from_the_card_what_a_real_gpu_took(seen: dict[str, Any]):
-    """Public snapshots of real runs, reduced to sizes in order: requests, releases (-1 - number), and how far segments grew."""
+    """Public snapshots of real runs, reduced to sizes in order: requests, releases (-1 - number), and growth of segments."""
     card = CachingAllocator()
     chunks = [chunk for n_bytes, blocks in seen["segments"] for chunk in card.standing(n_bytes, blocks)]
     grown, found = dict(seen["grown"]), {}
@@ -355,7 +355,7 @@ def test_a_private_pool_is_used_within_itself_and_kept_until_it_is_released(*, e
     page = 20 * MIB
     card = CachingAllocator(expandable_segments=expandable)
     card.release(card.request(page))
-    one = card.request(page, private=1)  # none of the general pool's
+    one = card.request(page, private=1)  # does not reuse the general pool's page
     card.release(one)
     assert (card.reserved_bytes, card.kept_bytes) == (2 * page, page)
     card.release(card.request(page, private=1))

@@ -1,4 +1,4 @@
-"""Packs and micro-batches under a budget are those of TRL's and verl's own code, which made the lists below."""
+"""Checks packs and micro-batches under a token budget against lists made by TRL's and verl's own code."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_packs_are_those_of_trl(lengths: list[int], size: int, packs: list[int])
 
 
 def test_a_thousand_sequences_are_packed_at_a_time() -> None:
-    """``datasets.map`` passes a thousand on, so that the last pack of each thousand stays as full as it is."""
+    """``datasets.map`` passes batches of 1,000 sequences, so the last pack of each batch stays partly empty."""
     assert packed([1] * 1500, 4096) == [1000, 500]
 
 

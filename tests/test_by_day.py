@@ -1,4 +1,4 @@
-"""``by_day.toml`` names cases by their id: one that was renamed would run at night only, and nobody would notice."""
+"""Checks the case ids in ``by_day.toml``: a renamed case would otherwise run only at night, unnoticed."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.combined import CASES_WITHOUT_A_TEST
 
 
 def test_every_case_that_is_named_is_one_of_a_test(pytestconfig: pytest.Config):
-    """A part of the tests holds its own files against the table; the whole suite holds all of them."""
+    """Needs a run of the whole suite, which collects every case."""
     if pytestconfig.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         pytest.skip("only a whole collection has every case")
 

@@ -1,4 +1,4 @@
-"""One measured step tells a GPU's rates: exact for that step, and held against published runs that it was not."""
+"""Calibration by a measured step: exact for that step, and compared with published runs that were not used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
 SAID: dict[str, Any] = {"model": "llama-3.2-1b", "gpu": "h100", "gpus": 8, "seq_len": 4096, "micro_batch": 2}
-#: At most so many rows of one machine calibrate the others, evenly over the file.
+#: Most rows of one machine that calibrate the others, spread evenly over the file.
 MOST = 8
 
 
@@ -48,7 +48,7 @@ def seconds_of(one: JobSpec, *, step: bool) -> float:
 
 
 def test_the_calibrated_model_takes_as_long_as_was_measured():
-    """Forward and backward half as quick again, the optimizer's step twice as long."""
+    """Forward and backward take 1.5 times as long, the optimizer step twice as long."""
     one = job(**SAID)
     took = {"forward": 0.5 * seconds_of(one, step=False), "backward": seconds_of(one, step=False),
             "optimizer step": 2 * seconds_of(one, step=True)}  # fmt: skip
@@ -58,7 +58,7 @@ def test_the_calibrated_model_takes_as_long_as_was_measured():
 
 
 def test_of_several_runs_the_median_counts():
-    """A run that something else made slow is no reason to call the machine slow."""
+    """One slow run must not make the machine slow."""
     one = job(**SAID)
     slow, usual, quick = (measured(one, {"forward": factor * seconds_of(one, step=False),
                                          "optimizer step": seconds_of(one, step=True)}) for factor in (2.0, 1.05, 1.0))  # fmt: skip
@@ -76,7 +76,7 @@ def test_one_card_that_stands_for_many_waits_for_nobody():
     record = measured(one, {"forward": alone}, process_group="fake")
     after = calibrated([record], one.cluster).shares
     assert after is not None
-    assert after.matrices == pytest.approx(0.8, rel=1e-4)  # Hopper's
+    assert after.matrices == pytest.approx(0.8, rel=1e-4)  # Hopper's default share
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_plan_and_advice_are_timed_by_it(tmp_path: Path, capsys: pytest.Captur
 
 
 def errors_of(chosen: list[Run], by: Any, *, several: int = 1) -> Iterator[float]:
-    """Of every run but the calibrating ones, for so many calibrating rows at once, spread evenly over those of each machine."""
+    """Yield the error of every other run after calibration by ``several`` rows of the same group, for rows spread evenly."""
     for _, alike in groupby(sorted(chosen, key=by), key=by):
         rows = list(alike)
         some = rows[:: -(-len(rows) // MOST)] if len(rows) > several else []
@@ -137,7 +137,7 @@ def machine(run: Run) -> str:
 
 
 def test_the_page_has_what_one_calibrating_row_leaves():
-    """The aim is a median of 5 %: with a run of the same model on the machine, on either half."""
+    """The aim is a median error of 5 % on either half, calibrated by a run of the same model on the same machine."""
     halves = {"one half": [run for run in runs() if run.group in built_on()],
               "the other half": [run for run in runs() if run.group not in built_on()]}  # fmt: skip
     for name, half in halves.items():

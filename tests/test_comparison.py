@@ -1,4 +1,4 @@
-"""An estimate held against a record that says something no estimate has."""
+"""Compares estimates with records that contain more than an estimate: other phases, replays on a GPU."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from zeroplan.units import GIB
 
 
 def test_a_phase_that_no_estimate_has_is_left_out_and_changes_nothing():
-    """Evaluation between steps, of another program's record."""
+    """Another program's record with an evaluation between steps."""
     record = next(iter(records()))
     *before, last = record.steps
     phases = (*last.phases, PhaseMeasured(phase="evaluation", peak_bytes=1, kinds={}))
@@ -27,7 +27,7 @@ def test_a_phase_that_no_estimate_has_is_left_out_and_changes_nothing():
 
 
 def with_card(record: Measurement, *, fits: bool, retries: int) -> Measurement:
-    """The record as if its requests had been replayed with a card of 60 GiB, on an H100, which the job fits."""
+    """The record of a job that fits an H100, with a made-up replay on a GPU with 60 GiB."""
     card = OnCardMeasured(
         room_bytes=60 * GIB, fits=fits, reserved_bytes=59 * GIB, retries=retries, retries_in_last_step=retries // 2,
         phase="" if fits else "backward",
@@ -38,7 +38,7 @@ def with_card(record: Measurement, *, fits: bool, retries: int) -> Measurement:
 
 @pytest.fixture(scope="module")
 def small() -> Measurement:
-    """A record of a job that fits an H100 with room for all that the allocator caches."""
+    """A record of a job that fits an H100 with room for the allocator's cache."""
     found = next(one for one in records() if one.steady.peak.peak_bytes < 20 * GIB and one.job.recipe.engine == "fsdp2")
     assert estimate(replace(found.job, cluster=replace(found.job.cluster, gpu=gpu("h100")))).verdict == "fits"
     return found

@@ -1,4 +1,4 @@
-"""What the estimator adds to an engine's account: the verdict, and DeepSpeed's way round a construction that does not fit."""
+"""Checks the estimator's additions to an engine's moments: the verdict, and DeepSpeed's construction through host memory."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_the_peak_has_the_workspaces_and_the_moments_have_them_too():
 
 @pytest.mark.parametrize(("room", "verdict"), [(-1, "does not fit"), (0, "tight"), (10**12, "fits")])
 def test_the_verdict_by_hand(room: int, verdict: str):
-    """A GPU with exactly the peak and what is outside is tight; one byte less is too small."""
+    """A GPU with exactly the peak plus the memory outside the allocator is tight; one byte less is too small."""
     found = answer(params=1_000_000_000, gpus=8, gpu="h100")
     gpu = found.job.cluster.gpu
     assert gpu is not None
@@ -51,7 +51,7 @@ def test_the_verdict_by_hand(room: int, verdict: str):
 
 
 def test_a_replay_does_not_decide_where_routing_does():
-    """Expert-parallel ranks get the tokens that are routed to them; a replay has as many for each."""
+    """A replay assumes the same number of tokens for each expert-parallel rank, but routing decides it."""
     said = {"model": "mixtral-8x7b", "gpus": 32, "gpu": "h100", "recompute": "full", "seq_len": 512}
     for ranks, is_replayed in ((1, True), (2, False)):
         found = answer(**said, expert_parallel=ranks)
@@ -65,7 +65,7 @@ def test_a_replay_does_not_decide_where_routing_does():
 
 @pytest.mark.parametrize(("engine", "stage"), STAGES)
 def test_what_is_held_from_step_to_step_does_not_know_of_micro_batches(engine: str, stage: int):
-    """Gradients of earlier micro-batches are there at many moments, but not between steps."""
+    """Gradients of earlier micro-batches are alive at many moments, but not between steps."""
     said = {"params": 1_000_000_000, "gpus": 8, "engine": engine, "stage": stage}
     one, four = answer(**said), answer(**said, grad_accum=4)
     assert one.held == four.held
@@ -100,6 +100,6 @@ def test_what_a_loop_that_holds_logits_adds_is_said_to_the_byte(said: dict, how:
 
 
 def test_nothing_is_said_of_logits_that_do_not_matter():
-    """At a peak in the optimizer's step, and with losses that never make them all."""
+    """The peak is in the optimizer's step, or the loss never makes all logits."""
     for said in ({"stage": 0}, {"loss": "chunked", "stage": 3}):
         assert not [note for note in estimate(job(model="llama-3.1-8b", gpus=8, **said)).notes if "logits" in note]

@@ -1,4 +1,4 @@
-"""Sizes as expressions: what they print is what they come to, for a number and for a column."""
+"""Sizes as expressions: the printed formula gives the value, for a number and for a column."""
 
 from __future__ import annotations
 

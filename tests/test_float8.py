@@ -1,4 +1,4 @@
-"""Which jobs may run in float8, and what of a step it changes."""
+"""Which jobs may run in float8, and how does it change a step's memory and time?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callback says of a Trainer's job what the command line says of the same arguments, and stops what cannot fit."""
+"""The Trainer's callback gives the command line's answer for the same arguments, and stops a job that cannot fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroplan import estimate  # noqa: E402  after the check
 from zeroplan.hooks import MemoryCheck, WillNotFitError  # noqa: E402
 from zeroplan.resolve import Request, resolve  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::FutureWarning")]  # old names inside transformers
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::FutureWarning")]  # old names in transformers
 CONFIG = transformers.LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=256,
     max_position_embeddings=512,

@@ -1,4 +1,4 @@
-"""The function for any loop, and Lightning's callback: the command line's answer, and what cannot fit is stopped."""
+"""``check_memory`` and Lightning's callback give the command line's answer, and stop a job that cannot fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeroplan.resolve import Request, resolve
 def test_a_loop_of_ones_own_asks_by_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """The launcher says how many ranks there are; the first one speaks."""
+    """The launcher's environment gives the number of ranks; only rank 0 prints."""
     file = tmp_path / "mine.toml"
     file.write_text(TITAN)
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -49,12 +49,12 @@ def test_a_run_that_cannot_fit_is_stopped_or_warned_of(capsys: pytest.CaptureFix
 
 @pytest.fixture
 def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lightning's base class alone, which the callback needs of it."""
+    """The callback, with a stand-in for Lightning that has only the base class."""
     package, module = ModuleType("lightning"), ModuleType("lightning.pytorch")
     module.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lightning", package)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", module)
-    monkeypatch.delitem(sys.modules, "zeroplan.hooks.lightning", raising=False)  # pytest leaves it there
+    monkeypatch.delitem(sys.modules, "zeroplan.hooks.lightning", raising=False)  # an earlier test may have imported it
     from zeroplan.hooks import LightningMemoryCheck
 
     return LightningMemoryCheck
@@ -89,7 +89,7 @@ def test_lightnings_run_is_stopped_before_its_model_is_there(lightning: Any, cap
 
 
 def test_a_hook_takes_no_third_of_a_second(tmp_path: Path):
-    """Its modules are loaded by then; a first call in a process loads some more."""
+    """Measures the second call, since the first one in a process imports modules."""
     (tmp_path / "mine.yaml").write_text(
         yaml.safe_dump({"trainer": {"strategy": "fsdp", "devices": 8, "precision": "bf16-mixed"}})
     )
@@ -101,7 +101,7 @@ def test_a_hook_takes_no_third_of_a_second(tmp_path: Path):
 
 
 def test_a_loop_that_cannot_fit_is_stopped_though_its_training_step_fits(tmp_path: Path):
-    """The step of a 1B model fits 22 GiB, and not with a reference model beside it."""
+    """The training step of a 1B model fits 22 GiB; with a reference model beside it the loop does not."""
     data = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "per_device_train_batch_size": 1, "max_length": 64, "bf16": True,
             "gradient_checkpointing": True}  # fmt: skip
     said: dict[str, Any] = {"from_file": str(tmp_path / "mine.json"), "gpu": "l4-24gb", "gpus": 1}

@@ -23,7 +23,7 @@ def _file(folder: Path, text: str) -> str:
 
 
 def test_measured_loads_are_those_of_the_fullest_rank_in_the_worst_layer(tmp_path: Path) -> None:
-    loads = _file(tmp_path, "1 1 1 1 1 1 1 1\n5 3 0 0 0 0 4 4\n")  # two neighbours share a rank: 8, 0, 0 and 8 of 16
+    loads = _file(tmp_path, "1 1 1 1 1 1 1 1\n5 3 0 0 0 0 4 4\n")  # two neighbouring experts share a rank: 8, 0, 0 and 8 of 16
     ratio, note = imbalance_of(loads, experts=8, ranks=4)
     assert ratio == 2
     assert "up to 2.50 times" in note  # five of two on average

@@ -1,4 +1,4 @@
-"""Job files that are none: one line each."""
+"""Invalid job files are refused in one line each."""
 
 from pathlib import Path
 

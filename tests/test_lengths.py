@@ -1,4 +1,4 @@
-"""Sequences of several lengths: the job is that of a run's longest micro-batch."""
+"""With varying sequence lengths, the job describes a run's longest micro-batch."""
 
 import json
 from dataclasses import asdict, replace
@@ -36,7 +36,7 @@ def test_without_padding_sequences_are_joined_and_the_order_decides(tmp_path: Pa
     lengths = lengths_of(_file(tmp_path, 1000, 800, *[100] * 98))
     found = longest_of(lengths, cut=2048, micro_batch=2, padding_free=True)
     assert (found.micro_batches, found.sequences, found.within(50)) == (50, 1, 1100)
-    assert max(found.found) in (1100, 1800)  # both long ones meet in one order of 99
+    assert max(found.found) in (1100, 1800)  # in one order of 99 both long ones share a micro-batch
     batch = job(**MODEL, micro_batch=2, lengths=_file(tmp_path, 500, 500), padding_free=True, attention="flash").batch
     assert (batch.micro_batch_size, batch.seq_len) == (1, 1000)
 
@@ -81,7 +81,7 @@ def test_a_length_below_one_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_drawn_lengths_fit_only_with_the_longest_that_there_may_be(tmp_path: Path, *, padding_free: bool) -> None:
-    """A file's lengths are all that there are; those that were drawn leave out a sequence that real data may have."""
+    """A file contains every length, but drawn lengths may lack a longer sequence that the real data has."""
     said = {
         "model": "llama-3.1-8b",
         "lora_rank": 16,
@@ -107,7 +107,7 @@ def test_drawn_lengths_fit_only_with_the_longest_that_there_may_be(tmp_path: Pat
 
 
 def test_a_job_with_drawn_lengths_reads_back_with_the_longest(tmp_path: Path) -> None:
-    """Without it, an answer's JSON handed over as a job file fitted where the job itself was tight."""
+    """Without the longest length, a job file from an answer's JSON would fit although the job itself is tight."""
     drawn = job(**MODEL, lengths="lognormal(290,0.5,800)")
     file = tmp_path / "job.json"
     file.write_text(json.dumps(asdict(drawn)), encoding="utf-8")

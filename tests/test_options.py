@@ -1,4 +1,4 @@
-"""Each option of a job is declared once, and everything that is made of the declarations agrees with the job."""
+"""Each option of a job is declared once; flags, requests and exports that use the declarations agree with the job."""
 
 import json
 import shlex
@@ -19,8 +19,8 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 
-# --gpus and the other degrees give the number of sharding ranks. What a head scores, and that no backward follows, a workflow sets.
-_OF_NO_OPTION = {"mesh.dp_shard", "recipe.prompt_len", "recipe.log_probs", "recipe.forward_only"}
+# --gpus and the other degrees determine dp_shard. Workflows set forward_only.
+_OF_NO_OPTION = {"mesh.dp_shard", "recipe.forward_only"}
 
 
 def test_every_field_of_a_job_is_set_by_one_option():

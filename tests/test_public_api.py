@@ -1,6 +1,6 @@
-"""What ``import zeroplan`` gives is promised: names, parameters and fields are those of ``public_api.txt``.
+"""Checks the public API: names, parameters and fields of ``import zeroplan`` are those in ``public_api.txt``.
 
-A change that means to move it writes the file anew, ``python -m tests.test_public_api``, and says so in CHANGELOG.md.
+After an intended change, write the file anew with ``python -m tests.test_public_api`` and mention it in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _lines(name: str, value: object) -> Iterator[str]:
 
 
 def _parameters(value: object) -> str:
-    """Names, kinds and whether something must be given; not how types are written, which differs among Python's versions."""
+    """Names, kinds and defaults of parameters; without types, whose spelling differs among Python versions."""
     assert callable(value)
     names = []
     for one in inspect.signature(value).parameters.values():

@@ -1,4 +1,4 @@
-"""Every change that is suggested makes the job fit, and none is one that a person would shake their head at."""
+"""Every suggested change makes the job fit, and none is absurd."""
 
 import random
 import shlex
@@ -40,14 +40,14 @@ def not_fitting(seed: int) -> Iterator[Estimate]:
     while True:
         try:
             answer = estimate(random_job(draw))
-        except SpecError:  # an optimizer that DeepSpeed does not take
+        except SpecError:  # DeepSpeed does not accept this optimizer
             continue
         if answer.fits is False:
             yield answer
 
 
 def as_flags(asked: JobSpec) -> list[str]:
-    """The command line of a job, with names where the job has whole entries."""
+    """The flags of a job, with names of model and GPU instead of their entries."""
     recipe, mesh, batch = asked.recipe, asked.mesh, asked.batch
     assert asked.cluster.gpu is not None
     said = {
@@ -110,7 +110,7 @@ def test_a_combination_has_no_change_too_many(seed: int):
         found = remedies(answer)
         if len(found) > 1 or ";" not in found[0].change:
             continue
-        # Were one of its parts enough alone, it would have been offered alone.
+        # If one part were enough, it would be offered alone.
         assert found[0].flags.count("--") > 1
 
 
@@ -148,7 +148,7 @@ def test_what_fits_or_names_no_gpu_needs_no_remedy():
     ],
 )
 def test_suggestions_come_at_once(asked: dict[str, object]):
-    """Function calls are counted, since seconds depend on what else the machine does. A million calls take about half a second."""
+    """Counts function calls, since seconds depend on the machine's load. A million calls take about half a second."""
     assert _calls(estimate(job(**asked))) < 1_000_000
 
 
@@ -159,7 +159,7 @@ def test_of_a_flag_that_two_changes_set_the_later_value_is_told():
 
 
 def _calls(answer: Estimate) -> int:
-    """Calls of Python functions that remedies take, with nothing traced before."""
+    """The number of Python function calls that ``remedies`` makes, with empty caches."""
     for kept in (coordinator.gathered, coordinator.gathered_by_several, order.trace, _needs_of):
         kept.cache_clear()
     calls, before = 0, sys.getprofile()
@@ -184,7 +184,7 @@ def test_inputs_of_blocks_go_to_host_memory_where_that_is_enough():
 
 
 def test_changes_that_the_engine_does_not_take_are_left_out():
-    """Granite and a fused loss (a refusal of the job itself)."""
+    """Liger has no fused loss for Granite, so the job itself refuses it."""
     plain, granite = (job(model=name, gpu="h100", recompute="full") for name in ("llama-3.2-1b", "granite-3.0-2b"))
     assert "--loss fused" in [one.flags for one in single_changes(plain)]
     assert "--loss fused" not in [one.flags for one in single_changes(granite)]

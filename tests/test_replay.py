@@ -1,4 +1,4 @@
-"""A step that nobody ran: its requests, what the allocator makes of them, and the files that they are written to."""
+"""Predicted requests of a step: compared with the estimate, replayed through the allocator, and written to files."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _job(**more: object) -> JobSpec:
 
 @lru_cache(maxsize=4)
 def _steps_of(one: JobSpec, steps: int) -> Log:
-    """The requests of so many steps, which several tests of a job look at."""
+    """The requests of this many steps, cached for several tests of a job."""
     return requests_of(one, steps)
 
 
@@ -169,12 +169,12 @@ _Sent = Counter[tuple[str, Among, int]]
 
 
 def _ranks_of(operation: str, ranks: int) -> int:
-    """A send is one of two ranks; the traffic has those of all stages."""
+    """The ranks of a collective: a send has two, although the traffic lists those of all stages."""
     return 2 if operation == SEND else ranks
 
 
 def _sent_in_last(fewer: Log, more: Log) -> _Sent:
-    """What the last step sends, which ``more`` has and ``fewer`` has not."""
+    """The payload of the last step, which ``more`` has and ``fewer`` lacks."""
     found = _Sent()
     for call in more.calls[len(fewer.calls) :]:
         found[call.operation, call.among, call.ranks] += call.n_bytes
@@ -182,7 +182,7 @@ def _sent_in_last(fewer: Log, more: Log) -> _Sent:
 
 
 def _sent_as_estimated(collectives: tuple[Collective, ...]) -> _Sent:
-    """The same, of an estimate's traffic."""
+    """The payload in an estimate's traffic."""
     found = _Sent()
     for call in collectives:
         if int(call.group) > 1 and call.payload_bytes:
@@ -191,13 +191,13 @@ def _sent_as_estimated(collectives: tuple[Collective, ...]) -> _Sent:
 
 
 def _live(log: Log) -> list[int]:
-    """Bytes alive after each deed."""
+    """Bytes alive after each request and release."""
     return list(accumulate(log.requests[one].n_bytes if one >= 0 else -log.requests[-1 - one].n_bytes for one in log.deeds))
 
 
 @pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("deepspeed", 1), ("deepspeed", 3), ("fsdp2", 3)])
 def test_four_micro_batches_reserve_what_eight_do(engine: str, stage: int):
-    """So that a verdict that needs a replay does not wait for all of them."""
+    """So a verdict by replay needs only four micro-batches."""
     few, many = (
         StepReplay(job(model="gpt2", engine=engine, stage=stage, gpus=4, seq_len=512, grad_accum=number))
         for number in (REPLAYED_MICRO_BATCHES, 2 * REPLAYED_MICRO_BATCHES)
@@ -212,10 +212,10 @@ def test_four_micro_batches_reserve_what_eight_do(engine: str, stage: int):
     scope="class",
 )
 class TestOfAStep:
-    """What is true of every engine's requests."""
+    """Properties of every engine's requests."""
 
     def test_its_peak_is_the_estimates(self, choices: dict[str, object]):
-        """The same tensors, told one by one, beside cuBLAS's workspaces; to the byte."""
+        """The requests' peak plus cuBLAS's workspaces equals the estimate's, to the byte."""
         one = _job(**choices)
         answer, log = estimate(one), _steps_of(one, STEPS[one.recipe.engine])
         in_steps = max(int(moment.total_bytes) for moment in answer.moments if moment.phase is not Phase.INIT)
@@ -230,7 +230,7 @@ class TestOfAStep:
         assert sent == _sent_as_estimated(estimate(one).traffic.collectives)
 
     def test_a_further_step_is_like_the_last(self, choices: dict[str, object]):
-        """It ends with as much as the one before, and nothing is released that was not requested."""
+        """A further step ends with as much memory as the one before, and releases only requested blocks."""
         one = _job(**choices)
         steps = STEPS[one.recipe.engine]
         ends = [_live(_steps_of(one, number)) for number in (steps, steps + 1)]
@@ -267,7 +267,7 @@ _PIPELINES: tuple[dict[str, object], ...] = (
 
 @pytest.mark.parametrize("choices", _PIPELINES, ids=lambda one: "-".join(str(value) for value in one.values()))
 class TestOfAPipeline:
-    """What is true of the requests of every rank."""
+    """Properties of the requests of every pipeline rank."""
 
     @staticmethod
     def _ranks(choices: dict[str, object]) -> tuple[JobSpec, tuple[Account, ...]]:
@@ -284,7 +284,7 @@ class TestOfAPipeline:
             assert max(_live(log)[last:]) == account.pipeline[0].peak_bytes
 
     def test_a_step_sends_what_the_estimate_says_and_is_like_the_last(self, choices: dict[str, object]):
-        """Collectives of weights and of ranks that split a stage, and hidden states and gradients between stages."""
+        """Collectives of shards and of ranks that split a stage, and sends of hidden states and gradients between stages."""
         one, every = self._ranks(choices)
         for rank, account in enumerate(every):
             fewer, more = (requests_of(one, steps, pipeline_rank=rank) for steps in (2, 3))
@@ -294,18 +294,18 @@ class TestOfAPipeline:
 
 
 def test_of_a_pipeline_the_rank_that_is_asked_for_is_replayed():
-    """Or the fullest, whose peak the estimate is of."""
+    """Without a requested rank, the fullest is replayed, like the estimate's."""
     one = _job(model="llama-3.2-1b", gpus=4, stage=3, pipeline_parallel=2, grad_accum=2)
     for rank in (None, 0, 1):
         answer = estimate(one, pipeline_rank=rank, replay=True)
         assert answer.replay is not None
         shown = answer.replay.replayed()
-        assert shown.allocated_bytes == pytest.approx(answer.peak_bytes, rel=1e-3)  # blocks may be larger than asked for
+        assert shown.allocated_bytes == pytest.approx(answer.peak_bytes, rel=1e-3)  # blocks may be larger than requested
         assert answer.reserved.expected_bytes == shown.reserved_bytes
 
 
 def _peaks(one: JobSpec) -> tuple[int, int]:
-    """The highest of the last step's requests and what the estimate says of it, both without cuBLAS's workspaces. [bytes]"""
+    """The last step's peak by requests and by the estimate, both without cuBLAS's workspaces. [bytes]"""
     answer, log = estimate(one), requests_of(one)
     last = next(span.start for span in log.spans if span.step == log.spans[-1].step)
     in_steps = max(int(moment.total_bytes) for moment in answer.moments if moment.phase is not Phase.INIT)
@@ -313,7 +313,7 @@ def _peaks(one: JobSpec) -> tuple[int, int]:
 
 
 def test_every_sub_group_has_a_step_counter():
-    """Of four bytes each; the estimate has one for all."""
+    """Each counter has four bytes; the estimate counts one for all sub-groups."""
     one = _job(engine="deepspeed", stage=3, deepspeed=DeepSpeedOptions(sub_group_size=10_000_000))
     groups = groups_of(trained_row(one.model), 10_000_000, 4)
     requested, estimated = _peaks(one)
@@ -323,7 +323,7 @@ def test_every_sub_group_has_a_step_counter():
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3"])
 def test_experts_are_gathered_as_the_estimate_says(model: str):
-    """But for a gradient of the residual stream where a bucket is reduced, and the order in which experts are waited for."""
+    """Small differences: a residual gradient when a bucket is reduced, and the order of waiting for experts."""
     one = _job(model=model, engine="deepspeed", stage=3)
     one = replace(one, model=replace(one.model, num_hidden_layers=4))
     requested, estimated = _peaks(one)
@@ -337,7 +337,7 @@ def test_experts_are_gathered_as_the_estimate_says(model: str):
      "olmo-2-1124-7b", "granite-3.0-2b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3"],
 )  # fmt: skip
 def test_every_module_of_a_family_begins_where_deepspeeds_coordinator_expects_it(model: str, recompute: str):
-    """The block's program and the coordinator's steps have the same modules in the same order, and every gradient an owner."""
+    """The block's program and the coordinator have the same modules in the same order, and every gradient has an owner."""
     one = _job(model=model, engine="deepspeed", stage=3, recompute=recompute)
     step = deepspeed_stage3.Step(replace(one, model=replace(one.model, num_hidden_layers=4)), Log())
     for _ in step.micro_batches(2):
@@ -347,7 +347,7 @@ def test_every_module_of_a_family_begins_where_deepspeeds_coordinator_expects_it
 
 
 def test_on_a_card_that_is_too_small_it_says_where_and_on_a_smaller_one_it_tries_again():
-    """Between the peak and what is reserved the allocator gives blocks back."""
+    """With less room than the reserved memory the allocator frees cached blocks; below the peak it runs out."""
     step = StepReplay(_job(stage=3))
     shown = step.replayed()
     ample = step.on_card(shown.reserved_bytes)
@@ -361,7 +361,7 @@ def test_on_a_card_that_is_too_small_it_says_where_and_on_a_smaller_one_it_tries
 
 
 def test_an_estimate_with_a_replay_has_a_figure_where_it_had_a_band():
-    """The replay says the least and the expected, and never less than the band at most."""
+    """The replay gives the expected figure, inside a band that ends at or above the band without a replay."""
     one = _job(stage=3)
     without, there = estimate(one).reserved, estimate(one, replay=True).reserved
     assert there.expected_bytes == StepReplay(one).replayed().reserved_bytes
@@ -371,7 +371,7 @@ def test_an_estimate_with_a_replay_has_a_figure_where_it_had_a_band():
 
 @pytest.mark.parametrize(("recompute", "gib"), [("full", 31.02), ("selective", 59.41)])
 def test_public_figures_lie_between_the_least_and_the_most(recompute: str, gib: float):
-    """Of torchtitan's Llama 2 7B on 8 H100 (pytorch/torchtitan, pull request 165): reserved by the whole program."""
+    """Reserved memory of torchtitan's Llama 2 7B on 8 H100 (pytorch/torchtitan, pull request 165), of the whole program."""
     answer = estimate(
         _job(model="llama-2-7b", gpus=8, seq_len=2048, micro_batch=8, keep_logits="fp32", recompute=recompute), replay=True
     )
@@ -405,17 +405,17 @@ def test_public_figures_lie_between_the_least_and_the_most(recompute: str, gib: 
     ],
 )
 def test_what_is_not_known_is_refused_in_one_line(choices: dict[str, object], what: str):
-    """It names the part."""
+    """The error names the unsupported part."""
     one = job(**{"model": "llama-3.2-1b", "gpus": 4, "seq_len": 128, **choices})  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=f"^the requests of {what} cannot be written out yet"):
         estimate(one, replay=True)
 
 
 class TestFiles:
-    """Files of a step that nobody ran."""
+    """Files of a predicted step."""
 
     def test_perfettos_has_counters_phases_and_collectives(self, tmp_path: Path):
-        """The highest of the counter is the peak."""
+        """The counter's highest value is the peak."""
         one = _job(stage=3)
         save_events(trace_of(StepReplay(one).log), "a step", tmp_path / "step.json", force=False)
         events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -424,7 +424,7 @@ class TestFiles:
         assert {"forward, step 1", "backward, step 2", "all_gather", "reduce_scatter"} <= {one["name"] for one in events}
 
     def test_perfettos_has_collectives_of_ranks_that_split_a_model(self, tmp_path: Path):
-        """Each names the ranks that it is among."""
+        """Each collective names its group of ranks."""
         one = _job(model="mixtral-8x7b", gpus=16, stage=3, tensor_parallel=2, expert_parallel=2)
         save_events(trace_of(StepReplay(one).log), "a step", tmp_path / "step.json", force=False)
         events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -432,13 +432,13 @@ class TestFiles:
         assert {("all_gather", "tensor"), ("all_to_all", "experts"), ("reduce_scatter", "shards of experts")} <= sent
 
     def test_torchs_viewer_reads_the_snapshot(self, tmp_path: Path):
-        """As zeroplan does itself: what is in use is what the log says is alive."""
+        """The snapshot reader of zeroplan itself accepts the file."""
         log = StepReplay(_job(stage=3)).log
         save_requests(trace_of(log), tmp_path / "step.pickle", force=False)
         assert read_snapshot(tmp_path / "step.pickle")
 
     def test_a_file_that_is_there_stays(self, tmp_path: Path):
-        """Unless the user says otherwise."""
+        """``force`` overwrites it."""
         trace, path = trace_of(StepReplay(_job(stage=3)).log), tmp_path / "step.json"
         path.write_text("mine")
         with pytest.raises(SpecError):

@@ -1,4 +1,4 @@
-"""What is filled in where a user says little, and what is refused because it would be ignored."""
+"""Defaults for settings that a user leaves out, and refusals of settings that would be ignored."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The fake GPU's process ends with the tests' own, however that ends."""
+"""The fake GPU's process ends with the test process, however that ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRAM = "import os\nfrom tests.simulated import on_the_fake_gpu\nprint(on_the_
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked for in /proc")
 def test_nothing_is_left_where_the_tests_are_ended():
-    """As xdist ends its workers: without a word to their children."""
+    """Ends like a worker of xdist: without notifying the children."""
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, capture_output=True, text=True, check=True, timeout=300)
     process = Path(f"/proc/{int(done.stdout)}")

@@ -1,4 +1,4 @@
-"""Where sequences differ in length: how often a step is how high, held against trying every order, and what the answer says."""
+"""Steps' peaks with varying sequence lengths: compared with all orders of the sequences, and in the answer."""
 
 import json
 import time
@@ -65,7 +65,7 @@ def test_steps_of_padded_micro_batches_are_those_of_every_order(micro_batch: int
     Batching("budget", 3, 4096, 1, 1, 2500), Batching("budget", 2, 4096, 2, 1, 2100),
 ])  # fmt: skip
 def test_drawn_orders_agree_with_every_order(batching: Batching) -> None:
-    """Each of 199 orders has a few steps: shares are off by a tenth at the most, five standard deviations of one half of them."""
+    """Shares from 199 drawn orders differ from the exact ones by at most 0.1: five standard deviations of a share of one half."""
     steps, by_hand = _steps_of(np.array(SEVEN), batching), _enumerated(SEVEN, batching)
     assert not steps.exact
     drawn = dict(zip(steps.tokens.tolist(), steps.share, strict=True))
@@ -99,7 +99,7 @@ def test_packs_are_shuffled_and_joined() -> None:
     {"lora_rank": 16}, {"model": "mistral-7b-v0.1"}, {"model": "gpt2", "seq_len": 1024},
 ])  # fmt: skip
 def test_peaks_are_those_of_the_estimator(tmp_path: Path, more: dict[str, object]) -> None:
-    """The highest is that of a job of the longest sequences; the median that of the length in the middle."""
+    """The highest peak is that of a job with the longest sequences, the median that of the middle length."""
     asked = {**MODEL, "seq_len": 1536, "gpu": "h100", **more, "lengths": _file(tmp_path, *SEVEN)}
     resolved = resolve(Request(**asked))
     own = _found(resolved).own
@@ -113,7 +113,7 @@ def test_peaks_are_those_of_the_estimator(tmp_path: Path, more: dict[str, object
 
 
 def test_a_longer_sequence_that_needs_less_is_not_counted_on(tmp_path: Path) -> None:
-    """Phi-3's peak is lower from 2,047 tokens on, where its window ends; a step may have shorter ones beside a longer one."""
+    """Phi-3's peak drops at 2,047 tokens, where its window ends; but a step may also contain shorter sequences."""
     resolved = resolve(Request(model="phi-3-mini", gpus=8, micro_batch=3, lengths=_file(tmp_path, 2046, 2047, 2047)))
     shorter = estimate(replace(resolved.job, batch=replace(resolved.job.batch, seq_len=2046)))
     assert shorter.peak_bytes > estimate(resolved.job).peak_bytes
@@ -124,7 +124,7 @@ def test_the_share_of_steps_that_run_out_and_what_a_cut_buys(tmp_path: Path) -> 
     lengths = _file(tmp_path, *[500] * 199, 8000)
     resolved = resolve(Request(model="llama-3.1-8b", gpus=4, gpu="a100", seq_len=8192, lengths=lengths))
     found = _found(resolved)
-    assert found.own.runs_out == pytest.approx(1 / 50)  # one of the fifty steps of four sequences has the long one
+    assert found.own.runs_out == pytest.approx(1 / 50)  # one in fifty steps of four sequences has the long one
     cut = next(one for one in found.others if one.flags.startswith("--seq-len"))
     assert (cut.runs_out, cut.dropped) == (0, pytest.approx((8000 - cut.batching.cut) / (199 * 500 + 8000)))
     longer = replace(resolved.job, batch=replace(resolved.job.batch, seq_len=cut.batching.cut + 64))
@@ -137,7 +137,7 @@ def test_padding_and_the_steps_of_an_epoch(tmp_path: Path) -> None:
     own, *others = (_found(resolve(asked)).own, *_found(resolve(asked)).others)
     assert own.padding == pytest.approx(
         1 - 1200 / (2 * 100 + 2 * 900)
-    )  # the long one has one short one beside it in every order
+    )  # in every order the long one shares a micro-batch with a short one
     ways = {one.batching.way: one for one in others if not one.flags.startswith("--seq-len")}
     assert {way: (one.padding, one.steps) for way, one in ways.items()} == {
         "padding-free": (0, 1), "packed": (0, 1), "budget": (0, 1)

@@ -1,4 +1,4 @@
-"""The peak and the reserved band follow from the moments, and from what replays of real engines showed."""
+"""Checks the peak and the band of reserved memory, which follow from moments and from replays of real engines."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a ring sends, against plain data parallelism."""
+"""Traffic of ring collectives, compared with plain data parallelism."""
 
 import pytest
 
@@ -31,10 +31,10 @@ def test_the_slowest_link_of_the_ring_bounds_the_time():
     assert inside is not None
     assert between is not None
     assert inside.seconds == pytest.approx(1.0)  # 450 GB/s per direction
-    assert between.seconds == pytest.approx(450 / 400)  # eight cards of 50 GB/s per direction
+    assert between.seconds == pytest.approx(450 / 400)  # eight NICs of 50 GB/s per direction
     slow = wire_time(450 * 10**9, ClusterSpec(gpu=h100, gpus_per_node=1), gpus=16)
     assert slow is not None
-    assert slow.seconds == pytest.approx(9.0)  # one card a node
+    assert slow.seconds == pytest.approx(9.0)  # one NIC per node
     assert wire_time(1, ClusterSpec(), gpus=8) is None
     assert wire_time(1, ClusterSpec(gpu=h100), gpus=1) is None
     assert wire_time(1, ClusterSpec(gpu=gpu("rtx-4090-24gb")), gpus=64) is None  # no rate between nodes is published

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate, account_of, estimate, replayed_if_tight
+from zeroplan.estimator import Estimate, account_of, judged
 from zeroplan.remedies import Change, single_changes
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import SMALL_BUCKET
@@ -60,7 +60,7 @@ def advise(job: JobSpec) -> Advised:
     Changes that alone make a job fit come first. Then those that keep training and bill the same. Then those that cost no time, by
     the freed bytes, and the others by freed bytes per lost time.
     """
-    before, rate = replayed_if_tight(estimate(job)), _tokens_per_s(job)
+    before, rate = judged(job), _tokens_per_s(job)
     found = [one for change in _changes(job) if (one := _advice(change, before, rate)) is not None]
     kept = [one for one in found if _worth_telling(one, [other for other in found if other.change.kind == one.change.kind])]
     return Advised(before, rate, tuple(sorted(kept, key=lambda one: _rank(one, before))))
@@ -74,7 +74,7 @@ def _changes(job: JobSpec) -> Iterator[Change]:
 
 def _advice(change: Change, before: Estimate, rate: float | None) -> Advice | None:
     try:
-        after = estimate(change.job)
+        after = judged(change.job)
     except SpecError:  # the engine does not support the change
         return None
     freed = before.least_bytes - after.least_bytes

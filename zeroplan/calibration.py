@@ -126,12 +126,14 @@ def _spec(share: Efficiency, source: str) -> SharesSpec:
     )
 
 
-def reached(job: JobSpec, took: Measured, running: Running | None = None) -> Reached:
+def reached(job: JobSpec, took: Measured, running: Running | None = None, account: Account | None = None) -> Reached:
     """The multiple of the shares with which the modelled step of this job is as long as the measured one.
+
+    ``account``: the job's, if it is at hand or differs from its engine's.
 
     Raises :class:`~zeroplan.errors.SpecError` if no share up to the data sheet's rates is.
     """
-    base, account = shares_of(job.cluster), account_of(job, job.batch)
+    base, account = shares_of(job.cluster), account or account_of(job, job.batch)
     most = 1 / min(base.matrices, base.attention, base.bandwidth)
 
     def computing(factor: float) -> float:

@@ -136,7 +136,7 @@ def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = Fals
 
 def _held_bytes(answer: Estimate, as_run: Moment) -> int:
     """Bytes that a run holds between steps; a GPU also keeps the workspaces of matrix products."""
-    workspaces = (line for line in as_run.lines if line.kind is Kind.WORKSPACE)
+    workspaces = (line for line in as_run.lines if line.kind is Kind.WORKSPACE and line.tag.off_gpu is not OffGpu.KEPT)
     return int(total_bytes((*answer.held, *workspaces)))
 
 
@@ -195,7 +195,8 @@ class _AsRun(NamedTuple):
         return line._replace(n_bytes=self._bytes(line))
 
     def _bytes(self, line: Line) -> int:
-        if line.kind in _ONLY_ON_CUDA or (line.tag.off_gpu is OffGpu.NO_TENSOR and not self.has_scratch):
+        of_library = line.kind in _ONLY_ON_CUDA and line.tag.off_gpu is not OffGpu.KEPT
+        if of_library or (line.tag.off_gpu is OffGpu.NO_TENSOR and not self.has_scratch):
             return 0
         n_bytes = int(line.n_bytes) + self._of_blocks(line.tag)
         return n_bytes if self.kernels == "cuda" else self._on_cpu(line.tag.off_gpu, n_bytes)

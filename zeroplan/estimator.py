@@ -10,7 +10,7 @@ from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.device import Outside, allocator_room, outside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
-from zeroplan.engines.reserved_shares import missed_by
+from zeroplan.engines.reserved_shares import with_missed
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
 from zeroplan.measurement import SETTINGS, AllocatorSettings
 from zeroplan.memo import recalled
@@ -251,7 +251,7 @@ class Estimate:
 
     @property
     def _own_comfortable_bytes(self) -> int:
-        reserved = int(_with_missed(self.reserved.expected_bytes, self.peak_bytes, self.job))
+        reserved = int(with_missed(self.reserved.expected_bytes, self.peak_bytes, self.job.model, self.job.recipe))
         return reserved + int(self.outside_band.expected_bytes)
 
     @property
@@ -374,6 +374,11 @@ def replayed_if_tight(answer: Estimate) -> Estimate:
     return replace(answer, replay=_replay(replace(answer.job, batch=few), None))
 
 
+def judged(job: JobSpec) -> Estimate:
+    """Return the estimate whose verdict every command gives: with a replay if only that can tell whether the job runs."""
+    return replayed_if_tight(estimate(job))
+
+
 def _replay(job: JobSpec, pipeline_rank: int | None) -> "StepReplay":
     from zeroplan.replay import StepReplay  # noqa: PLC0415  keeps start-up fast
 
@@ -420,14 +425,8 @@ def needed_by(account: Account, job: JobSpec) -> Needed:
     highest: Int = 0
     for moment in moments:
         highest = maximum(highest, moment.total_bytes)
-    comfortable = _with_missed(_reserved(sizes_of(moments, job.recipe), job).expected_bytes, highest, job)
+    comfortable = with_missed(_reserved(sizes_of(moments, job.recipe), job).expected_bytes, highest, job.model, job.recipe)
     return Needed(highest + beside, comfortable + beside)
-
-
-def _with_missed(reserved_bytes: Int, peak_bytes: Int, job: JobSpec) -> Int:
-    """The expected reserved memory, raised to the peak plus the known underestimate of such jobs. [bytes]"""
-    missed = missed_by(job.model, job.recipe)
-    return maximum(reserved_bytes, peak_bytes * (1000 + missed) // 1000) if missed else reserved_bytes
 
 
 def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:

@@ -32,6 +32,7 @@ PACKAGES = (
     Package("peft", "peft", "verify"),
     Package("bitsandbytes", "bitsandbytes", "verify"),
     Package("deepspeed", "deepspeed", "deepspeed"),
+    Package("megatron-core", "megatron", "megatron"),
     Package("submitit", "submitit", "slurm"),
 )
 _BY_MODULE = {package.module: package for package in PACKAGES}
@@ -62,6 +63,7 @@ _ABILITIES = (
     ("profile", ("torch", "transformers")),
     ("verify --backend simulate", ("torch", "transformers")),
     ("verify --backend simulate, DeepSpeed", ("torch", "transformers", "deepspeed")),
+    ("verify --backend simulate, Megatron-Core", ("torch", "transformers", "megatron")),
     ("verify --backend simulate, LoRA", ("torch", "transformers", "peft")),
     ("verify --backend simulate, QLoRA", ("torch", "transformers", "peft", "bitsandbytes")),
 )

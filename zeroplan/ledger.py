@@ -145,6 +145,8 @@ class OffGpu(StrEnum):
     """CPU kernels use 16 bits, CUDA's autocast uses 32."""
     COMPUTE_DTYPE = "compute dtype"
     """CPU kernels use the compute dtype, CUDA uses 32 bits."""
+    KEPT = "kept"
+    """The engine makes the tensor once and keeps it in any run. A library's workspace exists on CUDA only."""
 
 
 class Tag(NamedTuple):

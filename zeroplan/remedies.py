@@ -4,7 +4,7 @@ Each candidate is one change that a person would try, the cheapest first, with a
 changes are combined in that order until the job fits. Then each change is removed or weakened if the job still fits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -78,6 +78,28 @@ def remedies(short: Estimate, *, most: int = 5) -> tuple[Remedy, ...]:
     together = (_combined(job, kinds) for kinds in (_ON_THESE_GPUS, _HEAPED))
     found = {one.flags: one for one in (*together, *alone.values()) if one is not None}
     return tuple(found.values())[:most]
+
+
+def in_keys(found: Sequence[Remedy], keys: Mapping[str, str]) -> tuple[Remedy, ...]:
+    """Return the remedies with the key of the user's file before each flag that the file sets, since a flag would contradict it.
+
+    ``keys``: :attr:`zeroplan.resolve.Resolved.keys`.
+
+    >>> one = Remedy("fewer sequences", "--micro-batch 1 --recompute full", 0, 0)
+    >>> in_keys([one], {"micro_batch": "per_device_train_batch_size"})[0].flags
+    'per_device_train_batch_size in the file, as --micro-batch 1; --recompute full'
+    """
+    return tuple(one._replace(flags=_in_keys(one.flags, keys)) for one in found) if keys else tuple(found)
+
+
+def _in_keys(flags: str, keys: Mapping[str, str]) -> str:
+    said = [f"--{one}" for one in flags.removeprefix("--").split(" --")]
+    named = [keys.get(one.removeprefix("--").partition(" ")[0].replace("-", "_")) for one in said]
+    if not any(named):
+        return flags
+    in_file = [f"{key} in the file, as {one}" for key, one in zip(named, said, strict=True) if key]
+    beside = " ".join(one for key, one in zip(named, said, strict=True) if not key)
+    return "; ".join([*in_file, *([beside] if beside else [])])
 
 
 class Change(NamedTuple):

@@ -431,6 +431,7 @@ REFUSED = [
     ((*CPU, "--timeout", "soon"), 2, "--timeout 'soon'"),
     ((*CPU, "--tolerance", "7"), 2, "--tolerance '7'"),
     ((*CPU, "--gpus", "8", "--stage", "3", "--engine", "paper"), 2, "is a formula and cannot be run"),
+    (("--gpus", "8", "--engine", "megatron"), 2, "Transformer Engine's layers run on CUDA alone"),
 ]
 
 

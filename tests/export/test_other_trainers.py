@@ -110,8 +110,13 @@ def test_torchtitan_knows_every_key(said: dict):
          {"--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"}),
     ],
 )  # fmt: skip
-def test_megatron_is_told_in_its_own_options(said: dict, expected: set[str]):
-    text = export(described(**{"gpus": 8} | said), "megatron").files[0].text
+def test_megatron_is_told_in_its_own_options_and_read_back(said: dict, expected: set[str], tmp_path: Path):
+    one = described(**{"gpus": 8} | said)
+    text = export(one, "megatron").files[0].text
+    (tmp_path / "mine.txt").write_text(text)
+    back = resolve(Request(from_file=str(tmp_path / "mine.txt"), gpus=one.mesh.world_size)).job
+    if one.recipe.engine in ("megatron", "fsdp2"):  # of another engine's job Megatron-Core makes its own
+        assert estimate(back).peak_bytes == estimate(one).peak_bytes
     lines = text.splitlines()
     assert expected <= set(lines)
     assert {line.partition(" ")[0] for line in lines} <= MEGATRON

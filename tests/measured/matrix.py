@@ -116,13 +116,13 @@ def _run(jobs: Sequence[JobSpec], path: Path, *, seconds: float, silent_after: f
         print(f"{number + 1}/{len(jobs)} {recipe.engine} {recipe.zero_stage} {job.model.name}: {what}", flush=True)
 
 
-def measured(job: JobSpec, *, silent_after: float, least_room: bool = False) -> Measurement | str:
+def measured(job: JobSpec, *, silent_after: float, least_room: bool = False, rank: int | None = None) -> Measurement | str:
     """Simulate a job in a process of its own; where that fails, the reason in one line."""
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_READY)
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(job, there, least_room), daemon=True)
+    process = context.Process(target=_measure, args=(job, there, least_room, rank), daemon=True)
     process.start()
     there.close()
     try:
@@ -135,28 +135,30 @@ def measured(job: JobSpec, *, silent_after: float, least_room: bool = False) -> 
         process.join()
 
 
-def _measure(job: JobSpec, answer: Connection, least_room: bool) -> None:
+def _measure(job: JobSpec, answer: Connection, least_room: bool, rank: int | None) -> None:
     """Send the record, or why there is none. What engines print is not wanted."""
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     try:
-        answer.send(_simulated(job, least_room=least_room))
+        answer.send(_simulated(job, least_room=least_room, rank=rank))
     except BaseException as error:  # noqa: BLE001  whatever it is becomes the reason
         answer.send(" ".join(f"{type(error).__name__}: {error}".split())[:300])
     answer.close()
     os._exit(0)  # what a destroyed group leaves has nothing more to do
 
 
-def _simulated(job: JobSpec, *, least_room: bool) -> Measurement:
+def _simulated(job: JobSpec, *, least_room: bool, rank: int | None = None) -> Measurement:
     import torch
 
     from zeroplan.verify.backends.simulate import simulate
 
     torch.set_num_threads(1)
     began = time.process_time()
-    steps = 2 if job.recipe.engine in ("fsdp1", "fsdp2") else 3  # FSDP1 prefetches forward from the second on
-    found = simulate(job, rank=fullest_rank(job), steps=steps, all_layers=False, least_room=least_room)
+    steps = 2 if job.recipe.engine in ("fsdp1", "fsdp2", "megatron") else 3  # FSDP1 prefetches forward from the second on
+    found = simulate(
+        job, rank=fullest_rank(job) if rank is None else rank, steps=steps, all_layers=False, least_room=least_room
+    )
     return stored.small(replace(found, seconds=round(time.process_time() - began, 1)))
 
 

@@ -11,21 +11,31 @@ import argparse
 import json
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tests.measured.published_rows import Row, case_of, kept, program, running_of_row
 from zeroplan import JobSpec
+from zeroplan.allocator import CachingAllocator, Chunk
 from zeroplan.engines.megatron import account_of_rank
 from zeroplan.estimator import account_of, estimate
 from zeroplan.ledger import Kind, Moment, Phase, bytes_by_kind
 from zeroplan.steptime import step_time
+from zeroplan.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from zeroplan.numeric import Int
 
 KEPT = Path(__file__).parents[1] / "golden" / "ran_out.jsonl"
 _FIELDS = ("n_gpus", "seq", "tp", "pp", "micro_batch", "recompute", "kernel", "sequence_parallel")
-#: Bytes that the loss holds of a logit, of all of them on each rank: bf16 from ``lm_head.py``, which gathers; in fp32 the
-#: logarithms of the softmax, their gradient and that of the logits (``losses/cross_entropy.py``).
-_OF_A_LOGIT = 2 + 3 * 4
+#: Bytes that the last rank holds of a logit, of all of them on each rank. ``lm_head.py`` gathers them in bf16, and those of two
+#: micro-batches stay: ``pipeline_schedule/train.py`` has two buffers of outputs or more, and nothing takes the logits out
+#: (``parallel_module.py``, ``_execute_backward_pass``). In fp32 the logarithms of the softmax, their gradient and that of the
+#: logits (``losses/cross_entropy.py``). In the backward of the head their gradient in bf16.
+_STAY, _OF_THE_LOSS, _NARROW = 2 * 2, 3 * 4, 2
 _A13B = "Llama-13B (128k-vocab variant)"
 
 
@@ -61,10 +71,19 @@ def as_the_program(job: JobSpec) -> JobSpec:
 
 def needed(one: Tried) -> int:
     """Return what the fullest rank holds with the program's gathered logits and its modules as they are. [bytes]"""
-    job, pp = one.job, one.job.mesh.pp
-    outside = int(estimate(job).outside_band.expected_bytes)
-    ranks = {at: account_of_rank(at, job.model, job.recipe, job.mesh, job.batch).moments for at in (0, pp - 1)}
-    return outside + max(_held(one, at, moment) for at, moments in ranks.items() for moment in moments)
+    return int(estimate(one.job).outside_band.expected_bytes) + _fullest(one)[0]
+
+
+def _fullest(one: Tried) -> tuple[int, int, Moment]:
+    """Return what is held at the highest moment of the first and the last rank, that rank, and the moment. [bytes]"""
+    job = one.job
+    ranks = {at: account_of_rank(at, job.model, job.recipe, job.mesh, job.batch).moments for at in (0, job.mesh.pp - 1)}
+    every = ((_held(one, at, moment), at, moment) for at, moments in ranks.items() for moment in moments)
+    return max(every, key=lambda found: found[0])
+
+
+def _tokens(one: Tried) -> int:
+    return int(one.job.batch.micro_batch_size * one.job.batch.seq_len)
 
 
 def fits_in(one: Tried) -> bool:
@@ -73,9 +92,41 @@ def fits_in(one: Tried) -> bool:
 
 
 def leaves_free(one: Tried) -> bool:
-    """Whether it fits as a plan asks: with the cache that the allocator is expected to have, and 5 % of the GPU free."""
-    own = estimate(one.job)
-    return needed(one) * own.comfortable_bytes <= 0.95 * _room(one) * own.least_bytes
+    """Whether it fits as a plan asks: with the allocator's cache, 5 % of the GPU free. What the logits cache is replayed."""
+    own, held = estimate(one.job), needed(one)
+    cached = held * own.comfortable_bytes / own.least_bytes
+    if bytes_by_kind(_fullest(one)[2].lines).get(Kind.LOGITS):
+        more = reserved_of_a_logit(one.job.mesh.tp) - _STAY - _OF_THE_LOSS
+        cached += more * _tokens(one) * one.job.model.vocab_size
+    return cached <= 0.95 * _room(one)
+
+
+@cache
+def reserved_of_a_logit(tp: int) -> float:
+    """Return what the allocator reserves of a logit once micro-batches follow each other. [bytes]
+
+    The requests of the head and of the loss, in their order. An output that stays in its buffer takes half of a free block of
+    fp32, so that the next micro-batch needs another such block; gathering has the parts of all ranks beside the whole.
+    """
+    card, size, outputs = CachingAllocator(), GIB, list[Chunk]()
+    for _ in range(4):
+        parts = [card.request(2 * size // tp) for _ in range(tp)] if tp > 1 else []
+        outputs.append(card.request(2 * size))
+        for part in parts:
+            card.release(part)
+        for before in outputs[:-2]:
+            card.release(before)
+        outputs = outputs[-2:]
+        cast = card.request(4 * size)
+        logarithms = card.request(4 * size)
+        card.release(cast)
+        of_the_loss, of_the_logits = card.request(4 * size), card.request(4 * size)
+        for passed in (of_the_loss, logarithms):
+            card.release(passed)
+        narrow = card.request(2 * size)
+        for passed in (of_the_logits, narrow):
+            card.release(passed)
+    return card.highest_bytes / size
 
 
 def _room(one: Tried) -> int:
@@ -85,15 +136,24 @@ def _room(one: Tried) -> int:
 
 def _held(one: Tried, rank: int, moment: Moment) -> int:
     """Return what a rank holds at a moment. [bytes]"""
-    job, kinds = one.job, bytes_by_kind(moment.lines)
+    job, kinds = one.job, dict(bytes_by_kind(moment.lines))
     model, batch, pp = job.model, job.batch, job.mesh.pp
-    tokens, held = batch.micro_batch_size * batch.seq_len, int(moment.total_bytes)
+    tokens, held = _tokens(one), int(moment.total_bytes)
     if moment.phase is Phase.INIT or not kinds.get(Kind.ACTIVATIONS):
         return held
-    if rank == pp - 1 and kinds.get(Kind.LOGITS):
-        held += _OF_A_LOGIT * tokens * model.vocab_size - int(kinds[Kind.LOGITS])
+    if rank == pp - 1:
+        held += _of_a_logit(kinds, job.mesh.tp) * tokens * model.vocab_size - int(kinds.get(Kind.LOGITS, 0))
     at_once = 1 if job.recipe.recompute == "full" else min(pp - rank, batch.grad_accum_steps) * model.num_hidden_layers // pp
     return held + at_once * tokens * _beyond(one)
+
+
+def _of_a_logit(kinds: Mapping[Kind, Int], tp: int) -> int:
+    """Return what the last rank holds of a logit at a moment with these kinds of memory. [bytes]"""
+    if not kinds.get(Kind.LOGITS):
+        return _STAY
+    if kinds.get(Kind.ACTIVATION_GRADIENTS):  # of the input of the head
+        return _STAY + _NARROW + (_NARROW // tp if tp > 1 else 0)
+    return _STAY + _OF_THE_LOSS
 
 
 def _beyond(one: Tried) -> int:
@@ -101,15 +161,17 @@ def _beyond(one: Tried) -> int:
 
     ``nn/norm/rms_norm.py`` multiplies a normalised input that it saves, unless the row has a kernel for it, and gathers split
     sequences before the projections save them. ``nn/mlp.py`` saves the gate's SiLU. ``nn/attention/attention.py`` copies what the
-    flash kernel returns, and else saves the mask.
+    flash kernel returns, and the kernel saves values that are a view of queries, keys and values together, beside the rotated
+    queries and keys; else it saves the mask. ``nn/rotary.py`` gathers sines and cosines by position, for queries and for keys.
     """
     job, kernel = one.job, str(one.row["flash"])
     tp, width = job.mesh.tp, job.model.hidden_size
     split = tp if job.recipe.sequence_parallel else 1
     norms = 0 if "RMS" in kernel else 2 * 2 * width // split
     gathered = 2 * 2 * width * (split - 1) // split
-    attention = 2 * width // tp if "flash" in kernel else job.batch.seq_len * (kernel == "torch")
-    return norms + gathered + 2 * job.model.intermediate_size // tp + attention
+    attention = 3 * 2 * width // tp if "flash" in kernel else job.batch.seq_len * (kernel == "torch")
+    rotary = 2 * 2 * 2 * job.model.head_dim
+    return norms + gathered + 2 * job.model.intermediate_size // tp + attention + rotary
 
 
 def balanced(found: list[tuple[bool, bool]]) -> tuple[float, float]:

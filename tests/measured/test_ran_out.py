@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from tests.measured.ran_out import balanced, fits_in, leaves_free, tried
+import pytest
+
+from tests.measured.ran_out import balanced, fits_in, leaves_free, ranked_first, reserved_of_a_logit, tried
+
+#: Not split at all, on 32 GPUs: 80.0 GiB of 79.15 by our count, 1 % too many. The same layout on 64 GPUs is said to fit.
+TOO_MANY = {"aleph-307", "aleph-308"}
 
 
 def test_what_ran_is_said_to_fit_and_most_of_what_ran_out_is_not():
-    """All of 165 that ran, and more than three in four of 257 that ran out; as a plan asks, nine in ten of both."""
+    """All but two of 165 that ran, and four in five of 257 that ran out; as a plan asks, 92 in 100 of both and more."""
     every = tried()
     assert (sum(one.ran for one in every), len(every)) == (165, 422)
-    ran, out = balanced([(fits_in(one), one.ran) for one in every])
-    assert ran == 1
-    assert out > 0.77
-    assert sum(balanced([(leaves_free(one), one.ran) for one in every])) / 2 > 0.9
+    found = [(fits_in(one), one) for one in every]
+    assert {one.row["id"] for fits, one in found if one.ran and not fits} == TOO_MANY
+    assert balanced([(fits, one.ran) for fits, one in found])[1] > 0.81
+    asked = [(leaves_free(one), one) for one in every]
+    assert sum(balanced([(fits, one.ran) for fits, one in asked])) / 2 > 0.935
+    assert sum(ranked_first([one for fits, one in asked if fits]).values()) <= 4
+
+
+@pytest.mark.parametrize(("tp", "reserved"), [(1, 18), (2, 20), (8, 20)])
+def test_outputs_that_stay_keep_blocks_from_the_loss(tp: int, reserved: int):
+    """Four blocks of fp32 and one of bf16 beside them, and the gathered parts of the logits."""
+    assert reserved_of_a_logit(tp) == reserved

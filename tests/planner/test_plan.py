@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from zeroplan import Estimate, JobSpec, MeshSpec, SpecError, estimate, job
+from zeroplan.estimator import replayed_if_tight
 from zeroplan.job_time import time_of
 from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan
 from zeroplan.planner.asking import Question, ask
@@ -343,12 +345,32 @@ def test_megatron_fits_without_a_pinned_degree(model: str, gpu: str, gpus: int, 
 
 @pytest.mark.parametrize(("model", "engine"), [("smollm2-135m", "fsdp2"), ("llama-3.2-3b", "megatron")])
 def test_what_fits_with_a_pinned_degree_fits_without_it(model: str, engine: Engine):
-    """Of all layouts of a small cluster, estimated one by one, the smallest fits the GPU by a byte: the search finds it."""
+    """Of all layouts of a small cluster, estimated one by one, some fit a GPU if and only if the search finds one."""
     base = job(model=model, gpu="l4-24gb", gpus=6, seq_len=1536)
-    least = min(estimate(one).least_bytes for one in every_layout(base, engine))
+    layouts = sorted(((estimate(one).least_bytes, one) for one in every_layout(base, engine)), key=itemgetter(0))
     fixed = Fixed(engine=engine, global_batch_size=6, offload_optimizer="none", offload_param="none")
-    assert plan(with_room(base, least), fixed).best is not None
-    assert plan(with_room(base, least - 1), fixed).best is None
+    found = []
+    for share in (0.999, 1.0, 1.02, 1.06):
+        small = with_room(base, share * layouts[0][0])
+        smaller = (replace(one, cluster=small.cluster) for least, one in layouts if least <= share * layouts[0][0])
+        found.append(any(replayed_if_tight(estimate(one)).fits for one in smaller))
+        assert (plan(small, fixed).best is not None) == found[-1], share
+    assert found[0] is False
+    assert found[-1] is True
+
+
+@pytest.mark.parametrize(("engine", "gpus"), [("fsdp2", 2), ("deepspeed", 4)])
+def test_what_fits_with_pinned_offload_fits_without_it(engine: Engine, gpus: int):
+    """On a GPU that the smallest layout without offload fits to the byte: its requests run out, and offload is tried too."""
+    base, fixed = job(model="llama-3.2-1b", gpu="h100", gpus=gpus, seq_len=2048), Fixed(engine=engine, global_batch_size=8)
+    least = min(int(one.least_bytes.min()) for one in search(base, replace(fixed, **ON_THE_GPU)).found)
+    full = with_room(base, least)
+    pinned = plan(full, replace(fixed, offload_optimizer="cpu", offload_param="cpu"))
+    answer = plan(full, fixed)
+    assert pinned.best is not None
+    assert answer.best is not None
+    assert answer.best.layout.job.recipe.offloads
+    assert answer.best.layout.tokens_per_s >= pinned.best.layout.tokens_per_s
 
 
 def every_layout(base: JobSpec, engine: Engine) -> Iterator[JobSpec]:

@@ -123,6 +123,10 @@ def test_where_nothing_fits_comfortably_on_the_gpu_alone_offload_or_a_tight_fit_
     assert found.best.layout.job.recipe.offloads
     assert any("fits with offload to host memory" in note for note in found.notes)
     kept = ask(replace(request, offload_optimizer="none"), Question(max_seq=True))
+    alone = ask(Request(model="llama-3.1-8b", gpus=4, gpu="h100", engine="deepspeed"), Question(max_seq=True))
+    assert alone.best is not None
+    layouts = [alone.best.layout, *(one.layout for one in alone.rivals)]
+    assert not any(one.job.recipe.offloads for one in layouts)
     assert kept.best is not None
     assert kept.best.tight
     assert 4096 <= kept.best.layout.job.batch.seq_len < found.best.layout.job.batch.seq_len

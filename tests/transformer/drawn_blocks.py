@@ -56,9 +56,9 @@ RANDOM_STATE = 24
 BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
-    "cohere2",
+    "cohere2", "bamba", "gemma4_text", "falcon_h1",
 )  # fmt: skip
-BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2")
+BY_KINDS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2")
 """Families whose classes always have a window."""
 
 
@@ -105,13 +105,14 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1))
     state_space = _state_space(draw, hidden) if patterned else None
     of_one_module = TRAITS[family].one_module
-    pattern = draw.choice(("*M*", "*-M", "M*M", "-EM") if of_one_module else ("*M*", "*MM", "M*M")) if patterned else ""
+    own_patterns = ("*M*", "*-M", "M*M", "-EM") if of_one_module else ("*M*", "*MM", "**M")
+    pattern = draw.choice(("H", "N") if TRAITS[family].one_kind else own_patterns) if patterned else ""
     routed = "E" in pattern if of_one_module else family in MOE_FAMILIES and not (patterned and draw.randint(0, 1))
     spec = ModelSpec(
         family=family,
         hidden_size=hidden,
         intermediate_size=ffn,
-        num_hidden_layers=max(block + 2, every or 0),
+        num_hidden_layers=max(block + 2, every or 0) if family != "gemma4_text" else 18,
         num_attention_heads=heads,
         num_key_value_heads=heads if mla is not None else kv_heads,
         head_dim=head_dim if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim,
@@ -124,20 +125,28 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
         mla=mla,
         linear=state_space or (_linear(draw) if family in LINEAR_FAMILIES else None),
         layer_pattern=pattern,
-        turned=not patterned or (not of_one_module and bool(draw.randint(0, 1))),
+        turned=not TRAITS[family].unturned_models or (not of_one_module and bool(draw.randint(0, 1))),
         hidden_act=draw.choice(get_args(Activation)) if family in FREE_ACTIVATION and draw.randint(0, 2) == 0 else None,
         parallel_residual=family != "gpt_neox" or bool(draw.randint(0, 1)),
         use_qk_norm=TRAITS[family].head_norms is None and bool(draw.randint(0, 1)),
         **_biases(draw, family),
+        **(_global_heads(draw, heads) if family == "gemma4_text" else {}),
     )
     return spec, block
+
+
+def _global_heads(draw: Random, heads: int) -> dict[str, int]:
+    kv_heads = draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
+    return {"global_head_dim": draw.choice((16, 32, 64, 128, 264, 512)), "global_key_value_heads": kv_heads}
 
 
 def _biases(draw: Random, family: str) -> dict[str, bool]:
     always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss", "starcoder2")
     free = family in BIASED_AT_WILL and bool(draw.randint(0, 1))
     attention = free if family in ("gpt_neox", "qwen2_moe") else always or free
-    mlp = family in (*PLAIN_HEADS, "starcoder2") or (family in ("llama", "granite", "smollm3") and draw.randint(0, 3) == 0)
+    mlp = family in (*PLAIN_HEADS, "starcoder2") or (
+        family in ("llama", "granite", "smollm3", "bamba", "falcon_h1") and draw.randint(0, 3) == 0
+    )
     return {"attention_bias": attention, "mlp_bias": mlp}
 
 
@@ -259,15 +268,26 @@ def said_of(case: Case) -> BlockRun:
     kept, cached = _bytes(block.kept(compute.recompute)), 2 * sum(one.numel for one in cast)
     own = 2 * block.cast_elements if compute.autocast and not recomputed else 0
     hidden = _of_residual(case) * size.micro_batch_size * size.seq_len * spec.hidden_size
-    forward = [line for line in (block.forward_recompute if recomputed else block.forward) if "block below" not in line.reason]
+    forward = [line for line in (block.forward_recompute if recomputed else block.forward) if " block below" not in line.reason]
     live_casts = 2 if compute.autocast else 0
     highest = max(
         _bytes(point.lines) + _of_residual(case) * point.gradients + live_casts * point.live_casts for point in block.points
     )  # fmt: skip
     beside = _bytes(block.checkpoint_in_backward) if recomputed else 0
     return BlockRun(
-        kept + cached, kept + cached + entered + _bytes(tuple(forward)) - hidden, highest + beside - kept - own - hidden
+        kept + cached + _handed_up(case),
+        kept + cached + entered + _bytes(tuple(forward)) - hidden,
+        highest + beside - kept - own - hidden,
     )
+
+
+def _handed_up(case: Case) -> int:
+    """Bytes of attention weights that Bamba's model holds to the end of the next block, less those of the block below."""
+    spec, compute, size, block = case
+    if spec.family != "bamba" or compute.attention != "eager" or compute.recompute == "none":
+        return 0
+    each = _of_residual(case) * size.micro_batch_size * spec.num_attention_heads * size.seq_len**2
+    return each * ((spec.letters[block] == "*") - (spec.letters[block - 1] == "*"))
 
 
 def _of_residual(case: Case) -> int:

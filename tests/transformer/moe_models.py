@@ -49,6 +49,8 @@ def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True
         ),
         mla=mla if deepseek else None,
         linear=linear_of(family, hidden),
-        layer_pattern=("ME" if family == "nemotron_h" else "MM") if family in PATTERNED else "",
+        layer_pattern=("ME" if family == "nemotron_h" else "H" if family == "falcon_h1" else "MM")
+        if family in PATTERNED
+        else "",
         turned=family != "nemotron_h",
     )

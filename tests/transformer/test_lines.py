@@ -53,13 +53,14 @@ def spec(family: str) -> ModelSpec:
         family=family,
         hidden_size=96,
         intermediate_size=4 * 96 if family == "bloom" else 160,
-        num_hidden_layers=3,
+        num_hidden_layers=6 if family == "gemma4_text" else 3,
         num_attention_heads=6,
         num_key_value_heads=6 if gpt2 or family in LATENT_FAMILIES else 2,
         head_dim=16,
         vocab_size=211,
         positions=64 if gpt2 else 0,
         attention_bias=family == "qwen2",
+        **({"global_head_dim": 32, "global_key_value_heads": 1, "sliding_window": 9} if family == "gemma4_text" else {}),
         moe=MoeSpec(
             num_experts=5,
             num_experts_per_tok=3,
@@ -72,7 +73,9 @@ def spec(family: str) -> ModelSpec:
         mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
         if family in LATENT_FAMILIES
         else None,
-        layer_pattern=("ME*" if family == "nemotron_h" else "M*M") if family in PATTERNED else "",
+        layer_pattern=("ME*" if family == "nemotron_h" else "H" if family == "falcon_h1" else "M*M")
+        if family in PATTERNED
+        else "",
         linear=LinearSpec(num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=32 if family in PATTERNED else 14)
         if family in LINEAR_FAMILIES
         else None,
@@ -82,6 +85,8 @@ def spec(family: str) -> ModelSpec:
 def kinds(model: ModelSpec) -> tuple[str, ...]:
     if model.linear is not None:
         return KINDS_IN_TURN[1]
+    if model.global_head_dim:
+        return KINDS_IN_TURN[0]
     return ("dense",) if model.moe is None else ("dense", "moe")
 
 
@@ -107,16 +112,15 @@ def head_lines(head: HeadPass) -> list[tuple[Line, ...]]:
 @pytest.mark.parametrize("batch", [(1, 24), (3, 129), *([(2, 40)] if every_case() else [])])
 def test_formulas_give_their_numbers(family: str, compute: Compute, batch: tuple[int, int]) -> None:
     model, size = spec(family), BatchSpec(micro_batch_size=batch[0], seq_len=batch[1])
-    values = legend(model, compute, size)
-    assert set(values) == set(SYMBOLS)
-    lists = head_lines(head_pass(model, compute, size))
-    for kind in kinds(model):
-        lists += block_lines(block_pass(model, kind, compute, size))
-    for line in {line for lines in lists for line in lines}:
-        if line.reason in WITHOUT_FORMULA:
-            assert not line.formula
-        else:
-            assert evaluate(line.formula, values) == line.n_bytes, line
+    assert set(legend(model, compute, size)) == set(SYMBOLS)
+    passes = {kind: block_lines(block_pass(model, kind, compute, size)) for kind in kinds(model)}
+    for kind, lists in {"": head_lines(head_pass(model, compute, size)), **passes}.items():
+        values = legend(model.of_kind(kind), compute, size)
+        for line in {line for lines in lists for line in lines}:
+            if line.reason in WITHOUT_FORMULA:
+                assert not line.formula
+            else:
+                assert evaluate(line.formula, values) == line.n_bytes, line
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,6 +19,10 @@ _NEXT = _LLAMA | {
     "linear_value_head_dim": 14,
 }  # fmt: skip
 
+_GEMMA_4 = _LLAMA | {
+    "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "sliding_window": 16,
+    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_expand": 2, "mamba_chunk_size": 32,
 }  # fmt: skip
@@ -63,6 +67,10 @@ TINY: dict[str, dict[str, object]] = {
     "gemma2, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
     "gemma3_text": _LLAMA | {"head_dim": 16},
     "gemma3_text, biases": _LLAMA | {"attention_bias": True},
+    "gemma4_text": _GEMMA_4,
+    "gemma4_text, biases, untied, wide heads": _GEMMA_4 | {
+        "attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 12, "global_head_dim": 264,
+    },
     "phi3": _LLAMA,
     "phi3, tied": _LLAMA | {"tie_word_embeddings": True},
     "olmo2": _LLAMA,
@@ -137,6 +145,15 @@ TINY: dict[str, dict[str, object]] = {
     "nemotron_h, experts": _NEMOTRON | {
         "hybrid_override_pattern": "ME*EM", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "moe_shared_expert_intermediate_size": 48,
+    },
+    "falcon_h1": _LLAMA | _MAMBA | {"mamba_d_ssm": 48, "head_dim": 16},
+    "falcon_h1, a norm, biases, tied": _LLAMA | _MAMBA | {
+        "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "bamba": _LLAMA | _MAMBA | {"num_hidden_layers": 5, "attn_layer_indices": [1, 4]},
+    "bamba, biases, tied": _LLAMA | _MAMBA | {
+        "attn_layer_indices": [0, 1, 2], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
     },
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3, whole queries, biases": _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},

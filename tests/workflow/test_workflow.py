@@ -137,6 +137,16 @@ def test_verls_loop_has_the_models_that_were_asked_for():
     assert not any(one.compared_with for one in more.phases)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [{"critic_micro_batch_size_per_gpu": 16}, {"critic_max_token_len_per_gpu": 1 << 16}, {"critic_recompute": "none"}],
+)
+def test_a_critic_with_a_batch_of_its_own(said: dict[str, Any]):
+    plain, own = ({one.name: one.total_bytes for one in loop("ppo", more).phases} for more in ({}, said))
+    assert own["update of the critic"] > plain["update of the critic"]
+    assert own["update of the actor"] == plain["update of the actor"]
+
+
 def test_entropy_in_chunks_and_the_bucket_are_counted():
     """2,048 tokens in fp32, three times, in place of softmax and product of all tokens in 16 bits; a bucket of 2 GiB."""
     whole, chunks = (loop("ppo", asked, micro_batch=4) for asked in ({}, {"entropy_from_logits_with_chunking": True}))

@@ -10,14 +10,15 @@ from zeroplan.catalog.gpu import gpu, gpu_names
 from zeroplan.catalog.model import model, model_names
 from zeroplan.differences import between, of_estimate
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate, estimate, replayed_if_tight
+from zeroplan.estimator import Estimate, estimate, judged
 from zeroplan.export.command import estimate_command
 from zeroplan.job_file import request_of_keys
 from zeroplan.numeric import Int
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.objectives import OBJECTIVES
 from zeroplan.planner.result import Layout
-from zeroplan.remedies import remedies
+from zeroplan.remedies import in_keys, remedies
+from zeroplan.report.checks import Beside, loop_beside
 from zeroplan.report.layout import layout_words
 from zeroplan.report.words import headline, verdict_sentence
 from zeroplan.resolve import OPTIONS, Request, Resolved, resolve
@@ -59,9 +60,9 @@ def called(name: str, arguments: Arguments) -> Answer:
 
 def _estimate(arguments: Arguments) -> Answer:
     resolved = _resolved(arguments)
-    found = replayed_if_tight(estimate(resolved.job))
+    found = judged(resolved.job)
     return {
-        **_verdict(found),
+        **_verdict(found, loop_beside(resolved.job, resolved.loop)),
         "job": headline(found),
         "peak_moment": found.peak.name,
         "states_gib": {kind.value: _gib(n_bytes) for kind, n_bytes in found.states_by_kind.items() if n_bytes},
@@ -69,7 +70,8 @@ def _estimate(arguments: Arguments) -> Answer:
         "host_memory_per_rank_gib": _gib(found.host_bytes),
         "sent_per_step_gib": _gib(found.traffic.total_bytes),
         "changes_that_would_make_it_fit": [
-            {"flags": one.flags, "what": one.change, "needed_gib": _gib(one.needed_bytes)} for one in remedies(found)
+            {"flags": one.flags, "what": one.change, "needed_gib": _gib(one.needed_bytes)}
+            for one in in_keys(remedies(found), resolved.keys)
         ],
         "notes": list(resolved.notes),
         "command": estimate_command(resolved.job, _request(arguments)),
@@ -80,7 +82,7 @@ def _check(arguments: Arguments) -> Answer:
     resolved = _resolved(arguments)
     if resolved.job.cluster.gpu is None:
         raise SpecError("check asks whether the job fits a GPU, but no GPU is named; add gpu to the job")
-    return _verdict(replayed_if_tight(estimate(resolved.job)))
+    return _verdict(judged(resolved.job), loop_beside(resolved.job, resolved.loop))
 
 
 def _explain(arguments: Arguments) -> Answer:
@@ -125,7 +127,7 @@ def _plan(arguments: Arguments) -> Answer:
 
 
 def _compare(arguments: Arguments) -> Answer:
-    sides = [replayed_if_tight(estimate(_resolved(arguments, key).job)) for key in ("before", "after")]
+    sides = [judged(_resolved(arguments, key).job) for key in ("before", "after")]
     found = between(*map(of_estimate, sides))
     return {
         "before": _verdict(sides[0]),
@@ -162,11 +164,12 @@ def _gpus(arguments: Arguments) -> Answer:
     return {"gpus": described, "not_shown": max(0, len(names) - _MOST_NAMES)}
 
 
-def _verdict(found: Estimate) -> Answer:
-    """Return the verdict in words and numbers. [GiB]"""
+def _verdict(found: Estimate, loop: Beside | None = None) -> Answer:
+    """Return the verdict in words and numbers, of all phases of the loop if a file has one. [GiB]"""
+    said = verdict_sentence(found, GIBIBYTES, name_a_gpu="Name yours as gpu.")
     return {
-        "verdict": verdict_sentence(found, GIBIBYTES, name_a_gpu="Name yours as gpu."),
-        "fits": found.fits,
+        "verdict": said if loop is None else f"{said} {loop.says}",
+        "fits": found.fits if loop is None or loop.fits is not False else False,
         "tight": found.verdict == "tight",
         "peak_allocated_bytes": found.peak_bytes,
         "peak_allocated_gib": _gib(found.peak_bytes),

@@ -40,6 +40,9 @@ from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 Config: TypeAlias = Mapping[str, object]
 #: Kinds of layers in a config, by its own names and those of transformers 5, and their letters in a pattern.
 LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+#: What a Gemma 4 has by default: embeddings of each layer, values of their own, and logits without a cap.
+_WITHOUT_FORMULAS = {"hidden_size_per_layer_input": 256, "attention_k_eq_v": False, "final_logit_softcapping": None}
+_GLOBAL_HEADS = ("global_head_dim", "global_key_value_heads")
 _LARGEST = 10**7
 """More than every width, vocabulary and context in use."""
 
@@ -72,7 +75,7 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
     _refuse_other_kinds(config)
     part = text_part(config)
-    text, is_part = part.config, part.is_part
+    text, is_part = _of_full_attention(part.config), part.is_part
     source = _Source(text, _family(text, treat_as))
     _demand_required(source)
     _refuse_other_architectures(source)
@@ -81,6 +84,25 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     return ConfigRead(
         model, (*part.notes, *_treated(text.get("model_type"), treat_as), *beside, *notes_on_other_keys(text, source.family))
     )
+
+
+def _of_full_attention(config: Config) -> Config:
+    """Return a Gemma 4's config with the keys of its checkpoint, where transformers has saved ``per_layer_config`` instead."""
+    said, layers = config.get("per_layer_config"), config.get("num_hidden_layers")
+    if config.get("model_type") not in ("gemma4_text", "gemma4_unified_text") or not isinstance(said, Mapping) or not said:
+        return config
+    own = next(iter(said.values()))
+    full = [str(layer) for layer in range(5, layers, 6)] if isinstance(layers, int) else []
+    if not isinstance(own, Mapping) or dict.fromkeys(full, own) != {
+        str(layer).lstrip("0"): heads for layer, heads in said.items()
+    }:
+        raise NoFormulasError(
+            "per_layer_config in config.json has no formula: every sixth layer alone has heads of its own, all the same; "
+            "`zeroplan profile --config` traces the model itself"
+        )
+    keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    rest = {key: value for key, value in config.items() if key != "per_layer_config"}
+    return {**rest, **{keys[key]: value for key, value in own.items() if key in keys}}
 
 
 def _treated(model_type: object, treat_as: str | None) -> Iterator[str]:
@@ -254,6 +276,8 @@ def _refuse_other_architectures(source: _Source) -> None:
             f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only {' and '.join(LATENT_FAMILIES)} have "
             "latent attention"
         )
+    if family == "gemma4_text":
+        _refuse_other_gemmas(config)
     if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
         raise NoFormulasError(
             f"rotary_dim={shown(config['rotary_dim'])} in config.json has no formula, only half of head_dim has; "
@@ -262,6 +286,17 @@ def _refuse_other_architectures(source: _Source) -> None:
     width = config.get("word_embed_proj_dim")
     if width is not None and width != config.get("hidden_size"):
         raise NoFormulasError(f"word_embed_proj_dim={shown(width)} in config.json has no formula; it must equal hidden_size")
+
+
+def _refuse_other_gemmas(config: Config) -> None:
+    """Raise SpecError for a Gemma 4 that lacks a key without which it is another architecture."""
+    keys = [key for key in _WITHOUT_FORMULAS if key not in config]
+    for key in keys:
+        if key != "hidden_size_per_layer_input" or config.get("model_type") == "gemma4_text":
+            raise NoFormulasError(
+                f"config.json lacks {key}, which is {_WITHOUT_FORMULAS[key]} then, and has no formula; `zeroplan profile --config` "
+                "traces the model itself"
+            )
 
 
 def _moe_way_out() -> str:
@@ -313,6 +348,7 @@ def _shape(source: _Source) -> dict[str, object]:
         "mla": _mla(source),
         "linear": _linear(source),
         **_of_layers(source),
+        **({name: source.integer(name) for name in _GLOBAL_HEADS} if source.family == "gemma4_text" else {}),
     }
 
 
@@ -426,10 +462,16 @@ def _linear(source: _Source) -> LinearSpec | None:
     if TRAITS[source.family].one_module:
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), chunk_size=chunk, **sizes)
     inner, said = source.integer("mamba_expand", 2) * source.integer("hidden_size"), source.value("linear_value_head_dim")
+    if TRAITS[source.family].one_kind:
+        if source.flag("mamba_rms_norm") and source.config.get("mamba_norm_before_gate") is not False:
+            raise NoFormulasError(
+                "mamba_norm_before_gate=True in config.json has no formula, only False has, or mamba_rms_norm=False"
+            )
+        inner = source.integer("mamba_d_ssm", inner) if "mamba_d_ssm" in source.config else 1024
     width = inner // heads if said in (None, "auto") else source.integer("linear_value_head_dim")
     if width * heads != inner:
         raise SpecError(
-            f"mamba_n_heads={heads} does not divide mamba_expand·hidden_size={inner} into heads of mamba_d_head={width} in "
+            f"mamba_n_heads={heads} does not divide the state space's width {inner} into heads of mamba_d_head={width} in "
             "config.json; correct them"
         )
     return LinearSpec(value_head_dim=width, chunk_size=chunk, **sizes)
@@ -449,8 +491,13 @@ def _of_layers(source: _Source) -> dict[str, object]:
 
 def _letters(source: _Source) -> str:
     said, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
+    if TRAITS[source.family].one_kind:
+        return ("N" if source.flag("mamba_rms_norm") else "H") * layers
     if said is None:
-        return "M" * layers
+        full = source.config.get("attn_layer_indices") or ()
+        if not isinstance(full, list | tuple):
+            raise SpecError(f"attn_layer_indices={shown(full)} in config.json is not a list of layers; correct it")
+        return "".join("*" if layer in full else "M" for layer in range(layers))
     if not isinstance(said, str | list | tuple):
         raise SpecError(f"{source.key('layer_pattern')}={shown(said)} in config.json is not a list of names; correct it")
     letters = [kind if kind in LETTERS.values() else LETTERS.get(str(kind)) for kind in said]

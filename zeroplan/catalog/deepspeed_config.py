@@ -17,6 +17,11 @@ from zeroplan.spec.recipe import DeepSpeedOptions, OffloadDevice, Stage
 _AUTO = "auto"
 
 
+#: The section in which a file of zeroplan's says what DeepSpeed has no keys for, and its keys.
+OWN_SECTION = "zeroplan"
+OF_THE_SCRIPT = ("seq_len", "recompute", "attention", "keep_logits", "optimizer", "optimizer_impl")
+
+
 class Beside(NamedTuple):
     """The values that replace ``"auto"`` in the file: the model's width, the ranks, and the user's flags."""
 
@@ -49,6 +54,8 @@ class DeepSpeedConfig(NamedTuple):
     flags: Mapping[str, Stated]
     options: Mapping[str, Stated]
     notes: tuple[str, ...]
+    of_the_script: Mapping[str, object] = {}
+    """What the training script sets, by flag: zeroplan's own section, which it writes."""
 
 
 def parsed_config(path: Path) -> tuple[dict[str, object], str]:
@@ -87,7 +94,7 @@ class _Reader:
         self._read_data_types()
         self._read_clipping()
         self._note_unknown_keys()
-        return DeepSpeedConfig(self._flags, self._options, tuple(self._notes))
+        return DeepSpeedConfig(self._flags, self._options, tuple(self._notes), self._of_the_script())
 
     # Refused and unknown keys
 
@@ -111,6 +118,13 @@ class _Reader:
         for prefix, section in (("", self._data), ("zero_optimization.", self._zero)):
             for key in sorted(section.keys() - known[prefix]):
                 self._notes.append(f"{shown(prefix + key)} is not known here and left out")
+
+    def _of_the_script(self) -> dict[str, object]:
+        """Return what a file of zeroplan's says of the training script, in a section that DeepSpeed passes over."""
+        section = self._section(OWN_SECTION)
+        unknown = sorted(section.keys() - set(OF_THE_SCRIPT))
+        self._notes += [f"{shown(f'{OWN_SECTION}.{key}')} is not known here and left out" for key in unknown]
+        return {key: value for key, value in section.items() if key in OF_THE_SCRIPT and value is not None}
 
     # Keys that set fields of the job
 
@@ -400,7 +414,7 @@ _ZERO_KNOWN = frozenset({
     "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
 })  # fmt: skip
 _KNOWN = frozenset({
-    "zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types", "train_batch_size",
+    OWN_SECTION, "zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types", "train_batch_size",
     "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "communication_data_type",
     "activation_checkpointing", "compile", "scheduler", "steps_per_print", "wall_clock_breakdown", "memory_breakdown",
     "dump_state", "log_level", "tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "comms_logger",

@@ -64,7 +64,7 @@ def _format(text: str) -> Format:
 
 def _checked(name: str, shared: Shared) -> Checked:
     """Return the result of one file; an empty name stands for the job of the flags."""
-    from zeroplan.estimator import estimate, replayed_if_tight  # noqa: PLC0415  start-up is part of every command's time
+    from zeroplan.estimator import judged  # noqa: PLC0415  start-up is part of every command's time
 
     try:
         request = _request(name) if name else None
@@ -72,7 +72,7 @@ def _checked(name: str, shared: Shared) -> Checked:
         if resolved.job.cluster.gpu is None:
             raise SpecError("no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
         matters, too_low = _not_counted(request)
-        answer, loop = replayed_if_tight(estimate(resolved.job)), loop_beside(resolved.job, resolved.loop)
+        answer, loop = judged(resolved.job), loop_beside(resolved.job, resolved.loop)
         return checked(name or "the job", answer, matters, may_be_too_low=too_low, loop=loop)
     except ZeroplanError as error:
         return refused(name or "the job", str(error))

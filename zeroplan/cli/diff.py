@@ -128,7 +128,7 @@ def _behind(flags: list[str], pair: "list[Opened | None]") -> str:
 def _side(found: "Opened | None", shared: Shared, flags: tuple[str, ...], name: str) -> "Side":
     """Return A or B: a file's figures, or the estimate of a job with the flags."""
     from zeroplan.differences import of_estimate  # noqa: PLC0415  see above
-    from zeroplan.estimator import estimate, replayed_if_tight  # noqa: PLC0415
+    from zeroplan.estimator import judged  # noqa: PLC0415
 
     name = name or ("" if found is None else found.name)
     if found is not None and found.side is not None and found.request is None:
@@ -139,4 +139,4 @@ def _side(found: "Opened | None", shared: Shared, flags: tuple[str, ...], name: 
     if found is not None and found.side is not None and not mine.said:
         return found.side
     resolved = mine.resolved(None if found is None else found.request, name)
-    return of_estimate(replayed_if_tight(estimate(resolved.job)), name)._replace(notes=resolved.notes)
+    return of_estimate(judged(resolved.job), name)._replace(notes=resolved.notes)

@@ -10,7 +10,7 @@ from zeroplan.cli.flags import AsJson, AsMarkdown, Force, UnitName, flag, refuse
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, replayed_if_tight
-from zeroplan.remedies import Remedy, remedies
+from zeroplan.remedies import Remedy, in_keys, remedies
 from zeroplan.resolve import Resolved
 from zeroplan.units import Unit, unit_named
 
@@ -59,7 +59,7 @@ def estimate_command(
     in_short = not (verbose or explain or as_json or as_markdown)
     if loop is not None and not in_short:
         resolved = resolved._replace(notes=(loop.says, *resolved.notes))
-    how.show(answer, resolved, remedies(answer))
+    how.show(answer, resolved, in_keys(remedies(answer), resolved.keys))
     if loop is not None and in_short:
         say(loop.says)
     return NO if check and not (_passes(answer) and (loop is None or loop.fits)) else 0

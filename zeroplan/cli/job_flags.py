@@ -7,7 +7,6 @@ the flags into its signature, so that help, completion and parsing come from the
 import inspect
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -21,7 +20,7 @@ from zeroplan.cli import say
 from zeroplan.cli.flags import Catalog, folder
 from zeroplan.cli.quick import ALL_FLAGS
 from zeroplan.errors import SpecError, UnknownNameError
-from zeroplan.resolve import OPTIONS, Request, Resolved, own_folder, resolve, with_fetched, with_setup
+from zeroplan.resolve import OPTIONS, Request, Resolved, own_folder, resolve, with_fetched
 from zeroplan.resolve.options import KEEP_LOGITS, MODEL, RECIPE, Declared
 from zeroplan.settings import with_setting
 from zeroplan.spec.base import largest
@@ -42,19 +41,18 @@ _RARELY_NEEDED = frozenset({"--from-run", "--set", "--catalog", *(one.flag for o
 
 
 def takes_a_job(
-    command: Callable[..., int | None], *, or_none: bool = False, gpus_as: str = "", traces: bool = True, in_pairs: bool = False
+    command: Callable[..., int | None], *, or_none: bool = False, gpus_as: str = "", traces: bool = True
 ) -> Callable[..., int | None]:
     """Return ``f(resolved, **own)`` as a command with the job's flags beside its own; ``resolved`` is the resolved job.
 
     ``or_none``: None instead of a job if no flag of a job is given. The command's own arguments come before the job file.
     ``gpus_as``: a flag of the command that also sets the number of GPUs. ``traces``: whether to trace a model without formulas.
-    ``in_pairs``: the command itself turns each pair into two sequences, so the micro-batch stays in pairs.
     """
 
     def resolved(given: dict[str, object], mine: dict[str, object]) -> Resolved | None:
         said = any(given[name] is not None for name in given if name != "catalog")
         given = _with_gpus(given, gpus_as, mine.get(gpus_as))
-        return _resolved(given, traces=traces, in_pairs=in_pairs) if said or not or_none else None
+        return _resolved(given, traces=traces) if said or not or_none else None
 
     return _with_flags(command, "resolved", resolved)
 
@@ -224,15 +222,10 @@ def _traced(asked: Asked, *, every: bool) -> Asked:
     return asked._replace(request=request, notes=notes)
 
 
-def _resolved(
-    given: dict[str, object], *, traces: bool, read_file: _ReadFile | None = None, in_pairs: bool = False
-) -> Resolved:
+def _resolved(given: dict[str, object], *, traces: bool, read_file: _ReadFile | None = None) -> Resolved:
     asked = _asked(given, read_file)
     asked = _traced(asked, every=False) if traces else asked
     found = resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
-    if in_pairs and with_setup(asked.request, asked.chosen).pairs:
-        batch = replace(found.job.batch, micro_batch_size=found.job.batch.micro_batch_size // 2)
-        found = found._replace(job=replace(found.job, batch=batch))
     return found._replace(notes=(*asked.how_sure(found.job), *found.notes))
 
 

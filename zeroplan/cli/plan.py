@@ -10,6 +10,7 @@ import typer
 from zeroplan.cli import NO, json_text
 from zeroplan.cli.flags import AsJson, AsMarkdown, Force, flag, refuse_two_renderings, switch
 from zeroplan.cli.job_flags import Asked, takes_a_request
+from zeroplan.cli.searching import shown_if_slow
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request
 from zeroplan.units import parse_count, parse_fraction
@@ -111,7 +112,8 @@ def plan_command(
         question = question._replace(margin=share_of(margin, "--margin"))
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
-    answer, request, notes = _planned(asked, question, target)
+    with shown_if_slow():
+        answer, request, notes = _planned(asked, question, target)
     beside = Beside("", budget, price)
     if answer.best is not None:
         beside = _with_command(beside, answer.best, request, asked)

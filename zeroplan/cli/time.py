@@ -11,7 +11,7 @@ from zeroplan.cli.flags import AsJson, switch
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.cli.plan import Calibrate, Measured, Mfu, measured_rate, share_of
 from zeroplan.errors import SpecError
-from zeroplan.estimator import estimate, replayed_if_tight
+from zeroplan.estimator import judged
 from zeroplan.resolve import Resolved
 
 Explain = Annotated[bool, switch("--explain", "Print how each part is computed, and its source.")]
@@ -36,7 +36,7 @@ def time_command(
         job = replace(job, cluster=learnt.cluster)
     elif calibrate:
         job = replace(job, cluster=calibrated([read_record(Path(one)) for one in calibrate], job.cluster))
-    answer, time = replayed_if_tight(estimate(job)), time_of(job, mfu=share)
+    answer, time = judged(job), time_of(job, mfu=share)
     if as_json:
         typer.echo(json_text(step_payload(answer, time, learnt, resolved.notes)))
         return 0

@@ -48,7 +48,7 @@ _Rank = Annotated[
 _Of = Annotated[str | None, _flag("--of", "N", "The number of ranks: the same as --gpus.")]
 _Steps = Annotated[
     str | None,
-    _flag("--steps", "N", "Optimizer steps; the last counts. (default: 3; FSDP2 simulated: 2)"),
+    _flag("--steps", "N", "Optimizer steps; the last counts. (default: 3; FSDP2 and Megatron simulated: 2)"),
 ]
 _AllLayers = Annotated[bool, _switch("--all-layers", "With simulate: run every layer, instead of deriving all from a few.")]
 _Workload = Annotated[
@@ -292,6 +292,8 @@ def require(job: "JobSpec") -> None:
     needed = ["torch", "transformers"]
     if job.recipe.engine == "deepspeed":
         needed.append("deepspeed")
+    if job.recipe.engine == "megatron":
+        needed.append("megatron")
     if job.model.adapter is not None:
         needed += ["peft"] if job.model.adapter.quantize == "none" else ["peft", "bitsandbytes"]
     if lacking := not_installed(*needed, by="the engine"):
@@ -305,7 +307,7 @@ def _backend(name: str) -> str:
 
 
 def _steps(backend: str, job: "JobSpec") -> str:
-    return "2" if backend == "simulate" and job.recipe.engine == "fsdp2" else str(_SETTLED)
+    return "2" if backend == "simulate" and job.recipe.engine in ("fsdp2", "megatron") else str(_SETTLED)
 
 
 def _check_nproc(text: str, ranks: int, backend: str) -> None:

@@ -1,6 +1,7 @@
 """``zeroplan workflow NAME``: how much GPU memory does each phase of a fine-tuning loop need? Each loop has its own flags."""
 
 import inspect
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -26,17 +27,30 @@ def _command(name: Any) -> Any:  # noqa: ANN401  a Name, and click's command
     own = {field: one for field, one in OPTIONS.items() if name in one.of}
 
     def command(*, resolved: Resolved, explain: bool, as_json: bool, check: bool, **said: str | bool | None) -> int:
-        of_file = resolved.loop if resolved.loop.get("workflow") == name else {}
-        values = {field: _value(field, flag_of(field, name), said[field]) for field in own}
-        values = {field: of_file.get(field) if value is None else value for field, value in values.items()}
-        return _answered(resolved, Asked(workflow=name, **values), explain=explain, as_json=as_json, check=check)
+        mine = {field: _value(field, flag_of(field, name), said[field]) for field in own}
+        values = {field: resolved.loop.get(field) if value is None else value for field, value in mine.items()}
+        asked = Asked(workflow=name, **values)
+        is_step = _is_the_step(resolved, asked, any(mine.get(field) is not None for field in _OF_THE_STEP))
+        return _answered(resolved, asked, is_step=is_step, explain=explain, as_json=as_json, check=check)
 
     flags = {field: (_flag(flag_of(field, name), one), None if one.value else False) for field, one in own.items()}
     flags |= {"resolved": (Resolved, None), **{field: (annotation, False) for field, annotation in _ANSWER.items()}}
     parameters = [keyword(field, *said) for field, said in flags.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     command.__doc__ = WORKFLOWS[name].says
-    return as_command(name, takes_a_job(command, in_pairs=WORKFLOWS[name].sequences > 1))
+    return as_command(name, takes_a_job(command))
+
+
+_OF_THE_STEP = ("full_logits", "max_completion_length", "ppo_max_token_len_per_gpu")
+"""Options that change the training step, and not only what is beside it."""
+
+
+def _is_the_step(resolved: Resolved, asked: Asked, changed: bool) -> bool:
+    """Whether the resolved job is the loop's training step, as a file has it; raises SpecError for a file of another loop."""
+    own = resolved.loop.get("workflow")
+    if own not in (None, asked.workflow):
+        raise SpecError(f"the file is of a loop that `zeroplan workflow {own}` lists, not of {asked.workflow}; use that")
+    return own is not None and not changed
 
 
 def _flag(called: str, one: Option) -> Any:  # noqa: ANN401  an annotation
@@ -55,22 +69,33 @@ def _value(field: str, called: str, text: str | bool | None) -> Any:  # noqa: AN
     return text
 
 
-def _answered(resolved: Resolved, asked: Asked, *, explain: bool, as_json: bool, check: bool) -> int:
-    from zeroplan.workflow import loop_of  # noqa: PLC0415  --help does not need it
+def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, explain: bool, as_json: bool, check: bool) -> int:
+    from zeroplan.workflow.loop import loop_of, loop_of_step  # noqa: PLC0415  --help does not need it
 
     if check and resolved.job.cluster.gpu is None:
         raise SpecError("--check needs a GPU to compare with; add --gpu NAME (`zeroplan gpus` lists them)")
-    loop = loop_of(resolved.job, asked)
+    job, pairs = resolved.job, resolved.pairs and WORKFLOWS[asked.workflow].sequences > 1
+    if pairs and not is_step:  # loop_of makes two sequences of a pair
+        job = replace(job, batch=replace(job.batch, micro_batch_size=job.batch.micro_batch_size // 2))
+    loop = loop_of_step(job, asked) if is_step else loop_of(job, asked)
+    notes = (*resolved.notes, *_another_loss(job.recipe.loss, loop.answer.job.recipe.loss))
     if as_json:
         from zeroplan.report.workflow import loop_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
-        typer.echo(json_text(loop_payload(loop, resolved.notes)))
+        typer.echo(json_text(loop_payload(loop, notes)))
     else:
         from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
         from zeroplan.report.workflow import loop_text  # noqa: PLC0415
 
-        show(loop_text(loop, resolved.notes, explain=explain))
+        show(loop_text(loop, notes, explain=explain))
     return NO if check and loop.verdict == "does not fit" else 0
+
+
+def _another_loss(asked: str, counted: str) -> tuple[str, ...]:
+    """A note if the trainer computes another loss than the job's."""
+    if asked == counted:
+        return ()
+    return (f"this trainer's loss is {counted}; `zeroplan estimate` counts {asked} unless you add --loss {counted}",)
 
 
 workflow_app = group_of("workflow", tuple(WORKFLOWS), _command, "Estimate each phase of a fine-tuning loop on shared GPUs: "

@@ -6,7 +6,7 @@ from pathlib import Path
 from zeroplan.differences.difference import Changed, Difference, SameMoment, Setting, between
 from zeroplan.differences.estimated import of_estimate
 from zeroplan.differences.side import At, Grain, Held, Sent, Side
-from zeroplan.estimator import Estimate, estimate, replayed_if_tight
+from zeroplan.estimator import Estimate, judged
 from zeroplan.spec.job import JobSpec
 
 __all__ = [
@@ -45,7 +45,7 @@ def diff(before: Comparable, after: Comparable) -> Difference:
 
 def _side(one: Comparable) -> Side:
     if isinstance(one, JobSpec):
-        return of_estimate(replayed_if_tight(estimate(one)))
+        return of_estimate(judged(one))
     if isinstance(one, Estimate):
         return of_estimate(one)
     if not isinstance(one, str | PathLike):
@@ -58,4 +58,4 @@ def _side(one: Comparable) -> Side:
     if found.side is not None:
         return found.side
     assert found.request is not None  # noqa: S101  a file without figures is a job
-    return of_estimate(estimate(resolve(with_fetched(found.request)).job), path.name)
+    return of_estimate(judged(resolve(with_fetched(found.request)).job), path.name)

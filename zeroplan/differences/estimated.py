@@ -8,7 +8,7 @@ from zeroplan.comparison import phase_as_run
 from zeroplan.differences.settings import settings_of
 from zeroplan.differences.side import At, Held, Sent, Side
 from zeroplan.errors import SpecError, ZeroplanError
-from zeroplan.estimator import Estimate, estimate, replayed_if_tight
+from zeroplan.estimator import Estimate, judged
 from zeroplan.ledger import Line, Moment, Phase
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
@@ -77,7 +77,7 @@ def of_answer(data: Mapping[str, object], where: str, name: str = "") -> Side:
             f"{where} is not as `zeroplan estimate --json` prints it ({type(error).__name__}: {error!s:.60})"
         ) from None
     try:
-        now = of_estimate(replayed_if_tight(estimate(cast("JobSpec", printed.job))), name)
+        now = of_estimate(judged(cast("JobSpec", printed.job)), name)
     except ZeroplanError as error:
         return printed._replace(notes=(f"{name} is taken as printed: this zeroplan does not estimate its job ({error})",))
     if (now.peak.n_bytes, sorted(now.peak.lines)) == (printed.peak.n_bytes, sorted(printed.peak.lines)):

@@ -148,7 +148,6 @@ def _beside_step(
 
 
 def _alive_at_peak(timeline: Timeline) -> list[Block]:
-    """The blocks alive at the peak of the last step."""
     spans, last = timeline.recording.spans, timeline.recording.last_step
     indices = [index for index, span in enumerate(spans) if span.step == last and span.phase in OF_A_STEP]
     _, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])

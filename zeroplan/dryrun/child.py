@@ -30,7 +30,6 @@ def main() -> None:
 
 
 def _end(task: DryRunTask, make_answer: Callable[[], Spec]) -> None:
-    """Write the answer and end this process."""
     Path(task.answer).write_text(json.dumps(answer_or_failure(make_answer), default=as_data), encoding="utf-8")
     leave(0)
 

@@ -212,7 +212,6 @@ class Loop:
             self._enter(Phase.FORWARD)
 
     def _trains(self, module: nn.Module) -> None:
-        """Begin the forward of a training step."""
         self._begin_forward()
         if id(module) not in self._roots:
             self._learn_model(module)

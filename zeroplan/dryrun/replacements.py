@@ -10,7 +10,7 @@ import torch
 T = TypeVar("T")
 
 counts: Counter[tuple[str, str]] = Counter()
-"""Uses so far, by what was replaced and its replacement."""
+"""Uses so far, by replaced code and its replacement."""
 
 
 def note(what: str, by: str) -> None:

@@ -55,7 +55,6 @@ def trace_of(
 
 
 def _pools(recording: Recording) -> PoolsRecorded | None:
-    """The pools of CUDA graphs; None without any."""
     of_block = tuple(block.pool for block in recording.blocks)
     if not any(of_block):
         return None

@@ -154,7 +154,6 @@ class Unwritten:
         self._saved[path] = saved
 
     def _remove_new(self, path: str) -> None:
-        """Delete a file that the script wrote in this run."""
         if self._is_there(path) and not self._is_older(path):
             self._remove(path)
 

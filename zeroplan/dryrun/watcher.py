@@ -122,7 +122,6 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         block.kind = Kind.TEMPORARY
 
     def _note(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> None:
-        """Record an operator of a step."""
         what = properties_of(func)
         if what.moves_nothing or self._closed:
             return
@@ -141,7 +140,6 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         ))  # fmt: skip
 
     def _note_synchronisation(self, event: str, stream: object, other: object) -> None:
-        """Record a synchronisation of streams in a step."""
         span = self.spans[-1]
         if self._closed or span.phase not in OF_A_STEP:
             return

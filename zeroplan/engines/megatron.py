@@ -27,10 +27,10 @@ from zeroplan.engines.megatron_chunks import (
 )
 from zeroplan.engines.megatron_schedule import INPUT, Left, Stage, left_lines, left_of
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase, total_bytes
+from zeroplan.ledger import Among, Collective, Kind, Line, Moment, OffGpu, Phase, Tag, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import LEARNED_POSITIONS
+from zeroplan.spec.family import LEARNED_POSITIONS, UNROTATED
 from zeroplan.spec.megatron import PRECISIONS, chunks_of, cut_flags
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -48,6 +48,7 @@ from zeroplan.transformer.megatron import (
     is_gated,
     keeps_placeholders,
     layers_of,
+    masks_in_place,
     own_part,
     own_part_formula,
 )
@@ -68,11 +69,11 @@ TARGETS = (
 FUSED = "Megatron-LM 2026-08, megatron/core/fusions/fused_cross_entropy.py, calculate_predicted_logits"
 FUSED_BY_TRITON = "Transformer Engine 2026-08, pytorch/triton/cross_entropy.py, cross_entropy_forward"
 IN_PLACE = "Transformer Engine 2.17, pytorch/triton/cross_entropy.py, cross_entropy_forward"
-LOCAL = "Megatron-LM 2026-08, megatron/core/transformer/dot_product_attention.py, DotProductAttention.forward"
 RERUN = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock._checkpointed_forward"
 OVERLAPPED = (
     "Megatron-LM 2026-08, megatron/core/models/common/model_chunk_schedule_plan.py, TransformerModelChunkSchedulePlan.run"
 )
+ANGLES = "Megatron-LM 2026-08, megatron/core/models/common/embeddings/rotary_pos_embedding.py, RotaryEmbedding.forward"
 BUFFER = "Megatron-LM 2026-08, megatron/core/utils.py, GlobalMemoryBuffer.get_tensor (name mpu)"
 STAND_INS = "Transformer Engine 2026-08, pytorch/module/base.py, get_dummy_wgrad"
 DEFERRED = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, finish_embedding_wgrad_compute"
@@ -116,6 +117,9 @@ _HYBRID_NOTE = (
 )
 _PREDICTING_NOTE = "multi-token prediction is on the last pipeline rank; the step time is not modelled with it"
 ATTENTION_MASK = "attention mask of the data loader (--no-create-attention-mask-in-dataloader goes without)"
+
+
+_KEPT = Tag(off_gpu=OffGpu.KEPT)
 
 
 class Bytes(NamedTuple):
@@ -361,8 +365,25 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
     flying = minimum(schedule.warm + 1, batch.grad_accum_steps * chunks)
     matrices = matrices + (model.positions * model.hidden_size if first else 0)
     return Rank(
-        at, inside + ends, experts, matrices, flying, ceil_div(flying, chunks) if first else 0, last, stages, each, schedule
+        at,
+        inside + ends,
+        experts,
+        matrices,
+        flying,
+        _embedded_at_once(schedule, batch) if first else 0,
+        last,
+        stages,
+        each,
+        schedule,
     )
+
+
+def _embedded_at_once(schedule: Schedule, batch: Batch) -> Int:
+    """Micro-batches whose first chunk waits for its backward, at the most."""
+    if schedule.chunks == 1:
+        return minimum(schedule.warm + 1, batch.grad_accum_steps)
+    embedding = ((1,), *[(0,)] * (schedule.chunks - 1))
+    return fullest(schedule, embedding, batch.grad_accum_steps, (1,), loss=False)[0]
 
 
 def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> tuple[Int, Int, Int]:
@@ -555,7 +576,7 @@ def step_lines(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
 def _moments(
     rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
 ) -> Iterator[Moment]:  # fmt: skip
-    held = (*states, *_buffers(rank, layers, model, recipe, mesh))
+    held = (*states, *_buffers(rank, layers, model, recipe, mesh), *_rotary_tables(layers, model, recipe, mesh))
     embedded = (*_embedded(rank, model, recipe, mesh, batch), *_deferred(rank, model, recipe, mesh, batch))
     flying = _flying(rank, layers, model, recipe, batch)
     in_layers = tuple(_in_layers(flying, layers, model, recipe))
@@ -572,7 +593,8 @@ def _moments(
             *_in_layers(_flying(rank, layers, model, recipe, batch, loss=True), layers, model, recipe),
             *_of_other_losses(model, recipe, mesh, batch),
         )
-        yield Moment("loss", Phase.LOSS, (*held, *at_loss, *embedded, *masks, *left.forward, *head, *each))
+        at_its_loss = (*held, *at_loss, *embedded, *masks, *left.forward, *head, *each)
+        yield Moment("loss", Phase.LOSS, at_its_loss, of_forward=True)
         cast = (head[0], *_logits_of_loss(model, recipe, mesh, batch))
         yield Moment("backward of the loss", Phase.BACKWARD, (*backward, *at_loss, *cast))
         grown = _head_backward(model, recipe, mesh, batch)
@@ -597,13 +619,8 @@ def _saves_mask(recipe: RecipeSpec) -> bool:
     A checkpoint of core attention or of whole layers does, one of another module does not; and so does torch's softmax of local
     layers.
     """
-    options = recipe.megatron
-    of_attention = recipe.recompute == "selective" and "core_attn" in options.recompute_modules.split(",")
-    return (
-        recipe.recompute == "full"
-        or of_attention
-        or (options.transformer_impl == "local" and not options.masked_softmax_fusion)
-    )
+    of_attention = recipe.recompute == "selective" and "core_attn" in recipe.megatron.recompute_modules.split(",")
+    return recipe.recompute == "full" or of_attention or masks_in_place(recipe)
 
 
 def _backward(
@@ -676,16 +693,44 @@ def _waiting(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> It
 
 
 def _buffers(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
-    """Buffers that Megatron makes once and keeps: of attention scores in its own modules, and of tokens that are gathered."""
-    if recipe.megatron.transformer_impl == "local":
-        names = ("S_r", "S_e", "S_c") if recipe.megatron.pretrains == "t5" else ("S_r",)
-        numbers = layers.value("S_r") if len(names) == 1 else maximum(*map(layers.value, names))
-        formula = "e·S_r" if len(names) == 1 else f"e·max({', '.join(names)})"
-        reason = "buffer of attention scores, one for all layers"
-        yield Line(Kind.WORKSPACE, element_of(recipe) * numbers, reason, formula, LOCAL)
-    yield from _buffer_of_tokens(rank, layers, model, recipe)
+    """What is made once and kept: a buffer of attention scores and gathered tokens, and Transformer Engine's placeholders."""
+    needs = {**_scores(recipe), **_gathered(rank, model, recipe)}
+    sizes = tuple(layers.value(name) * (1 if width == "" else model.hidden_size) for name, width in needs.items())
+    elements = maximum(*sizes) if len(sizes) > 1 else sum(sizes)
+    if needs and not (isinstance(elements, int) and not elements):
+        several = ", ".join(f"{width}{name}" for name, width in needs.items())
+        formula = f"e·max({several})" if len(needs) > 1 else f"e·{several}"
+        reason = "buffer of attention scores, one for all layers" if _scores(recipe) else "buffer of gathered tokens"
+        yield Line(Kind.WORKSPACE, element_of(recipe) * elements, reason, formula, BUFFER, _KEPT)
     if keeps_placeholders(recipe):
         yield _stand_ins(rank, model, recipe, mesh)
+
+
+def _rotary_tables(layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+    """The angles of all positions in fp32, which every chunk of layers makes once."""
+    if (
+        model.positions
+        or model.mla is not None
+        or model.family in UNROTATED
+        or recipe.megatron.hybrid_layer_pattern is not None
+    ):
+        return
+    chunks = chunks_per_rank(recipe, mesh)
+    yield Line(Kind.ACTIVATIONS, 4 * chunks * layers.value("R_r"), "angles of rotary positions", f"{4 * chunks}·R_r", ANGLES)
+
+
+def _scores(recipe: RecipeSpec) -> dict[str, str]:
+    """Symbols of the scores that local layers write into the buffer."""
+    if recipe.megatron.transformer_impl != "local":
+        return {}
+    return dict.fromkeys(("S_r", "S_e", "S_c") if recipe.megatron.pretrains == "t5" else ("S_r",), "")
+
+
+def _gathered(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> dict[str, str]:
+    """Symbols of the tokens that Megatron's own matrices, and experts by all-gather, gather into it."""
+    own_matrices = rank.has_head or recipe.megatron.transformer_impl == "local"
+    gathers_for_experts = model.moe is not None and recipe.megatron.moe_token_dispatcher_type == "allgather"  # noqa: S105
+    return {**({"T_w": "h·"} if own_matrices else {}), **({"T_a": "h·"} if gathers_for_experts else {})}
 
 
 def _stand_ins(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
@@ -708,21 +753,6 @@ def _of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh)
     for each in found.values():
         elements = elements + each
     return elements
-
-
-def _buffer_of_tokens(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec) -> Iterator[Line]:
-    """What Megatron's own matrices, and experts by all-gather, gather tokens into: as large as the larger of both."""
-    own_matrices = rank.has_head or recipe.megatron.transformer_impl == "local"
-    gathers_for_experts = model.moe is not None and recipe.megatron.moe_token_dispatcher_type == "allgather"  # noqa: S105
-    names = (*(("T_w",) if own_matrices else ()), *(("T_a",) if gathers_for_experts else ()))
-    if not names:
-        return
-    tokens = maximum(*map(layers.value, names))
-    formula = f"e·h·{names[0]}" if len(names) == 1 else f"e·h·max({', '.join(names)})"
-    if not isinstance(tokens, int) or tokens:
-        yield Line(
-            Kind.WORKSPACE, element_of(recipe) * model.hidden_size * tokens, "buffer of gathered tokens", formula, BUFFER
-        )
 
 
 def _flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, loss: bool = False) -> Flying:
@@ -910,6 +940,10 @@ def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
     yield _logits(e, model, recipe, mesh, batch, "gradient of the logits", CROSS_ENTROPY)
     read = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
     yield Line(Kind.ACTIVATION_GRADIENTS, read, "gradient of the head's input", "ceil(e·T·h/C)", HEAD)
+    if recipe.sequence_parallel:
+        part = where(mesh.tp > 1, own_part(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, recipe, mesh), 0)
+        reason = "this rank's part of it, which ranks add up"
+        yield Line(Kind.ACTIVATION_GRADIENTS, part, reason, own_part_formula("e·T·h", recipe), HEAD)
     if not keeps_placeholders(recipe):
         weight = e * _table(model, recipe, mesh)
         yield Line(Kind.TEMPORARY, weight, "gradient of the head's weight", "e·ceil(V_p·h/p)", HEAD)
@@ -925,29 +959,43 @@ def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
 
 
 def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
-    """What a rank sends per step. Leaves out: single numbers, the tied embedding's sum, vocabulary-parallel maxima and sums."""
+    """What a rank sends per step. Leaves out: single numbers, counts of tokens, gradients of norms."""
     width, beside = _bytes_of(recipe), mesh.dp_shard * mesh.cp
-    yield from _of_gradients("parameters", Among.SHARDS, width, recipe, beside, rank.elements)
+    together = model.moe is None or recipe.megatron.overlap_param_gather
+    times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have an optimizer of their own; each gathers all weights
+    yield from _of_gradients("parameters", Among.SHARDS, width, recipe, beside, rank.elements, times)
     if model.moe is not None:
         ranks = same_experts(recipe, mesh)
-        yield from _of_gradients("experts", Among.SHARDS_OF_EXPERTS, width, recipe, ranks, rank.experts)
+        yield from _of_gradients("experts", Among.SHARDS_OF_EXPERTS, width, recipe, ranks, rank.experts, times)
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
         tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
-        calls = batch.grad_accum_steps * chunks_per_rank(recipe, mesh)
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            yield _sent("hidden states to the next stage", phase, Among.STAGES, 2, calls, 2 * tokens * model.hidden_size)
+        for phase, is_end in ((Phase.FORWARD, rank.has_head), (Phase.BACKWARD, rank.at == 0)):
+            calls = batch.grad_accum_steps * (len(rank.stages) - is_end)  # the first stage and the last have one neighbour
+            if not (isinstance(calls, int) and not calls):
+                yield _sent(
+                    "hidden states to the next stage",
+                    phase,
+                    Among.STAGES,
+                    2,
+                    calls,
+                    element_of(recipe) * tokens * model.hidden_size,
+                )
+        if model.tie_word_embeddings and (rank.at == 0 or rank.has_head):
+            gradient = _bytes_of(recipe).gradient * _table(model, recipe, mesh)
+            what = "gradient of the tied table, of first and last stage"
+            yield _call("all_reduce", what, Phase.BACKWARD, Among.STAGES, 2, 1, gradient, passes=2)
 
 
 def _of_gradients(
-    what: str, among: Among, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int
+    what: str, among: Among, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int, times: Int
 ) -> Iterator[Collective]:  # fmt: skip
     gradients: Int = width.gradient * elements
     if not recipe.zero_stage:
         yield _call("all_reduce", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients, passes=2)
         return
     yield _call("reduce_scatter", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients)
-    yield _call("all_gather", what, Phase.STEP, among, ranks, 1, width.weight * elements)
+    yield _call("all_gather", what, Phase.STEP, among, ranks, times, width.weight * elements)
 
 
 def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
@@ -955,20 +1003,46 @@ def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
     calls = batch.grad_accum_steps * rank.layers
     forwards = 2 if recipe.recompute == "full" else 1
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
-    hidden = 2 * tokens * model.hidden_size
+    hidden = element_of(recipe) * tokens * model.hidden_size
     pairs = calls * (2 if recipe.megatron.hybrid_layer_pattern is None else 1)  # of a column-parallel matrix and one by rows
     for phase, passes in ((Phase.FORWARD, 1), (Phase.BACKWARD, forwards)):
         yield from _between_tensor_ranks(recipe, mesh, phase, passes * pairs, pairs, hidden)
+    yield from _at_ends(rank, model, recipe, mesh, batch, hidden)
     if recipe.megatron.pretrains == "t5":
         yield from _within_t5(calls, model, recipe, mesh, batch)
-    yield from _around_rings(model, mesh, calls, forwards, tokens)
+    yield from _around_rings(model, recipe, mesh, calls, forwards, tokens)
     if model.moe is not None:
         yield from _to_experts(rank, model, recipe, mesh, batch)
 
 
+def _at_ends(
+    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, hidden: Int
+) -> Iterator[Collective]:  # fmt: skip
+    """Tensor ranks add up their parts of embedding and logits, and gather or scatter tokens there under sequence parallelism."""
+    calls, split = batch.grad_accum_steps, recipe.sequence_parallel
+    embedded, head = ("embedded tokens", Among.TENSOR, mesh.tp, calls), ("the head's input", Among.TENSOR, mesh.tp, calls)
+
+    def send(operation: str, phase: Phase, which: tuple[str, Among, Int, Int], payload: Int) -> Collective:
+        what, among, ranks, times = which
+        passes = 2 if operation == "all_reduce" else 1
+        return _call(operation, what, phase, among, ranks, times, payload, passes=passes, near=True)
+
+    if rank.at == 0:
+        yield send("reduce_scatter" if split and not model.positions else "all_reduce", Phase.FORWARD, embedded, hidden)
+        if split:
+            yield send("all_gather", Phase.BACKWARD, embedded, hidden)
+    if rank.has_head:
+        if split:
+            yield send("all_gather", Phase.FORWARD, head, hidden)
+            yield send("all_gather", Phase.BACKWARD, head, hidden)
+        yield send("reduce_scatter" if split else "all_reduce", Phase.BACKWARD, head, hidden)
+        of_tokens = 4 * ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
+        yield send("all_reduce", Phase.FORWARD, ("numbers of the loss", Among.TENSOR, mesh.tp, 3 * calls), of_tokens)
+
+
 def _within_t5(calls: Int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     """What T5 sums beside a decoder's two per layer: the cross attention's, and the encoder's, whose output each layer reads."""
-    per_token = 2 * batch.micro_batch_size * model.hidden_size
+    per_token = element_of(recipe) * batch.micro_batch_size * model.hidden_size
     hidden, encoded = per_token * batch.seq_len, per_token * encoder_length(recipe, batch)
     of_encoder = 2 * batch.grad_accum_steps * runs_of(model, recipe)[0].layers
     for phase, read in ((Phase.FORWARD, 0), (Phase.BACKWARD, calls)):
@@ -988,9 +1062,11 @@ def _between_tensor_ranks(
     yield _call("reduce_scatter", *what, sums, hidden, near=True)
 
 
-def _around_rings(model: ModelSpec, mesh: Mesh, calls: Int, forwards: int, tokens: Int) -> Iterator[Collective]:
+def _around_rings(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, calls: Int, forwards: int, tokens: Int
+) -> Iterator[Collective]:
     """Context parallelism sends keys and values around (``cp_comm_type p2p``), with their gradients in backward."""
-    keys = ceil_div(2 * 2 * tokens * model.num_key_value_heads * model.head_dim, mesh.tp)
+    keys = ceil_div(2 * element_of(recipe) * tokens * model.num_key_value_heads * model.head_dim, mesh.tp)
     steps = mesh.cp - 1
     yield _sent("keys and values around the ring", Phase.FORWARD, Among.SEQUENCE, mesh.cp, calls * steps, keys)
     yield _sent(
@@ -1002,7 +1078,7 @@ def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, ba
     assert model.moe is not None  # noqa: S101  asked of models with experts only
     forwards = 2 if recipe.recompute == "full" else 1
     tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
-    payload = 2 * tokens * model.moe.num_experts_per_tok * model.hidden_size
+    payload = element_of(recipe) * tokens * model.moe.num_experts_per_tok * model.hidden_size
     counts = zip(runs_of(model, recipe), rank.counts, strict=True)
     calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind in ROUTED)
     yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, mesh.ep, 2 * calls, payload)

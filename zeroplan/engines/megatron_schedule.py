@@ -7,7 +7,7 @@ hidden state of a micro-batch. On the first rank, chunk 0 has no input and hence
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -15,6 +15,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.megatron import element_of, own_part, own_part_formula
 
+_HELD = Tag(Role.UNTIL_NEXT_STEP)
 INPUT = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock.set_input_tensor"
 PLAIN = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_without_interleaving"
 INTERLEAVED = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving"
@@ -106,7 +107,7 @@ def left_lines(left: Left, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     return LeftLines(
         tuple(_line(left.forward, each, reason, f"L_f·{formula}", source)),
         tuple(_line(left.backward, each, reason, f"L_b·{formula}", source)),
-        tuple(_line(left.step, each, held, f"L_s·{formula}", INPUT)),
+        tuple(one._replace(tag=_HELD) for one in _line(left.step, each, held, f"L_s·{formula}", INPUT)),
     )
 
 

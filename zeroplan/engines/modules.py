@@ -15,15 +15,8 @@ from zeroplan.transformer.vision import MODULES
 #: Families whose expert layer, with its router, DeepSpeed gathers and releases as one module (``leaf_module_config.py``).
 LEAF_FAMILIES = ("mixtral", "qwen3_moe")
 
-#: Optional modules of a family: a model has them if they, or a module inside them, own parameters.
-_OPTIONAL = frozenset({
-    "mamba", "self_attn", "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "linear_attn",
-    "mlp.shared_experts", "self_attn.q_norm", "self_attn.k_norm",
-    *(f"mixer.{name}" for name in (
-        "in_proj", "norm", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate", "experts",
-        "shared_experts",
-    )),
-})  # fmt: skip
+#: Name endings of modules without parameters. A model has any other module if it, or a module inside it, owns parameters.
+_WITHOUT_PARAMETERS = ("act", "act_fn", "activation", "activation_fn", "dropout", "gelu_impl", "latent_proj", "v_norm")
 
 
 def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
@@ -39,7 +32,11 @@ def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
         return MODULES[model.vision.tower]
     sparse = any(name.endswith("experts") for name in owners)
     listed = _listed(model, sparse=sparse)
-    missing = {name for name in _OPTIONAL if not any(owner == name or owner.startswith(f"{name}.") for owner in owners)}
+    missing = {
+        name
+        for name in listed
+        if not name.endswith(_WITHOUT_PARAMETERS) and not any(owner == name or owner.startswith(f"{name}.") for owner in owners)
+    }
     if "mixer.up_proj" in missing:  # its activation has no parameters
         missing.add("mixer.act_fn")
     names = [name for name in listed if name not in missing and _parent(name) not in missing]

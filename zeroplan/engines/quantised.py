@@ -1,4 +1,4 @@
-"""The memory of whole 4-bit weights, with everything that is needed to dequantise them.
+"""The memory of whole 4-bit or 8-bit weights, with everything that is needed to dequantise them.
 
 bitsandbytes packs two weights to a byte and keeps a scale for every 64 weights. With double quantisation scales take a byte
 each, and 256 of them share one fp32 scale. Every weight has tables of codes. transformers leaves the head and the embeddings
@@ -22,6 +22,7 @@ TABLES = "bitsandbytes 0.50, functional.py, QuantState"
 PREPARED = "peft 0.21, utils/other.py, prepare_model_for_kbit_training"
 NARROWED = "trl 0.11.4, trainer/utils.py, peft_module_casting_to_bf16"
 GPTQ = "fms-acceleration 876e2ed, fms_acceleration_peft/gptqmodel/nn_modules/qlinear/qlinear_tritonv2.py, QuantLinear"
+EIGHT = "bitsandbytes 0.50, nn/modules.py, Int8Params._quantize"
 BIAS = "bitsandbytes 0.50, nn/modules.py, Linear4bit.forward"
 
 _CODE = 16 * 4  # the sixteen values of NF4, fp32, for every weight (functional.py, get_4bit_type)
@@ -48,6 +49,10 @@ class Counts(NamedTuple):
     """GPTQ's groups: each has a scale and a zero."""
     inputs: int = 0
     """Input features of GPTQ's layers, each with its group's number."""
+    elements: int = 0
+    """Elements of quantised weights."""
+    rows: int = 0
+    """Rows of quantised weights, each with a scale in 8 bits."""
 
 
 @lru_cache(maxsize=256)
@@ -68,6 +73,8 @@ def counts(model: ModelSpec) -> Counts:
         sum(times * one.numel for one, times in frozen if not one.quantised and not is_bias(one) and not _is_norm(one)),
         sum(times * _groups(one, size) for one, times in frozen if one.quantised),
         sum(times * one.shape[1] for one, times in frozen if one.quantised),
+        sum(times * one.numel for one, times in frozen if one.quantised),
+        sum(times * one.shape[0] for one, times in frozen if one.quantised),
     )
 
 
@@ -83,8 +90,13 @@ def quantised_lines(
             *scales(found, quantize),
             *_others(found, norm_bytes, end_bytes),
         )
+    if quantize == "int8":
+        whole = Line(Kind.PARAMETERS, found.elements, "frozen weights in 8 bits", "Ψ_4", EIGHT)
+        element_bytes = norm_bytes  # biases have the dtype of what their layer reads (nn/modules.py, Linear8bitLt.forward)
+    else:
+        whole = Line(Kind.PARAMETERS, found.packed, "frozen weights in 4 bits, two to a byte", "Ψ_4/2", PACKED)
     return (
-        Line(Kind.PARAMETERS, found.packed, "frozen weights in 4 bits, two to a byte", "Ψ_4/2", PACKED),
+        whole,
         *scales(found, quantize),
         Line(Kind.PARAMETERS, element_bytes * found.biases, "frozen biases", f"{element_bytes}·Ψ_bias", BIAS),
         *_others(found, norm_bytes, end_bytes),
@@ -142,6 +154,8 @@ def scales_of(model: ModelSpec) -> tuple[Line, ...]:
 
 def scales(found: Counts, quantize: Quantize) -> tuple[Line, ...]:
     """Return the tensors that dequantise weights, whole on every rank. [bytes]"""
+    if quantize == "int8":
+        return (Line(Kind.PARAMETERS, 4 * found.rows, "scales of rows, fp32", "4·R_8", EIGHT),)
     if quantize == "gptq":
         return (
             Line(Kind.PARAMETERS, 2 * found.groups, "scales of groups, fp16", "2·B_g", GPTQ),
@@ -192,7 +206,8 @@ def quantised_symbols(model: ModelSpec) -> tuple[Symbol, ...]:
     """Return the symbols in the formulas of these lines."""
     found = counts(model)
     return (
-        Symbol("Ψ_4", 2 * found.packed, "parameters in 4 bits"),
+        Symbol("Ψ_4", found.elements, "parameters in few bits"),
+        Symbol("R_8", found.rows, "rows of the weights that have them"),
         Symbol("B_g", found.groups, "groups of them, where GPTQ made them"),
         Symbol("I_4", found.inputs, "inputs of the layers that have them"),
         Symbol("B_64", found.blocks, "blocks of 64 of them"),

@@ -2,6 +2,9 @@
 
 from dataclasses import asdict
 
+from zeroplan.catalog.deepspeed_config import OF_THE_SCRIPT, OWN_SECTION
+from zeroplan.resolve import OPTIONS
+from zeroplan.resolve.options import value_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 
@@ -38,10 +41,23 @@ def with_optimizer(job: JobSpec) -> dict[str, object]:
     The learning rate is left out, so DeepSpeed uses the optimizer's default.
     """
     config, recipe = configuration(job), job.recipe
+    config[OWN_SECTION] = of_the_script(job)
     if recipe.optimizer not in ADAM:
         return {**config, "zero_allow_untested_optimizer": True}
     kind = {"adam": "Adam", "adamw": "AdamW"}[recipe.optimizer]
     return {**config, "optimizer": {"type": kind, "params": _adam_params(recipe)}}
+
+
+def of_the_script(job: JobSpec) -> dict[str, object]:
+    """Return the settings of the training script that DeepSpeed has no keys for, by the name of their flag.
+
+    DeepSpeed 0.19.8 checks only the sections that it knows (runtime/config.py, DeepSpeedConfig), so that it passes over these.
+    """
+    said = {name: value_of(job, OPTIONS[name]) for name in OF_THE_SCRIPT}
+    default = RecipeSpec()
+    own = {"seq_len": job.batch.seq_len, "optimizer": None if job.recipe.optimizer in ADAM else job.recipe.optimizer}
+    differ = {name: value for name, value in said.items() if value != getattr(default, name, None)}
+    return {name: value for name, value in {**differ, **own}.items() if value is not None}
 
 
 def _adam_params(recipe: RecipeSpec) -> dict[str, object]:

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from zeroplan.errors import SpecError, ZeroplanError
-from zeroplan.estimator import Estimate, estimate, replayed_if_tight
+from zeroplan.estimator import Estimate, judged
 from zeroplan.report.checks import loop_beside, passes
 from zeroplan.report.words import verdict_sentence
 from zeroplan.resolve import Request, resolve, with_setup
@@ -69,7 +69,7 @@ def checked(request: Request, if_too_large: IfTooLarge, *, speaks: bool | None =
     speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
     try:
         found = resolve(request)
-        predicted, loop = replayed_if_tight(estimate(found.job)), loop_beside(found.job, found.loop)
+        predicted, loop = judged(found.job), loop_beside(found.job, found.loop)
     except ZeroplanError as error:
         _unknown(error, speaks=speaks)
         return None

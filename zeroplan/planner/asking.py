@@ -18,6 +18,7 @@ from zeroplan.planner.questions import (
     cheaper,
     cheapest,
     fewest_gpus,
+    in_room,
     largest_batch,
     largest_model,
     longest_sequence,
@@ -201,17 +202,17 @@ def _extreme(
     """Return the job with the longest sequence or the largest micro-batch that fits; unchanged if neither is requested."""
     one_each = replace(fixed, micro_batch_size=1)
     if question.max_seq:
-        longest, how, more = _first(longest_sequence, base, one_each, inexpressible, _with_tokens)
+        longest, fixed, how, more = _first(longest_sequence, base, one_each, inexpressible, _with_tokens)
         if not longest:
             return base, one_each, (f"not even {SEQUENCE_STEP} tokens fit",)
         said = f"the longest sequence that fits{how}: {longest:,} tokens (a multiple of {SEQUENCE_STEP}){more}"
         window = base.model.sliding_window
         if window is not None and longest < window <= longest + SEQUENCE_STEP and (fixed.tp or 1) * (fixed.cp or 1) > 1:
             said += f"; longer ones, beyond the window of {window:,}, are not modelled on ranks that split the model"
-        found, _ = _with_tokens(base, one_each, longest)
-        return found, one_each, tuple(note for note in (said, beyond_positions(found)) if note)
+        found, _ = _with_tokens(base, fixed, longest)
+        return found, fixed, tuple(note for note in (said, beyond_positions(found)) if note)
     if question.max_batch:
-        largest, how, more = _first(largest_batch, base, fixed, inexpressible, _with_sequences)
+        largest, fixed, how, more = _first(largest_batch, base, fixed, inexpressible, _with_sequences)
         if not largest:
             return base, one_each, ("not even one sequence fits",)
         said = f"the largest micro-batch that fits{how}: {largest:,} sequences per data-parallel rank{more}"
@@ -235,15 +236,16 @@ _WORTH_SAYING = 1.25
 
 def _first(
     largest: _Largest, base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None, at: _At
-) -> tuple[int, str, str]:  # fmt: skip
+) -> tuple[int, Fixed, str, str]:  # fmt: skip
     """Return the largest number in the first kind of room in which anything fits, that room, and the numbers for other rooms.
 
-    0 if nothing fits. A tight answer is checked by a replay. Tight numbers beside another answer are upper bounds.
+    The room is returned as settings for the plan, so that its layouts offload only if the number was found with offload, and in
+    words. 0 if nothing fits. A tight answer is checked by a replay. Tight numbers beside another answer are upper bounds.
     """
     for place, room in enumerate(ROOMS):
-        found = largest(base, fixed, inexpressible, room)
+        found, within = largest(base, fixed, inexpressible, room), in_room(base, fixed, room)
         if found and room.tight:
-            found = _that_goes_through(found, lambda number: plan(*at(base, fixed, number), inexpressible=inexpressible))
+            found = _that_goes_through(found, lambda number: plan(*at(base, within, number), inexpressible=inexpressible))  # noqa: B023
         if found:
             how = room.words or (f"with {fixed.margin:.0%} of the GPU free" if fixed.margin else "comfortably")
             others = ((largest(base, fixed, inexpressible, other), other) for other in ROOMS[1:] if not place)
@@ -252,8 +254,8 @@ def _first(
                 for more, other in others
                 if more >= _worth(other, found)
             )
-            return found, f" {how}", "".join(said)
-    return 0, "", ""
+            return found, within, f" {how}", "".join(said)
+    return 0, fixed, "", ""
 
 
 def _worth(room: Room, found: int) -> float:

@@ -1,6 +1,7 @@
 """Chooses the best layout, its rivals and their explanations from all evaluated layouts. Start at :func:`plan`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from zeroplan.planner.explain import binding, largest_part, why_larger, why_not
 from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
 from zeroplan.planner.partly import partly_recomputed
 from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Ranked, Rival
-from zeroplan.planner.rules import Fallen, NoLayoutError, Rule
+from zeroplan.planner.rules import Fallen, NoLayoutError, Rule, Tally
 from zeroplan.planner.search import Found, Inexpressible, job_at, search
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, check_batch, easy_room_of, gpu_of
 from zeroplan.spec.job import JobSpec
@@ -102,8 +103,33 @@ def plan(
     Raises :class:`~zeroplan.errors.SpecError` for a contradiction, and its subclass
     :class:`~zeroplan.planner.rules.NoLayoutError` if no layout can be tried on this number of GPUs.
     """
+    ask = partial(_answers, base, fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
+    answers, tally, considered = ask()
+    if not answers.fits.any() and any(one.fits(base) for one in answers.found if not one.recipe.offloads):
+        answers, tally, considered = ask(offload_too=True)  # what fits to the byte kept the search from it, and runs out
+    best = _best(answers) if answers.fits.any() else None
+    return Plan(
+        base=base,
+        objective=objective,
+        best=best,
+        rivals=_closest(answers) if best is None else _rivals(answers, best),
+        rankings=() if best is None else tuple(_rankings(answers)),
+        front=tuple(answers.layout(at) for at in pareto(answers.layouts, answers.kept)),
+        considered=considered,
+        evaluated=answers.layouts.layouts,
+        fallen=tally.fallen,
+        cloud=Cloud(tuple(one.recipe for one in answers.found), answers.layouts),
+    )
+
+
+def _answers(
+    base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None,
+    offload_too: bool = False,
+) -> tuple[_Field, Tally, int]:  # fmt: skip
+    """Return all layouts in order with those that fit, the rejected ones, and how many were considered."""
     room, free = _rooms(base, fixed)
-    found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=objective == "headroom")
+    slow_too = objective == "headroom"
+    found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=slow_too, offload_too=offload_too)
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # fewer recomputed blocks never save memory
@@ -116,19 +142,7 @@ def plan(
     kept = easy if easy.any() else fits if fits.any() else np.ones_like(fits)
     order = ordered(layouts, objective, float(layouts.tokens_per_s[kept].max()))
     answers = _that_go_through(_Field(base, found, layouts, order, fits, easy, room, free, mfu, objective))
-    best = _best(answers) if answers.fits.any() else None
-    return Plan(
-        base=base,
-        objective=objective,
-        best=best,
-        rivals=_closest(answers) if best is None else _rivals(answers, best),
-        rankings=() if best is None else tuple(_rankings(answers)),
-        front=tuple(answers.layout(at) for at in pareto(layouts, answers.kept)),
-        considered=considered,
-        evaluated=layouts.layouts,
-        fallen=tally.fallen,
-        cloud=Cloud(tuple(one.recipe for one in found), layouts),
-    )
+    return answers, tally, considered
 
 
 def _rooms(base: JobSpec, fixed: Fixed) -> tuple[int, int]:

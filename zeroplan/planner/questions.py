@@ -82,6 +82,14 @@ def _without_offload(base: JobSpec, fixed: Fixed) -> Fixed:
     return replace(fixed, offload_optimizer="none", offload_param="none")
 
 
+def in_room(base: JobSpec, fixed: Fixed, room: "Room") -> Fixed:
+    """Return the fixed settings with offload as in this room, unless the user has decided about it."""
+    without = _without_offload(base, fixed)
+    if without is fixed:
+        return fixed
+    return replace(fixed, offload_optimizer="cpu") if room.offload else without
+
+
 def _fewest_of(
     base: JobSpec, fixed: Fixed, on: Callable[[int], Plan | NoLayoutError], most: int, inexpressible: Inexpressible | None
 ) -> Plan:  # fmt: skip

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from zeroplan.engines.account import Account
 from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.precisions import widths
-from zeroplan.engines.reserved_shares import shares_of
+from zeroplan.engines.reserved_shares import shares_of, with_missed
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, counted_model, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Moment, Phase, total_bytes
@@ -20,6 +20,7 @@ from zeroplan.memo import remembering
 from zeroplan.numeric import Int, for_each_value
 from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.degrees import degrees_of, scheduled
+from zeroplan.planner.progress import counted
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, easy_room_of, numbers, room_of, structures
 from zeroplan.spec.hardware import GpuSpec
@@ -75,15 +76,17 @@ def search(
     mfu: float | None = None,
     inexpressible: Inexpressible | None = None,
     slow_too: bool = True,
+    offload_too: bool = False,
 ) -> Searched:
     """Return the figures of every layout that some engine can start. ``base`` has the model, the GPUs and the sequence length.
 
     If nothing fits with the margin, the search also tries unusual degrees and smaller buckets. Offload costs time, so the search
-    tries it only if nothing fits without it, on request, or if GPUs are joined only by PCIe. ``slow_too``: also pipelines that
-    cannot be nearly as fast as a layout that fits.
+    tries it only if nothing fits without it, on request (``offload_too``), or if GPUs are joined only by PCIe. ``slow_too``: also
+    pipelines that cannot be nearly as fast as a layout that fits.
     """
+    bounds = None if slow_too else Bounds(base, mfu)
     with remembering(), _without_garbage_collection():
-        return _search(_Space(base, fixed, Tally(), mfu, inexpressible, bounds=None if slow_too else Bounds(base, mfu)))
+        return _search(_Space(base, fixed, Tally(), mfu, inexpressible, bounds=bounds), offload_too=offload_too)
 
 
 @contextmanager
@@ -107,13 +110,14 @@ def faster_than(
         return tuple(_searched(space, offload=False))
 
 
-def _search(space: "_Space") -> Searched:
+def _search(space: "_Space", *, offload_too: bool) -> Searched:
     base, fixed, tally = space.base, space.fixed, space.tally
     found = list(_searched(space, offload=False))
     if not any(one.quickest(base, fixed) for one in found):
         tally = Tally()  # the wider search counts the layouts of the first again
         found = list(_searched(space._replace(tally=tally, wide=True), offload=False))
-    if (space.bounds is not None and _joined_by_pcie(base)) or not any(one.fits(base) for one in found):
+    offload_too = offload_too or (space.bounds is not None and _joined_by_pcie(base))
+    if offload_too or not any(one.fits(base) for one in found):
         found += _searched(space._replace(tally=tally), offload=True)
     found += _with_whole_sequences(space, found)
     if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # to report the closest layouts
@@ -179,7 +183,7 @@ def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
         for structure in structures(base, fixed, offload=offload, wide=space.wide)
         for split in degrees_of(structure, base, fixed, wide=space.wide)
     )
-    for structure, split in sorted(every, key=_takes_long):
+    for structure, split in counted(sorted(every, key=_takes_long)):
         missing = "" if space.inexpressible is None else space.inexpressible(structure, split)
         if missing:
             space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
@@ -369,7 +373,8 @@ def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:
     gpu, workspaces = base.cluster.gpu, _workspaces(base, recipe)
     peak = found.peak_bytes + workspaces
     held = expected_bytes(peak, found.streams_bytes + workspaces, shares_of(recipe, "default"))
-    return Needed(peak, reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes)
+    expected = reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes
+    return Needed(peak, with_missed(expected, peak, base.model, recipe))
 
 
 def _layout_by_layout(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, ranks: "Weigher") -> Found:

@@ -129,7 +129,6 @@ def _instants(series: TimelineSeries, width: int, *, signs: bool) -> Iterator[Ro
 
 
 def _padded(name: str, width: int, *, signs: bool) -> str:
-    """Return a name at a fixed width: shortened, or padded."""
     end = "…" if signs else ".."
     return name.ljust(width) if len(name) <= width else f"{name[: width - len(end)]}{end}"
 

@@ -62,7 +62,7 @@ class Beside(NamedTuple):
 
 def loop_beside(job: JobSpec, loop: Mapping[str, object]) -> Beside | None:
     """Return the result of the loop that a file configures around the job's training step; None without a loop."""
-    if not loop:
+    if not loop or loop.get("alone"):
         return None
     from zeroplan.report.workflow import verdict_of  # noqa: PLC0415  few files have a loop
     from zeroplan.workflow import loop_of_file  # noqa: PLC0415

@@ -142,7 +142,6 @@ def _on_card(one: Reserved) -> str:
 
 
 def _reserved_payload(one: Reserved) -> dict[str, object]:
-    """Return one figure beside its band, as data."""
     low, expected, high = map(int, one.band)
     band = {"low_bytes": low, "expected_bytes": expected, "high_bytes": high}
     card = None if one.card is None else asdict(one.card)

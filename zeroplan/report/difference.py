@@ -16,8 +16,6 @@ _HAPPENED, _AMOUNT, _CHANGE = 7, 10, 11
 
 
 class _Table(NamedTuple):
-    """The width and unit of a table."""
-
     unit: Unit
     width: int
 

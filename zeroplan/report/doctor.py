@@ -34,7 +34,7 @@ def _abilities(abilities: Sequence[Ability]) -> Iterator[str]:
 
 
 def doctor_payload(found: Versions, abilities: Sequence[Ability]) -> dict[str, object]:
-    """Return the same as data for JSON."""
+    """Return the versions and abilities as data for JSON."""
     return {
         "schema_version": 1,
         "platform": platform.platform(),

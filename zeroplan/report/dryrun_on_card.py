@@ -47,7 +47,7 @@ def on_card_text(found: CardComparison, *, unit: Unit = GIBIBYTES) -> str:
 
 
 def on_card_payload(found: CardComparison) -> dict[str, object]:
-    """Return the comparison as data: the rows, what was measured and what was predicted."""
+    """Return the comparison as data: the rows, the measurement and the prediction."""
     rows = found.rows
     return {
         "schema_version": SCHEMA_VERSION,

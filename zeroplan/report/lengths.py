@@ -21,7 +21,7 @@ def lengths_lines(found: Lengths, unit: Unit) -> tuple[str, ...]:
 
 
 def lengths_payload(found: Lengths) -> dict[str, object]:
-    """Return the same as plain data. [bytes, tokens, shares]"""
+    """Return the lengths and each way of batching as plain data. [bytes, tokens, shares]"""
     tokens = found.varying.tokens
     return {
         "sequences": len(tokens), "mean_tokens": sum(tokens) / len(tokens), "tokens_of_90_in_100": found.varying.within(0.9),

@@ -42,7 +42,7 @@ def message_payload(
     others: Sequence[Other] = (),
     changes: Sequence[Remedy] = (),
 ) -> dict[str, object]:
-    """Return the same as plain data for JSON. [bytes]"""
+    """Return the message, the advice and the job's request as data for JSON. [bytes]"""
     return {
         "schema_version": SCHEMA_VERSION,
         **said._asdict(),
@@ -63,7 +63,6 @@ def _head(said: Message) -> Iterator[str]:
 
 
 def _card(said: Message) -> Iterator[str]:
-    """Yield the GPU's memory, line by line."""
     rows: list[tuple[str, int | None]] = [
         ("in tensors", said.allocated_bytes),
         ("cached by the allocator", said.unallocated_bytes),
@@ -143,7 +142,6 @@ def _other_jobs(others: Sequence[Other]) -> Iterator[str]:
 
 
 def _changes(said: Message, answer: Estimate, changes: Sequence[Remedy]) -> Iterator[str]:
-    """Yield changes that make the job fit."""
     if changes:
         gpu = answer.job.cluster.gpu
         yield f"What would make it fit {f'a GPU with {_size(said.capacity_bytes)}' if gpu is None else gpu.full_name}"

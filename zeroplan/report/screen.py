@@ -54,13 +54,13 @@ def screen_text(
 
 
 def _spaced(parts: Sequence[Sequence[str]], gaps: int) -> str:
-    """Return the parts with empty lines between them, as many as there is room for."""
+    """Return the parts with at most ``gaps`` empty lines between them."""
     spaced = [[*part, ""] if at < gaps else part for at, part in enumerate(parts)]
     return "\n".join(line for part in spaced for line in part)
 
 
 def _changes(answer: Estimate, changes: Sequence[Remedy] | None, unit: Unit) -> Iterator[str]:
-    """Yield the nearest changes as flags to copy, each with what it needs."""
+    """Yield the nearest changes as flags to copy, each with the memory it needs."""
     if changes is not None and not changes and answer.fits is False:
         yield from filled(NO_CHANGE)
     for one in (changes or ())[:_MOST_CHANGES]:
@@ -114,7 +114,7 @@ def _sent(answer: Estimate, unit: Unit) -> str:
 
 
 def notes_that_fit(notes: Sequence[str], room: int, others: str = "") -> Iterator[str]:
-    """Yield as many whole notes as there is room for, and the number of the others, and what else is left out."""
+    """Yield as many whole notes as fit into ``room`` lines, then the number of the rest, and ``others``."""
     lines = [filled(f"Note: {note}") for note in notes]
     shown = next(n for n in range(len(notes), -1, -1) if not n or sum(map(len, lines[:n])) + (n < len(notes)) <= room)
     yield from (line for note in lines[:shown] for line in note)

@@ -63,7 +63,11 @@ class Resolved(NamedTuple):
     varying: "Varying | None" = None
     """The sequence lengths of ``--lengths``; the job then has the longest micro-batch of a run."""
     loop: Mapping[str, object] = {}
-    """The fine-tuning loop that the user's file describes: ``workflow``, its options, and whether batches are ``pairs``."""
+    """The fine-tuning loop that the user's file describes: ``workflow`` and its options. The job is its training step."""
+    pairs: bool = False
+    """The user's file counts its micro-batch in pairs; the job counts their sequences."""
+    keys: Mapping[str, str] = {}
+    """The keys of the user's files by the flag that they set and that may not contradict them."""
 
 
 def job(**said: object) -> JobSpec:
@@ -111,7 +115,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
     freezes = read.kind == "llama-factory"
     model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
-    request, config_notes = _with_deepspeed_config(read, model, chosen)
+    request, config_notes, config_keys = _with_deepspeed_config(read, model, chosen)
     request, liger_note = (request, "") if read.kind is None else _liger(request, model)
     request, imbalance_note = _with_imbalance(request, model)
     gpus = request.gpus or 1
@@ -122,7 +126,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     complete = JobSpec(
         model=model,
         cluster=cluster,
-        recipe=_on_nodes(_recipe(request, stage), cluster, chosen),
+        recipe=_scored(_on_nodes(_recipe(request, stage), cluster, chosen), read, seq_len),
         mesh=mesh_of(request, gpus),
         batch=batch,
     )
@@ -143,8 +147,8 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         _ONE_GPU if read.kind and request.gpus is None else "",
         _without_bf16(complete),
     )
-    loop = {**read.loop, "pairs": read.pairs} if read.loop else {}
-    return Resolved(complete, tuple(note for note in notes if note), varying, loop)
+    keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
+    return Resolved(complete, tuple(note for note in notes if note), varying, read.loop, read.pairs, keys)
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
@@ -172,10 +176,15 @@ def _with_program_of_setup(read: SetupRead, complete: JobSpec, chosen: Sequence[
     return complete, (*modules_notes, *units_notes)
 
 
-def _with_deepspeed_config(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:
-    """Return the request with the values of its DeepSpeed configuration; raises SpecError for a flag that contradicts it."""
+def _with_deepspeed_config(
+    found: SetupRead, model: ModelSpec, chosen: Sequence[str]
+) -> tuple[Request, tuple[str, ...], Mapping[str, str]]:
+    """Return the request with the values of its DeepSpeed configuration, notes, and its keys by flag.
+
+    Raises SpecError for a flag that contradicts it.
+    """
     if found.request.deepspeed_config is None and found.deepspeed is None:
-        return found.complete, ()
+        return found.complete, (), {}
     if found.request.deepspeed_config == "":
         raise SpecError("--deepspeed-config '' names no file; give the path of a DeepSpeed configuration")
     from zeroplan.resolve.deepspeed import config_beside  # noqa: PLC0415  only this flag pays for it
@@ -189,7 +198,7 @@ def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
     DeepSpeed's ``auto`` sizes, which depend on the model, are then those of Llama 2 7B. Raises what :func:`resolve` raises.
     """
     any_model = find_model("llama-2-7b")
-    found, _ = _with_deepspeed_config(with_setup(request, chosen), any_model, chosen)
+    found, *_ = _with_deepspeed_config(with_setup(request, chosen), any_model, chosen)
     return _recipe(found, _default_stage(found.engine, found.gpus or 1) if found.stage is None else found.stage)
 
 
@@ -280,7 +289,7 @@ def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[M
         raise UnknownNameError(f"{unknown}{way_to_the_hub(name)}") from None
     notes = () if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)
     if beside := tower_left_out(found.name, extra=own_folder(extra, "models")):
-        left = f"{beside} of {found.name} is left out, and every figure is too low by it; its --config counts it"
+        left = f"{beside} of {found.name} is left out, and every figure is too low by it; --config counts what it can"
         found = replace(found, name=f"{found.name} (text part)")
         return found, (left, *notes)
     return found, notes
@@ -336,6 +345,17 @@ def mesh_of(request: Request, gpus: int) -> MeshSpec:
         raise SpecError(f"--gpus {gpus} is not divisible by {said}; every replica has the same number of GPUs")
     replicas, tp, cp, pp = ways.values()
     return MeshSpec(dp_replicate=replicas, dp_shard=gpus // together, tp=tp, cp=cp, pp=pp, ep=request.expert_parallel or 1)
+
+
+#: TRL's default (1.16, trl/trainer/grpo_config.py, GRPOConfig.max_completion_length).
+COMPLETION = 512
+
+
+def _scored(recipe: RecipeSpec, read: SetupRead, seq_len: int) -> RecipeSpec:
+    """Return the recipe with the prompts of a file of GRPO, whose loss reads only completions."""
+    if read.loop.get("workflow") != "grpo" or recipe.loss != "log-probs":
+        return recipe
+    return replace(recipe, prompt_len=max(1, seq_len - int(str(read.loop.get("max_completion_length", COMPLETION)))))
 
 
 def _default_stage(engine: Engine | None, gpus: int) -> Stage:

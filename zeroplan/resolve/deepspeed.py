@@ -12,8 +12,13 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions
 
 
-def config_beside(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:
-    """Return the request with the configuration's values, and notes; raises SpecError if it contradicts a flag."""
+def config_beside(
+    found: SetupRead, model: ModelSpec, chosen: Sequence[str]
+) -> tuple[Request, tuple[str, ...], Mapping[str, str]]:
+    """Return the request with the configuration's values, notes, and its keys by flag.
+
+    Raises SpecError if it contradicts a flag.
+    """
     request, full = found.request, found.complete
     data, where = found.deepspeed or parsed_config(Path(request.deepspeed_config or ""))
     beside = Beside(model.hidden_size, request.gpus or 1, full.precision, full.micro_batch, full.grad_accum)
@@ -25,7 +30,9 @@ def config_beside(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> 
     filled_in = [f"{stated}, filled in for auto" for stated in taken.values() if stated.auto]
     file = shown(Path(request.deepspeed_config or full.from_file or _quoted(where)).name)
     notes = tuple(f"{file}: {note}" for note in (*config.notes, *filled_in))
-    return found._replace(request=replace(request, **said)).complete, notes  # type: ignore[arg-type]  # Request checks every field
+    filled, keys = {**found.filled, **config.of_the_script}, {name: stated.key for name, stated in config.flags.items()}
+    read = found._replace(request=replace(request, **said), filled=filled)  # type: ignore[arg-type]  # Request checks every field
+    return read.complete, notes, keys
 
 
 def _refuse_contradictions(request: Request, asked: Mapping[str, object], config: DeepSpeedConfig, where: str) -> None:

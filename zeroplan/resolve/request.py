@@ -40,6 +40,7 @@ from zeroplan.spec.recipe import (
     Fsdp1Options,
     Fsdp2Options,
     Kernels,
+    LogProbs,
     Loss,
     MegatronOptions,
     OffloadDevice,
@@ -91,10 +92,12 @@ class Request(Spec):
         MODEL, "NAMES",
     )})
     quantize: Quantize | None = field(default=None, metadata={"option": Option(
-        "How the frozen weights of the blocks are stored (QLoRA): none (not quantised), or in 4 bits: nf4 or nf4-double "
-        "(bitsandbytes; nf4-double also quantises the scales), or gptq. (default: none)", MODEL, "NAME",
-        control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "gptq"), empty="not quantised",
-                        hint="in 4 bits, beside a LoRA rank"),
+        "How the frozen weights of the blocks are stored (QLoRA): none (not quantised), in 4 bits: nf4 or nf4-double "
+        "(bitsandbytes; nf4-double also quantises the scales), or gptq; or int8 (bitsandbytes' 8 bits). (default: none)",
+        MODEL, "NAME",
+        control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "gptq", "int8"),
+                        empty="not quantised",
+                        hint="in 4 or 8 bits, beside a LoRA rank"),
     )})
     group_size: int | None = field(default=None, metadata={"option": Option(
         "With --quantize gptq: the number of weights that share a scale (`group_size` in quantize_config.json). -1: no "
@@ -247,7 +250,7 @@ class Request(Spec):
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
         "Parts of the model that run in Unsloth's Triton kernels, as fms-acceleration installs them, separated by commas:"
         " cross-entropy (writes the gradient over the logits), rms-norm, rope, lora (attention's projections with QLoRA);"
-        " Liger's are rope, liger-rms-norm and liger-swiglu. (default: none)", RECIPE, "NAMES",
+        " Liger's are rope, liger-rms-norm and liger-swiglu; torchtune's is loss-in-pieces. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(
@@ -338,6 +341,10 @@ class Request(Spec):
     # fmt: on
     device_kernels: Kernels | None = field(default=None, metadata={"option": Option(sets="recipe.kernels")})
     """``kernels`` of a complete job; it has no flag."""
+    log_probs: LogProbs | None = field(default=None, metadata={"option": Option(sets="recipe.log_probs")})
+    """How a trainer of another program's file gets its log-probabilities; it has no flag."""
+    prompt_len: Count | None = field(default=None, metadata={"option": Option(sets="recipe.prompt_len")})
+    """Tokens that the trainer of another program's file does not score; it has no flag."""
     longest_seq_len: Count | None = field(default=None, metadata={"option": Option(sets="batch.longest_seq_len")})
     """The longest possible sequence of a complete job with drawn lengths; it has no flag."""
     shares: SharesSpec | None = field(default=None, metadata={"option": Option(sets="cluster.shares")})
@@ -405,8 +412,11 @@ class SetupRead(NamedTuple):
         steps = request.grad_accum or left.get("grad_accum")
         if steps in (None, 1):  # without accumulation the option has no effect
             left.pop("sync_every_micro_batch", None)
-        if request.loss not in (None, "full"):
+        loss = request.loss or left.get("loss", "full")
+        if loss != "full":
             left.pop("keep_logits", None)
+        if loss != "log-probs":
+            left.pop("log_probs", None)
         engine = request.engine or left.get("engine") or ("ddp" if request.stage in (0, 1) else None)
         if engine != "ddp" or (request.recompute or left.get("recompute")) != "full":
             left.pop("reentrant", None)

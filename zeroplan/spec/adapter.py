@@ -9,10 +9,12 @@ from zeroplan.spec.base import Range, Spec
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+#: The head, which peft adapts where it is named, and ``all-linear`` leaves out.
+HEAD = "lm_head"
 #: Names for several linear layers; ``all-linear`` is peft's own.
 GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 
-Quantize = Literal["none", "nf4", "nf4-double", "gptq"]
+Quantize = Literal["none", "nf4", "nf4-double", "gptq", "int8"]
 Compute = Literal["autocast", "fp32"]
 Upcast = Literal["none", "norms", "all"]
 
@@ -28,10 +30,10 @@ ADAPTED_IN_OLDER = ("mixtral",)
 class AdapterSpec(Spec):
     """LoRA as peft builds it; QLoRA if ``quantize`` is set.
 
-    Each targeted linear layer gets a product of two matrices of ``rank``; everything else is frozen. ``targets`` names linear
-    layers of a block as peft does, separated by commas, or ``all-linear``, ``attention`` or ``mlp``. Frozen weights have the
-    compute dtype. Adapters have the dtype of trained parameters (fp32 under mixed precision, as in peft). Leaves out biases of
-    adapters, DoRA, and trained embeddings or heads.
+    Each targeted linear layer gets a product of two matrices of ``rank``; everything else is frozen. ``targets`` names
+    linear layers as peft does, separated by commas (``lm_head`` is one), or ``all-linear``, ``attention`` or ``mlp``.
+    Frozen weights have the compute dtype. Adapters have the dtype of trained parameters (fp32 under mixed precision, as in
+    peft). Leaves out biases of adapters, DoRA, and embeddings or heads that are trained themselves.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
     ('q_proj', 'v_proj')
@@ -41,7 +43,7 @@ class AdapterSpec(Spec):
     targets: str = "all-linear"
     quantize: Quantize = "none"
     """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: their scales are quantised too; ``gptq``: GPTQ's four
-    bits, run by its kernels for Triton in fp16."""
+    bits, run by its kernels for Triton in fp16; ``int8``: bitsandbytes' eight bits."""
     group_size: Annotated[int, Range(-1, 2**20)] = 128
     """With ``gptq``: weights that share a scale and a zero point; -1: all weights of one output."""
     dropout: bool = False
@@ -61,8 +63,8 @@ class AdapterSpec(Spec):
         if not self.targets:
             raise SpecError("LoRA needs linear layers; name some (q_proj,v_proj), or all-linear")
         for name in self.targets.split(","):
-            if name.strip() not in (*GROUPS, *GROUPS["all-linear"]):
-                there = ", ".join((*GROUPS, *GROUPS["all-linear"]))
+            if name.strip() not in (*GROUPS, *GROUPS["all-linear"], HEAD):
+                there = ", ".join((*GROUPS, *GROUPS["all-linear"], HEAD))
                 raise SpecError(f"LoRA has no target {name.strip()!r}; there are {there}")
         if self.group_size < 1 and self.group_size != -1:
             raise SpecError(f"group_size={self.group_size} is no number of weights; write 128, or -1 for no groups")
@@ -89,4 +91,4 @@ class AdapterSpec(Spec):
     def layers(self) -> tuple[str, ...]:
         """Return the names of the adapted linear layers, in the order in which a block runs them."""
         named = {one for name in self.targets.split(",") for one in GROUPS.get(name.strip(), (name.strip(),))}
-        return tuple(name for name in GROUPS["all-linear"] if name in named)
+        return tuple(name for name in (*GROUPS["all-linear"], HEAD) if name in named)

@@ -10,10 +10,11 @@ from typing import Literal, NamedTuple, get_args
 #: Families by their ``model_type``.
 Family = Literal[
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
-    "gemma3_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere", "cohere2", "starcoder2",
-    "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
-    "dots1", "gpt_oss",
+    "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
+    "cohere2", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe",
+    "qwen3_moe", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v3",
+    "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -43,6 +44,8 @@ class Traits(NamedTuple):
     """A config gives the kind of each layer: a state space (Mamba-2), attention, or more."""
     one_module: bool = False
     """Each block is one module behind a norm: a state space, attention, an MLP, or experts."""
+    one_kind: bool = False
+    """All layers are of one kind: attention beside a state space, gated or normalised."""
     may_be_dense: bool = False
     """A model of the family may have no experts."""
     unturned_models: bool = False
@@ -91,6 +94,7 @@ TRAITS: Mapping[str, Traits] = {
     "gemma": Traits("gemma", "gelu_pytorch_tanh"),
     "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
     "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
+    "gemma4_text": Traits("gemma4", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
     "phi3": Traits("phi3", window=True),
     "olmo2": Traits("olmo2"),
     "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True),
@@ -135,6 +139,10 @@ TRAITS: Mapping[str, Traits] = {
     "nemotron_h": Traits(
         "nemotron_h", "relu2", other_activations=False, linear=True, pattern=True, experts="on this rank", shared_experts=True,
         may_be_dense=True, unturned_models=True, one_module=True, biased_output=False,
+    ),
+    "bamba": Traits("bamba", other_activations=False, linear=True, pattern=True, turned=2),
+    "falcon_h1": Traits(
+        "falcon_h1", other_activations=False, linear=True, pattern=True, one_kind=True, divides_logits=True
     ),
     "deepseek_v3": Traits(
         "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ATTENTION, AdapterSpec
+from zeroplan.spec.adapter import ATTENTION, HEAD, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS
@@ -17,7 +17,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import ON_PAPER, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
-from zeroplan.spec.releases import check_release
+from zeroplan.spec.releases import check_release, is_reentrant
 from zeroplan.spec.split import (
     check_context_parallel,
     check_tensor_parallel,
@@ -60,6 +60,22 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
         fused and recipe.engine not in engines and f"fused kernels of adapters and engine {recipe.engine!r}",
         "'ddp' or 'fsdp1'",
     )
+    int8, held = adapter.quantize == "int8", recipe.recompute != "none" and not is_reentrant(recipe)
+    yield int8 and recipe.engine != "ddp" and f"weights in 8 bits and engine {recipe.engine!r}", "engine 'ddp'"
+    yield int8 and not recipe.precision.startswith("bf16") and "weights in 8 bits beside fp16 or fp32", "'bf16-mixed' or 'bf16'"
+    yield (
+        int8 and held and "weights in 8 bits, whose layers keep inputs through such checkpoints,",
+        "reentrant true, or recompute 'none'",
+    )
+    head = HEAD in adapter.layers
+    yield (
+        head and recipe.engine not in ("ddp", "fsdp2") and f"an adapter of the head and engine {recipe.engine!r}",
+        "'ddp' or 'fsdp2'",
+    )
+    cast = recipe.precision != "bf16" and (recipe.engine == "ddp" or adapter.quantize != "none")
+    yield head and cast and "an adapter of the head under autocast, with copies of weights,", "precision 'bf16'"
+    plain = recipe.loss == "full" and "loss-in-pieces" not in recipe.fused_parts
+    yield head and not plain and "an adapter of the head and a loss that has the head", "loss 'full'"
     whole = fused and adapter.quantize not in ("nf4-double", "gptq")
     yield whole and "fused kernels of adapters and such weights", "quantize 'nf4-double' or 'gptq'"
     beyond = fused and not set(adapter.layers) <= set(ATTENTION)
@@ -84,6 +100,10 @@ def engine_at(stage: Stage, engine: Engine) -> Engine:
     ('ddp', 'deepspeed')
     """
     return engine if stage in ENGINE_STAGES[engine] else DEFAULT_ENGINE[stage]
+
+
+#: Elements of a head. Source: flash-attn 2.8, csrc/flash_attn/flash_api.cpp, mha_fwd.
+_WIDEST_OF_FLASH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +147,11 @@ class JobSpec(Spec):
         if self.mesh.dp_replicate > 1 and engine not in ("fsdp1", "fsdp2", "paper"):
             raise SpecError(
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
+            )
+        widest = max(self.model.head_dim, self.model.global_head_dim)
+        if self.recipe.attention == "flash" and widest > _WIDEST_OF_FLASH:
+            raise SpecError(
+                f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'"
             )
         self._check_fused_loss()
         self._check_resharding()
@@ -352,6 +377,7 @@ class JobSpec(Spec):
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
             *_of_the_adapter(adapter, recipe),
             *_beside_experts(self.model, adapter, recipe),
+            (HEAD in adapter.layers and self.model.tie_word_embeddings and "an adapter of a tied head", "other targets"),
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):
             if asked:

@@ -189,6 +189,16 @@ def _not_in_groups(recipe: RecipeSpec, mesh: MeshSpec, steps: int) -> Iterator[t
     yield not fits and what, "groups, the last one too, of no fewer than pp and no more than there are"
 
 
+def _beyond_fused_softmax(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> str:
+    """Shapes of local attention that the fused softmax does not take (fusions/fused_softmax.py, is_kernel_available, 0.16)."""
+    own, tokens = recipe.megatron, batch.seq_len
+    if own.transformer_impl != "local" or own.pretrains != "gpt" or not own.masked_softmax_fusion or recipe.precision == "fp32":
+        return ""
+    rows = batch.micro_batch_size * model.num_attention_heads // mesh.tp
+    fits = 16 < tokens <= 4096 and tokens % 4 == 0 and rows % (4 if tokens > 128 else 8) == 0
+    return "" if fits else f"masked_softmax_fusion, {tokens:,} tokens and {rows} heads of a micro-batch"
+
+
 def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> Iterator[tuple[str | bool, str]]:
     layers, experts = model.num_hidden_layers, 0 if model.moe is None else model.moe.num_experts
     chunks = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank) if mesh.pp > 1 else 1
@@ -200,6 +210,7 @@ def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: Batc
     cut = 2 * mesh.cp if mesh.cp > 1 else 1
     yield batch.seq_len % cut > 0 and f"seq_len={batch.seq_len:,} on cp={mesh.cp} ranks", f"a multiple of {cut}"
     yield mesh.ep > 1 and not experts and f"ep={mesh.ep} and no experts", "ep=1"
+    yield _beyond_fused_softmax(model, recipe, mesh, batch), "megatron.masked_softmax_fusion=false, as it then runs anyway"
     yield experts % mesh.ep > 0 and f"{experts} experts on ep={mesh.ep} ranks", "a factor of the experts"
     own, sharing = recipe.megatron, mesh.dp_shard * mesh.cp * mesh.tp
     etp = own.expert_ways(mesh.tp) if experts else own.expert_tensor_parallel_size or 1

@@ -171,9 +171,14 @@ class ModelSpec(Spec):
     linear: LinearSpec | None = None
     """Linear attention, in families with it."""
     layer_pattern: str = ""
-    """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts."""
+    """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts; in
+    Falcon-H1 H, or N if a norm follows the state space."""
     turned: bool = True
     """Attention has rotary positions."""
+    global_head_dim: Annotated[int, Range(0, 10**6)] = 0
+    """Gemma 4 only: the width of a head in layers of full attention, whose values are their keys."""
+    global_key_value_heads: Annotated[int, Range(0, 10**5)] = 0
+    """Gemma 4 only: their key/value heads."""
     unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
     """The remaining parameters of an inferred shape, counted as one vector beside the embeddings."""
     profile: Profiled | None = None
@@ -206,6 +211,12 @@ class ModelSpec(Spec):
         repeated = self.layer_pattern * -(-self.num_hidden_layers // max(1, len(self.layer_pattern)))
         return repeated[: self.num_hidden_layers]
 
+    def of_kind(self, kind: str) -> "ModelSpec":
+        """Return the model with the heads that its layers of this kind have."""
+        if kind != "global" or not self.global_head_dim:
+            return self
+        return replace(self, head_dim=self.global_head_dim, num_key_value_heads=self.global_key_value_heads)
+
     @property
     def has_experts(self) -> bool:
         """Whether any of its layers has experts."""
@@ -213,13 +224,14 @@ class ModelSpec(Spec):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the blocks' linear weights are quantised to four bits."""
+        """Whether the blocks' linear weights are quantised, to four bits or eight."""
         return self.adapter is not None and self.adapter.quantize != "none"
 
     @property
     def upcasts_norms(self) -> bool:
-        """Whether QLoRA's norms are fp32 under autocast, and with them the residual stream."""
-        return self.adapter is not None and self.adapter.quantize in ("nf4", "nf4-double") and self.adapter.upcast != "none"
+        """Whether norms are fp32 under autocast with bitsandbytes' weights, and with them the residual stream."""
+        adapter = self.adapter
+        return adapter is not None and adapter.quantize in ("nf4", "nf4-double", "int8") and adapter.upcast != "none"
 
     @property
     def upcasts_ends(self) -> bool:
@@ -278,6 +290,7 @@ class ModelSpec(Spec):
                 f"head_dim={self.head_dim} of a {self.family} model has no formula: {part} of each head is turned, in pairs; "
                 f"use a multiple of {2 * turned}"
             )
+        self._check_global_heads()
         if self.family in LEARNED_POSITIONS and not self.positions:
             raise SpecError(f"family={self.family!r} adds learned positions: positions=0 leaves it without; set their number")
         if self.sliding_window is not None and self.family not in WINDOWED_FAMILIES:
@@ -287,9 +300,26 @@ class ModelSpec(Spec):
             )
         self._check_experts()
 
+    def _check_global_heads(self) -> None:
+        has_own, sizes = self.family == "gemma4_text", (self.global_head_dim, self.global_key_value_heads)
+        if any(sizes) != has_own or all(sizes) != has_own:
+            raise SpecError(
+                f"global_head_dim, global_key_value_heads={sizes} of a {self.family} model: gemma4_text alone has both"
+            )
+        if has_own and (self.num_hidden_layers % 6 or self.sliding_window is None):
+            raise NoFormulasError(
+                f"num_hidden_layers={self.num_hidden_layers}, sliding_window={self.sliding_window} of a gemma4_text model has no "
+                "formula: five layers with a window come before each one of full attention; use a multiple of 6"
+            )
+        if has_own and self.num_attention_heads % self.global_key_value_heads:
+            raise SpecError(
+                f"global_key_value_heads={self.global_key_value_heads} does not divide {self.num_attention_heads} attention heads"
+            )
+
     def _check_pattern(self) -> None:
         of_one_module = self.family in TRAITS and TRAITS[self.family].one_module
-        known = "M*-E" if of_one_module else "M*"
+        of_one_kind = self.family in TRAITS and TRAITS[self.family].one_kind
+        known = "M*-E" if of_one_module else self.layer_pattern[:1] if of_one_kind and self.layer_pattern[:1] in "HN" else "M*"
         if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(self.layer_pattern) <= set(known):
             wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
             raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")

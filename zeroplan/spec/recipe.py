@@ -32,7 +32,7 @@ Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
 LogProbs = Literal["tiles", "divergence", "in place"]
 #: The names that ``fused_kernels`` accepts.
-FUSED = ("cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu")
+FUSED = ("cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces")
 #: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
 #: Families whose Liger kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) were compared, or that keep their own operators.
@@ -439,7 +439,8 @@ class RecipeSpec(Spec):
     fused_kernels: str | None = None
     """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``
     (writes the gradient over the logits), ``rms-norm``, ``rope``, and ``lora`` (attention projections of QLoRA). Liger's are
-    ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own."""
+    ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
+    ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row."""
     transformers: str | None = None
@@ -533,8 +534,11 @@ class RecipeSpec(Spec):
             return
         if self.engine not in ("ddp", "fsdp1", "fsdp2") and not (self.engine == "deepspeed" and set(parts) <= OF_LIGER):
             raise SpecError(f"fused_kernels with engine {self.engine!r} is not modelled; use engine 'ddp', 'fsdp1' or 'fsdp2'")
-        if "cross-entropy" in parts and self.loss != "full":
-            raise SpecError(f"fused_kernels 'cross-entropy' with loss {self.loss!r} has nothing to replace; use loss 'full'")
+        of_loss = next((one for one in ("cross-entropy", "loss-in-pieces") if one in parts), None)
+        if of_loss is not None and self.loss != "full":
+            raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
+        if "loss-in-pieces" in parts and self.precision != "bf16":
+            raise SpecError(f"fused_kernels 'loss-in-pieces' with precision {self.precision!r} is not modelled; use 'bf16'")
         if self.kernels != "cuda":
             raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
 

@@ -89,6 +89,11 @@ def release_of(text: str | None) -> Release:
     )
 
 
+def is_reentrant(recipe: RecipeSpec) -> bool:
+    """Whether checkpoints are reentrant, as asked or by the release of transformers."""
+    return release_of(recipe.transformers).reentrant if recipe.reentrant is None else recipe.reentrant
+
+
 def _before(release: tuple[int, int], first: dict[str, tuple[int, int]]) -> tuple[str, ...]:
     return tuple(family for family, one in first.items() if release < one)
 

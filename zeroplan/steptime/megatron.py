@@ -328,8 +328,12 @@ def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Flo
     mesh, per_node = case.mesh, machine.here.per_node
     ranks = mesh.dp_shard * mesh.tp * mesh.cp * mesh.pp
     apart = Group(2, where(ranks > per_node, 1, 2))
-    sends = (call for call in calls if call.among is Among.STAGES)
-    return together(seconds(call._replace(group=2), apart, machine.here) for call in sends)
+    sends = [call for call in calls if call.among is Among.STAGES and call.operation == "send"]
+    taken = together(seconds(call._replace(group=2), apart, machine.here) for call in sends)
+    every = (
+        2 * case.batch.grad_accum_steps * chunks_per_rank(case.recipe, mesh)
+    )  # ranks at the ends receive what they do not send
+    return taken * every / sum(call.calls for call in sends) if sends else taken
 
 
 def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple[Part, ...]:

@@ -24,7 +24,7 @@ LAYER_NORM = ("gpt2", "gpt_neox", "opt", "bloom", "starcoder2")
 #: Families whose MLP has no gate.
 _PLAIN_MLP = ("gpt2", "gpt_neox", "opt", "bloom", "starcoder2", "nemotron_h")
 #: Families with norms before and after attention and MLP.
-_FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
+_FOUR_NORMS = ("gemma2", "gemma3_text", "gemma4_text", "glm4")
 #: Activation functions that transformers writes out in Python.
 _WRITTEN_OUT = ("gelu_new", "gelu_fast")
 
@@ -177,8 +177,9 @@ _DROPPED = {"plain": Moved(5, 5, 1, 1), "autocast": Moved(9, 9, 1, 1), "fp32": M
 #: bitsandbytes dequantises a 4-bit weight to 16 bits, with a scale per 64 elements, in the forward and again in the backward (0.50,
 #: ``autograd/_functions.py``, MatMul4Bit). Such a layer took 5 launches more than a plain one in the forward and 8 more in the
 #: backward: QLoRA beside LoRA of Llama 3.1 8B, 224 layers, DDP and FSDP2 (tests/on_gpus/records). With 8-bit scales, two kernels
-#: dequantise these first.
-_UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10), "gptq": Moved(2.57, 2.57, 5, 8)}
+#: dequantise these first. An 8-bit weight is dequantised in the backward only (read, not run).
+_UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10), "gptq": Moved(2.57, 2.57, 5, 8),
+             "int8": Moved(0, 3, 7, 3)}  # fmt: skip
 #: With 4-bit weights, norms are fp32: the residual stream takes twice the bytes, and five layers cast their input.
 _WIDE_RESIDUAL, _WIDE_INPUT = Moved(12, 12, 0, 0), Moved(30, 30, 5, 5)
 

@@ -62,7 +62,8 @@ _BY_ARCHITECTURE = {
     "Ampere": "a100-sxm-80gb", "Volta": "a100-sxm-80gb", "Turing": "a100-sxm-80gb", "Pascal": "a100-sxm-80gb",
     "Ada Lovelace": "l40s-48gb", "Blackwell": "b200-180gb", "Blackwell Ultra": "b300-288gb", "Hopper": "h100-sxm-80gb",
 }  # fmt: skip
-_GAMERS = ("rtx-5", "rtx-pro")
+#: GeForce sums up in fp32 at half the rate (the data sheets of RTX 40 and 50), below what 350 W let an L40S reach: 193 TFLOP/s.
+_GAMERS = ("rtx-40", "rtx-5", "rtx-pro")
 _NEAREST = "h100-sxm-80gb"
 _OF_ATTENTION = len(ATTENTION_WIDTHS) * len(ATTENTION_TOKENS) * len(ATTENTION_HEADS)
 _OF_PRODUCTS = len(ROWS) * len(COLUMNS) ** 2
@@ -88,7 +89,7 @@ def _shares() -> array:  # type: ignore[type-arg]  # of sixteen-bit numbers
 def table_of(name: str, architecture: str) -> str:
     """Return the GPU whose tables a GPU uses: itself, or the nearest with tables.
 
-    >>> table_of("a100-pcie-40gb", "Ampere"), table_of("rtx-4090-24gb", "Ada Lovelace"), table_of("mi300x-192gb", "CDNA 3")
+    >>> table_of("a100-pcie-40gb", "Ampere"), table_of("l4-24gb", "Ada Lovelace"), table_of("mi300x-192gb", "CDNA 3")
     ('a100-sxm-80gb', 'l40s-48gb', 'h100-sxm-80gb')
     """
     if name.startswith(_GAMERS):

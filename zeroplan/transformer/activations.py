@@ -52,7 +52,8 @@ def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch
         return tower_block(model, model.vision, compute, batch)
     from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  keeps start-up fast
 
-    return traced_block(model, kind, compute, widths(model, compute, batch), "full" if recomputed else compute.recompute)
+    own = model.of_kind(kind)
+    return traced_block(own, kind, compute, widths(own, compute, batch), "full" if recomputed else compute.recompute)
 
 
 def approximation(model: ModelSpec, compute: Compute) -> str:

@@ -53,8 +53,10 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
         from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
 
         return profile_of(model).buffer_bytes
-    scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text") else 0
-    of_bias = _FP32 if model.family in ("glm4_moe", "glm4_moe_lite", "nemotron_h") else element_bytes
+    scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text", "gemma4_text") else 0
+    scale += element_bytes * model.num_hidden_layers if model.family == "gemma4_text" else 0  # one number of each layer
+    of_bias = _FP32 if model.family in ("glm4_moe", "glm4_moe_lite") else element_bytes
+    scale += element_bytes * _falcon_scales(model)
     return _frequencies(model) + tower_buffers(model) + scale + _routing_biases(model) * of_bias
 
 
@@ -63,8 +65,19 @@ def _frequencies(model: ModelSpec) -> int:
         return 0
     width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
     rotated = width // TRAITS[model.family].turned
+    if model.global_head_dim:
+        return _FREQUENCIES_TWICE * (ceil_div(rotated, 2) + ceil_div(model.global_head_dim, 2))
     tables = len({run.kind for run in layout(model).runs if run.kind != VISION}) if TRAITS[model.family].angles_of_kinds else 1
     return tables * _FREQUENCIES_TWICE * ceil_div(rotated, 2)
+
+
+def _falcon_scales(model: ModelSpec) -> int:
+    """Return the numbers that multiply the channels of each state space's first projection in Falcon-H1."""
+    if model.linear is None or model.family != "falcon_h1":
+        return 0
+    own = model.linear
+    inner, side = own.num_value_heads * own.value_head_dim, own.num_key_heads * own.key_head_dim
+    return model.num_hidden_layers * (2 * inner + 2 * side + own.num_value_heads)
 
 
 def _routing_biases(model: ModelSpec) -> int:

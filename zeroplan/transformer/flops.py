@@ -16,7 +16,13 @@ def _matrices(parameters: tuple[Parameter, ...]) -> int:
 
 
 def attention_widths(model: ModelSpec) -> int:
-    """Return the width of the queries plus that of the attention output: 2·a·d, except under latent attention."""
+    """Return the width of the queries plus that of the attention output: 2·a·d, except under latent attention.
+
+    In Gemma 4 it is the mean over its layers.
+    """
+    if model.global_head_dim:
+        every = GLOBAL_LAYERS[model.family]
+        return 2 * model.num_attention_heads * ((every - 1) * model.head_dim + model.global_head_dim) // every
     values = model.head_dim if model.mla is None else model.mla.v_head_dim
     return model.num_attention_heads * (model.head_dim + values)
 
@@ -24,7 +30,7 @@ def attention_widths(model: ModelSpec) -> int:
 def attention_layers(model: ModelSpec) -> int:
     """Return the number of layers that score each token against earlier ones: all except those of linear attention."""
     if model.layer_pattern:
-        return model.letters.count("*")
+        return sum(model.letters.count(letter) for letter in "*HN")
     return model.num_hidden_layers // GLOBAL_LAYERS[model.family] if model.linear is not None else model.num_hidden_layers
 
 
@@ -43,7 +49,7 @@ def linear_attention_flops(model: ModelSpec) -> int:
     if model.layer_pattern:
         own = model.linear
         each = 2 * own.chunk_size * (own.key_head_dim + own.value_head_dim) + 4 * own.key_head_dim * own.value_head_dim
-        return model.letters.count("M") * own.num_value_heads * each
+        return sum(model.letters.count(letter) for letter in "MHN") * own.num_value_heads * each
     heads, key, value = model.linear.num_value_heads, model.linear.key_head_dim, model.linear.value_head_dim
     of_a_head = CHUNK * (5 * key + 3 * value) + 6 * key * value
     return (model.num_hidden_layers - attention_layers(model)) * heads * of_a_head

@@ -89,6 +89,15 @@ class _Again(NamedTuple):
 #: (layernorm, mlp), multi_latent_attention.py (mla_up_proj), moe/experts.py (moe_act) and moe/moe_layer.py (moe, shared_experts).
 _END_OF_MLP = ("MLP: the second matrix", "combination", "sum with the shared expert")
 _MADE_AGAIN: dict[str, tuple[_Again, ...]] = {
+    "core_attn": (  # of local layers; Transformer Engine's attention has a checkpoint of its own
+        _Again(
+            (
+                "scores", "attention scores", "mask of the attention scores", "attention output, heads first", "keys, one",
+                "values, one", "causal mask",
+            ),
+            ("order of the context",),
+        ),
+    ),
     "layernorm": (
         _Again(("output of attention's norm",), ("the output projection",)), _Again(("output of the MLP's norm",), _END_OF_MLP),
     ),
@@ -262,11 +271,13 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
         of_t5 = "encoder" if kind == "encoder" else "decoder"
     return program.Layer(
         recipe.attention, options.transformer_impl == "local", wide, drops_hidden(model, recipe), drops_scores(model, recipe),
-        not (model.positions or model.family in UNROTATED), norms_heads(model, recipe), "core_attn" in modules,
+        not (model.positions or model.family in UNROTATED), norms_heads(model, recipe),
+        "core_attn" in modules and options.transformer_impl != "local",
         again_too=modules, latent=_latent(model),
-        masks_in_place=_masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
+        masks_in_place=masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
         exchanged=options.cp_comm_type == "a2a", of_t5=of_t5, predicts=kind == PREDICTS,
-        part=_PARTS.get(kind, "whole"),
+        part=_PARTS.get(kind, "whole"), grouped=model.num_key_value_heads < model.num_attention_heads,
+        makes_mask=masks_in_place(recipe) and options.pretrains == "gpt" and not options.create_attention_mask_in_dataloader,
         padded=options.transformer_impl == "transformer_engine" and (options.pretrains == "bert" or of_t5 == "encoder"),
     )  # fmt: skip
 
@@ -288,13 +299,14 @@ def shared_width(model: ModelSpec, recipe: RecipeSpec) -> int:
 def _softens_in_fp32(recipe: RecipeSpec) -> bool:
     """Whether it is torch's softmax, in fp32; Transformer Engine has its own fused one."""
     options = recipe.megatron
-    return _masks_in_place(recipe) and options.attention_softmax_in_fp32 and recipe.precision != "fp32"
+    return masks_in_place(recipe) and options.attention_softmax_in_fp32 and recipe.precision != "fp32"
 
 
-def _masks_in_place(recipe: RecipeSpec) -> bool:
-    """Whether it is torch's softmax, behind a mask that is written into the scores."""
+def masks_in_place(recipe: RecipeSpec) -> bool:
+    """Whether it is torch's softmax, behind a mask that is written into the scores; the fused one takes 16 bits alone."""
     options = recipe.megatron
-    return options.transformer_impl == "local" and not options.masked_softmax_fusion and recipe.attention == "eager"
+    fused = options.masked_softmax_fusion and recipe.precision != "fp32"
+    return options.transformer_impl == "local" and not fused and recipe.attention == "eager"
 
 
 def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbolic, ...]:
@@ -314,6 +326,9 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
         *_widths_of_values(model, mesh),
         Symbolic("f_r", ceil_div(model.intermediate_size, mesh.tp), "a rank's part of an MLP's width"),
         Symbolic("a_r", ceil_div(model.num_attention_heads, mesh.tp), "a rank's heads"),
+        Symbolic("a_k", ceil_div(model.num_key_value_heads, mesh.tp), "a rank's key heads"),
+        Symbolic("P_s", batch.seq_len * batch.seq_len, "pairs of tokens of a sequence"),
+        Symbolic("R_r", ceil_div(batch.seq_len * model.head_dim, mesh.cp), "numbers in a table of rotary positions"),
         Symbolic("S_r", ceil_div(scores, mesh.tp), "numbers in a rank's attention scores"),
         Symbolic("g", 2 if is_gated(model, recipe) else 1, "matrices that make an MLP's width: 2 with a gate"),
     )

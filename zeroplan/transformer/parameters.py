@@ -50,7 +50,9 @@ def operator_of(name: str) -> str:
 #: Kinds of layers that alternate, the last one of each period second: with windows, and with linear attention.
 KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
 #: Kinds of layers by the letters of a pattern.
-KINDS_OF_LETTERS = {"M": "linear", "*": "full", "-": "mlp", "E": "moe"}
+KINDS_OF_LETTERS = {"M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside, normed"}
+#: Kinds of layers with linear attention; ``beside``: attention and Mamba-2 side by side, the latter gated or normalised.
+WITH_STATES = ("linear", "beside", "beside, normed")
 
 
 class BlockRun(NamedTuple):

@@ -21,9 +21,8 @@ def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
     first = next((run for run in whole.runs if run.kind == "local"), whole.runs[0])
     runs = tuple(run for old in whole.runs for run in _with_adapters(old, adapter, apart=old is first))
     tied = whole.tied_head
-    return Layout(
-        _frozen(whole.embeddings), runs, _frozen(whole.tail), None if tied is None else tied._replace(frozen=True)
-    )  # fmt: skip
+    tail = tuple(one._replace(quantised=False) for one in _wrapped(whole.tail, adapter))
+    return Layout(_frozen(whole.embeddings), runs, tail, None if tied is None else tied._replace(frozen=True))
 
 
 def partly_frozen_layout(whole: Layout, frozen: FrozenSpec) -> Layout:

@@ -1,1 +1,1 @@
-"""Runs the engines' own code and measures its memory. Only this package and ``dryrun`` import torch, transformers and DeepSpeed."""
+"""What do the real engines allocate and send? Runs their own code; only this package and ``dryrun`` import torch and engines."""

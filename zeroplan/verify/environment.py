@@ -7,7 +7,7 @@ from importlib import metadata
 from zeroplan import __version__
 from zeroplan.measurement import Environment
 
-_PACKAGES = ("torch", "transformers", "deepspeed", "accelerate")
+_PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "megatron-core")
 
 
 def environment(*, device: str = "") -> Environment:

@@ -100,6 +100,12 @@ class Asked:
     optimizer_offload: bool | None = _said(_PPO, "", "Move their optimizers to host memory outside their own phases.")
     ppo_max_token_len_per_gpu: int | None = _said(
         _PPO, "N", "Tokens of a micro-batch (use_dynamic_bsz), instead of --micro-batch and --seq-len.")
+    critic_micro_batch_size_per_gpu: int | None = _said(
+        _PPO, "N", "The critic's sequences per micro-batch. (default: --micro-batch)")
+    critic_max_token_len_per_gpu: int | None = _said(
+        _PPO, "N", "Tokens of the critic's micro-batch (use_dynamic_bsz). (default: --ppo-max-token-len-per-gpu)")
+    critic_recompute: Literal["none", "full"] | None = _said(
+        _PPO, "none|full", "The critic's activation checkpointing. (default: --recompute)")
     log_prob_micro_batch_size_per_gpu: int | None = _said(
         _PPO, "N", "Sequences per scoring forward. (default: --micro-batch)")
     entropy_from_logits_with_chunking: bool | None = _said(_PPO, "", "Compute the entropy 2,048 tokens at a time.")

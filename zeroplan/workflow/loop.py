@@ -1,7 +1,6 @@
 """Which phases does a workflow have, and what stays on the GPU between them? Start at :func:`loop_of`."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.engines.precisions import widths
@@ -40,9 +39,18 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     numbers.
     """
     _check(job, asked)
+    return loop_of_step((verl.trained_job if asked.workflow == "ppo" else preference.trained_job)(job, asked), asked)
+
+
+def loop_of_step(job: JobSpec, asked: Asked) -> Loop:
+    """Return the phases of a workflow with exactly this training step, as another program's file describes it. [bytes]
+
+    Raises what :func:`loop_of` raises.
+    """
+    _check(job, asked)
     if asked.workflow == "ppo":
         return _of_verl(job, asked)
-    answer = estimate(preference.trained_job(job, asked))
+    answer = estimate(job)
     kind = WORKFLOWS[asked.workflow]
     compares = kind.compares or bool(asked.beta)
     teacher = teacher_of(answer.job, asked.teacher_model) if kind.log_probs == "divergence" else None
@@ -69,17 +77,15 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
 def loop_of_file(job: JobSpec, said: Mapping[str, object]) -> Loop:
     """Return the fine-tuning loop that another program's file describes, with this job as its training step. [bytes]
 
-    ``said``: :attr:`zeroplan.resolve.Resolved.loop`. The job's micro-batch counts sequences; a workflow's may count pairs. Raises
-    what :func:`loop_of` raises.
+    ``said``: :attr:`zeroplan.resolve.Resolved.loop`. Raises what :func:`loop_of` raises.
     """
-    asked = Asked(**{name: value for name, value in said.items() if name != "pairs"})  # type: ignore[arg-type]  # checked there
-    pairs = said.get("pairs") and WORKFLOWS[asked.workflow].sequences == 2
-    size = job.batch.micro_batch_size
-    return loop_of(replace(job, batch=replace(job.batch, micro_batch_size=size // 2)) if pairs else job, asked)
+    return loop_of_step(job, Asked(**{name: value for name, value in said.items() if name != "alone"}))  # type: ignore[arg-type]
 
 
 def _of_verl(job: JobSpec, asked: Asked) -> Loop:
     """The loop of verl's PPO; its training step is the actor's."""
+    if not job.recipe.engine.startswith("fsdp") or job.mesh.dp_shard == 1:
+        raise SpecError("workflow ppo models verl's FSDP workers; use --engine fsdp2 or fsdp1 on several GPUs")
     models = verl.trained(job, asked)
     answer, full = models[0].answer, bool(asked.full_state_dict)
     rollout = rollout_of(job, asked, answer.parameters)

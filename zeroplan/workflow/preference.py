@@ -6,15 +6,13 @@ from dataclasses import replace
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.resolve import COMPLETION
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import as_scorer
 from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.forward import held_after_forward
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
 from zeroplan.workflow.reference import Reference
-
-COMPLETION = 512
-"""trl 1.16, trainer/grpo_config.py, GRPOConfig.max_completion_length."""
 
 
 def trained_job(job: JobSpec, asked: Asked) -> JobSpec:

@@ -106,7 +106,7 @@ def block_bytes(model: ModelSpec, split: int) -> int:
     >>> block_bytes(model("llama-3.1-8b"), 1)  # 32 layers of 64 KiB
     2097152
     """
-    if model.mla is not None or model.layer_pattern or model.family == "qwen3_next":
+    if model.mla is not None or model.linear is not None or model.global_head_dim:
         raise SpecError(f"the KV cache of a {model.family} model is not modelled; use a model with plain attention")
     heads = max(1, model.num_key_value_heads // split)
     return model.num_hidden_layers * BLOCK_TOKENS * heads * 2 * model.head_dim * WIDTH

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.engines.precisions import widths
-from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
@@ -51,23 +50,32 @@ class Trained(NamedTuple):
             yield HostUse(f"{self.name}, offloaded", n_bytes, here, "what its rank shards", OFFLOADED)
 
 
-def trained(job: JobSpec, asked: Asked) -> tuple[Trained, ...]:
-    """Return the actor, and with ``gae`` the critic; embedding and head are separate units. [bytes]"""
-    if not job.recipe.engine.startswith("fsdp") or job.mesh.dp_shard == 1:
-        raise SpecError("workflow ppo models verl's FSDP workers; use --engine fsdp2 or fsdp1 on several GPUs")
+def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
+    """Return the job of the actor's training step, with verl's loss; embedding and head are separate units."""
     apart = job.recipe.engine == "fsdp2" and not (job.model.positions or job.model.family == "bloom")
     fsdp2, budget = replace(job.recipe.fsdp2, ends_apart=apart), asked.ppo_max_token_len_per_gpu
     batch = replace(job.batch, micro_batch_size=1, seq_len=budget) if budget else job.batch
-    job = replace(
+    return replace(
         job, recipe=replace(job.recipe, loss="log-probs", log_probs="in place", keep_logits=False, fsdp2=fsdp2), batch=batch
     )
+
+
+def trained(job: JobSpec, asked: Asked) -> tuple[Trained, ...]:
+    """Return the actor, whose job this is, and with ``gae`` the critic. [bytes]"""
     gone = [Kind.PARAMETERS, Kind.GRADIENTS] if asked.param_offload else []
     offloaded = frozenset([*gone, *([Kind.OPTIMIZER_STATE] if asked.optimizer_offload else [])])
     actor = Trained("actor", estimate(job), offloaded)
     if asked.adv_estimator == "grpo":
         return (actor,)
-    critic = replace(job, model=as_scorer(job.model, 1), recipe=replace(job.recipe, loss="full"))
-    return actor, Trained("critic", estimate(critic), offloaded)
+    return actor, Trained("critic", estimate(_critic(job, asked)), offloaded)
+
+
+def _critic(job: JobSpec, asked: Asked) -> JobSpec:
+    """Return the critic's job: the actor's but for its head, its loss and what is asked of it."""
+    tokens, size = asked.critic_max_token_len_per_gpu, asked.critic_micro_batch_size_per_gpu or job.batch.micro_batch_size
+    batch = replace(job.batch, micro_batch_size=1, seq_len=tokens) if tokens else replace(job.batch, micro_batch_size=size)
+    recipe = replace(job.recipe, loss="full", recompute=asked.critic_recompute or job.recipe.recompute)
+    return replace(job, model=as_scorer(job.model, 1), recipe=recipe, batch=batch)
 
 
 def has_reference(job: JobSpec, asked: Asked) -> bool:
@@ -94,8 +102,9 @@ def phases(models: tuple[Trained, ...], asked: Asked, rollout: Rollout) -> Itera
         yield LoopPhase("reference log-probabilities", f"reference: {forward.moment}",
                         (*everyone, *stays, *renamed(forward.lines, "reference model")))  # fmt: skip
     for critic in rest:
-        yield _forward("values", critic, replace(job, model=critic.answer.job.model, recipe=critic.answer.job.recipe),
-                       (*everyone, *stays), ())  # fmt: skip
+        own = critic.answer.job
+        batch = own.batch if asked.critic_micro_batch_size_per_gpu or asked.critic_max_token_len_per_gpu else job.batch
+        yield _forward("values", critic, replace(own, batch=batch), (*everyone, *stays), ())
     for one in (*rest, actor):
         others = tuple(line for other in models if other is not one for line in other.stays)
         step = training(one.answer, (*others, *rollout.while_training))

@@ -2,6 +2,7 @@
 
 The folder has one folder per project, at the commits that docs/from-a-file.md lists. A key is known by its last word: a field of a
 class, an argument of a parser, a key of a default configuration, or, where any function can be named in a file, a parameter.
+Keys that may change memory (memory_keys.toml) are left out: a reader reads them, or they are noted.
 """
 
 import ast
@@ -46,7 +47,7 @@ def names_of(kind: str, folder: Path) -> set[str]:
     for path in _files(folder, defaults, ".yaml"):
         found |= set(_keys(yaml.safe_load(path.read_text())))
     words = {word.lstrip("-").replace("-", "_").rpartition(".")[2] for word in found}
-    return {word for word in words if re.fullmatch(r"[A-Za-z]\w{1,60}", word)}
+    return {word for word in words if re.fullmatch(r"[A-Za-z]\w{1,60}", word) and told.may_matter(word) is False}
 
 
 def _files(folder: Path, names: tuple[str, ...], suffix: str) -> Iterator[Path]:

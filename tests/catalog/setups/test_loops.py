@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zeroplan.catalog.setups.reading import read_setup
+from zeroplan.estimator import estimate
 from zeroplan.resolve import Request, resolve
+from zeroplan.workflow import WORKFLOWS, Asked, preference, verl
 from zeroplan.workflow.loop import loop_of_file
 
 ARGUMENTS = (
@@ -22,7 +25,10 @@ def test_a_script_of_dpo_is_told_by_its_name(tmp_path: Path, program: str):
     assert read_setup(tmp_path / "train.sh", gpus=8).loop["workflow"] == "dpo"
 
 
-@pytest.mark.parametrize("line", ["loss_type: sigmoid", "rpo_alpha: 1.0", "precompute_ref_log_probs: false", "beta: 0.1"])
+@pytest.mark.parametrize(
+    "line",
+    ["loss_type: sigmoid", "loss_type: [sigmoid, bco_pair]", "rpo_alpha: 1.0", "precompute_ref_log_probs: false", "beta: 0.1"],
+)
 def test_a_file_of_dpo_is_told_by_its_keys(tmp_path: Path, line: str):
     (tmp_path / "dpo.yaml").write_text(f"{FILE}{line}\n")
     assert read_setup(tmp_path / "dpo.yaml", gpus=8).loop["workflow"] == "dpo"
@@ -52,5 +58,42 @@ def test_logits_that_accelerate_keeps_are_none_of_a_loop_without_logits(tmp_path
     )
     (tmp_path / "dpo.sh").write_text(f"accelerate launch --config_file acc.yaml trl/scripts/dpo.py {ARGUMENTS}\n")
     found = resolve(Request(from_file=str(tmp_path / "dpo.sh"), gpu="h100"))
-    assert found.job.recipe.keep_logits
-    assert loop_of_file(found.job, found.loop).answer.job.recipe.keep_logits is False
+    assert found.job.recipe.keep_logits is False
+
+
+GRPO = "num_generations: 8\nmax_prompt_length: 512\nmax_completion_length: 1024\n"
+VERL = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct "
+    "data.max_prompt_length=512 data.max_response_length=1024 trainer.n_gpus_per_node=8 actor_rollout_ref.actor.strategy=fsdp2"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "workflow"),
+    [
+        ("mine.yaml", f"{FILE}packing: true\n", "sft"),
+        ("mine.yaml", f"{FILE}loss_type: [sigmoid]\nfsdp: full_shard\n", "dpo"),
+        ("mine.yaml", f"{FILE}{GRPO}", "grpo"),
+        ("mine.yaml", f"{FILE}{GRPO}use_vllm: true\n", "grpo"),
+        ("mine.sh", f"trl sft {ARGUMENTS} --use_liger_kernel true\n", "sft"),
+        ("mine.sh", f"{VERL}\n", "ppo"),
+        ("mine.sh", f"{VERL} actor_rollout_ref.rollout.name=sglang\n", "ppo"),
+        ("mine.sh", f"{VERL} actor_rollout_ref.actor.use_dynamic_bsz=True\n", "ppo"),
+    ],
+)
+def test_a_files_job_is_the_training_step_of_its_loop(tmp_path: Path, name: str, said: str, workflow: str):
+    """What the program's workflow makes of the step is in it already, so that every command counts the same one."""
+    (tmp_path / name).write_text(said)
+    found = resolve(Request(from_file=str(tmp_path / name), gpus=8, gpu="h200"))
+    assert found.loop["workflow"] == workflow
+    asked = Asked(**{key: one for key, one in found.loop.items() if key != "alone"})  # type: ignore[arg-type]
+    batch = replace(found.job.batch, micro_batch_size=found.job.batch.micro_batch_size // WORKFLOWS[asked.workflow].sequences)
+    made = verl.trained_job if workflow == "ppo" else preference.trained_job
+    assert made(replace(found.job, batch=batch), asked) == found.job
+    assert loop_of_file(found.job, found.loop).answer.peak_bytes == estimate(found.job).peak_bytes
+
+
+def test_a_loss_beside_a_file_of_sft_is_taken(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(f"{FILE}packing: true\n")
+    recipe = resolve(Request(from_file=str(tmp_path / "mine.yaml"), loss="full")).job.recipe
+    assert (recipe.loss, recipe.log_probs) == ("full", "tiles")

@@ -246,7 +246,7 @@ def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
         (FACTORY | {"finetuning_type": "freeze"}, "finetuning_type='freeze' changes memory"),
         (FACTORY | {"do_train": False}, "do_train is not true, so that nothing is trained"),
         (FACTORY | {"flash_attn": "fa9"}, "flash_attn='fa9' changes memory"),
-        (FACTORY | {"quantization_bit": 8}, "quantization_bit=8 changes memory"),
+        (FACTORY | {"quantization_bit": 3}, "quantization_bit=3 changes memory"),
         (FACTORY | {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method='hqq' changes memory"),
         (FACTORY | {"quantization_bit": 4, "quantization_type": "fp4"}, "quantization_type='fp4' changes memory"),
         (FACTORY | {"upcast_layernorm": True}, "upcast_layernorm=True changes memory"),
@@ -286,8 +286,8 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
         (AXOLOTL | {"flash_attention": False, "xformers_attention": True, "sample_packing": False}, "attn_implementation",
          "attention with xformers is not modelled: FlashAttention is counted"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins: KDPlugin", "the plugin 'KDPlugin' does to memory"),
-        (FACTORY | {"load_in_8bit": True}, "load_in_8bit", "load_in_8bit=True may save memory"),
-        (FACTORY | {"load_in_8bit": True, "disable_gradient_checkpointing": True}, "load_in_8bit", "may be too low"),
+        (AXOLOTL | {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True, "fsdp_config": {"fsdp_version": 2}},
+         "load_in_8bit", "changes memory in a way that is not modelled"),
         (AXOLOTL | {"liger_rms_norm_gated": True}, "liger_rms_norm_gated", "liger_rms_norm_gated=True may save memory"),
     ],
 )  # fmt: skip
@@ -302,14 +302,15 @@ def test_a_key_that_matters_and_is_not_modelled_is_named(
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (FACTORY | {"stage": "dpo"}, {"workflow": "dpo", "full_logits": True, "pairs": True}),
-        (FACTORY | {"stage": "kto"}, {"workflow": "kto", "full_logits": True, "pairs": False}),
-        (AXOLOTL | {"rl": "ipo"}, {"workflow": "dpo", "full_logits": True, "pairs": True}),
-        (AXOLOTL, {}),
+        (FACTORY | {"stage": "dpo"}, ({"workflow": "dpo", "full_logits": True}, True)),
+        (FACTORY | {"stage": "kto"}, ({"workflow": "kto", "full_logits": True}, False)),
+        (AXOLOTL | {"rl": "ipo"}, ({"workflow": "dpo", "full_logits": True}, True)),
+        (AXOLOTL, ({}, False)),
     ],
 )
-def test_a_preference_is_a_loop_of_phases(read: Callable[..., Resolved], data: dict, said: dict, tmp_path: Path):
-    assert read(data, gpus=4).loop == said
+def test_a_preference_is_a_loop_of_phases(read: Callable[..., Resolved], data: dict, said: tuple, tmp_path: Path):
+    found = read(data, gpus=4)
+    assert (found.loop, found.pairs) == said
     assert not {"stage", "rl"} & read_setup(tmp_path / "mine.yaml", gpus=4).matters.keys()
 
 
@@ -383,3 +384,13 @@ def test_a_search_goes_through_engines_whose_checkpoints_are_not_reentrant(tmp_p
     request, notes = with_setup_defaults(Request(from_file=str(tmp_path / "mine.yaml")))
     assert request.reentrant is None
     assert any("reentrant checkpoints" in note for note in notes)
+
+
+def test_weights_in_eight_bits(read: Callable[..., Resolved]):
+    """Layers keep their inputs through checkpoints that are not reentrant; Axolotl's and LLaMA-Factory's are."""
+    axolotl = read(AXOLOTL | {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True})
+    factory = read(FACTORY | {"quantization_bit": 8, "disable_gradient_checkpointing": True})
+    for job, notes in ((one.job, one.notes) for one in (axolotl, factory)):
+        assert job.model.adapter is not None
+        assert (job.model.adapter.quantize, job.model.adapter.upcast) == ("int8", "none")
+        assert any("beyond bitsandbytes' threshold" in note for note in notes)

@@ -16,6 +16,7 @@ import yaml
 
 from tests.catalog.setups.test_setups import FSDP
 from zeroplan import estimate
+from zeroplan.catalog.setups import told
 from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
 from zeroplan.catalog.setups.script import launches
 from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
@@ -108,7 +109,7 @@ def test_a_torchtune_recipe(read: Callable[..., Resolved]):
     assert job.model.adapter.layers == ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert (job.batch.seq_len, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2048, 2, 4)
     recipe = job.recipe
-    assert (recipe.engine, recipe.precision, recipe.recompute, recipe.loss) == ("fsdp2", "bf16", "full", "chunked")
+    assert (recipe.engine, recipe.precision, recipe.recompute, recipe.loss) == ("fsdp2", "bf16", "full", "full")
     assert not any("not known" in note for note in notes)
     alone, why, *_ = read(TUNE)
     assert (alone.recipe.engine, alone.mesh.world_size) == ("ddp", 1)
@@ -180,15 +181,12 @@ def test_ms_swift_as_yaml_and_as_a_command(read: Callable[..., Resolved]):
     assert job.recipe.deepspeed.reduce_bucket_size == 200_000_000
     words = " ".join(f"--{key} {value}" for key, value in SWIFT.items())
     assert read(f"NPROC_PER_NODE=2 \\\nCUDA_VISIBLE_DEVICES=0,1 swift sft {words}\n", "mine.sh").job == job
-    assert read(f"swift rlhf --rlhf_type dpo {words}", "mine.sh").loop == {
-        "workflow": "dpo",
-        "full_logits": True,
-        "pairs": True,
-    }
+    dpo = read(f"swift rlhf --rlhf_type dpo {words}", "mine.sh")
+    assert (dpo.loop, dpo.pairs) == ({"workflow": "dpo", "full_logits": True}, True)
     grpo = read(f"swift rlhf --rlhf_type grpo --use_vllm true --sleep_level 1 --num_generations 4 {words}", "mine.sh").loop
     assert grpo == {
         "workflow": "grpo", "full_logits": True, "beta": 0.04, "num_generations": 4, "vllm_gpu_memory_utilization": 0.9,
-        "vllm_enable_sleep_mode": True, "vllm_sleep_level": 1, "pairs": False,
+        "vllm_enable_sleep_mode": True, "vllm_sleep_level": 1,
     }  # fmt: skip
     notes = read(f"swift rlhf --rlhf_type gkd {words}", "mine.sh").notes
     assert any("rlhf_type='gkd' takes memory that is not counted" in note for note in notes)
@@ -219,6 +217,9 @@ def test_a_verl_command(read: Callable[..., Resolved]):
     assert any("makes the training step a part of a loop" in note for note in notes)
     assert not job.recipe.offloads
     assert any("returns to the GPU for the update" in note for note in notes)
+    more = "critic.ppo_micro_batch_size_per_gpu=16 critic.model.enable_gradient_checkpointing=False"
+    critic = read(VERL.replace("$@", more), "mine.sh").loop
+    assert (critic["critic_micro_batch_size_per_gpu"], critic["critic_recompute"]) == (16, "none")
     split = read(VERL.replace("$@", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"), "mine.sh").job
     assert split.batch.seq_len == 512
     dynamic = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=5000"
@@ -320,6 +321,9 @@ def test_how_litgpt_and_lightning_shard(read: Callable[..., Resolved]):
     """litgpt: finetune/lora.py shards with FSDP2, pretrain.py within a node. Lightning: strategies/deepspeed.py and fsdp.py."""
     lora = {"lora_r": 8, "lora_query": True, "lora_value": True}
     assert read(LIT | lora).job.recipe.engine == "fsdp2"
+    with_head = read(LIT | lora | {"lora_head": True}).job.model.adapter
+    assert with_head is not None
+    assert "lm_head" in with_head.layers
     assert read(LIT | {"num_nodes": 2}).job.mesh.dp_replicate == 1
     pretrained = {key: value for key, value in LIT.items() if key != "checkpoint_dir"} | {"model_name": "Llama-3.1-8B"}
     mesh = read(pretrained | {"num_nodes": 2}).job.mesh
@@ -353,6 +357,44 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
         read("axolotl train gone.yaml --batch 3\n", "mine.sh")
     with pytest.raises(SpecError, match="launches no training that zeroplan knows"):
         read("swift infer --model x\n", "mine.sh")
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "value"),
+    [
+        (AUTO, "model.backend.experts", "gmm"), (AUTO, "distributed.enable_fsdp2_prefetch", True), (AUTO, "model.dlm_dtype", "x"),
+        (TUNE, "model.num_layers", 22), (NANO, "model.ddp_bucket_cap_mb", 25), (LIT, "train.tie_embeddings", True),
+        (SWIFT, "freeze_vit", False), (SWIFT, "moe_shared_expert_overlap", True),
+    ],
+)  # fmt: skip
+def test_a_key_that_may_change_memory_is_noted_though_its_program_knows_it(
+    tmp_path: Path, data: dict[str, Any], key: str, value: object
+):
+    first, _, rest = key.partition(".")
+    parts = rest.split(".")
+    inner = data.get(first)
+    table = inner if isinstance(inner, dict) else {}
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump(data | {first: {**table, parts[0]: {parts[1]: value} if len(parts) > 1 else value} if rest else value})
+    )
+    noted = read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert key.removesuffix(".experts") in noted
+
+
+def test_no_word_that_may_change_memory_counts_as_known():
+    words = {word for line in told.KNOWN_KEYS.read_text().splitlines() for word in line.split()[1:]}
+    assert not [word for word in words if told.may_matter(word)]
+
+
+def test_automodels_pipeline_splits_the_local_batch(read: Callable[..., Resolved]):
+    pipeline = {"pp_schedule": "interleaved1f1b", "pp_microbatch_size": 2}
+    said = AUTO | {"step_scheduler": {"global_batch_size": 64, "local_batch_size": 16},
+                   "distributed": {"strategy": "fsdp2", "dp_size": 4, "pp_size": 2, "pipeline": pipeline}}  # fmt: skip
+    job, *_ = read(said)
+    assert (job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2, 8)
+    assert (job.recipe.pipeline_schedule, job.recipe.zero_stage) == ("interleaved-1f1b", 2)
+    pipeline["layers_per_stage"] = 4
+    assert any("two stages on each rank are counted" in note for note in read(said).notes)
 
 
 @pytest.mark.parametrize(

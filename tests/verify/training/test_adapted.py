@@ -54,7 +54,11 @@ def with_words(few: JobSpec) -> JobSpec:
     return replace(few, model=replace(few.model, vocab_size=2048))
 
 
+#: The head has an adapter, too.
+HEAD = replace(TWO, targets="q_proj,v_proj,lm_head", dropout=True)
 TORCH = {
+    "ddp 0, an adapter of the head": replace(with_words(job(HEAD, "ddp", 0, precision="bf16")), mesh=MeshSpec(dp_shard=1)),
+    "fsdp2 3, an adapter of the head, recomputed": with_words(job(HEAD, "fsdp2", 3, recompute="full")),
     "fsdp2 3, recomputed": job(TWO, "fsdp2", 3, recompute="full"),
     "fsdp2 2, bf16, accumulation without reduction": job(
         ALL, "fsdp2", 2, precision="bf16", accum=3, sync_every_micro_batch=False

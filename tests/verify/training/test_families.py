@@ -22,7 +22,8 @@ pytestmark = pytest.mark.torch
 CASES = (
     "seed_oss", "smollm3", "hunyuan_v1_dense", "exaone4", "olmoe", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "dots1",
     "glm4_moe, biases, norms of heads", "gemma", "glm", "starcoder2", "cohere", "cohere2", "deepseek_v3", "ministral3",
-    "glm4_moe_lite", "qwen2_moe", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h", "nemotron_h, experts",
+    "glm4_moe_lite", "qwen2_moe", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h", "nemotron_h, experts", "bamba",
+    "gemma4_text", "falcon_h1", "falcon_h1, a norm, biases, tied",
 )  # fmt: skip
 BATCH = BatchSpec(micro_batch_size=2, seq_len=64)
 
@@ -39,7 +40,7 @@ def test_and_without_recomputation(case: str) -> None:
 
 
 def assert_a_step_takes_what_is_said(case: str, recompute: Recompute) -> None:
-    model = model_from_config(tiny_config(case) | {"num_hidden_layers": 5})
+    model = model_from_config(tiny_config(case) | {"num_hidden_layers": 6 if case == "gemma4_text" else 5})
     recipe = RecipeSpec(engine="fsdp2", zero_stage=3, precision="bf16-mixed", recompute=recompute)
     found = compare_with_estimate(simulate(JobSpec(model=model, mesh=MeshSpec(dp_shard=4), batch=BATCH, recipe=recipe)))
     left_out = 16 * BATCH.micro_batch_size * BATCH.seq_len + buffer_bytes(model, 4)

@@ -35,6 +35,8 @@ CASES = {
     "one GPU, bf16": alone(job(ALL, "ddp", 0, precision="bf16", recompute="selective")),
     "weights written out are the peak": replace(job(replace(TWO, quantize="nf4-double"), "ddp", 0), batch=FEW_TOKENS),
     "FSDP2, packed weights stored as bf16": job(replace(NESTED, targets="q_proj,v_proj"), "fsdp2", 3, recompute="full"),
+    "eight bits": job(AdapterSpec(rank=8, quantize="int8"), "ddp", 0),
+    "eight bits, all in bf16, one GPU": alone(job(replace(TWO, quantize="int8"), "ddp", 0, precision="bf16")),
     "ZeroRedundancyOptimizer": job(replace(TWO, quantize="nf4"), "ddp", 1, precision="bf16"),
 }
 

@@ -43,6 +43,7 @@ def windowed(family: str, **fields: Any) -> JobSpec:
     return replace(asked, model=replace(asked.model, sliding_window=128))
 
 
+IN_PIECES: dict[str, Any] = {"fused_kernels": "loss-in-pieces", "precision": "bf16"}
 FSDP2 = {
     "llama, selective": job(recompute="selective"),
     "llama, selective, activations dominate": job(recompute="selective", batch=LONG),
@@ -58,6 +59,8 @@ FSDP2 = {
         loss="chunked", vocab=5000, tied=True, batch=replace(WEIGHTS, grad_accum_steps=2)
     ),
     "gpt2, loss in chunks": job("gpt2", loss="chunked", vocab=5000),
+    "llama, loss in pieces": job(**IN_PIECES, vocab=9000, batch=LONG),
+    "llama, loss in pieces of few tokens, tied head, recomputed": job(**IN_PIECES, vocab=9000, tied=True, recompute="full"),
     "granite, selective": job("granite", recompute="selective", batch=LONG),
     "granite, loss in chunks": job("granite", loss="chunked", vocab=5000),
     "granite, full logits": job("granite", vocab=5000),
@@ -87,7 +90,8 @@ def test_under_ddp_it_sees_what_the_profiler_sees(name: str):
 
 
 #: Mixtral's estimate has the gradient of the experts' outputs twice, in fp32 and cast, where the run has dropped an operand of it.
-ABOVE = {"mixtral, selective": 0.01}
+#: With a loss in pieces it has the gradients of all pieces' hidden states at once.
+ABOVE = {"mixtral, selective": 0.01, "llama, loss in pieces of few tokens, tied head, recomputed": 0.002}
 
 
 @pytest.mark.parametrize("name", FSDP2)

@@ -27,7 +27,7 @@ _LEGACY_ATTENTION = {
     "xformers_attention": "xformers", "flex_attention": "flex_attention", "sage_attention": "sage",
 }  # fmt: skip
 #: Keys of other releases, and aliases of fields, that change no memory.
-_OLDER = ("model_type", "model_config", "gptq_groupsize", "gptq_model_v1", "eta_min", "adam_eps", "base_model_ignore_patterns",
+_OLDER = ("model_type", "gptq_groupsize", "gptq_model_v1", "eta_min", "adam_eps", "base_model_ignore_patterns",
           "full_finetune", "sample_packing_seq_len_multiplier")  # fmt: skip
 #: Plugins that change no memory, or whose keys are read.
 _PLUGINS = ("SwanLabPlugin", "LigerPlugin", "CutCrossEntropyPlugin")
@@ -112,7 +112,12 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
     reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
     if made["use_peft"] and not all(whole.switch(key) is False for key in _KERNELS[:3]):
-        reading.notes.append(_OWN_KERNELS)
+        asked = next((key for key in _KERNELS if whole.switch(key)), None)
+        if asked is None:
+            reading.notes.append(_OWN_KERNELS)
+        else:  # they make again what peft's layers keep (kernels/lora.py)
+            whole.matters[asked] = _OWN_KERNELS
+            whole.saves.add(asked)
     _loss(reading, whole)
     _goal(reading, whole)
     reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
@@ -123,6 +128,9 @@ def _goal(reading: Reading, whole: Table) -> None:
     """Read reward models and preference methods, and note stored quantised weights that training does not dequantise."""
     if not whole.table("model_quantization_config_kwargs").switch("dequantize"):
         whole.unmodelled(saves="model_quantization_config")
+    whole.leave(("model_quantization_config", "lora_target_linear"))
+    if set(whole.table("model_config").data) - {"output_router_logits"}:  # a few numbers of a token and expert
+        whole.matters["model_config"] = "model_config changes the model's shape or parts, which is not counted"
     if whole.switch("reward_model"):
         reading.tell_pairs()
         reading.head_rows = 1

@@ -34,7 +34,7 @@ _ADDS = """
     additional_target add_tokens add_special_tokens new_special_tokens_config moe_aux_loss_coef adapter_name_or_path
 """
 _EITHER = """
-    fp8 fp8_enable_fsdp_float8_all_gather use_v1_kernels block_diag_attn tensor_model_parallel_size
+    fp8 fp8_enable_fsdp_float8_all_gather block_diag_attn tensor_model_parallel_size
     pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
 """
 _TWICE = "pref_loss={} reads the logits a second time, which is not counted: the answer is too low by that"
@@ -111,8 +111,8 @@ def _attention(whole: Table) -> dict[str, object]:
 
 def _adapter(whole: Table, *, adapted: bool) -> dict[str, object]:
     bits, method = whole.count("quantization_bit"), whole.get("quantization_method")
-    if bits not in (None, 4):
-        raise whole.refused("quantization_bit", "four bits are modelled")
+    if bits not in (None, 4, 8):
+        raise whole.refused("quantization_bit", "four bits and eight are modelled")
     if bits is not None and method not in (None, "bnb", "bitsandbytes"):
         raise whole.refused("quantization_method", "use bnb")
     if not adapted:
@@ -124,7 +124,8 @@ def _adapter(whole: Table, *, adapted: bool) -> dict[str, object]:
         "lora_r": whole.count("lora_rank") or _DEFAULT_RANK,
         "lora_target_modules": "all-linear" if names == ["all"] else names,
         "lora_dropout": _DEFAULT_DROPOUT if dropout is None else dropout,
-        "load_in_4bit": bits is not None,
+        "load_in_4bit": bits == 4,
+        "load_in_8bit": bits == 8,
         "use_bnb_nested_quant": whole.switch("double_quantization") is not False,
         "bnb_4bit_quant_type": whole.text("quantization_type"),
     }
@@ -155,7 +156,7 @@ def _precision(reading: Reading, whole: Table, *, adapted: bool) -> None:
 
 _V1_KNOWN = """
     custom_chat_template trust_remote_code model_class init_config train_dataset output_dir learning_rate num_train_epochs max_steps
-    max_grad_norm batching_workers batching_strategy cp_mode dist_timeout lr_scheduler_config seed full_determinism
+    max_grad_norm batching_workers cp_mode dist_timeout lr_scheduler_config seed full_determinism
     resume_from_checkpoint save_steps save_epochs save_ckpt_as_hf save_total_limit logging_steps eval_dataset eval_steps report_to
     sample_backend max_new_tokens mp_replicate_size mp_shard_size dp_size
 """
@@ -190,6 +191,7 @@ def _v1_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         raise whole.refused("optim_config", "leave it out, which is AdamW")
     if whole.table("kernel_config").text("name") == "liger_kernel":
         reading.tell_liger(*LIGER, key="kernel_config", loss=False)
+    whole.unmodelled(either="batching_strategy", harmless={"batching_strategy": ("normal",)})
     whole.leave(_V1_KNOWN.split())
     return reading.setup("llama-factory")
 

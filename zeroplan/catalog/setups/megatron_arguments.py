@@ -104,17 +104,18 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
         note = f"{gpus} GPUs are given, but the degrees need a multiple of {least}: {-(-gpus // least) * least} are counted"
     gpus = -(-(gpus or least) // least) * least
     reading.tell("gpus", "world size", gpus, filled=True, note=note)
+    own = before != "" or "tuner_type" in table.data or "model" in table.data
     if table.switch(f"{before}use_torch_fsdp2"):
         reading.tell("engine", "use_torch_fsdp2", "fsdp2")
-        reading.tell("stage", "use_torch_fsdp2", 3)
+        reading.tell("stage", "use_torch_fsdp2", 2 if table.switch(f"{before}torch_fsdp2_no_reshard_after_forward") else 3)
+        _precision(reading, own=own)
+        _recomputation(reading, override if before else "")
         return gpus // split
     reading.tell("engine", "Megatron-LM", "megatron")
     distributed = table.switch(f"{before}use_distributed_optimizer")
-    own = before != "" or "tuner_type" in table.data or "model" in table.data
     shards = own if distributed is None else distributed  # ms-swift, Megatron-Bridge and verl shard the optimizer
     reading.tell("stage", "use_distributed_optimizer", 1 if shards else 0)
-    half = "fp16" if table.switch("fp16") else "bf16" if table.switch("bf16") or own else None
-    reading.tell("precision", half or "bf16", f"{half}-mixed" if half else "fp32", filled=own)
+    _precision(reading, own=own)
     on = tp > 1 and (
         table.switch(f"{before}sequence_parallel") or (before != "" and table.get(f"{before}sequence_parallel") is None)
     )
@@ -123,6 +124,12 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     _schedule(reading, before, pp)
     _options(reading, override if before else "", etp)
     return gpus // split
+
+
+def _precision(reading: Reading, *, own: bool) -> None:
+    """Say fp32 unless a half precision is asked for; ``own``: a program on Megatron-Core, whose default is bf16."""
+    half = "fp16" if reading.table.switch("fp16") else "bf16" if reading.table.switch("bf16") or own else None
+    reading.tell("precision", half or "bf16", f"{half}-mixed" if half else "fp32", filled=own)
 
 
 def _recomputation(reading: Reading, before: str) -> None:
@@ -172,6 +179,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
     if table.count("num_experts") or "expert_parallel" in reading.flags:
         options["expert_tensor_parallel_size"] = etp
         options["moe_token_dispatcher_type"] = _dispatcher(table, before)
+    if table.switch(f"{before}no_overlap_p2p_communication"):
+        options["overlap_p2p_comm"] = False
     if table.switch(f"{before}apply_query_key_layer_scaling"):
         options["attention_softmax_in_fp32"] = True
     if str(table.get(f"{before}moe_aux_loss_coeff") or "0").strip("0.e-") != "":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.told import ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
 from zeroplan.catalog.setups.trainer import arguments_read
+from zeroplan.catalog.text import strict_json
 from zeroplan.errors import SpecError
 
 _INSTEAD = {
@@ -35,12 +36,12 @@ _KNOWN = """
     model_author enable_thinking add_non_thinking_prefix packing* max_completion_length* beta lmbda sleep_level
     offload_model offload_optimizer offload_bridge move_model_batches overlong_filter external_plugins multi_turn_*
     max_turns num_iterations use_vllm vllm_* steps_per_generation importance_* dynamic_sample *gym* soft_* freeze_vit
-    freeze_aligner vit_* aligner_* max_pixels padding_free task_type num_labels response_length truncation_strategy
-    lazy_tokenize quant_method bnb_4bit_* adapters* load_args load_data_args create_checkpoint_symlink *_weight
+    freeze_aligner vit_lr aligner_lr max_pixels padding_free task_type num_labels response_length truncation_strategy
+    lazy_tokenize bnb_4bit_* adapters* load_args load_data_args create_checkpoint_symlink *_weight
     max_length init_weights lora_ga_* to_* check_model safe_serialization max_shard_size ref_* teacher_*
-    write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora experts_impl
+    write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora
     use_hf tau_* fipo_* advantage_estimator *_logprobs off_policy_* cosine_* gkd_* seq_kd offload_teacher_model use_ray
-    label_names sequence_parallel_size gradient_checkpointing_kwargs galore_* norm_bbox reft_* model_kwargs custom_*
+    label_names sequence_parallel_size galore_* norm_bbox reft_* model_kwargs custom_*
     include interleave_prob
 """
 
@@ -66,7 +67,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         each = table.count("per_device_train_batch_size") or 1
         steps = 1 if whole.data.get("rlhf_type") == "grpo" else max(1, -(-16 // (each * (launched or gpus or 1))))
         reading.tell("grad_accum", "gradient_accumulation_steps", steps, filled=True)
-    reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus", "train_type"))
+    reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus", "train_type", "quant_method"))
     return reading.setup("ms-swift")
 
 
@@ -88,6 +89,9 @@ def _task(reading: Reading, whole: Table) -> None:
         reading.head_rows = 1 if kind == "rm" else whole.count("num_labels") or 2
     elif task not in (None, "causal_lm"):
         whole.matters["task_type"] = _TASK.format(f"task_type={task}")
+    for key in ("freeze_vit", "freeze_aligner"):
+        if whole.switch(key) is False:
+            whole.matters[key] = f"{key}=False: gradients and states of a tower are not counted"
     if whole.switch("padding_free"):
         reading.notes.append(_PADDING)
 
@@ -132,9 +136,11 @@ def _made(whole: Table) -> dict[str, object]:
     attention = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2",
                  "flash_attention_3": "flash_attention_3", "sdpa": "sdpa", "eager": "eager"}  # fmt: skip
     said = whole.text("attn_impl") or whole.text("attn_implementation")
-    bits = whole.count("quant_bits")
+    bits, method = whole.count("quant_bits"), whole.text("quant_method")
     if bits not in (None, 4):
         raise SpecError(f"{whole.where}: quant_bits={bits} is not modelled; four bits are")
+    if bits is not None and method not in (None, "bnb"):
+        whole.matters["quant_method"] = f"quant_method={method}: bitsandbytes' four bits are counted in its place"
     targets = whole.get("target_modules") or "all-linear"
     adapters = {
         "use_peft": True, "lora_r": whole.count("lora_rank") or 8, "load_in_4bit": bits == 4,
@@ -148,8 +154,14 @@ def _made(whole: Table) -> dict[str, object]:
         "per_device_train_batch_size": whole.count("per_device_train_batch_size") or 1,
         "gradient_checkpointing": whole.switch("gradient_checkpointing") is not False,
         "deepspeed": _deepspeed(whole.get("deepspeed"), whole.count("zero_hpz_partition_size")),
+        "gradient_checkpointing_kwargs": _of_text(whole.get("gradient_checkpointing_kwargs"), whole.where),
         "optim": whole.text("optim"), **(adapters if tuner == "lora" else {"use_peft": False}),
     }  # fmt: skip
+
+
+def _of_text(said: object, where: str) -> object:
+    """Return a table that a command gives as JSON."""
+    return strict_json(said, where) if isinstance(said, str) else said
 
 
 def _deepspeed(said: object, secondary: int | None) -> object:

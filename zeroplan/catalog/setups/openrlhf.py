@@ -7,7 +7,7 @@ OpenRLHF's defaults for keys left out. For PPO, the job is the actor's update. O
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import DeepSpeedPart, FlatTable, Reading, Setup, Table
+from zeroplan.catalog.setups.told import FILLED, DeepSpeedPart, FlatTable, Reading, Setup, Table
 
 #: Today's name of each key of releases before 0.10.
 _OLDER = {
@@ -43,7 +43,10 @@ def openrlhf_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     _batch(reading, gpus or 1, twice=compares and not is_policy, each=1 if is_policy else 8)
     recomputes = table.switch(f"{part}.gradient_checkpointing_enable") or table.switch("model.gradient_checkpointing_enable")
     reading.tell("recompute", f"{part}.gradient_checkpointing_enable", "full" if recomputes else "none")
-    reading.tell("attention", "ds.attn_implementation", "flash", filled=True)
+    word = str(table.get("ds.attn_implementation") or "flash_attention_2")
+    kind = word if word in ("eager", "sdpa") else "flash"
+    reading.tell("attention", "ds.attn_implementation", kind, filled="ds.attn_implementation" not in table.data)
+    table.leave(("ds.ring_attn_head_stride", "ds.packing_samples"))
     _adapter(reading)
     reading.deepspeed = DeepSpeedPart(_deepspeed(table), f"{table.where}: ds.")
     reading.unmodelled(saves="ds.use_liger_kernel", adds=_ADDS)
@@ -57,6 +60,10 @@ def _batch(reading: Reading, gpus: int, *, twice: bool, each: int) -> None:
     length = table.count("data.max_len")
     reading.tell("seq_len", "data.max_len", -(-(length or 2048) // ways), filled=length is None, note=note)
     size = reading.number("micro_batch", "train.micro_batch_size", default=each, times=2 if twice else 1) or 1
+    if table.switch("train.dynamic_batch_enable"):  # trainer/ppo_utils/replay_buffer.py, setup_dynamic_batch
+        tokens = (table.count("train.max_tokens_per_gpu") or 16192) * ways
+        size = max(1, -(-tokens // (length or 2048)))
+        reading.tell("micro_batch", "train.max_tokens_per_gpu", size, note=FILLED.format(tokens))
     reading.tell_steps("train.batch_size", table.count("train.batch_size") or 128, size * max(1, gpus // ways))
 
 

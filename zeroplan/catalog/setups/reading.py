@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from zeroplan.catalog.setups.parsing import parsed
-from zeroplan.catalog.setups.script import OF_LAUNCHERS, Launched, is_script, launches
+from zeroplan.catalog.setups.script import OF_LAUNCHERS, Launched, arguments_of, is_arguments, is_script, launches
 from zeroplan.catalog.setups.told import DeepSpeedPart, Kind, Setup, Table, Told
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
@@ -65,7 +65,7 @@ def is_setup(path: Path) -> bool:
     """Whether a file is another program's configuration, not a job file; raises SpecError if it cannot be read."""
     what = f"file {str(path)!r}"
     text = read_text(path, what="file")
-    if is_script(text, path):
+    if is_script(text, path) or is_arguments(text):
         return True
     data = parsed(text, path, what)
     if _own_words(data) is not None:
@@ -116,6 +116,8 @@ def read_setup(path: Path, *, gpus: int | None) -> Setup:
     text = read_text(path, what="set-up")
     if is_script(text, path):
         return _launched_setup(text, path, gpus)
+    if is_arguments(text):
+        return _setup(arguments_of(text, what), path, gpus)
     return _setup(parsed(text, path, what), path, gpus)
 
 
@@ -175,8 +177,10 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     told = one.gpus
     if told is not None and kind in ("openrlhf", "ms-swift", "megatron", "torchtune", "automodel"):
         data["launched_gpus"] = told
-    if kind == "trainer" and _is_dpo(one.words):
+    if kind == "trainer" and _runs(one.words, "dpo"):
         data.setdefault("beta", _DPO_BETA)
+    if kind == "trainer" and _runs(one.words, "sft"):
+        data.setdefault("loss_type", "nll")
     setup = _setup(data, path, gpus or told, kind)
     accelerate = one.launcher.get("config_file")
     if kind in ("trainer", "axolotl", "llama-factory") and isinstance(accelerate, str):
@@ -188,16 +192,15 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
 
 #: TRL's default (1.16, DPOConfig.beta).
 _DPO_BETA = 0.1
-_DPO_SCRIPTS = ("dpo.py", "run_dpo.py", "dpo_vlm.py")
 
 
-def _is_dpo(words: Sequence[str]) -> bool:
-    """Whether a command runs TRL's DPO: ``trl dpo``, TRL's module, or a script of TRL's name."""
+def _runs(words: Sequence[str], name: str) -> bool:
+    """Whether a command runs TRL's trainer of this name: ``trl dpo``, TRL's module, or a script of that name."""
     last = words[-1]
     return (
-        tuple(words[-2:]) == ("trl", "dpo")
-        or last in ("trl.scripts.dpo", "trl.scripts.dpo_vlm")
-        or Path(last).name in _DPO_SCRIPTS
+        tuple(words[-2:]) == ("trl", name)
+        or last in (f"trl.scripts.{name}", f"trl.scripts.{name}_vlm")
+        or Path(last).name in (f"{name}.py", f"run_{name}.py", f"{name}_vlm.py")
     )
 
 
@@ -235,6 +238,8 @@ def _beside_accelerate(setup: Setup, file: Path, gpus: int | None) -> Setup:
     engine = {
         key: told for key, told in other.flags.items() if key in setup.flags and (setup.flags[key].filled or not told.filled)
     }
+    if "log_probs" in setup.flags:  # no logits that its loop could keep
+        engine.pop("keep_logits", None)
     more = {key: told for key, told in other.flags.items() if key not in setup.flags}
     return setup._replace(
         flags={**setup.flags, **engine, **more}, options={**other.options, **setup.options}, asks={**other.asks, **setup.asks},

@@ -63,7 +63,7 @@ _NOT_THEIR_MODULES = "{}'s own modules are not modelled: transformers' of the sa
 
 _TUNE_ADDS = """
     teacher_model._component_ ref_checkpointer._component_ ref_policy_checkpointer._component_
-    reward_and_value_model._component_ model.use_dora model.apply_lora_to_output quantizer._component_
+    reward_and_value_model._component_ model.use_dora quantizer._component_
     model.encoder_trainable model.fusion_trainable value_checkpointer._component_ cudnn_deterministic_mode
 """
 
@@ -97,13 +97,13 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if table.switch("enable_activation_offloading"):
         reading.tell("offload_activations", "enable_activation_offloading", value=True)
     _optimizer(reading, "optimizer._component_")
-    chunked = table.last("loss._component_") in ("LinearCrossEntropyLoss", "SFTLoss")
-    reading.tell("loss", "loss._component_", "chunked" if chunked else "full", filled=True)
+    reading.tell("loss", "loss._component_", "full", filled=True)
     _tune_adapter(reading, component)
     if table.switch("compile"):
         reading.tell_compiled(table, "compile")
     reading.notes.append(_NOT_THEIR_MODULES.format("torchtune"))
     _tune_step(reading)
+    _tune_loss(reading)
     reading.unmodelled(saves="*ac_mode", adds=_TUNE_ADDS)
     if table.last("loss._component_") == "DPOLoss":  # recipes/*_dpo_*.py: chosen and rejected in one batch
         reading.tell_pairs()
@@ -112,16 +112,26 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     return reading.setup("torchtune")
 
 
+def _tune_loss(reading: Reading) -> None:
+    """LinearCrossEntropyLoss runs pieces of logits, whose graphs wait for the backward (modules/loss/cross_entropy_loss.py)."""
+    table, flags = _flat(reading), reading.flags
+    if table.last("loss._component_") not in ("LinearCrossEntropyLoss", "SFTLoss"):
+        return
+    alone = not {"tensor_parallel", "context_parallel", "offload_activations"} & flags.keys()
+    alone = alone and not table.switch("model.apply_lora_to_output")
+    if flags["precision"].value == "bf16" and alone:
+        reading.tell("fused_kernels", "loss._component_", "loss-in-pieces", filled=True)
+    else:
+        table.matters["loss._component_"] = "the loss is counted with all logits at once, which takes more than in pieces"
+        table.saves.add("loss._component_")
+
+
 def _tune_step(reading: Reading) -> None:
     """Read the optimizer step in backward (training/memory.py, OptimizerInBackwardWrapper), modelled for AdamW on one GPU."""
     table, flags = reading.table, reading.flags
     is_modelled = flags["engine"].value == "ddp" and flags["optimizer"].value == "adamw" and flags["grad_accum"].value == 1
     if is_modelled and table.switch("optimizer_in_bwd"):
         reading.options["ddp.step_in_backward"] = Told("optimizer_in_bwd", value=True)
-        if flags["loss"].value == "chunked":
-            reading.tell("loss", "loss._component_", "full", filled=True)
-            table.matters["loss._component_"] = "the loss is counted with all logits at once, which takes more than in chunks"
-            table.saves.add("loss._component_")
     else:
         reading.unmodelled(saves="optimizer_in_bwd")
 
@@ -138,6 +148,8 @@ def _tune_adapter(reading: Reading, component: str) -> None:
     targets = [words.get(str(one), str(one)) for one in names] if isinstance(names, list) else ["q_proj", "v_proj"]
     if table.switch("model.apply_lora_to_mlp"):
         targets += ["gate_proj", "up_proj", "down_proj"]
+    if table.switch("model.apply_lora_to_output"):
+        targets.append("lm_head")
     reading.tell("lora_rank", "model.lora_rank", rank or 8, filled=rank is None)
     reading.tell("lora_targets", "model.lora_attn_modules", ",".join(targets))
     reading.tell("lora_dropout", "model.lora_dropout", str(table.get("model.lora_dropout") or "0").strip("0.") != "")
@@ -147,13 +159,25 @@ def _tune_adapter(reading: Reading, component: str) -> None:
 
 # NeMo AutoModel
 
+_AUTO_SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "interleaved1f1b": "interleaved-1f1b",
+    "zerobubble": "interleaved-zero-bubble",
+}
 _AUTO_ADDS = """
     quantization.load_in_8bit *num_nextn_predict_layers
     peft.use_dora qat.* neftune.* teacher_model.* kd_ratio optimizer.master_weights distributed.autocast_dtype longalign.*
-    model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype
+    model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype distributed.enable_fsdp2_prefetch
+    distributed.moe.lm_head_precision distributed.bucket_cap_mb
 """
+#: Modules of AutoModel's backends that save as much as transformers', or less: FlashAttention's kernels, a norm that keeps its
+#: input in 16 bits (components/models/common/utils.py), Transformer Engine's linear layers in 16 bits, and its rotary positions.
+_NARROW_PARTS = ("attn", "linear", "rms_norm", "rope", "rope_fusion")
+_AUTO_BACKEND = "{} {}; what these parts of AutoModel's own keep is not counted: {}"
 _AUTO_SAVES = """
-    peft.moe_rank_scaling distributed.offload_policy* freeze_config.* peft.use_memory_efficient_lora
+    peft.moe_rank_scaling distributed.offload_policy* optimizer.store_param_remainders freeze_config.*
+    peft.use_memory_efficient_lora
     model.backend.compile_attn optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype
 """
 
@@ -173,7 +197,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading.tell(
         "precision", "model.torch_dtype", "bf16-mixed" if word in ("float32", "fp32") else "bf16", also=("bf16-mixed",)
     )
-    each = reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
+    each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
     key = "step_scheduler.global_batch_size"
     reading.tell_steps(key, table.count(key), each * ranks)
     packed = table.count("packed_sequence.packed_sequence_size", least=0)
@@ -193,9 +217,13 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _auto_adapter(reading)
     reading.notes.append(_NOT_THEIR_MODULES.format("AutoModel"))
     reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="fp8.enabled model.backend.te_fp8.recipe")
-    if table.switch("compile.enabled"):
-        reading.tell_compiled(table, "compile.enabled")
-    table.like("ci.* benchmark.* _*")
+    for key in ("compile.enabled", "distributed.enable_compile"):
+        if table.switch(key):
+            reading.tell_compiled(table, key)
+    _auto_backend(table)
+    if kinds.get(again, "full") != "full" and table.data.get("model.output_hidden_states"):
+        reading.unmodelled(adds="*output_hidden_states")  # with recomputation each block's input is kept anyway
+    table.like("ci.* benchmark.* _* *output_hidden_states")
     return reading.setup("automodel")
 
 
@@ -212,9 +240,48 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     strategy = table.text("distributed.strategy") or other
     if strategy not in ("fsdp2", "ddp"):
         raise table.refused("distributed.strategy", "fsdp2 and ddp are modelled")
-    stage = 0 if strategy == "ddp" else 2 if table.switch("distributed.reshard_after_forward") is False else 3
+    # blocks of a pipeline, and of experts on their own ranks, stay gathered unless asked (distributed/config.py)
+    said = table.switch("distributed.moe.reshard_after_forward" if ep > 1 else "distributed.reshard_after_forward")
+    stage = 0 if strategy == "ddp" else 2 if said is False or (said is None and (pp > 1 or ep > 1)) else 3
     _sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
     return max(1, (gpus or split) // split)
+
+
+def _auto_pipeline(reading: Reading) -> int | None:
+    """Say schedule and micro-batches of a pipeline, which splits the local batch (pipelining/autopipeline.py); returns their size.
+
+    Several runs of the pipeline per step are counted as one.
+    """
+    table, before = reading.table, "distributed.pipeline."
+    keys = [f"{before}{key}" for key in ("pp_schedule", "pp_microbatch_size", "layers_per_stage", "dtype", "pp_seq_len")]
+    word = str(table.get(keys[0]) or "1f1b").lower().replace("_", "")
+    table.leave((*keys[1:], f"{before}round_virtual_stages_to_pp_multiple"))
+    if "pipeline_parallel" not in reading.flags:
+        return None
+    if word not in _AUTO_SCHEDULES:
+        raise table.refused(keys[0], f"use one of {', '.join(_AUTO_SCHEDULES)}")
+    reading.tell("pipeline_schedule", keys[0], _AUTO_SCHEDULES[word], filled=keys[0] not in table.data)
+    if word != "1f1b" and table.data.get(keys[2]) is not None:
+        table.matters[keys[2]] = (
+            f"{keys[2]}={table.data[keys[2]]}: two stages on each rank are counted, whatever it makes of them"
+        )
+    table.get("step_scheduler.local_batch_size")
+    return reading.number("micro_batch", keys[1], default=1)
+
+
+def _auto_backend(table: Table) -> None:
+    """Note the parts whose kernels ``model.backend`` chooses: transformers' are counted in their place."""
+    parts = {key: str(table.data[key]) for key in table.like("model.backend.*") if not key.endswith("_") and table.data[key]}
+    chosen = {key.rpartition(".")[2]: value for key, value in parts.items() if key.count(".") == 2}
+    chosen = {key: value for key, value in chosen.items() if key[:1] != "_" and not key.startswith("enable_")}
+    chosen.pop("fake_balanced_gate", None)  # equal shares of tokens, which is what is counted
+    if chosen:
+        narrow = chosen.keys() <= set(_NARROW_PARTS)
+        names = ", ".join(f"{key} {value}" for key, value in chosen.items())
+        table.matters["model.backend"] = _AUTO_BACKEND.format(
+            "model.backend", f"({names})", "they keep no more" if narrow else "it may be more or less"
+        )
+        table.saves.update(["model.backend"] * narrow)
 
 
 def _auto_adapter(reading: Reading) -> None:
@@ -237,6 +304,9 @@ def _auto_adapter(reading: Reading) -> None:
 
 # nanotron
 
+_BUCKETS = (
+    "buckets that nanotron's DDP may keep beside gradients (nanotron/trainer.py) are not counted: the answer may be too low"
+)
 _OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees and fp32 gradients, are counted"
 
 
@@ -269,6 +339,9 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
         ("grad_accum", "batch_accumulation_per_replica"),
     ):
         reading.number(flag, f"tokens.{key}")
+    if (table.count("parallelism.dp") or 1) > 1:
+        table.matters["model.ddp_bucket_cap_mb"] = _BUCKETS
+    table.leave(("model.ddp_bucket_cap_mb",))
     reading.notes.append(_OWN_LAYERS)
     config = _nanotron_config(whole.table("model").table("model_config").data)
     reading.tell("model", "model.model_config", model_from_config(config, name="nanotron's model_config"))
@@ -350,7 +423,6 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _lit(reading, gpus or 1)
     else:
         _lightning_batch(reading)
-    reading.unmodelled(adds="lora_head")
     table.like("model.* data.* model_config* slurm*")
     return reading.setup("lightning")
 
@@ -427,7 +499,7 @@ def _lit(reading: Reading, gpus: int) -> None:
     if rank is None:
         return
     pairs = {"lora_query": "q_proj", "lora_key": "k_proj", "lora_value": "v_proj", "lora_projection": "o_proj",
-             "lora_mlp": "gate_proj,up_proj,down_proj"}  # fmt: skip
+             "lora_mlp": "gate_proj,up_proj,down_proj", "lora_head": "lm_head"}  # fmt: skip
     reading.tell("lora_rank", "lora_r", rank)
     reading.tell(
         "lora_targets", "lora_query", ",".join(names for key, names in pairs.items() if table.switch(key)) or "q_proj,v_proj"

@@ -7,10 +7,12 @@ branch counts. Values known only to the shell ($1, $(hostname), the environment)
 import ast
 import operator
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from zeroplan.catalog.text import one_line
 from zeroplan.errors import SpecError
 
 #: Limit of a script, and of a word after expansion; launcher scripts are shorter. [characters]
@@ -237,3 +239,17 @@ def _arguments(words: list[str]) -> dict[str, object]:
 def is_script(text: str, path: Path) -> bool:
     """Whether a file is a shell script, by its suffix or its first line."""
     return path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch") or bool(re.match(r"#!\s*/\S*\b(ba|z)?sh\b", text))
+
+
+def is_arguments(text: str) -> bool:
+    """Whether a file is arguments and nothing else, such as those of Megatron-LM that ``zeroplan plan --emit megatron`` writes."""
+    lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
+    return bool(lines) and all(re.match(r"--[A-Za-z]", line) for line in lines)
+
+
+def arguments_of(text: str, where: str) -> dict[str, object]:
+    """Return the arguments of such a file by their names, ``-`` and ``_`` being the same; raises SpecError for an open quote."""
+    try:
+        return _arguments(shlex.split(text, comments=True))
+    except ValueError as error:
+        raise SpecError(f"{where}: {one_line(str(error))}") from None

@@ -1,7 +1,10 @@
 """Reads the settings of a job from a configuration file, key by key, and combines them with the flags."""
 
+import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
+from glob import escape
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -162,6 +165,30 @@ def known_keys(kind: Kind) -> frozenset[str]:
     return next((frozenset(words.split()) for name, _, words in lines if name == kind), frozenset())
 
 
+#: Last words of keys that may change memory, and keys that look like them and change none, each with its reason.
+MEMORY_KEYS = Path(__file__).with_name("memory_keys.toml")
+
+
+@cache
+def may_matter(key: str) -> bool | None:
+    """Whether a key may change memory, by its last word; None where it looks like it and changes none (``memory_keys.toml``).
+
+    >>> may_matter("model.recompute_layers"), may_matter("lora_alpha"), may_matter("optimizer.lr")
+    (True, None, False)
+    """
+    matter, harmless = _memory_keys()
+    last = key.rpartition(".")[2].removeprefix("no_")
+    if not any(fnmatchcase(last, one) for one in matter):
+        return False
+    return None if any(fnmatchcase(key, one) or fnmatchcase(last, one) for one in harmless) else True
+
+
+@cache
+def _memory_keys() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    table = tomllib.loads(MEMORY_KEYS.read_text(encoding="utf-8"))
+    return tuple(table["may_matter"]), tuple(table["harmless"])
+
+
 class Table:
     """One table of a file: returns values by key, checks their types, and keeps track of the keys read."""
 
@@ -263,6 +290,12 @@ class Table:
                     self.matters[key] = f"{self.name(key)}={shown(value)} {_EFFECTS[effect]}"
                     self.saves.update([key] * (effect == "saves"))
 
+    def suspects(self) -> None:
+        """Note keys that no reader used and that may change memory, by their names."""
+        unread = {str(key): may_matter(str(key)) for key in self.data if key not in self.read}
+        self.leave(key for key, matters in unread.items() if matters is None)
+        self.unmodelled(either=" ".join(escape(key) for key, matters in unread.items() if matters))
+
     def unknown(self, known: Collection[str] = ()) -> Iterator[str]:
         """Yield a note on every key that neither a reader here nor the program knows."""
         for key in sorted(self.data.keys() - self.read, key=str):
@@ -351,6 +384,7 @@ COMPILED = (
     "the step is counted without torch.compile; in the runs that were compared a compiled one took no more "
     "(`zeroplan dryrun` follows the compiler)"
 )
+FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
 ULYSSES = "Ulysses' ranks split a sequence outside of attention and its heads inside: a rank's share of its tokens is counted"
 LIGER = ("rope", "liger-rms-norm", "liger-swiglu")
 _LIGER = "operators other than RMSNorm, rotary positions and SiLU's product are counted as without Liger, which takes no less"
@@ -409,10 +443,20 @@ class Reading:
         if loss:
             self.tell("loss", key, "fused", filled=True)
 
-    def tell_loop(self, key: str, workflow: str, **options: object) -> None:
-        """Set the loop that the training step belongs to; the trainer's default replaces an option that is None."""
-        self.loop = {"workflow": workflow, **{name: one for name, one in options.items() if one is not None}}
-        self.notes.append(_LOOP.format(self.table.name(key), workflow))
+    def tell_loop(self, key: str, workflow: str, *, alone: bool = False, **options: object) -> None:
+        """Set the loop that the training step belongs to; the trainer's default replaces an option that is None.
+
+        ``alone``: only the file's training step is known, and the other phases are not judged.
+        """
+        said = {name: one for name, one in options.items() if one is not None}
+        self.loop = {"workflow": workflow, **said, **({"alone": True} if alone else {})}
+        if not alone:
+            self.notes.append(_LOOP.format(self.table.name(key), workflow))
+
+    def tell_log_probs(self, key: str, *, how: str = "tiles", note: str = "") -> None:
+        """Set a loss of log-probabilities; ``how``: :data:`~zeroplan.spec.recipe.LogProbs`."""
+        self.tell("loss", key, "log-probs", filled=True, note=note)
+        self.tell("log_probs", key, how, filled=True)
 
     def tell_compiled(self, table: Table, key: str) -> None:
         """Note that the step is compiled, and that zeroplan counts it without the compiler."""
@@ -466,6 +510,7 @@ class Reading:
 
     def setup(self, kind: Kind) -> Setup:
         """Return the settings read, and notes on the keys that no reader used."""
+        self.table.suspects()
         matters = self.table.matters
         notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)))
         return Setup(

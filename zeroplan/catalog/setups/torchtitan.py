@@ -38,10 +38,9 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "training": ("dataset", "dataset_path", "max_norm", "steps", "gc_freq", "gc_debug", "dataloader", "warmup_steps",
                  "deterministic", "seed"),
     "parallelism": (
-        "disable_loss_parallel", "enable_async_tensor_parallel", "enable_sequence_parallel", "spmd_backend",
+        "enable_async_tensor_parallel", "enable_sequence_parallel", "spmd_backend",
         "context_parallel_load_balancer", "context_parallel_ptrr_mask_key", "context_parallel_rotate_method",
-        "expert_parallel_comm_backend", "pipeline_parallel_schedule_csv", "pipeline_parallel_expert_parallel_overlap",
-        "enable_compiled_autograd", "expert_tensor_parallel_degree",
+        "pipeline_parallel_schedule_csv", "expert_tensor_parallel_degree",
     ),
     "model": ("hf_assets_path", "tokenizer_path", "print_after_conversion", "tokenizer_type", "norm_type"),
     "model_spec": ("model", "name", "flavor"),
@@ -49,6 +48,11 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "activation_checkpoint": ("preserve_rng_state", "determinism_check", "debug", "early_stop",
                               "per_op_sac_force_recompute_mm_shapes_by_fqns", "visualize_memory_budget_pareto", "memory_budget"),
     "compile": ("components", "backend", "enable_async_tensor_parallel"),
+}  # fmt: skip
+#: Keys that change memory and that a job cannot express.
+_EITHER = "expert_parallel_comm_backend enable_compiled_autograd pipeline_parallel_expert_parallel_overlap"
+_HARMLESS: dict[str, tuple[object, ...]] = {
+    "expert_parallel_comm_backend": ("standard",), "pipeline_parallel_expert_parallel_overlap": (True,),
 }  # fmt: skip
 #: Default of ``training.local_batch_size``.
 _DEFAULT_BATCH = 8
@@ -105,7 +109,9 @@ def _refuse(reading: _Reading) -> None:
         reading.tell_compiled(reading.tables["compile"], "enable")
     _float8(reading)
     reading.tables["optimizer"].refuse({"early_step_in_backward": ()})
-    reading.tables["parallelism"].refuse({"enable_fsdp_symm_mem": ()})
+    reading.tables["parallelism"].refuse({"enable_fsdp_symm_mem": (), "expert_tensor_parallel_degree": (1,)})
+    reading.tables["parallelism"].unmodelled(adds="disable_loss_parallel", either=_EITHER, harmless=_HARMLESS)
+    whole.matters |= reading.tables["parallelism"].matters
     if whole.table("fault_tolerance").switch("enable"):
         raise whole.table("fault_tolerance").refused("enable")
     if reading.tables["training"].switch("disable_cuda_graphs") is False:

@@ -30,6 +30,10 @@ _PAGED = {
     "paged_lion_32bit": "lion-32bit",
 }  # fmt: skip
 _DEFAULT_BATCH = 8
+_BEYOND = (
+    "columns of inputs beyond bitsandbytes' threshold are kept in 16 bits, too, and are not counted: one in a thousand in "
+    "the paper on LLM.int8() (arXiv 2208.07339)"
+)
 _HELD = "use_reentrant is on: the block's output that each checkpoint holds during its backward is not counted with this engine"
 _UNUSED = "ddp_find_unused_parameters"
 
@@ -72,7 +76,7 @@ _KNOWN_WORDS = """
     low_cpu_mem_usage keep_linebreaks packing packing_strategy eval_packing eos_token pad_token chat_template_path
     max_prompt_length dataset_mixture dataset_mixer dataset_splits chat_template loss_type hub_model_revision
     completion_only_loss assistant_only_loss lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage
-    bnb_4bit_compute_dtype model_init_kwargs
+    bnb_4bit_compute_dtype
 """
 _KNOWN = frozenset(_KNOWN_WORDS.split())
 _FSDP_WORDS = """
@@ -87,8 +91,13 @@ _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_
 def trainer_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
     """Return the job in the file; raises SpecError for settings that are not modelled."""
     reading = arguments_read(table, folder)
-    if not reading.loop:
+    if reading.loop:
+        reading.tell_log_probs(_key_of_dpo(table) or "beta")
+    elif table.data.get("num_generations") is not None or table.switch("use_vllm"):
         _grpo(reading)
+    elif (key := _key_of_sft(table)) is not None:
+        reading.tell_log_probs(key, note=f"{key} is of {_SFT_LOSS}")
+        reading.tell_loop(key, "sft", alone=True)
     return reading.setup("trainer")
 
 
@@ -108,23 +117,33 @@ def arguments_read(table: Table, folder: Path) -> Reading:
             table.matters.pop(key, None)
     _liger(reading)
     _compiled(table, reading)
-    # A layer in 8 bits keeps its input (bitsandbytes 0.50, MatMul8bitLt), which can be more than its weight saves.
-    keeps = reading.flags["recompute"].value == "none"
-    table.unmodelled(either="load_in_8bit" if keeps else "", saves="" if keeps else "load_in_8bit")
+    _in_eight_bits(reading)
     table.leave(_KNOWN)
     return reading
 
 
-def _grpo(reading: Reading) -> None:
-    """Read the loop of TRL's GRPOTrainer with vLLM (1.16, trl/trainer/grpo_config.py); without vLLM the model itself generates."""
-    table = reading.table
-    generations, completion = table.count("num_generations"), table.data.get("max_completion_length")
-    if (generations is None and completion is None) or not table.switch("use_vllm"):
+def _in_eight_bits(reading: Reading) -> None:
+    """Eight bits beside adapters under DDP; a layer keeps its input through checkpoints that are not reentrant."""
+    table, flags = reading.table, reading.flags
+    if not table.switch("load_in_8bit"):
         return
+    reentrant = flags["recompute"].value == "none" or ("reentrant" in flags and flags["reentrant"].value)
+    if "lora_rank" in flags and "engine" in flags and flags["engine"].value == "ddp" and reentrant:
+        reading.tell("quantize", "load_in_8bit", "int8", note=_BEYOND)
+    else:
+        table.unmodelled(saves="load_in_8bit" if reentrant else "", either="" if reentrant else "load_in_8bit")
+
+
+def _grpo(reading: Reading) -> None:
+    """Read the loop of TRL's GRPOTrainer (1.16, trl/trainer/grpo_config.py); without vLLM only the training step is judged."""
+    table = reading.table
+    key, alone = ("use_vllm", False) if table.switch("use_vllm") else ("num_generations", True)
+    generations, completion = table.count("num_generations"), table.data.get("max_completion_length")
     prompt, beta, memory = (table.get(key) for key in ("max_prompt_length", "beta", "vllm_gpu_memory_utilization"))
     here = table.text("vllm_mode") != "server"
+    reading.tell_log_probs(key)
     reading.tell_loop(
-        "use_vllm", "grpo", beta=number_of(beta, 0.0), num_generations=generations,
+        key, "grpo", alone=alone, beta=number_of(beta, 0.0), num_generations=generations,
         max_completion_length=table.count("max_completion_length"), steps_per_generation=table.count("steps_per_generation"),
         vllm_mode=table.text("vllm_mode"), vllm_gpu_memory_utilization=number_of(memory, 0.3) if here else None,
         vllm_tensor_parallel_size=table.count("vllm_tensor_parallel_size"),
@@ -133,7 +152,7 @@ def _grpo(reading: Reading) -> None:
     if prompt is not None and completion is not None and "seq_len" not in reading.flags:
         tokens = (table.count("max_prompt_length") or 0) + (table.count("max_completion_length") or 0)
         reading.tell("seq_len", "max_prompt_length and max_completion_length", tokens, filled=True)
-    for key in ("beta", "num_generations", "max_completion_length"):
+    for key in () if alone else ("beta", "num_generations", "max_completion_length"):
         table.matters.pop(key, None)
 
 
@@ -150,8 +169,28 @@ def _key_of_dpo(table: Table) -> str | None:
     if table.data.get("num_generations") is not None:
         return None
     own = ("beta" if "beta" in table.matters else None, *(key for key in _OF_DPO if table.data.get(key) is not None))
-    loss = "loss_type" if table.data.get("loss_type") in _DPO_LOSSES else None
+    loss = "loss_type" if set(_losses(table)) & set(_DPO_LOSSES) else None
     return next((key for key in (*own, loss) if key is not None), None)
+
+
+def _losses(table: Table) -> list[str]:
+    """Return the names under ``loss_type``, which DPOTrainer also takes as a list."""
+    said = table.data.get("loss_type")
+    return [str(one) for one in said] if isinstance(said, (list, tuple)) else str(said or "").replace(",", " ").split()
+
+
+#: Keys of TRL's SFTConfig (1.16, trl/trainer/sft_config.py) that neither its other trainers nor transformers' scripts have.
+_OF_SFT = ("packing", "packing_strategy", "eval_packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
+_SFT_LOSS = (
+    "TRL's SFTTrainer, whose loss is counted as in TRL 1.16: from log-probabilities, without the logits of all tokens; releases "
+    "that make them all need --loss full"
+)
+
+
+def _key_of_sft(table: Table) -> str | None:
+    """Return the key by which a file is one of TRL's SFTTrainer."""
+    found = next((key for key in _OF_SFT if table.data.get(key) is not None), None)
+    return found or ("loss_type" if set(_losses(table)) & {"nll", "chunked_nll", "dft"} else None)
 
 
 def _compiled(table: Table, reading: Reading) -> None:
@@ -179,7 +218,8 @@ def _liger(reading: Reading) -> None:
     config = said if isinstance(said, dict) else {}
     names = {"rope": "rope", "liger-rms-norm": "rms_norm", "liger-swiglu": "swiglu"}
     parts = [part for part in LIGER if config.get(names[part], True)]
-    reading.tell_liger(*parts, key="use_liger_kernel", loss=bool(config.get("fused_linear_cross_entropy", True)))
+    fuses = bool(config.get("fused_linear_cross_entropy", True)) and _key_of_sft(table) is None  # SFTTrainer has its own loss
+    reading.tell_liger(*parts, key="use_liger_kernel", loss=fuses)
 
 
 def _deepspeed(reading: Reading) -> None:
@@ -286,8 +326,8 @@ def _precision(reading: Reading) -> None:
     else:
         reading.tell("precision", "neither bf16 nor fp16", "fp32", filled=True)
     reading.tell("keep_logits", "compute_loss", value=False, filled=True)
-    if on == ["bf16"] and reading.flags.get("engine", Told("", "")).value == "fsdp2":
-        reading.options["fsdp2.reduce_dtype"] = Told("bf16", "param")
+    if on and reading.flags.get("engine", Told("", "")).value == "fsdp2":
+        reading.options["fsdp2.reduce_dtype"] = Told(on[0], "param")
     dtype = reading.table.get("torch_dtype") or reading.table.get("dtype")
     for key in ("torch_dtype", "dtype"):
         reading.table.leave((key,))

@@ -7,7 +7,7 @@ GRPO, the job is the actor's update.
 from pathlib import Path
 
 from zeroplan.catalog.setups.megatron_arguments import tell_megatron
-from zeroplan.catalog.setups.told import ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
+from zeroplan.catalog.setups.told import FILLED, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _UPDATE = (
@@ -17,8 +17,6 @@ _UPDATE = (
 _MOVED = (
     "what param_offload and optimizer_offload keep on the host returns to the GPU for the update, so that it is counted there"
 )
-_FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
-
 _SAVES = "*.use_liger *.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
 _ADDS = "*.entropy_coeff *.calculate_entropy *.mtp.enable_train *.mtp.enable"
 
@@ -36,7 +34,7 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
     reading.tell("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
-    table.like("*_kwargs.* hydra.* config_path")
+    table.like("*engine_kwargs.* *metadata_kwargs.* *reward_kwargs.* *val_kwargs.* hydra.* config_path")
     return reading.setup("verl")
 
 
@@ -57,9 +55,12 @@ def _policy(reading: Reading, gpus: int) -> None:
     each = _micro_batch(reading, length, ways, ranks)
     total = (table.count(f"{_ACTOR}ppo_mini_batch_size") or 256) * (table.count("actor_rollout_ref.rollout.n") or 1)
     reading.tell_steps(f"{_ACTOR}ppo_mini_batch_size", total, each * max(1, ranks))
-    if not (uses_megatron or ways > 1 or gpus == 1):
-        _loop(reading)
-    if not reading.loop:
+    told = not (uses_megatron or ways > 1 or gpus == 1) and table.text(f"{_ROLLOUT}name") in (None, "vllm")
+    if not uses_megatron:
+        reading.own_units = "verl"
+        reading.tell_log_probs("algorithm.adv_estimator", how="in place")
+        _loop(reading, alone=not told)
+    if not told:
         reading.notes.append(_UPDATE)
     parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
     if any(table.switch(f"{_ACTOR}{part}") for part in parts):
@@ -69,25 +70,45 @@ def _policy(reading: Reading, gpus: int) -> None:
 _ROLLOUT = "actor_rollout_ref.rollout."
 
 
-def _loop(reading: Reading) -> None:
-    """Read the PPO or GRPO loop with vLLM on the actor's GPUs (trainer/config/rollout/rollout.yaml); only ``gae`` has a critic."""
+def _loop(reading: Reading, *, alone: bool) -> None:
+    """Read the PPO or GRPO loop with vLLM on the actor's GPUs (trainer/config/rollout/rollout.yaml); only ``gae`` has a critic.
+
+    The actor's loss is counted as ``verl`` computes it (utils/torch_functional.py, logprobs_from_logits_flash_attn).
+    """
     table = reading.table
-    if table.text(f"{_ROLLOUT}name") not in (None, "vllm"):
-        return
     names = ("actor.fsdp_config.param_offload", "actor.fsdp_config.optimizer_offload", "actor.use_kl_loss",
              "actor.entropy_from_logits_with_chunking")  # fmt: skip
     params, states, kl_loss, chunked = (table.switch(f"actor_rollout_ref.{name}") or None for name in names)
     frees, budget = table.switch(f"{_ROLLOUT}free_cache_engine"), table.count(f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384
     estimator = str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower()
     reading.tell_loop(
-        "algorithm.adv_estimator", "ppo", adv_estimator="gae" if estimator == "gae" else "grpo",
+        "algorithm.adv_estimator", "ppo", alone=alone, adv_estimator="gae" if estimator == "gae" else "grpo",
         vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5),
         vllm_tensor_parallel_size=table.count(f"{_ROLLOUT}tensor_model_parallel_size"),
         free_cache_engine="false" if frees is False else None, param_offload=params, optimizer_offload=states,
         use_kl_loss=kl_loss or table.switch("algorithm.use_kl_in_reward") or None, entropy_from_logits_with_chunking=chunked,
         log_prob_micro_batch_size_per_gpu=table.count(f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu"),
         ppo_max_token_len_per_gpu=budget if table.switch(f"{_ACTOR}use_dynamic_bsz") else None,
+        **(_critic(reading) if estimator == "gae" else {}),
     )  # fmt: skip
+
+
+def _critic(reading: Reading) -> dict[str, object]:
+    """The critic's own batch and recomputation (trainer/config/critic/critic.yaml); its sequences are split as the actor's."""
+    table, before = reading.table, "critic."
+    own, actors = (table.count(f"{one}ulysses_sequence_parallel_size") or 1 for one in (before, _ACTOR))
+    if own != actors:
+        table.matters[f"{before}ulysses_sequence_parallel_size"] = f"critic: {own} Ulysses ranks; the workflow counts {actors}"
+    keeps = table.switch(f"{before}model.enable_gradient_checkpointing") is False
+    dynamic = table.switch(
+        f"{before}use_dynamic_bsz" if f"{before}use_dynamic_bsz" in table.data else f"{_ACTOR}use_dynamic_bsz"
+    )
+    each, tokens = (table.count(f"{before}ppo_{one}_per_gpu") for one in ("micro_batch_size", "max_token_len"))
+    return {
+        "critic_micro_batch_size_per_gpu": None if dynamic else each,
+        "critic_max_token_len_per_gpu": (tokens or 32768) * own if dynamic else None,
+        "critic_recompute": "none" if keeps else "full",
+    }
 
 
 def _micro_batch(reading: Reading, length: int, ways: int, ranks: int) -> int:
@@ -97,7 +118,7 @@ def _micro_batch(reading: Reading, length: int, ways: int, ranks: int) -> int:
     each = table.count(key) or (1 if whole is None else max(1, whole // max(1, ranks)))
     if table.switch(f"{_ACTOR}use_dynamic_bsz"):
         each, key = max(1, -(-tokens // length)), f"{_ACTOR}ppo_max_token_len_per_gpu"
-        reading.notes.append(_FILLED.format(tokens))
+        reading.notes.append(FILLED.format(tokens))
     reading.tell("micro_batch", key, each, filled=key not in table.data and whole is None)
     return each
 

@@ -37,7 +37,7 @@ class CardHere(Spec):
 
 
 def environment(task: CardTask) -> dict[str, str]:
-    """The variables for the started process; ``alone``, those that torchrun sets for this rank, on the first GPU.
+    """The variables for the started process; with ``alone``, torchrun's variables for this rank, on the first GPU.
 
     >>> run = DryRunTask(target="train.py", gpus=16, gpus_per_node=8, rank=9, gpu="h100-sxm-80gb", answer="a.json")
     >>> variables = environment(CardTask(run=run, folder="."))

@@ -26,7 +26,7 @@ from zeroplan.verify.training.workload import Workload, store_as
 
 
 class Ran(NamedTuple):
-    """What the script ran: its call, its loss, and its recomputation."""
+    """The script's call of the model, its loss, and its recomputation."""
 
     call: Call
     tape: Tape
@@ -183,7 +183,6 @@ class ScriptSubject:
 
 
 def _key(name: Name) -> str:
-    """A tensor's key in the batch."""
     return f"{type(name).__name__} {name.number}"
 
 

@@ -17,7 +17,7 @@ from zeroplan.errors import MeasurementError
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of the tape, by number: first those of the model's output, then results."""
+    """A tensor of the tape, by number: the model's outputs first, then results."""
 
     number: int
 

@@ -19,7 +19,7 @@ from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.spec.releases import release_of
+from zeroplan.spec.releases import is_reentrant
 from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
@@ -130,9 +130,8 @@ class Training(MicroBatch):
 
     def _run_again(self, run: RunPass) -> Lines:
         """Return the recomputed output that a reentrant checkpoint holds until its block's backward ends."""
-        asked, head = self.recipe.reentrant, self.these.head
-        reentrant = release_of(self.recipe.transformers).reentrant if asked is None else asked
-        if not reentrant or run.recompute != "full":
+        head = self.these.head
+        if not is_reentrant(self.recipe) or run.recompute != "full":
             return ()
         reason = "this block's output, run again"
         return (Line(Kind.ACTIVATIONS, head.hidden_bytes, reason, head.hidden_formula, _REENTRANT),)

@@ -1,7 +1,7 @@
 """The inputs of an FSDP2 step's moments: groups and their sizes, element widths, passes through blocks and head."""
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
@@ -151,8 +151,8 @@ class Plan(NamedTuple):
 
     @property
     def loss_in_loop(self) -> bool:
-        """Whether the training loop computes the loss after the model's forward, as torchtitan's does."""
-        return self.recipe.fsdp2.modules == "torchtitan"
+        """Whether the training loop computes the loss after the model's forward, as torchtitan's and torchtune's do."""
+        return self.recipe.fsdp2.modules == "torchtitan" or "loss-in-pieces" in self.recipe.fused_parts
 
     @property
     def sums_tied(self) -> bool:
@@ -283,68 +283,92 @@ def plan_of(
     ``autocast``: the loop also runs the model under ``torch.autocast``. ``updated``: the symbol of the elements that this rank
     updates, if they are not its share of all padded parameters.
     """
-    tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)
-    width, n = widths(recipe.precision), mesh.dp_shard * cp
-    first = first_recomputed(model, recipe)
-    compute = compute_of(recipe, tp=tp, ep=ep, cp=cp)
+    tp, cp, width = int(mesh.tp), int(mesh.cp), widths(recipe.precision)
+    compute = compute_of(recipe, tp=tp, ep=int(mesh.ep), cp=cp)
     compute = compute._replace(autocast=True) if autocast else compute
-    tree, learning = cut.tree, cut.learning
-    passes, head, tables = _program(model, recipe, batch, tree, compute)
-    recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
-    impl = implementation_of(recipe)
+    passes, head, tables = _program(model, recipe, batch, cut.tree, compute)
+    recomputes = tuple(recompute_of(run, compute) for run in cut.tree.runs)
     frozen_width = width.stored if model.adapter is None else width.compute
-    parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
-    optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=updated or symbol)
-    older = tables_in_layers(model, recipe, frozen_width if model.adapter is not None else width.stored)
-    persistent = (*parameters, *cut.beside, *optimizer, *tree.buffers, *tables, *older)
+    persistent = (*_states(cut, tensors, recipe, frozen_width, updated), *tables, *_older_tables(model, recipe))
     in_the_loop = pixels(model, batch) if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
         width=width,
-        impl=impl,
+        impl=implementation_of(recipe),
         reduce_bytes=width.compute if recipe.fsdp2.reduce_dtype == "param" else width.stored,
-        n=n,
-        tp=tp,
-        ep=ep,
-        gathers=where(n > 1, 1, 0),
-        replicated=where(mesh.dp_replicate > 1, 1, 0),
-        several=where(batch.grad_accum_steps > 1, 1, 0),
-        twice=where(batch.grad_accum_steps > 2, 1, 0),
-        reshard=_reshard(recipe, n),
-        tree=tree,
-        runs=tree.runs,
-        every_layer=tuple(run.layers for run in tree.runs),
-        kinds=tuple(run.name for run in tree.runs),
-        corners=corners(model, first),
-        walk=walk(model, first),
-        parameters=_every_parameter(tree),
         local_tensors=tensors,
         frozen_tensors=frozen_tensors,
         frozen_width=frozen_width,
         adapter_bytes=width.stored if model.adapter is not None and model.adapter.compute == "fp32" else width.compute,
-        root=cut.root,
-        blocks=cut.blocks,
-        trained_root=cut.trained_root,
-        trained_blocks=cut.trained_blocks,
-        ends=cut.ends,
-        cast_too=model.adapter is None,
-        trained_kinds=tuple(group.symbol for group in cut.trained_blocks),
-        tail_elements=sum(parameter.numel for parameter in learning.tail),
-        tied_head_elements=0 if learning.tied_head is None else learning.tied_head.numel,
-        embedding_elements=max((parameter.numel for parameter in learning.embeddings if len(parameter.shape) > 1), default=0),
-        projector_elements=sum(one.numel for one in learning.embeddings if one.name.startswith(BESIDE_THE_TEXT)),
-        last_root_elements=next((one.numel for one in (*learning.tail[::-1], *learning.embeddings[::-1])), 0),
         passes=passes,
         head=head,
         at_embedding=None if tp == 1 else _at_embedding(model, compute, batch),
         recomputes=recomputes,
         kept=tuple(total_bytes(one.kept(again)) for one, again in zip(passes, recomputes, strict=True)),
         persistent=(*(tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent), *in_the_loop),
-        tower_layers=model.tower_layers,
         is_a_stage=part is not None,
-        shared_sequences=cp > 1,
         in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),
+        **_of_the_ranks(recipe, mesh, batch),
+        **_of_the_model(cut, model, recipe),
     )
+
+
+def _states(
+    cut: Cut, tensors: tuple[LocalTensor, ...], recipe: RecipeSpec, frozen_width: int, updated: str | None
+) -> tuple[Line, ...]:  # fmt: skip
+    """Return this rank's parameters, what stands beside them, its optimizer state and the model's buffers."""
+    width = widths(recipe.precision)
+    parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
+    optimizer = state_lines(recipe.optimizer, implementation_of(recipe), tensors, width.stored, symbol=updated or symbol)
+    return (*parameters, *cut.beside, *optimizer, *cut.tree.buffers)
+
+
+def _older_tables(model: ModelSpec, recipe: RecipeSpec) -> tuple[Line, ...]:
+    width = widths(recipe.precision)
+    return tables_in_layers(model, recipe, width.stored if model.adapter is None else width.compute)
+
+
+def _of_the_ranks(recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> dict[str, Any]:
+    """Return a plan's fields that follow from the degrees and the number of micro-batches."""
+    n = mesh.dp_shard * int(mesh.cp)
+    return {
+        "n": n,
+        "tp": int(mesh.tp),
+        "ep": int(mesh.ep),
+        "gathers": where(n > 1, 1, 0),
+        "replicated": where(mesh.dp_replicate > 1, 1, 0),
+        "several": where(batch.grad_accum_steps > 1, 1, 0),
+        "twice": where(batch.grad_accum_steps > 2, 1, 0),
+        "reshard": _reshard(recipe, n),
+        "shared_sequences": int(mesh.cp) > 1,
+    }
+
+
+def _of_the_model(cut: Cut, model: ModelSpec, recipe: RecipeSpec) -> dict[str, Any]:
+    """Return a plan's fields that follow from the tensors and how they are grouped."""
+    tree, learning, first = cut.tree, cut.learning, first_recomputed(model, recipe)
+    return {
+        "tree": tree,
+        "runs": tree.runs,
+        "every_layer": tuple(run.layers for run in tree.runs),
+        "kinds": tuple(run.name for run in tree.runs),
+        "corners": corners(model, first),
+        "walk": walk(model, first),
+        "parameters": _every_parameter(tree),
+        "root": cut.root,
+        "blocks": cut.blocks,
+        "trained_root": cut.trained_root,
+        "trained_blocks": cut.trained_blocks,
+        "ends": cut.ends,
+        "cast_too": model.adapter is None,
+        "trained_kinds": tuple(group.symbol for group in cut.trained_blocks),
+        "tail_elements": sum(parameter.numel for parameter in learning.tail),
+        "tied_head_elements": 0 if learning.tied_head is None else learning.tied_head.numel,
+        "embedding_elements": max((one.numel for one in learning.embeddings if len(one.shape) > 1), default=0),
+        "projector_elements": sum(one.numel for one in learning.embeddings if one.name.startswith(BESIDE_THE_TEXT)),
+        "last_root_elements": next((one.numel for one in (*learning.tail[::-1], *learning.embeddings[::-1])), 0),
+        "tower_layers": model.tower_layers,
+    }
 
 
 def _program(

@@ -172,8 +172,8 @@ class MicroBatch:
             trace.drop("leaving")
 
     def _gathers_ahead(self, at: At) -> bool:
-        """Whether the backward of the head's unit has begun; the root's begins with the loss, unless that is chunked."""
-        if self.plan.recipe.loss == "chunked":
+        """Whether the backward of the head's unit has begun. The root's begins with the loss, unless the loss has the head."""
+        if self.plan.recipe.loss == "chunked" or "loss-in-pieces" in self.plan.recipe.fused_parts:
             return at is At.FINAL_NORM
         return self.ends is None or at is not At.LOSS or self.plan.recipe.loss == "log-probs"
 

@@ -16,7 +16,7 @@ from zeroplan.engines.requests.model import ModelPass
 from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import ON_PAPER
-from zeroplan.spec.releases import release_of
+from zeroplan.spec.releases import is_reentrant, release_of
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import has_frozen, trained_layout
 
@@ -105,12 +105,12 @@ def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
     """Yield features of older releases and other kernels that need more requests than the model's modules make."""
     adapter, recipe = job.model.adapter, job.recipe
     release = release_of(recipe.transformers)
-    reentrant = release.reentrant if recipe.reentrant is None else recipe.reentrant
     return (
-        (reentrant and recipe.engine == "ddp" and recipe.recompute == "full", "reentrant checkpoints"),
+        (is_reentrant(recipe) and recipe.engine == "ddp" and recipe.recompute == "full", "reentrant checkpoints"),
         (job.model.family in release.tables_in_layers, "tables of positions in every layer"),
         (bool(recipe.fused_parts), "fused kernels"),
         (adapter is not None and adapter.quantize == "gptq", "GPTQ's weights"),
+        (adapter is not None and adapter.quantize == "int8", "weights in 8 bits"),
         (adapter is not None and adapter.compute == "fp32", "adapters that compute in fp32"),
         (adapter is not None and adapter.four_bits_keep_inputs, "bitsandbytes before 0.43.2"),
         (adapter is not None and job.model.moe is not None, "adapters beside experts"),

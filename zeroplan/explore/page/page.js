@@ -352,7 +352,7 @@ function show(told) {
   main.classList.remove("stale", "empty", "waiting");
   of("headline").textContent = told.headline;
   of("job").textContent = told.job;
-  judge(told.verdict, told.estimate.fits);
+  judge(told.verdict, told.estimate.fits, told.estimate.verdict === "tight" && !told.estimate.replay);
   showChanges([]);
   bar(told, state.before);
   stages(told.stages, told.speeds, told.estimate.job.recipe.zero_stage);
@@ -384,11 +384,12 @@ function figures(estimate, speed) {
 const perStep = (speed) => `${speed.step_s.toPrecision(3)} s`;
 const perGpu = (speed) => `${Math.round(speed.tokens_per_s_per_gpu).toLocaleString("en")} tokens/s per GPU`;
 
-/** The verdict, large; what follows its first sentence, small. In the colour of what it says. */
-function judge(words, fits) {
+/** The verdict, large; what follows its first sentence, small. In the colour of what it says, once a replay has confirmed it. */
+function judge(words, fits, provisional = false) {
   const [first, ...more] = words.split(/(?<=\.) /);
+  if (provisional) more.push("Provisional: the allocator's requests are being replayed…");
   of("verdict").replaceChildren(first, ...(more.length ? [node("small", {}, more.join(" "))] : []));
-  of("verdict").className = fits === true ? "fits" : fits === false ? "not" : "";
+  of("verdict").className = provisional ? "" : fits === true ? "fits" : fits === false ? "not" : "";
 }
 
 /** Changes that would make it fit: a button that makes each, with what it costs. */

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Verdict, estimate
+from zeroplan.estimator import Verdict, judged
 from zeroplan.remedies import MOST_GPUS
 from zeroplan.report.series.parts import Caption, caption
 from zeroplan.report.series.stages import STAGES, at_stage, left_behind
@@ -28,7 +28,7 @@ class Point:
 class ScalingLine:
     """One stage: its points by number of GPUs, and the smallest number that fits.
 
-    Memory may rise with more GPUs: FSDP2 cannot shard fewer experts than there are ranks.
+    Memory need not fall with more GPUs: FSDP2 cannot shard fewer experts than there are ranks.
     """
 
     stage: Stage
@@ -73,7 +73,7 @@ def scaling(job: JobSpec) -> ScalingSeries:
     >>> [line.fits_from.gpus for line in found.lines if line.fits_from]
     [52, 7]
     """
-    answer = estimate(job)
+    answer = judged(job)
     words = "the batch per GPU stays as it is; needed is the allocated peak with context and communicators"
     return ScalingSeries(
         caption=caption(answer, "Memory of one GPU against the number of GPUs, by ZeRO stage", words, *left_behind(job)),
@@ -111,7 +111,7 @@ def _multiples(job: JobSpec) -> list[int]:
 
 def _point(job: JobSpec, stage: Stage, shards: int) -> Point:
     there = at_stage(replace(job, mesh=replace(job.mesh, dp_shard=shards)), stage)
-    answer = estimate(there)
+    answer = judged(there)
     return Point(gpus=there.mesh.world_size, needed_bytes=answer.least_bytes, verdict=answer.verdict)
 
 

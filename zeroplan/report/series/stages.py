@@ -1,9 +1,10 @@
 """What is in one GPU's memory at the peak under each ZeRO stage? Estimates the same job four times."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate, Verdict, estimate
+from zeroplan.estimator import Estimate, Verdict, estimate, judged
 from zeroplan.report.series.parts import Caption, Part, caption, parts
 from zeroplan.report.words import engine_words
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec, engine_at
@@ -43,16 +44,16 @@ class StagesSeries:
 def stages(job: JobSpec, own: Estimate | None = None) -> StagesSeries:
     """Estimate the job under stages 0 to 3. If its engine lacks a stage, use the engine that a PyTorch user would run.
 
-    ``own`` is the job's own estimate, if it exists already.
+    ``own`` is the job's own estimate, if it exists already; a tight verdict is then as provisional as that estimate's.
 
     >>> from zeroplan import job
     >>> [column.engine for column in stages(job(model="gpt2", gpus=8, stage=3, seq_len=128)).columns]
     ['DDP', 'DDP + ZeroRedundancyOptimizer', 'FSDP2, reshard_after_forward=False', 'FSDP2']
     """
-    answer = own or estimate(job)
+    answer = own or judged(job)
     return StagesSeries(
         caption=caption(answer, "Memory of one GPU at its peak, by ZeRO stage", *left_behind(job)),
-        columns=tuple(_column(job, stage, answer) for stage in STAGES),
+        columns=tuple(_column(job, stage, answer, judged if own is None else estimate) for stage in STAGES),
         capacity_bytes=answer.capacity_bytes,
     )
 
@@ -94,10 +95,10 @@ def left_behind(job: JobSpec) -> tuple[str, ...]:
     return (f"DeepSpeed offloads {' and '.join(what for what, one in zip(only, asked, strict=True) if one)}".rstrip(","),)
 
 
-def _column(job: JobSpec, stage: Stage, own: Estimate) -> StageColumn:
+def _column(job: JobSpec, stage: Stage, own: Estimate, judge: Callable[[JobSpec], Estimate]) -> StageColumn:
     try:
         there = at_stage(job, stage)
-        answer = own if there is job else estimate(there)
+        answer = own if there is job else judge(there)
     except SpecError as error:
         engine = ENGINE_STAGES[engine_at(stage, job.recipe.engine)][stage]
         return StageColumn(stage=stage, engine=engine, refusal=str(error))

@@ -93,7 +93,6 @@ def step(answer: Estimate, moments: TimelineSeries) -> StepSeries:
 
 
 def _of_moments(moments: TimelineSeries) -> StepSeries:
-    """Return the series of an estimate's named moments."""
     kinds = [kind for kind in ORDER if any(part.what == kind for one in moments.instants for part in one.parts)]
     alive = [{part.what: part.n_bytes for part in one.parts} for one in moments.instants]
     return StepSeries(

@@ -32,6 +32,10 @@ HeadSize = Literal["small", "middle", "large"]
 """Up to 64, up to 128 and beyond: the kernels that CUDA has for a head."""
 
 
+#: Elements of a head; ``integrations/sdpa_attention.py``, ``use_gqa_in_sdpa``, of transformers 5.23 asks for the same.
+WIDEST_OF_FLASH = 256
+
+
 def head_size(widest: int) -> HeadSize:
     """Return the size of a head whose queries or values, whichever are wider, have ``widest`` elements."""
     return "small" if widest <= 64 else "middle" if widest <= 128 else "large"
@@ -100,6 +104,15 @@ def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     """Run CUDA's memory-efficient kernel, which takes fp32. Its output is in the order of tokens."""
     operands = _cast_heads(tape, heads.query, heads.key, heads.value)
     return Attended(_kernel(tape, heads, operands, _scratch(tape, size), padded=True, twice=heads.joined))
+
+
+def efficient_of_repeated(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
+    """Run the memory-efficient kernel on keys and values that transformers has repeated for each query head."""
+    key, value = _repeated(tape, heads, SDPA)
+    made = efficient(tape, heads._replace(key=key, value=value, grouped=False, one_key=False), size=size)
+    if heads.grouped:
+        tape.release(key, value)
+    return made
 
 
 def of_a_release(tape: Tape, heads: Heads, *, release: Release, kernel: Attend) -> Attended:

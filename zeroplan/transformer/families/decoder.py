@@ -134,6 +134,8 @@ class Attention(NamedTuple):
     """Each head has weights of its own in a norm over each head (Command R+)."""
     norm_last: bool = False
     """The module normalises queries and keys after it has applied rotary positions (Hunyuan)."""
+    scaled_keys: bool = False
+    """A number multiplies the keys (Falcon-H1)."""
     rotated: Callable[[Tape, Value, Value, Block], Rotated] | None = None
     """How the family applies rotary positions; None: as Llama does."""
     joined: bool = False
@@ -173,6 +175,7 @@ class Attention(NamedTuple):
         query = self._normed_queries(tape, query) if self.norm_at_once else query
         key = project(k, "k projection", Module.K)
         key = self._normed_keys(tape, key) if self.norm_at_once else key
+        key = op.scaled(tape, key, "keys, scaled", Site("keys, scaled", self.source)) if self.scaled_keys else key
         value = project(v, "v projection", Module.V)
         if not (self.norm_at_once or self.norm_last):
             query, key = self._normed_queries(tape, query), self._normed_keys(tape, key)

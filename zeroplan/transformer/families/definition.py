@@ -92,7 +92,7 @@ class Block(NamedTuple):
     grouped: bool
     """Several query heads share a key/value head."""
     one_key: bool
-    """There is a single key/value head."""
+    """There is a single key/value head, in linear attention a single key head."""
     attention_bias: bool
     kernels: Kernels
     parallel: bool = True
@@ -145,6 +145,12 @@ class Block(NamedTuple):
     """The flash kernel fills up heads, whose elements are no multiple of 8."""
     is_mlp: bool = False
     """The whole block is an MLP."""
+    only_gated: bool = False
+    """Nothing normalises the output of Mamba-2."""
+    keys_are_values: bool = False
+    """One projection makes keys and values."""
+    too_wide: bool = False
+    """Heads are wider than the flash kernel takes, so that transformers repeats keys and values itself."""
 
     @property
     def attend(self) -> Attend:
@@ -160,6 +166,8 @@ class Block(NamedTuple):
             return partial(kernels_of.flash_of_repeated, size=self.head_size) if repeats else self._flash
         if self.masked:
             kernel: Attend = partial(kernels_of.with_mask, size=self.head_size)
+        elif self.too_wide:
+            kernel = partial(kernels_of.efficient_of_repeated, size=self.head_size)
         else:
             kernel = self._kernel(grouped=self.grouped and not self.release.repeats_keys)
         return kernel if self.release == NOW else partial(kernels_of.of_a_release, release=self.release, kernel=kernel)

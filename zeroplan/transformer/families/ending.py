@@ -1,4 +1,4 @@
-"""The operators after the blocks: the final norm, the head's matrix product, and one of four losses.
+"""The operators after the blocks: the final norm, the head's matrix product, and one of the losses.
 
 *full*: transformers computes the logits of all tokens at once. *chunked*: torchtitan's ``ChunkedLossWrapper`` runs an eighth of the
 tokens forward and backward before the next. *fused*: Liger's fused linear cross-entropy makes the gradients in the forward, and
@@ -56,6 +56,7 @@ from zeroplan.transformer.symbols import T, T_p, V, b, e, h, i, r
 HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
 SHIFTED = "transformers 4.48.1, loss/loss_utils.py, ForCausalLMLoss"
+PIECES = "torchtune 0.7, modules/loss/cross_entropy_loss.py, LinearCrossEntropyLoss"
 CAP = "transformers 5.23, models/gemma2/modeling_gemma2.py, Gemma2ForCausalLM.forward"
 CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
 FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
@@ -68,7 +69,7 @@ PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
 
 #: Families that cap the logits with ``tanh`` before the loss.
-CAPPED = ("gemma2",)
+CAPPED = ("gemma2", "gemma4_text")
 
 LABELS = Tag(Role.LABELS)
 AT_LOSS = Place(At.LOSS)
@@ -105,6 +106,10 @@ class Ending(NamedTuple):
     """What fused kernels replace."""
     saves: bool = True
     """Autograd runs. Without it nothing is saved."""
+    adapted_head: bool = False
+    """The frozen head has an adapter."""
+    dropout: bool = False
+    """It drops elements of its input."""
 
 
 class EndingPass(NamedTuple):
@@ -191,12 +196,14 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
     """Return the structure of what follows a model's blocks."""
     frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
     is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
+    adapted = model.adapter is not None and Module.HEAD in model.adapter.layers
     release, loss = compute.release, f"{loss}, {compute.log_probs}" if loss == "log-probs" else loss
     return Ending(
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1,
         release.wide_logits or model.family == "nemotron_h",
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
-        tuple(one for one in compute.fused if one in ("cross-entropy", "rms-norm", "liger-rms-norm")),
+        tuple(one for one in compute.fused if one in ("cross-entropy", "loss-in-pieces", "rms-norm", "liger-rms-norm")),
+        adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
     )  # fmt: skip
 
 
@@ -265,7 +272,10 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
     if ending.frozen_head:
         from zeroplan.transformer.families.frozen import linear  # noqa: PLC0415  keeps start-up fast
 
-        training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
+        if ending.adapted_head:
+            training = Training("adapted", tracked=True, layers=(Module.HEAD,), dropout=ending.dropout)
+        else:
+            training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
     tape.mode = tape.mode._replace(fused_norms="rms-norm" in ending.fused, liger_norms="liger-rms-norm" in ending.fused)
     return tape
@@ -298,6 +308,8 @@ def _product(tape: Tape, read: Value) -> Value:
 
 def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
     """Run the full loss: all logits at once. Labels are padded, then shifted."""
+    if "loss-in-pieces" in ending.fused:
+        return _in_pieces(tape, read, ending)
     product = _product(tape, read)
     before = set(tape.saved)
     logits = _capped(tape, product) if ending.family in CAPPED else product
@@ -310,6 +322,49 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
     loss, names = run(tape, given, labels[-1:])
     kept = tuple([store for store in tape.saved if store not in before])
     return _Ran(loss, kept, (*names, *copies, *labels, logits.store), (logits.store,))
+
+
+def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
+    """Run torchtune's loss in 16 bits: pieces of logits one after the other, whose log-softmax waits for the backward.
+
+    Of the backward's moments of the loss this has the first piece's or, with few tokens, the second's, which has the gradient of
+    the head's weight beside it. Of those of the head it has the second's, where autograd adds up two gradients in a third tensor.
+    Counts as if no label were ignored.
+    """
+    piece, weight = ceil(T, CHUNKS) * V, NOTHING if ending.frozen_head else e * h * V
+    tokens = tape.make(LOGITS, "labels, shifted; those that count, and where they are", 24 * T, PIECES, LABELS)
+    counting = op.tensor(tape, "hidden states of the tokens that count", read.dtype, T * h, PIECES)
+    waiting: list[Store] = []
+
+    def spread(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.drop(*waiting)
+        return [(read, op.gradient(tape, read, "gradient of all tokens", PIECES))]
+
+    tape.add("tokens that count", (counting,), (), spread, of=(read,))
+    product = _product(tape, counting)
+    product.store.size, product.store.reason = e * piece, "logits of a piece"
+    wide = Value(tape.make(LOGITS, "logits of a piece, fp32", 4 * piece, PIECES), 4, product.shape)
+    softmax = tape.make(LOGITS, "log-softmax of all pieces, fp32", 4 * T * V, PIECES)
+    loss = _scalar()
+
+    def of_loss(tape: Tape, _taken: list[Store]) -> Arriving:
+        later = at_least(0, weight - 4 * piece)
+        tape.scratch += [
+            tape.make(LOGITS, "gradient of a piece's log-softmax, fp32", 4 * piece, PIECES),
+            tape.make(WEIGHT, "gradient of the head's weight, beyond the piece that is done", later, PIECES),
+        ]
+        return [(wide, tape.make(LOGITS, "gradient of a piece's logits, fp32", 4 * piece, PIECES))]
+
+    def of_cast(tape: Tape, _taken: list[Store]) -> Arriving:
+        summed = weight + at_least(0, weight - e * piece)
+        waiting.append(tape.make(LOGITS, "log-softmax of earlier pieces, fp32", 4 * T * V - 8 * piece, PIECES))
+        waiting.append(tape.make(WEIGHT, "gradient of the head's weight of later pieces, and the sum", summed, PIECES))
+        return [(product, tape.make(LOGITS, "gradient of a piece's logits", e * piece, PIECES))]
+
+    tape.add("cast of the logits", (wide,), (), of_cast, of=(product,))
+    tape.add("loss", (loss,), (softmax, tokens), of_loss, of=(wide,), place=AT_LOSS)
+    tape.release(product, wide)
+    return _Ran(loss, (softmax, tokens), (softmax, tokens, counting.store))
 
 
 def _returned_wide(tape: Tape, logits: Value) -> Value:

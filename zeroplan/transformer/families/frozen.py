@@ -1,9 +1,9 @@
 """Linear layers that are frozen, have a low-rank adapter from peft, or are held in four bits by bitsandbytes.
 
 A frozen linear layer needs only its weight to make the gradient of its input. It saves its input only if an adapter reads it
-too. A layer before the first trained weight saves nothing and has no backward, unless the embedding's output requires a
-gradient. A layer in four bits saves only its packed weight: with many tokens it dequantises the weight into the compute dtype
-for the forward, and again for the backward.
+too. A layer before the first trained weight saves nothing and has no backward, unless the embedding's output requires a gradient.
+A layer in four bits saves only its packed weight: with many tokens it dequantises the weight into the compute dtype for the
+forward, and again for the backward. A layer in eight bits saves its input, and dequantises the weight only for the backward.
 """
 
 from contextlib import nullcontext
@@ -26,6 +26,9 @@ LAYER_4BIT = "bitsandbytes 0.50, nn/modules.py, Linear4bit.forward"
 FORWARD = "bitsandbytes 0.50, backends/cuda/ops.py, _dequant_linear_fallback"
 BACKWARD = "bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit.backward"
 GPTQ = "fms-acceleration 876e2ed, fms_acceleration_peft/gptqmodel/nn_modules/triton_utils/dequant.py, QuantLinearFunction"
+QUANT_8BIT = "bitsandbytes 0.50, backends/cuda/ops.py, int8_vectorwise_quant"
+PRODUCT_8BIT = "bitsandbytes 0.50, backends/default/ops.py, int8_scaled_mm; backends/cuda/ops.py, int8_mm_dequant"
+LAYER_8BIT = "bitsandbytes 0.50, autograd/_functions.py, MatMul8bitLt"
 DROPOUT = "torch 2.13, aten/src/ATen/native/cuda/Dropout.cu, native_dropout_cuda"
 CLONE = "peft 0.21, tuners/lora/bnb.py, Linear4bit.forward"
 
@@ -124,6 +127,8 @@ def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, widt
     with tape.owning() if adapted else nullcontext():
         if training.quantize == "gptq":
             made = _product_of_gptq(tape, value, site, width=width, reads=reads)
+        elif training.quantize == "int8":
+            made = _in_8_bits(tape, value, site, width=width, reads=reads)
         else:
             made = _in_4_bits(tape, value, site, training, width=width, reads=reads, clone=adapted)
     if not adapted:
@@ -263,4 +268,37 @@ def scales_written_out(tape: Tape, name: str, matrix: Size, quantize: Quantize, 
 def _cloned(tape: Tape, value: Value, name: str) -> Value:
     made = op.run(tape, value, f"output of the {name}, copied", Site(f"{name}: copy", CLONE))
     tape.release(value)
+    return made
+
+
+# --- eight bits --------------------------------------------------------------------------------------------------------------
+
+
+def _in_8_bits(tape: Tape, value: Value, site: Site, *, width: Size, reads: Size) -> Value:
+    """Run a layer in eight bits: its input is quantised for the product, and kept as it is for the backward.
+
+    Columns of inputs beyond the threshold, which are also multiplied in 16 bits, are left out: values decide how many there are.
+    """
+    name, matrix = site.name, reads * width
+    half = tape.make(TEMPORARY, f"input of the {name}, in fp16", 2 * T * reads, LAYER_8BIT)
+    numbers = [
+        tape.make(TEMPORARY, f"input of the {name}: scales of its rows, fp32", 4 * T, QUANT_8BIT),
+        tape.make(TEMPORARY, f"input of the {name}, in 8 bits", T * reads, QUANT_8BIT),
+    ]
+    absolute = tape.make(TEMPORARY, f"input of the {name}: absolute values", 2 * T * reads, QUANT_8BIT)
+    beyond = tape.make(TEMPORARY, f"input of the {name}: what is beyond the threshold", T * reads, QUANT_8BIT)
+    tape.drop(absolute, beyond, half)
+    whole = tape.make(TEMPORARY, f"output of the {name}, in 32 bits", 4 * T * width, PRODUCT_8BIT)
+    narrow = tape.make(TEMPORARY, f"output of the {name}, in fp16", 2 * T * width, PRODUCT_8BIT)
+    made = op.tensor(tape, f"output of the {name}", value.dtype, T * width, PRODUCT_8BIT, Tag(Role.OUTPUT, site.module))
+    tape.drop(whole, narrow, *numbers)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.hold(value.store)  # an attribute of the operator, which lives as long as the graph
+        tape.scratch.append(
+            tape.make(TEMPORARY, f"weight of the {name}, written out of 8 bits", value.dtype * matrix, LAYER_8BIT)
+        )
+        return [(value, op.gradient(tape, value, f"gradient through the {name}", LAYER_8BIT))]
+
+    tape.add(name, (made,), (value,), backward, of=(value,), place=site.place)
     return made

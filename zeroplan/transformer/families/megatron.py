@@ -14,7 +14,7 @@ from zeroplan.ledger import Role, Tag
 from zeroplan.spec.recipe import Attention
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.tags import STATISTICS
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Backward, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import E, e, h, o, t, u, w
 
 #: Tokens of a rank between matrices, those that its matrices read, those of them that are gathered for it (0: none), and bytes of a
@@ -30,6 +30,8 @@ v_r, c_r, n_r = symbols("v_r c_r n_r")
 T_e, S_e, S_c = symbols("T_e S_e S_c")
 #: Pairs of tokens whose scores a mask of padding has a byte for: of a layer's own attention, of the encoder's, and across.
 P_m, P_e, P_c = symbols("P_m P_e P_c")
+#: A rank's key heads, numbers in a table of rotary positions, and pairs of tokens of a sequence.
+a_k, R_r, P_s = symbols("a_k R_r P_s")
 #: Of a gated MLP two, else one.
 (g,) = symbols("g")
 #: A rank's part of the hidden width.
@@ -48,6 +50,9 @@ ROW = f"{CORE}/tensor_parallel/layers.py, RowParallelLinear.forward"
 DROPOUT = f"{CORE}/fusions/fused_bias_dropout.py, _bias_dropout_add_func"
 CROSS = f"{CORE}/transformer/attention.py, CrossAttention.get_query_key_value_tensors"
 QUERIES = f"{CORE}/transformer/attention.py, SelfAttention.get_query_key_value_tensors"
+CAUSAL = f"{CORE}/transformer/utils.py, get_default_causal_mask"
+ROTARY = f"{CORE}/models/common/embeddings/rope_utils.py, _apply_rotary_pos_emb_bshd"
+REPEATED = f"{CORE}/transformer/dot_product_attention.py, DotProductAttention.forward"
 CHECKPOINT = f"{CORE}/transformer/attention.py, _checkpointed_attention_forward"
 UNFUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, UnfusedDotProductAttention.forward"
 LATENT = f"{CORE}/transformer/multi_latent_attention.py, MLASelfAttention.get_query_key_value_tensors"
@@ -137,6 +142,10 @@ class Layer(NamedTuple):
     """It belongs to a module for multi-token prediction, which joins hidden states and the next token before it."""
     part: Literal["whole", "attention", "mlp", "mamba"] = "whole"
     """What a layer of a hybrid pattern has of the whole."""
+    grouped: bool = False
+    """Several query heads share a key head."""
+    makes_mask: bool = False
+    """Torch's softmax of local layers gets no mask, and makes a causal one."""
 
 
 _INPUT = Tag(Role.BLOCK_INPUT)
@@ -292,7 +301,10 @@ def _added(tape: Tape, branch: Value, residual: Value, reason: str, structure: L
 
 def _attention(tape: Tape, normal: Value, structure: Layer) -> Value:
     joint = _joint(tape, normal, structure)
-    context = _run_again(tape, joint, structure) if structure.again else _core(tape, joint, structure)
+    if structure.local and structure.latent == "no" and (structure.turned or structure.head_norms or structure.grouped):
+        context = _attended_locally(tape, joint, structure)
+    else:
+        context = _run_again(tape, joint, structure) if structure.again else _core(tape, joint, structure)
     tape.release(joint)
     made = _row(tape, context, c_r, "the output projection")
     context.store.reason = "attention output, input of the output projection"
@@ -306,7 +318,7 @@ def _joint(tape: Tape, normal: Value, structure: Layer) -> Value:
         return _latent(tape, normal, compressed=structure.latent == "compressed")
     joint = _column(tape, normal, q_r + k_r + v_r, "the matrix of queries, keys and values")
     joint.store.reason = "queries, keys and values"
-    return _heads(tape, joint, structure)
+    return joint if structure.local else _heads(tape, joint, structure)
 
 
 def _latent(tape: Tape, normal: Value, *, compressed: bool) -> Value:
@@ -357,6 +369,64 @@ def _normal_heads(tape: Tape, joint: Value) -> Value:
     tape.add("norms of queries and keys", (made,), (read, kept), backward, of=None)
     tape.drop(read, kept)
     tape.release(joint)
+    return made
+
+
+def _attended_locally(tape: Tape, joint: Value, structure: Layer) -> Value:
+    """Attention of Megatron's own modules: norms and positions by torch, and a key and a value for each query head."""
+    shapes = T_m * q_r, T_m * k_r, T_m * v_r
+    query, keys, values = op.chunk(tape, joint, shapes, Site("queries, keys and values", QUERIES))
+    if structure.grouped:
+        query = _copied(tape, query, "queries, all heads in a row", QUERIES, op.passes(query))
+    if structure.head_norms:
+        query = _norm_of_heads(tape, query, "the queries' norm", T_m * a_r)
+        keys = _norm_of_heads(tape, keys, "the keys' norm", T_m * a_k)
+    if structure.turned:
+        query, keys = (_turned(tape, one, what) for one, what in ((query, "queries"), (keys, "keys")))
+    if structure.grouped:
+        saved = (keys.store, values.store) if _runs_core_again(structure) else ()
+        keys, values = (
+            _copied(
+                tape,
+                one,
+                f"{what}, one for each query head",
+                REPEATED,
+                op.makes(f"gradient of {what}", REPEATED, one),
+                saved=kept,
+            )
+            for one, what, kept in ((keys, "keys", saved), (values, "values", ()))
+        )
+    return _scored(tape, (query, keys), values, S_r, structure, masked=None)
+
+
+def _copied(
+    tape: Tape, value: Value, reason: str, source: str, backward: Backward, *, saved: tuple[Store, ...] = ()
+) -> Value:  # fmt: skip
+    """A copy as wide as all query heads."""
+    made = op.tensor(tape, reason, e, T_m * q_r, source)
+    tape.add(reason, (made,), saved, backward, of=(value,))
+    tape.release(value)
+    return made
+
+
+def _runs_core_again(structure: Layer) -> bool:
+    """Whether core attention of local layers is in a checkpoint of its own."""
+    return structure.local and "core_attn" in structure.again_too
+
+
+def _norm_of_heads(tape: Tape, value: Value, name: str, rows: Size) -> Value:
+    made = _norm(tape, value, name, shape=value.shape, rows=rows)
+    tape.release(value)
+    return made
+
+
+def _turned(tape: Tape, value: Value, what: str) -> Value:
+    """Rotary positions by torch's operators, which keep their cosines and sines."""
+    made = op.tensor(tape, f"{what}, turned", e, value.shape, ROTARY)
+    tables = tape.make(op.TENSOR, f"cosines and sines of {what}", 2 * e * R_r, ROTARY)
+    tape.add(f"positions of {what}", (made,), (tables,), op.makes(f"gradient of {what}", ROTARY, value), of=(value,))
+    tape.drop(tables)
+    tape.release(value)
     return made
 
 
@@ -422,7 +492,8 @@ def _scored(
     tape: Tape, pairs: tuple[Value, ...], values: Value, numbers: Size, structure: Layer, *, masked: Size | None
 ) -> Value:  # fmt: skip
     """Attention from queries and keys, of which there are this many scores. It releases what it is given."""
-    soft, scores = _softmax(tape, pairs, numbers, structure)
+    again: list[Store] = []
+    soft, scores = _softmax(tape, pairs, numbers, structure, again)
     soft = soft if masked is None else _without_padding(tape, soft, masked)
     dropped = _dropped(tape, soft) if structure.attention_dropout else soft
     raw = op.tensor(tape, "attention output, heads first", e, T_m * c_r, UNFUSED)
@@ -430,12 +501,27 @@ def _scored(
     tape.add("context", (raw,), (dropped.store, values.store), backward, of=(dropped, values))
     tape.release(*pairs, values, dropped)
     made = op.tensor(tape, "attention output", e, T_m * c_r, UNFUSED)
-    tape.add("order of the context", (made,), (), op.makes("gradient of the context, heads first", UNFUSED, raw), of=(raw,))
+    tape.add("order of the context", (made,), (), _made_again(raw, again, structure), of=(raw,))
     tape.release(raw, scores)
     return made
 
 
-def _softmax(tape: Tape, pairs: tuple[Value, ...], numbers: Size, structure: Layer) -> tuple[Value, Value]:
+def _made_again(raw: Value, again: list[Store], structure: Layer) -> Backward:
+    """The context's backward; a checkpoint keeps the output that it has made again, and its gradient, until all is done."""
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        if _runs_core_again(structure):
+            again.append(
+                tape.make(op.TEMPORARY, "attention output, made again, and its gradient", 2 * e * T_m * c_r, CHECKPOINT)
+            )
+        return [(raw, op.gradient(tape, raw, "gradient of the context, heads first", UNFUSED))]
+
+    return backward
+
+
+def _softmax(
+    tape: Tape, pairs: tuple[Value, ...], numbers: Size, structure: Layer, again: list[Store]
+) -> tuple[Value, Value]:  # fmt: skip
     """The softmax, and the scores before it, which a variable of the function still refers to.
 
     Transformer Engine gives the product of queries and keys a tensor of its own to add to; Megatron a buffer that it keeps.
@@ -443,21 +529,37 @@ def _softmax(tape: Tape, pairs: tuple[Value, ...], numbers: Size, structure: Lay
     buffer = tape.make(op.TEMPORARY, "what scores are added to", NOTHING if structure.local else e * numbers, UNFUSED)
     raw = op.tensor(tape, "scores", e, numbers, UNFUSED)
     tape.drop(buffer)
-    backward = op.makes("gradient of queries and keys", UNFUSED, *pairs)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.drop(*again)
+        return [(pair, op.gradient(tape, pair, "gradient of queries and keys", UNFUSED)) for pair in pairs]
+
     tape.add("scores", (raw,), tuple([pair.store for pair in pairs]), backward, of=pairs)
     dtype: Width = 4 if structure.wide_softmax else e
-    masked = _masked(tape, raw) if structure.masks_in_place and not structure.wide_softmax else raw
+    mask = _causal_mask(tape) if structure.makes_mask else ()
+    masked = _masked(tape, raw, mask) if structure.masks_in_place and not structure.wide_softmax else raw
     read = op.cast(tape, masked, dtype, Site("scores", SOFTMAX))
     if masked is not raw:
         tape.release(masked)
     soft = op.tensor(tape, "attention scores", dtype, numbers, SOFTMAX)
-    tape.add("softmax", (soft,), (soft.store,), op.makes("gradient of the scores", SOFTMAX, read), of=(read,))
+    written_over = structure.local and not structure.masks_in_place  # the fused kernel puts its gradient into the one it reads
+    through = op.passes(read) if written_over else op.makes("gradient of the scores", SOFTMAX, read)
+    tape.add("softmax", (soft,), (soft.store, *mask), through, of=(read,))
+    tape.drop(*mask)
     tape.release(read)
     if not structure.wide_softmax:
         return soft, raw
     narrow = op.cast(tape, soft, e, Site("attention scores", SOFTMAX))
     tape.release(soft)
     return narrow, raw
+
+
+def _causal_mask(tape: Tape) -> tuple[Store]:
+    """Ones in fp32, of which the upper half is taken and made one byte each."""
+    wide = tape.make(op.TEMPORARY, "ones of the causal mask, and their upper half", 8 * P_s, CAUSAL)
+    made = tape.make(op.TENSOR, "causal mask", P_s, CAUSAL)
+    tape.drop(wide)
+    return (made,)
 
 
 def _without_padding(tape: Tape, soft: Value, pairs: Size) -> Value:
@@ -471,14 +573,14 @@ def _without_padding(tape: Tape, soft: Value, pairs: Size) -> Value:
     return made
 
 
-def _masked(tape: Tape, raw: Value) -> Value:
+def _masked(tape: Tape, raw: Value, mask: tuple[Store, ...]) -> Value:
     """``masked_fill_`` on a view: torch's backward copies the gradient of the whole twice beside the one it makes (CopySlices)."""
     made = Value(tape.hold(raw.store), raw.dtype, raw.shape)
     beside = ("gradient of the scores, copied for the mask", 2 * e * raw.shape)
     tape.add(
         "mask of the scores",
         (made,),
-        (),
+        mask,
         op.makes("gradient of the scores before the mask", MASKED, raw, beside=beside),
         of=(raw,),
     )

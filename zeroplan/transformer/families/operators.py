@@ -399,14 +399,23 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
 
 
 def times_per_row(tape: Tape, value: Value, factor: Value, reason: str, dtype: Width, source: str) -> Value:
-    """``value * factor`` with one factor per row, whose gradient the backward sums over each row. It saves both."""
+    """``value * factor`` with one factor per row, whose gradient the backward sums over each row. It saves both.
+
+    The gradient of a narrower ``value`` is made in ``dtype``, and cast afterwards.
+    """
     made = tensor(tape, reason, dtype, value.shape, source)
     saved = factors(tape, (value, (value,)), (factor, (factor,)))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.temporary(f"gradient of a factor of {reason}, not yet summed", dtype * value.shape, source)
         of = f"gradient of a factor of {reason}"
-        return [(one, gradient(tape, one, of, source)) for one in (value, factor) if tape.follows(one)]
+        if tape.is_wide(value.dtype) == tape.is_wide(dtype):
+            return [(one, gradient(tape, one, of, source)) for one in (value, factor) if tape.follows(one)]
+        wide = tape.make(GRADIENT, of, dtype * value.shape, source)
+        tape.used(*stores_of(saved))
+        narrow = gradient(tape, value, f"{of}, cast", source)
+        tape.drop(wide)
+        return [(value, narrow), (factor, gradient(tape, factor, of, source))]
 
     tape.add(reason, (made,), saved, backward, of=(value, factor))
     return made
@@ -470,13 +479,13 @@ class Norm(NamedTuple):
 
     ``layer``: ``nn.LayerNorm``. ``fused``: ``torch.nn.RMSNorm``. The others are RMSNorm in single operators, in fp32: Llama's
     casts its result back and then multiplies by the weight, gpt-oss multiplies and then casts, Gemma multiplies by 1 + weight.
-    ``copied weight, then cast``: Nemotron-H's multiplies by its weight in fp32. ``layer, written out``: Cohere's LayerNorm, in
-    single operators too.
+    ``copied weight, then cast``: Nemotron-H's multiplies by its weight in fp32. ``power``: Gemma 4's does so too, or has no
+    weight, and takes the root as a power. ``layer, written out``: Cohere's LayerNorm, in single operators too.
     """
 
     kind: Literal[
         "layer", "fused", "cast, then weighted", "weighted, then cast", "copied weight, then cast", "one plus weight",
-        "layer, written out",
+        "power", "power, no weight", "layer, written out",
     ]  # fmt: skip
     source: str
 
@@ -589,9 +598,12 @@ def _norm_in_one_operator(tape: Tape, value: Value, site: Site, *, is_layer: boo
 def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, site: Site) -> Value:
     """It saves its input in fp32, the reciprocal root mean square, and what it multiplies by the weight."""
     wide = cast(tape, value, 4, site._replace(name=f"{site.name}: its input"))
-    scale, named = _reciprocal_root(tape, wide, rows, site, names_mean=kind.kind != "one plus weight")
+    by_power = kind.kind.startswith("power")
+    scale, named = _reciprocal_root(tape, wide, rows, site, names_mean=kind.kind != "one plus weight", by_power=by_power)
     normal = _times_root(tape, wide, scale, site)
     tape.release(wide, scale)
+    if by_power:
+        return _weighted_by_power(tape, normal, value.dtype, 0 if kind.kind == "power, no weight" else weight, site, named)
     if kind.kind == "cast, then weighted":
         narrow = cast(tape, normal, value.dtype, site._replace(name=f"{site.name}: normalised input"), NORMALISED)
         made = _weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow,), weight, site)
@@ -629,8 +641,25 @@ def _weighted_in_32_bits(
     return made
 
 
-def _reciprocal_root(tape: Tape, wide: Value, rows: Size, site: Site, *, names_mean: bool) -> tuple[Value, tuple[Store, ...]]:
-    """Return ``rsqrt(mean(x²) + eps)``, and the mean where it has a variable. ``pow`` saves x, ``rsqrt`` its result."""
+def _weighted_by_power(
+    tape: Tape, normal: Value, dtype: Width, weight: Size | int, site: Site, named: tuple[Store, ...]
+) -> Value:  # fmt: skip
+    """The rest of Gemma 4's norm. The mean's variable ends with the function that multiplies by the root."""
+    tape.drop(*named)
+    if isinstance(weight, int):
+        made = cast(tape, normal, dtype, site._replace(name=f"output of the {site.name}"))
+        tape.release(normal)
+        return made
+    return _weighted_in_32_bits(tape, normal, dtype, weight, site, copied=not tape.is_wide(r))
+
+
+def _reciprocal_root(
+    tape: Tape, wide: Value, rows: Size, site: Site, *, names_mean: bool, by_power: bool = False
+) -> tuple[Value, tuple[Store, ...]]:  # fmt: skip
+    """Return ``rsqrt(mean(x²) + eps)``, and the mean where it has a variable. ``pow`` saves x, ``rsqrt`` its result.
+
+    ``by_power``: as a power of the mean, which saves the mean.
+    """
     square = tensor(tape, f"{site.name}: square of its input", 4, wide.shape, site.source)
 
     def power(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -642,7 +671,8 @@ def _reciprocal_root(tape: Tape, wide: Value, rows: Size, site: Site, *, names_m
     tape.release(square)
     root = tensor(tape, f"{site.name}: reciprocal root mean square", 4, rows, site.source)
     backward = makes("gradient of the squared input", site.source, square)
-    tape.add(f"{site.name}: reciprocal root", (root,), (root,), backward, of=(square,), place=site.place)
+    saved = (mean,) if by_power else (root,)
+    tape.add(f"{site.name}: reciprocal root", (root,), saved, backward, of=(square,), place=site.place)
     if names_mean:
         return root, (mean,)
     tape.drop(mean)

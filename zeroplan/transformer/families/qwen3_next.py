@@ -80,7 +80,7 @@ def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     heads, keys = T * A * I, T * J * D
     query, key, value, gate = op.chunk(tape, joint, (keys, keys, heads, heads), Site("parts q, k, v and z", LINEAR))
     beta, decay = op.chunk(tape, rates, (T * A, T * A), Site("parts beta and decay", LINEAR))
-    if block.grouped:  # heads of values that share a key head lie apart
+    if block.grouped and not block.one_key:  # heads of values that share one of several key heads lie apart
         together = (gate, "z"), (beta, "beta"), (decay, "decay")
         apart, (gate, beta, decay) = (gate, beta, decay), [_in_order(tape, one, name) for one, name in together]
         tape.release(*apart)

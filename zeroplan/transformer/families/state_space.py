@@ -13,7 +13,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import LLAMA_NORM
 from zeroplan.transformer.families.definition import Block
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
 from zeroplan.transformer.symbols import A, D, I, J, Q, T, Z, b, e, h, l, r
@@ -21,6 +21,7 @@ from zeroplan.transformer.symbols import A, D, I, J, Q, T, Z, b, e, h, l, r
 GRANITE = "transformers 5.23, models/granitemoehybrid/modeling_granitemoehybrid.py"
 MIXER = f"{GRANITE}, GraniteMoeHybridMambaLayer.forward"
 SCAN = f"{GRANITE}, mamba2_chunk_scan"
+FALCON = "transformers 5.23, models/falcon_h1/modeling_falcon_h1.py, FalconH1Mixer.forward"
 SUM = f"{GRANITE}, segment_sum"
 NORM = LLAMA_NORM._replace(source=f"{GRANITE}, GraniteMoeHybridRMSNormGated.forward")
 
@@ -31,24 +32,55 @@ VALUES, KEYS, STATES = FILLED * A * I, FILLED * A * D, b * Z * A * D * I
 SEQUENCES = at_most(1, b - 1)
 
 
-def mixer(tape: Tape, normal: Value, block: Block) -> Value:
-    """Run the whole mixer. Its variables keep what its convolution and its first projection made to its end."""
+def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) -> Value:
+    """Run the whole mixer. Its variables keep what its convolution and its first projection made to its end.
+
+    ``multiplied``: Falcon-H1's, with numbers that multiply its input, and in the residual stream's dtype its first projection.
+    """
     inner, side = A * I, J * D
-    joint = op.linear(tape, normal, inner + inner + 2 * side + A, Site("joint projection of gate, x, B, C and dt", MIXER))
+    name, site = "input of Mamba-2, scaled", Site("joint projection of gate, x, B, C and dt", MIXER)
+    entry = op.multiplied(tape, normal, name, Site(name, FALCON)) if multiplied else normal
+    joint = op.linear(tape, entry, inner + inner + 2 * side + A, site)
+    if multiplied:
+        joint = _times_vector(tape, joint, 4 if block.casts_inputs else r)
     gate, bare, rates = op.chunk(tape, joint, (T * inner, T * (inner + 2 * side), T * A), Site("gate, x, B, C and dt", MIXER))
     out = op.convolution(tape, bare, inner + 2 * side, l, Site("convolution", MIXER), bias=True)
     active = op.pointwise(tape, out, "silu of the convolution", Site("convolution: silu", MIXER))
     tape.release(out)
+    if multiplied:
+        wide = op.cast(tape, active, bare.dtype, Site("silu of the convolution, in the dtype of its input", FALCON))
+        tape.release(active, entry)
+        active = wide
     x, keys, queries = op.chunk(tape, active, (T * inner, T * side, T * side), Site("parts x, B and C", MIXER))
     decay = tape.make(op.TENSOR, "rates of decay", 4 * A, MIXER), tape.make(op.TENSOR, "rates of decay, negative", 4 * A, MIXER)
     scanned = _scan(tape, (x, keys, queries, rates), decay, block)
-    normed = _gated_norm(tape, scanned, gate)
+    normed = (_gated if block.only_gated else _gated_norm)(tape, scanned, gate)
     tape.release(scanned)
     narrow = op.cast(tape, normed, r, Site("input of the output projection", MIXER))
     tape.release(normed)
     made = op.linear(tape, narrow, h, Site("output projection", MIXER), reads=inner)
     tape.release(narrow, x, keys, queries, active, gate, bare, rates, joint)
     tape.drop(decay[1])
+    return made
+
+
+def _times_vector(tape: Tape, joint: Value, stored: Width) -> Value:
+    """Multiply by one number for each channel, a buffer in the dtype in which the model is ``stored``, and release ``joint``."""
+    made = op.tensor(tape, "joint projection, scaled", op.wider(tape, joint.dtype, stored), joint.shape, FALCON)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        passed = tape.make(op.GRADIENT, "gradient of the joint projection", made.dtype * made.shape, FALCON)
+        return [(joint, op.as_narrow(tape, joint, passed, made, FALCON))]
+
+    tape.add("joint projection, scaled", (made,), (), backward, of=(joint,))
+    tape.release(joint)
+    return made
+
+
+def _gated(tape: Tape, value: Value, gate: Value) -> Value:
+    active = op.pointwise(tape, gate, "silu of the gate", Site("gate: silu", FALCON))
+    made = op.product(tape, value, active, "scan's output times its gate", Site("gating of the scan", FALCON))
+    tape.release(active)
     return made
 
 
@@ -99,14 +131,14 @@ def _scan(tape: Tape, given: tuple[Value, ...], decay: tuple[Store, Store], bloc
 
 def _step(tape: Tape, bare: Value) -> Value:
     """Return dt: its bias added, softplus, clamped. Autocast runs softplus in fp32."""
-    raised = op.tensor(tape, "dt and its bias", e, T * A, SCAN)
+    raised = op.tensor(tape, "dt and its bias", bare.dtype, T * A, SCAN)
 
     def biased(tape: Tape, taken: list[Store]) -> Arriving:
         tape.weight_gradient(A)
         return [op.through(bare, taken[0])]
 
     tape.add("dt: bias", (raised,), (), biased, of=None)
-    wide = op.cast(tape, raised, 4 if tape.autocast else e, Site("dt", SCAN))
+    wide = op.cast(tape, raised, 4 if tape.autocast else raised.dtype, Site("dt", SCAN))
     tape.release(raised)
     soft = op.pointwise(tape, wide, "softplus of dt", Site("dt: softplus", SCAN))
     tape.release(wide)
@@ -193,25 +225,19 @@ _Copied: TypeAlias = tuple[bool, bool, bool]
 
 
 def _einsum(tape: Tape, first: Value, second: Value, reason: str, shape: Size, copied: _Copied) -> Value:
+    """Multiply two tensors. Autocast's casts of them live until the ``einsum`` returns."""
     dtype = e if tape.autocast else 4
     narrow = [
         op.cast(tape, one, dtype, Site(f"{which} factor of the {reason}", SCAN))
         for one, which in ((first, "first"), (second, "second"))
     ]
-    ready = [
-        _ordered(tape, one, f"factor of the {reason}") if is_copied else one
-        for one, is_copied in zip(narrow, copied, strict=False)
+    name = f"factor of the {reason}, in order"
+    ordered = [
+        op.run(tape, one, name, Site(name, SCAN)) if is_copied else one for one, is_copied in zip(narrow, copied, strict=False)
     ]
-    made = op.matmul(tape, ready[0], ready[1], (reason, shape), Site(f"product of the {reason}", SCAN))
-    tape.release(*ready)
+    made = op.matmul(tape, ordered[0], ordered[1], (reason, shape), Site(f"product of the {reason}", SCAN))
+    tape.release(*ordered, *(one for one in narrow if one not in ordered))
     return _with_gradient_in_order(tape, made, reason) if copied[2] else made
-
-
-def _ordered(tape: Tape, value: Value, name: str) -> Value:
-    """Copy a factor, and release it."""
-    made = op.run(tape, value, f"{name}, in order", Site(f"{name}, in order", SCAN))
-    tape.release(value)
-    return made
 
 
 def _segment_sum(tape: Tape, value: Value, n: Size, name: str) -> Value:
@@ -309,8 +335,8 @@ def _states_before(tape: Tape, own: Value, summed: Value, block: Block) -> tuple
 # --- parameters ----------------------------------------------------------------------------------------------------------------
 
 
-def of_mixer(model: ModelSpec, name: str) -> Parameters:
-    """Return the parameters of the mixer ``name``."""
+def of_mixer(model: ModelSpec, name: str, *, normed: bool = True) -> Parameters:
+    """Return the parameters of the mixer ``name``, whose output may have a norm."""
     assert model.linear is not None  # noqa: S101  these families always have it
     own, hidden = model.linear, model.hidden_size
     inner = own.num_value_heads * own.value_head_dim
@@ -320,6 +346,6 @@ def of_mixer(model: ModelSpec, name: str) -> Parameters:
         Parameter(f"{name}.conv1d.weight", (through, 1, own.conv_kernel_dim), autocast=True),
         Parameter(f"{name}.conv1d.bias", (through,), autocast=True),
         *linear(f"{name}.in_proj", hidden, inner + through + own.num_value_heads),
-        *rms_norm(f"{name}.norm", inner),
+        *(rms_norm(f"{name}.norm", inner) if normed else ()),
         *linear(f"{name}.out_proj", inner, hidden),
     )

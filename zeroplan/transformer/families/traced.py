@@ -19,7 +19,7 @@ from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
-from zeroplan.transformer.families.attention import head_size
+from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
@@ -34,6 +34,7 @@ from zeroplan.transformer.families.widths import (
     quantities,
     values_of,
 )
+from zeroplan.transformer.parameters import WITH_STATES
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
@@ -174,7 +175,7 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
     """
     if compute.tp > 1 or compute.cp > 1:
         _refuse_a_window(model, compute, x)
-    if kind == "linear":
+    if kind in WITH_STATES:
         alone = x.micro_batch == 1  # Mamba-2 copies less of a single sequence of one chunk
         return by_mask(
             in_one_chunk(model, x),
@@ -246,9 +247,9 @@ def structure_of(
         x.element == 4,
         x.autocast if training is None else compute.autocast and not training.wide_adapters,
         x.attention,
-        masked and kind != "linear",
+        masked and kind not in WITH_STATES,
         grouped_heads(model, x, kind),
-        x.key == x.head_dim * (compute.tp if sharded else 1),
+        x.key == x.head_dim * (compute.tp if sharded else 1) if kind != "linear" else _has_one_key(model),
         model.attention_bias,
         x.kernels,
         model.parallel_residual,
@@ -270,18 +271,25 @@ def structure_of(
         "single" if single else _chunks(kind, one=masked),
         compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         compute.fused_softmax,
-        tuple(one for one in compute.fused if one != "cross-entropy"),
+        tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
         compute.offloaded and compute.recompute == "none",
         model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
         model.head_norms,
         not model.turned or (kind == "global" and TRAITS[model.family].unturned),
         x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         kind == "mlp",
+        kind == "beside",
+        kind == "global" and model.global_head_dim > 0,
+        model.mla is None and x.head_dim > WIDEST_OF_FLASH,
     )
 
 
+def _has_one_key(model: ModelSpec) -> bool:
+    return model.linear is not None and model.linear.num_key_heads == 1
+
+
 def _chunks(kind: str, *, one: bool) -> Chunks:
-    if kind != "linear":
+    if kind not in WITH_STATES:
         return "none"
     return "one" if one else "several"
 
@@ -361,21 +369,12 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     tape, given, output = run_forward(structure, saving=True, recomputed=run_again)
     kept = (given.store, *tape.history.input_copies) if structure.offloaded else tape.saved
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
-    tape.release(output, given)
-    tape.drop(*(one for one in tape.history.input_copies if structure.offloaded or one not in tape.saved))
-    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
-    whole, until_saved = tape.moments.copy(), tape.moments_until_last_saved()
-    tape.run_backward(output, incoming)
-    if structure.recompute != "none" and structure.training is None:
-        tape.moments[: tape.history.moments_before_rerun] = _not_run_again_yet(tape, given.store, structure.recompute)
+    ran = _run_backward(tape, structure, given, output, run_again=run_again)
     by_place = structure.training is not None and structure.training.keeps_inputs
     apart = structure.ring > 1 or structure.offloaded
     points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=apart))
-    reruns: dict[Recompute, tuple[Placed, ...]] = {}
-    recompute: Recompute
-    if run_again:
-        for recompute, ran in (("full", _run_again(until_saved)), ("selective", _with_kept(_run_again(whole), tape))):
-            reruns[recompute] = index.moments(_above_the_backward(tape, ran, given.store, dtypes, by_place=by_place))
+    above = partial(_above_the_backward, tape, given=given.store, dtypes=dtypes, by_place=by_place)
+    reruns = {recompute: index.moments(above(moments)) for recompute, moments in ran.items()}
     selective = index.of(tape.selected())
     made = forwards(
         index,
@@ -389,6 +388,21 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
     return of_a_rank(plan) if structure.sharded else plan
+
+
+def _run_backward(
+    tape: Tape, structure: Block, given: Value, output: Value, *, run_again: bool
+) -> dict[Recompute, list[Alive]]:  # fmt: skip
+    """Run the backward on a tape; return the forward's moments as those of each recomputation, if it runs again."""
+    source = program_of(structure.family).source
+    tape.release(output, given)
+    tape.drop(*(one for one in tape.history.input_copies if structure.offloaded or one not in tape.saved))
+    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
+    whole, until_saved = tape.moments.copy(), tape.moments_until_last_saved()
+    tape.run_backward(output, incoming)
+    if structure.recompute != "none" and structure.training is None:
+        tape.moments[: tape.history.moments_before_rerun] = _not_run_again_yet(tape, given.store, structure.recompute)
+    return {"full": _run_again(until_saved), "selective": _with_kept(_run_again(whole), tape)} if run_again else {}
 
 
 def of_a_rank(plan: Plan) -> Plan:

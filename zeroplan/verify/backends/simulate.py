@@ -30,8 +30,8 @@ from zeroplan.verify.watching.timeline import Timeline, collectives, initialisat
 from zeroplan.verify.watching.tracker import Tracker
 
 _FEW_LAYERS = 4
-"""Short runs have 4 and 5 layers. Any layer of a longer model (first, last, between) equals one of theirs."""
-_COUNT_ELEMENTS = ("deepspeed",)
+"""Least layers of the shorter of two runs. Every layer of a long model, first, last or between, has an equal in both."""
+_COUNT_ELEMENTS = ("deepspeed", "megatron")
 """Engines that fill buckets and flat groups up to a number of elements: a run of few layers fills them differently."""
 _NO_SCALER = ("the gradient scaler did not run, since it reads values; it holds a few numbers only",)
 _ALWAYS: tuple[str, ...] = (
@@ -44,6 +44,10 @@ _CPU_ADAM = (
     ("torch's fused optimizer replaced DeepSpeedCPUAdam on the host, with zero_force_ds_cpu_optimizer false: both keep "
     "momentum and variance in fp32 and need nothing more"),
 )  # fmt: skip
+_APEX = (
+    "Apex's kernels have stand-ins that request what they do: causal softmax, norms under sequence parallelism, gradients added "
+    "by products; torch's fused Adam for its own; a function that torch.compile would fuse requests its result alone"
+)
 _USED = ("DDP's map of used parameters was not made: its C++ cannot pin fake memory; it has four bytes per tensor",)
 _NVME = ("DeepSpeed swapped to NVMe without moving data: a stand-in replaced its asynchronous reads and writes",)
 
@@ -104,8 +108,10 @@ def _layers_are_alike(job: JobSpec) -> bool:
 
 
 def _remarks(recipe: RecipeSpec) -> tuple[str, ...]:
-    unscaled = recipe.precision == "fp16-mixed" and recipe.engine != "deepspeed"  # DeepSpeed has its own scaler
+    unscaled = recipe.precision == "fp16-mixed" and recipe.engine not in _COUNT_ELEMENTS  # they have scalers of their own
     maps = recipe.engine == "ddp" and (recipe.ddp.find_unused_parameters or recipe.ddp.static_graph)
+    if recipe.engine == "megatron":
+        return (_ALWAYS[0], "weights are not initialised", _ALWAYS[2], _APEX)
     return (*_ALWAYS, *(_NO_SCALER if unscaled else ()), *(_USED if maps else ()), *_replaced_parts(recipe))
 
 

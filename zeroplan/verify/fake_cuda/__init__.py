@@ -1,1 +1,1 @@
-"""A fake CUDA GPU: torch places fake tensors on it, and code that asks for a GPU runs unchanged."""
+"""Makes torch see a CUDA GPU that does not exist: fake tensors live on it, and GPU code runs unchanged."""

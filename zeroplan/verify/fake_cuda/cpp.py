@@ -141,7 +141,6 @@ def set_current_device(index: int) -> None:
 
 
 def _report_available(aten: ctypes.CDLL) -> None:
-    """Make CUDA's hooks report that CUDA was built and is available."""
     try:
         hooks_of = aten[_GET_HOOKS]
     except AttributeError:

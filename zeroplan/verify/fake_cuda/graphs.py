@@ -27,7 +27,7 @@ _underway: list[int] = []
 
 
 def pool_in_use() -> int:
-    """The pool that serves requests now: that of the innermost capture, else ``GENERAL``."""
+    """The pool that serves requests now: the innermost capture's, else ``GENERAL``."""
     return _underway[-1] if _underway else GENERAL
 
 

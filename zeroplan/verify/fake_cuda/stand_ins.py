@@ -13,7 +13,7 @@ _OURS_OR_TORCHS = {"torch", "zeroplan", "contextlib", "functools", "runpy", "imp
 
 
 class StandIn(NamedTuple):
-    """One assumed value: what was read, the value, and the line that read it."""
+    """One assumed value: the dtype or operator of the read, the value, and the line of code that read it."""
 
     read: str
     said: str
@@ -70,7 +70,7 @@ def line_at(filename: str, number: int) -> str:
 
 
 def user_line(filename: str, number: int) -> str:
-    """The same for the user's own files; empty for a library's."""
+    """A line of a user's file in readable form; empty for a library's file."""
     return line_at(filename, number) if _kind(filename) == "user" else ""
 
 

@@ -15,7 +15,7 @@ _STREAMS = 32
 _made = count()
 
 listeners: list[Callable[[str, object, object], None]] = []
-"""Called at every synchronisation: what happens, the waiting or recording stream (None: the current one), the other side."""
+"""Called at every synchronisation with its name, the waiting or recording stream (None: the current one), and the other side."""
 
 
 def _notify(event: str, stream: object, other: object) -> None:

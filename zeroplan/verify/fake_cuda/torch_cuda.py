@@ -170,7 +170,6 @@ def _accelerator(answers: dict[str, Callable[..., object]]) -> None:
 
 
 def _patch_other_modules() -> None:
-    """Replace functions outside ``torch.cuda``'s own namespace."""
     cuda = torch.cuda
     put(cuda.amp.common, amp_definitely_not_available=always(False))
     put(cuda.nccl, version=always(_NCCL_VERSION))

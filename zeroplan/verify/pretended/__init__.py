@@ -1,1 +1,1 @@
-"""Stand-ins for what a simulated run lacks: a GPU, values of fake tensors, other ranks, a disk."""
+"""Replaces the parts that a simulated run lacks: kernels, values of fake tensors, other ranks, a disk."""

@@ -4,7 +4,7 @@ Source: bitsandbytes 0.50, ``backends/cuda/ops.py`` (``int8_vectorwise_quant``, 
 ``backends/default/ops.py`` (``int8_mixed_scaled_mm``, ``int8_scaled_mm``).
 
 bitsandbytes multiplies columns with a value beyond the threshold in 16 bits, and keeps them for the backward. Their number depends
-on values; here all columns count, the upper limit.
+on values; here all columns count, the upper limit, unless :data:`BEYOND` says none.
 """
 
 import bitsandbytes  # noqa: F401  it registers its operators with torch
@@ -13,6 +13,8 @@ import torch
 from zeroplan.verify.watching.libraries import INSIDE
 
 _ops = torch.ops.bitsandbytes
+#: Whether columns are beyond the threshold: all of them, or none.
+BEYOND = {"all": True}
 Optional = torch.Tensor | None
 
 
@@ -24,7 +26,7 @@ def _quantized(given: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tenso
     if not threshold:
         return numbers, scales, None
     beyond = given.abs() >= threshold
-    found = torch.arange(columns, device=given.device)
+    found = torch.arange(columns if BEYOND["all"] else 0, device=given.device)
     del beyond
     return numbers, scales, found
 
@@ -52,8 +54,8 @@ def _mixed(
     given: torch.Tensor, numbers: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor,
     beyond: Optional = None, bias: Optional = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The product of integers, plus that of the columns beyond the threshold with dequantized weights."""
-    if beyond is None:
+    """The product of integers, plus the product of the columns beyond the threshold with dequantized weights."""
+    if beyond is None or not beyond.numel():
         return _product(numbers, weight, rows, columns, bias, given.dtype), given.new_empty(0)
     kept = given[:, beyond].contiguous()
     wide = weight[:, beyond].contiguous() * columns.view(-1, 1) * (1 / 127)

@@ -9,11 +9,11 @@ from zeroplan.spec.recipe import RecipeSpec
 
 @contextmanager
 def engine_answers(recipe: RecipeSpec, device: str = "cpu") -> Iterator[None]:
-    """Replace what DeepSpeed reads from other ranks and the GPU; other engines need nothing."""
+    """Replace values that DeepSpeed reads from other ranks and the GPU; other engines read none."""
     if recipe.engine != "deepspeed":
         yield
         return
-    os.environ.setdefault("LOCAL_RANK", "0")  # set by real launchers
+    os.environ.setdefault("LOCAL_RANK", "0")  # real launchers set it
     from zeroplan.verify.pretended.deepspeed_answers import answers, on_device  # noqa: PLC0415  it patches torch for good
     from zeroplan.verify.pretended.nvme import fake_nvme  # noqa: PLC0415  it imports DeepSpeed
 

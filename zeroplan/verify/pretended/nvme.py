@@ -81,7 +81,7 @@ class _Builder:
 
 @contextmanager
 def fake_nvme() -> Iterator[None]:
-    """Make DeepSpeed use the stand-in and a temporary folder inside."""
+    """Inside the block, make DeepSpeed use the stand-in and a temporary folder."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
         for module in _SWAPPERS:
             stack.enter_context(replaced(module, "AsyncIOBuilder", _Builder))

@@ -212,7 +212,6 @@ def _run(*command: str) -> str:
 
 
 def _collected(submitted: Submitted, folder: Path, state: str) -> list[Measurement]:
-    """The records of a job that has ended."""
     ranks, until = submitted.task.job.mesh.world_size, time.monotonic() + (_GATHER_S if state == "COMPLETED" else 0)
     while len(found := _records(folder)) < ranks and not _failures(folder) and time.monotonic() < until:
         time.sleep(_POLL_S)

@@ -33,11 +33,11 @@ class Piece(NamedTuple):
 
 
 class Instant(NamedTuple):
-    """One request in a backward pass, and what is alive then.
+    """One request in a backward pass, and the memory alive then.
 
-    ``saved`` is what the block keeps from its forward, ``working`` everything else [bytes]. ``gradients`` counts elements of weight
-    gradients so far, ``current`` those not yet passed on; ``casts`` elements of live weight casts. ``flash`` has heads, head size
-    and key/value heads of a running flash kernel.
+    ``saved`` are the block's saved activations, ``working`` everything else [bytes]. ``gradients`` counts the elements of weight
+    gradients so far, ``current`` the elements that autograd has not yet passed on, ``casts`` the elements of live weight casts.
+    ``flash`` has heads, head size and key/value heads of a running flash kernel.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Instant(NamedTuple):
 
 
 class GradientReady(NamedTuple):
-    """The moment when autograd passes on a weight's gradient, and what is alive then as in :class:`Instant`. [bytes]"""
+    """The moment when autograd passes on a weight's gradient, with the memory alive then as in :class:`Instant`. [bytes]"""
 
     name: str
     saved: int
@@ -90,7 +90,7 @@ class BlockAnatomy(NamedTuple):
 
     @property
     def kept_bytes(self) -> int:
-        """Everything it keeps. [bytes]"""
+        """All bytes that the block keeps. [bytes]"""
         return sum(piece.n_bytes for piece in self.kept)
 
 

@@ -100,7 +100,7 @@ def fewest(keys: Sequence[object]) -> int:
 
 
 def _keys(work: Workload, layer_kinds: tuple[str, ...] | None) -> list[tuple[object, ...]]:
-    """What distinguishes blocks before a run: class, parameters, and the configuration's kind of layer."""
+    """Each block's key, by which blocks differ before a run: class, parameters, and the configuration's kind of layer."""
     kinds = layer_kinds or ("",) * len(work.blocks)
     return [(type(block).__name__, shapes_of(block), kind) for block, kind in zip(work.blocks, kinds, strict=False)]
 
@@ -151,7 +151,7 @@ def _tied(twice: Sequence[str], seen: Anatomy) -> str | None:
 
 
 def _named(keys: Sequence[tuple[object, ...]]) -> list[str]:
-    """The kinds' names: the class, numbered if several kinds have one class."""
+    """The names of the kinds: the class, with a number if several kinds share it."""
     distinct = list(dict.fromkeys(keys))
     classes = [str(key[0]) for key in distinct]
     names = {

@@ -149,7 +149,6 @@ class PassWatcher(Tracker):
 
 
 def _is_causal(func: OpOverload, args: tuple[object, ...]) -> bool:
-    """Whether an attention operator has ``is_causal`` set."""
     at = next((at for at, one in enumerate(func._schema.arguments) if one.name == "is_causal"), len(args))
     return at < len(args) and bool(args[at])
 

@@ -1,1 +1,1 @@
-"""Runs training: models, ways of splitting them, and the engines."""
+"""Builds models, wraps them in the engines, and runs training steps; begin at ``run.py``."""

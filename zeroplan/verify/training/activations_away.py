@@ -28,7 +28,7 @@ def offload_blocks(module: nn.Module, blocks: Collection[nn.Module]) -> None:
 
 @contextmanager
 def offloading_from(device: str, watcher: Watcher) -> Iterator[None]:
-    """Make the wrapper offload from this device, inside."""
+    """Inside the block, make the wrapper offload from this device."""
 
     def saving(*, pin_memory: bool) -> save_on_cpu:
         hooks = save_on_cpu(pin_memory=pin_memory, device_type=device)

@@ -68,7 +68,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def quantisation_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Tensors of quantised weights that are neither parameters nor buffers."""
-    if getattr(unwrapped(module), "is_loaded_in_4bit", False):
+    if any(getattr(unwrapped(module), f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
         from zeroplan.verify.training.quantised import states_of  # noqa: PLC0415
 
         yield from states_of(unwrapped(module))

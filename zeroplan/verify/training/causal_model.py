@@ -83,6 +83,9 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
         made["layer_types"] = ["full_attention"] * spec.num_hidden_layers  # the class cannot derive them
     if spec.family == "minimax_m2":
         made["rotary_dim"] = spec.head_dim // 2
+    if spec.family == "gemma4_text":
+        made |= {"num_global_key_value_heads": spec.global_key_value_heads, "global_head_dim": spec.global_head_dim}
+        made |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0}
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
     if spec.family == "glm4_moe_lite" and spec.moe is not None:
@@ -109,10 +112,15 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
     """Keys with the kind of each layer, in hybrid families."""
     if spec.linear is None or not spec.layer_pattern:
         return {}
+    if spec.family == "falcon_h1":
+        width = spec.linear.num_value_heads * spec.linear.value_head_dim
+        return {"mamba_d_ssm": width, "mamba_rms_norm": "N" in spec.letters, "mamba_norm_before_gate": False}
     kinds = [_KINDS[letter] for letter in spec.letters]
     if spec.family == "nemotron_h":
         return {"layers_block_type": kinds}
     expand = {"mamba_expand": spec.linear.num_value_heads * spec.linear.value_head_dim // spec.hidden_size}
+    if spec.family == "bamba":
+        return {**expand, "attn_layer_indices": [layer for layer, letter in enumerate(spec.letters) if letter == "*"]}
     dense = {"num_local_experts": 0, "intermediate_size": spec.intermediate_size} if spec.moe is None else {}
     return {**expand, **dense, "layer_types": kinds, "position_embedding_type": "rope" if spec.turned else None}
 

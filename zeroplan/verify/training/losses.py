@@ -47,11 +47,12 @@ def fuse_kernels(module: nn.Module, parts: Sequence[str]) -> None:
 
     Raises what :func:`fuse_loss` raises.
     """
-    _by_liger(module, {_OF_LIGER[part] for part in parts if part != "rope"})
+    if liger := [part for part in parts if part != "loss-in-pieces"]:
+        _by_liger(module, {_OF_LIGER[part] for part in liger if part != "rope"})
     for one in module.modules() if "rope" in parts else ():
         if type(one).__name__.endswith("Attention"):
             one.forward = _rotated_by_liger(one)
-    if any(isinstance(one, FakeTensor) for one in module.parameters()):
+    if liger and any(isinstance(one, FakeTensor) for one in module.parameters()):
         from triton.runtime import jit  # noqa: PLC0415  Liger has imported it
 
         jit.JITFunction.run = lambda *_, **__: None
@@ -85,6 +86,28 @@ def _by_liger(module: nn.Module, switches: Collection[str]) -> None:
     before = dict(names)
     monkey_patch._apply_liger_kernel_to_instance(module, **said)
     names.update(before)  # Liger also replaces classes, for all models of this process
+
+
+def loss_in_pieces(module: nn.Module, labels: torch.Tensor) -> Callable[[object], torch.Tensor]:
+    """Remove the head from a causal language model's forward, and return torchtune's loss, which applies it to pieces of tokens."""
+    head: nn.Linear = module.get_output_embeddings()  # type: ignore[operator]  # a transformers model
+    project, head.forward = head.forward, lambda hidden: hidden  # type: ignore[method-assign, assignment]
+
+    def loss(output: object) -> torch.Tensor:
+        counting = torch.arange(labels.numel(), device=labels.device)
+        hidden = output.logits.flatten(0, 1).index_select(0, counting)  # type: ignore[attr-defined]  # a transformers output
+        wanted = labels.flatten().index_select(0, counting)
+        total = torch.zeros((), device=labels.device)
+        for piece, of_piece in zip(hidden.tensor_split(CHUNKS), wanted.tensor_split(CHUNKS), strict=True):
+            total += _of_piece(project, piece, of_piece)
+        return total / labels.numel()
+
+    return loss
+
+
+def _of_piece(project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = project(hidden)
+    return functional.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def loss_of_hidden(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

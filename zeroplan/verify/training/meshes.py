@@ -17,6 +17,8 @@ def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
     Pipeline stages are outermost; then shards, or replicas of a sharded group; then context- or tensor-parallel ranks.
     """
     mesh = job.mesh
+    if job.recipe.engine == "megatron":
+        return init_device_mesh(device, (mesh.world_size,))  # Megatron makes its own groups
     split = {name: ways for name, ways in ((CONTEXT, mesh.cp), (TENSOR, mesh.tp)) if ways > 1}
     if mesh.pp > 1:
         replicas = {"replicate": mesh.dp_replicate} if mesh.dp_replicate > 1 else {}

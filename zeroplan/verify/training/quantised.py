@@ -1,4 +1,4 @@
-"""Replaces a model's linear layers by four-bit ones, as transformers and bitsandbytes do."""
+"""Replaces a model's linear layers by 4-bit or 8-bit ones, as transformers and bitsandbytes do."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import bitsandbytes
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
-from bitsandbytes.nn.modules import Linear4bit, Params4bit
+from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from transformers import BitsAndBytesConfig
@@ -14,21 +14,22 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from zeroplan.spec.adapter import AdapterSpec
-from zeroplan.verify.pretended import four_bit_kernels  # noqa: F401  registers the product's allocations
+from zeroplan.verify.pretended import eight_bit_kernels, four_bit_kernels  # noqa: F401  they register the products' allocations
 from zeroplan.verify.replaced import replaced
 
 
 def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, storage: torch.dtype = torch.uint8) -> None:
-    """Replace linear layers except the head by bitsandbytes' layers with four-bit weights.
+    """Replace linear layers except the head by bitsandbytes' layers with weights in four bits, or in eight.
 
     ``dtype`` is the weights' former and the layers' compute dtype. One whole weight at a time is in memory, as when
     transformers loads a checkpoint; weights on the meta device are allocated on torch's default device. ``storage`` is the
     declared dtype of packed weights.
     """
-    nested = adapter.quantize == "nf4-double"
+    nested, eight = adapter.quantize == "nf4-double", adapter.quantize == "int8"
     before = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     quantisation = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=True,
+        load_in_4bit=not eight,
+        load_in_8bit=eight,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=nested,
         bnb_4bit_compute_dtype=dtype,
@@ -40,19 +41,31 @@ def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, stor
         for name, module in model.named_modules():
             if isinstance(module, Linear4bit):
                 _fill(module, before[name], nested=nested, storage=storage)
+            elif isinstance(module, Linear8bitLt):
+                _fill_8bit(module, before[name])
         if nested:
             vars(model)["table_of_scales"] = bitsandbytes.functional.name2qmap["dynamic"]
     _give_memory(model)
-    vars(model)["is_loaded_in_4bit"] = True
+    vars(model)["is_loaded_in_8bit" if eight else "is_loaded_in_4bit"] = True
 
 
 def _fill(module: Linear4bit, linear: nn.Linear, *, nested: bool, storage: torch.dtype) -> None:
-    """Quantise one layer's weight and keep its bias."""
     weight = _with_memory(linear.weight)
     packed, state = quantize_4bit(weight, compress_statistics=nested, quant_type="nf4", quant_storage=storage)
     module.quant_state = state
     module._parameters["weight"] = _parameter(packed, state, module)
     module._parameters["bias"] = linear.bias
+
+
+def _fill_8bit(module: Linear8bitLt, linear: nn.Linear) -> None:
+    """Quantise one layer's weight as ``Int8Params._quantize`` does, and keep its bias. No input is beyond the threshold."""
+    eight_bit_kernels.BEYOND["all"] = False
+    weight = _with_memory(linear.weight)
+    numbers, scales = torch.empty_like(weight, dtype=torch.int8), torch.empty(weight.shape[0], dtype=torch.float32)
+    is_fake = isinstance(numbers, FakeTensor)
+    parameter = nn.Parameter(numbers, requires_grad=False) if is_fake else Int8Params(numbers, requires_grad=False)
+    vars(parameter).update(CB=parameter.data, SCB=scales, has_fp16_weights=False)
+    module._parameters["weight"], module._parameters["bias"] = parameter, linear.bias
 
 
 def _parameter(packed: torch.Tensor, state: QuantState, module: Linear4bit) -> nn.Parameter:
@@ -95,12 +108,14 @@ def states_of(model: nn.Module) -> Iterator[torch.Tensor]:
     if (table := vars(model).get("table_of_scales")) is not None:
         yield table
     for module in model.modules():
-        for tensor in _beside(module) if isinstance(module, Linear4bit) else ():
+        for tensor in _beside(module) if isinstance(module, Linear4bit | Linear8bitLt) else ():
             if isinstance(tensor, torch.Tensor):
                 yield tensor
 
 
-def _beside(module: Linear4bit) -> tuple[object, ...]:
+def _beside(module: Linear4bit | Linear8bitLt) -> tuple[object, ...]:
+    if isinstance(module, Linear8bitLt):
+        return (module.state.SCB, getattr(module.weight, "SCB", None), module.bias)
     state: QuantState = module.quant_state  # type: ignore[assignment]  # None before it is filled
     nested = vars(state.state2).values() if state.nested else ()
     return (*vars(state).values(), *nested, module.bias)

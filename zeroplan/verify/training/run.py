@@ -53,6 +53,9 @@ def observe(
     """Build model and engine and train, in the existing process group."""
     with warnings.catch_warnings(), watcher, _real_meshes(watcher):
         warnings.simplefilter("ignore")
+        if job.recipe.engine == "megatron":
+            _observe_megatron(job, watcher, steps=steps)
+            return
         if job.mesh.pp > 1:
             _observe_pipeline(job, watcher, mesh, steps=steps)
             return
@@ -77,6 +80,17 @@ def _observe_pipeline(job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps
     engine = Pipelined(job, mesh, watcher)
     with engine.labels(watcher), offloading_from(mesh.device_type, watcher):
         train(engine, watcher, module=engine.module, steps=steps, accumulate=1)
+
+
+def _observe_megatron(job: JobSpec, watcher: Watcher, *, steps: int) -> None:
+    """Run all micro-batches of a step by Megatron-Core's schedule."""
+    from zeroplan.verify.pretended.megatron_answers import megatron_answers  # noqa: PLC0415  few machines have Megatron-Core
+    from zeroplan.verify.training.megatron import Megatron, megatron_ranks  # noqa: PLC0415
+
+    with megatron_answers(watcher), megatron_ranks(job):
+        engine = Megatron(job, watcher)
+        with engine.labels(watcher):
+            train(engine, watcher, module=engine.module, steps=steps, accumulate=1)
 
 
 def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> Engine:

@@ -15,7 +15,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.training.activations_away import offload_blocks
 from zeroplan.verify.training.causal_model import causal_module
-from zeroplan.verify.training.losses import chunked_loss, fuse_kernels, fuse_loss
+from zeroplan.verify.training.losses import chunked_loss, fuse_kernels, fuse_loss, loss_in_pieces
 from zeroplan.verify.training.modules import find_blocks
 
 
@@ -61,6 +61,9 @@ def workload(
             labels = torch.randint(0, job.model.vocab_size, shape)
             loss = chunked_loss(module, labels)
             return Workload(module, {"input_ids": ids}, loss, find_blocks(module), loss_goes_backward=True)
+        if "loss-in-pieces" in job.recipe.fused_parts:
+            labels = torch.randint(0, job.model.vocab_size, shape)
+            return Workload(module, {"input_ids": ids}, loss_in_pieces(module, labels), find_blocks(module))
         if job.model.vision is not None:
             from zeroplan.verify.training import vision  # noqa: PLC0415  few models have images
 

@@ -1,1 +1,1 @@
-"""Records what a run requests: every allocation and every collective, with its purpose, and the totals."""
+"""Which allocations and collectives does a run make? Records each with its purpose, and the totals."""

@@ -194,7 +194,6 @@ def _stretches(few: list[_Event], more: list[_Event]) -> list[tuple[int, int]]:
 
 
 def _alike(few: list[_Event], more: list[_Event]) -> int:
-    """How many leading events are equal."""
     return next((at for at, (one, other) in enumerate(zip(few, more, strict=False)) if one != other), min(len(few), len(more)))
 
 

@@ -29,7 +29,7 @@ class HostMemory:
     """Tensors in host memory, for each part of a run.
 
     ``highest``: the part's peak so far. ``held``: bytes at its end. ``pinned``: bytes that the pinned allocator then holds
-    beyond its tensors. ``taken``: the peak of all of it, free pinned blocks included. [bytes]
+    beyond its tensors. ``taken``: the peak of all host memory, free pinned blocks included. [bytes]
     """
 
     def __init__(self) -> None:

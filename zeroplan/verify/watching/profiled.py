@@ -119,11 +119,11 @@ class Profiled(AbstractContextManager["Profiled"]):
         """Do nothing: gradients stay temporaries until claimed, since their addresses do not identify them earlier."""
 
     def labelled(self, kind: Kind) -> AbstractContextManager[None]:
-        """Give everything requested inside a kind, by a name that the profiler keeps."""
+        """Give all requests inside the block this kind, by a name that the profiler records."""
         return record_function(_LABEL + kind.value)
 
     def not_recording(self) -> AbstractContextManager[None]:
-        """Leave out requests made inside."""
+        """Do not record requests inside the block."""
         return record_function(_ASIDE)
 
     def spans(self) -> Iterator[Span]:

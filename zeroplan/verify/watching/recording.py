@@ -91,8 +91,8 @@ class Call(NamedTuple):
 class HostSeen(NamedTuple):
     """Host memory beside a GPU, for each part of the run. [bytes]
 
-    ``highest`` is the peak, ``held`` the bytes at the end, ``pinned`` what the pinned allocator then holds beyond its tensors.
-    ``taken`` is the peak of everything held, free pinned blocks included.
+    ``highest`` is the peak, ``held`` the bytes at the end, ``pinned`` the bytes that the pinned allocator then holds beyond its
+    tensors. ``taken`` is the peak of all host memory, free pinned blocks included.
     """
 
     highest: tuple[int, ...]

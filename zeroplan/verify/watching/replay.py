@@ -154,7 +154,6 @@ def pools_by_moment(let_go: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def _last_step(recording: Recording) -> int:
-    """The moment at which the last step begins."""
     return next(span.start for span in recording.spans if span.step == recording.last_step)
 
 

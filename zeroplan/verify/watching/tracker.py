@@ -114,7 +114,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @contextmanager
     def labelled(self, kind: Kind) -> Iterator[None]:
-        """Give this kind to everything requested inside."""
+        """Give all requests inside the block this kind."""
         outer, self._label = self._label, kind
         try:
             yield
@@ -123,7 +123,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @contextmanager
     def not_recording(self) -> Iterator[None]:
-        """Ignore requests made inside."""
+        """Do not record requests inside the block."""
         outer, self._paused = self._paused, True
         try:
             yield

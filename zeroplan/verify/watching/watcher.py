@@ -30,9 +30,9 @@ class Watcher(AbstractContextManager["Watcher"], Protocol):
         ...
 
     def labelled(self, kind: Kind) -> AbstractContextManager[None]:
-        """Give this kind to everything requested inside."""
+        """Give all requests inside the block this kind."""
         ...
 
     def not_recording(self) -> AbstractContextManager[None]:
-        """Ignore requests made inside."""
+        """Do not record requests inside the block."""
         ...

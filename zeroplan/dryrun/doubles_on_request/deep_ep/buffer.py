@@ -242,7 +242,6 @@ class Buffer:
             )
 
     def _counts(self, topk_idx: torch.Tensor, experts: int, room: int) -> torch.Tensor:
-        """The number of tokens for each of this rank's experts."""
         found = layout(topk_idx, experts, self._ranks)
         local = experts // self.group_size
         counts = torch.tensor(per_local_expert(received(found, self._ranks), local, 1), device="cpu").clamp(max=room)
@@ -300,7 +299,6 @@ def _ints(*shape: int) -> torch.Tensor:
 
 
 def _holding(tensor: torch.Tensor, values: torch.Tensor, sure: Sure) -> torch.Tensor:
-    """Set a tensor's known values."""
     keep(cast("FakeTensor", tensor), values.to(tensor.dtype), sure)
     return tensor
 

@@ -72,7 +72,6 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def _gradients(
     gradient: torch.Tensor, rows: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """The gradients of weight and bias."""
     of_bias = None if bias is None else torch.empty_like(bias)
     if rows is None:
         return None, of_bias

@@ -1,0 +1,90 @@
+"""Megatron-Core's own code, against the estimate: records of a sample, and small jobs that run where it is installed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from tests.measured import megatron, stored
+from zeroplan import estimate, job
+from zeroplan.comparison import Comparison, compare_with_estimate
+from zeroplan.errors import SpecError
+from zeroplan.measurement import Measurement
+from zeroplan.spec.job import JobSpec
+from zeroplan.verify.task import refuse_not_local
+
+_THOUSANDTH = 0.001
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+def _held() -> list[tuple[Measurement, Comparison]]:
+    return [(one, compare_with_estimate(one)) for one in stored.records(megatron.RECORDS)]
+
+
+def test_peaks_held_bytes_and_traffic_are_megatron_cores() -> None:
+    """Within a thousandth: the peak, what is held, and each kind of collective, of all that is sent."""
+    found = _held()
+    assert len(found) >= 40
+    beyond = [f"{row.what} {row.error:+.3%} {one.job}" for one, held in found for row in held.beyond(_THOUSANDTH)]
+    assert not beyond, "\n".join(beyond)
+
+
+def test_the_records_are_of_the_sample() -> None:
+    """Jobs of both ends of pipelines, with and without experts."""
+    jobs = megatron.drawn()
+    found = stored.records(megatron.RECORDS)
+    assert {one.job for one in found} <= set(jobs)
+    assert all(one.rank == megatron.rank_of(one.job) for one in found)
+    assert {one.rank > 0 for one in found if one.job.mesh.pp > 1} == {False, True}
+    assert sum(one.job.model.moe is not None for one in found) >= 5
+
+
+def test_what_it_reserves_lies_in_the_borrowed_band() -> None:
+    """Of nineteen in twenty replays."""
+    inside = [one.inside for _, held in _held() for one in held.reserved]
+    assert sum(inside) >= 0.95 * len(inside)
+
+
+def _job(**said: object) -> JobSpec:
+    found = job(engine="megatron", attention="eager", model="gpt2", gpus=4, micro_batch=1, seq_len=128, **said)
+    own = replace(found.recipe.megatron, transformer_impl="local")
+    return replace(found, model=replace(found.model, num_hidden_layers=2), recipe=replace(found.recipe, megatron=own))
+
+
+@needs_megatron
+@pytest.mark.torch
+@pytest.mark.parametrize("said", [{"stage": 1}, {"stage": 0, "pipeline_parallel": 2, "grad_accum": 2, "tensor_parallel": 2}])
+def test_megatron_core_runs_and_agrees(said: dict[str, object]) -> None:
+    """A small GPT, alone and cut."""
+    one = megatron.matrix.measured(_job(**said), silent_after=300, rank=0)
+    assert isinstance(one, Measurement), one
+    assert compare_with_estimate(one).agrees(_THOUSANDTH)
+
+
+@needs_megatron
+@pytest.mark.torch
+@pytest.mark.parametrize("number", range(0, megatron.COUNT, 8))
+def test_the_sample_is_measured_as_it_was(number: int) -> None:
+    """The same bytes as the record."""
+    asked = megatron.drawn(number + 1)[number]
+    (kept,) = (one for one in stored.records(megatron.RECORDS) if one.job == asked)
+    one = megatron.matrix.measured(asked, silent_after=600, rank=megatron.rank_of(asked))
+    assert isinstance(one, Measurement), one
+    assert one.steady.peak.peak_bytes == kept.steady.peak.peak_bytes
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"transformer_impl": "transformer_engine"}, "megatron.transformer_impl=local --attention eager"),
+    ({"use_precision_aware_optimizer": True}, "precision-aware optimizer is Transformer Engine's"),
+    ({"cross_entropy_fusion_impl": "native"}, "leave cross_entropy_fusion_impl out"),
+])  # fmt: skip
+def test_what_does_not_run_names_the_way_out(changed: dict[str, object], said: str) -> None:
+    """In one line."""
+    asked = _job(stage=1)
+    own = replace(asked.recipe.megatron, **changed)
+    with pytest.raises(SpecError, match=said) as refused:
+        refuse_not_local(replace(asked, recipe=replace(asked.recipe, megatron=own)))
+    assert "\n" not in str(refused.value)
+    estimate(asked)
