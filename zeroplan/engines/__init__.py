@@ -1,1 +1,1 @@
-"""How a framework holds a model: states, buffers and moments, engine by engine."""
+"""The memory and traffic of one GPU under each engine: states, buffers and moments. ``account.py`` has the result's types."""

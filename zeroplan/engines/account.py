@@ -1,4 +1,4 @@
-"""What an engine answers: states, moments and collectives of one training step."""
+"""The result of an engine's estimate: states, moments and collectives of one training step."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from zeroplan.numeric import Int
 
 
 class Symbol(NamedTuple):
-    """A symbol that the formulas of an account use: what it represents, and its number in this job."""
+    """A symbol in the formulas of an account: its meaning, and its value in this job."""
 
     name: str
     value: Int
@@ -16,29 +16,29 @@ class Symbol(NamedTuple):
 
 
 class PipelineRank(NamedTuple):
-    """One rank of a pipeline: which stages it has, and its highest moment."""
+    """One rank of a pipeline: its stages and its peak."""
 
     rank: int
-    """Its place in the pipeline, from 0."""
+    """Its position in the pipeline, from 0."""
     stages: str
-    """Its layers, counted from 1, and what stands before and after them."""
+    """Its layers, counted from 1, and the parts of the model before and after them."""
     parameters: int
-    """Of its stages, before they are sharded. [elements]"""
+    """Parameters of its stages, before sharding. [elements]"""
     peak_bytes: Int
-    """The most that its tensors take, library workspaces left out."""
+    """The peak of its tensors, without library workspaces."""
     moment: str
-    """When that is."""
+    """The name of the moment of the peak."""
 
 
 class Account(NamedTuple):
     """The memory and traffic of one rank in the steady state of a training step.
 
     ``states``: parameters, gradients and optimizer state as the engine keeps them; ``moments``: the named moments of a step,
-    each with every line alive then (states included as far as they exist at that moment); ``collectives``: what is sent per
-    step; ``host``: host memory per rank, empty unless something is offloaded; ``nvme``: files per rank; ``symbols``: what the
-    formulas of these lines use beyond the legend of the model; ``notes``: what a reader would trip over, a sentence each;
-    ``kept``: what one block of each kind keeps for its backward, where the moments give it as one line; ``pipeline``: every
-    rank of a pipeline, the one whose account this is first.
+    each with every line alive then (including the states that exist at that moment); ``collectives``: the traffic per step;
+    ``host``: host memory per rank, empty without offload; ``nvme``: files per rank; ``symbols``: symbols of these lines'
+    formulas that the model's legend lacks; ``notes``: what would surprise a reader, one sentence each; ``kept``: the tensors
+    that one block of each kind keeps for its backward, if the moments list them as one line; ``pipeline``: all ranks of a
+    pipeline, first the rank of this account.
     """
 
     states: tuple[Line, ...]

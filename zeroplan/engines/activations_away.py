@@ -1,4 +1,4 @@
-"""What activation offload keeps in host memory, per rank: the same for every engine."""
+"""The host memory of activation offload, per rank. It is the same for every engine."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -17,25 +17,25 @@ _SAVED = "all that blocks save, each tensor as often as it is saved and views of
 
 
 def note(recompute: Recompute) -> str:
-    """The note on offloaded activations."""
+    """Return the note on offloaded activations."""
     what = _SAVED if recompute == "none" else "inputs of blocks"
     return f"{what}, {'is' if recompute == 'none' else 'are'} in pinned host memory from their forward to their backward"
 
 
 class Away(NamedTuple):
-    """Lines of what is in host memory, and what pinned memory takes beyond them. [bytes]"""
+    """The offloaded tensors as lines, and the extra bytes of their pinned blocks. [bytes]"""
 
     lines: tuple[Line, ...]
     beyond_bytes: Int
     symbols: tuple[Symbol, ...] = ()
-    """What the formulas of the lines count."""
+    """The symbols in the formulas of the lines."""
 
 
 NOTHING = Away((), 0)
 
 
 def away(recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> Away:
-    """What this many layers of each kind have in host memory when the forward ends; each tensor is pinned by itself."""
+    """Return the host memory of this many layers of each kind at the end of the forward. Each tensor is pinned separately."""
     n_bytes: Int = 0
     rounded: Int = 0
     layers_of, each, formula = dict[str, int](), dict[str, Int](), ""
@@ -43,7 +43,7 @@ def away(recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> 
         layers_of[kind], each[kind] = layers_of.get(kind, 0) + layers, total_bytes(block.away)
         for line in block.away:
             n_bytes, rounded = n_bytes + layers * line.n_bytes, rounded + layers * rounding(line.n_bytes)
-            formula = f"L·{line.formula}"  # a block's input is of one size in all of them
+            formula = f"L·{line.formula}"  # in all kinds of blocks a block's input has the same size
     if not formula:
         return NOTHING
     if recompute != "none":
@@ -54,7 +54,7 @@ def away(recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> 
 
 
 def with_activations_away(answer: Account, recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> Account:
-    """The account of an engine that moves nothing else to host memory itself."""
+    """Add offloaded activations to the account of an engine that offloads nothing else."""
     there = away(recompute, blocks)
     return answer._replace(
         host=(*answer.host, *there.lines, beyond(there.beyond_bytes)),

@@ -1,4 +1,4 @@
-"""What a block of a run costs as a recipe runs it: recomputed in its backward, or, after those that are, plain."""
+"""The memory of one block of a run under a recipe, whose backward recomputes the block or not."""
 
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -9,13 +9,13 @@ from zeroplan.transformer.parameters import BlockRun
 
 
 def recompute_of(run: BlockRun, compute: Compute) -> Recompute:
-    """What the backward of a run's blocks runs again."""
+    """Return how the backward recomputes the blocks of a run."""
     return "none" if run.plain else compute.recompute
 
 
 def run_pass(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> BlockPass:
-    """One block of a run in one forward and backward pass."""
+    """Return one block of a run in one forward and backward pass."""
     if run.plain:
         compute = compute._replace(recompute="none")
-    recomputed = compute.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
+    recomputed = compute.recompute == "full"  # full recomputation stops at the last saved tensor, selective runs to the end
     return block_pass(model, run.kind, compute, batch, recomputed=recomputed)

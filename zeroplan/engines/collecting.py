@@ -1,7 +1,7 @@
-"""What happens to gradients where parameters are whole: what every engine's program of them has, and what it requests memory of.
+"""How an engine handles gradients when every rank holds whole parameters: the base class of all such engines.
 
-An engine's program receives gradients in the order of the backward. It requests memory of a course, which notes the most at each
-place (:mod:`zeroplan.engines.deepspeed.course`), or of a log of requests (:mod:`zeroplan.engines.requests`).
+An engine receives gradients in the order of the backward. It requests memory from a course, which records the peak at each
+place (:mod:`zeroplan.engines.deepspeed.course`), or from a log of requests (:mod:`zeroplan.engines.requests`).
 """
 
 from collections.abc import Hashable
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from zeroplan.engines.requests.log import Log
 
 Event: TypeAlias = Literal["arrives", "copied", "reduced", "kept", "leaves"]
-"""A gradient arrives at the engine; with offload, one that is too large for the bucket is copied; a bucket is reduced; this rank's
-part of it has been kept, or leaves for the host."""
+"""A gradient arrives at the engine; with offload, a gradient larger than the bucket is copied; the engine reduces a bucket.
+
+This rank's shard of it is kept, or leaves for the host.
+"""
 Group: TypeAlias = tuple[Placed, ...]
 Memory: TypeAlias = Union["Log", "Counts"]
-"""What a program requests memory of."""
+"""The object that records a program's requests and releases."""
 
 
 class GradientPlan(Protocol):
-    """What happens to gradients depends on this alone."""
+    """The settings on which the handling of gradients depends."""
 
     @property
     def whole(self) -> Row:
@@ -36,32 +38,32 @@ class GradientPlan(Protocol):
         """Bytes of an element of a gradient."""
 
     def program(self, memory: Memory, ranks: int = 1) -> "Collecting":
-        """What the engine does with gradients."""
+        """Return the program that handles the gradients."""
 
 
 class Collecting:
-    """Gradients stay where autograd makes them until the end of the backward: nothing reduces them before."""
+    """Gradients stay where autograd makes them until the backward ends. Subclasses reduce them earlier."""
 
     def __init__(self, plan: GradientPlan, memory: Memory, ranks: int = 1) -> None:
         self.plan, self.memory, self.ranks = plan, memory, ranks
         self.last = True
         """The micro-batch is the step's last."""
         self.made: dict[int, Hashable] = {}
-        """The key of the gradient that a parameter has, by where the parameter starts."""
+        """The key of each parameter's gradient, by the parameter's start in the row."""
 
     def request_earlier(self) -> None:
-        """Request what earlier micro-batches of the step have left: all gradients."""
+        """Request the gradients that earlier micro-batches of the step have left: all of them."""
         for each in self.plan.whole.placed:
             self.made[each.start] = self.request_gradient(each)
 
     def request_gradient(self, each: Placed) -> int:
-        """Autograd makes a gradient. Return its key, which no other gradient has."""
+        """Request a gradient that autograd makes. Return its key, which is unique."""
         key = -1 - each.start if each.start in self.made else each.start
         self.memory.request(key, self.plan.element * numel(each), Kind.UNSHARDED_GRADIENTS, "gradient of a weight")
         return key
 
     def arrived(self, each: Placed, key: Hashable) -> None:
-        """A gradient comes to its parameter, or is added to what that has."""
+        """Give a gradient to its parameter, or add it to the parameter's gradient."""
         if each.start in self.made:
             self.memory.release(key)
         else:
@@ -69,31 +71,31 @@ class Collecting:
         self.process_gradients(each)
 
     def process_gradients(self, each: Placed) -> None:
-        """What the engine's hook does with a gradient that has come."""
+        """Run the engine's hook on a gradient that has arrived."""
 
     def end(self) -> None:
-        """The backward is over."""
+        """End the backward."""
 
     def release_gradients(self) -> None:
-        """All gradients go."""
+        """Release all gradients."""
         self.memory.release(*self.made.values())
         self.made.clear()
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counts what is alive."""
+    """Counts the live bytes."""
 
     stream: int = 0
     alive: dict[Hashable, int] = field(default_factory=dict)
-    """By key, which is a number for a gradient. [bytes]"""
+    """Live bytes by key. Keys of gradients are numbers. [bytes]"""
     gradients: int = 0
-    """What all gradients take. [bytes]"""
+    """Size of all live gradients. [bytes]"""
     n_bytes: int = 0
-    """What everything takes. [bytes]"""
+    """Size of everything alive. [bytes]"""
 
     def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:  # noqa: ARG002  as a log's
-        """Request memory, if any; twice under one key is more of it."""
+        """Request memory, if any. A second request under a key adds to it."""
         if n_bytes:
             self._hold(key, n_bytes)
 
@@ -104,7 +106,7 @@ class Counts:
             self.gradients += n_bytes
 
     def release(self, *keys: Hashable) -> None:
-        """Release what these keys hold, if anything."""
+        """Release everything under these keys."""
         for key in keys:
             if n_bytes := self.alive.pop(key, 0):
                 self.n_bytes -= n_bytes
@@ -112,33 +114,33 @@ class Counts:
                     self.gradients -= n_bytes
 
     def rename(self, key: Hashable, new: Hashable) -> None:
-        """Hold what a key holds under another one, beside what that holds."""
+        """Move everything under a key to another key, and add it there."""
         n_bytes = self.alive[key]
         self.release(key)
         self._hold(new, n_bytes)
 
     def has(self, key: Hashable) -> bool:
-        """Whether a key holds anything."""
+        """Whether anything is alive under a key."""
         return key in self.alive
 
     def call(self, operation: str, n_bytes: int, ranks: int) -> None:
-        """A collective begins, which takes no memory of its own."""
+        """Ignore a collective: it allocates nothing itself."""
 
     def note(self, event: Event, copy: int = 0, cast: int = 0) -> None:
-        """An event of a program, beside a copy and a cast that are yet to be requested."""
+        """Record an event of a program, with a copy and a cast that it is about to request."""
 
 
 @lru_cache(maxsize=256)
 def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
-    """Return the gradients of each block in the order of the backward, those together that one operator makes."""
+    """Return the gradients of each block in backward order, grouped by the operator that makes them."""
     return {block: tuple(groups) for block, groups in groupby(made_at_once(whole), key=lambda group: group[0].block)}
 
 
 @lru_cache(maxsize=256)
 def operators_below(whole: Row) -> tuple[tuple[str, int], ...]:
-    """Return what tells each operator below the blocks apart, and its gradients, in the order of the backward. [elements]
+    """Return a label for each operator below the blocks and the elements of its gradients, in backward order. [elements]
 
-    The last is the embedding, which needs nothing to tell it; where nothing there gets a gradient, it is the only one.
+    The last operator is the embedding, whose label is empty. It is the only one if no weight there gets a gradient.
     """
     groups = groups_of(whole).get(-1, ())
     names = [f": {group[0].parameter.name}" for group in groups[:-1]]

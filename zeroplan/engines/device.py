@@ -1,8 +1,7 @@
-"""What does a device take besides an engine's tensors: library workspaces, the CUDA context, communicators?
+"""How much GPU memory do library workspaces, the CUDA context and communicators use beside an engine's tensors?
 
-Workspaces come from the caching allocator, so ``memory_allocated`` counts them and so does the peak. The context and the
-communicators do not: they take from the card what the allocator never sees, and no formula gives them to the byte, so each is
-a band with the public figures it rests on.
+The caching allocator provides the workspaces, so ``memory_allocated`` and the peak include them. The context and the
+communicators are outside the allocator. No formula gives their exact size, so each is a band with the public figures behind it.
 """
 
 import re
@@ -19,7 +18,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import KIB, MB, MIB
 
 _WORKSPACE_SOURCE = "torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize"
-#: One workspace and its formula: two blocks of 4096 KiB and eight of 16, or so many MiB.
+#: One workspace and its formula: two blocks of 4096 KiB and eight of 16 KiB, or a number of MiB.
 _WORKSPACE_BEFORE_HOPPER = (2 * 4096 + 8 * 16) * KIB, "(2·4096 + 8·16)·1024"
 _WORKSPACE_SINCE_HOPPER = 32 * MIB, "32·1024²"
 _WORKSPACE_ROCM = {"gfx94": (128 * MIB, "128·1024²"), "gfx95": (128 * MIB, "128·1024²")}
@@ -27,21 +26,21 @@ _WORKSPACE_ROCM_DEFAULT = 32 * MIB, "32·1024²"
 _TRANSFORMER_ENGINE_SOURCE = "Transformer Engine 2026-08, pytorch/cpp_extensions/gemm.py, get_cublas_workspace"
 _TRANSFORMER_ENGINE_BEFORE_HOPPER = 4 * MIB, "4·1024²"
 _TRANSFORMER_ENGINE_SINCE_HOPPER = 32 * MIB + KIB, "(32·1024² + 1024)"
-#: Products of experts go to so many streams (Transformer Engine, common/util/multi_stream.cpp, get_num_compute_streams).
+#: Number of streams for experts' products (Transformer Engine, common/util/multi_stream.cpp, get_num_compute_streams).
 _EXPERT_STREAMS = 4
-#: The thread that runs the forward pass and autograd's own thread each have a handle, and each handle a workspace.
+#: The forward's thread and autograd's thread each have a handle, and each handle has a workspace.
 _HANDLES = 2
 
 
 class Outside(NamedTuple):
-    """Memory that the card gives but the caching allocator does not see."""
+    """GPU memory that the caching allocator does not see."""
 
     what: str
     band: Band
     source: str
 
 
-#: Kernels are loaded lazily since CUDA 11.7, so the context grows with what a job uses.
+#: CUDA loads kernels lazily since 11.7, so the context grows with the kernels that a job uses.
 _CONTEXT = Outside(
     "CUDA context and loaded kernels",
     Band(300 * MB, 540 * MB, 900 * MB),
@@ -56,7 +55,7 @@ _COMMUNICATOR = Outside(
 
 
 def workspace_lines(recipe: RecipeSpec, gpu: GpuSpec | None, *, experts: bool = False) -> tuple[Line, ...]:
-    """What libraries keep from their first multiplication on, under this recipe; nothing on paper. [bytes]
+    """Return the workspaces that libraries keep from their first matrix multiplication on; none for engine ``paper``. [bytes]
 
     >>> [line.n_bytes // MIB for line in workspace_lines(RecipeSpec(engine="megatron", zero_stage=1), None, experts=True)]
     [64, 160]
@@ -69,9 +68,9 @@ def workspace_lines(recipe: RecipeSpec, gpu: GpuSpec | None, *, experts: bool = 
 
 
 def transformer_engine_line(gpu: GpuSpec | None, *, experts: bool) -> Line:
-    """What Transformer Engine gives its own calls of cuBLAS, and a stream each to experts. [bytes]
+    """Return Transformer Engine's own cuBLAS workspace, and one per expert stream. [bytes]
 
-    Leaves out user buffers (``--tp-comm-overlap``). Without a GPU named: that of Hopper and Blackwell.
+    Leaves out user buffers (``--tp-comm-overlap``). Without a named GPU it assumes Hopper or Blackwell.
     """
     since_hopper = gpu is None or (gpu.vendor == "nvidia" and float(gpu.compute_capability) >= 9)
     n_bytes, formula = _TRANSFORMER_ENGINE_SINCE_HOPPER if since_hopper else _TRANSFORMER_ENGINE_BEFORE_HOPPER
@@ -81,9 +80,9 @@ def transformer_engine_line(gpu: GpuSpec | None, *, experts: bool) -> Line:
 
 
 def workspace_line(gpu: GpuSpec | None) -> Line:
-    """What cuBLAS (or hipBLAS) keeps from the first matrix multiplication on. [bytes]
+    """Return the workspace that cuBLAS (or hipBLAS) keeps from the first matrix multiplication on. [bytes]
 
-    Without a GPU named: that of Hopper and Blackwell, the largest among NVIDIA's. Leaves out ``CUBLAS_WORKSPACE_CONFIG``.
+    Without a named GPU it assumes Hopper or Blackwell, the largest of NVIDIA's. Leaves out ``CUBLAS_WORKSPACE_CONFIG``.
 
     >>> workspace_line(None).n_bytes == 2 * 32 * MIB
     True
@@ -98,7 +97,7 @@ def workspace_line(gpu: GpuSpec | None) -> Line:
 
 
 def workspace(gpu: GpuSpec | None) -> tuple[int, str]:
-    """One workspace of one handle by torch's source, and its formula. [bytes]"""
+    """Return the size of one handle's workspace by torch's source, and its formula. [bytes]"""
     if gpu is None:
         return _WORKSPACE_SINCE_HOPPER
     if gpu.vendor == "amd":
@@ -107,9 +106,9 @@ def workspace(gpu: GpuSpec | None) -> tuple[int, str]:
 
 
 def workspace_asked_for(environment: Mapping[str, str], gpu: GpuSpec | None) -> int:
-    """One workspace of one handle in a process with these variables: ``CUBLAS_WORKSPACE_CONFIG``, else torch's own choice. [bytes]
+    """Return the size of one handle's workspace under ``CUBLAS_WORKSPACE_CONFIG``, else torch's default. [bytes]
 
-    Pairs of a size in KiB and a count, as ``parseChosenWorkspaceSize`` reads them; of a text that it does not understand, nothing.
+    ``parseChosenWorkspaceSize`` reads pairs of a size in KiB and a count. A text that it cannot parse gives the default.
 
     >>> workspace_asked_for({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, None) // KIB
     8320
@@ -121,11 +120,11 @@ def workspace_asked_for(environment: Mapping[str, str], gpu: GpuSpec | None) -> 
 
 
 def outside(mesh: MeshSpec, gpu: GpuSpec | None = None) -> tuple[Outside, ...]:
-    """What the card gives outside the caching allocator: the context, and a communicator per process group. [bytes]
+    """Return the GPU memory outside the caching allocator: the context, and a communicator per process group. [bytes]
 
-    One group for the shards, one more for replicas, one for each way of splitting the model, of experts two; none with a single
-    rank. What was seen on this GPU (``device_figures.toml``) goes before the general bands. Those are third-party reports, but for
-    the most that a context takes, which zeroplan's own records on an H100 show.
+    There is one group for the shards, one for replicas, one for each way to split the model, and two for experts; none with a
+    single rank. Figures seen on this GPU (``device_figures.toml``) replace the general bands. The general bands are third-party
+    reports, except the context's upper end, which is from zeroplan's own records on an H100.
 
     >>> [len(outside(MeshSpec(dp_shard=ranks))) for ranks in (1, 8)]
     [1, 2]
@@ -134,7 +133,7 @@ def outside(mesh: MeshSpec, gpu: GpuSpec | None = None) -> tuple[Outside, ...]:
 
 
 def communicators(mesh: Mesh) -> Int:
-    """How many process groups a rank is in.
+    """Return the number of process groups of a rank.
 
     >>> communicators(MeshSpec(dp_shard=4, tp=2))
     2
@@ -148,7 +147,7 @@ def communicators(mesh: Mesh) -> Int:
 
 @cache
 def outside_beside(groups: int, gpu: str) -> tuple[Outside, ...]:
-    """The same for this many process groups, on a GPU of this name. [bytes]"""
+    """Return the same for this many process groups on a named GPU. [bytes]"""
     context, communicator = _context(gpu), _communicator(gpu)
     if not groups:
         return (context,)
@@ -158,7 +157,7 @@ def outside_beside(groups: int, gpu: str) -> tuple[Outside, ...]:
 
 
 def _context(gpu: str) -> Outside:
-    """Context and kernels: as they were seen together, or no less than the context alone was seen to take."""
+    """Return context and kernels: the figure seen for both, or a band whose lower end is the figure for the context alone."""
     process = of_gpu("process", gpu) if gpu else ()
     if process:
         return _CONTEXT._replace(band=band_of(process), source=sources(process))
@@ -177,7 +176,7 @@ def _communicator(gpu: str) -> Outside:
 
 
 def allocator_room(mesh: MeshSpec, gpu: GpuSpec | None) -> int | None:
-    """What a GPU has for the caching allocator: its memory less the expected context and communicators. [bytes]
+    """Return the memory that a GPU has for the caching allocator, after the expected context and communicators. [bytes]
 
     >>> allocator_room(MeshSpec(dp_shard=8), None) is None
     True
@@ -188,9 +187,9 @@ def allocator_room(mesh: MeshSpec, gpu: GpuSpec | None) -> int | None:
 
 
 def reserved_as_seen(band: Band, engine: str, gpu: GpuSpec | None) -> Band:
-    """What the allocator will reserve, where it was seen on this GPU how far from what is expected that is. [bytes]
+    """Return the allocator's reserve, corrected by the ratio to the expected reserve that was seen on this GPU. [bytes]
 
-    Never less than the least. The most stays what it is, unless more is expected.
+    It is at least the lower end. The upper end stays, unless the expected value exceeds it.
     """
     seen = () if gpu is None else of_gpu("reserved", gpu.name, engine)
     if not seen:
@@ -201,7 +200,7 @@ def reserved_as_seen(band: Band, engine: str, gpu: GpuSpec | None) -> Band:
 
 
 def total_band(parts: tuple[Outside, ...]) -> Band:
-    """Sum of the bands. [bytes]
+    """Return the sum of the bands. [bytes]
 
     >>> total_band(outside(MeshSpec())).low_bytes
     300000000

@@ -1,6 +1,6 @@
-"""Figures of a GPU that only hardware shows, with the record or public report of each (``device_figures.toml``).
+"""Figures of a GPU that only a measurement shows, each with its record or public report (``device_figures.toml``).
 
-Nothing here is derived.
+None of them is computed.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ _TEXTS = ("torch", "cuda", "as_of", "source", "nccl", "driver", "engine")
 
 
 class DeviceFigure(NamedTuple):
-    """One figure, the GPUs and versions it holds for, and its source. [bytes], for ``reserved`` in thousandths"""
+    """One figure, the GPUs and versions for which it holds, and its source. In bytes; ``reserved`` in thousandths."""
 
     what: What
     gpus: tuple[str, ...]
@@ -28,18 +28,18 @@ class DeviceFigure(NamedTuple):
     nccl: str = ""
     driver: str = ""
     engine: str = ""
-    """Of ``reserved``: whose."""
+    """The engine of a ``reserved`` figure."""
 
     @property
     def where(self) -> str:
-        """What it was seen on, in a few words: the versions that are known, and when."""
+        """Return the known versions and the date of the measurement, in a few words."""
         versions = (("torch", self.torch), ("CUDA", self.cuda), ("NCCL", self.nccl), ("driver", self.driver))
         return ", ".join((*(f"{name} {version}" for name, version in versions if version), self.as_of))
 
 
 @cache
 def figures(path: Path = _FILE) -> tuple[DeviceFigure, ...]:
-    """All figures of a file, in its order. Raises SpecError for a table that is none, with its number."""
+    """Return all figures of a file, in its order. Raises SpecError with the number of a malformed table."""
     from zeroplan.catalog.entry import read_toml  # noqa: PLC0415  an estimate without a GPU reads no file
 
     tables = read_toml(path, what="device figures").get("figure", [])
@@ -66,9 +66,10 @@ def _figure(table: dict[str, object], where: str) -> DeviceFigure:
 
 @cache
 def of_gpu(what: What, gpu: str, engine: str = "") -> tuple[DeviceFigure, ...]:
-    """The figures of one kind that were seen on a GPU of the catalogue, by its canonical name; none on most.
+    """Return the figures of one kind that were seen on a GPU, by its canonical name; none for most GPUs.
 
-    Of several versions of torch the newest, which is the one nearest to what the estimate models; those that name none come last.
+    If several versions of torch have figures, the newest counts, which is nearest to the modelled one. Figures without a
+    version are used last.
 
     >>> [figure.value for figure in of_gpu("communicator", "a100-sxm-80gb")], of_gpu("process", "t4-16gb")
     ([544000000, 688000000], ())
@@ -79,7 +80,7 @@ def of_gpu(what: What, gpu: str, engine: str = "") -> tuple[DeviceFigure, ...]:
 
 
 def _version(torch: str) -> tuple[int, ...]:
-    """Major and minor of a version, to be compared; nothing, which is less than all, where none is named.
+    """Return major and minor version for comparisons; an empty tuple, which sorts first, without a version.
 
     >>> _version("2.9.1") < _version("2.11.0+cu130"), _version("")
     (True, ())
@@ -88,7 +89,7 @@ def _version(torch: str) -> tuple[int, ...]:
 
 
 def band_of(found: tuple[DeviceFigure, ...]) -> Band:
-    """From the smallest to the largest of some figures; the expected one is in their middle, the larger of two.
+    """Return the band from the smallest to the largest figure; the median is expected, the larger of two.
 
     >>> band_of(of_gpu("communicator", "a100-sxm-80gb"))
     Band(low_bytes=544000000, expected_bytes=688000000, high_bytes=688000000)
@@ -98,5 +99,5 @@ def band_of(found: tuple[DeviceFigure, ...]) -> Band:
 
 
 def sources(found: tuple[DeviceFigure, ...]) -> str:
-    """Where figures were seen, in one line."""
+    """Return the sources of figures in one line."""
     return "; ".join(f"{figure.source} ({figure.where})" for figure in found)

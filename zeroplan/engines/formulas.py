@@ -1,7 +1,7 @@
 """How engines write the formula of a line, in the symbols of the estimate's legend.
 
-A formula describes one job. In a grid of jobs, whose sizes are columns, a figure that stands in a formula as a plain number has
-none, and then the line has no formula.
+A formula describes one job. In a grid of jobs sizes are columns. A line whose formula would contain such a size as a number has
+no formula then.
 """
 
 from functools import lru_cache
@@ -12,7 +12,7 @@ from zeroplan.numeric import Int
 
 @lru_cache(maxsize=8192)
 def blocks_sum(letter: str, layers: tuple[int, ...], kinds: tuple[str, ...], outside: str = "") -> str:
-    """Add up what this many blocks of each kind have, and what is ``outside`` them.
+    """Write the sum of ``letter`` over the blocks of each kind, plus ``outside``.
 
     >>> blocks_sum("S", (3, 28), ("dense", "moe")), blocks_sum("P", (31,), ("dense",), "P_root"), blocks_sum("S", (0,), ("moe",))
     ('3·S_dense + 28·S_moe', '31·P_dense + P_root', '0')
@@ -23,7 +23,7 @@ def blocks_sum(letter: str, layers: tuple[int, ...], kinds: tuple[str, ...], out
 
 @lru_cache(maxsize=8192)
 def kept_by(layers: tuple[int, ...], kinds: tuple[str, ...]) -> tuple[str, Tag]:
-    """Return the formula and the tag of what this many blocks of each kind keep for their backward.
+    """Return the formula and the tag of the activations that these blocks keep for their backward.
 
     >>> formula, tag = kept_by((3, 28), ("dense", "moe"))
     >>> formula, tag.blocks
@@ -34,7 +34,7 @@ def kept_by(layers: tuple[int, ...], kinds: tuple[str, ...]) -> tuple[str, Tag]:
 
 @lru_cache(maxsize=1024)
 def times(width: int, symbol: str) -> str:
-    """Write bytes of an element times what a symbol counts.
+    """Write ``width`` bytes times a symbol.
 
     >>> times(4, "Ψ")
     '4·Ψ'
@@ -44,7 +44,7 @@ def times(width: int, symbol: str) -> str:
 
 @lru_cache(maxsize=4096)
 def total_formula(formulas: tuple[str, ...]) -> str:
-    """Add up what several lines say.
+    """Write the sum of several lines' formulas.
 
     >>> total_formula(("e·T·h", "4·T"))
     'e·T·h + 4·T'
@@ -67,7 +67,7 @@ def _product(width: int, elements: int) -> str:
 
 
 def several(*terms: tuple[Int, Int]) -> str:
-    """Write this many of this size, and this many of that; nothing where one is a column.
+    """Write a sum of counts times sizes; an empty text if one of them is a column.
 
     >>> several((3, 4096), (0, 10), (1, 512)), several((0, 8))
     ('3·4096 + 1·512', '0')
@@ -79,7 +79,7 @@ def several(*terms: tuple[Int, Int]) -> str:
 
 
 def unless_zero(n_bytes: Int, formula: str) -> str:
-    """Return the formula of a line that is there or not: ``0`` where it is not.
+    """Return the formula of an optional line: ``0`` if its size is 0.
 
     >>> unless_zero(8, "8·N"), unless_zero(0, "8·N")
     ('8·N', '0')

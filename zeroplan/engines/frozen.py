@@ -1,4 +1,4 @@
-"""Weights that get no gradient, under engines that hold them whole on every rank."""
+"""Frozen weights, under engines that hold them whole on every rank."""
 
 from zeroplan.engines.account import Symbol
 from zeroplan.ledger import Kind, Line
@@ -9,7 +9,7 @@ ROUTED = "zeroplan assumes that all experts get equally many tokens; public runs
 
 
 def frozen_lines(model: ModelSpec, element_bytes: int, other_bytes: int, words: str, source: str) -> tuple[Line, ...]:
-    """What they take, at ``element_bytes`` each; beside weights in four bits norms take ``other_bytes`` each. [bytes]"""
+    """Return the frozen weights at ``element_bytes`` each; with weights in four bits, norms at ``other_bytes`` each. [bytes]"""
     if not has_frozen(model):
         return ()
     if model.adapter is not None and model.is_quantised:
@@ -23,7 +23,7 @@ def frozen_lines(model: ModelSpec, element_bytes: int, other_bytes: int, words: 
 
 
 def frozen_symbols(model: ModelSpec) -> tuple[Symbol, ...]:
-    """How many weights are trained, and how many are not, where some are not."""
+    """Return the numbers of trained and frozen weights, if some are frozen."""
     if not has_frozen(model):
         return ()
     trained = trained_count(model)

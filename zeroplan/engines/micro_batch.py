@@ -1,7 +1,7 @@
-"""A micro-batch on its way through a model whose parameters are whole on every rank, written into a trace.
+"""A micro-batch through a model whose parameters are whole on every rank, written into a trace. DDP and DeepSpeed 0 to 2 use it.
 
-Over like blocks in a row, what blocks keep for their backward shrinks evenly, so that memory peaks in the last block of a run or in
-one before it, which the engine knows.
+Over consecutive equal blocks the kept activations shrink evenly. So memory peaks in the last block of a run or in one earlier
+block, which the engine knows.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +19,10 @@ Lines = tuple[Line, ...]
 
 
 class MicroBatch(ABC):
-    """The last micro-batch of a step, with what earlier ones have left. An engine says what its gradients take."""
+    """The last micro-batch of a step, with the gradients of earlier ones. An engine adds the lines of its gradients."""
 
     head_phase = Phase.BACKWARD
-    """The phase to which the backward of loss and head belongs."""
+    """The phase of the loss's and the head's backward."""
 
     def __init__(self, trace: Trace, recipe: RecipeSpec, these: Passes, whole: Row) -> None:
         self.trace, self.recipe, self.these, self.whole = trace, recipe, these, whole
@@ -31,56 +31,56 @@ class MicroBatch(ABC):
 
     @abstractmethod
     def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
-        """A whole gradient, which ``symbol`` represents if given."""
+        """Return a whole gradient as a line, with ``symbol`` in its formula if given."""
 
     @abstractmethod
     def in_forward(self) -> Lines:
-        """What is there in the whole forward."""
+        """Return the lines that are alive during the whole forward."""
 
     def copied_in_forward(self, blocks: int) -> Lines:  # noqa: ARG002  an engine's own answer needs it
-        """What this many blocks have left when the last of them runs forward; with one more than there are, in the loss."""
+        """Return the weight copies left when the last of ``blocks`` blocks runs; one more than the model has means the loss."""
         return ()
 
     @abstractmethod
     def at_head(self) -> Iterable[Lines]:
-        """What is there at each point of the backward of loss, head and final norm."""
+        """Yield the gradients at each point of the backward of loss, head and final norm."""
 
     @abstractmethod
     def in_last_block(self, index: int, run: RunPass) -> Iterable[Lines]:
-        """What is there at each point of the backward of a run's last block."""
+        """Yield the gradients at each point of the backward of a run's last block."""
 
     @abstractmethod
     def before_last_block(self, index: int, run: RunPass) -> None:
-        """The points of the other block of a run at which memory can peak."""
+        """Write the points of the run's other block at which memory can peak."""
 
     @abstractmethod
     def below_blocks(self) -> Sequence[tuple[str, Lines]]:
-        """What is there when each operator below the blocks has gone backward, and what tells it apart."""
+        """Return a label and the gradients of each operator below the blocks, after its backward."""
 
     @property
     def sums_apart(self) -> bool:
-        """Whether the sum of a tied head's two gradients is a third tensor."""
+        """Whether autograd sums a tied head's two gradients into a third tensor."""
         return self.recipe.loss == "full"
 
     @property
     def below_at_sum(self) -> Lines:
-        """What is there then of the backward of the part below the blocks."""
+        """Return the tensors of the backward below the blocks that are alive during that sum."""
         return ()
 
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
-        """The runs in whose backward memory can peak, with their places among all."""
+        """Return the runs in whose backward memory can peak, with their indices."""
         return tuple(enumerate(self.these.runs))
 
     # --- the passes ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.forward()
         self.backward()
         self.embedding_backward()
 
     def forward(self) -> None:
-        """All blocks and the loss."""
+        """Run all blocks and the loss forward."""
         trace, head, these = self.trace, self.these.head, self.these
         trace.hold("gradients", *self.in_forward())
         trace.hold("shared", *head.shared)
@@ -97,11 +97,11 @@ class MicroBatch(ABC):
         trace.pass_by(*head.saved, *head.loss_forward, *self.copied_in_forward(these.n_blocks + 1))
 
     def named(self, run: RunPass, which: str) -> str:
-        """How a moment's name calls a block of a run."""
+        """Return the name of a block in moments, such as ``the last moe block``."""
         return f"{which} {run.kind.replace('_', ' ')} block" if len(self.these.runs) > 1 else f"{which} block"
 
     def backward(self) -> None:
-        """Loss and head, blocks from the last to the first."""
+        """Run loss and head backward, then the blocks from the last to the first."""
         trace, these = self.trace, self.these
         trace.drop("gradients")
         trace.hold("output", *these.output)
@@ -116,16 +116,16 @@ class MicroBatch(ABC):
         trace.drop("kept", "checkpoint")
 
     def pass_block(self, run: RunPass, which: str, block: int, beside: Iterable[Lines]) -> None:
-        """Each point of a block's backward, ``beside`` what is there of gradients."""
+        """Write each point of a block's backward; ``beside`` has the gradients of each point."""
         self.trace.hold("kept", *kept_before(self.these, block))
         inside = Inside((point.name, (point.lines, lines)) for point, lines in zip(run.block.points, beside, strict=True))
         self.trace.pass_through(inside, f"backward of {self.named(run, which)}", Phase.BACKWARD)
 
     def embedding_backward(self) -> None:
-        """Each operator below the blocks, the embedding last.
+        """Run each operator below the blocks backward, the embedding last.
 
-        With a tied head both gradients are added up in a third tensor: autograd adds in place only to what nothing else refers to,
-        and the head's is a transposed view, which refers to what it is a view of, unless it has been cast.
+        With a tied head autograd adds both gradients into a third tensor. It adds in place only to a tensor that nothing else
+        refers to. The head's gradient is a transposed view, which refers to its base, unless it has been cast.
         """
         trace, these = self.trace, self.these
         trace.hold("shared", *these.head.at_embedding)
@@ -142,14 +142,14 @@ class MicroBatch(ABC):
     # --- the head's gradient ------------------------------------------------------------------------------------------------
 
     def tied_head(self) -> Lines:
-        """With a tied head, its gradient waits for the embedding's before either reaches its parameter."""
+        """Return a tied head's gradient, which waits for the embedding's before it reaches the parameter."""
         if not has_tied_head(self.whole):
             return ()
         reason = "gradient of the tied head, waiting for the embedding's"
         return (self.gradient(embedding_elements(self.whole), reason, embedding_symbol(self.whole)),)
 
     def of_head(self, point: BackwardPoint) -> tuple[int, int]:
-        """Return the elements of gradients made by then that may have come to their weights, and of them those being made.
+        """Return the elements of gradients that can have reached their weights by then, and those being made.
 
         A tied head's gradient waits for the embedding's.
         """
@@ -158,15 +158,15 @@ class MicroBatch(ABC):
         return point.gradients, point.current_gradient
 
     def tied_waits(self, point: BackwardPoint) -> bool:
-        """Whether a tied head's gradient is among those that the loss, the head and the final norm have made.
+        """Whether loss, head and final norm have made a tied head's gradient by then.
 
-        A smaller weight that a traced module has above its head gets its gradient before that.
+        A traced module may have a smaller weight above its head, whose gradient comes first.
         """
         return has_tied_head(self.whole) and point.gradients >= head_elements(self.whole)
 
     def sums_by_itself(self, point: BackwardPoint) -> bool:
-        """Whether the loss has the head's gradient, and passes it on when its backward is over.
+        """Whether the loss holds the head's gradient until its own backward ends.
 
-        A chunked loss adds it up itself, and a fused loss makes it in the forward.
+        A chunked loss accumulates it itself; a fused loss makes it in the forward.
         """
         return self.recipe.loss in ("chunked", "fused") and point.place.at is not At.FINAL_NORM

@@ -1,7 +1,7 @@
-"""Which modules does a block have, those without parameters too, and in which order do they run?
+"""The modules of a block in the order in which they run, including modules without parameters.
 
-DeepSpeed counts modules, not operators: each one that starts, forward or backward, is a step of its ZeRO-3 coordinator. Names
-and orders are those of transformers 5.23, ``models/<family>/modeling_<family>.py``.
+DeepSpeed counts modules, not operators: the start of each module, forward or backward, is a step of its ZeRO-3 coordinator.
+Names and orders are those of transformers 5.23, ``models/<family>/modeling_<family>.py``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import GATED_MODULES, Names, definition_of
 from zeroplan.transformer.vision import MODULES
 
-#: Families whose expert layer DeepSpeed gathers and releases as one module, router and all (``leaf_module_config.py``).
+#: Families whose expert layer, with its router, DeepSpeed gathers and releases as one module (``leaf_module_config.py``).
 LEAF_FAMILIES = ("mixtral", "qwen3_moe")
 
-#: How names of modules end that own no parameters; others are there where they own some, or a module in them does.
+#: Name endings of modules without parameters. A model has any other module if it, or a module inside it, owns parameters.
 _WITHOUT_PARAMETERS = (
     "act",
     "act_fn",
@@ -30,7 +30,7 @@ _WITHOUT_PARAMETERS = (
 
 
 def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
-    """Return the modules of a block in the order in which they run; ``owners`` are those that own parameters.
+    """Return the modules of a block in forward order; ``owners`` are the modules that own parameters.
 
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -47,7 +47,7 @@ def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
         for name in listed
         if not name.endswith(_WITHOUT_PARAMETERS) and not any(owner == name or owner.startswith(f"{name}.") for owner in owners)
     }
-    if "mixer.up_proj" in missing:  # its activation owns nothing
+    if "mixer.up_proj" in missing:  # its activation has no parameters
         missing.add("mixer.act_fn")
     names = [name for name in listed if name not in missing and _parent(name) not in missing]
     if model.adapter is not None:
@@ -56,7 +56,7 @@ def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
 
 
 def _listed(model: ModelSpec, *, sparse: bool) -> Names:
-    """As the family's file has them; of a profile only those that own parameters are known."""
+    """Return the list in the family's file; a profile lists only modules that own parameters."""
     if model.profile is not None:
         return GATED_MODULES
     family = definition_of(model.family)
@@ -64,19 +64,19 @@ def _listed(model: ModelSpec, *, sparse: bool) -> Names:
 
 
 def _wrapped(name: str, owners: Sequence[str]) -> Names:
-    """A linear layer, or its wrapper and what that runs: peft 0.21, ``tuners/lora/layer.py``, ``Linear.forward``."""
+    """Return a linear layer, or peft's wrapper and its modules: peft 0.21, ``tuners/lora/layer.py``, ``Linear.forward``."""
     if f"{name}.lora_A.default" not in owners:
         return (name,)
     return (name, *(f"{name}.{part}" for part in ("base_layer", "lora_dropout.default", "lora_A.default", "lora_B.default")))
 
 
 def _parent(name: str) -> str:
-    """The module that runs another; lists of modules, as those that hold an adapter by its name, run nothing."""
+    """Return the module that runs another. Module lists, such as the dictionaries of adapters, run nothing."""
     return name.removesuffix(".default").rpartition(".")[0]
 
 
 def reading_constants(adapted: Sequence[str], names: Sequence[str]) -> set[str]:
-    """Return modules of a block that read nothing an adapter has made, where the block's input has no gradient.
+    """Return the modules of a block that read no adapter's output, if the block's input has no gradient.
 
     >>> sorted(reading_constants(("o_proj",), ("self_attn", "self_attn.o_proj", "mlp", "mlp.up_proj")))
     ['self_attn', 'self_attn.o_proj']
@@ -87,7 +87,7 @@ def reading_constants(adapted: Sequence[str], names: Sequence[str]) -> set[str]:
 
 
 def reading_the_input(names: Sequence[str]) -> Names:
-    """Return modules of a block that read its input itself: the norm before attention, or projections where there is none.
+    """Return the modules of a block that read its input directly: the norm before attention, or the projections if there is none.
 
     >>> reading_the_input(("input_layernorm", "self_attn.q_proj")), reading_the_input(("self_attn.q_proj", "self_attn.o_proj"))
     (('input_layernorm',), ('self_attn.q_proj',))
@@ -98,7 +98,7 @@ def reading_the_input(names: Sequence[str]) -> Names:
 
 _QKV: Names = ("q_proj", "k_proj", "v_proj")
 _ATTENTION_LAYERS: Names = (*_QKV, "o_proj")
-#: Linear layers that run before a module of a block and whose adapters' outputs reach it; those of attention unless named.
+#: For each module of a block, the linear layers before it whose adapters' outputs reach it; by default attention's.
 _AFTER: dict[str, Names] = {
     "input_layernorm": (), "self_attn": (), "q_proj": (), "k_proj": (), "v_proj": (), "q_norm": ("q_proj",),
     "k_norm": ("k_proj",), "o_proj": _QKV, "act_fn": (*_ATTENTION_LAYERS, "gate_proj"),
@@ -107,7 +107,7 @@ _AFTER: dict[str, Names] = {
 
 
 def backward_order(names: Sequence[str]) -> Iterator[str]:
-    """Return modules in the order in which their backward begins: the last one first, a module before those inside it.
+    """Return modules in the order in which their backward begins: last first, a module before those inside it.
 
     >>> list(backward_order(("norm", "mlp", "mlp.up", "mlp.down")))
     ['mlp', 'mlp.down', 'mlp.up', 'norm']
@@ -126,17 +126,17 @@ def _last_first(parent: str, inside: dict[str, list[str]]) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def executed_modules(model: ModelSpec, names: Names) -> Names:
-    """Return the modules of a block that own parameters, ``names``, in the order in which they run forward."""
+    """Return ``names``, the modules of a block that own parameters, in forward order."""
     return tuple(name for name in block_modules(model, names) if name in names)
 
 
 def rotary_calls(model: ModelSpec, kinds: int) -> int:
-    """How often positions are embedded before the first block, if ``kinds`` of layers alternate."""
+    """Return how often the rotary embedding runs before the first block, if ``kinds`` of layers alternate."""
     if model.profile is None and definition_of(model.family).tables is None:
         return 0
     return kinds if model.profile is None and TRAITS[model.family].angles_of_kinds else 1
 
 
 def dropouts_of_embedding(model: ModelSpec) -> int:
-    """How many modules drop parts of the embedding: one in GPT-2 and GPT-NeoX."""
+    """Return the number of dropout modules on the embedding: one in GPT-2 and GPT-NeoX."""
     return int(model.family in ("gpt2", "gpt_neox"))

@@ -1,9 +1,8 @@
-"""Muon's step over one matrix, deed by deed: Newton-Schulz iterations, with what DTensor sends where ranks share the rows.
+"""Muon's step over one matrix, request by request: Newton-Schulz iterations, and DTensor's collectives if ranks share the rows.
 
-Torch's DTensor chooses for every product which factor is gathered, exchanged or summed up, by what it takes the time of each to
-be; the choice decides what a step holds and sends. Source: torch 2.13, ``torch/optim/_muon.py``,
-``_zeropower_via_newtonschulz``; ``torch/distributed/tensor/_ops/_matrix_ops.py``, ``_collective_utils.py`` (``redistribute_cost``)
-and ``placement_types.py``.
+For every product DTensor gathers, exchanges or sums one of the factors. It chooses by its estimate of each collective's time.
+The choice decides the step's memory and traffic. Source: torch 2.13, ``torch/optim/_muon.py``, ``_zeropower_via_newtonschulz``;
+``torch/distributed/tensor/_ops/_matrix_ops.py``, ``_collective_utils.py`` (``redistribute_cost``) and ``placement_types.py``.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +20,11 @@ SOURCE = "torch 2.13, torch/optim/_muon.py, _zeropower_via_newtonschulz"
 _ITERATIONS = 5  # ns_steps
 _BF16 = 2
 _GPUS_PER_NODE = 8
-"""DTensor asks torch how many GPUs the host has. The engines do not know it, and the choices seldom depend on it."""
+"""DTensor asks torch for the number of GPUs of the host. The engines do not know it; the choices seldom depend on it."""
 
 
 class Deed(NamedTuple):
-    """Memory requested under a name, or released if it has no bytes; or a collective with its largest buffer. [bytes]"""
+    """A request under a name, its release (0 bytes), or a collective with its largest buffer. [bytes]"""
 
     name: str
     n_bytes: int = 0
@@ -33,12 +32,12 @@ class Deed(NamedTuple):
 
 
 def updated_by_muon(tensor: "LocalTensor") -> bool:
-    """Whether Muon takes the tensor: a matrix of a block. All others go to AdamW."""
+    """Whether Muon updates the tensor: a matrix of a block. AdamW updates all others."""
     return tensor.in_block and len(tensor.shape) == 2
 
 
 def state_lines(momentum: Int, others: Int, element_bytes: int) -> tuple[Line, Line]:
-    """Return Muon's momentum of this many elements, and AdamW's states of the others. [bytes]"""
+    """Return Muon's momentum for ``momentum`` elements, and AdamW's states for the ``others``. [bytes]"""
     source = "torch 2.13, torch/optim/_muon.py, _init_group"
     what, rest = "Muon's momentum of the blocks' matrices", "AdamW's momentum and variance of all other tensors"
     adamw, both = "torch 2.13, torch/optim", 2 * element_bytes
@@ -49,7 +48,7 @@ def state_lines(momentum: Int, others: Int, element_bytes: int) -> tuple[Line, L
 
 
 def for_ranks(tensor: "LocalTensor", width: int, measure: Callable[[tuple[Deed, ...]], int]) -> Int:
-    """Return what a function says of the step of one matrix, for every number of ranks that share it, and every size."""
+    """Apply ``measure`` to the step of one matrix, for every number of ranks that share it and every size."""
     rows, columns = tensor.shape[0] if tensor.rows is None else tensor.rows, tensor.shape[1]
 
     def at(rows: int, columns: int, ranks: int) -> int:
@@ -63,7 +62,7 @@ def for_ranks(tensor: "LocalTensor", width: int, measure: Callable[[tuple[Deed, 
 
 
 def step_of(tensor: "LocalTensor", width: int) -> tuple[Deed, ...]:
-    """Return the deeds of one matrix's step, whose elements are so wide."""
+    """Return the requests of one matrix's step; ``width`` is in bytes per element."""
     rows = tensor.shape[0] if tensor.rows is None else tensor.rows
     return newton_schulz(int(rows), int(tensor.shape[1]), int(tensor.ranks), width)
 
@@ -74,7 +73,7 @@ def sent_by(deeds: tuple[Deed, ...], operation: str) -> list[int]:
 
 
 def highest(deeds: tuple[Deed, ...]) -> int:
-    """Return the most that these deeds hold at once. [bytes]
+    """Return the peak of these requests. [bytes]
 
     >>> highest(newton_schulz(4, 8, ranks=1, width=4))  # update, two iterates, two Gram matrices
     320
@@ -93,12 +92,12 @@ def highest(deeds: tuple[Deed, ...]) -> int:
 
 @lru_cache(maxsize=4096)
 def newton_schulz(rows: int, columns: int, ranks: int, width: int) -> tuple[Deed, ...]:
-    """Return what Muon requests, sends and releases for one matrix, whose elements are so wide, on the first of this many ranks."""
+    """Return the first rank's requests, collectives and releases in Muon's step for one matrix; ``width`` in bytes per element."""
     return tuple(_Matrix(rows, columns, ranks).step(width))
 
 
 class _Matrix(NamedTuple):
-    """A matrix whose rows are sharded. The iterate begins with as many rows as the matrix has, or as it has columns if fewer."""
+    """A matrix whose rows are sharded. Its iterate has the smaller of both sides as its rows."""
 
     rows: int
     columns: int
@@ -111,12 +110,12 @@ class _Matrix(NamedTuple):
 
     @property
     def share(self) -> int:
-        """This rank's part of an iterate. [bytes]"""
+        """This rank's shard of an iterate. [bytes]"""
         return _BF16 * self.here * self.columns
 
     @property
     def order(self) -> int:
-        """Rows and columns of the Gram matrix."""
+        """Rows, and columns, of the Gram matrix."""
         return min(self.rows, self.columns)
 
     @property
@@ -125,7 +124,7 @@ class _Matrix(NamedTuple):
         return _BF16 * self.order**2
 
     def step(self, width: int) -> Iterator[Deed]:
-        """The update, and the iterations from the update in bf16 on. Names live on until they are bound again."""
+        """Yield the update, then the iterations on its bf16 copy. A variable holds its tensor until the next assignment."""
         yield Deed("update", width * self.here * self.columns)
         yield Deed("result")
         yield Deed("iterate -1", 0 if width == _BF16 else self.share)
@@ -147,7 +146,7 @@ class _Matrix(NamedTuple):
             yield from (*self._to_rows(), Deed("other"))
 
     def _gram(self, number: int, *, by_rows: bool, exchanges: bool) -> Iterator[Deed]:
-        """The product with the transpose: DTensor gathers the transpose, or exchanges rows for columns of both factors."""
+        """Multiply by the transpose: DTensor all-gathers the transpose, or all-to-alls both factors from rows to columns."""
         padded = self.ranks * self.share
         if exchanges:
             yield from self._to_columns("columns")
@@ -163,7 +162,7 @@ class _Matrix(NamedTuple):
         yield from (Deed("other"), Deed("columns"), Deed(f"gram {number - 1}"))
 
     def _polynomial(self, number: int, *, summed: bool) -> Iterator[Deed]:
-        """The product of the Gram matrix with itself, of which one factor is summed up or gathered."""
+        """Multiply the Gram matrix by itself. One factor is all-reduced or all-gathered first."""
         if self.ranks > 1:
             yield from self._whole_gram(summed=summed)
         yield Deed(f"polynomial {number}", self.gram if summed else _BF16 * self.here * self.order)
@@ -174,7 +173,7 @@ class _Matrix(NamedTuple):
         yield from (Deed("all_reduce" if summed else "all_gather", n_bytes, sends=True), Deed("whole", n_bytes))
 
     def _iterate(self, number: int, *, by_rows: bool, to_columns: bool, summed: bool) -> Iterator[Deed]:
-        """The product of the polynomial with the iterate, which stays sharded by rows or by columns, or changes to columns."""
+        """Multiply the polynomial by the iterate, which stays sharded by rows or by columns, or changes to columns."""
         if to_columns:
             yield from self._to_columns("columns")
         if by_rows and not to_columns:
@@ -193,7 +192,6 @@ class _Matrix(NamedTuple):
         yield from (Deed("other"), Deed("whole"), Deed("columns"), Deed(f"iterate {number - 1}"))
 
     def _to_columns(self, name: str) -> Iterator[Deed]:
-        """Exchange this rank's rows for columns."""
         n_bytes = self._padded_share
         if n_bytes > self.share:
             yield Deed("padded", n_bytes)
@@ -201,24 +199,23 @@ class _Matrix(NamedTuple):
         yield from (Deed("sent"), Deed("padded"))
 
     def _to_rows(self) -> Iterator[Deed]:
-        """Exchange this rank's columns for rows."""
         n_bytes = self._padded_share
         yield from (Deed("all_to_all", n_bytes, sends=True), Deed("received", n_bytes), Deed("other", n_bytes))
         yield Deed("received")
 
     @property
     def _padded_share(self) -> int:
-        """This rank's rows, with as many columns as ranks divide. [bytes]"""
+        """This rank's rows, with the columns padded to a multiple of the ranks. [bytes]"""
         return _BF16 * self.here * self.ranks * -(-self.columns // self.ranks)
 
     @property
     def _exchanges(self) -> bool:
-        """Whether two exchanges are taken to be faster than gathering the transpose. Fewer rows than ranks are never gathered."""
+        """Whether DTensor estimates two all-to-alls as faster than an all-gather, which needs at least as many rows as ranks."""
         gathered = self._time(self.ranks * self.share)
         return self.columns >= self.ranks and (self.rows < self.ranks or 2 * self._exchange < gathered)
 
     def _leaves_rows(self, *, summed: bool) -> bool:
-        """Whether the next iterate is taken to be there earlier if it is sharded by columns."""
+        """Whether DTensor estimates that the next iterate is ready earlier if it is sharded by columns."""
         iterate, once = self._time(self._bytes), self._time(self.gram)
         stays = iterate + once * summed
         leaves = 2 * self._exchange + self._time(self.gram, passes=1 + summed)
@@ -233,7 +230,7 @@ class _Matrix(NamedTuple):
         return self._time(self._bytes / self.ranks) + 1
 
     def _time(self, n_bytes: float, passes: int = 1) -> float:
-        """What DTensor takes a collective in a ring to last. [µs]"""
+        """Return DTensor's estimate of the time of a ring collective. [µs]"""
         bandwidth, latency = (87.7, 0.6) if self.ranks <= _GPUS_PER_NODE else (87.7 * 0.22, 2.7)
         hops = passes * (self.ranks - 1)
         return 6.6 + hops * latency + n_bytes / 2**30 * hops / self.ranks / bandwidth * 1e6

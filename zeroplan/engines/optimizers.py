@@ -1,11 +1,11 @@
-"""What an optimizer holds between steps, and what one step takes on top, for the tensors that this rank updates.
+"""The memory that an optimizer keeps between steps, and one step's temporaries, for the tensors that this rank updates.
 
 Figures are those of torch 2.13 (``torch/optim``) with each optimizer's default arguments: no weight decay where it would copy
 gradients (Adam, SGD, RMSprop, Adagrad), no ``amsgrad``, no ``nesterov``, one parameter group. Lion is the implementation
 published with its paper, ``adamw-8bit`` is ``bitsandbytes.optim.AdamW8bit``. Gradients are in the dtype of the tensors.
 
-What is a sum over tensors that no symbol of the model expresses is written with a symbol of its own, a count named ``U_...``;
-``counted`` reads the counts off the lines.
+A sum over tensors that no symbol of the model expresses gets a symbol of its own, a count named ``U_...``; ``counted`` reads
+the counts from the lines.
 """
 
 from collections.abc import Sequence
@@ -35,15 +35,15 @@ class LocalTensor(NamedTuple):
     repeat: int = 1
     in_block: bool = True
     may_be_empty: bool = False
-    """Without an element on this rank it has no gradient, and so no state (FSDP1's views of original parameters)."""
+    """A tensor without elements on this rank has no gradient and so no state (FSDP1's views of original parameters)."""
     ranks: Int = 1
-    """Ranks that share its rows as torch's DTensor does."""
+    """Ranks that shard its rows as torch's DTensor does."""
     rows: Int | None = None
-    """Rows of all of them together."""
+    """Rows of all ranks together."""
 
     @property
     def numel(self) -> Int:
-        """Elements of one of them."""
+        """Elements of one such tensor."""
         product: Int = 1
         for size in self.shape:
             product = product * size
@@ -51,7 +51,7 @@ class LocalTensor(NamedTuple):
 
 
 def whole_tensors(tree: Layout) -> tuple[LocalTensor, ...]:
-    """All parameters of a layout, each tensor whole, those of like blocks once with their number."""
+    """Return all parameters of a layout as whole tensors. Equal blocks appear once, with their number."""
     return (
         *(LocalTensor(one.shape, in_block=False) for one in tree.embeddings),
         *(LocalTensor(one.shape, run.layers) for run in tree.runs for one in run.parameters),
@@ -59,7 +59,7 @@ def whole_tensors(tree: Layout) -> tuple[LocalTensor, ...]:
     )
 
 
-#: Implementations each optimizer has on CUDA, its default first (``_default_to_fused_or_foreach`` prefers foreach).
+#: Implementations that each optimizer has on CUDA, the default first (``_default_to_fused_or_foreach`` prefers foreach).
 IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
     "adamw": ("foreach", "fused", "forloop"),
     "adam": ("foreach", "fused", "forloop"),
@@ -77,7 +77,7 @@ IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
     "galore": ("forloop",), "soap": ("forloop",),
 }  # fmt: skip
 
-#: States with one element per parameter, in the parameter's dtype, by the field's names.
+#: States with one element per parameter, in the parameter's dtype, by attribute name.
 _ELEMENTWISE_STATES: dict[Optimizer, tuple[str, ...]] = {
     "adamw": ("momentum", "variance"),
     "adam": ("momentum", "variance"),
@@ -88,7 +88,7 @@ _ELEMENTWISE_STATES: dict[Optimizer, tuple[str, ...]] = {
     "lion": ("momentum",),
 }
 
-#: Copies of all updated elements that one foreach step holds at once.
+#: Number of copies of all updated elements that one foreach step holds at the same time.
 _FOREACH_COPIES: dict[Optimizer, tuple[int, str]] = {
     "adamw": (1, "foreach step: denominators of all updates at once"),
     "adam": (1, "foreach step: denominators of all updates at once"),
@@ -100,7 +100,7 @@ _FOREACH_COPIES: dict[Optimizer, tuple[int, str]] = {
     "schedule-free-adamw": (1, "foreach step: denominators of all updates at once"),
 }
 
-#: Copies in a for-loop step: of the tensor before, whose last temporary is still named, and of the tensor in turn.
+#: Copies in a for-loop step: of the previous tensor, whose last temporary a variable still holds, and of the current tensor.
 _FORLOOP_COPIES: dict[Optimizer, tuple[int, int]] = {
     "adamw": (1, 2),
     "adam": (1, 2),
@@ -118,7 +118,7 @@ _STEP_ON_GPU: tuple[Optimizer, ...] = ("adamw", "adam", "adagrad")
 _SOURCE = "torch 2.13, torch/optim"
 
 
-#: What the formulas of this module count, where the caller names no symbol of his own: a line is a width times one of these.
+#: Meaning of this module's counts, if the caller passes no symbol. A line is a width times one of these.
 _COUNTS: dict[str, str] = {
     "U": "elements of the tensors that this rank updates",
     "U_n": "tensors that this rank updates",
@@ -143,7 +143,7 @@ _COUNTS: dict[str, str] = {
 
 
 def counted(*lines: Line) -> tuple[Symbol, ...]:
-    """Return the symbols that these lines of states and temporaries are written in, with their numbers.
+    """Return the symbols in the formulas of these lines, with their values.
 
     >>> counted(*state_lines("adamw", "fused", (LocalTensor((64, 32)),), 4))[-1]
     Symbol(name='U_n', value=1, meaning='tensors that this rank updates')
@@ -157,10 +157,10 @@ def counted(*lines: Line) -> tuple[Symbol, ...]:
 
 
 def implementation(optimizer: Optimizer, impl: OptimizerImpl | None, *, on_host: bool = False) -> OptimizerImpl:
-    """How the step is carried out: what was requested, or torch's default on CUDA; on the host it goes tensor by tensor.
+    """Return the implementation of the step: the requested one, else torch's default on CUDA; on the host a loop over tensors.
 
-    Raises SpecError where the optimizer has no such implementation. Source: torch 2.13, ``_default_to_fused_or_foreach`` and
-    each optimizer's functional entry point.
+    Raises SpecError if the optimizer has no such implementation. Source: torch 2.13, ``_default_to_fused_or_foreach`` and each
+    optimizer's functional entry point.
 
     >>> implementation("adamw", None), implementation("adafactor", None)
     ('foreach', 'forloop')
@@ -188,7 +188,7 @@ RAISES_ON_DTENSORS: dict[tuple[Optimizer, OptimizerImpl], str] = {
 
 
 def check_on_dtensors(optimizer: Optimizer, impl: OptimizerImpl) -> None:
-    """Raise SpecError where the optimizer cannot step over DTensors, which FSDP2's parameters are.
+    """Raise SpecError if the optimizer cannot step on DTensors, the type of FSDP2's parameters.
 
     >>> check_on_dtensors("sgd", "fused")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -204,9 +204,9 @@ def check_on_dtensors(optimizer: Optimizer, impl: OptimizerImpl) -> None:
 
 
 def implementation_of(recipe: RecipeSpec) -> OptimizerImpl:
-    """How the optimizer steps under this recipe: what was requested, or the engine's default.
+    """Return the implementation of the step under this recipe: the requested one, else the engine's default.
 
-    Raises SpecError where the engine cannot run it.
+    Raises SpecError if the engine cannot run it.
 
     >>> implementation_of(RecipeSpec()), implementation_of(RecipeSpec(engine="deepspeed"))
     ('foreach', 'fused')
@@ -225,7 +225,7 @@ def implementation_of(recipe: RecipeSpec) -> OptimizerImpl:
 
 
 def check_engine(recipe: RecipeSpec) -> None:
-    """Raise SpecError where an optimizer of another package is not modelled under the recipe's engine.
+    """Raise SpecError if an optimizer of another package is not modelled under the recipe's engine.
 
     >>> check_engine(RecipeSpec(engine="deepspeed", optimizer="apollo"))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -257,7 +257,7 @@ def state_lines(
     *,
     symbol: str = "U",
 ) -> tuple[Line, ...]:
-    """Return what the optimizer keeps between steps on this rank. [bytes]
+    """Return the states that the optimizer keeps between steps on this rank. [bytes]
 
     ``symbol`` names the updated elements in the formula (``Ψ``), by default as ``counted`` has them. Leaves out step counters in
     host memory (4 B per tensor with foreach and for-loop). Source: torch 2.13, ``torch/optim``, each optimizer's ``_init_group``.
@@ -287,7 +287,7 @@ def step_temporary_lines(
     *,
     symbol: str = "U",
 ) -> tuple[Line, ...]:
-    """Return what ``optimizer.step()`` allocates and frees again, at its highest point. [bytes]
+    """Return the temporaries of ``optimizer.step()`` at their peak. [bytes]
 
     Leaves out scalars and the kernels' argument blocks. Source: torch 2.13, ``torch/optim``, each optimizer's
     ``_multi_tensor_*`` and ``_single_tensor_*``; fused kernels write in place.
@@ -314,7 +314,7 @@ def step_temporary_lines(
 
 
 def total_elements(tensors: Sequence[LocalTensor]) -> Int:
-    """Elements of all tensors together."""
+    """Return the elements of all tensors together."""
     total: Int = 0
     for tensor in tensors:
         total = total + tensor.repeat * tensor.numel
@@ -322,7 +322,6 @@ def total_elements(tensors: Sequence[LocalTensor]) -> Int:
 
 
 def _updated(tensors: Sequence[LocalTensor]) -> Int:
-    """How many tensors have a state."""
     count: Int = 0
     for tensor in tensors:
         count = count + (where(tensor.numel > 0, tensor.repeat, 0) if tensor.may_be_empty else tensor.repeat)
@@ -330,7 +329,7 @@ def _updated(tensors: Sequence[LocalTensor]) -> Int:
 
 
 def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: Int) -> tuple[Line, ...]:
-    """Return what counts the steps of this many tensors, where that is on the GPU. [bytes]
+    """Return the step counters of this many tensors, if they are on the GPU. [bytes]
 
     >>> [line.n_bytes for line in step_counters("adamw", "fused", 3)], step_counters("adamw", "foreach", 3)
     ([12], ())
@@ -361,7 +360,7 @@ def _published_lines(
 
 
 def managed_lines(optimizer: Optimizer, tensors: Sequence[LocalTensor]) -> tuple[Line, ...]:
-    """Return the states that are in managed memory, which CUDA moves between host and GPU. [bytes]
+    """Return the states in managed memory, which CUDA migrates between host and GPU. [bytes]
 
     >>> [line.n_bytes for line in managed_lines("paged-adamw-32bit", (LocalTensor((1000, 200)), LocalTensor((200,))))]
     [1600000]
@@ -370,7 +369,7 @@ def managed_lines(optimizer: Optimizer, tensors: Sequence[LocalTensor]) -> tuple
 
 
 def _rows_and_columns(shape: tuple[Int, ...]) -> tuple[Int, Int]:
-    """Sizes of the two factors of Adafactor's variance: without the last dimension, and without the last but one."""
+    """Return the sizes of Adafactor's two variance factors: without the last dimension, and without the second last."""
     leading: Int = 1
     for size in shape[:-2]:
         leading = leading * size
@@ -400,12 +399,12 @@ def _adafactor_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tupl
 
 
 def foreach_copies(optimizer: Optimizer, impl: OptimizerImpl) -> int:
-    """How many lists of temporaries a step over all tensors at once makes, one temporary for each tensor; 0 of other steps."""
+    """Return how many lists of temporaries a foreach step makes, with one temporary per tensor; 0 for other steps."""
     return _FOREACH_COPIES[optimizer][0] if impl == "foreach" else 0
 
 
 def states_from_the_start(optimizer: Optimizer) -> bool:
-    """Whether an optimizer makes its states when it is built, and not in its first step (torch 2.13, optim/adagrad.py)."""
+    """Whether the optimizer makes its states in its constructor, not in its first step (torch 2.13, optim/adagrad.py)."""
     return optimizer == "adagrad"
 
 
@@ -434,7 +433,7 @@ def _published_temporary(optimizer: Optimizer, tensors: Sequence[LocalTensor], e
 
 
 def _in_turn(tensors: Sequence[LocalTensor]) -> list[tuple[Int, LocalTensor]]:
-    """Each tensor with the elements of the one updated before it; the first of a repeated block also follows its last."""
+    """Return each tensor with the elements of the one before; the first of a repeated block also follows the block's last."""
     pairs: list[tuple[Int, LocalTensor]] = []
     before: Int = 0
     for index, tensor in enumerate(tensors):
@@ -454,10 +453,10 @@ def _first_of_block(tensors: Sequence[LocalTensor], last: int) -> LocalTensor:
 
 
 def _adafactor_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
-    """Largest working set of one tensor in turn.
+    """Return the largest temporaries of one tensor's update.
 
-    The variance estimate of the tensor in turn while that of the one before is named, its own means or square, and the means of
-    the last matrix, or the square of the last vector, whose names live on.
+    Alive together: the variance estimates of this tensor and of the previous one, this tensor's means or square, and the means
+    of the last matrix or the square of the last vector, which variables still hold.
     """
     largest: Int = 0
     means: Int = 0
@@ -474,7 +473,7 @@ def _adafactor_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> 
 
 
 def _muon_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
-    """Larger of Muon's step (one matrix at a time) and AdamW's foreach step on all other tensors."""
+    """Return the larger of Muon's step on one matrix and AdamW's foreach step on all other tensors."""
     largest = element_bytes * total_elements([tensor for tensor in tensors if not updated_by_muon(tensor)])
     for tensor in filter(updated_by_muon, tensors):
         largest = maximum(largest, muon.for_ranks(tensor, element_bytes, muon.highest))

@@ -1,4 +1,4 @@
-"""What lies outside the blocks, as a recipe runs it: the same for every engine."""
+"""The memory outside the blocks under a recipe. It is the same for every engine."""
 
 from zeroplan.engines.precisions import compute_of
 from zeroplan.spec.batch import Batch
@@ -9,7 +9,7 @@ from zeroplan.transformer.head import head_pass
 
 
 def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp: int = 1) -> HeadPass:
-    """Embedding, final norm, head and loss in one pass, on one of ``tp`` ranks that split them and ``cp`` that share a sequence."""
+    """Return embedding, final norm, head and loss in one pass. ``tp`` ranks split them; ``cp`` ranks share a sequence."""
     head = head_pass(
         model,
         compute_of(recipe, tp=tp, cp=cp),

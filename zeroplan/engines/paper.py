@@ -1,9 +1,9 @@
-"""What does the ZeRO paper's idealised account say?
+"""The memory and traffic of the ZeRO paper's idealised formulas.
 
 Rajbhandari et al. 2020 (arXiv:1910.02054), sections 3 and 5: mixed-precision Adam holds 2Ψ of parameters, 2Ψ of gradients and
-12Ψ of optimizer state (fp32 master copy, momentum, variance); stage 1 divides the optimizer state by N_d, stage 2 the gradients
-too, stage 3 the parameters too. Tensor parallelism divides everything by its degree. Residual states on top: activations and
-the loss; no buffer, no padding beyond whole elements, no temporary of an optimizer.
+12Ψ of optimizer state (fp32 master copy, momentum, variance). Stage 1 divides the optimizer state by N_d, stage 2 also the
+gradients, stage 3 also the parameters. Tensor parallelism divides everything by its degree. Activations and the loss come on
+top. Leaves out buffers, padding beyond whole elements, and the optimizer's temporaries.
 """
 
 from functools import lru_cache
@@ -33,7 +33,7 @@ Lines = tuple[Line, ...]
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """Memory and traffic of every rank in the paper's account.
+    """Return memory and traffic of every rank by the paper's formulas.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, sections 3, 5 and 7.
     """
@@ -82,7 +82,6 @@ def _whole_tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
 
 
 def _divided(line: Line, recipe: RecipeSpec, mesh: Mesh) -> Line:
-    """A state of the whole model, on one rank."""
     n_bytes = _sharded(ceil_div(line.n_bytes, mesh.tp), recipe, mesh, from_stage=1)
     split = f"ceil(({line.formula})/p)"
     formula = f"ceil({split}/N)" if recipe.zero_stage >= 1 else split
@@ -123,14 +122,14 @@ _LAST = "backward of the last block, recomputed"
 
 @lru_cache(maxsize=256)
 def _last_of_each_kind(model: ModelSpec) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Of each run of blocks, the last first, how many of every run lie below its last block, where most waits."""
+    """Return, last run first, the number of blocks of every run below the run's last block, where most activations are kept."""
     order, runs = runs_in_order(model), range(len(layout(model).runs))
     last = {run: at for at, run in enumerate(order)}
     return tuple((run, tuple(order[: last[run]].count(one) for one in runs)) for run in reversed(runs))
 
 
 def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...], layers: tuple[int, ...] | None = None) -> Line:
-    """What blocks keep, this many of each run, or all."""
+    """Return the activations that this many blocks of each run keep; by default all blocks."""
     layers = layers or tuple(run.layers for run, _ in kept)
     n_bytes: Int = 0
     for count, (_, lines) in zip(layers, kept, strict=True):
@@ -147,7 +146,7 @@ def _kept(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Ba
 
 
 def _collectives(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
-    """Section 7: 2Ψ for plain data parallelism and stages 1 and 2, 3Ψ for stage 3; a ring sends (N-1)/N of each pass."""
+    """Return the traffic of section 7: 2Ψ up to stage 2, 3Ψ at stage 3; a ring sends (N-1)/N of each pass."""
     elements = ceil_div(parameter_count(model), mesh.tp)
     passes = batch.grad_accum_steps if recipe.sync_every_micro_batch else 1
     if recipe.zero_stage == 0:

@@ -1,4 +1,4 @@
-"""One forward and backward pass of a whole model: what its blocks, in rows of one kind, and the rest cost and keep.
+"""One forward and backward pass of a whole model: the memory of its blocks, in runs of one kind, and of the rest.
 
 Engines walk through it, and add weights, gradients and buffers.
 """
@@ -24,10 +24,10 @@ from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomput
 
 
 class RunPass(NamedTuple):
-    """Consecutive blocks of one kind, what one of them costs, and what it keeps until its backward."""
+    """Consecutive blocks of one kind: the memory of one of them, and the tensors that it keeps until its backward."""
 
     kind: str
-    """As symbols have it."""
+    """The kind as symbols write it."""
     first: int
     n_blocks: int
     recompute: Recompute
@@ -35,7 +35,7 @@ class RunPass(NamedTuple):
     kept: tuple[Line, ...]
     kept_bytes: Int
     kept_casts: Int = 0
-    """Of those bytes what are copies of weights."""
+    """The part of ``kept_bytes`` that copies of weights take."""
 
 
 class Passes(NamedTuple):
@@ -43,13 +43,13 @@ class Passes(NamedTuple):
 
     runs: tuple[RunPass, ...]
     kinds: tuple[str, ...]
-    """Kind of each run, as symbols have it."""
+    """Kind of each run, as symbols write it."""
     head: HeadPass
     recompute: Recompute
     output: tuple[Line, ...]
-    """The logits, where the training loop keeps them while it calls backward."""
+    """The logits, if the training loop keeps them during the backward."""
     table: int
-    """Elements of the token embedding, and of the head."""
+    """Elements of the token embedding, or of the head."""
     below: int
     """Elements of all parameters before the blocks."""
 
@@ -60,7 +60,7 @@ class Passes(NamedTuple):
 
 
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
-    """Work out what each kind of block, and the part outside the blocks, costs."""
+    """Return the memory of each kind of block and of the part outside the blocks."""
     head, runs, first = outside(model, recipe, batch), list[RunPass](), 0
     recomputed = first_recomputed(model, recipe)
     parts = layout_by_recomputation(model, recomputed)
@@ -75,7 +75,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
 
 
 def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch) -> RunPass:
-    """What a block of a kind costs, wherever it stands."""
+    """Return the memory of one block of a kind, at any position."""
     compute = compute_of(recipe)
     block, recompute = run_pass(model, run, compute, batch), recompute_of(run, compute)
     kept = block.kept(recompute)
@@ -84,17 +84,17 @@ def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch)
 
 
 _FIRST, _LAST = 2, 3
-"""Runs of blocks at either end that get a row of their own if kinds of blocks alternate: one full period, and the rest after it."""
+"""Number of runs at either end that get a row each if kinds alternate: one full period, and the rest after it."""
 
 
 @lru_cache(maxsize=256)
 def stretches(model: ModelSpec, recomputed: int | None = None) -> tuple[tuple[str, int], ...]:
-    """Return consecutive blocks of one kind, with how many there are; if kinds alternate, those in the middle as if sorted.
+    """Return consecutive blocks of one kind, with their number. If kinds alternate, the ones in the middle are sorted by kind.
 
-    But not where kinds have other parameters, whose places count too.
+    They stay unsorted if kinds have different parameters, whose positions matter too.
 
-    What blocks keep and what gradients they make grow by the same amount from turn to turn, so that a peak lies in the first turn
-    or in the last one.
+    Kept activations and gradients grow by the same amount from period to period, so memory peaks in the first or the last
+    period.
 
     >>> stretches(ModelSpec(family="gemma2", hidden_size=8, intermediate_size=16, num_hidden_layers=13, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
@@ -118,7 +118,7 @@ def _in_stretches(kinds: list[str], order: tuple[int, ...], *, alike: bool) -> t
 
 
 def kept_before(these: Passes, block: Int) -> tuple[Line, ...]:
-    """Return what the blocks before ``block`` (0 to ``n_blocks``) keep: activations, and copies of frozen weights. [bytes]"""
+    """Return the activations and copies of frozen weights that the blocks before ``block`` (0 to ``n_blocks``) keep. [bytes]"""
     formula, tag = _kept_by(these, block) if isinstance(block, int) else ("", PLAIN)
     reason = "kept by the blocks before for their backward"
     line = Line(Kind.ACTIVATIONS, kept_bytes(these, block), reason, formula, KEPT[these.recompute], tag)
@@ -132,7 +132,7 @@ def kept_before(these: Passes, block: Int) -> tuple[Line, ...]:
 
 
 def kept_bytes(these: Passes, block: Int) -> Int:
-    """Return the size of :func:`kept_before`. [bytes]"""
+    """Return the total of :func:`kept_before`. [bytes]"""
     first, *later = these.runs
     n_bytes: Int
     if isinstance(block, int):
@@ -153,7 +153,7 @@ def _kept_by(these: Passes, block: int) -> tuple[str, Tag]:
 
 
 def kept_symbols(these: Passes) -> tuple[Symbol, ...]:
-    """Return what the formulas of kept activations count."""
+    """Return the symbols in the formulas of kept activations."""
     return tuple(
         Symbol(f"S_{run.kind}", run.kept_bytes, f"bytes one {run.kind} block keeps from its forward to its backward")
         for run in _one_of_each_kind(these)
@@ -161,7 +161,7 @@ def kept_symbols(these: Passes) -> tuple[Symbol, ...]:
 
 
 def kept_in_a_block(these: Passes) -> tuple[tuple[str, tuple[Line, ...]], ...]:
-    """Return what one block of each kind keeps, line by line."""
+    """Return the lines that one block of each kind keeps."""
     return tuple((run.kind, run.kept) for run in _one_of_each_kind(these))
 
 
@@ -170,18 +170,18 @@ def _one_of_each_kind(these: Passes) -> tuple[RunPass, ...]:
 
 
 def kept_by_all(these: Passes) -> tuple[Line, ...]:
-    """Return what all blocks keep, the last one line by line."""
+    """Return the lines that all blocks keep, the last block's one by one."""
     last = these.runs[-1]
     return (*kept_before(these, these.n_blocks - 1), *last.kept)
 
 
 def checkpoint_beside(run: RunPass) -> tuple[Line, ...]:
-    """Under recomputation of either kind, a block's input, alive during its own backward."""
+    """Return a recomputed block's input, which is alive during its own backward."""
     return run.block.checkpoint_in_backward if run.recompute != "none" else ()
 
 
 def shared_at(these: Passes, block: Int) -> tuple[Line, ...]:
-    """Return what blocks share, in the backward of a block, or of the embedding (-1), where lines of nothing represent tables."""
+    """Return the tensors that blocks share, in the backward of a block or of the embedding (-1), where position tables are 0."""
     if isinstance(block, int):
         gone = (line._replace(n_bytes=0, formula="0") for line in these.head.with_blocks)
         return these.head.shared if block >= 0 else (*these.head.at_embedding, *gone)
@@ -190,6 +190,6 @@ def shared_at(these: Passes, block: Int) -> tuple[Line, ...]:
 
 
 def flowing_at_embedding(these: Passes) -> Line:
-    """Return the gradient of the embedding's output, all blocks done."""
+    """Return the gradient of the embedding's output after the backward of all blocks."""
     head, reason = these.head, "gradient of the embedding's output"
     return Line(Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, reason, head.hidden_formula, FLOWING)

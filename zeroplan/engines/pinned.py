@@ -1,6 +1,6 @@
-"""What does torch take in host memory for a tensor that is pinned?
+"""How much host memory does torch use for a pinned tensor?
 
-A block of a whole power of two, kept for the next request of that size and never given back. Source: torch 2.13,
+A block of a power of two, which the allocator keeps for the next request of that size and never frees. Source: torch 2.13,
 ``ATen/core/CachingHostAllocator.h``, ``CachingHostAllocatorImpl::allocate``, with its default settings
 (``pinned_max_round_threshold_mb`` in ``PYTORCH_ALLOC_CONF`` would end the rounding).
 """
@@ -16,7 +16,7 @@ PINNED = "torch 2.13, ATen/core/CachingHostAllocator.h, CachingHostAllocatorImpl
 
 
 def rounding(n_bytes: Int) -> Int:
-    """Bytes that one pinned tensor takes beyond its own; ``n_bytes`` is at least 1. [bytes]
+    """Return how much a pinned tensor's block exceeds it; ``n_bytes`` is at least 1. [bytes]
 
     >>> rounding(4096), rounding(5000)
     (0, 3192)
@@ -25,7 +25,7 @@ def rounding(n_bytes: Int) -> Int:
 
 
 def block_bytes(n_bytes: int) -> int:
-    """Size of the block for one pinned tensor of at least 1 byte. [bytes]
+    """Return the size of the block for one pinned tensor of at least 1 byte. [bytes]
 
     >>> block_bytes(5000)
     8192
@@ -34,7 +34,7 @@ def block_bytes(n_bytes: int) -> int:
 
 
 def taken_bytes(freed: Iterable[int], asked: Iterable[int]) -> int:
-    """All blocks that are taken for tensors ``asked`` for after others were ``freed``, whose blocks are there to be used. [bytes]
+    """Return the size of all blocks after requests ``asked``, which first reuse the blocks of the ``freed`` tensors. [bytes]
 
     >>> taken_bytes(freed=[3000, 900], asked=[4000, 5000])
     13312
@@ -51,11 +51,11 @@ def taken_bytes(freed: Iterable[int], asked: Iterable[int]) -> int:
 
 
 def beyond(n_bytes: Int) -> Line:
-    """Return what pinned tensors take beyond their own sizes, which the caller's symbol ``H_p`` represents. [bytes]"""
+    """Return the size of pinned blocks beyond their tensors, as symbol ``H_p``. [bytes]"""
     reason = "pinned memory beyond the tensors in it: rounded up to powers of two, and blocks kept for reuse"
     return Line(Kind.WORKSPACE, n_bytes, reason, "1·H_p", PINNED)
 
 
 def beyond_symbol(n_bytes: Int) -> Symbol:
-    """Return what the formula of :func:`beyond` represents."""
+    """Return the symbol of :func:`beyond`."""
     return Symbol("H_p", n_bytes, "bytes that torch's allocator of pinned memory takes beyond the tensors in it")

@@ -1,9 +1,9 @@
-"""Which layers a moment can fall on: where memory over the layers has a corner.
+"""The layers at which memory can peak: those where memory over the layers has a corner.
 
 Between two corners every quantity (tensors saved so far, gradients made so far) is linear in the layer's index, so the largest
-value lies at a corner: the first two and the last two layers, and both ends of every stretch of equal layers. Where kinds take
-turns, the layers that stand at the same place of a turn are linear among themselves, so the first and the last turn are enough.
-Looking at these alone gives the exact maximum over all layers, at a cost that does not grow with them.
+value is at a corner: the first two and the last two layers, and both ends of every stretch of equal layers. If kinds alternate,
+layers at the same position of a period are linear among themselves, so the first and the last period suffice. These positions
+give the exact maximum over all layers, at a cost that does not grow with their number.
 """
 
 from functools import lru_cache
@@ -14,7 +14,7 @@ from zeroplan.transformer.recomputed import order_by_recomputation
 
 
 class Position(NamedTuple):
-    """One layer: its index, its run, and how many layers of each run stand before it and after it."""
+    """One layer: its index, its run, and the number of layers of each run before and after it."""
 
     layer: int
     name: str
@@ -31,9 +31,9 @@ class Position(NamedTuple):
 
 @lru_cache(maxsize=256)
 def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Position, ...]:
-    """Return the corners and their neighbours, first to last: what a program runs through instead of all layers.
+    """Return the corners and their neighbours, first to last. A program runs through these instead of all layers.
 
-    A layer meets what the layer before it left, so a program runs the neighbours too, without looking for a maximum there.
+    A layer's memory depends on the layer before it, so a program also runs the neighbours, and ignores their maxima.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=9, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
@@ -52,7 +52,7 @@ def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Positio
 def corners(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Position, ...]:
     """Return the layers at which a quantity that is linear between them can be largest, first to last.
 
-    Where only the first this many blocks are recomputed, those and the others have corners of their own.
+    If only the first blocks are recomputed, those and the others each have their own corners.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=9, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
@@ -69,16 +69,15 @@ def _ends(order: tuple[int, ...]) -> set[int]:
     stretches = _stretches(order)
     ends = {0, 1, len(order) - 2, len(order) - 1}
     for start, stop in (*stretches[:_ONE_TURN], *stretches[-_ONE_TURN:]):
-        ends |= {start, start + 1, stop - 2, stop - 1}  # second from an end, both neighbours are of its own kind
+        ends |= {start, start + 1, stop - 2, stop - 1}  # the second layer from an end has neighbours of its own kind
     return {index for index in ends if 0 <= index < len(order)}
 
 
 _ONE_TURN = 3
-"""Stretches that have one of each kind among them whose neighbours are whole: at most two kinds alternate."""
+"""Stretches that include one of each kind with whole neighbours, since at most two kinds alternate."""
 
 
 def _stretches(order: tuple[int, ...]) -> list[tuple[int, int]]:
-    """First layer and end of each stretch of layers of one kind."""
     starts = [index for index, run in enumerate(order) if not index or order[index - 1] != run]
     return list(zip(starts, [*starts[1:], len(order)], strict=True))
 

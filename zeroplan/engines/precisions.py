@@ -20,7 +20,7 @@ class Widths(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Whether the compute copy is narrower than what is stored."""
+        """Whether parameters compute in a narrower dtype than they are stored in."""
         return self.compute != self.stored
 
 
@@ -33,7 +33,7 @@ _WIDTHS: dict[str, Widths] = {
 
 
 def widths(precision: Precision) -> Widths:
-    """Element widths of a precision.
+    """Return the element widths of a precision.
 
     >>> widths("bf16-mixed")
     Widths(compute=2, stored=4, name='bf16')
@@ -42,10 +42,9 @@ def widths(precision: Precision) -> Widths:
 
 
 def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> Compute:
-    """How an engine runs the module: DDP casts under ``torch.autocast``, the others hold a copy in the compute dtype.
+    """Return the settings with which an engine runs the module. DDP uses ``torch.autocast``, the others cast the weights.
 
-    ``tp`` is the number of ranks that split it, ``ep`` of those that share its experts out, ``cp`` of those
-    that share a sequence.
+    ``tp`` ranks split the module, ``ep`` ranks share its experts, ``cp`` ranks share a sequence.
 
     >>> compute_of(RecipeSpec(engine="ddp", zero_stage=0)).autocast, compute_of(RecipeSpec()).autocast
     (True, False)

@@ -1,7 +1,7 @@
-"""Optimizers of other packages: what each keeps of a tensor, and what its step takes.
+"""Optimizers of other packages: the states that each keeps for a tensor, and the temporaries of its step.
 
-A state is this many bytes for each of what a tensor has: elements, rows, blocks of 256. bitsandbytes keeps fp32 or 8 bits whatever
-the tensor's dtype; the others keep the tensor's dtype where they do not quantise.
+A state is a number of bytes per unit of a tensor: per element, row, or block of 256. bitsandbytes keeps fp32 or 8 bits for
+every dtype of the tensor; the others keep the tensor's dtype unless they quantise.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ Counting = Callable[["LocalTensor"], Int]
 
 
 class Held(NamedTuple):
-    """One kind of state: how many units a tensor has of it, what a formula calls them, and the bytes of each."""
+    """One kind of state: how many units of it a tensor has, their symbol in formulas, and the bytes of each."""
 
     what: str
     symbol: str
     units: Counting
     width: int = 0
-    """Bytes of a unit, all that are alike together. 0: as wide as the tensor's elements, times ``alike``."""
+    """Bytes of a unit, including all ``alike`` ones. 0: as wide as the tensor's elements, times ``alike``."""
     alike: int = 1
-    """Allocations of this kind for each tensor: momentum and variance are two."""
+    """Allocations of this kind per tensor: momentum and variance are two."""
     narrow: Counting | None = None
-    """How many units a tensor of 16 bits has, if they are others."""
+    """The number of units of a 16-bit tensor, if it differs."""
 
 
 class Published(NamedTuple):
@@ -38,12 +38,12 @@ class Published(NamedTuple):
     states: tuple[Held, ...]
     source: str
     scratch: Callable[["LocalTensor", Int, int], Int] | None = None
-    """What the step of one tensor takes, whose elements are so wide, after one of this many elements. [bytes]"""
+    """Temporaries of one tensor's step: arguments are the tensor, the previous tensor's elements, and bytes per element. [bytes]"""
     scratch_source: str = ""
     tables: int = 0
-    """Tables that are there once where anything is quantised. [bytes]"""
+    """Tables that exist once if anything is quantised. [bytes]"""
     paged: tuple[Held, ...] = ()
-    """States in managed memory, which CUDA moves between host and GPU."""
+    """States in managed memory, which CUDA migrates between host and GPU."""
     engines: tuple[str, ...] = ("paper", "ddp", "fsdp1", "fsdp2", "deepspeed")
     note: str = ""
 
@@ -78,7 +78,7 @@ def _blocks(tensor: "LocalTensor") -> Int:
 
 
 def _in_pages(count: Counting, *, inside: bool) -> Counting:
-    """The same count of tensors large enough for managed memory alone, or of all others."""
+    """Restrict a count to tensors large enough for managed memory, or to all others."""
 
     def counted(tensor: "LocalTensor") -> Int:
         return where(tensor.numel >= _PAGED, count(tensor) * inside, count(tensor) * (not inside))
@@ -87,7 +87,7 @@ def _in_pages(count: Counting, *, inside: bool) -> Counting:
 
 
 def _bitsandbytes(states: tuple[str, ...], bits: int, *, paged: bool = False) -> Published:
-    """An optimizer of bitsandbytes with these states of one element per parameter each."""
+    """Return an optimizer of bitsandbytes with these states, each of one element per parameter."""
     named, copies = " and ".join(states), len(states)
     source = _BNB_SOURCE if copies > 1 else _BNB_ONE_SOURCE
     if bits == 32:
@@ -123,7 +123,7 @@ _PAGES = (
 
 
 def _quantised(block: int, *, unit: int = 1, otherwise: bool = False) -> Counting:
-    """Elements of a tensor that torchao quantises, in units of this many; or of one that it does not."""
+    """Count a tensor's elements that torchao quantises, in units, or those that it does not quantise."""
 
     def counted(tensor: "LocalTensor") -> Int:
         is_quantised = (tensor.numel >= _SMALLEST) & (tensor.numel % block == 0)
@@ -159,10 +159,10 @@ def _torchao(bits: int, *, floating: bool = False, block: int = 256) -> Publishe
 
 
 def _compiled_scratch(tensor: "LocalTensor", bits: int, block: int, *, floating: bool) -> Int:
-    """Buffers that the compiled step of one tensor has at its highest point. [bytes]
+    """Return the buffers of one tensor's compiled step at their peak. [bytes]
 
-    A scale per block of both states. 8 bits: the new codes of both. 4 bits: of both, the old codes unpacked, the moment in fp32,
-    and the new codes as int64. Floats are written in place, and so are tensors that are not quantised.
+    Both states have a scale per block. 8 bits: new codes of both states. 4 bits: unpacked old codes, the moment in fp32, and
+    new codes as int64, for both states. The step writes floats and unquantised tensors in place.
     """
     each = 0 if floating else {8: 2, 4: 2 * (1 + 4 + 8)}[bits]
     return _quantised(block)(tensor) * each + 8 * _quantised(block, unit=block)(tensor)
@@ -172,12 +172,12 @@ def _compiled_scratch(tensor: "LocalTensor", bits: int, block: int, *, floating:
 
 
 def _rows(tensor: "LocalTensor") -> Int:
-    """Means of a gradient's squares: one per row of a matrix. A vector has one of its own, or, a bias, one per element."""
+    """Return the number of mean squares of a gradient: one per row of a matrix, one for a vector, or one per element of a bias."""
     return tensor.numel if len(tensor.shape) == 1 else tensor.numel // tensor.shape[1]
 
 
 def _of_adam_mini(tensor: "LocalTensor", before: Int, width: int) -> Int:
-    """The update and its negative, beside four lists of means; the update before is no larger than the largest."""
+    """Return the update and its negative, with four lists of means. The previous update is never larger than the largest."""
     del before
     return width * (2 * tensor.numel + 4 * _rows(tensor))
 
@@ -186,7 +186,7 @@ _RANK = 128  # transformers 5.23, trainer_optimizer.py, _get_galore_optimizer an
 
 
 def _projected(tensor: "LocalTensor") -> Int:
-    """Elements of one moment of a matrix, whose shorter side is projected to the rank."""
+    """Return the elements of one moment of a matrix, whose shorter side is projected to the rank."""
     return _RANK * maximum(*tensor.shape) if updated_by_muon(tensor) else 0
 
 
@@ -195,15 +195,15 @@ def _projector(tensor: "LocalTensor") -> Int:
 
 
 def _smaller_factor(tensor: "LocalTensor") -> Int:
-    """The smaller factor of a matrix's decomposition, of which GaLore's projection is a view where it needs no cast."""
+    """Return the elements of the smaller factor of a matrix's SVD. GaLore's projection is a view of it unless it needs a cast."""
     return minimum(*tensor.shape) * minimum(*tensor.shape) if updated_by_muon(tensor) else 0
 
 
 def _of_apollo(tensor: "LocalTensor", before: Int, width: int) -> Int:
-    """Of a projected matrix: the scaled gradient twice, and its projection, denominators and quotients.
+    """Return for a projected matrix: the scaled gradient twice, its projection, denominators and quotients.
 
-    Every 200 steps the projection is made again, in fp32, from a copy of the gradient in fp32. Tensors that are not projected have
-    denominators and quotients, of the one before, too.
+    Every 200 steps the projection is made again, in fp32, from an fp32 copy of the gradient. Tensors without projection have
+    denominators and quotients, together with those of the previous tensor.
     """
     if not updated_by_muon(tensor):
         return width * maximum(2 * before + tensor.numel, before + 2 * tensor.numel)
@@ -222,9 +222,9 @@ _APOLLO = (
 
 
 def _of_galore(tensor: "LocalTensor", before: Int, width: int) -> Int:
-    """Of a projected matrix: its projected gradient, denominators, quotients, and these projected back, once more scaled.
+    """Return for a projected matrix: its projected gradient, denominators, quotients, and the update projected back and scaled.
 
-    Every 200 steps the gradient is decomposed in fp32: a copy, and both factors, beside what is left of the matrix before.
+    Every 200 steps an SVD decomposes the gradient in fp32: a copy and both factors, beside the rest of the previous matrix.
     """
     if not updated_by_muon(tensor):
         return width * maximum(2 * before + tensor.numel, before + 2 * tensor.numel)
@@ -242,17 +242,17 @@ _SOAP_SIDE = 10_000  # max_precondition_dim
 
 
 def _sides(tensor: "LocalTensor") -> list[Int]:
-    """Elements of the square that belongs to each side of a matrix, unless the side is longer."""
+    """Return the elements of the square matrix of each side, 0 if the side is too long."""
     if len(tensor.shape) == 1:
         return [0]
     return [where(side <= _SOAP_SIDE, side * side, 0) for side in tensor.shape]
 
 
 def _of_soap(tensor: "LocalTensor", before: Int, width: int) -> Int:
-    """The gradient, the momentum and the update in the eigenbases, denominators, and the products of two sides.
+    """Return the gradient, momentum and update in the eigenbases, the denominators, and the products with two sides.
 
-    Every 10 steps a QR decomposition in fp32 renews the bases, one side after the other: products, powers and both factors, which
-    are named until the next side has its own.
+    Every 10 steps a QR decomposition in fp32 renews the bases, one side after the other: products, powers and both factors,
+    which variables hold until the next side replaces them.
     """
     n, sides, last = tensor.numel, _sides(tensor), _sides(tensor)[-1]
     cast: Int = 0 if width == 4 else 4
@@ -339,7 +339,7 @@ PUBLISHED: dict[Optimizer, Published] = {
 
 
 def notes_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """What a reader should know of the optimizer, in a sentence, if there is anything.
+    """Return a note on the optimizer, if there is one.
 
     >>> notes_of("apollo")
     ()

@@ -1,8 +1,8 @@
-"""What do weights in four bits, or eight, take, whole, with all that is needed to write them out again?
+"""The memory of whole 4-bit or 8-bit weights, with everything that is needed to dequantise them.
 
-bitsandbytes packs two to a byte and keeps a scale for every 64 of a weight; with double quantisation 256 scales share one in fp32
-and are a byte each. Tables of codes come with every weight. transformers leaves the head and the embeddings as they are, and
-biases and norms are no linear layer's weight.
+bitsandbytes packs two weights to a byte and keeps a scale for every 64 weights. With double quantisation scales take a byte
+each, and 256 of them share one fp32 scale. Every weight has tables of codes. transformers leaves the head and the embeddings
+unquantised. Biases and norms are never quantised.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,12 +26,12 @@ EIGHT = "bitsandbytes 0.50, nn/modules.py, Int8Params._quantize"
 BIAS = "bitsandbytes 0.50, nn/modules.py, Linear4bit.forward"
 
 _CODE = 16 * 4  # the sixteen values of NF4, fp32, for every weight (functional.py, get_4bit_type)
-_SCALES_CODE = 256 * 4  # what a byte stands for among scales, fp32 (create_dynamic_map)
-_MEAN = 4  # of the scales, taken off before they are quantised
+_SCALES_CODE = 256 * 4  # the value of each byte among scales, fp32 (create_dynamic_map)
+_MEAN = 4  # of the scales, subtracted before they are quantised
 
 
 class Counts(NamedTuple):
-    """Of a model's frozen parameters: weights in four bits, and how many elements the others have."""
+    """Sizes of a model's frozen parameters: weights in four bits, and elements of the others."""
 
     packed: int
     """Bytes."""
@@ -41,23 +41,23 @@ class Counts(NamedTuple):
     """Of 256 scales."""
     weights: int
     biases: int
-    """Of quantised layers: bitsandbytes casts them to the compute dtype, whatever they were."""
+    """Biases of quantised layers, which bitsandbytes casts to the compute dtype."""
     norms: int
     others: int
-    """Embedding and head."""
+    """Elements of embedding and head."""
     groups: int = 0
-    """Of GPTQ's: each has a scale and a zero."""
+    """GPTQ's groups: each has a scale and a zero."""
     inputs: int = 0
-    """Features that GPTQ's layers read, each with the number of its group."""
+    """Input features of GPTQ's layers, each with its group's number."""
     elements: int = 0
-    """Of quantised weights."""
+    """Elements of quantised weights."""
     rows: int = 0
-    """Of quantised weights, each with a scale in eight bits' form."""
+    """Rows of quantised weights, each with a scale in 8 bits."""
 
 
 @lru_cache(maxsize=256)
 def counts(model: ModelSpec) -> Counts:
-    """Count what is frozen. [bytes of packed weights, else numbers]"""
+    """Count the frozen parameters. [bytes of packed weights, else numbers]"""
     tree, size = layout(model), 128 if model.adapter is None else model.adapter.group_size
     every = [(one, 1) for one in (*tree.embeddings, *tree.tail)]
     every += [(one, run.layers) for run in tree.runs for one in run.parameters]
@@ -81,7 +81,7 @@ def counts(model: ModelSpec) -> Counts:
 def quantised_lines(
     model: ModelSpec, quantize: Quantize, *, element_bytes: int, norm_bytes: int, end_bytes: int
 ) -> tuple[Line, ...]:  # fmt: skip
-    """List the frozen parameters, whole: ``norm_bytes`` for an element of a norm, ``end_bytes`` for one of embedding and head."""
+    """Return the frozen parameters, whole. An element of a norm has ``norm_bytes``, one of embedding and head ``end_bytes``."""
     found = counts(model)
     if quantize == "gptq":
         return (
@@ -104,7 +104,6 @@ def quantised_lines(
 
 
 def _others(found: Counts, norm_bytes: int, end_bytes: int) -> tuple[Line, ...]:
-    """What is not quantised."""
     if norm_bytes == end_bytes:
         n_bytes = norm_bytes * (found.norms + found.others)
         return (Line(Kind.PARAMETERS, n_bytes, "frozen embedding, norms and head", f"{norm_bytes}·Ψ_frozen", PREPARED),)
@@ -116,13 +115,13 @@ def _others(found: Counts, norm_bytes: int, end_bytes: int) -> tuple[Line, ...]:
 
 
 def _is_norm(parameter: Parameter) -> bool:
-    """Whether it is a norm's weight, which is no matrix."""
+    """Whether it is a norm's weight: one-dimensional and no bias."""
     return len(parameter.shape) == 1 and not is_bias(parameter) and not parameter.quantised
 
 
 @lru_cache(maxsize=256)
 def packed_layout(model: ModelSpec, element_bytes: int) -> Layout:
-    """The model's parameters as FSDP2 shards them: packed weights are columns of numbers in the compute dtype."""
+    """Return the parameters as FSDP2 shards them: packed weights are columns of numbers in the compute dtype."""
     tree, adapter = layout(model), model.adapter
     size = adapter.group_size if adapter is not None and adapter.quantize == "gptq" else 0
     return tree._replace(
@@ -131,7 +130,7 @@ def packed_layout(model: ModelSpec, element_bytes: int) -> Layout:
 
 
 def _packed(parameters: tuple[Parameter, ...], element_bytes: int, group_size: int) -> Iterator[Parameter]:
-    """``group_size``: of GPTQ's weights, whose zeros are a parameter, too (``PATCH_FOR_FSDP_TRITON_V2``); 0 for others."""
+    """``group_size``: GPTQ's, whose zeros are a parameter too (``PATCH_FOR_FSDP_TRITON_V2``); 0 for other methods."""
     for one in parameters:
         if not one.quantised:
             yield one
@@ -143,18 +142,18 @@ def _packed(parameters: tuple[Parameter, ...], element_bytes: int, group_size: i
 
 
 def _groups(one: Parameter, size: int) -> int:
-    """Groups of a weight in GPTQ's four bits: of this many inputs for each output."""
+    """Return the number of GPTQ groups of a weight; a group has ``size`` inputs of one output."""
     outputs, inputs = one.shape
     return outputs * (1 if size == -1 else ceil_div(inputs, size))
 
 
 def scales_of(model: ModelSpec) -> tuple[Line, ...]:
-    """List scales and tables of a quantised model, which FSDP2 knows nothing of, and leaves whole. [bytes]"""
+    """Return scales and tables of a quantised model. FSDP2 does not manage them, so every rank has all of them. [bytes]"""
     return () if model.adapter is None else scales(counts(model), model.adapter.quantize)
 
 
 def scales(found: Counts, quantize: Quantize) -> tuple[Line, ...]:
-    """List what a weight needs beside its packed elements, whole on every rank. [bytes]"""
+    """Return the tensors that dequantise weights, whole on every rank. [bytes]"""
     if quantize == "int8":
         return (Line(Kind.PARAMETERS, 4 * found.rows, "scales of rows, fp32", "4·R_8", EIGHT),)
     if quantize == "gptq":
@@ -182,7 +181,7 @@ def scales(found: Counts, quantize: Quantize) -> tuple[Line, ...]:
 
 
 def scales_of_each(parameters: Iterable[Parameter], quantize: Quantize) -> Iterator[Line]:
-    """List what each quantised weight needs beside its packed elements, and the table that all share. [bytes]"""
+    """Yield the tensors that dequantise each weight, and the table that all share. [bytes]"""
     quantised = [one for one in parameters if one.quantised]
     for one in quantised:
         blocks = ceil_div(one.numel, 64)
@@ -194,7 +193,7 @@ def scales_of_each(parameters: Iterable[Parameter], quantize: Quantize) -> Itera
 
 
 def packed_bytes(parameter: Parameter) -> int:
-    """What a weight in four bits takes without its scales. [bytes]"""
+    """Return the size of a 4-bit weight without its scales. [bytes]"""
     return ceil_div(parameter.numel, 2)
 
 
@@ -204,7 +203,7 @@ def is_bias(parameter: Parameter) -> bool:
 
 
 def quantised_symbols(model: ModelSpec) -> tuple[Symbol, ...]:
-    """Say what the formulas count."""
+    """Return the symbols in the formulas of these lines."""
     found = counts(model)
     return (
         Symbol("Ψ_4", found.elements, "parameters in few bits"),

@@ -1,9 +1,9 @@
-"""How far was the replay of a predicted step from that of the engine's own requests? Measured, by engine.
+"""By engine: how far reserved memory from predicted requests differs from that from recorded requests, as measured.
 
 The requests of real engines, recorded on fake tensors, were replayed through the model of CUDA's allocator (the jobs of
-``tests/measured/*.jsonl``), and so were the requests that :mod:`zeroplan.engines.requests` predicts of the same jobs. Where the
-allocator puts a block may depend on a block of a few bytes that came before it, so that single jobs are off by up to a fourth.
-``python -m tests.measured.replayed`` derives these figures. A band leaves out one job in a hundred at either end.
+``tests/measured/*.jsonl``), and so were the requests that :mod:`zeroplan.engines.requests` predicts for the same jobs. A block
+of a few bytes can change where the allocator puts later blocks, so single jobs are off by up to a fourth. ``python -m
+tests.measured.replayed`` derives these figures. A band leaves out one job in a hundred at either end.
 """
 
 from typing import NamedTuple
@@ -13,18 +13,18 @@ from zeroplan.spec.recipe import RecipeSpec
 
 
 class Held(NamedTuple):
-    """How predicted reserves stand beside recorded ones, with some settings of the allocator."""
+    """Ratio of recorded to predicted reserves over many jobs, with some settings of the allocator."""
 
     jobs: int
-    """How many were replayed."""
+    """Number of replayed jobs."""
     low: int
-    """The recorded reserve over the predicted one, at least. [thousandths]"""
+    """Smallest ratio of the recorded reserve to the predicted one. [thousandths]"""
     high: int
-    """The same, at most. [thousandths]"""
+    """Largest ratio. [thousandths]"""
     median: int
-    """How far off the job in the middle is, either way. [millionths]"""
+    """Median difference, in either direction. [millionths]"""
     near: int
-    """How many are within 2 %. [thousandths]"""
+    """Share of jobs within 2 %. [thousandths]"""
 
 
 MEASURED: dict[str, tuple[Held, Held]] = {
@@ -42,6 +42,6 @@ MEASURED: dict[str, tuple[Held, Held]] = {
 
 
 def off_by(recipe: RecipeSpec, settings: AllocatorSettings) -> tuple[int, int]:
-    """The recorded reserve over the predicted one, least and most. [thousandths]"""
+    """Return the smallest and the largest ratio of the recorded reserve to the predicted one. [thousandths]"""
     found = MEASURED[recipe.engine][SETTINGS.index(settings)]
     return found.low, found.high

@@ -1,6 +1,6 @@
-"""Where does each parameter lie when DeepSpeed lays all of them one after the other, and what does rank 0 own of them?
+"""The position of each parameter in DeepSpeed's flat buffer of all parameters, and the part that rank 0 owns.
 
-Rank 0's share is the first, so it begins with the embedding; ranks in the middle own as many elements, with other borders.
+Rank 0's shard is the first, so it begins with the embedding. Ranks in the middle own as many elements, with other borders.
 """
 
 from bisect import bisect_left
@@ -21,11 +21,11 @@ _ALIGNMENT = 2
 
 
 Sizes: TypeAlias = tuple[tuple[int, int], ...]
-"""Elements of a parameter, and how many of that size."""
+"""Elements of a parameter, and the number of parameters of that size."""
 
 
 class Placed(NamedTuple):
-    """A parameter in the row of all parameters, and its block: -1 before the first and ``n_blocks`` after the last."""
+    """A parameter at its position in the flat buffer, and its block: -1 before the first and ``n_blocks`` after the last."""
 
     parameter: Parameter
     block: int
@@ -35,7 +35,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Row:
-    """Parameters one after the other, in the order of ``model.parameters()``; one object per model, and one of what is trained."""
+    """Parameters one after the other, in the order of ``model.parameters()``. A model has one row of all and one of the trained."""
 
     model: ModelSpec
     placed: tuple[Placed, ...]
@@ -44,16 +44,16 @@ class Row:
     executed: tuple[Placed, ...]
     """The same parameters in the order in which their modules run forward."""
     records: tuple[Placed, ...]
-    """The parameters that are larger than every one before them."""
+    """The parameters that are larger than every earlier one."""
     n_elements: int
     n_blocks: int
     trained: tuple[int, ...]
-    """Elements of each parameter's gradient: none where it is frozen."""
+    """Elements of each parameter's gradient; 0 if it is frozen."""
 
 
 @lru_cache(maxsize=256)
 def row(model: ModelSpec) -> Row:
-    """Lay out ``model``'s parameters one after the other.
+    """Return ``model``'s parameters one after the other.
 
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -66,13 +66,13 @@ def row(model: ModelSpec) -> Row:
 
 @lru_cache(maxsize=256)
 def trained_row(model: ModelSpec) -> Row:
-    """Lay out the parameters that get gradients: all of them, or those of the adapters."""
+    """Return the row of the parameters that get gradients: all of them, or those of the adapters."""
     return _row(model, trained_layout(model)) if has_frozen(model) else row(model)
 
 
 @lru_cache(maxsize=256)
 def row_as_held(model: ModelSpec, element_bytes: int) -> Row:
-    """Lay out the parameters as stage 3 shards them: weights in four bits are columns of numbers in the compute dtype."""
+    """Return the parameters as stage 3 shards them: weights in four bits are columns of numbers in the compute dtype."""
     if not model.is_quantised:
         return row(model)
     from zeroplan.engines.quantised import packed_layout  # noqa: PLC0415  keeps start-up fast
@@ -81,16 +81,16 @@ def row_as_held(model: ModelSpec, element_bytes: int) -> Row:
 
 
 def numel(each: Placed) -> int:
-    """Elements of a parameter."""
+    """Return the elements of a parameter."""
     return each.end - each.start
 
 
 @lru_cache(maxsize=256)
 def handed_on(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
-    """Return gradients in the order in which they reach the bucket, those together that do so at once.
+    """Return gradients in the order in which they reach the bucket, grouped by those that reach it together.
 
-    ZeRO-3 waits for the backward of a leaf module to end, and then takes its gradients in the order of the parameters (DeepSpeed
-    0.19.8, ``stage3.py``, ``create_reduce_and_remove_grad_hooks``).
+    ZeRO-3 waits until the backward of a leaf module ends, and then takes its gradients in the order of the parameters
+    (DeepSpeed 0.19.8, ``stage3.py``, ``create_reduce_and_remove_grad_hooks``).
     """
     groups: list[list[Placed]] = []
     for each in reversed(whole.executed):
@@ -103,9 +103,10 @@ def handed_on(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
 
 
 def made_at_once(whole: Row, *, leaves: bool = False) -> Iterator[tuple[Placed, ...]]:
-    """Yield gradients in the order in which they reach the bucket, together those that one operator makes.
+    """Yield gradients in the order in which they reach the bucket, grouped by the operator that makes them.
 
-    A product makes its weight's and its bias's, and a norm its two; the one waits while the other goes into the bucket.
+    A matrix product makes the gradients of its weight and its bias, and a norm those of its two parameters. One gradient waits
+    while the other enters the bucket.
     """
     in_order = handed_on(whole, leaves=leaves)
     for _, groups in groupby(in_order, key=lambda group: (group[0].block, operator_of(group[0].parameter.name))):
@@ -113,27 +114,27 @@ def made_at_once(whole: Row, *, leaves: bool = False) -> Iterator[tuple[Placed, 
 
 
 def is_leaf(whole: Row, each: Placed) -> bool:
-    """Whether a parameter belongs to a module that is gathered as one: all of the MLP of a block with experts."""
+    """Whether a parameter belongs to a module that is gathered as one: the whole MLP of a block with experts."""
     name = each.parameter.name
     return whole.model.family in LEAF_FAMILIES and name.startswith(("mlp.experts.", "mlp.gate."))
 
 
 def embedding_elements(whole: Row) -> int:
-    """Elements of the token embedding's gradient; none where it is frozen. Of a profile, the tied one or the largest."""
+    """Return the elements of the token embedding's gradient, 0 if it is frozen; for a profile, of the tied or the largest table."""
     if whole.model.profile is not None:
         return max(_of_embeddings(whole))
     return 0 if is_frozen(whole.model, "embedding") else whole.model.vocab_size * whole.model.hidden_size
 
 
 def head_elements(whole: Row) -> int:
-    """Elements of the head's gradient; none where it is frozen. Of a profile as :func:`embedding_elements`."""
+    """Return the elements of the head's gradient, 0 if it is frozen; for a profile as :func:`embedding_elements`."""
     if whole.model.profile is not None:
         return embedding_elements(whole)
     return 0 if is_frozen(whole.model, "head") else (whole.model.head_rows or whole.model.vocab_size) * whole.model.hidden_size
 
 
 def embedding_symbol(whole: Row) -> str:
-    """How formulas write :func:`embedding_elements`."""
+    """Return the text of :func:`embedding_elements` in formulas."""
     return "h·V" if whole.model.profile is None else str(embedding_elements(whole))
 
 
@@ -144,7 +145,7 @@ def _of_embeddings(whole: Row) -> list[int]:
 
 
 def has_tied_head(whole: Row) -> bool:
-    """Whether the embedding gets two gradients, since it is the head too."""
+    """Whether the embedding is also the head, and so gets two gradients."""
     if whole.model.profile is not None:
         return layout(whole.model).tied_head is not None
     return whole.model.tie_word_embeddings and not is_frozen(whole.model, "embedding")
@@ -167,7 +168,7 @@ def _row(model: ModelSpec, parts: Layout) -> Row:
 
 
 def _as_registered(model: ModelSpec, flat: list[tuple[int, Parameter]]) -> list[tuple[int, Parameter]]:
-    """Put parameters in the order of the module; layouts of families are in it."""
+    """Return parameters in the module's order, which layouts of families already have."""
     if model.profile is None:
         return flat
     from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
@@ -178,7 +179,7 @@ def _as_registered(model: ModelSpec, flat: list[tuple[int, Parameter]]) -> list[
 
 
 def _as_handed_on(model: ModelSpec, placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
-    """The reverse of the order in which gradients are passed on, as its trace saw it."""
+    """Return the reverse of the order in which the profile's trace saw gradients reach their weights."""
     from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
 
     profile = profile_of(model)
@@ -209,7 +210,7 @@ def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
 
 
 def partition_elements(whole: Row, n_ranks: Int) -> Int:
-    """One rank's share of the row, padded so that every rank's share is alike and aligned. [elements]
+    """Return one rank's share of the row, padded to an equal, aligned size on every rank. [elements]
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``flatten_dense_tensors_aligned`` with 2·N.
 
@@ -223,7 +224,7 @@ def partition_elements(whole: Row, n_ranks: Int) -> Int:
 
 
 def touched_elements(whole: Row, partition: Int) -> Int:
-    """Elements of all parameters that reach into the first ``partition`` elements, each counted whole. [elements]
+    """Return the elements of all parameters that begin in the first ``partition`` elements, each counted whole. [elements]
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``get_partition_info`` and ``copy_grads_in_partition``.
     """
@@ -231,18 +232,18 @@ def touched_elements(whole: Row, partition: Int) -> Int:
 
 
 def largest_slice(whole: Row, partition: Int) -> Int:
-    """Largest piece of one parameter within the first ``partition`` elements. [elements]"""
+    """Return the largest piece of one parameter within the first ``partition`` elements. [elements]"""
     slices = (minimum(each.parameter.numel, partition - each.start) for each in whole.records)
     return maximum(0, *slices)
 
 
 def largest_parameter(whole: Row) -> int:
-    """Elements of the largest parameter tensor."""
+    """Return the elements of the largest parameter tensor."""
     return whole.records[-1].parameter.numel
 
 
 def count_below(ascending: tuple[int, ...], limit: Int) -> Int:
-    """How many of some ascending values lie below ``limit``; a column where ``limit`` is one.
+    """Return how many of some ascending values are below ``limit``; a column if ``limit`` is one.
 
     >>> count_below((0, 10, 20), 11)
     2
@@ -255,7 +256,7 @@ def count_below(ascending: tuple[int, ...], limit: Int) -> Int:
 
 
 def pick(values: tuple[int, ...], index: Int) -> Int:
-    """Return the value at ``index``; a column where ``index`` is one.
+    """Return the value at ``index``; a column if ``index`` is one.
 
     >>> pick((5, 6, 7), 1)
     6
@@ -268,7 +269,7 @@ def pick(values: tuple[int, ...], index: Int) -> Int:
 
 
 def shares(sizes: Sizes, n_ranks: Int) -> Int:
-    """Elements of one rank's shares of parameters, each split on its own: ``ceil(numel/N)`` of every one. [elements]
+    """Return one rank's elements if each parameter is split separately: the sum of ``ceil(numel/N)``. [elements]
 
     >>> shares(((10, 2), (4, 1)), 4)
     7

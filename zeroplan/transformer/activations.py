@@ -1,7 +1,7 @@
-"""The memory of one transformer block in one forward and backward pass.
+"""The memory of one transformer block in one forward and backward pass. ``families/`` has the programs behind it.
 
-It is exact, tensor by tensor, for the module that transformers builds: equal to what autograd saves in a real run, and to what is
-allocated at every peak of the backward.
+It is exact, tensor by tensor, for the modules that transformers builds: it equals the tensors that autograd saves in a real
+run, and the allocated memory at every peak of the backward.
 """
 
 from zeroplan.memo import as_key, recalled
@@ -15,14 +15,14 @@ from zeroplan.transformer.vision import VISION, tower_block
 def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool = False) -> BlockPass:
     """Return the memory of one block of ``kind`` (``dense`` or ``moe``; ``local`` or ``global``) in one forward and backward pass.
 
-    ``recomputed``: the backward runs the block's forward again first, which changes a few points.
+    ``recomputed``: the backward first runs the block's forward again, which changes a few points.
 
     Follows CUDA where a CPU differs: LayerNorm statistics are fp32, autocast runs ``pow`` and what follows in fp32, flash
     attention's backward has a workspace, and mixed-dtype additions make no copy. Assumes that ``sdpa`` runs its flash kernel. CUDA
     has none for fp32 and runs kernels that keep more. Assumes an MLP at least as wide as the hidden state, and attention at most
     about twice as wide.
 
-    Families that transformers does not run through ``scaled_dot_product_attention`` run eager attention.
+    Families that transformers runs without ``scaled_dot_product_attention`` use eager attention.
 
     Leaves out dropout (off, as in pre-training); padding, which adds a mask and repeated keys; compiled graphs and fused kernels,
     which change every number.
@@ -57,9 +57,9 @@ def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch
 
 
 def approximation(model: ModelSpec, compute: Compute) -> str:
-    """Return why a model's activations are approximate, in sentences; empty where they are exact, as those of every family.
+    """Return why a model's activations are approximate, in sentences; empty if they are exact, as for every family.
 
-    A profile may be exact for one way to compute and not for another.
+    A profile may be exact for some settings and not for others.
     """
     if model.profile is None:
         return ""

@@ -13,7 +13,7 @@ from zeroplan.spec.releases import NOW, Release
 
 
 class Compute(NamedTuple):
-    """How a module computes: the structure that formulas branch on."""
+    """How a module computes: the settings that decide which operators run and in which dtype."""
 
     element_bytes: int
     """Bytes of an activation in the compute dtype: 2 for bf16 and fp16, 4 for fp32."""
@@ -21,9 +21,9 @@ class Compute(NamedTuple):
     """The weights are fp32, and ``torch.autocast`` casts the operands of each matrix product (DDP)."""
     attention: Attention
     kernels: Kernels = "cuda"
-    """The device of attention's kernels. A CPU's flash kernel runs where CUDA's does not, except for heads of two sizes."""
+    """The device that runs attention. On a CPU torch runs flash kernels where CUDA cannot, except for heads of two sizes."""
     recompute: Recompute = "none"
-    """What the backward recomputes. A family's formulas cover all kinds at once, a profile's variant one."""
+    """The recomputation. A family's formulas cover all kinds together; a traced profile has one variant per kind."""
     keeps_inputs: bool = False
     """Linear layers with frozen weights save their inputs, as DeepSpeed's stage-3 layer does."""
     offloaded: bool = False
@@ -35,23 +35,23 @@ class Compute(NamedTuple):
     cp: int = 1
     """Ranks that split a sequence (:mod:`zeroplan.transformer.families.ring`). The batch is one rank's share."""
     casts_inputs: bool = False
-    """The engine casts a block's inputs to the compute dtype first, including tables of positions, as FSDP2 does."""
+    """The engine casts a block's inputs to the compute dtype before the forward, position tables included, as FSDP2 does."""
     release: Release = NOW
-    """What the release of transformers does otherwise than the one that the formulas follow."""
+    """Differences between the job's release of transformers and the release that the formulas follow."""
     fused_softmax: bool = False
     """CUDA's softmax reads fp16 and writes fp32 in one kernel. No other dtype has such a kernel."""
     fused: tuple[str, ...] = ()
-    """What fused kernels replace (``RecipeSpec.fused_parts``)."""
+    """Parts of the model that fused kernels replace (``RecipeSpec.fused_parts``)."""
     imbalance: int = EVEN
-    """Pairs that come to this rank for its experts, in thousandths of those that it sends."""
+    """(token, expert) pairs that this rank receives for its experts, in thousandths of the pairs that it sends."""
     prompt_len: int = 1
     """Tokens of each sequence that loss ``log-probs`` does not score."""
     log_probs: LogProbs = "tiles"
-    """How that loss is made."""
+    """How loss ``log-probs`` computes its log-probabilities."""
 
 
 class At(StrEnum):
-    """What runs at a point of a backward, where engines need to know it."""
+    """The operator that runs at a point of the backward, where engines need to know it."""
 
     ANYWHERE = ""
     LOSS = "loss"
@@ -60,7 +60,7 @@ class At(StrEnum):
     NORM = "norm"
     """A norm within a block."""
     LINEAR = "linear layer"
-    """The layer itself, without its adapter."""
+    """The linear layer itself, without its adapter."""
     ADAPTER_A = "adapter, A"
     ADAPTER_B = "adapter, B"
     ADAPTED = "layer with an adapter"
@@ -68,15 +68,15 @@ class At(StrEnum):
     MODULE = "module"
     """Another module without a weight."""
     BETWEEN = "between modules"
-    """An operator outside those modules. The place names the linear layer whose backward ran last."""
+    """An operator outside those modules. ``Place.module`` is the linear layer whose backward ran last."""
     WEIGHTING = "weighting of the experts"
-    """The product of the experts' outputs and routing weights, before any gradient of the experts' weights is made."""
+    """The product of the experts' outputs and routing weights. Its backward runs before any expert's weight gradient exists."""
     RUN_AGAIN = "run again"
     """The recomputation of a checkpointed block."""
 
 
 class Place(NamedTuple):
-    """Where in the model a point of a backward is."""
+    """The operator and module of a point of the backward."""
 
     at: At = At.ANYWHERE
     module: Module = Module.NONE
@@ -108,7 +108,7 @@ class BackwardPoint(NamedTuple):
 
 
 class HandedOn(NamedTuple):
-    """The weight gradients of an operator reach their weights: elements made so far, and what is alive beside them.
+    """When weight gradients reach their weights: elements of gradients made so far, and the other live tensors.
 
     Outside the blocks only profiles contain these.
     """
@@ -154,15 +154,15 @@ class BlockPass(NamedTuple):
     away: tuple[Line, ...] = ()
     handed: tuple[HandedOn, ...] = ()
     before_experts: tuple[Line, ...] = ()
-    """What is alive in the forward when the experts begin, in blocks with experts."""
+    """Tensors alive in the forward when the experts begin, in blocks with experts."""
 
     @property
     def entered(self) -> tuple[Line, ...]:
-        """What is alive in the block's own forward beside what it keeps: an offloaded input."""
+        """Return the tensors that are alive in the block's own forward beside the kept ones: the input, if it is offloaded."""
         return self.checkpoint if self.away else ()
 
     def kept(self, recompute: Recompute) -> tuple[Line, ...]:
-        """Return what the block keeps on the GPU from its forward to its backward, with this recomputation."""
+        """Return the tensors that the block keeps on the GPU from its forward to its backward under this recomputation."""
         if recompute == "none":
             return self.saved
         if recompute == "selective":
@@ -198,15 +198,15 @@ class HeadPass(NamedTuple):
     below_blocks: tuple[Line, ...] = ()
     hidden_formula: str = "r·T·h"
     with_blocks: tuple[Line, ...] = ()
-    """The last lines of ``shared``, which only blocks need: freed after the first block's backward."""
+    """The last lines of ``shared``. Only blocks need them, and they are freed after the first block's backward."""
     norm_forward: tuple[tuple[Line, ...], ...] = ()
-    """Moments of the final norm's forward, for engines that gather the head meanwhile; profiles have none."""
+    """Points of the final norm's forward, for engines that all-gather the head meanwhile; profiles have none."""
     handed: tuple[HandedOn, ...] = ()
-    """Arrivals of gradients of the weights after the blocks."""
+    """Moments when the weights after the blocks receive their gradients."""
     handed_below: tuple[HandedOn, ...] = ()
-    """Arrivals of gradients of the weights before the blocks."""
+    """Moments when the weights before the blocks receive their gradients."""
     tower_bytes: Int = 0
-    """Bytes of the residual stream of a vision tower's blocks, which run before the text's."""
+    """Bytes of the residual stream in a vision tower's blocks, which run before the text's blocks."""
 
     @property
     def at_embedding(self) -> tuple[Line, ...]:
@@ -215,9 +215,9 @@ class HeadPass(NamedTuple):
 
 
 class AtEmbedding(NamedTuple):
-    """What the backward of an embedding that is split over tensor-parallel ranks allocates.
+    """Tensors that the backward of an embedding allocates when tensor-parallel ranks split its vocabulary.
 
-    The gradient of its output, rank by rank and in order, and the gradient of the whole embedding.
+    ``gathered`` and ``by_rank``: the gradient of its output, in order and rank by rank; ``whole``: the gradient of all rows.
     """
 
     gathered: Line

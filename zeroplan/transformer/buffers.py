@@ -1,7 +1,7 @@
-"""The buffers of a model, tensors that are no parameters: rotary frequencies, a scale, a routing bias.
+"""The buffers of a model, which are tensors but not parameters: rotary frequencies, a scale, a routing bias.
 
-They are too small to matter in memory, but engines that synchronise buffers over ranks send them. Older releases of transformers
-keep tables of positions in every layer, which do matter.
+They are too small to matter in memory, but engines that synchronise buffers send them. Older releases of transformers keep
+position tables in every layer, which do matter.
 """
 
 from functools import lru_cache
@@ -16,18 +16,18 @@ from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.vision import VISION, tower_buffers
 
-#: Families whose routers add a bias, a buffer, to the scores that experts are chosen by.
+#: Families whose routers choose experts by score plus bias, which is a buffer.
 BIASED_ROUTERS = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "nemotron_h")
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
-"""``inv_freq`` and ``original_inv_freq``, in fp32 whatever the model's dtype."""
+"""``inv_freq`` and ``original_inv_freq``, which are fp32 for every dtype of the model."""
 _TABLES = "transformers 4.39.3, models/mistral/modeling_mistral.py, MistralRotaryEmbedding._set_cos_sin_cache"
 
 
 def tables_in_layers(model: ModelSpec, recipe: RecipeSpec, element_bytes: int) -> tuple[Line, ...]:
-    """List the tables of rotary positions that every layer keeps under an older release of transformers. [bytes]
+    """Return the tables of rotary positions that every layer keeps under an older release of transformers. [bytes]
 
-    They have the dtype in which the model was loaded, that of its frozen weights, or of all.
+    They have the dtype of the loaded model: the frozen weights', or all weights'.
     """
     if model.family not in release_of(recipe.transformers).tables_in_layers:
         return ()
@@ -39,7 +39,7 @@ def tables_in_layers(model: ModelSpec, recipe: RecipeSpec, element_bytes: int) -
 
 @lru_cache(maxsize=256)
 def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
-    """Return the bytes of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
+    """Return the size of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
 
     They are the frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3, OLMo 3); Gemma's
     scale of the embedding; DeepSeek's bias of each router, in fp32 in GLM-4 MoE. A profile lists its module's buffers. Source:

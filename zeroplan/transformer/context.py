@@ -1,4 +1,4 @@
-"""What context parallelism changes outside the blocks: a rank's share of the batch, and labels that arrive shifted."""
+"""The memory that context parallelism changes outside the blocks: each rank's share of the batch, and labels shifted beforehand."""
 
 from zeroplan.ledger import Kind, Line, Role
 from zeroplan.spec.batch import Batch
@@ -8,16 +8,16 @@ BUFFERS = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_
 
 
 def whole_sequences(batch: Batch, ranks: int, reason: str = "ids, labels and positions of whole sequences") -> Line:
-    """Return the training loop's whole batch: ids, labels, shifted labels and positions. ``batch``: one rank's share."""
+    """Return the training loop's whole batch: ids, labels, shifted labels and positions. ``batch`` is one rank's share."""
     n_bytes = 8 * ranks * batch.seq_len * (3 * batch.micro_batch_size + 1)
     return Line(Kind.ACTIVATIONS, n_bytes, reason, f"8·{ranks}·s·(3·b+1)", BUFFERS)
 
 
 def with_shared_sequences(head: HeadPass, batch: Batch, ranks: int) -> HeadPass:
-    """Return the head over one rank's share of the sequences, ``batch``.
+    """Return ``head`` for one rank's share of the sequences, ``batch``.
 
     ``context_parallel`` cuts the batch in place, which frees no memory, and keeps copies of the whole batch to restore it. Its
-    variables hold the shares, the last of them twice. The loss gets shifted labels.
+    variables hold the shares, the last share twice. The loss gets shifted labels.
     """
     others = [line for line in head.shared if line.tag.role is not Role.BATCH]
     whole = whole_sequences(batch, ranks, "copies of them, to restore them")

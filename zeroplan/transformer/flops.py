@@ -1,4 +1,4 @@
-"""The matrices that multiply a token, and the widths of its attention: what FLOPs are counted from."""
+"""The quantities behind FLOPs: the matrices that multiply a token, and the widths of its attention."""
 
 from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec
@@ -7,7 +7,7 @@ from zeroplan.transformer.parameters import Layout, Parameter
 
 
 def block_matrices(layout: Layout) -> int:
-    """Return the elements of the matrices of all blocks that multiply one token: its own experts alone, and no vectors."""
+    """Return the elements of all blocks' matrices that multiply one token: only the token's own experts, and no vectors."""
     return sum(run.layers * _matrices(run.parameters) for run in layout.runs)
 
 
@@ -28,14 +28,14 @@ def attention_widths(model: ModelSpec) -> int:
 
 
 def attention_layers(model: ModelSpec) -> int:
-    """Return the number of layers that score each token against earlier ones: all except those of linear attention."""
+    """Return the number of layers that score each token against earlier ones: all layers except linear attention."""
     if model.layer_pattern:
         return sum(model.letters.count(letter) for letter in "*HN")
     return model.num_hidden_layers // GLOBAL_LAYERS[model.family] if model.linear is not None else model.num_hidden_layers
 
 
 def linear_attention_flops(model: ModelSpec) -> int:
-    """Return the operations of all linear attention for one token, forward, without the projections. [FLOPs]
+    """Return the operations of all linear attention for one token's forward, without the projections. [FLOPs]
 
     For each head and chunk of C tokens: two products of keys and queries, 4·C²·D; two triangular systems, C²·(D+I); attention
     within the chunk, 2·C²·I; the state read twice and written once, 6·C·D·I. Source: transformers 5.23,

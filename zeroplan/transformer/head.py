@@ -47,7 +47,7 @@ _IMAGES = Held(
 
 
 class _Question(NamedTuple):
-    """A model, how it computes, and the value of every symbol."""
+    """A model, its settings, and the value of every symbol."""
 
     model: ModelSpec
     compute: Compute
@@ -104,7 +104,7 @@ def _made(
 
 
 def scored_forward(model: ModelSpec, compute: Compute, batch: Batch) -> tuple[Line, ...]:
-    """Return what final norm and TRL's head take in a forward without gradients, with ids and tables of positions. [bytes]"""
+    """Return the tensors of final norm, TRL's head, ids and position tables in a forward without gradients. [bytes]"""
     from zeroplan.transformer.families.ending import ending_of, unsaved  # noqa: PLC0415  keeps start-up fast
 
     question = _question(model, compute, batch)
@@ -113,13 +113,13 @@ def scored_forward(model: ModelSpec, compute: Compute, batch: Batch) -> tuple[Li
 
 
 def named_embeddings(model: ModelSpec, compute: Compute, batch: Batch) -> tuple[Line, ...]:
-    """Return the token embeddings, where a variable of the model's forward holds them until its last block. [bytes]"""
+    """Return the token embeddings if a variable of the model's forward holds them until its last block; else nothing. [bytes]"""
     question = _question(model, compute, batch)
     return (_EMBEDDED.line(TEMPORARY, question.values),) if question.around.names_input else ()
 
 
 def output_bytes(model: ModelSpec, compute: Compute, batch: Batch, *, fp32_output: bool) -> Int:
-    """Return the size of the model's output, with a loss over all tokens at once, as in :func:`head_pass`. [bytes]"""
+    """Return the size of the model's output under the loss over all tokens at once, as in :func:`head_pass`. [bytes]"""
     if model.profile is not None:
         return total_bytes(head_pass(model, compute, batch, fp32_output=fp32_output).output)
     from zeroplan.transformer.families import ending  # noqa: PLC0415  keeps start-up fast
@@ -138,7 +138,7 @@ def _question(model: ModelSpec, compute: Compute, batch: Batch) -> _Question:
 
 
 def _whole(question: _Question, *, recomputed: bool) -> HeadPass:
-    """Return what is alive before the blocks and beside them."""
+    """Return the tensors that live before the blocks and during them."""
     model, compute, x, values, around = question
     masks, away = _masks(question), compute.offloaded
     kept = tuple([line._replace(kind=SAVED) for line in masks if recomputed])
@@ -158,9 +158,9 @@ def _whole(question: _Question, *, recomputed: bool) -> HeadPass:
 
 
 def _is_leaf_apart(question: _Question, recomputed: bool) -> bool:  # noqa: FBT001  one of two arguments
-    """Whether the output of a frozen embedding is alive apart from block 0's input.
+    """Whether a frozen embedding's output is alive as a tensor apart from block 0's input.
 
-    Where blocks are recomputed autograd follows it, and the graph holds it as its end (``AccumulateGrad``).
+    With recomputation autograd follows that output, and the graph holds it as a leaf (``AccumulateGrad``).
     """
     return recomputed and (question.compute.offloaded or question.around.scales_embeddings)
 
@@ -173,7 +173,7 @@ def _first_saves_it(question: _Question) -> bool:
 
 
 def _of_a_rank(question: _Question, *, recomputed: bool) -> HeadPass:
-    """Return the same for a tensor-parallel rank, which has a share of the sequence between the blocks' matrices."""
+    """Return the same as ``_whole`` for a tensor-parallel rank, whose residual stream is split along the sequence."""
     values, (tables, _) = question.values, _tables(question, recomputed=recomputed)
     named = not recomputed and not _first_saves_it(question)
     return HeadPass(
@@ -189,9 +189,9 @@ def _of_a_rank(question: _Question, *, recomputed: bool) -> HeadPass:
 
 
 def _tables(question: _Question, *, recomputed: bool) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
-    """Return the tables of positions that all layers share, and tables that are freed with the model's forward.
+    """Return the position tables that all layers share: those kept for the backward, and those freed when the forward ends.
 
-    Where every block has a copy, nothing needs the tables after the forward.
+    Where every block copies them, nothing needs the tables after the forward.
     """
     tables = definition_of(question.model.family).tables_of(question.model)
     if tables is None:
@@ -206,7 +206,7 @@ def _tables(question: _Question, *, recomputed: bool) -> tuple[tuple[Line, ...],
 
 
 def _masks(question: _Question) -> tuple[Line, ...]:
-    """Return the masks that the model's forward makes: booleans where a sequence is at least as long as a sliding window."""
+    """Return the masks that the model's forward builds: a boolean mask only if a sequence is as long as a sliding window."""
     if question.x.attention == "flash":
         return ()
     if question.x.attention == "eager":

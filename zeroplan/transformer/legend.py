@@ -44,7 +44,7 @@ SYMBOLS: dict[str, str] = {
 
 
 def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> dict[str, Int]:
-    """Return the value of every symbol of ``SYMBOLS``; for a profile those of the batch. Experts are 0 in a dense model."""
+    """Return the value of every symbol of ``SYMBOLS``. A profile has only the batch's symbols; a dense model has 0 experts."""
     x = widths(model, compute, batch)
     if model.profile is not None:
         return {"b": x.micro_batch, "s": x.seq_len, "T": x.tokens, "e": x.element, "r": x.residual}

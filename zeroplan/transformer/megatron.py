@@ -1,8 +1,8 @@
-"""The memory of one layer of Megatron-Core on one rank: what it keeps, and the temporaries of its forward and backward.
+"""The memory of one Megatron-Core layer on one rank: its kept activations, and the temporaries of its forward and backward.
 
-The layer's program (``families/megatron.py``) runs once per structure; its sizes have values for every batch. With four times the
-hidden width, no gate, as many key heads as query heads, dropout and 16 bits what it keeps beside statistics is the
-34·s·b·h + 5·a·s²·b of Korthikanti et al. 2022. Experts get what tokens of even routing bring.
+The layer's program (``families/megatron.py``) runs once per structure; its sizes have values for every batch. With an MLP of
+four times the hidden width, no gate, ungrouped heads, dropout and 16 bits, the kept activations without statistics equal the
+34·s·b·h + 5·a·s²·b of Korthikanti et al. 2022. Experts assume even routing.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from zeroplan.transformer.families.tags import STATISTICS
 from zeroplan.transformer.families.tape import Alive, Store
 from zeroplan.transformer.published import KORTHIKANTI
 
-#: Families with dropout where the job says nothing of it.
+#: Families with dropout by default.
 WITH_DROPOUT = ("gpt2",)
-#: Families whose MLP has no gate, and whose norms keep a mean beside the deviation.
+#: Families whose MLP has no gate, and whose norms save a mean beside the deviation.
 UNGATED = ("gpt2", "bloom")
 #: The kind of a layer of multi-token prediction.
 PREDICTS = "mtp"
-#: Kinds of layers whose MLPs are experts, where the model has any.
+#: Kinds of layers whose MLPs are experts, if the model has experts.
 ROUTED = ("moe", "experts", PREDICTS)
 #: Kinds of layers of a hybrid pattern, by their letter.
 HYBRID = {"*": "attention", "-": "mlp", "E": "experts", "M": "mamba"}
@@ -37,7 +37,7 @@ _PARTS: dict[str, Literal["attention", "mlp", "mamba"]] = {
 }  # fmt: skip
 #: Tokens of a chunk of the scan, for which Mamba-2 keeps a state.
 _CHUNK = 128
-#: Families whose router takes sigmoids of all experts.
+#: Families whose router computes sigmoids of all experts' scores.
 SIGMOIDS = ("deepseek_v3",)
 
 _TABLE_2 = f"{KORTHIKANTI}, section 4.1 and table 2"
@@ -51,7 +51,7 @@ Places = tuple[int, ...]
 
 
 class Symbolic(NamedTuple):
-    """What a name in a layer's formulas represents, and its number."""
+    """A symbol in a layer's formulas: its meaning, and its value."""
 
     name: str
     value: Int
@@ -59,16 +59,16 @@ class Symbolic(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """A layer of one kind."""
+    """The memory of a layer of one kind."""
 
     kept: tuple[Line, ...]
-    """What it keeps from its forward to its backward, statistics of norms and kernels left out."""
+    """Activations that it keeps from forward to backward, without statistics of norms and kernels."""
     statistics: tuple[Line, ...]
-    """Those: a few numbers per token."""
+    """Statistics of norms and kernels: a few numbers per token."""
     forward: tuple[Line, ...]
-    """What its forward has at its highest beyond all that it keeps, and before its output is the next layer's."""
+    """The peak of its forward beyond its kept activations, without the output."""
     backward: tuple[Line, ...]
-    """All that is alive of it at the highest point of its backward."""
+    """All of its tensors at the peak of its backward."""
 
 
 class _Moment(NamedTuple):
@@ -78,10 +78,10 @@ class _Moment(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """Tensors that selective recomputation releases, and the operators at whose backward it has made them again."""
+    """Tensors that selective recomputation frees, and the operators whose backward needs them again."""
 
     tensors: tuple[str, ...]
-    """How their reasons begin."""
+    """Beginnings of their reasons."""
     operators: tuple[str, ...]
 
 
@@ -125,7 +125,7 @@ class _Plan(NamedTuple):
 
 
 def element_of(recipe: RecipeSpec) -> int:
-    """Width of an activation. [bytes]
+    """Return the width of an activation. [bytes]
 
     >>> element_of(RecipeSpec(precision="fp32")), element_of(RecipeSpec())
     (4, 2)
@@ -134,19 +134,20 @@ def element_of(recipe: RecipeSpec) -> int:
 
 
 def own_part(whole: Int, recipe: RecipeSpec, mesh: Mesh) -> Int:
-    """A rank's part between matrices, of which context-parallel ranks have one each, with sequence parallelism all ranks."""
+    """Return a rank's share between matrices. Context-parallel ranks split the whole; with sequence parallelism all ranks do."""
     return ceil_div(whole, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
 
 
 def own_part_formula(whole: str, recipe: RecipeSpec) -> str:
-    """The formula of :func:`own_part`."""
+    """Return the formula of :func:`own_part`."""
     return f"ceil({whole}/({'C·p' if recipe.sequence_parallel else 'C'}))"
 
 
 def keeps_placeholders(recipe: RecipeSpec) -> bool:
-    """Whether autograd gets kept placeholders for weights' gradients; else a tensor as large as the weight is made for a moment.
+    """Whether autograd gets persistent placeholders as weight gradients. Otherwise each is briefly a tensor as large as the weight.
 
-    Without Transformer Engine, and with its releases before 2.3, that is so even where main gradients are added to at once.
+    The latter holds without Transformer Engine, and with its releases before 2.3, even if gradients are fused into main
+    gradients.
     """
     options = recipe.megatron
     kept = options.transformer_impl == "transformer_engine" and options.transformer_engine_release != "2.2"
@@ -181,7 +182,7 @@ def norms_heads(model: ModelSpec, recipe: RecipeSpec) -> bool:
 
 
 def layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """What one layer of ``kind`` keeps from its forward to its backward, without statistics. [bytes]
+    """Return the activations that one layer of ``kind`` keeps from forward to backward, without statistics. [bytes]
 
     Full recomputation keeps the layer's input, which sequence parallelism splits.
     """
@@ -199,7 +200,7 @@ class Layer(NamedTuple):
     """A layer of one kind under the job's recomputation."""
 
     kept: tuple[Line, ...]
-    """What it keeps from its forward to its backward, without statistics."""
+    """Activations that it keeps from forward to backward, without statistics."""
     statistics: tuple[Line, ...]
     cost: Cost
 
@@ -208,20 +209,20 @@ class Layers(NamedTuple):
     """All kinds of layers of a model on one rank."""
 
     symbols: tuple[Symbolic, ...]
-    """What their formulas use beyond the legend of the model."""
+    """Symbols in their formulas that the model's legend lacks."""
     kinds: dict[str, Layer]
 
     def value(self, name: str) -> Int:
-        """The number that a symbol represents."""
+        """Return the value of a symbol."""
         return next(one.value for one in self.symbols if one.name == name)
 
 
 def layers_of(
     model: ModelSpec, kinds: tuple[str, ...], recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, received: bool = False
 ) -> Layers:  # fmt: skip
-    """What layers of some kinds take; what they keep is that of :func:`layer_lines`.
+    """Return the memory of layers of some kinds; kept activations as in :func:`layer_lines`.
 
-    ``received``: the gradient of a stage's output comes from another rank, and stays until the stage's backward is done.
+    ``received``: the gradient of a stage's output comes from another rank, and stays until the stage's backward ends.
     """
     symbols = symbols_of(model, recipe, mesh, batch)
     found: dict[str, Layer] = {}
@@ -255,7 +256,7 @@ def _of_kind(
 
 
 def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Layer:
-    """What a layer's program branches on."""
+    """Return the structure that a layer's program depends on."""
     wide, options = recipe.precision == "fp32", recipe.megatron
     modules = tuple(sorted(options.recompute_modules.split(","))) if recipe.recompute == "selective" else ()
     routing = None
@@ -289,7 +290,7 @@ def _latent(model: ModelSpec) -> Literal["no", "plain", "compressed"]:
 
 
 def shared_width(model: ModelSpec, recipe: RecipeSpec) -> int:
-    """Width of the expert that every token visits; 0 without one."""
+    """Return the width of the shared expert, 0 without one. [features]"""
     said = recipe.megatron.moe_shared_expert_intermediate_size
     if said is not None or model.moe is None:
         return said or 0
@@ -310,7 +311,7 @@ def masks_in_place(recipe: RecipeSpec) -> bool:
 
 
 def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbolic, ...]:
-    """What the formulas of layers use beyond the legend of the model."""
+    """Return the symbols in layers' formulas that the model's legend lacks."""
     tokens = batch.micro_batch_size * batch.seq_len
     read, between = ceil_div(tokens, mesh.cp), own_part(tokens, recipe, mesh)
     gathered = where(mesh.tp > 1, read, 0) if recipe.sequence_parallel else 0
@@ -344,7 +345,7 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
 
 
 def mamba_heads(model: ModelSpec, recipe: RecipeSpec) -> int:
-    """Heads of a Mamba-2 layer."""
+    """Return the number of heads of a Mamba-2 layer."""
     return recipe.megatron.mamba_num_heads or 2 * model.hidden_size // recipe.megatron.mamba_head_dim
 
 
@@ -361,7 +362,7 @@ def _symbols_of_mamba(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, tokens: 
 
 
 def encoder_length(recipe: RecipeSpec, batch: Batch) -> Int:
-    """Length of the sequences that T5's encoder reads. [tokens]"""
+    """Return the length of the sequences that T5's encoder reads. [tokens]"""
     said = recipe.megatron.encoder_seq_length
     return batch.seq_len if said is None else said
 
@@ -446,7 +447,7 @@ def _plan(structure: program.Layer) -> _Plan:
 
 
 def _once_made_again(moments: list[Alive], again: list[_Again]) -> list[Alive]:
-    """Moments of a backward, without what is not made again yet."""
+    """Return moments of a backward without the tensors that are not recomputed yet."""
     for one in again:
         since = next((at for at, moment in enumerate(moments) if moment.name in one.operators), len(moments))
         gone = [
@@ -494,7 +495,7 @@ def _cost(structure: program.Layer, values: Values, *, fused: bool) -> Cost:
 
 
 def _at_highest(plan: _Plan, totals: list[Int], made: list[Int], of: Callable[[Places], tuple[Line, ...]]) -> tuple[Line, ...]:
-    """Lines of the highest moment of a backward; of a column, whose moments are not one and the same, their sum."""
+    """Return the lines of a backward's peak; one line of its size if sizes are columns, whose peaks differ."""
     if not all(isinstance(total, int) for total in totals):
         return (Line(Kind.ACTIVATIONS, maximum(*totals), BY_THE_WAY, source=program.LAYER),)
     at = totals.index(max(totals))
@@ -508,14 +509,14 @@ def _formula(sizes: tuple[Size, ...]) -> str:
 
 
 class _Sizes:
-    """What sizes come to, each computed once."""
+    """Evaluates sizes, each once."""
 
     def __init__(self, values: Values) -> None:
-        """Take the value of every symbol."""
+        """Store the value of every symbol."""
         self.values, self.known = values, dict[Size, Int]()
 
     def number(self, size: Size) -> Int:
-        """The size's value."""
+        """Return the value of a size."""
         if size not in self.known:
             self.known[size] = size.value(self.values)
         return self.known[size]

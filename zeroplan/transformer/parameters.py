@@ -19,7 +19,7 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
     autocast: bool = False
     active_share: tuple[int, int] = (1, 1)
-    """Numerator and denominator of the share of elements one token uses: (top-k, experts) for routed experts."""
+    """Numerator and denominator of the share of elements that one token uses: (top-k, experts) for routed experts."""
     frozen: bool = False
     """It gets no gradient."""
     quantised: bool = False
@@ -38,7 +38,7 @@ class Parameter(NamedTuple):
 
 
 def operator_of(name: str) -> str:
-    """Return the module whose weight and bias get their gradients from one operator; the name itself for other parameters.
+    """Return the module whose weight and bias get their gradients from one operator; for other parameters the name itself.
 
     >>> operator_of("mlp.up.bias"), operator_of("mlp.experts.down_proj")
     ('mlp.up', 'mlp.experts.down_proj')
@@ -47,9 +47,9 @@ def operator_of(name: str) -> str:
     return module if own in ("weight", "bias") else name
 
 
-#: Kinds of layers that alternate, the last one of each period second: with windows, and with linear attention.
+#: Kinds of alternating layers, the last of each period second: with windows, and with linear attention.
 KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
-#: Kinds of layers by the letters of a pattern.
+#: Kind of a layer by its letter in a pattern.
 KINDS_OF_LETTERS = {"M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside, normed"}
 #: Kinds of layers with linear attention; ``beside``: attention and Mamba-2 side by side, the latter gated or normalised.
 WITH_STATES = ("linear", "beside", "beside, normed")
@@ -64,7 +64,7 @@ class BlockRun(NamedTuple):
     layers: int
     parameters: tuple[Parameter, ...]
     plain: bool = False
-    """Its blocks are not recomputed; those before them are."""
+    """The backward does not recompute its blocks; it recomputes earlier ones."""
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 def below_blocks(tree: Layout) -> tuple[Parameter, ...]:
-    """Return the parameters that run before the blocks: OPT registers its final norm among them, as the last."""
+    """Return the parameters that run before the blocks. OPT registers its final norm as the last of them."""
     after = {one.name.rpartition(".")[0] for one in tree.tail}
     if len(after) != int(tree.tied_head is None):  # more than a head of its own, or a pipeline's first stage
         return tree.embeddings

@@ -61,7 +61,7 @@ def has_frozen(model: ModelSpec) -> bool:
 
 
 def frozen_tower(model: ModelSpec) -> int:
-    """Return the blocks of a frozen vision tower, the first ones, which have no backward where nothing is recomputed."""
+    """Return the number of blocks in a frozen vision tower. Without recomputation these first blocks have no backward."""
     frozen = model.vision is not None and (model.adapter is not None or model.vision.freeze_tower)
     return model.tower_layers if frozen else 0
 
@@ -78,7 +78,7 @@ def trained_count(model: ModelSpec) -> int:
 
 
 def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
-    """Return the index of each layer's run, first to last. In a period of alternating layers the last one has full attention.
+    """Return the run index of each layer, first to last. In each period of alternating layers the last one has full attention.
 
     >>> runs_in_order(ModelSpec(family="gemma2", hidden_size=8, intermediate_size=16, num_hidden_layers=5, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
@@ -110,9 +110,9 @@ def parameter_count(model: ModelSpec) -> int:
 
 @lru_cache(maxsize=256)
 def active_parameter_count(model: ModelSpec) -> int:
-    """Return the number of parameters that one token uses: ``top_k / experts`` of the routed experts, and all others. [elements]
+    """Return the number of parameters that one token uses: ``top_k / experts`` of the routed experts, all others. [elements]
 
-    The input embedding counts whole, as with Mistral and Qwen; OpenAI, DeepSeek and Moonshot leave it out of their figures.
+    All of the input embedding counts, as Mistral and Qwen count it; OpenAI, DeepSeek and Moonshot leave it out.
     """
     return _total(layout(model), lambda parameter: parameter.active)
 

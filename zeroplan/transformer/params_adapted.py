@@ -15,7 +15,7 @@ from zeroplan.transformer.params_modules import Parameters
 def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
     """Return a frozen model with adapters in its blocks.
 
-    The first block is a kind of its own: nothing before it is trained, so that its input may have no gradient. Where kinds of
+    The first block is a kind of its own: no trained weight comes before it, so its input may have no gradient. Where kinds of
     attention alternate, it is a local one.
     """
     first = next((run for run in whole.runs if run.kind == "local"), whole.runs[0])
@@ -28,8 +28,8 @@ def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
 def partly_frozen_layout(whole: Layout, frozen: FrozenSpec) -> Layout:
     """Return a model with frozen parts and frozen first blocks.
 
-    Before the first trained parameter there are two kinds: ``frozen`` blocks, which no gradient reaches, and the ``first`` trained
-    block, whose input has no gradient. Above a trained embedding the frozen blocks are ``through``: gradients pass them.
+    Kind ``frozen``: blocks before the first trained parameter, without backward. Kind ``first``: the first trained block, whose
+    input has no gradient. Kind ``through``: frozen blocks above a trained embedding, through which gradients flow.
     """
     names, (run,) = frozen.names, whole.runs
     reached = "embedding" not in names
@@ -45,14 +45,14 @@ def partly_frozen_layout(whole: Layout, frozen: FrozenSpec) -> Layout:
 
 
 def only_trained(whole: Layout) -> Layout:
-    """Return the layout without frozen parameters. Runs of blocks stay even if they are empty."""
+    """Return the layout with trained parameters only. Runs of blocks stay even if they are empty."""
     runs = tuple(run._replace(parameters=_without_frozen(run.parameters)) for run in whole.runs)
     tied = whole.tied_head if whole.tied_head is not None and not whole.tied_head.frozen else None
     return Layout(_without_frozen(whole.embeddings), runs, _without_frozen(whole.tail), tied)
 
 
 def only_frozen(whole: Layout) -> Layout:
-    """Return the layout without trained parameters. Runs of blocks stay."""
+    """Return the layout with frozen parameters only. Runs of blocks stay."""
     runs = tuple(run._replace(parameters=_frozen_of(run.parameters)) for run in whole.runs)
     return Layout(_frozen_of(whole.embeddings), runs, _frozen_of(whole.tail))
 
@@ -70,7 +70,7 @@ def _wrapped(parameters: Parameters, adapter: AdapterSpec) -> Iterator[Parameter
         module, _, tensor = parameter.name.rpartition(".")
         quantised = adapter.quantize != "none" and parameter.autocast and tensor == "weight"
         if adapter.quantize == "gptq" and module.endswith(".gate"):
-            quantised = False  # checkpoints leave a router's layer whole
+            quantised = False  # quantised checkpoints keep a router's layer in 16 bits
         if module.rpartition(".")[2] not in adapter.layers:
             yield parameter._replace(frozen=True, quantised=quantised)
             continue

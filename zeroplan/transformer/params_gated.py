@@ -12,9 +12,10 @@ _NAMES = "model.embed_tokens", "model.norm"
 
 
 def alike(model: ModelSpec, block: Parameters) -> Layout:
-    """Return a model whose blocks have the same parameters; some may have a window and others full attention, or no positions.
+    """Return the layout of a model whose blocks all have the same parameters, in one run, or in two where attention alternates.
 
-    SmolLM3 has layers without positions but no window; EXAONE 4 has neither where its config has no window.
+    Some families mix layers with a window and layers with full attention. SmolLM3 mixes layers with and without positions;
+    EXAONE 4 mixes only where its config has a window.
     """
     if (model.sliding_window is not None and model.family in GLOBAL_LAYERS) or model.family == "smollm3":
         return alternating(model, KINDS_IN_TURN[0], block, block)
@@ -24,7 +25,7 @@ def alike(model: ModelSpec, block: Parameters) -> Layout:
 def with_experts(
     model: ModelSpec, attention: Parameters, routed: Callable[[MoeSpec], Parameters], *, norms_first: bool = False
 ) -> Layout:  # fmt: skip
-    """Return a model of dense blocks, if any, followed by blocks with experts. ``norms_first``: norms come before the experts."""
+    """Return dense blocks, if any, then blocks with experts. ``norms_first``: the norms are registered before the experts."""
     assert model.moe is not None  # noqa: S101  these families always have it
     n_dense, norms = model.moe.num_dense_layers, two_norms(model)
     dense = (*attention, *gated("mlp", model, model.intermediate_size), *norms)
@@ -37,7 +38,7 @@ def with_experts(
 
 
 def patterned(model: ModelSpec, of_kinds: Mapping[str, Parameters], names: tuple[str, str] = _NAMES) -> Layout:
-    """Return a model whose pattern gives the kind of each layer, one run per kind; the kind of the last layer comes last."""
+    """Return the layout of a model whose pattern lists each layer's kind: one run per kind, ordered by each kind's last layer."""
     pattern = model.letters
     letters = sorted(set(pattern), key=pattern.rindex)
     kinds = [(KINDS_OF_LETTERS[letter], pattern.count(letter)) for letter in letters]
@@ -56,9 +57,9 @@ def _around(model: ModelSpec, runs: tuple[BlockRun, ...], names: tuple[str, str]
 
 
 def alternating(model: ModelSpec, kinds: tuple[str, str], often: Parameters, rare: Parameters) -> Layout:
-    """Return a model of two alternating kinds of layers, one run per kind; the kind of the last layer comes last.
+    """Return the layout of a model with two alternating kinds of layers: one run per kind, the last layer's kind last.
 
-    Sums over all layers are exact whatever the order.
+    Sums over all layers are exact in any order.
     """
     (many, few), every = kinds, GLOBAL_LAYERS[model.family]
     n_rare = model.num_hidden_layers // every
@@ -68,7 +69,7 @@ def alternating(model: ModelSpec, kinds: tuple[str, str], often: Parameters, rar
 
 
 def attention_of(model: ModelSpec, *, bias: bool = False, output_bias: bool | None = None) -> Parameters:
-    """Return three projections and the output projection. ``output_bias`` defaults to ``bias``."""
+    """Return the q, k, v and output projections. ``output_bias`` defaults to ``bias``."""
     hidden, query, key = model.hidden_size, query_width(model), key_width(model)
     return (
         *linear("self_attn.q_proj", hidden, query, bias=bias),

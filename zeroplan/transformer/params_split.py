@@ -26,7 +26,7 @@ def split_layout(model: ModelSpec, ranks: int) -> Layout:
     >>> [one.shape for one in split_layout(tiny, 2).runs[0].parameters]
     [(4, 8), (4, 8), (4, 8), (8, 4), (8, 8), (8, 8), (8, 8), (8,), (8,)]
     """
-    if model.vision is not None and model.vision.has_blocks:  # nothing is known of how ranks split a tower
+    if model.vision is not None and model.vision.has_blocks:  # how ranks split a tower was not read
         model = replace(model, vision=weights_alone(model.vision))
     whole = layout(model)
     return whole._replace(

@@ -1,4 +1,4 @@
-"""Parameters, blocks and head of a traced module, from its profile instead of a family's formulas."""
+"""Parameters, blocks and head of a traced module. They come from its profile; no family's formulas apply."""
 
 from functools import lru_cache
 from itertools import groupby
@@ -31,7 +31,7 @@ def profile_of(model: ModelSpec) -> Profile:
 
 @lru_cache(maxsize=16)
 def profiled_layout(profile: Profile) -> Layout:
-    """Return every parameter, and the buffers, which no engine shards."""
+    """Return the layout of a traced module. Its buffers are one line, since no engine shards them."""
     every = {tensor.name: _parameter(tensor) for tensor in profile.embeddings}
     tied = None if profile.tied_head is None else every[profile.tied_head]._replace(autocast=_is_cast(profile))
     buffers = Line(Kind.PARAMETERS, profile.buffer_bytes, "buffers, whole on every rank", str(profile.buffer_bytes), BUFFERS)
@@ -56,14 +56,14 @@ _OTHER_KERNELS = "the module was traced with a GPU's kernels, and this estimate 
 
 
 def profiled_remarks(profile: Profile, compute: Compute) -> str:
-    """Return what of a profile is not exact for this way to compute, in sentences; empty where everything is."""
+    """Return sentences on what the profile does not cover exactly for ``compute``; empty if it covers everything."""
     variant = _variant(profile, compute)
     others = (_OTHER_KERNELS,) if variant.kernels != compute.kernels else ()
     return " ".join(f"{remark}." for remark in dict.fromkeys((*variant.one.remarks, *variant.more.remarks, *others)))
 
 
 def profiled_block(profile: Profile, kind: str, compute: Compute, batch: Batch) -> BlockPass:
-    """Return the memory of one block of this kind, as traced for this way to compute."""
+    """Return the memory of one block of this kind, as traced with these settings."""
     one = _pass(profile, compute, batch)
     scale, block = _Scale(one, batch), one.blocks[kind]
     kept, block_input = (
@@ -114,7 +114,7 @@ class Operations(NamedTuple):
 
 
 def check_operations(profile: Profile) -> None:
-    """Raise SpecError for a profile without counts of operations in any variant."""
+    """Raise SpecError if no variant of the profile contains operation counts."""
     passes = [one for variant in profile.variants for one in (variant.one, variant.more)]
     if not any(_has_operations(one) for one in passes):
         raise SpecError(_NO_OPERATIONS.format(profile.name))
@@ -131,7 +131,7 @@ def _has_operations(one: ProfiledPass) -> bool:
 
 
 def profiled_operations(profile: Profile, compute: Compute, batch: Batch) -> Operations:
-    """Return the operations counted in the trace; SpecError for a profile without counts."""
+    """Return the operations counted in the trace; raise SpecError for a profile without counts."""
     one = _pass(profile, compute, batch)
     blocks, scale = [(one.blocks[run.kind].operations, run.layers) for run in profile.runs], _Scale(one, batch)
     if one.operations is None or not _has_operations(one):
@@ -145,7 +145,7 @@ def profiled_operations(profile: Profile, compute: Compute, batch: Batch) -> Ope
 
 
 def without_recompute(profile: Profile, compute: Compute) -> Compute:
-    """Return the same way to compute without recomputation, where that was traced."""
+    """Return ``compute`` without recomputation if the profile has a trace of that, else ``compute`` itself."""
     wanted = (compute.element_bytes, compute.autocast, "none")
     there = any((one.element_bytes, one.autocast, one.recompute) == wanted for one in profile.variants)
     return compute._replace(recompute="none") if there else compute
@@ -158,7 +158,7 @@ def _below(most: Line, hidden: Line) -> Line:
 
 
 def _pass(profile: Profile, compute: Compute, batch: Batch) -> ProfiledPass:
-    """Return the pass that was traced in this way, for one sequence or for several."""
+    """Return the traced pass for these settings; one sequence and several sequences have separate traces."""
     _check_length(profile, batch)
     _check_not_shorter(profile, batch)
     variant = _variant(profile, compute)
@@ -210,11 +210,13 @@ def _manner(element_bytes: int, autocast: bool, recompute: str) -> str:  # noqa:
 
 
 class _Scale:
-    """Turns a pass's amounts into bytes for one batch."""
+    """Converts the amounts of a pass to bytes for one batch."""
 
     def __init__(self, one: ProfiledPass, batch: Batch) -> None:
         sequences, length = batch.micro_batch_size, round_up(batch.seq_len, one.counted_by)
-        self._has_formulas = one.counted_by == 1  # symbols mean the batch, not the next multiple
+        self._has_formulas = (
+            one.counted_by == 1
+        )  # else the formulas would be wrong: symbols mean the batch, not the next multiple
         self._sequences, self._length, self._multiple = sequences, length, one.seq_multiple
         tokens, padding = sequences * length, round_up(length, one.seq_multiple) - length
         self._values: tuple[Int, ...] = (
@@ -222,7 +224,7 @@ class _Scale:
         )  # fmt: skip
 
     def bytes(self, amount: Amount) -> Int:
-        """Return an amount for this batch."""
+        """Return an amount in bytes for this batch."""
         total: Int = 0
         for (name, _), value in zip(_SYMBOLS, self._values, strict=True):
             if times := getattr(amount, name):
@@ -241,7 +243,7 @@ class _Scale:
         return Line(kind, self.bytes(amount), reason, formula, TRACE)
 
     def parts(self, parts: tuple[Part, ...], kind: Kind = Kind.ACTIVATIONS) -> tuple[Line, ...]:
-        """Return the parts that a pass keeps as lines."""
+        """Return each kept part as a line."""
         return tuple(self.line(kind, part.amount, part.reason) for part in parts)
 
     def point(self, point: Point, compute: Compute, kind: Kind = Kind.ACTIVATIONS) -> BackwardPoint:
@@ -254,7 +256,7 @@ class _Scale:
         return BackwardPoint(point.name, lines, point.gradients, point.current, point.casts)
 
     def handed(self, handed: tuple[Handed, ...], tensors: tuple[Tensor, ...]) -> tuple[HandedOn, ...]:
-        """Return what is alive when gradients reach their weights. A weight and its bias get theirs together."""
+        """Return the tensors alive when gradients reach their weights. A weight and its bias receive theirs together."""
         numel = {tensor.name: prod(tensor.shape) for tensor in tensors}
         found, made = list[HandedOn](), 0
         for _, together in groupby(handed, key=lambda one: operator_of(one.name)):
@@ -266,7 +268,6 @@ class _Scale:
         return tuple(found)
 
     def _scratch(self, flash: Flash, compute: Compute) -> Line:
-        """Return the workspace as in ``flash_scratch`` of :mod:`zeroplan.transformer.families.attention`."""
         filled = 32 if flash.head_dim <= 128 else 64
         row = 4 * flash.heads * (ceil_div(flash.head_dim, filled) * filled + 1)
         repeated = 0 if flash.heads == flash.kv_heads else 2 * compute.element_bytes * flash.heads * flash.head_dim

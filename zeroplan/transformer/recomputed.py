@@ -9,7 +9,7 @@ from zeroplan.transformer.params import layout, runs_in_order
 
 
 def first_recomputed(model: ModelSpec, recipe: RecipeSpec) -> int | None:
-    """Return how many blocks, from the first, a recipe recomputes; None where it treats all alike.
+    """Return how many blocks, from the first, a recipe recomputes; None if it treats all blocks alike.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
@@ -21,7 +21,7 @@ def first_recomputed(model: ModelSpec, recipe: RecipeSpec) -> int | None:
 
 
 def layout_by_recomputation(model: ModelSpec, first: int | None) -> Layout:
-    """Return a model's layout with the blocks after the ``first`` ones in plain runs of their own."""
+    """Return a model's layout with the blocks after the first ``first`` in separate runs without recomputation."""
     return layout(model) if first is None else _in_two(model, first)
 
 
@@ -31,7 +31,7 @@ def _in_two(model: ModelSpec, first: int) -> Layout:
 
 
 def in_two(tree: Layout, model: ModelSpec, first: int) -> Layout:
-    """Return ``tree``, whole or one rank's share, with the blocks after the ``first`` ones in runs of their own."""
+    """Return ``tree``, whole or one rank's share, with the blocks after the first ``first`` in separate runs."""
     order = runs_in_order(model)
     runs = [
         BlockRun(run.kind, layers, run.parameters, plain)
@@ -43,7 +43,7 @@ def in_two(tree: Layout, model: ModelSpec, first: int) -> Layout:
 
 
 def order_by_recomputation(model: ModelSpec, first: int | None) -> tuple[int, ...]:
-    """Return the index of each layer's run, first to last, in the layout of :func:`layout_by_recomputation`.
+    """Return the run index of each layer, first to last, in the layout of :func:`layout_by_recomputation`.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)

@@ -1,4 +1,4 @@
-"""The backward of an embedding that is split by the vocabulary over tensor-parallel ranks."""
+"""The memory that a vocabulary-parallel embedding's backward allocates on one tensor-parallel rank."""
 
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import minimum
@@ -13,9 +13,9 @@ EMBEDDING = "torch 2.13, torch/distributed/tensor/_ops/_embedding_ops.py, embedd
 
 
 def at_the_embedding(model: ModelSpec, compute: Compute, batch: Batch) -> AtEmbedding:
-    """Return what the embedding's backward allocates.
+    """Return the tensors that the embedding's backward allocates.
 
-    DTensor makes the gradient of the whole embedding on every rank, and then cuts the rank's share from it.
+    DTensor makes the gradient of the whole embedding on every rank, and then cuts the rank's shard from it.
     """
     x = widths(model, compute, batch)
     gathered = x.element * x.tokens * x.hidden

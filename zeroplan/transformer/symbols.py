@@ -1,4 +1,4 @@
-"""The symbols in the sizes of blocks, which ``legend.py`` explains, and fractions of some of them."""
+"""The symbols of the size formulas, and fractions of some of them. ``legend.py`` explains each."""
 
 from zeroplan.expr import symbols
 

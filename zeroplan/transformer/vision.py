@@ -1,8 +1,8 @@
-"""A vision tower and what joins it to the text: their parameters, and the memory of a pass beside that of the text.
+"""A vision tower and its projector to the text: their parameters, and the memory that they add to a pass of the text.
 
-Source: transformers 5.23, ``models/<model>/modeling_<model>.py`` of Qwen2.5-VL, Qwen3-VL and Gemma 3, whose tower is that of
-``models/siglip``. The tower runs after the embedding of the tokens and before the first block of the text, so that its backward
-comes between theirs. Its patches of all images are one long sequence, in which each image attends to itself alone.
+Source: transformers 5.23, ``models/<model>/modeling_<model>.py`` of Qwen2.5-VL, Qwen3-VL and Gemma 3, whose tower is SigLIP's
+(``models/siglip``). The tower runs between the token embedding and the text's first block, and so does its backward. Its
+patches of all images are one long sequence, in which each image attends only to itself.
 """
 
 from functools import lru_cache
@@ -18,7 +18,7 @@ from zeroplan.transformer.params_modules import Parameters, embedding, layer_nor
 
 #: The kind of the tower's blocks.
 VISION = "vision"
-#: How the names of parameters begin that are neither the text's nor the tower's blocks'.
+#: Prefixes of parameters outside the text and outside the tower's blocks.
 BESIDE_THE_TEXT = ("visual.", "multi_modal_projector.")
 QWEN = "transformers 5.23, models/qwen2_5_vl/modeling_qwen2_5_vl.py"
 _FORWARD = f"{QWEN}, Qwen2_5_VLModel.forward"
@@ -28,9 +28,9 @@ _FP32 = 4
 
 
 def with_tower(text: Layout, model: ModelSpec) -> Layout:
-    """Return a text's layout with the tower's blocks before its own, and the rest of the tower behind its embedding.
+    """Return the text's layout with the vision tower: its blocks before the text's, its other parameters after the embedding.
 
-    That is the order in which they run. Beside adapters all of it is frozen.
+    This is the order in which they run. With adapters the whole tower is frozen.
     """
     vision = model.vision
     if vision is None:
@@ -51,7 +51,7 @@ def _frozen_if(parameters: Parameters, is_so: bool) -> Parameters:  # noqa: FBT0
 
 
 def tower_buffers(model: ModelSpec) -> int:
-    """Return the buffers of a model's tower: frequencies of positions, twice, or the numbers of SigLIP's positions. [bytes]"""
+    """Return the size of the tower's buffers: rotary frequencies, twice, or SigLIP's position numbers. [bytes]"""
     vision = model.vision
     if vision is None or not vision.has_blocks:
         return 0
@@ -62,20 +62,20 @@ def tower_buffers(model: ModelSpec) -> int:
 
 @lru_cache(maxsize=64)
 def parameters_beside_the_text(vision: VisionSpec) -> int:
-    """Return the parameters of a tower and of what joins it to the text. [elements]"""
+    """Return the number of parameters of a tower and its projector. [elements]"""
     tower, joining = _ends(vision)
     inside = sum(one.numel for one in _block(vision))
     return vision.num_hidden_layers * inside + sum(one.numel for one in (*tower, *joining))
 
 
 def weights_alone(vision: VisionSpec) -> VisionSpec:
-    """Return a tower whose weights count, as one vector, and whose activations do not; it is frozen if all of it is."""
+    """Return a tower reduced to one vector of weights, without activations. It is frozen if tower and projector are."""
     frozen = vision.freeze_tower and vision.freeze_projector
     return VisionSpec(tower="other", other_parameters=parameters_beside_the_text(vision), freeze_tower=frozen)
 
 
 def _ends(vision: VisionSpec) -> tuple[Parameters, Parameters]:
-    """Return what of the tower is not in its blocks, and what joins it to the text."""
+    """Return the tower's parameters outside its blocks, and its projector's."""
     width = vision.hidden_size
     other = (Parameter("visual.other", (vision.other_parameters,)),) if vision.other_parameters else ()
     if not vision.has_blocks:
@@ -118,7 +118,7 @@ _DOWN = ("mlp.down_proj", "mlp.linear_fc2", "mlp.fc2")
 
 
 def _block(vision: VisionSpec) -> Parameters:
-    """Return the parameters of a block; all of its matrices have biases."""
+    """Return the parameters of a block. All of its matrices have biases."""
     width, inner, made = vision.hidden_size, vision.intermediate_size, list[Parameter]()
     for name in MODULES[vision.tower]:
         if "norm" in name:
@@ -137,12 +137,12 @@ def _block(vision: VisionSpec) -> Parameters:
 def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: Batch) -> BlockPass:
     """Return the memory of one block of the tower in a pass over the images of a micro-batch.
 
-    Where blocks are recomputed, the output of the patch embedding gets a gradient, so that a frozen tower runs its backward, too:
-    transformers 5.23, modeling_utils.py, ``enable_input_require_grads``.
+    With recomputation, ``enable_input_require_grads`` makes the patch embedding's output require a gradient. So even a frozen
+    tower runs its backward: transformers 5.23, modeling_utils.py.
     """
     from zeroplan.transformer.families.vision import tower_pass  # noqa: PLC0415  only models with a tower need it
 
-    if model.adapter is not None:  # beside adapters frozen weights have the compute dtype
+    if model.adapter is not None:  # beside adapters, frozen weights have the compute dtype
         compute = compute._replace(autocast=False)
     made = tower_pass(vision, compute, batch, frozen=vision.freeze_tower or model.adapter is not None)
     named: dict[int, Line] = {}
@@ -161,7 +161,7 @@ def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: B
 
 
 def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool) -> HeadPass:
-    """Return what is outside the blocks with what images take beside the tower's blocks. ``recomputed``: blocks are."""
+    """Return the head pass with the tensors that images add outside the tower's blocks. ``recomputed``: blocks are recomputed."""
     vision = model.vision
     if vision is None or not vision.images or not vision.has_blocks:
         return text
@@ -201,7 +201,7 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
 def pixels(
     model: ModelSpec, batch: Batch, element: int = _FP32, reason: str = "pixels of the images, fp32"
 ) -> tuple[Line, ...]:
-    """Return the images that the training loop holds, in fp32, or a copy: as many pixels as their patches have. [bytes]"""
+    """Return the pixels of the images: the training loop's fp32 tensor, or a copy in another dtype. [bytes]"""
     vision = model.vision
     if vision is None or not vision.images:
         return ()
@@ -210,7 +210,7 @@ def pixels(
 
 
 def _saved_by_the_projector(vision: VisionSpec, element: int, residual: int) -> int:
-    """Return what it saves for each patch: the norm's input, what both matrices read, and the first one's result. [bytes]
+    """Return the bytes saved per patch: the norm's input, both matrices' inputs, and the first matrix's result. [bytes]
 
     RMSNorm saves a copy in fp32 and the normalised input. Gemma 3 pools patches before its norm and its matrix.
     """

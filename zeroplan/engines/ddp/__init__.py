@@ -1,11 +1,11 @@
-"""What does one GPU hold under ``DistributedDataParallel``, alone (stage 0) or with ``ZeroRedundancyOptimizer`` (stage 1)?
+"""The memory and traffic of one GPU under ``DistributedDataParallel`` (stage 0), or with ``ZeroRedundancyOptimizer`` (stage 1).
 
-Parameters, gradients and the reducer's buckets are whole on every rank; stage 1 hands out the optimizer's states by whole
-tensors. Mixed precision is ``torch.autocast`` over fp32 parameters, entered for the forward and the loss, left before the
-backward. Arguments are torch 2.13's defaults except the recipe's; gradients are set to None after each step, and the training
-loop drops the loss's graph and the logits after the backward at the latest.
+Parameters, gradients and the reducer's buckets are whole on every rank. Stage 1 distributes the optimizer's states by whole
+tensors. Mixed precision is ``torch.autocast`` over fp32 parameters during the forward and the loss, not during the backward.
+Arguments are torch 2.13's defaults except the recipe's. Gradients are set to None after each step. The training loop drops the
+loss's graph and the logits after the backward at the latest.
 
-Left out: the transient of the constructor's broadcast (never above parameters and buckets), scalars, and tensors of the
+Leaves out the transient of the constructor's broadcast (never above parameters and buckets), scalars, and tensors of the
 training loop itself.
 """
 
@@ -55,21 +55,21 @@ _REDUCER_OF = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataPara
 _SCALER = "torch 2.13, torch/amp/grad_scaler.py, GradScaler._lazy_init_scale_growth_tracker"
 
 _FIRST_BUCKET_BYTES = 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultFirstBucketBytes
-_NOTABLE_BUCKETS = 50  # one part in fifty of the parameters is worth a sentence
+_NOTABLE_BUCKETS = 50  # a fiftieth of the parameters is worth a note
 BUCKET_BYTES = 25 * 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultBucketBytesCap
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """Memory and traffic of the fullest GPU in the steady state of training, from the third step on. [bytes]
+    """Return memory and traffic of the fullest GPU in the steady state, from the third step on. [bytes]
 
-    With ``grad_accum_steps`` above 1 the moments of forward and backward are those of a later micro-batch, which finds
-    gradients already there. Source: torch 2.13, ``torch/nn/parallel/distributed.py`` and ``reducer.cpp``.
+    With ``grad_accum_steps`` above 1 the moments of forward and backward are a later micro-batch's, which finds the earlier
+    gradients. Source: torch 2.13, ``torch/nn/parallel/distributed.py`` and ``reducer.cpp``.
     """
     element_bytes, compute = widths(recipe.precision).stored, compute_of(recipe)
     whole, these = trained_row(model), passes(model, recipe, batch)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     parameters = _whole(Kind.PARAMETERS, element_bytes, whole.n_elements, _held(model), _REDUCER_OF)
-    width = element_bytes if model.adapter is None else compute.element_bytes  # without adapters nobody casts what is frozen
+    width = element_bytes if model.adapter is None else compute.element_bytes  # without adapters frozen weights stay uncast
     frozen = frozen_lines(model, width, element_bytes, "parameters", _REDUCER_OF)
     buckets, gradients = _gradient_states(recipe, element_bytes, whole.n_elements, mesh.dp_shard)
     tables = tables_in_layers(model, recipe, width)
@@ -102,9 +102,9 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 @lru_cache(maxsize=256)
 def _cast_elements(model: ModelSpec, first: int | None, *, fused: bool) -> tuple[dict[str, int], int]:
-    """Elements that autocast copies of a block of each kind, and of what is after the blocks.
+    """Return the elements that autocast copies for a block of each kind, and for the head.
 
-    ``fused``: kernels cast the adapters that they run, and autocast keeps no copies.
+    ``fused``: kernels cast the adapters that they run, so autocast keeps no copies.
     """
     whole = trained_layout(model) if first is None else in_two(trained_layout(model), model, first)
     head = whole.tail if whole.tied_head is None else (*whole.tail, whole.tied_head)
@@ -122,9 +122,10 @@ def _copied(model: ModelSpec, recipe: RecipeSpec, these: Passes) -> Casts:
 
 
 def _buckets_rebuilt(recipe: RecipeSpec, whole: Row, accum: Int, parameters: Lines) -> tuple[Moment, ...]:
-    """Second forward of the training: the reducer makes its final buckets while gradients still view the first one.
+    """Return the second forward of the training, in which the reducer builds its final buckets beside the first ones.
 
-    Only where gradients are views and stay from one micro-batch to the next; there are no optimizer states yet.
+    It matters only if gradients are views of buckets and stay from one micro-batch to the next. Optimizer states do not exist
+    yet.
     """
     if not recipe.ddp.gradient_as_bucket_view or not recipe.sync_every_micro_batch:
         return ()
@@ -136,7 +137,7 @@ def _buckets_rebuilt(recipe: RecipeSpec, whole: Row, accum: Int, parameters: Lin
 
 
 def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
-    """What a single rank runs, and which rank the figures are of where ranks differ; a sentence each."""
+    """Yield notes: what a single rank runs, and which rank the figures describe if ranks differ."""
     if model.adapter is not None and model.moe is not None:
         yield ROUTED
     stored, trained = widths(recipe.precision).stored, trained_count(model)
@@ -156,7 +157,6 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
 
 
 def _symbols(these: Passes, copied: Casts, accum: Int) -> tuple[Symbol, ...]:
-    """What the formulas count: micro-batches that came before, and what blocks keep."""
     return (
         Symbol("M", where(accum > 1, 1, 0), "1 where an earlier micro-batch of the step left gradients, else 0"),
         *_of_each("C", these.kinds, copied.in_forward, "elements that autocast copies in the forward of one {} block"),
@@ -180,9 +180,9 @@ def _whole(kind: Kind, element_bytes: int, elements: Int, reason: str, source: s
 
 
 def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int, ranks: Int) -> tuple[Line, Lines]:
-    """Return the buckets, alive always, and the gradients beside them at the end of a backward.
+    """Return the buckets, which are always alive, and the separate gradients at the end of a backward.
 
-    A single rank that nothing wraps has gradients but no buckets.
+    A single rank without a wrapper has gradients but no buckets.
     """
     if recipe.ddp.gradient_as_bucket_view:
         return _whole(Kind.GRADIENTS, element_bytes, total, "gradients, views of the reducer's buckets", _REDUCER), ()
@@ -200,7 +200,7 @@ def _scaler(recipe: RecipeSpec) -> Lines:
 
 
 def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, ranks: Int) -> tuple[Lines, Lines]:
-    """States and step temporaries of the tensors this rank updates: all of them, or the fullest rank's share."""
+    """Return states and step temporaries of this rank's tensors: all tensors, or the fullest rank's share."""
     impl = implementation_of(recipe)
     if recipe.zero_stage == 0:
         return _all_updated(model, recipe.optimizer, impl, element_bytes)
@@ -215,7 +215,7 @@ def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, r
 
 
 def _column(share: Callable[[int], Lines], ranks: Int) -> Lines:
-    """Lines whose sizes follow a column of ranks; their number and names do not depend on it."""
+    """Return lines whose sizes follow a column of ranks. Their number and names do not depend on it."""
 
     def size(index: int) -> Int:
         return for_each_value(lambda n: int(share(n)[index].n_bytes), ranks)
@@ -233,7 +233,7 @@ def _all_updated(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, el
 
 
 def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -> tuple[Collective, ...]:
-    """All-reduce of all gradients; at stage 1 also a broadcast of every parameter by the rank that updated it.
+    """Return the all-reduce of all gradients; at stage 1 also each parameter's broadcast from the rank that updated it.
 
     The all-reduce is a ring's reduce-scatter and all-gather, 2·Ψ elements. Torch's stage 1 does not replace it by a
     reduce-scatter, so it moves 3·Ψ, more than the 2·Ψ of the ZeRO paper (arXiv:1910.02054, section 7).
@@ -259,7 +259,7 @@ def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -
 
 
 def buffers_sent(model: ModelSpec, width: int, calls: Int, ranks: Int) -> tuple[Collective, ...]:
-    """Rank 0's buffers, sent to all before a forward whose predecessor moved gradients; they are no part of the 2·Ψ."""
+    """Return the broadcast of rank 0's buffers before a forward that follows a synchronised backward. It is no part of the 2·Ψ."""
     n_bytes = buffer_bytes(model, width)
     if not n_bytes:
         return ()
@@ -269,23 +269,23 @@ def buffers_sent(model: ModelSpec, width: int, calls: Int, ranks: Int) -> tuple[
 
 
 def bucket_count(model: ModelSpec, element_bytes: int, cap_mb: int | None = None) -> int:
-    """How many buckets the gradients fill, one all-reduce each. [buckets]"""
+    """Return the number of buckets of the gradients, with one all-reduce each. [buckets]"""
     return len(bucket_sizes(model, element_bytes, cap_mb))
 
 
 @lru_cache(maxsize=256)
 def bucket_sizes(model: ModelSpec, element_bytes: int, cap_mb: int | None = None) -> tuple[int, ...]:
-    """The size of each bucket that the gradients fill. [bytes]
+    """Return the size of each bucket of gradients. [bytes]
 
-    A bucket is closed by the gradient that reaches its limit: 1 MiB for the first and 25 MiB for the others, or ``cap_mb`` for
-    all. Gradients are taken in the reverse order of ``model.parameters()``; the order in which they become ready differs from it
-    within a block. Source: torch 2.13, reducer.cpp, ``compute_bucket_assignment_by_size``.
+    A bucket closes with the gradient that reaches its limit: 1 MiB for the first and 25 MiB for the others, or ``cap_mb`` for
+    all. Gradients enter in the reverse order of ``model.parameters()``; within a block they become ready in another order.
+    Source: torch 2.13, reducer.cpp, ``compute_bucket_assignment_by_size``.
     """
     return filled_buckets([element_bytes * int(tensor.numel) for tensor in reversed(every_tensor(model))], cap_mb)
 
 
 def filled_buckets(sizes: Iterable[int], cap_mb: int | None) -> tuple[int, ...]:
-    """The size of each bucket that gradients of these sizes fill, in their order. [bytes]"""
+    """Return the size of each bucket that gradients of these sizes fill, in their order. [bytes]"""
     first, others = (_FIRST_BUCKET_BYTES, BUCKET_BYTES) if cap_mb is None else (cap_mb * MIB, cap_mb * MIB)
     closed, filled, limit = list[int](), 0, first
     for size in sizes:

@@ -1,4 +1,4 @@
-"""What does ``DistributedDataParallel`` do with gradients, from autograd's hook to the end of a backward?"""
+"""How DDP's reducer handles gradients, from autograd's hook to the end of a backward, and their bytes beside the buckets."""
 
 from collections.abc import Hashable
 from functools import lru_cache
@@ -13,7 +13,7 @@ from zeroplan.spec.recipe import RecipeSpec
 
 
 class Plan(NamedTuple):
-    """What happens to gradients depends on this alone."""
+    """The settings on which the handling of gradients depends."""
 
     whole: Row
     element: int
@@ -21,7 +21,7 @@ class Plan(NamedTuple):
     views: bool
     """Gradients are views of the reducer's buckets."""
     syncs: bool
-    """Every micro-batch is reduced, not the last one alone."""
+    """The reducer runs after every micro-batch, not only after the last."""
 
     @property
     def moves_last(self) -> bool:
@@ -29,12 +29,12 @@ class Plan(NamedTuple):
         return self.views and not self.syncs
 
     def program(self, memory: Memory, ranks: int = 1) -> Collecting:
-        """What the reducer does with gradients."""
+        """Return the reducer's program."""
         return Reducer(self, memory, ranks)
 
 
 def plan_of(model: ModelSpec, recipe: RecipeSpec, *, wrapped: bool = True) -> Plan:
-    """What a recipe has DDP do with a model's gradients; without a wrapper nothing is a view."""
+    """Return how DDP handles a model's gradients under a recipe. Without the wrapper no gradient is a view."""
     views = recipe.ddp.gradient_as_bucket_view and wrapped
     return Plan(trained_row(model), widths(recipe.precision).stored, views, recipe.sync_every_micro_batch)
 
@@ -48,28 +48,30 @@ class Reducer(Collecting):
     plan: Plan
 
     def request_earlier(self) -> None:
-        """All gradients, unless they are in the buckets."""
+        """Request all gradients, unless they are in the buckets."""
         if not (self.plan.views and self.plan.syncs):
             super().request_earlier()
 
     def arrived(self, each: Placed, key: Hashable) -> None:
-        """A gradient becomes its parameter's, or is added to what that has; where it is a view of a bucket, it moves there."""
+        """Give a gradient to its parameter or add it to the parameter's; a view moves into its bucket."""
         super().arrived(each, key)
         if self.plan.views and (self.last or self.plan.syncs):
             self.memory.release(self.made.pop(each.start))
 
 
 class Levels(NamedTuple):
-    """What gradients take beside the buckets over a backward, in which they come to their parameters one by one."""
+    """Bytes of gradients outside the buckets, as a function of the elements made so far in a backward."""
 
     plan: Plan
     of_each: tuple[tuple[tuple[int, int], ...], ...]
-    """Bytes as it begins, and more with every element made, in each micro-batch that can hold the most; for a step of one
-    micro-batch, of two, and of more, or for that of one job."""
+    """(Bytes at the start, bytes per element made) of each micro-batch that can hold the most.
+
+    For a step of one micro-batch, of two, and of more, or for one job's step.
+    """
     micro_batches: Int
 
     def at(self, made: int) -> Int:
-        """What they take when this many elements have come to their parameters. [bytes]"""
+        """Return these bytes when ``made`` elements have reached their parameters. [bytes]"""
         if len(self.of_each) == 1:
             return max([begin + slope * made for begin, slope in self.of_each[0]])
         each = [max([begin + slope * made for begin, slope in one]) for one in self.of_each]
@@ -89,9 +91,9 @@ def levels_of(plan: Plan, micro_batches: Int) -> Levels:
 
 @lru_cache(maxsize=256)
 def _levels(plan: Plan, micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """Over the last micro-batch or, where that alone moves gradients, over both of two, or the second of three.
+    """Return the levels of the last micro-batch or, if only the last moves gradients, of both of two, or the second of three.
 
-    With three, all gradients are there in the second, more than there are in the last.
+    With three, the second has all gradients, more than the last one has.
     """
     counts, last, found = Counts(), micro_batches - 1, list[tuple[int, int]]()
     engine = plan.program(counts)
@@ -108,7 +110,7 @@ def _levels(plan: Plan, micro_batches: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=256)
 def made_above(whole: Row) -> dict[int, int]:
-    """Elements of gradients that are made before a block's backward (-1: the embedding; the number of blocks: the head)."""
+    """Return the elements of gradients made before a block's backward (-1: the embedding; the number of blocks: the head)."""
     made, above = dict.fromkeys(range(whole.n_blocks, -2, -1), 0), 0
     for each in whole.placed:
         made[each.block] += numel(each)

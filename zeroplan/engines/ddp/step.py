@@ -1,6 +1,6 @@
-"""A micro-batch under ``DistributedDataParallel``, written into a trace: the last of a step, and what earlier ones have left.
+"""The last micro-batch of a step under DDP, with the gradients of earlier ones, written into a trace.
 
-Over the blocks of a run everything grows or shrinks by the same amount per block, so a peak lies in its first or last one.
+Over the blocks of a run every size changes by the same amount per block, so memory peaks in its first or last block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,25 +26,25 @@ _AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 _SINK = "torch 2.13, torch/nn/parallel/distributed.py, _DDPSink"
 _REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward"
 _ENDS = 3
-"""Runs at either end among which a peak lies if kinds of layers alternate: one period, and its neighbour."""
+"""Number of runs at either end among which memory peaks if kinds of layers alternate: one period, and its neighbour."""
 
 
 class Casts(NamedTuple):
-    """Elements that autocast copies, of a block of each run and of what is after the blocks; none without autocast."""
+    """Elements that autocast copies for a block of each run and for the head; empty without autocast."""
 
     in_forward: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
-    """Until the block's backward: none where it is recomputed."""
+    """Copies kept until the block's backward: none for a recomputed block."""
     of_head: int = 0
 
 
 class Training(MicroBatch):
-    """The last micro-batch of a step on its way through the model and back."""
+    """The last micro-batch of a step through DDP's model, forward and backward."""
 
     head_phase = Phase.LOSS
 
     def __init__(self, trace: Trace, recipe: RecipeSpec, these: Passes, levels: Levels, copied: Casts, wrapped: Int) -> None:
-        """``wrapped``: 1 where DDP wraps the model, else 0."""
+        """``wrapped``: 1 if DDP wraps the model, else 0."""
         super().__init__(trace, recipe, these, levels.plan.whole)
         self.levels, self.width, self.copied, self.wrapped = levels, levels.plan.element, copied, wrapped
         self.above = made_above(self.whole)
@@ -57,19 +57,19 @@ class Training(MicroBatch):
             self.kind, self.reason = Kind.GRADIENTS, "gradients made so far"
 
     def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
-        """A whole gradient, which ``symbol`` represents if given."""
+        """Return a whole gradient as a line, with ``symbol`` in its formula if given."""
         formula = times(self.width, symbol) if symbol else product(self.width, elements)
         return Line(self.kind, self.width * elements, reason, formula, ACCUMULATE)
 
     def in_forward(self) -> Lines:
-        """What earlier micro-batches have left."""
+        """Return the gradients of earlier micro-batches."""
         return (self._gradients(self.these.n_blocks, 0),)
 
     def _made(self, block: int, made: int, current: int = 0, *, summed: bool = False) -> Lines:
-        """Gradients beside the buckets, and in the optimizer's step the temporaries of those made just now.
+        """Return gradients outside the buckets, and with a step in the backward the optimizer's temporaries for the newest ones.
 
-        By then a line of the point is gone: the 16-bit gradient of autocast, or one of the two gradients that are ``summed``. With
-        experts a run has as much there anyway.
+        By then a line of the point is freed: autocast's 16-bit gradient, or one of the two gradients that are ``summed``. With
+        experts a run has as much alive anyway.
         """
         gradients = self._gradients(block, made, current)
         if not self.recipe.ddp.step_in_backward or not current:
@@ -81,7 +81,7 @@ class Training(MicroBatch):
         return (gradients, *[line._replace(formula=product(1, int(line.n_bytes))) for line in left])
 
     def _gradients(self, block: int, made: int, current: int = 0) -> Line:
-        """Gradients beside the buckets when a block has ``made`` this many elements, the ``current`` ones just now."""
+        """Return the gradients outside the buckets when a block has ``made`` this many elements, of them ``current`` just now."""
         before = 0 if self.recipe.ddp.step_in_backward else self.levels.at(self.above[block] + made - current)
         n_bytes = before + self.width * current
         elements = n_bytes // self.width
@@ -89,16 +89,16 @@ class Training(MicroBatch):
 
     @property
     def sums_apart(self) -> bool:
-        """Whether the sum of a tied head's two gradients is a third tensor: under autocast a cast has made one of the head's."""
+        """Whether a tied head's two gradients are summed into a third tensor: not under autocast, whose head gradient is a copy."""
         return not self.copied.in_forward
 
     @property
     def below_at_sum(self) -> Lines:
-        """All that a profile has seen below the blocks at once, of which it does not say when it goes."""
+        """Return all tensors that a profile recorded below the blocks, since it does not record when each is freed."""
         return self.these.head.below_blocks
 
     def at_head(self) -> Iterator[Lines]:
-        """Gradients, that of a tied head among them, and copies, all of which a chunked loss has."""
+        """Yield gradients, including a tied head's, and weight copies, all of which exist during a chunked loss."""
         for point in self.these.head.points:
             sums = self.sums_by_itself(point)
             made = (0, 0) if sums else self.of_head(point)
@@ -110,15 +110,15 @@ class Training(MicroBatch):
             yield (*self._made(self.these.n_blocks, *made), *apart, *casts)
 
     def sums_by_itself(self, point: BackwardPoint) -> bool:
-        """A fused loss does; a chunked one runs its backward to the head's weight with every chunk."""
+        """Whether a fused loss holds the head's gradient. A chunked one runs its backward to the head's weight with every chunk."""
         return self.recipe.loss == "fused" and super().sums_by_itself(point)
 
     def in_last_block(self, index: int, run: RunPass) -> Iterator[Lines]:  # noqa: ARG002  another engine's answer needs it
-        """Gradients and copies."""
+        """Yield gradients and weight copies of each point."""
         return self._in_block(run, run.first + run.n_blocks - 1)
 
     def before_last_block(self, index: int, run: RunPass) -> None:  # noqa: ARG002  the same
-        """The first block of the run."""
+        """Write the first block of the run."""
         self.pass_block(run, "the first", run.first, self._in_block(run, run.first))
 
     def _in_block(self, run: RunPass, block: int) -> Iterator[Lines]:
@@ -128,7 +128,7 @@ class Training(MicroBatch):
             yield (*made, *others, *self._casts(block, point.live_casts))
 
     def _run_again(self, run: RunPass) -> Lines:
-        """What a reentrant checkpoint has returned again and holds until its block has gone backward."""
+        """Return the recomputed output that a reentrant checkpoint holds until its block's backward ends."""
         head = self.these.head
         if not is_reentrant(self.recipe) or run.recompute != "full":
             return ()
@@ -136,7 +136,7 @@ class Training(MicroBatch):
         return (Line(Kind.ACTIVATIONS, head.hidden_bytes, reason, head.hidden_formula, _REENTRANT),)
 
     def below_blocks(self) -> list[tuple[str, Lines]]:
-        """Each table's gradients."""
+        """Return the gradients of each table."""
         found, made = list[tuple[str, Lines]](), 0
         for name, elements in operators_below(self.whole):
             made += elements
@@ -145,7 +145,7 @@ class Training(MicroBatch):
         return found
 
     def forward(self) -> None:
-        """All blocks, the loss, and where DDP looks for unused parameters copies of what the model returns."""
+        """Run all blocks and the loss; with ``find_unused_parameters`` DDP also copies the model's output."""
         super().forward()
         options, head = self.recipe.ddp, self.these.head
         if options.find_unused_parameters and not options.static_graph:
@@ -159,12 +159,12 @@ class Training(MicroBatch):
         return Line(line.kind, self.wrapped * line.n_bytes, reason, formula if line.formula else "", _SINK)
 
     def copied_in_forward(self, blocks: int) -> Lines:
-        """Autocast drops its copies when its context ends, after the loss; a fused loss copies the head's weight itself."""
+        """Return autocast's copies, which live until its context ends after the loss. A fused loss copies the head itself."""
         beside = self.copied.of_head if blocks > self.these.n_blocks and self.recipe.loss not in ("fused", "log-probs") else 0
         return self._casts(blocks, beside, in_context=True)
 
     def _casts(self, blocks: int, beside: int, *, in_context: bool = False) -> Lines:
-        """The copies that this many blocks have made in autocast's context or that autograd keeps after it, and some ``beside``."""
+        """Return the copies of this many blocks, in autocast's context or kept by autograd after it, plus ``beside`` elements."""
         if not self.copied.in_forward:
             return ()
         elements, formula = self._casts_of(blocks, in_context)
@@ -182,6 +182,6 @@ class Training(MicroBatch):
         return found
 
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
-        """If kinds alternate, those at both ends."""
+        """Return all runs, or only those at both ends if kinds alternate."""
         runs = list(enumerate(self.these.runs))
         return runs if len(runs) <= 2 * _ENDS + 1 else (*runs[:_ENDS], *runs[-_ENDS:])

@@ -1,7 +1,7 @@
-"""Which parameters does each rank update under torch's ``ZeroRedundancyOptimizer``?
+"""The parameters that each rank updates under torch's ``ZeroRedundancyOptimizer``.
 
-It hands out whole tensors: the largest first, each to the rank that has the fewest elements so far. Ranks are therefore not
-equally full, and beyond as many ranks as tensors nothing is saved any more.
+It assigns whole tensors, the largest first, each to the rank with the fewest elements so far. So ranks are unequally full, and
+more ranks than tensors save nothing.
 """
 
 from functools import lru_cache
@@ -19,19 +19,19 @@ from zeroplan.transformer.params import trained_layout
 
 
 class Share(NamedTuple):
-    """What the rank with most optimizer state holds, and what the optimizer's step takes at most."""
+    """The rank with most optimizer state, its states, and the largest memory of the optimizer's step."""
 
     rank: int
-    """The one that holds most between steps, the first among equals."""
+    """The rank that holds most between steps, the first of equals."""
     state: tuple[Line, ...]
     temporary: tuple[Line, ...]
-    """Of the step: with the states of ``rank`` they are what ``rank_in_step`` holds and takes."""
+    """Of the step: together with the states of ``rank`` they equal the states and temporaries of ``rank_in_step``."""
     rank_in_step: int
-    """The one that holds and takes most in the step: the largest tensors need not be where most states are."""
+    """The rank with most memory in the step. The rank with the largest tensors need not be the one with most states."""
 
 
 def partition(tensors: tuple[LocalTensor, ...], ranks: int) -> list[list[LocalTensor]]:
-    """Hand out whole tensors to ranks, the first rank first; ranks that get nothing are left out.
+    """Assign whole tensors to ranks, the first rank first. Ranks without tensors are left out.
 
     Source: torch 2.13, distributed/optim/zero_redundancy_optimizer.py, ``_partition_parameters``: a stable sort by elements,
     largest first, then always the least loaded rank, the first among equals.
@@ -52,9 +52,10 @@ def partition(tensors: tuple[LocalTensor, ...], ranks: int) -> list[list[LocalTe
 
 @lru_cache(maxsize=4096)
 def fullest_share(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, element_bytes: int, ranks: int) -> Share:
-    """Return what no rank exceeds: the most optimizer state, and the most of states and temporaries in the step.
+    """Return an upper bound over ranks: the most optimizer state, and the most states and temporaries in the step.
 
-    Muon is one optimizer beside AdamW for all that is no matrix of a block: each hands out its own tensors.
+    Muon is a second optimizer beside AdamW, which updates all tensors except matrices of blocks. Each distributes its own
+    tensors.
     """
     shares = _shares(every_tensor(model), optimizer, ranks)
     held = [sum(_state_bytes(optimizer, impl, element_bytes, tensor) for tensor in share) for share in shares]
@@ -71,7 +72,7 @@ def fullest_share(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, e
 def tensors_of_fullest(
     model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, element_bytes: int, ranks: int
 ) -> tuple[LocalTensor, ...]:  # fmt: skip
-    """What the rank with most optimizer state updates."""
+    """Return the tensors that the rank with most optimizer state updates."""
     return _shares(every_tensor(model), optimizer, ranks)[fullest_share(model, optimizer, impl, element_bytes, ranks).rank]
 
 
@@ -84,13 +85,13 @@ def _shares(tensors: tuple[LocalTensor, ...], optimizer: Optimizer, ranks: int) 
 
 
 def _beside(line: Line, n_bytes: int) -> Line:
-    """The temporaries beside the states of another rank, which are fewer: the line, with what is missing of those."""
+    """Return temporaries that, with the states of the reported rank, equal the fullest rank's memory in the step."""
     reason = f"{line.reason}, on the rank that needs most then, beyond the states here"
     return line._replace(n_bytes=n_bytes, reason=reason, formula="1·U_z")
 
 
 def every_tensor(model: ModelSpec) -> tuple[LocalTensor, ...]:
-    """Every single parameter tensor that is trained, in the order of ``model.parameters()``."""
+    """Return every trained parameter tensor, in the order of ``model.parameters()``."""
     whole = trained_layout(model)
     blocks = [LocalTensor(one.shape) for run in whole.runs for one in run.parameters * run.layers]
     return (*_outside(whole.embeddings), *blocks, *_outside(whole.tail))

@@ -1,4 +1,4 @@
-"""What does a rank hold and send under DeepSpeed 0.19.8, ZeRO stages 0 to 3?"""
+"""The memory and traffic of a rank under DeepSpeed 0.19.8, ZeRO stages 0 to 3. Stages 1 and 2 are in ``stage12.py``."""
 
 from collections.abc import Callable
 
@@ -20,27 +20,26 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ADAM, OptimizerImpl, RecipeSpec
 
-#: A block recomputed to its end runs its last module forward once more, after which stage 3 lets go of that module's weight,
-#: though its backward has begun and needs it (DeepSpeed 0.19.8, ``parameter_offload.py``, ``_post_forward_module_hook``).
+#: A block recomputed to its end runs its last module's forward once more. After that, stage 3 releases the module's weight,
+#: although its backward has begun and needs it (DeepSpeed 0.19.8, ``parameter_offload.py``, ``_post_forward_module_hook``).
 _SELECTIVE = (
     "recompute 'selective' at stage 3 fails in DeepSpeed, which releases a weight that the backward still needs; use 'full' or "
     "'none', or stage 2"
 )
 
-#: Optimizers for which DeepSpeed has a fused kernel of its own (``ops/adam/fused_adam.py``, ``ops/lion/fused_lion.py``).
+#: Optimizers for which DeepSpeed has its own fused kernel (``ops/adam/fused_adam.py``, ``ops/lion/fused_lion.py``).
 _OWN_KERNELS = ("adamw", "adam", "lion")
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """Memory and traffic of rank 0 in the steady state of training, from the third step on. [bytes]
+    """Return memory and traffic of rank 0 in the steady state of training, from the third step on. [bytes]
 
     ``precision`` in DeepSpeed's terms: ``bf16-mixed`` and ``fp16-mixed`` are ``bf16`` and ``fp16`` enabled (weights and
     gradients in 16 bits, an fp32 copy of the weights for the optimizer); ``bf16`` adds ``bf16_master_weights_and_grads`` and
     ``bf16_optimizer_states``; ``fp32`` enables neither. The model comes to the GPU in that dtype, by module, not by parameter.
 
-    Leaves out: weights stored in 8 bits (``zero_quantized_nontrainable_weights``), groups of experts of
-    DeepSpeed's own, tensor and pipeline parallelism, ``torch_autocast``, ``communication_data_type``, scalars in memory. fp16
-    was read, not run.
+    Leaves out weights stored in 8 bits (``zero_quantized_nontrainable_weights``), DeepSpeed's own expert groups, tensor and
+    pipeline parallelism, ``torch_autocast``, ``communication_data_type``, scalars in memory. fp16 was read, not run.
     """
     impl = optimizer_impl(recipe)
     _refuse(recipe)
@@ -55,7 +54,6 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 
 def _refuse(recipe: RecipeSpec) -> None:
-    """Refuse what DeepSpeed's engine refuses, and what is not modelled."""
     refuse(recipe)
     refuse_swapping(recipe)
     if recipe.offload_activations and recipe.offloads_states:
@@ -78,7 +76,7 @@ def _refuse(recipe: RecipeSpec) -> None:
 
 
 def _refuse_without_norm(recipe: RecipeSpec) -> None:
-    """As ``runtime/zero/config.py``, ``compute_grad_norm_valid``, and ``runtime/engine.py``, ``_do_optimizer_sanity_check`` do."""
+    """Raise SpecError as ``runtime/zero/config.py``, ``compute_grad_norm_valid``, and ``runtime/engine.py`` do."""
     if recipe.deepspeed.compute_grad_norm:
         return
     if recipe.zero_stage not in (1, 2):
@@ -88,7 +86,7 @@ def _refuse_without_norm(recipe: RecipeSpec) -> None:
 
 
 def _answer(recipe: RecipeSpec) -> Callable[[ModelSpec, RecipeSpec, Mesh, Batch, OptimizerImpl], Account]:
-    """Which of DeepSpeed's optimizers takes this recipe (``runtime/engine.py``, ``_do_optimizer_sanity_check``)."""
+    """Return the account function of the recipe's DeepSpeed optimizer (``runtime/engine.py``, ``_do_optimizer_sanity_check``)."""
     if recipe.zero_stage == 3:
         return sharded_account
     if recipe.zero_stage == 0:
@@ -97,13 +95,13 @@ def _answer(recipe: RecipeSpec) -> Callable[[ModelSpec, RecipeSpec, Mesh, Batch,
 
 
 def steps_in_own_kernel(recipe: RecipeSpec) -> bool:
-    """Whether the optimizer is DeepSpeed's own, in one fused kernel, rather than one of torch's."""
+    """Whether the optimizer steps in DeepSpeed's own fused kernel instead of torch's."""
     torchs = recipe.deepspeed.torch_adam and recipe.optimizer in ADAM
     return recipe.optimizer in _OWN_KERNELS and recipe.optimizer_impl in (None, "fused") and not torchs
 
 
 def optimizer_impl(recipe: RecipeSpec) -> OptimizerImpl:
-    """How the optimizer steps: DeepSpeed's own fused kernel where it has one, else torch's default.
+    """Return the implementation of the step: DeepSpeed's own fused kernel if it has one, else torch's default.
 
     Source: DeepSpeed 0.19.8, ``runtime/engine.py``, ``_configure_basic_optimizer``.
 

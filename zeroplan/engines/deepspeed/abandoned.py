@@ -1,4 +1,4 @@
-"""Which states of an optimizer stay in memory, though DeepSpeed steps with others?"""
+"""Optimizer states that stay in memory although DeepSpeed steps with others."""
 
 from zeroplan.engines.formulas import product
 from zeroplan.ledger import Kind, Line, Moment
@@ -9,11 +9,11 @@ _REASON = "Adagrad's sums for the whole model, made when the optimizer was built
 
 
 def abandoned_states(recipe: RecipeSpec, n_elements: int, element: int) -> tuple[Line, ...]:
-    """Return Adagrad's states of the parameters that it was built for, of ``n_elements`` elements in all. [bytes]
+    """Return Adagrad's states of the ``n_elements`` parameter elements that it was built for. [bytes]
 
-    Adagrad makes its sums when it is built, others in their first step. DeepSpeed then gives the optimizer tensors of its own, and
-    keeps the optimizer. At stage 0 in fp32 it leaves the parameters as they are; under ``zero.Init`` parameters have no elements
-    by then. The sums have the dtype of the model when the optimizer is built, here the dtype that it computes in.
+    Adagrad makes its sums in its constructor, other optimizers in their first step. DeepSpeed then gives the optimizer its own
+    tensors, and keeps the optimizer. At stage 0 in fp32 it leaves the parameters unchanged; under ``zero.Init`` parameters have
+    no elements by then. The sums have the dtype of the model when the optimizer is built, here the compute dtype.
 
     >>> [line.n_bytes for line in abandoned_states(RecipeSpec(engine="deepspeed", zero_stage=2, optimizer="adagrad"), 1000, 2)]
     [2000]
@@ -26,5 +26,5 @@ def abandoned_states(recipe: RecipeSpec, n_elements: int, element: int) -> tuple
 
 
 def beside(moments: tuple[Moment, ...], lines: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """Return the moments with these lines alive too."""
+    """Return the moments with these lines added."""
     return tuple(moment._replace(lines=(*moment.lines, *lines)) for moment in moments)

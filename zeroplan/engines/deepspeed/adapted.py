@@ -1,7 +1,7 @@
-"""Which module runs its backward at which point of a block with low-rank adapters, and what is gathered then?
+"""The parameters that ZeRO-3 holds gathered at each backward point of a block with low-rank adapters.
 
-Most modules of such a block make no gradient, so that the number of gradients made does not tell where its backward is; the
-point's place does.
+Most modules of such a block make no weight gradient, so the number of gradients does not locate its backward. The point's place
+does.
 """
 
 from functools import lru_cache
@@ -11,12 +11,12 @@ from zeroplan.engines.deepspeed.notes import RECOMPUTED, Gathered, Note
 from zeroplan.ledger import Module
 from zeroplan.transformer.blocks import At, Place
 
-#: What peft calls the parts of a layer's adapter.
+#: peft's names for the parts of a layer's adapter.
 _PARTS = {At.ADAPTER_A: ".lora_A.default", At.ADAPTER_B: ".lora_B.default"}
 
 
 class Highest(NamedTuple):
-    """A block, what is gathered in it at a point, and most while what the point needs was being gathered. [elements]"""
+    """A block, the elements gathered in it at a point, and the most while ZeRO-3 gathered the point's parameters. [elements]"""
 
     block: int
     held: int
@@ -25,7 +25,7 @@ class Highest(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def highest_places(trace: Gathered, first: int, n_blocks: int, place: Place, current: int) -> tuple[Highest, ...]:
-    """Return the last block, and earlier ones where more is gathered, at a point that makes ``current`` elements of gradients."""
+    """Return the last block, and earlier ones with more gathered, at a point that makes ``current`` elements of gradients."""
     chosen: list[Highest] = []
     for block in range(first + n_blocks - 1, first - 1, -1):
         held, gathering = _held(dict(trace.modules[block]), place, current)
@@ -35,7 +35,7 @@ def highest_places(trace: Gathered, first: int, n_blocks: int, place: Place, cur
 
 
 def _held(notes: dict[str, Note], place: Place, current: int) -> tuple[int, int]:
-    """While a module's parameters are gathered, no gradient of it is there: neither its own, nor that of its input."""
+    """Return the elements gathered at a point, and during its gather, when neither its gradients nor its input's exist yet."""
     if place.at is At.RUN_AGAIN:
         return _until(notes, place.module), 0
     if place.at is At.BETWEEN:
@@ -46,7 +46,7 @@ def _held(notes: dict[str, Note], place: Place, current: int) -> tuple[int, int]
 
 
 def _until(notes: dict[str, Note], module: Module) -> int:
-    """What is gathered when a recomputation has made a module's output; of no layer's, all that it gathers."""
+    """Return the elements gathered when a recomputation has made a module's output; for other modules, all that it gathers."""
     of_layer = [
         notes[name].gathering for name in (f"{RECOMPUTED}: {module}", f"{RECOMPUTED}: {module}.base_layer") if name in notes
     ]

@@ -1,7 +1,7 @@
-"""When does DeepSpeed reduce a bucket of gradients during the backward pass, and which gradients are in it?
+"""The buckets of gradients that DeepSpeed reduces during a backward: when, and with which gradients.
 
-A gradient goes into the bucket when it is made; one that no longer fits sends the bucket off first. Gradients are made in the
-reverse of the order in which the modules run, which differs from that of ``model.parameters()`` for norms.
+A gradient enters the bucket as soon as it exists. If it does not fit, DeepSpeed first reduces the bucket. Gradients come in the
+reverse order of the modules' forward, which for norms differs from ``model.parameters()``.
 """
 
 from collections import Counter
@@ -14,20 +14,20 @@ from zeroplan.engines.rows import Placed, Row, Sizes, handed_on, is_leaf, made_a
 
 
 class Flush(NamedTuple):
-    """One bucket that is reduced, and where the backward stands then."""
+    """One reduced bucket, and the position of the backward then."""
 
     fill: int
     alone: bool
-    """It is one gradient too large for the bucket, reduced where it is."""
+    """It is one gradient too large for the bucket, which is reduced in place."""
     arriving: int
     """Elements of the gradient that did not fit, and of those that wait with it; 0 at the end of the backward."""
     block: int
     made: int
-    """The block that runs and the elements of its gradients made, the arriving one included."""
+    """The block that runs, and the elements of its gradients so far, including the arriving one."""
     sizes: Sizes
-    """Elements of its gradients, each on its own."""
+    """Sizes of its gradients, each separately."""
     inside: tuple[Placed, ...]
-    """Its gradients, in the order in which they came."""
+    """Its gradients, in order of arrival."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,14 +39,14 @@ class Schedule:
     leaves: bool
     flushes: tuple[Flush, ...]
     fills: dict[int, list[tuple[int, int]]]
-    """Of each block, and the embedding (-1) and the head, the elements made and those in the bucket after each operator."""
+    """For each block, the embedding (-1) and the head: elements made and elements in the bucket, after each operator."""
 
 
 @lru_cache(maxsize=256)
 def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
-    """Fill and reduce buckets of ``size`` elements as the backward pass goes.
+    """Return the buckets of ``size`` elements that a backward pass fills and reduces.
 
-    With ``leaves``, gradients of a module that is gathered as one are passed on together (:func:`handed_on`).
+    With ``leaves``, gradients of a module that is gathered as one arrive together (:func:`handed_on`).
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``reduce_independent_p_g_buckets_and_remove_grads``.
 
@@ -80,7 +80,7 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
 
 @lru_cache(maxsize=4096)
 def leaf_elements(whole: Row, block: int) -> int:
-    """Elements of a block's parameters that are in a module gathered as one, 0 where there is none."""
+    """Return the elements of a block's parameters in a module that is gathered as one; 0 without such a module."""
     return sum(numel(each) for each in whole.placed if each.block == block and is_leaf(whole, each))
 
 
@@ -91,9 +91,9 @@ def _flush(inside: list[Placed], size: int, arriving: int, block: int, made: int
 
 @lru_cache(maxsize=4096)
 def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int]:
-    """Of a block's latest gradient and of the one before: elements that wait outside the bucket then.
+    """Return the elements that wait outside the bucket when a block's latest gradient exists, and when the one before did.
 
-    A gradient waits that is too large for the bucket, and one whose module is not done (:func:`handed_on`).
+    A gradient waits if it is too large for the bucket, or if its module is not done (:func:`handed_on`).
     """
     waits, so_far = [0, 0], 0
     for each in reversed(buckets.whole.executed):
@@ -105,7 +105,7 @@ def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int
 
 @lru_cache(maxsize=4096)
 def _waiting_after(buckets: Schedule, latest: Placed) -> int:
-    """Elements that wait once the ``latest`` gradient is made and, where its module is done, passed on."""
+    """Return the elements that wait after the ``latest`` gradient exists and, if its module is done, has arrived."""
     together = next(group for group in handed_on(buckets.whole, leaves=buckets.leaves) if latest in group)
     order = [each for each in reversed(buckets.whole.executed) if each in together]
     if latest is not order[-1]:
@@ -115,9 +115,9 @@ def _waiting_after(buckets: Schedule, latest: Placed) -> int:
 
 
 def unreduced_elements(buckets: Schedule, block: int, gradients: int, current: int) -> int:
-    """Elements that wait to be reduced where there is no contiguous bucket, when a block has made this many. [elements]
+    """Return the elements that wait for a reduction without a contiguous bucket, when a block has made this many. [elements]
 
-    Those of the bucket that fills, and of this block what has not arrived there, the ``current`` ones included.
+    They are the gradients of the current bucket, and this block's gradients that have not arrived, including ``current`` ones.
     """
     made, fill = 0, 0
     for made_then, filled in buckets.fills[block]:

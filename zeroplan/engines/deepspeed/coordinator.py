@@ -1,8 +1,8 @@
-"""Which parameters does DeepSpeed's ZeRO-3 hold gathered at each step of a forward and backward pass?
+"""The parameters that DeepSpeed's ZeRO-3 holds gathered at each step of a forward and backward pass.
 
-The coordinator records in the second pass which modules run in which order and, from the third on, gathers ahead, releases what
-is not needed soon, and keeps the rest: decisions by element counts alone, so they depend neither on the number of ranks nor on
-the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``runtime/zero/partitioned_param_coordinator.py``.
+The coordinator records in the second pass which modules run in which order. From the third pass on it prefetches, releases
+parameters that are not needed soon, and keeps the rest. Only element counts decide, not the number of ranks or the batch. This
+module replays the decisions step by step. Source: DeepSpeed 0.19.8, ``runtime/zero/partitioned_param_coordinator.py``.
 """
 
 from collections import Counter, deque
@@ -20,28 +20,28 @@ from zeroplan.spec.recipe import DeepSpeedOptions
 
 _NEVER = 10**18
 _FEW = 4
-"""A module has no more parameters of its own, nor a leaf module those in it, in any family."""
+"""The most parameters that a module owns itself, or a leaf module owns inside it, in any family."""
 
 
 class Pass(NamedTuple):
-    """What decides how a pass is gathered."""
+    """The inputs of the coordinator's decisions in a pass."""
 
     whole: Row
     options: DeepSpeedOptions
     recomputed: int
-    """Blocks, from the first, that run again in their backward."""
+    """Number of blocks, from the first, that the backward recomputes."""
     sharing: Sharing
     on_nvme: frozenset[int]
-    """Parameters that are gathered ahead only once they have been read."""
+    """Parameters that have to be read from NVMe before a prefetch can gather them."""
     trains: bool = True
-    """Backward passes follow. Without them nothing is used again, so that each module's parameters go with it."""
+    """Backward passes follow. Without them nothing is reused, so each module's parameters are released after it."""
 
 
 @lru_cache(maxsize=64)
 def gathered(one: Pass) -> Gathered:
-    """Replay one pass of the model, with one micro-batch per step.
+    """Return the gathered elements in one pass of the model, with one micro-batch per step.
 
-    Before it comes one that gathers what persists, too, and raises SpecError where DeepSpeed cannot quantize a module's shares.
+    A first pass also gathers persistent parameters. It raises SpecError if DeepSpeed cannot quantize a module's shards.
     """
     if one.sharing.width:
         _FirstPass(one, persistent_missing=True).decide()
@@ -49,7 +49,7 @@ def gathered(one: Pass) -> Gathered:
 
 
 def _with_forward_alone(one: Pass) -> Gathered:
-    """What a model holds whose forwards no backward follows: the coordinator's trace ends with the head."""
+    """Return the gathered elements of a model that runs forwards only: the coordinator's trace ends with the head."""
     training = one._replace(trains=True)
     notes = Taking(one.whole.n_blocks)
     Replay(training, last_forward=True).note(notes)
@@ -61,11 +61,11 @@ def _with_forward_alone(one: Pass) -> Gathered:
 
 @lru_cache(maxsize=64)
 def gathered_by_several(one: Pass) -> Gathered | None:
-    """The same with several micro-batches per step; None where nothing differs.
+    """Return the same with several micro-batches per step; None if nothing differs.
 
     The coordinator decides once, in the first pass with a complete trace, which parameters to release where
-    (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
-    step, before the first step has gathered the persistent parameters.
+    (``__params_to_release`` is cached). With several micro-batches that pass is the second of the first step, before the step
+    has gathered the persistent parameters.
     """
     first = Replay(one, persistent_missing=True)
     first.decide()
@@ -74,7 +74,7 @@ def gathered_by_several(one: Pass) -> Gathered | None:
 
 
 class _Handle:
-    """One all-gather: its parameters, those not yet used, and whether it has been waited for."""
+    """One all-gather: its parameters, the unused ones among them, and whether the coordinator has waited for it."""
 
     def __init__(self, parameters: tuple[int, ...], takes: Taken) -> None:
         self.parameters = parameters
@@ -84,7 +84,7 @@ class _Handle:
 
 
 class _Sending:
-    """What has been gathered in one direction so far."""
+    """The parameters gathered in one direction so far."""
 
     def __init__(self) -> None:
         self.sizes: Counter[int] = Counter()
@@ -97,7 +97,7 @@ class _Sending:
 
 
 class Replay:
-    """The coordinator's state while a complete trace is run."""
+    """The coordinator's state while it runs a complete trace."""
 
     def __init__(
         self,
@@ -136,15 +136,15 @@ class Replay:
         self.counted = 0
         self.saved: dict[int, int] = {}
         self.in_graph: set[int] = set()
-        """Parameters that the graph holds as they are gathered now."""
+        """Parameters whose gathered tensors the graph holds."""
         self.elements, self.second = self._second_partitions(left=later)
         self.peak = 0
         self.sent = {FORWARD: _Sending(), BACKWARD: _Sending()}
 
     def _second_partitions(self, *, left: bool) -> tuple[int, dict[int, int]]:
-        """Elements that second partitions (hpZ) take from the start, and those still to be made, by parameter.
+        """Return the elements of second partitions (hpZ) that exist from the start, and those still to be made, by parameter.
 
-        They are made in the first micro-batch of a step and ``left`` to the later ones.
+        A step's first micro-batch makes them; the later ones find them (``left``).
         """
         ways = self.options.zero_hpz_partition_size
         if ways == 1:
@@ -153,7 +153,7 @@ class Replay:
         return (sum(second for index, second in each.items() if index not in self.persistent), {}) if left else (0, each)
 
     def decide(self) -> None:
-        """Go through all steps for what is released where, and note nothing else."""
+        """Run all steps and record only where parameters are released."""
         turned = False
         for at, step in enumerate(self.steps):
             turned = turned or step.direction == BACKWARD
@@ -161,13 +161,13 @@ class Replay:
             self._release(at, step)
 
     def run(self) -> Gathered:
-        """Go through all steps and return what is held."""
+        """Run all steps and return the gathered elements."""
         notes = Taking(self.n_blocks)
         self.note(notes)
         return self._gathered(notes)
 
     def note(self, notes: Taking) -> None:
-        """Go through all steps and note what is held."""
+        """Run all steps and note the gathered elements."""
         turned = False
         for at, step in enumerate(self.steps):
             if step.direction == BACKWARD and not turned:
@@ -212,14 +212,14 @@ class Replay:
     def _of_blocks(
         self, blocks: list[list[Noted]]
     ) -> tuple[tuple[tuple[Note, ...], ...], tuple[tuple[tuple[str, Note], ...], ...]]:
-        """Return the notes of each block, by gradients; and by modules, where some are frozen."""
+        """Return the notes of each block by gradients; and by modules, if some weights are frozen."""
         if not any(self.frozen):
             return tuple(map(per_gradient, blocks)), ()
         making = ([(step, note) for step, note in block if not self._idle(step)] for block in blocks)
         return tuple(map(per_gradient, making)), tuple(map(per_module, blocks))
 
     def _idle(self, step: Step) -> bool:
-        """Whether a module makes no gradients, though it has parameters."""
+        """Whether a module has parameters and makes no gradients."""
         return bool(step.parameters) and all(self.frozen[index] for index in step.parameters)
 
     def _fetch(self, at: int, step: Step, *, turned: bool) -> int:
@@ -249,7 +249,7 @@ class Replay:
         takes = taken(tuple(map(self._piece, sorted(indices))), self.sharing, one_by_one=one_by_one)
         if self.on_nvme:
             self._read(indices)
-            self.read -= self.persistent  # which are never released, so their buffers are
+            self.read -= self.persistent  # persistent parameters are never released, so their buffers are free
         self.in_flight.update(dict.fromkeys(indices, _Handle(tuple(indices), takes)))
         self.counted += numel
         sent = self.sent[direction]
@@ -261,14 +261,14 @@ class Replay:
             self._hold(change)
 
     def _piece(self, index: int) -> Piece:
-        """A parameter as it is gathered: from all ranks, or within the group that has a second partition of it."""
+        """Return a parameter's gather: from all ranks, or within the group that has its second partition."""
         numel, ranks, group = self.numel[index], self.sharing.ranks or 1, self.options.zero_hpz_partition_size
         if group == 1 or index in self.second:
             return Piece(numel, ceil_div(numel, ranks), ranks)
         return Piece(numel, round_up(numel, ranks) // group, group)
 
     def _wait(self, index: int) -> None:
-        """Copy everything of a gather out on first use; what it was gathered in goes with its last parameter's use."""
+        """Copy all parameters of a gather out on first use. Its buffer is freed when the last of its parameters is used."""
         handle = self.in_flight.pop(index, None)
         if handle is None:
             return
@@ -282,7 +282,7 @@ class Replay:
             self._hold(handle.takes.done)
 
     def _costliest(self, parameters: tuple[int, ...]) -> tuple[int, ...]:
-        """Of all orders in which parameters may be waited for, since they are in a set, the one that takes most at once."""
+        """Return the order of waits that takes most memory. DeepSpeed iterates over a set, so any order can occur."""
         handles = {id(self.in_flight[index]) for index in parameters if index in self.in_flight}
         if len(handles) < 2 or len(parameters) > _FEW:
             return parameters
@@ -320,7 +320,7 @@ class Replay:
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Read from NVMe what comes next, as far as buffers go (``__prefetch_nvme_param_partitions``)."""
+        """Read the next parameters from NVMe, as far as there are buffers (``__prefetch_nvme_param_partitions``)."""
         enough = 2 * sum(self.numel[index] for index in self.in_flight)
         chosen, considered = list[int](), 0
         for index, _ in self.queue:
@@ -333,7 +333,7 @@ class Replay:
         self._read(chosen)
 
     def _read(self, indices: list[int]) -> None:
-        """A parameter from NVMe has a buffer from then on until it is released."""
+        """Give each parameter from NVMe a buffer until it is released."""
         self.read.update(index for index in indices if index in self.on_nvme)
         self.most_read = max(self.most_read, len(self.read))
 
@@ -352,27 +352,28 @@ class Replay:
             self._let_go(index)
 
     def _partition(self, index: int, *, saved: bool) -> None:
-        """Release a parameter, which lives on where the graph holds it, or what autograd has ``saved`` is a view of it."""
+        """Release a parameter. It stays alive if the graph holds it, or if autograd has ``saved`` a view of it."""
         self.available.discard(index)
         self.read.discard(index)
         self.counted -= self.numel[index]
         self._hold(self.second.pop(index, 0))
         if index in self.in_graph:
-            self.in_graph.discard(index)  # what is gathered next, nobody else holds
+            self.in_graph.discard(index)  # the next gather of it is a new tensor
         elif saved:
             self.saved[index] = self.numel[index]
         else:
             self._hold(-self.numel[index])
 
     def _let_go(self, index: int) -> None:
-        """The backward is done with what it has saved of a parameter."""
+        """Free a parameter that autograd had saved."""
         self._hold(-self.saved.pop(index, 0))
 
     def _stays(self, index: int, at: int, *, leaf: bool) -> bool:
-        """Whether a prefetch counts on it, or it is used again before ``max_reuse_distance`` elements of other modules have run.
+        """Whether a prefetch wants the parameter, or it is reused before ``max_reuse_distance`` elements of other modules have run.
 
-        The coordinator walks over the modules to come with or without those in them as the one that has ended is a leaf or not
-        (``__params_to_release``): a leaf counts and finds nothing of its own, and after it a block counts as a whole and piecewise.
+        The coordinator walks over the coming modules with or without inner ones, depending on whether the ended module is a
+        leaf (``__params_to_release``): a leaf counts and finds nothing of its own, and after it a block counts both whole and
+        piecewise.
         """
         if self.fetched_for.get(index, -1) > at:
             return True
@@ -397,7 +398,7 @@ class Replay:
 
 
 class _FirstPass(Replay):
-    """The first pass knows of no module to come."""
+    """The first pass, which does not know the coming modules and so prefetches nothing."""
 
     def _prefetch(self, direction: str) -> None:
         pass
@@ -408,7 +409,7 @@ def _steps(one: Pass) -> tuple[Step, ...]:
 
 
 def _forward_alone(one: Pass) -> tuple[Step, ...]:
-    """The steps of a forward that no backward follows, in which autograd saves nothing."""
+    """Return the steps of a forward without a backward, in which autograd saves nothing."""
     return tuple(
         step._replace(in_graph=(), frees=tuple(freed._replace(saved=()) for freed in step.frees))
         for step in takewhile(lambda step: step.direction == FORWARD, _steps(one))
@@ -424,7 +425,7 @@ def _uses(steps: tuple[Step, ...]) -> dict[int, list[int]]:
 
 
 def _persistent(numels: list[int], options: DeepSpeedOptions) -> frozenset[int]:
-    """Parameters small enough never to be partitioned. Source: ``parameter_offload.py``, ``mark_persistent_parameters``."""
+    """Return the parameters small enough to stay gathered. Source: ``parameter_offload.py``, ``mark_persistent_parameters``."""
     total = 0
     kept: list[int] = []
     for index, numel in enumerate(numels):

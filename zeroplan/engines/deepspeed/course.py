@@ -1,8 +1,8 @@
-"""What do gradients and reduce buckets take from event to event of a backward pass, where parameters are whole on every rank?
+"""The memory of gradients and reduce buckets over a backward pass, when every rank holds whole parameters.
 
-The engine's program of gradients (:mod:`zeroplan.engines.collecting`) runs, and the most that is alive is noted at every place.
-Activations are not known here, so one course serves every batch: where most is alive with activations beside the gradients,
-:func:`highest` says, for one job or for a column of jobs.
+The engine's gradient program (:mod:`zeroplan.engines.collecting`) runs, and its peak at every place is noted. A course does not
+include activations, so it serves every batch. :func:`highest` finds the peak together with activations, for one job or for a
+column of jobs.
 """
 
 from bisect import bisect_right
@@ -18,19 +18,19 @@ from zeroplan.numeric import Bool, Int, maximum, where
 
 
 class Held(NamedTuple):
-    """What gradients take at one moment. [bytes]"""
+    """The memory of gradients at one moment. [bytes]"""
 
     buckets: Int = 0
     gradients: Int = 0
-    """Gradients where autograd made them, and sums of those over micro-batches."""
+    """Gradients where autograd made them, and their sums over micro-batches."""
     copy: Int = 0
-    """The copy in which a bucket is all-reduced, a copy of a gradient, or one in fp64 for its norm."""
+    """The copy that is all-reduced, a copy of a gradient, or an fp64 copy for its norm."""
     cast: Int = 0
     """A reduced gradient in fp32, before it is added to the sums."""
     own: Int = 0
-    """What this rank keeps of the micro-batch that runs, or fp32 sums over micro-batches."""
+    """Gradients of the current micro-batch that this rank keeps, or fp32 sums over micro-batches."""
     earlier: Int = 0
-    """What this rank has kept of earlier micro-batches."""
+    """Gradients of earlier micro-batches that this rank has kept."""
 
     @property
     def n_bytes(self) -> Int:
@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What gradients take, with the block that runs (-1: embedding; the number of blocks: head) and its gradients made so far."""
+    """The memory of gradients, the block that runs (-1: embedding; the number of blocks: head), and its gradients made so far."""
 
     block: Int
     made: Int
@@ -57,14 +57,14 @@ Place: TypeAlias = tuple[str | int, ...]
 - ``("end", event)``: at an event after the backward
 """
 Course: TypeAlias = dict[Place, tuple[Seen, ...]]
-"""The highest of what was seen, by place: no other moment at its place has both as much held and as many blocks before it."""
+"""The noted peaks, by place: no other moment at its place has both as much held and as many blocks before it."""
 
 
 @lru_cache(maxsize=512)
 def course_of(plan: Plan) -> Course:
-    """Return the highest that is alive at every place, over the micro-batches of one optimizer step that differ.
+    """Return the peak at every place, over the micro-batches of one optimizer step that differ.
 
-    Where gradients are reduced at the end of a backward only, the course up to there is the same for ranks with other shares.
+    If gradients are reduced only after the backward, the course up to there is the same for every shard.
 
     >>> from zeroplan.engines.rows import row
     >>> from zeroplan.spec.model import ModelSpec
@@ -85,7 +85,7 @@ def course_of(plan: Plan) -> Course:
 
 @lru_cache(maxsize=512)
 def _during_the_backward(plan: Plan) -> Course:
-    """A course up to the end of the backward, where no gradient is reduced before."""
+    """Return the course up to the end of a backward that reduces no gradient before its end."""
     return _run(plan, ends=False)
 
 
@@ -122,25 +122,25 @@ def _run(plan: Plan, *, ends: bool = True) -> Course:
 
 @dataclass(slots=True, kw_only=True)
 class Notes(Counts):
-    """Counts what is alive, and notes the highest at each place."""
+    """Counts live bytes, and notes the peak at each place."""
 
     plan: Plan
     block: int | None = None
-    """None: the backward is over."""
+    """None: the backward has ended."""
     run: int = 0
     is_last: bool = True
-    """The block is the last of its run."""
+    """Whether the block is the last of its run."""
     made: int = 0
     seen: dict[Place, list[Seen]] = field(default_factory=dict)
     """As in a course, but an event of the backward has a place for each run and each number of gradients made in a block."""
 
     def begin_micro_batch(self) -> None:
-        """Note what is there during a forward."""
+        """Note the live bytes during a forward."""
         self.block, self.made = self.plan.whole.n_blocks, 0
         self._note(("forward",))
 
     def enter(self, block: int | None) -> None:
-        """Another block runs its backward, or none any more."""
+        """Begin the backward of another block, or end the backward."""
         self.block, self.made = block, 0
         if block is not None:
             firsts = (*self.plan.firsts, self.plan.whole.n_blocks)
@@ -148,15 +148,15 @@ class Notes(Counts):
             self.is_last = not 0 <= block < firsts[-1] or block == firsts[self.run + 1] - 1
 
     def between(self, count: int) -> None:
-        """Note what is there when this many groups of a block's gradients have been received."""
+        """Note the live bytes after this many groups of a block's gradients have arrived."""
         self._note(("between" if self.is_last else "before", self.run, count))
 
     def note(self, event: Event, copy: int = 0, cast: int = 0) -> None:
-        """Note what is there at an event, beside a copy and a cast that are yet to be requested."""
+        """Note the live bytes at an event, with a copy and a cast that are requested next."""
         self._note(("end", event) if self.block is None else ("during", event, self.run, self.made), copy, cast)
 
     def _note(self, place: Place, copy: int = 0, cast: int = 0) -> None:
-        """Note what is alive now, unless as much was alive in a later block, before which more blocks keep their activations."""
+        """Note the live bytes, unless as many were alive in a later block, before which more blocks keep their activations."""
         seen, block = self.seen.setdefault(place, []), -1 if self.block is None else self.block
         if not seen or seen[-1].block <= block or self.n_bytes + copy + cast > seen[-1].held.n_bytes:
             seen.append(Seen(block, self.made, self._held(copy, cast)))
@@ -166,7 +166,7 @@ class Notes(Counts):
         return Held(buckets, self.gradients, copy, cast, own + sums, earlier)
 
     def course(self) -> Course:
-        """Return what has been noted."""
+        """Return the notes as a course."""
         found: Course = {}
         for place, seen in self.seen.items():
             when = place[0]
@@ -176,9 +176,9 @@ class Notes(Counts):
 
 
 def corners(seen: list[Seen]) -> tuple[Seen, ...]:
-    """Return the moments of one run among which the highest is, whatever a block keeps for its backward; the latest block first.
+    """Return the moments of one run that can be the peak, whatever a block keeps for its backward; the latest block first.
 
-    What the blocks before keep grows evenly with their number, so these are the corners of the hull over blocks.
+    The activations of earlier blocks grow evenly with their number, so these are the corners of the hull over blocks.
     """
     found: list[tuple[int, int, Seen]] = []
     for block, n_bytes, each in sorted(map(_weighed, seen), key=lambda one: (-one[0], -one[1])):
@@ -198,12 +198,12 @@ def _weighed(each: Seen) -> tuple[int, int, Seen]:
 
 
 def _is_below(point: tuple[int, int, Seen], after: tuple[int, int, Seen], before: tuple[int, int]) -> bool:
-    """Whether a point is not above the line between one of a later block and one of an earlier."""
+    """Whether a point is on or below the line between a later block's point and an earlier block's."""
     return (point[1] - after[1]) * (after[0] - before[0]) <= (before[1] - after[1]) * (after[0] - point[0])
 
 
 class Courses(NamedTuple):
-    """A course for each pair of a share and a number of micro-batches, and which of them every job of a column has."""
+    """A course for each pair of a shard and a number of micro-batches, and the course of every job of a column."""
 
     each: tuple[Course, ...]
     which: Int
@@ -211,7 +211,7 @@ class Courses(NamedTuple):
 
 
 def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
-    """Go through ``plan`` for every share and number of micro-batches; columns of both belong together."""
+    """Return the courses of ``plan`` for every shard and number of micro-batches. Both may be columns of equal length."""
     if isinstance(partition, int) and isinstance(micro_batches, int):
         return Courses((course_of(plan.of(partition, micro_batches)),), 0)
     import numpy as np  # noqa: PLC0415  a single job never needs it
@@ -223,7 +223,7 @@ def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
 
 
 def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lambda _: 0) -> Seen:
-    """Return what is seen at a place where most is alive, with what ``beside`` adds; the first of equals. [bytes]"""
+    """Return the first moment at a place with most live bytes, including those that ``beside`` returns. [bytes]"""
     best, *others = _in_columns([course[place] for course in courses.each], courses.which)
     if not others:
         return best
@@ -235,7 +235,7 @@ def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lamb
 
 
 def _in_columns(seen: list[Sequence[Seen]], which: Int) -> Sequence[Seen]:
-    """Return what is seen as columns, the last of a shorter list again."""
+    """Return the moments as columns. A shorter list repeats its last moment."""
     if len(seen) == 1:
         return seen[0]
     length = max(map(len, seen))

@@ -1,7 +1,7 @@
-"""What does one all-gather of DeepSpeed's ZeRO-3 take, from its call until the last of its parameters is used?
+"""The memory of one all-gather of DeepSpeed's ZeRO-3, from its call until the last of its parameters is used.
 
-A parameter by itself is gathered where it will be; several are gathered flat and copied out on first use. With ZeRO++'s quantized
-weights (qwZ) shares are gathered in 8 bits and come out of that in fp16, to be cast to their dtype. Source: DeepSpeed 0.19.8,
+A single parameter is gathered in place; several are gathered flat and copied out on first use. With ZeRO++'s quantized weights
+(qwZ), shards are gathered in 8 bits, dequantized to fp16, and cast to their dtype. Source: DeepSpeed 0.19.8,
 ``runtime/zero/partition_parameters.py``, ``_all_gather_sequential``, ``_all_gather_coalesced`` and the handles' ``wait``.
 """
 
@@ -15,25 +15,25 @@ from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.recipe import RecipeSpec
 
 _HALF, _SCALE = 2, 4
-"""Bytes of what the quantizer reads and writes back, and of a group's scale (``csrc/quantization/pt_binding.cpp``)."""
+"""Bytes of an element that the quantizer reads and writes, and of a group's scale (``csrc/quantization/pt_binding.cpp``)."""
 _TARGET_GROUP, _LARGEST_GROUP = 8000, 16000
-"""``CUDAQuantizer.target_group_size``, and what a group must be below."""
+"""``CUDAQuantizer.target_group_size``, and the upper limit of a group."""
 
 
 class Sharing(NamedTuple):
-    """What of the ranks a gather depends on; nothing where shares are gathered as they are, from the GPU."""
+    """The properties of the ranks that a gather depends on; defaults for plain shards on the GPU."""
 
     ranks: int = 0
     copied: bool = False
-    """Each share is copied to the GPU first."""
+    """Each shard is first copied to the GPU."""
     width: int = 0
-    """Bytes of an element of a weight that is gathered in 8 bits; 0 where none is."""
+    """Bytes of an element of a weight that is gathered in 8 bits; 0 without quantization."""
     half: bool = False
-    """Weights are fp16, as the quantizer has them."""
+    """Weights are fp16, the quantizer's own dtype."""
 
 
 class Piece(NamedTuple):
-    """A parameter to be gathered: its elements, one rank's share of them, and the ranks among which it is gathered."""
+    """A parameter to gather: its elements, one rank's shard of them, and the number of ranks that gather it."""
 
     numel: int
     share: int
@@ -41,21 +41,21 @@ class Piece(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What an all-gather takes (and, negative, gives back), change by change. [elements of a weight]"""
+    """The memory changes of an all-gather, in order; negative ones free memory. [elements of a weight]"""
 
     asked: tuple[int, ...]
-    """When it is called."""
+    """Changes when the gather is called."""
     arrived: tuple[int, ...] = ()
-    """When the first of its parameters is waited for."""
+    """Changes when the module first waits for one of its parameters."""
     done: int = 0
-    """When the last has been."""
+    """Change after the last of its parameters has been waited for."""
     scales: int = 0
-    """Numbers in fp32 that are gathered beside it, of all ranks."""
+    """fp32 scales of all ranks that are gathered with it."""
 
 
 @lru_cache(maxsize=4096)
 def taken(pieces: tuple[Piece, ...], sharing: Sharing, *, one_by_one: bool) -> Taken:
-    """What the all-gather of these parameters takes; ``one_by_one`` where each is gathered by itself. [elements]
+    """Return the memory of the all-gather of these parameters; ``one_by_one``: each is gathered by itself. [elements]
 
     >>> two = (Piece(80, 10, 8), Piece(160, 20, 8))
     >>> taken(two, Sharing(), one_by_one=False)
@@ -72,7 +72,7 @@ def taken(pieces: tuple[Piece, ...], sharing: Sharing, *, one_by_one: bool) -> T
 
 
 def _quantized_one_by_one(pieces: tuple[Piece, ...], sharing: Sharing) -> Taken:
-    """The names of one parameter's payload and scales stand until the next one's are there."""
+    """Return the changes if variables hold one parameter's payload and scales until the next parameter's exist."""
     asked, arrived, held, scales, before = list[int](), list[int](), 0, 0, 0
     for piece in pieces:
         groups = groups_of(piece.share)
@@ -99,18 +99,18 @@ def _quantized_flat(pieces: tuple[Piece, ...], sharing: Sharing) -> Taken:
 
 
 def _restored(numel: int, sharing: Sharing) -> list[int]:
-    """A parameter in fp16, and cast to its own dtype."""
+    """Return the sizes of a parameter in fp16, and cast to its own dtype."""
     return [_HALF * numel] if sharing.half else [_HALF * numel, sharing.width * numel, -_HALF * numel]
 
 
 def _in_elements(asked: list[int], arrived: list[int], done: int, scales: int, width: int) -> Taken:
-    """From bytes, all of which are multiples of eight or scales in fp32."""
+    """Convert bytes, which are multiples of eight or fp32 scales, to elements."""
     return Taken(tuple(one // width for one in asked), tuple(one // width for one in arrived), done // width, scales)
 
 
 @lru_cache(maxsize=4096)
 def groups_of(share: int) -> int:
-    """How many groups, each with a scale of its own, a share is quantized in (``CUDAQuantizer.quantize``).
+    """Return the number of groups, each with its scale, in which a shard is quantized (``CUDAQuantizer.quantize``).
 
     >>> groups_of(4096), groups_of(16_777_216 // 8)
     (1, 512)
@@ -127,7 +127,7 @@ def groups_of(share: int) -> int:
 
 
 def refuse_quantized(recipe: RecipeSpec) -> None:
-    """Refuse what DeepSpeed does not take, and what is not modelled."""
+    """Raise SpecError for quantized weights that DeepSpeed refuses or that are not modelled."""
     options = recipe.deepspeed
     if not options.zero_quantized_weights:
         return
@@ -138,7 +138,7 @@ def refuse_quantized(recipe: RecipeSpec) -> None:
 
 
 def sharing_of(recipe: RecipeSpec, n_ranks: Int) -> Sharing:
-    """What of the ranks a gather depends on; refuses a column of several numbers of them where it does depend on those."""
+    """Return the properties of the ranks that a gather depends on. Raises SpecError for a column of ranks if it depends on them."""
     quantized, copied = recipe.deepspeed.zero_quantized_weights, offloads_parameters(recipe)
     if not quantized and not copied:
         return Sharing()

@@ -1,9 +1,9 @@
-"""What do stages 0 to 2 of DeepSpeed do with gradients, from a gradient's hook to the end of a backward?
+"""How stages 0 to 2 of DeepSpeed handle gradients, from a gradient's hook to the end of a backward.
 
-The optimizer wrappers of DeepSpeed as a program: it receives gradients in the order of the backward, and fills and reduces buckets.
-Methods have the names of DeepSpeed's own. The same program requests memory of a course, which notes the most at each place
-(:mod:`zeroplan.engines.deepspeed.course`), and of a log of requests (:mod:`zeroplan.engines.requests.deepspeed`).
-Source: DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py``.
+The optimizer wrappers of DeepSpeed as a program: it receives gradients in backward order, and fills and reduces buckets.
+Methods have DeepSpeed's names. The same program requests memory from a course, which notes the peak at each place
+(:mod:`zeroplan.engines.deepspeed.course`), and from a log of requests (:mod:`zeroplan.engines.requests.deepspeed`). Source:
+DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py``.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ from zeroplan.spec.recipe import RecipeSpec
 
 FP32, FP64 = 4, 8
 _REDUCES = 1
-"""The number of the stream on which buckets are reduced where ``overlap_comm`` is on."""
+"""Number of the stream that reduces buckets with ``overlap_comm``."""
 
 
 class Plan(NamedTuple):
-    """What happens to gradients depends on this alone."""
+    """The settings on which the handling of gradients depends."""
 
     whole: Row
     firsts: tuple[int, ...]
-    """First block of every run of like blocks."""
+    """First block of every run of equal blocks."""
     collects: bool
-    """There is no ZeRO optimizer: every gradient stays to the end of the backward (:func:`collects`)."""
+    """There is no ZeRO optimizer: every gradient stays until the backward ends (:func:`collects`)."""
     stage: int
     element: int
     """Bytes of an element of a gradient."""
@@ -38,55 +38,55 @@ class Plan(NamedTuple):
     scatters: bool
     sums_in_fp32: bool
     offloads: bool
-    """What this rank keeps goes to the host."""
+    """The gradients that this rank keeps go to the host."""
     partition: int
-    """Elements of a rank's share."""
+    """Elements of a rank's shard."""
     micro_batches: int
-    """Of a step, as far as they differ (:func:`distinct_micro_batches`)."""
+    """Micro-batches of a step, as far as they differ (:func:`distinct_micro_batches`)."""
 
     @property
     def reduces(self) -> Literal["never", "during the backward", "after the backward"]:
-        """When gradients are reduced, for which this rank's share matters."""
+        """When DeepSpeed reduces gradients, for which this rank's shard matters."""
         if self.stage == 2 or self.overlaps:
             return "during the backward"
         return "never" if self.collects else "after the backward"
 
     @property
     def highest(self) -> range:
-        """The micro-batches of a step that can hold the most: the last one, in which what those before have left is alive too.
+        """The micro-batches of a step that can hold the most: the last one, with the gradients of earlier ones.
 
-        The one before it can hold more in two cases. At stage 1 with overlap the last micro-batch reduces gradients, and those
-        before add them up whole. With offload the last one frees gradients too large for the bucket as they go to the host, and
-        those before keep them to the end of their backward.
+        The one before it can hold more in two cases. At stage 1 with overlap the last micro-batch reduces gradients, and the
+        earlier ones accumulate them whole. With offload the last one frees gradients too large for the bucket as they go to the
+        host, and the earlier ones keep them until their backward ends.
         """
         last = self.micro_batches - 1
         has_less = (self.stage == 1 and self.overlaps) or self.offloads
         return range(max(0, last - 1) if has_less else last, last + 1)
 
     def of(self, partition: int, micro_batches: int) -> "Plan":
-        """The same for another share, and this many micro-batches."""
+        """Return the plan for another shard and this many micro-batches."""
         return self._replace(partition=partition, micro_batches=micro_batches)
 
     def program(self, memory: Memory, ranks: int = 1) -> Collecting:
-        """What DeepSpeed does with gradients."""
+        """Return the program that handles gradients."""
         return (Collecting if self.collects else Partitioned)(self, memory, ranks)
 
 
 def distinct_micro_batches(stage: int, *, overlaps: bool) -> int:
-    """How many micro-batches of a step differ: the first, the last, and at stage 1 with overlap one in the middle.
+    """Return how many micro-batches of a step differ: the first, the last, and at stage 1 with overlap one in the middle.
 
-    Only there does the last one reduce its gradients while those of the ones before are whole.
+    Only there the last micro-batch reduces its gradients while earlier gradients are whole.
     """
     return 3 if stage == 1 and overlaps else 2
 
 
 def sums_in_fp32(recipe: RecipeSpec) -> bool:
-    """Whether 16-bit gradients are added up in fp32 (``grad_accum_dtype``)."""
+    """Whether 16-bit gradients are accumulated in fp32 (``grad_accum_dtype``)."""
     return recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
 
 
 def collects(recipe: RecipeSpec) -> bool:
-    """Whether gradients stay whole until the end of the backward: at stage 0, and under ``BF16_Optimizer``.
+    """Whether gradients stay whole until the backward ends: at stage 0, and under ``BF16_Optimizer``.
 
     Source: DeepSpeed 0.19.8, ``runtime/engine.py``, ``_do_optimizer_sanity_check``.
     """
@@ -94,7 +94,7 @@ def collects(recipe: RecipeSpec) -> bool:
 
 
 def plan_of(recipe: RecipeSpec, whole: Row, firsts: tuple[int, ...] = (), partition: int = 1) -> Plan:
-    """What a recipe has DeepSpeed do with the gradients of these parameters, for a share of this many elements."""
+    """Return how DeepSpeed handles these parameters' gradients under a recipe, for a shard of this many elements."""
     options, gathers = recipe.deepspeed, collects(recipe)
     return Plan(
         whole=whole,
@@ -121,13 +121,13 @@ class Partitioned(Collecting):
     def __init__(self, plan: Plan, memory: Memory, ranks: int = 1) -> None:
         super().__init__(plan, memory, ranks)
         self.inside: list[Placed] = []
-        """The gradients that are to be reduced together, in the bucket or where autograd made them."""
+        """The gradients of the next reduction, in the bucket or where autograd made them."""
         self.fill = 0
         self.before: list[Placed] = []
-        """Gradients of other ranks that the next reduction clears."""
+        """Gradients of other ranks' shards, which the next reduction frees."""
 
     def request_earlier(self) -> None:
-        """Request what earlier micro-batches have left: at stage 1 all gradients, at stage 2 those of this rank's share."""
+        """Request the gradients of earlier micro-batches: at stage 1 all, at stage 2 those of this rank's shard."""
         if self.plan.stage == 1:
             super().request_earlier()
             self.setup_buckets()
@@ -137,7 +137,7 @@ class Partitioned(Collecting):
             self._keep("averaged")
 
     def process_gradients(self, each: Placed) -> None:
-        """DeepSpeed's hook: a gradient goes into the bucket, which the first one of a backward requests."""
+        """Run DeepSpeed's hook: put a gradient into the bucket, which the first gradient of a backward requests."""
         if self.plan.contiguous and not self.memory.has("buckets"):
             self.setup_buckets()
             self.memory.note("arrives")
@@ -145,7 +145,7 @@ class Partitioned(Collecting):
             self.reduce_independent(each)
 
     def setup_buckets(self) -> None:
-        """Ask for one bucket, or for two where reductions overlap."""
+        """Request one bucket, or two if reductions overlap."""
         for _ in range((2 if self.plan.overlaps else 1) if self.plan.contiguous else 0):
             self.memory.request("buckets", self.plan.element * self.plan.bucket_size, Kind.REDUCE, "reduce bucket")
 
@@ -165,7 +165,7 @@ class Partitioned(Collecting):
         self.fill += elements
 
     def reduce_ipg_grads(self) -> None:
-        """Reduce the gradients in the bucket; this rank keeps those that reach into its share."""
+        """Reduce the gradients in the bucket; this rank keeps those that overlap its shard."""
         plan, memory = self.plan, self.memory
         largest = max([0, *(min(each.end, plan.partition) - each.start for each in self.inside)])
         if self.before:
@@ -186,7 +186,7 @@ class Partitioned(Collecting):
         self.inside, self.fill = [], 0
 
     def _all_reduce(self, cast_bytes: int) -> None:
-        """``allreduce_bucket``, in copies where the bucket is not reduced itself; what is reduced is cast to be added to sums."""
+        """``allreduce_bucket``: reduce copies, or the bucket in place; cast the result to add it to the sums."""
         plan, memory, copies = self.plan, self.memory, list(copies_of(self.plan, tuple(self.inside)))
         memory.note("reduced", plan.element * max(copies, default=0), cast_bytes)
         for n_elements in copies:
@@ -200,7 +200,7 @@ class Partitioned(Collecting):
         self.memory.request("sums", FP32 * self.plan.partition, Kind.GRADIENTS, "fp32 gradients of this rank's share")
 
     def _keep(self, key: str) -> None:
-        """``copy_grads_in_partition``: what reaches into this rank's share is kept; with offload in host memory."""
+        """``copy_grads_in_partition``: keep the gradients that overlap this rank's shard; with offload in host memory."""
         if not self.plan.offloads:
             touched = touched_elements(self.plan.whole, self.plan.partition)
             assert isinstance(touched, int)  # noqa: S101  of one share
@@ -208,7 +208,7 @@ class Partitioned(Collecting):
             self.memory.request(key, self.plan.element * touched, Kind.GRADIENTS, reason)
 
     def _leave(self, largest: int) -> None:
-        """``set_norm_for_param_grad_in_gpu``: in the last micro-batch the norm of what goes to host memory is taken in fp64."""
+        """``set_norm_for_param_grad_in_gpu``: in the last micro-batch compute offloaded gradients' norms in fp64."""
         self.memory.note("leaves", FP64 * largest if self.last else 0)
         for each in self.inside if self.last and largest else ():
             part = min(each.end, self.plan.partition) - each.start
@@ -216,7 +216,7 @@ class Partitioned(Collecting):
             self.memory.release("norm")
 
     def _let_go(self, each: Placed) -> None:
-        """A reduced gradient goes, unless it is in the bucket or stays where it is to the end of the backward."""
+        """Free a reduced gradient, unless it is in the bucket or stays until the backward ends."""
         plan, ours = self.plan, each.start < self.plan.partition
         if plan.contiguous:
             moved = self.last if plan.offloads else not plan.sums_in_fp32
@@ -233,7 +233,7 @@ class Partitioned(Collecting):
                 self.memory.release(self.made.pop(each.start))
 
     def end(self) -> None:
-        """``independent_gradient_partition_epilogue``: reduce what is left, and release buckets and gradients."""
+        """``independent_gradient_partition_epilogue``: reduce the remaining gradients, and release buckets and gradients."""
         plan, memory = self.plan, self.memory
         if plan.stage == 1 and not self.last:
             return
@@ -252,7 +252,7 @@ class Partitioned(Collecting):
         memory.release("buckets")
 
     def _average(self) -> None:
-        """``get_flat_partition``: without a bucket to copy from, what reaches into this rank's share stays where it was made."""
+        """``get_flat_partition``: without a bucket, keep the gradients that overlap this rank's shard where autograd made them."""
         for each in self.plan.whole.placed:
             if each.start < self.plan.partition and each.start in self.made:
                 self.memory.rename(self.made.pop(each.start), "averaged")
@@ -278,7 +278,7 @@ def copies_of(plan: Plan, inside: tuple[Placed, ...]) -> Iterator[int]:
 
 
 def _slices(plan: Plan, inside: tuple[Placed, ...]) -> Iterator[int]:
-    """Yield the elements of consecutive slices of one rank; what is added to fp32 sums is a slice by itself."""
+    """Yield the elements of consecutive slices of one rank. A slice that is added to fp32 sums stands alone."""
     rank_before, waiting = -1, 0
     for each in inside:
         for rank in range(each.start // plan.partition, (each.end - 1) // plan.partition + 1):

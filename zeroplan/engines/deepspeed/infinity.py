@@ -1,10 +1,10 @@
-"""What does ZeRO-Infinity change at stage 3 of DeepSpeed: what is on NVMe, and through which buffers does it go?
+"""ZeRO-Infinity at stage 3 of DeepSpeed: the tensors on NVMe, and the buffers through which DeepSpeed reads and writes them.
 
-DeepSpeed writes a tensor to a file of its own where it is at least 1 MiB; smaller ones stay where they are. Sub-groups of the
-optimizer are read into page-locked buffers, updated there and written back. Shares of weights are read into buffers before they
-are gathered; of those whose sub-group has room among ``max_in_cpu`` elements only the file stays behind. Source: Rajbhandari et
-al. 2021 (arXiv:2104.07857), sections 5.1 and 6; DeepSpeed 0.19.8, ``runtime/swap_tensor`` and ``runtime/zero/stage3.py``.
-The section ``aio`` has DeepSpeed's defaults: blocks of 1 MiB, one thread per request.
+DeepSpeed writes each tensor of at least 1 MiB to its own file; smaller ones stay in memory. It reads the optimizer's sub-groups
+into page-locked buffers, updates them there and writes them back. It reads shards of weights into buffers before it gathers
+them. Weights whose sub-group fits in ``max_in_cpu`` elements are in host memory; their files remain on NVMe. Source:
+Rajbhandari et al. 2021 (arXiv:2104.07857), sections 5.1 and 6; DeepSpeed 0.19.8, ``runtime/swap_tensor`` and
+``runtime/zero/stage3.py``. The section ``aio`` has DeepSpeed's defaults: blocks of 1 MiB, one thread per request.
 """
 
 from collections.abc import Iterator
@@ -32,22 +32,22 @@ _STATES = f"{_SWAP}/optimizer_utils.py, OptimizerSwapper"
 
 #: ``MIN_AIO_BYTES`` and ``AIO_ALIGNED_BYTES`` of ``runtime/swap_tensor/utils.py``.
 _LEAST_BYTES, _ALIGNED_BYTES = 1 << 20, 1 << 10
-#: Adam's buffers: weights, momentum, variance, and the gradient beside them.
+#: Adam's buffers: weights, momentum and variance; and these with the gradient.
 _STATES_OF_ADAM, _WITH_GRADIENT = 3, 4
 
 
 def swaps_optimizer(recipe: RecipeSpec) -> bool:
-    """Whether weights that are updated, gradients and states are on NVMe."""
+    """Whether the optimizer's weights, gradients and states are on NVMe."""
     return recipe.deepspeed.offload_optimizer == "nvme"
 
 
 def swaps_parameters(recipe: RecipeSpec) -> bool:
-    """Whether shares of the weights that have no room in host memory are on NVMe."""
+    """Whether shards of weights that do not fit in host memory are on NVMe."""
     return recipe.deepspeed.offload_param == "nvme"
 
 
 def refuse_swapping(recipe: RecipeSpec) -> None:
-    """Refuse what DeepSpeed cannot swap, and what is not modelled."""
+    """Raise SpecError for offload to NVMe that DeepSpeed cannot do or that is not modelled."""
     if not swaps_optimizer(recipe):
         return
     if recipe.zero_stage != 3:
@@ -63,37 +63,37 @@ def refuse_swapping(recipe: RecipeSpec) -> None:
 
 
 def note_on_nvme(recipe: RecipeSpec) -> tuple[str, ...]:
-    """Say what the figures for NVMe rest on."""
+    """Return the note on the evidence for NVMe figures."""
     if not swaps_optimizer(recipe) and not swaps_parameters(recipe):
         return ()
     return ("NVMe was read, not run: against DeepSpeed's own swapping, but with no disk and no asynchronous reads and writes",)
 
 
 class _Swapped(NamedTuple):
-    """Elements of one rank, by where they are."""
+    """Elements of one rank, by location."""
 
     buffer: int = 0
-    """Of one buffer for the optimizer: the largest sub-group."""
+    """Of one optimizer buffer: the largest sub-group."""
     resident: int = 0
     """Of sub-groups too small for NVMe, which stay in host memory with their states."""
     states: int = 0
-    """Of the files of the weights that are updated; each of Adam's states has as many."""
+    """Of the files of the optimizer's weights; each of Adam's states has as many."""
     gradients: int = 0
     """Of the files of gradients."""
     in_host: int = 0
-    """Of weights in one tensor in host memory, whether it is filled or not."""
+    """Of weights in one tensor in host memory, filled or not."""
     alone: int = 0
-    """Of shares of weights too small for NVMe, each by itself in host memory."""
+    """Of shards of weights too small for NVMe, each a tensor in host memory."""
     weights: int = 0
-    """Of the files of weights; those that host memory has room for left them behind."""
+    """Of the files of weights, including those of weights that fit in host memory."""
     written: int = 0
     """Of the buffer through which updated weights are written."""
     pinned: int = 0
-    """What torch's pinned memory takes beyond the tensors in it. [bytes]"""
+    """Bytes of pinned blocks beyond the tensors in them. [bytes]"""
 
 
 def aligned(elements: int, width: int) -> int:
-    """Elements as reads and writes have them: rounded up to 1 KiB.
+    """Return the elements of one read or write: rounded up to 1 KiB.
 
     >>> aligned(1000, 2), aligned(1024, 2)
     (1024, 1024)
@@ -113,7 +113,7 @@ class _Widths(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _swapped(whole: Row, options: DeepSpeedOptions, widths: _Widths, n_ranks: int) -> _Swapped:
-    """Follow DeepSpeed's construction on one rank of this many."""
+    """Return the sizes after DeepSpeed's setup on one of this many ranks."""
     groups = tuple(sub_groups(whole, options.sub_group_size, n_ranks))
     found = _Swapped()
     if options.offload_optimizer == "nvme":
@@ -126,7 +126,7 @@ def _swapped(whole: Row, options: DeepSpeedOptions, widths: _Widths, n_ranks: in
 
 
 def sub_groups(whole: Row, size: int, n_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield this rank's shares of the parameters of each sub-group: it is closed by the share that reaches ``size``.
+    """Yield this rank's shards of the parameters of each sub-group, which closes with the shard that reaches ``size``.
 
     Source: DeepSpeed 0.19.8, ``stage3.py``, ``_create_fp16_sub_groups``.
     """
@@ -154,9 +154,9 @@ def _optimizer_swapped(found: _Swapped, groups: tuple[tuple[int, ...], ...], mas
 
 
 def _stays(share: int, master: int) -> bool:
-    """Whether a gradient stays on the GPU until the step: too small to be written, or written without its last few elements.
+    """Whether a gradient stays on the GPU until the step: too small to be written, or its last few elements are not written.
 
-    Those are kept as a view, and with them the whole (``_adjust_for_misaligned_lengths``).
+    Those elements are kept as a view, and the view keeps the whole gradient (``_adjust_for_misaligned_lengths``).
     """
     return not _swappable(share, master) or share * master % _ALIGNED_BYTES != 0
 
@@ -174,9 +174,10 @@ def _parameters_swapped(
 
 
 def _written(whole: Row, groups: tuple[tuple[int, ...], ...], element: int) -> int:
-    """Elements of the buffer for updated weights: the largest sub-group's parameters as they are on all ranks together.
+    """Return the elements of the buffer for updated weights: the whole parameters of the largest sub-group.
 
-    That is what ``ds_numel`` of a parameter is (``_create_fp16_partitions_with_defragmentation``), not a rank's share of it.
+    DeepSpeed takes ``ds_numel``, a parameter's whole size (``_create_fp16_partitions_with_defragmentation``), not a rank's
+    shard.
     """
     largest = max(groups, key=sum)
     first = sum(len(group) for group in groups[: groups.index(largest)])
@@ -184,7 +185,7 @@ def _written(whole: Row, groups: tuple[tuple[int, ...], ...], element: int) -> i
 
 
 def _fitting(groups: tuple[tuple[int, ...], ...], options: DeepSpeedOptions) -> Iterator[bool]:
-    """Whether each sub-group has room in host memory: one that has none takes its place anyway."""
+    """Yield whether each sub-group fits in host memory. One that does not fit still uses up its room."""
     room, end = min(options.offload_param_max_in_cpu, sum(map(sum, groups))), 0
     for group in groups:
         end += sum(group)
@@ -192,7 +193,7 @@ def _fitting(groups: tuple[tuple[int, ...], ...], options: DeepSpeedOptions) -> 
 
 
 def _pinned(groups: tuple[tuple[int, ...], ...], options: DeepSpeedOptions, widths: _Widths) -> int:
-    """Follow what torch pins, in order; what is page-locked for NVMe is not torch's."""
+    """Return the size of torch's pinned blocks beyond their tensors. Memory that DeepSpeed page-locks for NVMe is not torch's."""
     alone, freed, flat, gradients = list[int](), list[int](), list[int](), list[int]()
     for group, fits in zip(groups, _fitting(groups, options), strict=True):
         fits = fits or options.offload_param == "cpu"  # noqa: PLW2901
@@ -215,9 +216,9 @@ def _pinned(groups: tuple[tuple[int, ...], ...], options: DeepSpeedOptions, widt
 
 
 def on_nvme(whole: Row, options: DeepSpeedOptions, element: int, n_ranks: Int) -> frozenset[int]:
-    """Places in the row of the parameters whose shares are on NVMe; in a grid as on the fewest ranks, whose shares are largest.
+    """Return the row indices of parameters whose shards are on NVMe. In a grid the fewest ranks, with the largest shards, decide.
 
-    Raises :class:`~zeroplan.errors.SpecError` where a share is larger than a buffer.
+    Raises :class:`~zeroplan.errors.SpecError` if a shard is larger than a buffer.
     """
     if options.offload_param != "nvme":
         return frozenset()
@@ -241,7 +242,7 @@ def _places_on_nvme(whole: Row, options: DeepSpeedOptions, element: int, n_ranks
 
 
 def refuse_few_buffers(options: DeepSpeedOptions, needed: int) -> None:
-    """Refuse fewer buffers than parameters from NVMe are gathered at once: each keeps its buffer until it is released."""
+    """Raise SpecError if there are fewer buffers than parameters from NVMe gathered at once: each holds one until its release."""
     if needed > options.offload_param_buffer_count:
         raise SpecError(
             f"offload_param.buffer_count={options.offload_param_buffer_count} is too few: {needed} parameters from NVMe are "
@@ -250,7 +251,7 @@ def refuse_few_buffers(options: DeepSpeedOptions, needed: int) -> None:
 
 
 def refuse_twice(read_twice: bool) -> None:  # noqa: FBT001  it is all that is asked
-    """Refuse what DeepSpeed fails on: it reads ahead by uses, and of two uses of one parameter it reads both at once."""
+    """Raise SpecError if DeepSpeed fails: it reads ahead by uses, and reads a parameter with two uses twice."""
     if read_twice:
         raise SpecError(
             "offload_param 'nvme' fails in DeepSpeed here, which reads a parameter ahead that it is reading already (the head, "
@@ -259,7 +260,7 @@ def refuse_twice(read_twice: bool) -> None:  # noqa: FBT001  it is all that is a
 
 
 def refuse_few_pipelined(recipe: RecipeSpec, n_groups: Int) -> None:
-    """Refuse fewer buffers than a pipeline needs, which reads a sub-group and writes another beside the one in use."""
+    """Raise SpecError for fewer buffers than a pipeline needs. It reads a sub-group and writes another beside the current one."""
     options = recipe.deepspeed
     beside = options.offload_optimizer_pipeline_read + options.offload_optimizer_pipeline_write
     most = n_groups if isinstance(n_groups, int) else int(n_groups.max())
@@ -275,7 +276,7 @@ def refuse_few_pipelined(recipe: RecipeSpec, n_groups: Int) -> None:
 
 
 def casts_on_the_way(job: "Job", flush: Flush) -> tuple[Line, ...]:
-    """Return what takes a bucket's gradients to NVMe: the casts of all, held until the last is made, and a norm in fp64. [bytes]"""
+    """Return the casts of a bucket's gradients on the way to NVMe, held until the last is made, and one fp64 copy. [bytes]"""
     n_bytes = for_each_value(lambda ranks: max(_highest(flush.inside, ranks, job.kept, job.master)), job.n_ranks)
     formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
     reason = "shares of a bucket's gradients as the optimizer takes them, and one in fp64 for its norm"
@@ -283,7 +284,7 @@ def casts_on_the_way(job: "Job", flush: Flush) -> tuple[Line, ...]:
 
 
 def _highest(inside: tuple[Placed, ...], n_ranks: int, kept: int, master: int) -> Iterator[int]:
-    """Yield the bytes at each gradient of a bucket, in the order of the parameters."""
+    """Yield the bytes at each gradient of a bucket, in parameter order."""
     before = 0
     for each in sorted(inside, key=lambda one: one.start):
         share = ceil_div(each.end - each.start, n_ranks)
@@ -293,7 +294,7 @@ def _highest(inside: tuple[Placed, ...], n_ranks: int, kept: int, master: int) -
 
 @lru_cache(maxsize=256)
 def beside_swapped(buckets: Schedule, element: int, kept: int, master: int) -> tuple[tuple[int, ...], ...]:
-    """Of each bucket, what takes it to NVMe, in elements of a weight: on very many ranks, on 8 and on one."""
+    """Return, per bucket, the memory on its way to NVMe, in elements of a weight: on very many ranks, on 8 and on one."""
     eight, one = (_with_staying(buckets, ranks, kept, master) for ranks in (8, 1))
     return tuple((0, first // element, second // element) for first, second in zip(eight, one, strict=True))
 
@@ -305,7 +306,7 @@ def _with_staying(buckets: Schedule, n_ranks: int, kept: int, master: int) -> It
 
 
 def staying(buckets: Schedule, at: tuple[int, int], n_ranks: Int, master: int) -> tuple[Line, ...]:
-    """Return the gradients that stay on the GPU, of the buckets reduced before a place: a block, and elements of its gradients.
+    """Return the gradients that stay on the GPU from buckets reduced before a point: a block, and elements of its gradients.
 
     [bytes]
     """
@@ -314,9 +315,9 @@ def staying(buckets: Schedule, at: tuple[int, int], n_ranks: Int, master: int) -
 
 
 def staying_of(buckets: Schedule, reduced: int, n_ranks: Int, master: int) -> tuple[Line, ...]:
-    """Return the gradients that stay on the GPU, of this many buckets that were reduced first. [bytes]
+    """Return the gradients that stay on the GPU from the first ``reduced`` buckets. [bytes]
 
-    Counted as if every sub-group were on NVMe.
+    The count assumes that every sub-group is on NVMe.
     """
     elements = for_each_value(lambda ranks: _stayed(buckets, ranks, master)[reduced], n_ranks)
     formula = f"{master}·{elements}" if isinstance(elements, int) else ""
@@ -326,7 +327,7 @@ def staying_of(buckets: Schedule, reduced: int, n_ranks: Int, master: int) -> tu
 
 @lru_cache(maxsize=256)
 def _stayed(buckets: Schedule, n_ranks: int, master: int) -> tuple[int, ...]:
-    """Elements that stay, of no bucket, of the first that is reduced, of the first two and so on."""
+    """Return the elements that stay after zero buckets, after the first reduced bucket, after two, and so on."""
     totals = [0]
     for flush in reversed(buckets.flushes):
         stay = (share for each in flush.inside if _stays(share := ceil_div(each.end - each.start, n_ranks), master))
@@ -345,12 +346,12 @@ def _field(job: "Job", name: str) -> Int:
 
 
 def pinned_beyond(job: "Job") -> Int:
-    """What torch's pinned memory takes beyond the tensors in it. [bytes]"""
+    """Return the size of pinned blocks beyond their tensors. [bytes]"""
     return _field(job, "pinned")
 
 
 def weights_in_host(job: "Job") -> tuple[Line, ...]:
-    """Return what of the weights is in host memory, and the buffers through which the rest is read and written. [bytes]"""
+    """Return the weights in host memory, and the buffers through which the others are read and written. [bytes]"""
     options, width = job.recipe.deepspeed, job.element
     buffers = options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, width)
     rows = (
@@ -366,7 +367,7 @@ def weights_in_host(job: "Job") -> tuple[Line, ...]:
 
 
 def optimizer_in_host(job: "Job") -> tuple[Line, ...]:
-    """Return the optimizer's buffers, what is too small for NVMe, and the sum of the gradients. [bytes]"""
+    """Return the optimizer's buffers, its tensors too small for NVMe, and the sum of the gradients. [bytes]"""
     count, width = job.recipe.deepspeed.offload_optimizer_buffer_count, job.master
     resident = _field(job, "resident")
     return (
@@ -380,7 +381,7 @@ def optimizer_in_host(job: "Job") -> tuple[Line, ...]:
 
 
 def nvme_lines(job: "Job") -> tuple[Line, ...]:
-    """Return what is on NVMe. [bytes]"""
+    """Return the files on NVMe. [bytes]"""
     lines = list[Line]()
     if swaps_parameters(job.recipe):
         lines.append(Line(Kind.PARAMETERS, job.element * _field(job, "weights"), "shares of weights, a file each",
@@ -398,7 +399,7 @@ def nvme_lines(job: "Job") -> tuple[Line, ...]:
 
 
 def swapping_symbols(job: "Job") -> tuple[Symbol, ...]:
-    """Return what the formulas of these lines count."""
+    """Return the symbols in the formulas of these lines."""
     options = job.recipe.deepspeed
     buffers = options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, job.element)
     weights = (

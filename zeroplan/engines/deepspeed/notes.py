@@ -1,4 +1,4 @@
-"""What is held gathered in the course of a pass under ZeRO-3: the notes that are taken, and what they come to."""
+"""The gathered elements over a pass under ZeRO-3: the notes of a replay, and their summary."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -8,25 +8,25 @@ from typing import NamedTuple
 from zeroplan.engines.deepspeed.order import BACKWARD, Step
 from zeroplan.engines.rows import Sizes
 
-#: The key of the notes on a block's recomputation as a whole; before a module's name, of that when this module is gathered.
+#: Key of the notes on a block's recomputation as a whole; before a module's name, on the gather of this module in it.
 RECOMPUTED = "recomputed"
 
 
 class Note(NamedTuple):
-    """Elements held around one module's backward."""
+    """Gathered elements around one module's backward."""
 
     made: int
-    """Elements of the block's gradients made when it is done."""
+    """Elements of the block's gradients made by its end."""
     gathering: int
-    """Most while its parameters are gathered."""
+    """The most while its parameters are gathered."""
     during: int
     after: int
     handing: int
-    """When its gradients are passed on, and autograd has release what its operators saved."""
+    """When its gradients arrive, after autograd has freed its operators' saved tensors."""
 
 
 class Sent(NamedTuple):
-    """What is all-gathered in one direction of a pass, in this many calls; with scales, of all ranks, where it is in 8 bits."""
+    """The all-gathers of one direction of a pass: sizes, number of calls, and all ranks' scales for 8-bit gathers."""
 
     sizes: Sizes
     calls: int
@@ -35,47 +35,47 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Gathered:
-    """Elements gathered in the course of one pass, copies and all; one object per model and options."""
+    """Gathered elements over one pass, including copies; one object per model and options."""
 
     forward: tuple[int, ...]
-    """Most during the forward of each block; where it has experts, less what gathering them takes for a moment."""
+    """The most during each block's forward; with experts, without the extra memory of their gather."""
     before_experts: tuple[int, ...]
-    """Most until the experts of each block are gathered and have made nothing yet; 0 where it has none."""
+    """The most in each block until its experts are gathered and have made nothing; 0 without experts."""
     head_gathering: int
-    """Most while what the final norm and the head need is gathered, before either has made anything."""
+    """The most while the parameters of final norm and head are gathered, before either has made anything."""
     head_forward: int
-    """While the head runs forward."""
+    """Gathered while the head runs forward."""
     norm_forward: int
-    """While the final norm does."""
+    """Gathered while the final norm runs forward."""
     loss: int
     head: tuple[int, ...]
     """In the backward: at the loss, the head, the final norm."""
     past_head: int
-    """Most when a gradient of the head or the final norm is made, with what they need gathered."""
+    """The most when a gradient of head or final norm is made, including their gathered parameters."""
     backward: tuple[tuple[Note, ...], ...]
-    """Of each block, in the order of its gradients."""
+    """Notes of each block, in the order of its gradients."""
     embedding: int
     end: int
-    """Most while the embedding is gathered for its backward, and from then on."""
+    """The most from the gather of the embedding for its backward on."""
     sent_forward: Sent
     sent_backward: Sent
     persistent: int
     n_persistent: int
-    """Elements and number of the parameters that are never released between steps."""
+    """Elements and number of the parameters that stay gathered between steps."""
     persistent_sent: Sizes
     most_read: int = 0
-    """Most parameters read from NVMe whose buffers are in use at once."""
+    """The most parameters from NVMe whose buffers are in use at the same time."""
     read_twice: bool = False
-    """One is read ahead twice at a time."""
+    """A parameter is read ahead twice at the same time."""
     modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
-    """Of each block with frozen weights, by the name of the module; and of its recomputation."""
+    """Notes of each block with frozen weights, by module name; and of its recomputation."""
     head_notes: tuple[Note, ...] = ()
-    """Of what is after the blocks, in the order of its gradients; of a profile."""
+    """Notes of the modules after the blocks, in the order of their gradients; for a profile."""
     tied_head: int = 0
-    """Elements of a gradient among those that waits for the embedding's; of a profile."""
+    """Elements of a gradient that waits for the embedding's; for a profile."""
 
     def is_like(self, other: "Gathered") -> bool:
-        """Whether every note is the same; equality is identity, which makes these fast to look up."""
+        """Whether every note is equal. ``==`` compares identity, which keeps look-ups fast."""
         return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(self))
 
 
@@ -83,7 +83,7 @@ Noted = tuple[Step, Note]
 
 
 class Taking:
-    """Takes notes while the steps of a pass are run."""
+    """Takes notes while the steps of a pass run."""
 
     def __init__(self, n_blocks: int) -> None:
         self.forward = [0] * n_blocks
@@ -93,7 +93,7 @@ class Taking:
         self.head_gathering = self.head_forward = self.norm_forward = self.loss = self.embedding = 0
 
     def in_forward(self, step: Step, gathering: int, during: int) -> None:
-        """Note the most while a module's parameters are gathered, and what is held as it runs."""
+        """Note the most while a module's parameters are gathered, and the elements held while it runs."""
         if step.block == len(self.forward):
             self.head_gathering = max(self.head_gathering, gathering)
             self.norm_forward, self.head_forward = self.head_forward, during
@@ -103,7 +103,7 @@ class Taking:
             self.forward[step.block] = max(self.forward[step.block], gathering)
 
     def in_backward(self, step: Step, note: Note) -> None:
-        """Note what is held around a module's backward."""
+        """Note the elements held around a module's backward."""
         if step.block == len(self.blocks):
             self.after_blocks.append((step, note))
         elif step.block >= 0:
@@ -119,17 +119,17 @@ class Taking:
 
     @property
     def past_head(self) -> int:
-        """When the last gradient after the blocks is made, where there is more than a head and a norm."""
+        """Elements held when the last gradient after the blocks is made, if more than a head and a norm follow the blocks."""
         return self.after_blocks[-1][1].during if len(self.after_blocks) > 2 else 0
 
 
 def sizes(counted: Counter[int]) -> Sizes:
-    """Elements of parameters and how many there are of each size, the smallest first."""
+    """Return parameter sizes and their counts, the smallest first."""
     return tuple(sorted(counted.items()))
 
 
 def per_gradient(notes: Iterable[Noted]) -> tuple[Note, ...]:
-    """Merge notes into one per number of gradients made; what a module without parameters fetches is there after the one before."""
+    """Merge notes by number of gradients made. A module without parameters counts after the one before it."""
     merged: dict[int, Note] = {}
     for step, note in notes:
         before = merged.get(note.made, note)
@@ -142,7 +142,7 @@ def per_gradient(notes: Iterable[Noted]) -> tuple[Note, ...]:
 
 
 def per_module(notes: Iterable[Noted]) -> tuple[tuple[str, Note], ...]:
-    """Name notes after modules; those of a recomputation hold most until then, and the last of them has a name of its own."""
+    """Name notes after modules. A recomputation's note has the most so far; its last module also has its own note."""
     named: dict[str, Note] = {}
     for step, note in notes:
         if step.direction == BACKWARD:
@@ -154,7 +154,7 @@ def per_module(notes: Iterable[Noted]) -> tuple[tuple[str, Note], ...]:
 
 
 def rising(first: int, n_blocks: int, held: Callable[[int], int]) -> tuple[tuple[int, int], ...]:
-    """The last of this many blocks, and earlier ones at which more is gathered than at all after them; with the elements gathered.
+    """Return the last of these blocks, and earlier ones with more gathered than all later ones, each with its elements.
 
     >>> rising(1, 3, lambda block: {1: 7, 2: 4, 3: 5}[block])
     ((3, 5), (1, 7))

@@ -1,4 +1,4 @@
-"""Which single numbers do DeepSpeed's ranks agree on in a step: a gradient norm, a flag that something overflowed?"""
+"""The scalars that DeepSpeed's ranks all-reduce in a step: a gradient norm, an overflow flag."""
 
 from zeroplan.engines.deepspeed.gradients import collects
 from zeroplan.ledger import Collective, Phase
@@ -13,9 +13,9 @@ _CLIP = "DeepSpeed 0.19.8, runtime/utils.py, clip_grad_norm_"
 
 
 def numbers_unsharded(recipe: RecipeSpec, ranks: Int) -> tuple[Collective, ...]:
-    """Stages 1 and 2: a flag in 16 bits, and a norm in fp32 where it is wanted; ``BF16_Optimizer`` asks for neither.
+    """Return the scalars of stages 0 to 2: a 16-bit flag, and an fp32 norm if enabled. ``BF16_Optimizer`` needs neither.
 
-    At stage 0 gradients are whole, so only plain fp32 training asks for a norm, and only where gradients are clipped.
+    At stage 0 gradients are whole, so only plain fp32 training computes a norm, and only to clip gradients.
     """
     if recipe.zero_stage == 0:
         asks = recipe.precision == "fp32" and recipe.deepspeed.compute_grad_norm
@@ -31,9 +31,9 @@ def numbers_unsharded(recipe: RecipeSpec, ranks: Int) -> tuple[Collective, ...]:
 
 
 def numbers_sharded(recipe: RecipeSpec, ranks: Int, groups: Int) -> tuple[Collective, ...]:
-    """Stage 3: a flag in fp16 alone, and a norm of every one of ``groups`` sub-groups, wanted or not.
+    """Return the scalars of stage 3: a flag in fp16 only, and always a norm of every one of ``groups`` sub-groups.
 
-    The norm is in fp64, and in fp32 where the host has the gradients.
+    The norm is in fp64, or in fp32 if the host has the gradients.
     """
     flag = _reduced(_FLAG, ranks, 1, 1, f"{_ZERO}/stage3.py, has_overflow")
     on_host = recipe.deepspeed.offload_optimizer != "none"
@@ -43,6 +43,6 @@ def numbers_sharded(recipe: RecipeSpec, ranks: Int, groups: Int) -> tuple[Collec
 
 
 def _reduced(what: str, ranks: Int, calls: Int, n_bytes: int, source: str) -> Collective:
-    """All-reduce a number; it is no part of the volume that the ZeRO paper counts."""
+    """Return the all-reduce of a scalar, which is no part of the ZeRO paper's volume."""
     return Collective("all_reduce", what, _WHEN, ranks, calls, n_bytes, 2 * (ranks - 1) * n_bytes * calls // ranks, 0, source,
                       phase=Phase.STEP)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What does DeepSpeed's offload take away from the GPU, and what can it not offload?"""
+"""DeepSpeed's offload: which lines leave the GPU, and which recipes are refused."""
 
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Line
@@ -6,7 +6,7 @@ from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 
 
 def refuse(recipe: RecipeSpec) -> None:
-    """Refuse what DeepSpeed refuses or leaves unheeded, and what is not modelled."""
+    """Raise SpecError for offload that DeepSpeed refuses or ignores, or that is not modelled."""
     options, stage = recipe.deepspeed, recipe.zero_stage
     if options.offload_param != "none" and stage != 3:
         raise SpecError(f"offload_param needs ZeRO stage 3; at stage {stage} every rank has all parameters")
@@ -21,27 +21,27 @@ def refuse(recipe: RecipeSpec) -> None:
 
 
 def offloads_optimizer(recipe: RecipeSpec) -> bool:
-    """Whether the optimizer's weights, gradients and states are in host memory, where the CPU takes the step."""
+    """Whether the optimizer's weights, gradients and states are in host memory, where the CPU runs the step."""
     return recipe.deepspeed.offload_optimizer != "none"
 
 
 def offloads_parameters(recipe: RecipeSpec) -> bool:
-    """Whether this rank's share of the weights is in host memory."""
+    """Whether this rank's shard of the weights is in host memory."""
     return recipe.deepspeed.offload_param != "none"
 
 
 def kept_as(recipe: RecipeSpec, impl: OptimizerImpl) -> OptimizerImpl:
-    """Which implementation's states are kept: on the host none has step counters of its own, which are on the GPU if fused."""
+    """Return the implementation that decides on states. The host's has no step counters on a GPU, a fused one has."""
     return "forloop" if offloads_optimizer(recipe) else impl
 
 
 def on_host(line: Line) -> Line:
-    """Return the line as the GPU has it where its memory is the host's: nothing."""
+    """Return the GPU's line for a tensor in host memory: 0 bytes."""
     return line._replace(n_bytes=0, reason=f"{line.reason}, offloaded", formula="0")
 
 
 def note(recipe: RecipeSpec) -> tuple[str, ...]:
-    """Say what is where."""
+    """Return the note on the location of states and parameters."""
     place = {"none": "on the GPU", "cpu": "in host memory", "nvme": "on NVMe, but for what has room in host memory"}
     away = [
         words

@@ -1,6 +1,6 @@
-"""In which order do the modules of a model run under DeepSpeed's ZeRO-3, and which of their parameters may be released when?
+"""The order of a model's modules under DeepSpeed's ZeRO-3, and the points where their parameters may be released.
 
-The coordinator's hooks stand around every module, with or without parameters. Source: DeepSpeed 0.19.8,
+The coordinator's hooks surround every module, with or without parameters. Source: DeepSpeed 0.19.8,
 ``runtime/zero/parameter_offload.py`` and ``partitioned_param_coordinator.py``.
 """
 
@@ -27,48 +27,48 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD = "forward", "backward"
 
 
-#: Families whose experts' weights are multiplied as they are, where others take a view of them, the transposed one
-#: (transformers 5.23, integrations/moe.py, ``_grouped_linear``): the product saves the parameter, and what is gathered can go.
+#: Families whose grouped product reads the experts' weights directly; others read a transposed view (transformers 5.23,
+#: integrations/moe.py, ``_grouped_linear``). A direct product saves the parameter, so the gathered tensor can be freed.
 _EXPERTS_AS_THEY_ARE = ("gpt_oss",)
 
 
 class Freed(NamedTuple):
-    """A module that has ended, whose parameters may be released."""
+    """A module that has ended, so that its parameters may be released."""
 
     parameters: tuple[int, ...]
     leaf: bool = False
     saved: tuple[int, ...] = ()
-    """Those that autograd saves as they are gathered, so that they live on when they are released, until the backward.
+    """Parameters whose gathered tensors autograd saves, so that they stay alive after their release until the backward.
 
-    Checkpointing does that to what it recomputes; so does an operator other than ``linear`` that takes a view of the weight,
-    as the grouped multiplication of experts does (DeepSpeed replaces ``linear`` to save the parameter instead).
+    Checkpointing does this to recomputed modules. So does an operator other than ``linear`` that takes a view of the weight,
+    such as the experts' grouped product (DeepSpeed replaces ``linear`` to save the parameter instead).
     """
     dropped: bool = False
-    """They go whoever needs them next: what is frozen and was recomputed goes with the module whose backward asked for it.
+    """Release them whoever needs them next: recomputed frozen parameters are released with the module whose backward needed them.
 
     Source: DeepSpeed 0.19.8, ``partitioned_param_coordinator.py``, ``update_recompute_parameters``.
     """
     name: str = ""
-    """The module's; that whose backward asked for them where they are dropped."""
+    """Name of the module; if ``dropped``, of the module whose backward needed them."""
 
 
 class Step(NamedTuple):
-    """One module that starts, forward or backward, and the parameters it owns (their places in the row)."""
+    """One module that starts, forward or backward, and the row indices of the parameters that it owns."""
 
     direction: str
     parameters: tuple[int, ...]
     block: int
     made: int
-    """Elements of the block's gradients made when it is done; in the forward 0."""
+    """Elements of the block's gradients made by its end; 0 in the forward."""
     frees: tuple[Freed, ...] = ()
-    """Modules whose end is noticed before the next one starts, so that their parameters can be released."""
+    """Modules whose end a hook sees before the next module starts, so that their parameters can be released."""
     inside: tuple[int, int] = (0, 0)
-    """All parameters of it and of the modules in it: from the first place in the row up to the last one's next."""
+    """Range of row indices of its parameters and of those of modules inside it."""
     leaf: bool = False
-    """It is gathered and released with all modules in it, and owns what they own."""
+    """It is gathered and released with all modules inside it, and owns their parameters."""
     name: str = ""
     in_graph: tuple[int, ...] = ()
-    """Parameters that a node of the graph holds as they are gathered, by an attribute, so that they live as long as the loss.
+    """Parameters whose gathered tensors an attribute of a graph node holds, so that they live as long as the loss.
 
     bitsandbytes' product with packed weights does: bitsandbytes 0.50, autograd/_functions.py, ``MatMul4Bit.forward``.
     """
@@ -89,22 +89,23 @@ class _Module(NamedTuple):
     viewed: tuple[int, ...] = ()
     """Its parameters of which operators save views."""
     borrows: bool = False
-    """Its parameters are those of a module in it, which it reads itself, so that they are gathered and released with it.
+    """It reads the parameters of a module inside it, so they are gathered and released with it.
 
-    A wrapper of peft's asks its ``lora_A`` for the dtype. Source: DeepSpeed 0.19.8, ``parameter_offload.py``, ``ZeROOrderedDict``.
+    A wrapper of peft's reads the dtype of its ``lora_A``. Source: DeepSpeed 0.19.8, ``parameter_offload.py``,
+    ``ZeROOrderedDict``.
     """
     lent: bool = False
-    """Another module borrows its parameters, and releases them."""
+    """Another module reads its parameters, and releases them."""
     in_graph: tuple[int, ...] = ()
     """As :class:`Step` has them."""
 
 
 @lru_cache(maxsize=64)
 def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tuple[Step, ...]:
-    """Modules in the order in which they run; the first ``recomputed`` blocks run again in their backward.
+    """Return the modules in the order in which they run; the backward recomputes the first ``recomputed`` blocks.
 
-    ``linears_of_torch``: DeepSpeed leaves torch's ``linear`` where it is (``memory_efficient_linear`` false), which saves views of
-    gathered weights.
+    ``linears_of_torch``: DeepSpeed keeps torch's ``linear`` (``memory_efficient_linear`` false), which saves views of gathered
+    weights.
     """
     if whole.model.profile is not None:
         return _trace_of_profile(whole, recomputed=recomputed)
@@ -128,15 +129,15 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
     for block in range(n_blocks - 1, max(lowest, 0 if recomputed else frozen_tower(whole.model)) - 1, -1):
         steps += _backward(whole, blocks[block], block, recomputed=recomputed)
     if lowest >= 0:
-        return tuple(steps)  # nobody follows the embedding's output
+        return tuple(steps)  # autograd does not track the embedding's output
     steps += [_begun(BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
     return (*steps, *(_begun(BACKWARD, module, -1) for module in reversed(first)))
 
 
 def _lowest_backward(whole: Row, recomputed: int) -> int:
-    """The lowest block with a backward: the first with something to train, unless autograd follows the embedding's output (-1).
+    """Return the lowest block with a backward: the first with trained weights, or -1 if autograd tracks the embedding's output.
 
-    Where blocks are recomputed it does: transformers 5.23, modeling_utils.py, ``_activation_checkpointing_enable``.
+    With recomputation it does: transformers 5.23, modeling_utils.py, ``_activation_checkpointing_enable``.
     """
     if recomputed or not is_frozen(whole.model, "embedding"):
         return -1
@@ -144,7 +145,7 @@ def _lowest_backward(whole: Row, recomputed: int) -> int:
 
 
 def _trace_of_profile(whole: Row, *, recomputed: int) -> tuple[Step, ...]:
-    """The same of a module that was traced, whose profile says which modules run in which order."""
+    """Return the same for a traced module, whose profile has the order of its modules."""
     from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
 
     profile, n_blocks = profile_of(whole.model), whole.n_blocks
@@ -169,7 +170,7 @@ def _trace_of_profile(whole: Row, *, recomputed: int) -> tuple[Step, ...]:
 
 
 def _refuse_homeless(profile: "Profile") -> None:
-    """Refuse parameters that no module runs with: DeepSpeed gathers them with a block, or with the whole model, or not at all."""
+    """Raise SpecError for parameters of no running module: DeepSpeed gathers them with a block, with the model, or never."""
     seen = profile.modules
     outside = (*seen.before, *seen.after)
     named = [(tensor.name, outside) for tensor in (*profile.embeddings, *profile.tail)]
@@ -183,11 +184,11 @@ def _refuse_homeless(profile: "Profile") -> None:
 
 
 def _reader(parameter: str, modules: tuple[str, ...]) -> str:
-    """Return the nearest module around a parameter that runs; empty where none of ``modules`` is.
+    """Return the nearest running module around a parameter; empty if none of ``modules`` is.
 
-    ``nn.MultiheadAttention`` never calls its ``out_proj`` but reads its weight. DeepSpeed notices who reads, and from then on
-    gathers and releases the parameter with that module (0.19.8, ``parameter_offload.py``, ``ZeROOrderedDict.__getitem__``,
-    and ``partition_parameters.py``, ``register_external_parameter``).
+    ``nn.MultiheadAttention`` never calls its ``out_proj`` but reads its weight. DeepSpeed detects the reader, and from then on
+    gathers and releases the parameter with it (0.19.8, ``parameter_offload.py``, ``ZeROOrderedDict.__getitem__``, and
+    ``partition_parameters.py``, ``register_external_parameter``).
 
     >>> _reader("attention.out_proj.weight", ("norm", "attention", "mlp.0"))
     'attention'
@@ -199,7 +200,6 @@ def _reader(parameter: str, modules: tuple[str, ...]) -> str:
 
 
 def _outside(whole: Row, names: tuple[str, ...]) -> tuple[_Module, ...]:
-    """Modules around the blocks with the parameters that they own."""
     owned: dict[str, list[int]] = {}
     for index, each in enumerate(whole.placed):
         if not 0 <= each.block < whole.n_blocks:
@@ -210,7 +210,7 @@ def _outside(whole: Row, names: tuple[str, ...]) -> tuple[_Module, ...]:
 
 
 def _after(holding: tuple[str, ...], after: tuple[_Module, ...]) -> Iterator[_Module]:
-    """What is after the blocks as its backward begins: what holds them first, and what is in that, from the last on."""
+    """Yield modules after the blocks in the order of their backward: containers first, then their contents from the last on."""
     for at, name in enumerate(holding):
         yield _Module(name)
         inner = tuple(f"{one}." for one in holding[at + 1 :])
@@ -221,7 +221,7 @@ def _after(holding: tuple[str, ...], after: tuple[_Module, ...]) -> Iterator[_Mo
 
 
 def _back(whole: Row, modules: tuple[_Module, ...], block: int, *, unnoticed: tuple[str, ...] = ()) -> list[Step]:
-    """Modules as their backward begins, with the elements made when each is done."""
+    """Return modules in the order of their backward, with the elements made by the end of each."""
     steps, made = list[Step](), 0
     for module in modules:
         made += sum(whole.trained[index] for index in module.parameters)
@@ -231,20 +231,20 @@ def _back(whole: Row, modules: tuple[_Module, ...], block: int, *, unnoticed: tu
 
 
 def _without_parameters(whole: Row) -> int:
-    """How many modules between the embedding and the first block have no parameters."""
+    """Return the number of modules without parameters between the embedding and the first block."""
     kinds = len({run.kind for run in layout(whole.model).runs})
     return dropouts_of_embedding(whole.model) + rotary_calls(whole.model, kinds)
 
 
 def _around(whole: Row) -> tuple[tuple[_Module, ...], _Module, _Module]:
-    """Return what runs before the first block, the norm after the last, and the head."""
+    """Return the modules before the first block, the norm after the last, and the head."""
     named: dict[str, list[int]] = {}
     for index, each in enumerate(whole.placed):
         if not 0 <= each.block < whole.n_blocks:
             named.setdefault(each.parameter.name.rpartition(".")[0] or each.parameter.name, []).append(index)
     found = [_Module(name, tuple(places), (places[0], places[-1] + 1)) for name, places in named.items()]
     head = found[0] if whole.model.tie_word_embeddings else found.pop()
-    norm = found.pop()  # OPT's is registered before its blocks, as the last of those
+    norm = found.pop()  # OPT's norm is registered before its blocks, after the embeddings
     return tuple(found), norm, head
 
 
@@ -261,7 +261,7 @@ def _alone(direction: str, module: _Module, block: int, made: int) -> Step:
 
 
 def _forward(modules: tuple[_Module, ...], block: int, *, again: bool = False) -> list[Step]:
-    """Return modules as they run forward; what is to be recomputed (``again``) saves nothing yet."""
+    """Return modules in forward order. Those to be recomputed (``again``) save nothing yet."""
     steps = [_begun(FORWARD, module, block) for module in modules]
     for module, last in _ends([module.name for module in modules], modules):
         steps[last] = steps[last]._replace(frees=(*steps[last].frees, _freed(module, () if again else module.viewed)))
@@ -269,7 +269,7 @@ def _forward(modules: tuple[_Module, ...], block: int, *, again: bool = False) -
 
 
 def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Module, int]]:
-    """Yield modules that own parameters with the place, in order, of the last module in them; inner ones first."""
+    """Yield modules that own parameters, each with the index of the last module inside it; inner ones first."""
     for at in range(len(modules) - 1, -1, -1):
         if modules[at].parameters and not modules[at].lent:
             inside = [place for place, name in enumerate(names) if name.startswith(f"{names[at]}.")]
@@ -277,7 +277,7 @@ def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Mod
 
 
 def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recomputed: int) -> list[Step]:
-    """Return a block's modules as their backward begins; the first that needs it has the block recomputed, and waits."""
+    """Return a block's modules in the order of their backward. The first one that needs the recomputation waits for it."""
     by_name = {module.name: module for module in modules}
     constant = _constants(whole, modules) if block == _lowest_backward(whole, recomputed) else _Constants()
     names = backward_order([module.name for module in modules[1:]])
@@ -305,9 +305,10 @@ def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recompute
 def _run_again_after(
     whole: Row, modules: tuple[_Module, ...], ordered: tuple[_Module, ...], steps: list[Step], block: int
 ) -> list[Step]:  # fmt: skip
-    """Return the modules of a block whose last linear layer is in four bits and has no adapter: it saves nothing.
+    """Return the modules of a block whose last linear layer is in four bits without adapter, and so saves nothing.
 
-    So its backward runs by itself, then the product before it has the modules up to that run again, and the one around waits.
+    That layer runs its backward first. The product before it then triggers the recomputation up to itself, and its parent
+    waits.
     """
     waits, down = next((at, module) for at, module in enumerate(ordered) if module.in_graph)
     names = [module.name for module in modules]
@@ -321,7 +322,7 @@ def _run_again_after(
 
 
 def _without_frozen(whole: Row, run_again: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
-    """Leave frozen parameters out of what a recomputation frees, and return them."""
+    """Leave frozen parameters out of a recomputation's releases, and return them."""
     if not has_frozen(whole.model):
         return run_again, ()
     frozen = tuple(index for step in run_again for index in step.parameters if not whole.trained[index])
@@ -334,7 +335,7 @@ def _but(frozen: tuple[int, ...], freed: Freed) -> Freed:
 
 
 def _recomputed(modules: tuple[_Module, ...], block: int, last: str) -> list[Step]:
-    """Return the modules of a block run forward once more, up to the one that waits in its backward, and what is in it."""
+    """Return a block's modules run forward again, up to the module that waits in its backward and the modules inside it."""
     names = [module.name for module in modules]
     end = max(at for at, name in enumerate(names) if name == last or name.startswith(f"{last}."))
     saved = tuple(module._replace(viewed=module.parameters) for module in modules[1 : end + 1])
@@ -343,7 +344,6 @@ def _recomputed(modules: tuple[_Module, ...], block: int, last: str) -> list[Ste
 
 @lru_cache(maxsize=64)
 def _inside(whole: Row) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """Return of each block the places and names of its parameters."""
     blocks: list[list[tuple[int, str]]] = [[] for _ in range(whole.n_blocks)]
     for index, each in enumerate(whole.placed):
         if 0 <= each.block < whole.n_blocks:
@@ -352,7 +352,7 @@ def _inside(whole: Row) -> tuple[tuple[tuple[int, str], ...], ...]:
 
 
 def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
-    """Return a block and its modules in the order in which they run forward, those without parameters too."""
+    """Return a block and its modules in forward order, including those without parameters."""
     inside = _inside(whole)[block]
     owners: dict[str, list[int]] = {}
     for index, name in inside:
@@ -378,10 +378,10 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
 
 
 def _is_viewed(parameter: str) -> bool:
-    """Whether operators take views of a parameter: of experts, and of what ``nn.MultiheadAttention`` has packed.
+    """Whether operators take views of a parameter: of experts, and of ``nn.MultiheadAttention``'s packed weights.
 
-    DeepSpeed's hooks give that query, key and value as three tensors, also where they are one, so that it splits weight and bias
-    (torch 2.13, ``nn/functional.py``, ``_in_projection_packed``).
+    DeepSpeed's hooks pass query, key and value as three tensors even if they are one, so it splits weight and bias (torch 2.13,
+    ``nn/functional.py``, ``_in_projection_packed``).
     """
     return ".experts." in parameter or parameter.endswith((".in_proj_weight", ".in_proj_bias"))
 
@@ -397,9 +397,9 @@ def _names(whole: Row, block: int, owners: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _with_linear_viewed(whole: Row, module: _Module) -> _Module:
-    """Return a module whose weight torch's ``linear`` saves as it is gathered; not GPT-2's ``Conv1D``, which saves the parameter.
+    """Return a module whose gathered weight torch's ``linear`` saves. GPT-2's ``Conv1D`` saves the parameter instead.
 
-    DeepSeek's router is counted too, though in 16 bits it multiplies with a copy in fp32: below 0.01 % of a step.
+    DeepSeek's router counts too, although in 16 bits it multiplies an fp32 copy: below 0.01 % of a step.
     """
     if whole.model.family == "gpt2":
         return module
@@ -409,7 +409,7 @@ def _with_linear_viewed(whole: Row, module: _Module) -> _Module:
 
 
 def _followed(whole: Row, modules: tuple[_Module, ...], *, at_input: bool) -> tuple[_Module, ...]:
-    """Return modules of a block, those that autograd does not follow without a node that could hold their parameters."""
+    """Return a block's modules; those that autograd does not track have no graph node that could hold their parameters."""
     adapter = whole.model.adapter
     if at_input or adapter is None:
         return modules
@@ -418,16 +418,16 @@ def _followed(whole: Row, modules: tuple[_Module, ...], *, at_input: bool) -> tu
 
 
 class _Constants(NamedTuple):
-    """Modules of a block that autograd does not follow at all, and those whose end in the backward nobody notices."""
+    """Modules of a block that autograd does not track, and those whose end in the backward no hook sees."""
 
     unfollowed: frozenset[str] = frozenset()
     unnoticed: frozenset[str] = frozenset()
 
 
 def _constants(whole: Row, modules: tuple[_Module, ...]) -> _Constants:
-    """In the first block that runs its backward, whose input has no gradient, nothing that comes before all adapters does.
+    """Return the constants of the lowest block with a backward: its input has no gradient, nor has anything before its adapters.
 
-    Without adapters all of it is trained, and nobody notices the end of a module that reads the block's input.
+    Without adapters all of it is trained, and no hook sees the end of a module that reads the block's input.
     """
     adapter, names = whole.model.adapter, [module.name for module in modules[1:]]
     if adapter is None:

@@ -1,7 +1,7 @@
-"""What do ZeRO++'s quantized gradients (qgZ) take and send at stage 3 of DeepSpeed?
+"""ZeRO++'s quantized gradients (qgZ) at stage 3 of DeepSpeed: their memory and traffic.
 
-Instead of one reduce-scatter each gradient goes through two all-to-alls in 4 bits, within a node and then across nodes. Vectors,
-and what the ranks do not divide, are reduce-scattered one by one. Source: Wang et al. 2023 (arXiv:2306.10209), section 3.3;
+Two all-to-alls in 4 bits, within a node and then across nodes, replace one reduce-scatter per gradient. Vectors, and gradients
+that the ranks do not divide, are reduce-scattered one by one. Source: Wang et al. 2023 (arXiv:2306.10209), section 3.3;
 DeepSpeed 0.19.8, ``runtime/comm/coalesced_collectives.py``, ``all_to_all_quant_reduce``.
 """
 
@@ -21,13 +21,13 @@ from zeroplan.spec.recipe import RecipeSpec
 
 QGZ = "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, all_to_all_quant_reduce"
 _HALF, _SCALE = 2, 4
-"""Bytes of an element that is dequantized, and of a group's scale (``csrc/quantization/pt_binding.cpp``)."""
+"""Bytes of a dequantized element, and of a group's scale (``csrc/quantization/pt_binding.cpp``)."""
 _IN_4_BITS = 2
 """Elements in a byte."""
 
 
 class Split(NamedTuple):
-    """How a reduction goes over nodes, and the bytes of an element: of a gradient, and of one kept for the step."""
+    """The ranks of a reduction, the ranks per node, and bytes of an element of a gradient and of a kept one."""
 
     ranks: int
     local: int
@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Groups of ``local`` ranks."""
+        """Number of groups of ``local`` ranks."""
         return self.ranks // self.local
 
 
@@ -44,13 +44,13 @@ Shape = tuple[int, ...]
 
 
 def applies(recipe: RecipeSpec, n_ranks: Int) -> Bool:
-    """Whether gradients are quantized: only where there is more than one node."""
+    """Whether gradients are quantized: only with more than one node."""
     options = recipe.deepspeed
     return (n_ranks > options.gpus_per_node) if options.zero_quantized_gradients else False
 
 
 def refuse_quantized_gradients(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> None:
-    """Refuse what DeepSpeed leaves unheeded or fails at, and what is not modelled."""
+    """Raise SpecError for quantized gradients that DeepSpeed ignores or fails on, or that are not modelled."""
     options, ranks = recipe.deepspeed, mesh.dp_shard
     if not options.zero_quantized_gradients:
         return
@@ -67,7 +67,7 @@ def refuse_quantized_gradients(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh)
 
 
 def _refuse_uneven(whole: Row, ranks: int) -> None:
-    """Scales are shared out as evenly as what they are of, or the all-to-all fails (torch 2.13, ``checkSplitSizes``)."""
+    """Raise SpecError if scales do not divide evenly, since the all-to-all then fails (torch 2.13, ``checkSplitSizes``)."""
     for shape in {each.parameter.shape for each in whole.placed}:
         if is_quantized(shape, ranks) and (groups := _groups(shape, ranks)) % ranks:
             raise SpecError(
@@ -77,44 +77,44 @@ def _refuse_uneven(whole: Row, ranks: int) -> None:
 
 
 def is_quantized(shape: Shape, ranks: int) -> bool:
-    """Whether a gradient of this shape goes in 4 bits: a matrix that the ranks divide."""
+    """Whether a gradient of this shape is sent in 4 bits: a matrix that the ranks divide."""
     return len(shape) > 1 and prod(shape) % (2 * ranks) == 0
 
 
 def _groups(shape: Shape, ranks: int) -> int:
-    """Groups in which a gradient is quantized, each with a scale."""
+    """Return the number of groups, each with a scale, in which a gradient is quantized."""
     return max(shape[0], shape[1], ranks)
 
 
 class Memory:
-    """What is held, and the most of it. [bytes]"""
+    """Live bytes, and their peak. [bytes]"""
 
     def __init__(self) -> None:
         self.held = self.most = 0
         self._names: dict[str, int] = {}
 
     def name(self, **made: int) -> None:
-        """Give names to what has been made at once; what had them goes then."""
+        """Assign new tensors to variables, which frees the variables' old tensors."""
         self.hold(sum(made.values()))
         self.held -= sum(self._names.get(name, 0) for name in made)
         self._names |= made
 
     def hold(self, n_bytes: int) -> None:
-        """Make so much, or give as much back."""
+        """Allocate memory, or free it if negative."""
         self.held += n_bytes
         self.most = max(self.most, self.held)
 
     def forget(self) -> None:
-        """The function returns."""
+        """Free all variables as the function returns."""
         self.held -= sum(self._names.values())
         self._names.clear()
 
 
 @lru_cache(maxsize=4096)
 def reduction_bytes(shapes: tuple[Shape, ...], split: Split) -> int:
-    """The most that reducing these gradients takes beside them, one after the other. [bytes]
+    """Return the peak of reducing these gradients one after the other, without the gradients themselves. [bytes]
 
-    The names of one gradient's tensors stand until the next one's are there.
+    Variables hold one gradient's tensors until the next gradient's exist.
     """
     memory = Memory()
     for shape in shapes:
@@ -129,7 +129,7 @@ def reduction_bytes(shapes: tuple[Shape, ...], split: Split) -> int:
 
 
 def quantized(memory: Memory, shape: Shape, split: Split) -> None:
-    """Quantize a gradient, send it within the node and across nodes, and add up what comes."""
+    """Quantize a gradient, send it within the node and across nodes, and sum the received parts."""
     numel, groups = prod(shape), _groups(shape, split.ranks)
     payload, scales = numel // _IN_4_BITS, _SCALE * groups
     memory.name(payload=payload, scales=scales)
@@ -140,19 +140,18 @@ def quantized(memory: Memory, shape: Shape, split: Split) -> None:
     memory.name(across_scales=scales // split.local)
     memory.name(restored=_HALF * numel // split.local)
     share = _HALF * numel // split.ranks
-    memory.hold(2 * share)  # a sum over nodes, and the one before it
+    memory.hold(2 * share)  # a sum over nodes, and the previous one
     memory.hold(-share)
     memory.hold(share)  # their mean, which stays
     memory.hold(-share)
 
 
 def _shapes(flush: Flush) -> tuple[Shape, ...]:
-    """The shapes of its gradients, in the order of the parameters."""
     return tuple(each.parameter.shape for each in sorted(flush.inside, key=lambda each: each.start))
 
 
 def quantized_line(recipe: RecipeSpec, flush: Flush, n_ranks: Int, *, element: int, kept: int) -> Line:
-    """What reducing a bucket takes where its gradients are quantized. [bytes]"""
+    """Return the peak of reducing a bucket with quantized gradients. [bytes]"""
     shapes, local = _shapes(flush), recipe.deepspeed.gpus_per_node
 
     def of(ranks: int) -> int:
@@ -165,18 +164,18 @@ def quantized_line(recipe: RecipeSpec, flush: Flush, n_ranks: Int, *, element: i
 
 @lru_cache(maxsize=256)
 def beside_quantized(buckets: Schedule, split: Split) -> tuple[tuple[int, ...], ...]:
-    """Of each bucket, what reducing it takes beyond a copy of it, in elements of a weight."""
+    """Return, per bucket, the memory of its reduction beyond a copy of it, in elements of a weight."""
     return tuple((reduction_bytes(_shapes(flush), split) // split.element - flush.fill,) for flush in buckets.flushes)
 
 
 def sent_bytes(shape: Shape, split: Split) -> tuple[int, int]:
-    """What a gradient and its scales take in the all-to-all within a node, and in that across nodes. [bytes]"""
+    """Return the bytes of a gradient and its scales in the all-to-all within a node, and in the one across nodes. [bytes]"""
     payload, scales = prod(shape) // _IN_4_BITS, _SCALE * _groups(shape, split.ranks)
     return payload + scales, payload // split.local + scales // split.local
 
 
 class _Sent(NamedTuple):
-    """What one pass sends: bytes within a node and across nodes, in this many calls, and elements that are reduced as they are."""
+    """The traffic of one pass: bytes within a node and across nodes, number of calls, and elements reduced unquantized."""
 
     within: int
     across: int
@@ -203,7 +202,7 @@ def _sent(whole: Row, ranks: int, local: int) -> _Sent:
 def quantized_collectives(
     recipe: RecipeSpec, whole: Row, plain: Collective, micro: Int, *, element: int
 ) -> Iterator[Collective]:  # fmt: skip
-    """Instead of the reduce-scatters, ``plain``: all-to-alls within nodes and across, and what is reduced as it is."""
+    """Yield the collectives that replace ``plain``: all-to-alls within and across nodes, and unquantized reductions."""
     if not recipe.deepspeed.zero_quantized_gradients or (quantized := applies(recipe, plain.group)) is False:
         yield plain
         return
@@ -233,5 +232,5 @@ def quantized_collectives(
 
 
 def unless_quantized(recipe: RecipeSpec, n_ranks: Int, n_bytes: Int) -> Int:
-    """What a bucket takes that is reduced as it is. [bytes]"""
+    """Return the memory of a bucket that is reduced unquantized; 0 with quantization. [bytes]"""
     return where(applies(recipe, n_ranks), 0, n_bytes)

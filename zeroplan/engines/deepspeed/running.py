@@ -1,4 +1,4 @@
-"""What of activations is alive in the backward when this many gradients exist, in the block that runs or beyond the blocks?"""
+"""The activations alive in the backward when this many gradients exist, in the running block or outside the blocks."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ _FLOWING = Kind.ACTIVATION_GRADIENTS
 
 
 class Running(NamedTuple):
-    """Of the block that runs in backward: its activations, and gradients of activations. [bytes]"""
+    """The running block's activations, and gradients of activations. [bytes]"""
 
     activations: Int
     gradients: Int
@@ -36,21 +36,20 @@ class Running(NamedTuple):
 
 
 def running_of(lines: tuple[Line, ...]) -> Running:
-    """Of these lines activations and their gradients."""
+    """Return activations and their gradients among these lines."""
     flowing = total_bytes(tuple(_flowing(lines)))
     return Running(total_bytes(lines) - flowing, flowing)
 
 
 def _flowing(lines: tuple[Line, ...]) -> Iterator[Line]:
-    """The gradients of activations among them."""
     return (line for line in lines if line.kind is _FLOWING)
 
 
 def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
-    """Return activations and their gradients in the block that runs when ``made`` elements of its weights' gradients exist. [bytes]
+    """Return activations and their gradients in the running block when ``made`` elements of its weight gradients exist. [bytes]
 
-    Beyond the blocks, those of the embedding (``block`` -1), whose own gradient is the last and leaves nothing behind, or of the
-    head (``n_blocks``).
+    Outside the blocks: those of the embedding (``block`` -1), whose own gradient is the last and leaves nothing, or of the head
+    (``n_blocks``).
     """
     if isinstance(block, int) and isinstance(made, int):
         lines = _alive_now(these, block, made)
@@ -65,24 +64,24 @@ def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
 
 
 def running_size(these: Passes, block: Int, made: Int) -> Int:
-    """Return the size of :func:`running_lines`. [bytes]"""
+    """Return the total of :func:`running_lines`. [bytes]"""
     if isinstance(block, int) and isinstance(made, int):
         return total_bytes(_alive_now(these, block, made))
     return _running_anywhere(these, block, made).n_bytes
 
 
 def points_of_kinds(run: RunPass) -> Iterator[tuple[BackwardPoint, ...]]:
-    """Yield the points of a block's backward, those of each kind of block by themselves (:func:`_kinds`)."""
+    """Yield the points of a block's backward, separately for each kind of block (:func:`_kinds`)."""
     points = run.block.points
     for kind in _kinds(tuple([point.gradients for point in points])):
         yield points[kind.start : kind.stop]
 
 
 def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
-    """Return what is alive of the block that runs when this many elements of its weights' gradients exist.
+    """Return the live tensors of the running block when this many elements of its weight gradients exist.
 
-    These tensors are alive when autograd passes on the last of those gradients; there are none if everything below is frozen.
-    Outside the blocks only a profile knows them.
+    They are alive when autograd delivers the last of those gradients. There are none if everything below is frozen. Outside the
+    blocks only a profile knows them.
     """
     head = these.head
     of_block = (run.block.handed for run in these.runs if block < run.first + run.n_blocks)
@@ -96,9 +95,9 @@ def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
 
 
 def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
-    """Return what is still saved beyond the blocks when the head's gradient is passed on, or the final norm's (``with_norm``).
+    """Return the tensors still saved outside the blocks when the head's gradient is delivered, or the final norm's (``with_norm``).
 
-    The head's input is gone, and then what the norm multiplied with its weight. A LayerNorm is one operator, which leaves nothing.
+    The head's input is freed by then, and later the norm's normalised input. A LayerNorm is one operator, which leaves nothing.
     """
     saved = these.head.saved
     if with_norm and not any(line.tag.role is Role.NORMALISED for line in saved):
@@ -107,16 +106,16 @@ def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
 
 
 GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]
-"""Of each run the block after its last, and the elements of a block's gradients made as autograd passes on those of each weight."""
+"""For each run: the block after its last, and the elements of a block's gradients made when autograd delivers each weight's."""
 
 
 def gradient_counts(these: Passes) -> GradientCounts:
-    """Return what says which gradients of a block come next when this many are made."""
+    """Return the counts that locate a number of gradients within a block."""
     return tuple((run.first + run.n_blocks, tuple([one.gradients for one in run.block.handed])) for run in these.runs)
 
 
 def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, ...]:
-    """Return the run, and which of its blocks' gradients come next, or that they just have; or that it is outside blocks."""
+    """Return the run, the index of the block's next gradients, and whether they have just come; outside blocks the position."""
     if not 0 <= block < counts[-1][0]:
         return (block,)
     run, gradients = next((at, handed) for at, (end, handed) in enumerate(counts) if block < end)
@@ -130,35 +129,35 @@ def _sum_of(lines: Iterable[Line]) -> str:
 
 @lru_cache(maxsize=256)
 def _kinds(gradients: tuple[int, ...]) -> tuple[range, ...]:
-    """Which points are of one kind of block: a column of batches may have two, with and without a mask.
+    """Return the points of each kind of block: a column of batches may have two kinds, with and without a mask.
 
-    Their points follow each other, and where a batch is of one kind the lines of the other are nothing.
+    Their points are consecutive. For a batch of one kind, the lines of the other are 0.
     """
-    if not gradients:  # of frozen blocks that nothing goes backward through
+    if not gradients:  # frozen blocks without a backward
         return ()
     starts = [at for at in range(len(gradients)) if not at or gradients[at] < gradients[at - 1]]
     return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], len(gradients)], strict=True))
 
 
 class _Handed:
-    """What is alive when gradients are passed on, in their order."""
+    """The live tensors when gradients are delivered, in that order."""
 
     def __init__(self, of: tuple[HandedOn, ...]) -> None:
-        """Take what says so, which stays as long as this does."""
+        """Store the arrivals, which must live as long as this object."""
         self.of, self.running = of, tuple([running_of(one.lines) for one in of])
         self.most = tuple(accumulate((one.gradients for one in of), max))
-        """Elements made by each, or by one before it."""
+        """Elements made at each arrival, or at an earlier one."""
 
     @cached_property
     def tables(self) -> tuple["NDArray[np.int64]", ...]:
-        """Activations and gradients of activations, one below the other."""
+        """Activations and gradients of activations, stacked."""
         import numpy as np  # noqa: PLC0415  a single job never needs it
 
         return tuple([np.stack(np.broadcast_arrays(*one)).astype(np.int64) for one in zip(*self.running, strict=True)])
 
 
 def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
-    """What is alive when the last of this many gradients is passed on, for columns: by the first that has made as many."""
+    """Return the live bytes when the last of this many gradients is delivered, also for columns."""
     found = recalled(lambda: (_handed_when, id(handed)), lambda: _Handed(handed))
     last = len(handed) - 1
     if isinstance(made, int):
@@ -170,7 +169,7 @@ def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
 
 
 def _each_at(table: "NDArray[np.int64]", at: "NDArray[np.int64]") -> Int:
-    """Of values the one at each place, where they are columns in that place."""
+    """Return the value at each index, if values are columns."""
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
     beside = [np.arange(size).reshape(-1, *(1,) * after) for after, size in enumerate(reversed(table.shape[1:]))]
@@ -178,7 +177,7 @@ def _each_at(table: "NDArray[np.int64]", at: "NDArray[np.int64]") -> Int:
 
 
 def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:
-    """Outside the blocks, for columns; nothing inside them."""
+    """Return the live bytes outside the blocks, for columns; 0 inside the blocks."""
     head, nothing = these.head, Running(0, 0)
     if head.handed:
         below, above = _handed_when(head.handed_below, made), _handed_when(head.handed, made)

@@ -1,7 +1,8 @@
-"""What does ZeRO++'s hierarchical partitioning (hpZ) hold and send at stage 3 of DeepSpeed?
+"""ZeRO++'s hierarchical partitioning (hpZ) at stage 3 of DeepSpeed: its memory and traffic.
 
-A parameter that is released leaves a second partition of it, split over the few ranks of a group, from which it is gathered until
-the optimizer changes it. Source: Wang et al. 2023 (arXiv:2306.10209), section 3.2; DeepSpeed 0.19.8, ``_partition_param_sec``.
+When a parameter is released, a second partition of it stays, split over the few ranks of a group. They gather it from there
+until the optimizer changes it. Source: Wang et al. 2023 (arXiv:2306.10209), section 3.2; DeepSpeed 0.19.8,
+``_partition_param_sec``.
 """
 
 from zeroplan.engines.formulas import times
@@ -15,7 +16,7 @@ _SECOND = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, _partition_pa
 
 
 def refuse_second(recipe: RecipeSpec, mesh: Mesh) -> None:
-    """Refuse what DeepSpeed does not take, and what is not modelled."""
+    """Raise SpecError for second partitions that DeepSpeed refuses or that are not modelled."""
     size = recipe.deepspeed.zero_hpz_partition_size
     if size == 1:
         return
@@ -28,9 +29,9 @@ def refuse_second(recipe: RecipeSpec, mesh: Mesh) -> None:
 
 
 def second_partition(recipe: RecipeSpec, element: int, share: Int, n_ranks: Int) -> tuple[Line, ...]:
-    """Return the second partition of all parameters, which is there when the optimizer steps. [bytes]
+    """Return the second partition of all parameters, which exists when the optimizer steps. [bytes]
 
-    ``share`` is one rank's share of them all, in elements.
+    ``share``: elements of one rank's shard of all parameters.
     """
     size = recipe.deepspeed.zero_hpz_partition_size
     if size == 1:
@@ -41,9 +42,9 @@ def second_partition(recipe: RecipeSpec, element: int, share: Int, n_ranks: Int)
 
 
 def within_group(recipe: RecipeSpec, call: Collective, micro: Int, *, forward: bool) -> tuple[Collective, ...]:
-    """Return a pass's gathers: in the group, except for the first forward of a step, whose parameters are those of all ranks.
+    """Return a pass's gathers: within the group, but for the first forward of a step, which gathers from all ranks.
 
-    Leaves out that the first forward of a step finds less still gathered, or more, than the later ones: all are taken as equal.
+    Leaves out that a step's first forward finds other parameters still gathered than later ones: all passes count as equal.
     """
     size = recipe.deepspeed.zero_hpz_partition_size
     if size == 1:

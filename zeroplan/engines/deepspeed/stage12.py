@@ -1,10 +1,10 @@
-"""What does a rank hold under DeepSpeed where weights are whole on every rank, which is so at stages 0, 1 and 2?
+"""The memory and traffic of a rank under DeepSpeed's stages 0, 1 and 2, where weights are whole on every rank.
 
-At stages 1 and 2 (``DeepSpeedZeroOptimizer``) the weights lie in one flat tensor; a rank owns a contiguous share of it and keeps
-the fp32 weights and the optimizer state of that share. Rank 0 is described, whose share begins with the embedding. One parameter
-group.
+At stages 1 and 2 (``DeepSpeedZeroOptimizer``) the weights are one flat tensor. A rank owns a contiguous shard of it and keeps
+the fp32 weights and the optimizer state of that shard. The figures are rank 0's, whose shard begins with the embedding. There
+is one parameter group.
 
-Gradients are whole on every rank, too, at stage 0 in any precision, and at stage 1 with 16-bit weights and fp32 gradient
+Gradients are also whole on every rank at stage 0 in any precision, and at stage 1 with 16-bit weights and fp32 gradient
 accumulation (``BF16_Optimizer``).
 """
 
@@ -46,9 +46,9 @@ _FLAT_IS_THE_PEAK = (
 
 
 def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
-    """Answer for stages 1 and 2.
+    """Return the account of stages 1 and 2.
 
-    Leaves out: parameter groups other than one (each is padded on its own), ``round_robin_gradients``, ZeRO++.
+    Leaves out several parameter groups (each is padded separately), ``round_robin_gradients``, ZeRO++.
     """
     job = job_of(model, recipe, mesh, batch)
     tensors = (LocalTensor((job.partition,), in_block=False),)
@@ -73,16 +73,16 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
 
 
 def _notes(job: Job, laid_flat: Moment, later: tuple[Entry, ...]) -> tuple[str, ...]:
-    """Say where the model and its flat copy are the peak: DeepSpeed makes that copy on the GPU only if it has room for it."""
+    """Return a note if model and flat copy are the peak: DeepSpeed makes that copy on the GPU only if it fits."""
     highest = laid_flat.total_bytes
     if not job.recipe.deepspeed.flatten_on_accelerator or not isinstance(highest, int):
         return ()
-    totals = (entry.total_bytes for entry in later)  # of a grid of batches columns, beside which no one number is the peak
+    totals = (entry.total_bytes for entry in later)  # sizes in a grid are columns, which have no single peak
     return () if any(not isinstance(total, int) or total > highest for total in totals) else (_FLAT_IS_THE_PEAK,)
 
 
 def weights_of(job: Job) -> tuple[Line, ...]:
-    """What ``DeepSpeedZeroOptimizer`` makes of the weights: all of them flat, this rank's share, and what is frozen. [bytes]"""
+    """Return ``DeepSpeedZeroOptimizer``'s weights: all of them flat, this rank's shard, and frozen ones. [bytes]"""
     flat = times(job.element, _WHOLE)
     master = "weights of this rank's share, fp32" if job.master == 4 else "weights of this rank's share, 16 bits"
     return (
@@ -93,7 +93,7 @@ def weights_of(job: Job) -> tuple[Line, ...]:
 
 
 def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """Return the moments of construction: the model is laid flat, then the share's weights are made, with gradients once."""
+    """Return the moments of construction: flattening the model, then making the shard's weights, with gradients once."""
     psi, share = job.whole.n_elements, job.partition
     arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", STAGE12)
     frozen = frozen_weights(job)
@@ -112,7 +112,7 @@ def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 
 def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
-    """Gradients are all-reduced, not reduce-scattered: the buckets of all ranks go in one all-reduce by default."""
+    """Return the gradients' all-reduces (DeepSpeed uses no reduce-scatter here by default), and the weights' all-gather."""
     n, psi, element = job.n_ranks, job.whole.n_elements, job.element
     rounds: Int = batch.grad_accum_steps if job.recipe.zero_stage == 2 else 1
     calls = len(job.buckets.flushes)
@@ -133,7 +133,7 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
 
 
 def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
-    """Answer for stage 0."""
+    """Return the account of stage 0."""
     job = job_of(model, recipe, mesh, batch)
     mixed, psi, element = job.element == 2, job.whole.n_elements, job.element
     wrapped, frozen = mixed and takes_flat_wrapper(recipe, impl), frozen_weights(job)
@@ -172,7 +172,7 @@ def _symbols_of_whole(job: Job, these: Passes) -> tuple[Symbol, ...]:
 
 
 def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
-    """Answer for stage 1 with bf16 weights and fp32 gradient accumulation."""
+    """Return the account of stage 1 with bf16 weights and fp32 gradient accumulation."""
     job, these = job_of(model, recipe, mesh, batch), passes(model, recipe, batch)
     weights, tensors = (*flat_in_fp32(job), *frozen_weights(job)), (LocalTensor((job.partition,), in_block=False),)
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
@@ -194,7 +194,7 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
 
 
 def flat_in_fp32(job: Job) -> tuple[Line, ...]:
-    """What ``BF16_Optimizer`` lays flat: weights, this rank's share of them in fp32, and gradients."""
+    """Return the flat tensors of ``BF16_Optimizer``: weights, this rank's shard of them in fp32, and gradients."""
     whole = job.n_ranks * job.partition
     return (
         Line(Kind.PARAMETERS, 2 * whole, "all weights, flat and padded", f"2·N·{SHARE}", BF16),
@@ -204,7 +204,7 @@ def flat_in_fp32(job: Job) -> tuple[Line, ...]:
 
 
 def _init_of_whole(job: Job, persistent: tuple[Line, ...], temporary: tuple[Line, ...], *, wrapped: bool) -> tuple[Moment, ...]:
-    """Under mixed precision the optimizer takes one step on zero gradients to make its state."""
+    """Return the moment of the optimizer's empty first step on zero gradients, which makes its state in mixed precision."""
     zeros = all_of(job, Kind.GRADIENTS, 4, "zero gradients of the first, empty step", f"{FUSED}.initialize_optimizer_states")
     both = (zeros,) if wrapped else (zeros, all_of(job, Kind.GRADIENTS, 2, "zero gradients in 16 bits", UNFUSED))
     return (Moment("initialisation: optimizer state", Phase.INIT, (*persistent, *both, *temporary)),)

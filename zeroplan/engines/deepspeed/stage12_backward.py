@@ -1,6 +1,6 @@
-"""When can memory peak in the forward and backward passes of DeepSpeed's stages 0 to 2, gradients and buckets included?
+"""The moments of DeepSpeed's stages 0 to 2 at which memory can peak in forward and backward, including gradients and buckets.
 
-Beside the points of the model's passes these are the events of DeepSpeed's own program; of each event the moment is chosen at which
+They are the points of the model's passes and the events of DeepSpeed's own program. For each event it takes the moment at which
 gradients and activations together are highest.
 """
 
@@ -27,7 +27,7 @@ from zeroplan.transformer.blocks import At, BackwardPoint
 _BUCKETS = f"{STAGE12}, setup_buckets"
 _ADD = f"{STAGE12}, _add_to_grad_partition_buffer"
 
-#: What each event is called during the backward and after it, and what is copied then, with its source.
+#: Descriptions of each event during the backward and after it, and of the copy made then, with its source.
 _DURING: dict[Event, str] = {
     "arrives": "gradient arrives at DeepSpeed during the backward",
     "copied": "gradient too large for the bucket copied during the backward",
@@ -49,12 +49,12 @@ _COPIES: dict[Event, tuple[str, str]] = {
     ),
 }
 _FEW = 6
-"""Up to this many runs are all gone through."""
+"""With up to this many runs all are checked."""
 _COPY = ("copy of the bucket that is all-reduced", f"{STAGE12}, allreduce_bucket")
 
 
 def trained(job: Job, impl: OptimizerImpl, these: Passes, persistent: Lines, temporary: Lines) -> tuple[Entry, ...]:
-    """Return every moment of a step, beside what persists; ``temporary`` is what the optimizer's update takes."""
+    """Return every moment of a step, beside the persistent lines; ``temporary``: lines of the optimizer's update."""
     trace = Trace()
     trace.hold("states", *persistent)
 
@@ -73,7 +73,7 @@ def trained(job: Job, impl: OptimizerImpl, these: Passes, persistent: Lines, tem
 
 
 class Training(MicroBatch):
-    """Forward and backward passes up to the end of the last backward."""
+    """The forward and backward passes, until the last backward ends."""
 
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
         super().__init__(trace, job.recipe, these, job.whole)
@@ -81,7 +81,7 @@ class Training(MicroBatch):
         self._kept: dict[int, Int] = {}
 
     def run(self) -> None:
-        """Forward, backward, and what is reduced after it."""
+        """Run forward, backward, and the reductions during and after it."""
         self.forward()
         self.backward()
         self._during()
@@ -89,15 +89,15 @@ class Training(MicroBatch):
         self._after()
 
     def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
-        """A whole gradient, which ``symbol`` represents if given."""
+        """Return a whole gradient as a line, with ``symbol`` in its formula if given."""
         return gradient_line(self.job, elements, reason, symbol)
 
     def in_forward(self) -> Lines:
-        """What earlier micro-batches have left."""
+        """Return the gradients of earlier micro-batches."""
         return held_lines(self.job, highest(self.courses, ("forward",)).held)
 
     def at_head(self) -> Iterator[Lines]:
-        """Gradients that have come to their weights, the one being made, and that of a tied head."""
+        """Yield gradients that have reached their weights, the one being made, and a tied head's."""
         points, run = self.these.head.points, len(self.these.runs)
         made = tuple(map(self.of_head, points))
         received = received_before(made, _sizes(self.whole, self.these.n_blocks))
@@ -106,7 +106,7 @@ class Training(MicroBatch):
             yield self._around(highest(self.courses, ("between", run, count)).held, current, waits=waits)
 
     def of_head(self, point: BackwardPoint) -> tuple[int, int]:
-        """Likewise; what the loss sums up by itself counts as being made."""
+        """Return the same counts. A gradient that the loss accumulates itself counts as being made."""
         if not self.sums_by_itself(point):
             return super().of_head(point)
         received = head_elements(self.whole) if self.recipe.loss == "fused" or point.place.at is At.HEAD else 0
@@ -117,11 +117,11 @@ class Training(MicroBatch):
         return (*held_lines(self.job, held), made, *(self.tied_head() if waits else ()))
 
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
-        """All runs; where kinds alternate, of each kind those that are the highest one at some point of their backward.
+        """All runs; if kinds alternate, for each kind the runs that are highest at some point of their backward.
 
-        At a point, runs of a kind differ by what blocks before them keep and by the gradients in buckets. Those at both ends stay,
-        too: one has most of the activations, the other most of the gradients, which the band of the reserve asks for. Columns keep
-        all.
+        At a point, runs of a kind differ in the activations of earlier blocks and in the gradients in buckets. Runs at both
+        ends stay, too: one has most activations, the other most gradients, which the reserve's band needs. Columns keep all
+        runs.
         """
         runs = tuple(enumerate(self.these.runs))
         if len(runs) <= _FEW or len(self.courses.each) > 1 or not isinstance(self.kept(self.these.n_blocks), int):
@@ -136,7 +136,7 @@ class Training(MicroBatch):
         return tuple([each for each in runs if each[0] in chosen])
 
     def _at_points(self, index: int, run: RunPass) -> Iterator[Int]:
-        """What is alive at each point of a run's last block, and of the one before it, beside the point's own lines. [bytes]"""
+        """Yield the live bytes, without the point's own lines, at each point of a run's last block and the one before. [bytes]"""
         kept = self.kept(run.first + run.n_blocks - 1)
         counts = [count for _, count in self._received(run)]
         for count in counts:
@@ -146,7 +146,7 @@ class Training(MicroBatch):
             yield self.kept(seen.block) + seen.held.n_bytes
 
     def kept(self, block: Int) -> Int:
-        """What the blocks before one keep, which many points ask for. [bytes]"""
+        """Return the bytes that the blocks before one keep, cached because many points need them. [bytes]"""
         if not isinstance(block, int):
             return kept_bytes(self.these, block)
         if block not in self._kept:
@@ -154,16 +154,16 @@ class Training(MicroBatch):
         return self._kept[block]
 
     def _seen_before(self, index: int, count: int) -> Seen:
-        """Where most is alive in the blocks of a run before its last, when this many of their gradients have come."""
+        """Return the peak in a run's blocks before its last, after this many of their gradients have arrived."""
         return highest(self.courses, ("before", index, count), lambda seen: self.kept(seen.block))
 
     def in_last_block(self, index: int, run: RunPass) -> Iterator[Lines]:
-        """Gradients that have come to their weights, and the one being made."""
+        """Yield gradients that have reached their weights, and the one being made."""
         for point, count in self._received(run):
             yield self._around(highest(self.courses, ("between", index, count)).held, point.current_gradient)
 
     def before_last_block(self, index: int, run: RunPass) -> None:
-        """Each point in the block before the last in which most is alive then."""
+        """Write each point in the earlier block of the run with most live bytes then."""
         trace = self.trace
         for point, count in self._received(run):
             seen = self._seen_before(index, count)
@@ -177,7 +177,7 @@ class Training(MicroBatch):
             yield from zip(kind, received_before(points, _sizes(self.whole, run.first)), strict=True)
 
     def below_blocks(self) -> list[tuple[str, Lines]]:
-        """Each operator's gradients, beside those that have come to their weights."""
+        """Return each operator's gradients, with those that have reached their weights."""
         found, table, symbol = list[tuple[str, Lines]](), embedding_elements(self.whole), embedding_symbol(self.whole)
         for count, (name, elements) in enumerate(operators_below(self.whole)):
             held = held_lines(self.job, highest(self.courses, ("between", -1, count)).held)
@@ -186,7 +186,7 @@ class Training(MicroBatch):
         return found
 
     def _during(self) -> None:
-        """Gradients that arrive, and buckets that are reduced."""
+        """Write the arrivals of gradients and the reductions of buckets."""
         trace, these = self.trace, self.these
 
         def alive(seen: Seen) -> Int:
@@ -206,7 +206,7 @@ class Training(MicroBatch):
                 )
 
     def _tied_until(self, seen: Seen) -> Lines:
-        """Return a tied head's gradient as long as it waits for the embedding's, which is the last to arrive."""
+        """Return a tied head's gradient until the embedding's arrives, which is the last."""
         waits = (seen.block >= 0) | (seen.made < self.these.below)
         return tuple(
             line._replace(n_bytes=n_bytes, formula=unless_zero(n_bytes, line.formula))
@@ -224,9 +224,9 @@ class Training(MicroBatch):
 
 @lru_cache(maxsize=4096)
 def received_before(points: tuple[tuple[int, int], ...], groups: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many groups of gradients DeepSpeed has received when each point of a backward is reached.
+    """Return how many groups of gradients DeepSpeed has received at each point of a backward.
 
-    A point has the elements made by then and, of them, those being made; the latter arrive when it is over.
+    A point has the elements made by then, including those being made, which arrive after the point.
 
     >>> received_before(((4, 4), (4, 0), (11, 5)), (4, 2, 5))
     (0, 1, 2)
@@ -249,12 +249,12 @@ def _sizes(whole: Row, block: int) -> tuple[int, ...]:
 
 def _courses(job: Job, these: Passes) -> Courses:
     plan = plan_of(job.recipe, job.whole, tuple([run.first for run in these.runs]))
-    share = job.whole.n_elements if plan.collects else job.partition  # no share matters then
+    share = job.whole.n_elements if plan.collects else job.partition  # the shard does not matter then
     return courses_of(plan, share, minimum(job.micro_batches, distinct_micro_batches(plan.stage, overlaps=plan.overlaps)))
 
 
 def held_lines(job: Job, held: Held, copied: tuple[str, str] = _COPY) -> tuple[Line, ...]:
-    """Return what gradients take, line by line."""
+    """Return the memory of gradients, line by line."""
     own, count = own_gradients(job), 2 if job.recipe.deepspeed.overlap_comm else 1
     bucket = "two reduce buckets, reduce_bucket_size each" if count > 1 else "reduce bucket, reduce_bucket_size"
     element, kept = job.element, "gradients of the micro-batches before, of every parameter that reaches into this rank's share"

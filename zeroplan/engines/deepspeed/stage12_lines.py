@@ -1,4 +1,4 @@
-"""Which gradients and reduce buckets do ZeRO-1 and ZeRO-2 of DeepSpeed hold, line by line?"""
+"""The gradients and reduce buckets of DeepSpeed's ZeRO-1 and ZeRO-2, line by line."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,28 +33,28 @@ _KEEP = f"{STAGE12}, copy_grads_in_partition"
 
 
 class Job(NamedTuple):
-    """What every formula of stages 1 and 2 is made of."""
+    """The quantities in the formulas of stages 1 and 2."""
 
     whole: Row
     recipe: RecipeSpec
     n_ranks: Int
     micro_batches: Int
-    """Per step."""
+    """Micro-batches per step."""
     element: int
     """Bytes of a weight and of a gradient."""
     master: int
-    """Bytes of an element of the weights that the optimizer updates."""
+    """Bytes of an element of the optimizer's weights."""
     partition: Int
-    """Elements of one rank's share."""
+    """Elements of one rank's shard."""
     touched: Int
-    """Elements of all parameters that reach into rank 0's share."""
+    """Elements of all parameters that overlap rank 0's shard."""
     largest: Int
-    """Elements of the largest piece of one parameter within rank 0's share."""
+    """Elements of the largest piece of one parameter within rank 0's shard."""
     buckets: Schedule
 
 
 def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Job:
-    """Collect what the formulas need."""
+    """Return the quantities of a job."""
     width = widths(recipe.precision)
     whole = trained_row(model)
     partition = partition_elements(whole, mesh.dp_shard)
@@ -73,7 +73,7 @@ def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Jo
 
 
 def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
-    """Return what the formulas of stages 1 and 2 count beyond the model's own symbols."""
+    """Return the symbols in the formulas of stages 1 and 2 that the model's legend lacks."""
     return (
         *frozen_symbols(job.whole.model),
         Symbol("M", where(job.micro_batches > 1, 1, 0), "1 where the step has more than one micro-batch, else 0"),
@@ -85,7 +85,7 @@ def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
 
 
 def frozen_weights(job: Job) -> tuple[Line, ...]:
-    """Weights that get no gradient: in no group of the optimizer's, whole on every rank."""
+    """Return the frozen weights: in no parameter group of the optimizer, whole on every rank."""
     return frozen_lines(job.whole.model, job.element, job.element, "weights", STAGE12)
 
 
@@ -99,7 +99,7 @@ def own_gradients(job: Job) -> Line:
 
 
 def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Line:
-    """Return whole gradients of ``elements`` elements, which ``symbol`` represents if given. [bytes]"""
+    """Return whole gradients of ``elements`` elements, with ``symbol`` in the formula if given. [bytes]"""
     formula = times(job.element, symbol) if symbol else product(job.element, elements)
     kind = (
         Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
@@ -109,7 +109,7 @@ def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Lin
 
 @lru_cache(maxsize=4096)
 def waiting(buckets: Schedule, element: int, block: int, gradients: int, current: int) -> Line:
-    """Return the gradient being made, and one that is too large for the bucket and waits for the next to arrive. [bytes]"""
+    """Return the gradient being made, and one too large for the bucket that waits for the next arrival. [bytes]"""
     latest, before = waiting_elements(buckets, block, gradients)
     elements = current + before if current else latest
     reason = "gradient just made, and one that waits outside the bucket"

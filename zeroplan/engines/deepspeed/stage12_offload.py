@@ -1,8 +1,8 @@
-"""What does ZeRO-Offload change at stages 1 and 2 of DeepSpeed, on the GPU and in host memory?
+"""ZeRO-Offload at stages 1 and 2 of DeepSpeed, on the GPU and in host memory.
 
-The weights stay on the GPU, and so does the reduce bucket. A gradient that is reduced goes to the host at once: its norm is
-taken in fp64 on the way, and it is cast to fp32. Over several micro-batches it is summed up by way of the GPU, in a buffer of the
-size of the largest parameter.
+The weights and the reduce bucket stay on the GPU. DeepSpeed copies a reduced gradient to the host at once; before that it
+computes its norm in fp64, and it casts the gradient to fp32. Over several micro-batches it sums gradients through a buffer on
+the GPU, as large as the largest parameter.
 """
 
 from functools import lru_cache
@@ -23,7 +23,7 @@ _WAY_THERE = f"{STAGE12}, param_buffer_of_bit16_for_cpu_offload_groups"
 
 
 def way_back(job: Job) -> tuple[Line, ...]:
-    """Return the buffer on the GPU through which gradients summed on the host come back; it is there in any case."""
+    """Return the GPU buffer through which gradients summed on the host come back. It always exists with offload."""
     if not offloads_optimizer(job.recipe):
         return ()
     reason = "buffer through which gradients summed on the host come back, as large as the largest parameter"
@@ -31,9 +31,9 @@ def way_back(job: Job) -> tuple[Line, ...]:
 
 
 def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:
-    """Return what is in host memory from the second step on, with what the step takes there. [bytes]
+    """Return the host memory from the second step on, including the step's temporaries. [bytes]
 
-    ``states`` are the weights of the share and the optimizer's states; ``temporary`` what a step of torch's own optimizer takes.
+    ``states``: weights of the shard and the optimizer's states; ``temporary``: temporaries of a step of torch's own optimizer.
     """
     if not offloads_optimizer(job.recipe):
         return ()
@@ -53,7 +53,7 @@ def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) 
 
 
 def _sums(job: Job) -> tuple[Line, ...]:
-    """Gradients summed over micro-batches at stage 2; at stage 1 they are summed on the GPU."""
+    """Return gradients summed over micro-batches at stage 2. At stage 1 they are summed on the GPU."""
     if sums_in_fp32(job.recipe) or job.recipe.zero_stage == 1:
         return ()
     n_bytes = where(job.micro_batches > 1, job.element * job.touched, 0)
@@ -62,7 +62,7 @@ def _sums(job: Job) -> tuple[Line, ...]:
 
 
 def _beyond(job: Job) -> Int:
-    """Bytes that pinned memory takes beyond its tensors: each is there from its first use on."""
+    """Return the size of pinned blocks beyond their tensors. Each block exists from its first use on. [bytes]"""
     share, one = job.partition, job.element * largest_parameter(job.whole)
     total = 2 * rounding(job.master * share) + rounding(job.element * share) + rounding(one)
     if sums_in_fp32(job.recipe) or job.recipe.zero_stage == 1:
@@ -78,7 +78,7 @@ def _rounded_sums(whole: Row, element: int, partition: int) -> int:
 
 
 def host_symbols(job: Job) -> tuple[Symbol, ...]:
-    """Return what the formulas of this module count."""
+    """Return the symbols in the formulas of this module."""
     if not offloads_optimizer(job.recipe):
         return ()
     return (

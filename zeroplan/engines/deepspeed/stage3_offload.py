@@ -1,7 +1,7 @@
-"""What does ZeRO-Offload change at stage 3 of DeepSpeed, on the GPU and in host memory?
+"""ZeRO-Offload at stage 3 of DeepSpeed, on the GPU and in host memory.
 
-With the optimizer's offload each reduced share of a gradient goes to the host, comes back as it is summed up there, and its norm
-is taken in fp64. With the parameters' offload a share is copied to the GPU before it is gathered, and a single rank, which gathers
+With optimizer offload each reduced shard of a gradient goes to the host, comes back while it is accumulated there, and its norm
+is computed in fp64. With parameter offload a shard is copied to the GPU before it is gathered; a single rank, which gathers
 nothing, holds a parameter on the GPU while it is used.
 """
 
@@ -32,7 +32,7 @@ _NORM = f"{STAGE3}, partition_grads and _constant_buffered_norm2"
 
 
 def states_on_gpu(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple[Line, ...]:
-    """Return weights, the weights that are updated, gradients and the optimizer's states as the GPU has them."""
+    """Return the GPU's lines of weights, the optimizer's weights, gradients and the optimizer's states."""
     weights, *updated = states
     return (
         on_host(weights) if offloads_parameters(recipe) else weights,
@@ -41,7 +41,7 @@ def states_on_gpu(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple[Line, .
 
 
 def on_the_way(job: Job, flush: Flush) -> tuple[Line, ...]:
-    """Return what takes the largest gradient of a bucket to the host: its share, back from there, and its norm in fp64. [bytes]"""
+    """Return the memory that takes a bucket's largest gradient to the host: its shard, copied back, and its fp64 copy. [bytes]"""
     if not offloads_optimizer(job.recipe):
         return ()
     if swaps_optimizer(job.recipe):
@@ -55,19 +55,19 @@ def on_the_way(job: Job, flush: Flush) -> tuple[Line, ...]:
 
 @lru_cache(maxsize=256)
 def beside_flushes(buckets: Schedule, element: int) -> tuple[tuple[int, ...], ...]:
-    """Of each bucket, what takes it to the host, in elements of a weight: on very many ranks, on 8 and on one.
+    """Return, per bucket, the memory that takes it to the host, in elements of a weight: on very many ranks, on 8 and on one.
 
-    Which bucket takes most depends on the number of ranks.
+    The number of ranks decides which bucket takes most.
     """
     every = (max(map(numel, flush.inside)) for flush in buckets.flushes)
     return tuple((0, *(ceil_div(largest, ranks) * (element + FP64) // element for ranks in (8, 1))) for largest in every)
 
 
 def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:
-    """Return what is in host memory from the second step on, with what the step takes there. [bytes]
+    """Return the host memory from the second step on, including the step's temporaries. [bytes]
 
-    ``states`` are the lines of a GPU that offloads nothing: weights, weights that are updated, gradients, optimizer's states;
-    ``temporary`` what a step of the optimizer takes.
+    ``states``: the lines without offload (weights, the optimizer's weights, gradients, the optimizer's states); ``temporary``:
+    the optimizer's temporaries.
     """
     weights, master, gradients, *optimizer = states
     recipe = job.recipe
@@ -88,13 +88,13 @@ def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) 
 
 
 def host_symbols(job: Job) -> tuple[Symbol, ...]:
-    """Return what the formulas of :func:`host_lines` count."""
+    """Return the symbols in the formulas of :func:`host_lines`."""
     pins = _beyond(job)
     return (*swapping_symbols(job), *(() if pins is None else (beyond_symbol(pins),)))
 
 
 def _beyond(job: Job) -> Int | None:
-    """Bytes that pinned memory takes beyond its tensors; None where nothing is pinned."""
+    """Return the size of pinned blocks beyond their tensors; None if nothing is pinned. [bytes]"""
     recipe, options = job.recipe, job.recipe.deepspeed
     if not offloads_parameters(recipe) and not (offloads_optimizer(recipe) and options.offload_optimizer_pin_memory):
         return None

@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizer wrappers do when a backward is over, and in a step, at stages 0 to 2.
+"""DeepSpeed's optimizer wrappers at stages 0 to 2, after a backward and in a step.
 
 The same program allocates in a trace of moments (:mod:`zeroplan.trace`) and in a log of requests
 (:mod:`zeroplan.engines.requests.log`). Source: DeepSpeed 0.19.8.
@@ -29,36 +29,36 @@ FUSED = "DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py, FP16_Optimizer"
 UNFUSED = "DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py, FP16_UnfusedOptimizer"
 BF16 = "DeepSpeed 0.19.8, runtime/bf16_optimizer.py, BF16_Optimizer"
 _NORM = f"{STAGE12}, get_grad_norm_direct"
-#: Elements of one all-reduce at stage 0, whatever ``reduce_bucket_size`` says (``MEMORY_OPT_ALLREDUCE_SIZE``).
+#: Elements of one all-reduce at stage 0, which ignores ``reduce_bucket_size`` (``MEMORY_OPT_ALLREDUCE_SIZE``).
 _ALL_REDUCE_ELEMENTS = 500_000_000
 
 
 class Around(NamedTuple):
-    """What is around a wrapper: its memory, the optimizer in it, and the gradients that autograd made."""
+    """The surroundings of a wrapper: its memory, its optimizer, and the gradients that autograd made."""
 
     memory: "Memory"
     update: Callable[[], None]
-    """Step the optimizer."""
+    """Run the optimizer."""
     zero_grad: Callable[[], None]
-    """Let go of gradients where autograd made them."""
+    """Free the gradients that autograd made."""
 
 
 class Wrapper:
-    """What one of DeepSpeed's wrappers does with a rank's gradients."""
+    """How one of DeepSpeed's wrappers handles a rank's gradients."""
 
     def __init__(self, job: Job, impl: OptimizerImpl, around: Around) -> None:
         self.job, self.impl = job, impl
         self.memory, self.update, self.zero_grad = around
 
     def after_backward(self, *, last: bool = True) -> None:
-        """The backward of a micro-batch is over, the step's last one or another."""
+        """Run after a micro-batch's backward, the step's last one or another."""
 
     def step(self) -> None:
-        """The optimizer steps."""
+        """Run the optimizer's step."""
         raise NotImplementedError
 
     def update_share(self) -> None:
-        """This rank's share is updated, unless the CPU does that, and all weights are gathered."""
+        """Update this rank's shard, unless the CPU does so, and all-gather all weights."""
         job = self.job
         self.memory.at(f"optimizer step: {'on the CPU' if offloads_optimizer(job.recipe) else 'update'}", Phase.STEP)
         self.update()
@@ -70,7 +70,7 @@ class Unpartitioned(Wrapper):
     """Stage 0: a wrapper around an optimizer that updates all weights."""
 
     def after_backward(self, *, last: bool = True) -> None:
-        """``allreduce_no_retain``: buckets are copied, reduced and copied back."""
+        """``allreduce_no_retain``: copy buckets, all-reduce them and copy them back."""
         job, sizes = self.job, [self.job.element * elements for elements in all_reduces(self.job.whole)]
         reason = "copy of the largest bucket that is all-reduced"
         copy = Line(Kind.REDUCE, max(sizes), reason, times(job.element, "B_max"), f"{ENGINE}, allreduce_no_retain")
@@ -79,7 +79,7 @@ class Unpartitioned(Wrapper):
         self.memory.in_turn(copy, sizes if last else (), "all_reduce", job.n_ranks)
 
     def step(self) -> None:
-        """Gradients are cast to fp32, laid flat under ``FP16_Optimizer``, and the weights updated."""
+        """Cast gradients to fp32, flatten them under ``FP16_Optimizer``, and update the weights."""
         if self.job.element == 2:
             self._cast(flat=takes_flat_wrapper(self.job.recipe, self.impl))
         self.memory.at("optimizer step: update", Phase.STEP)
@@ -100,10 +100,10 @@ class Unpartitioned(Wrapper):
 
 
 class AddedInFp32(Wrapper):
-    """``BF16_Optimizer``: stage 1 with 16-bit weights, whose gradients are added up in fp32."""
+    """``BF16_Optimizer``: stage 1 with 16-bit weights, whose gradients are accumulated in fp32."""
 
     def after_backward(self, *, last: bool = True) -> None:
-        """``update_hp_grads``, then the all-reduce of all sums, cast."""
+        """``update_hp_grads``, then an all-reduce of all sums, cast."""
         job, memory, reason = self.job, self.memory, "largest gradient cast to fp32"
         cast = Line(Kind.TEMPORARY, 4 * largest_parameter(job.whole), reason, "4·G_one", f"{BF16}._update_hp_grad")
         memory.hold("made", all_of(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", BF16))
@@ -117,7 +117,7 @@ class AddedInFp32(Wrapper):
             memory.drop("copy")
 
     def step(self) -> None:
-        """The share is updated; ``zero_grad`` follows."""
+        """Update the shard, then ``zero_grad``."""
         self.update_share()
         self.zero_grad()
 
@@ -126,10 +126,10 @@ class Sharded(Wrapper):
     """``DeepSpeedZeroOptimizer``, stages 1 and 2, whose gradients are reduced already."""
 
     def step(self) -> None:
-        """The norm, gradients laid flat in the optimizer's dtype, the update, unless the CPU does all that."""
+        """Compute the norm, flatten gradients in the optimizer's dtype, and update; with offload the CPU does all that."""
         job, memory, away = self.job, self.memory, offloads_optimizer(self.job.recipe)
         own = own_gradients(job)
-        if away and sums_in_fp32(job.recipe):  # a later micro-batch has the same tensor, and is no moment of the next step
+        if away and sums_in_fp32(job.recipe):  # a later micro-batch reuses this tensor, and the next step has no moment with it
             own = own._replace(reason="fp32 gradients of this rank's share, released when the step ends")
         memory.hold("averaged", own)
         if job.recipe.deepspeed.compute_grad_norm and not away:
@@ -151,14 +151,14 @@ class Sharded(Wrapper):
 
 
 def wrapper_of(job: Job, impl: OptimizerImpl, around: Around) -> Wrapper:
-    """Which wrapper a recipe takes (``runtime/engine.py``, ``_do_optimizer_sanity_check``)."""
+    """Return the wrapper of a recipe (``runtime/engine.py``, ``_do_optimizer_sanity_check``)."""
     if job.recipe.zero_stage == 0:
         return Unpartitioned(job, impl, around)
     return (AddedInFp32 if collects(job.recipe) else Sharded)(job, impl, around)
 
 
 def takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
-    """DeepSpeed lays weights and gradients flat only for its own ``FusedAdam``, not for torch's fused one.
+    """Whether DeepSpeed flattens weights and gradients: only for its own ``FusedAdam``, not for torch's fused one.
 
     Source: DeepSpeed 0.19.8, ``runtime/engine.py``, ``_configure_fp16_optimizer``.
     """
@@ -166,13 +166,13 @@ def takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
 
 
 def all_of(job: Job, kind: Kind, width: int, reason: str, source: str) -> Line:
-    """Return this many bytes for every element that is trained. [bytes]"""
+    """Return a line with this many bytes for every trained element. [bytes]"""
     return Line(kind, width * job.whole.n_elements, reason, times(width, "Ψ"), source)
 
 
 @lru_cache(maxsize=256)
 def all_reduces(whole: Row) -> tuple[int, ...]:
-    """Elements of each all-reduce at stage 0: one closes when it has outgrown the limit."""
+    """Return the elements of each all-reduce at stage 0: a bucket closes when it exceeds the limit."""
     closed, fill = list[int](), 0
     for each in whole.placed:
         fill += numel(each)
@@ -183,9 +183,9 @@ def all_reduces(whole: Row) -> tuple[int, ...]:
 
 
 def laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
-    """Return the gradients laid flat, as the optimizer takes them, and what was kept as far as these are a view of it.
+    """Return the flattened gradients, their copy for the optimizer, and the kept gradients if the former are a view of them.
 
-    In the optimizer's dtype, what is laid flat is taken as it is.
+    If they have the optimizer's dtype, the optimizer takes the flattened gradients themselves.
     """
     one: Bool = job.whole.placed[0].end >= job.partition  # a slice of one gradient is laid flat as it is (torch, ``flatten``)
     same = job.element == job.master

@@ -1,10 +1,10 @@
-"""What does FSDP1 (``FullyShardedDataParallel``) allocate, and when?
+"""The memory and traffic of a rank under FSDP1 (``FullyShardedDataParallel``).
 
-Every block is one unit, everything else (embedding, final norm, head) is the root's, as accelerate wraps a transformer. A unit's
-parameters are one flat parameter, and so are its gradients, in the code of torch 2.13 (``torch/distributed/fsdp``). The estimate
-is for rank 0, whose shard is never the smaller one.
+Every block is one unit, and the root has everything else (embedding, final norm, head), as accelerate wraps a transformer. A
+unit's parameters are one flat parameter, and so are its gradients, in the code of torch 2.13 (``torch/distributed/fsdp``). The
+estimate is for rank 0, whose shard is never the smaller one.
 
-Left out: one rank alone, where FSDP1 shards nothing; parameters in host memory; buffers of the process group itself.
+Leaves out a single rank, where FSDP1 shards nothing; parameters in host memory; buffers of the process group itself.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from zeroplan.spec.recipe import RecipeSpec
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """Memory of rank 0 and traffic per step under FSDP1, stage 2 (SHARD_GRAD_OP) or 3 (FULL_SHARD). [bytes]
+    """Return memory of rank 0 and traffic per step under FSDP1, stage 2 (SHARD_GRAD_OP) or 3 (FULL_SHARD). [bytes]
 
     Source: the files named in each line; verified against real runs on fake tensors with a fake process group.
     """
@@ -51,7 +51,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 
 def _gradients(plan: FlatPlan) -> Line:
-    """This rank's shard of the gradients, which ``zero_grad`` does not free where it clears views alone.
+    """Return this rank's gradient shard. With ``use_orig_params`` ``zero_grad`` clears only views, and does not free it.
 
     Source: torch 2.13, _flat_param.py, ``FlatParamHandle._reset_flat_param_grad_info_if_needed``, in the root's next forward.
     """
@@ -75,7 +75,7 @@ def _notes(plan: FlatPlan, model: ModelSpec) -> Iterator[str]:
 
 
 def collectives(plan: FlatPlan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
-    """Every collective of one optimizer step.
+    """Return every collective of one optimizer step.
 
     At stage 2 under ``no_sync`` parameters stay gathered from one micro-batch to the next (``_should_free_in_backward``).
     """
@@ -93,7 +93,7 @@ def collectives(plan: FlatPlan, mesh: Mesh, batch: Batch) -> tuple[Collective, .
 
 
 def _beside_adapters(plan: FlatPlan, mesh: Mesh, times: tuple[Int, Int, Int]) -> Iterator[Collective]:
-    """The frozen units, and adapters, whose units are gathered once more where their layers run again."""
+    """Yield collectives of frozen units and adapters. Reentrant checkpoints gather an adapter's unit once more."""
     once, again, reductions = times
     more = 2 * again if plan.recomputed and not plan.options.checkpoints_units else again
     for at, (group, run) in enumerate(zip(frozen_units(plan), plan.runs, strict=True)):
@@ -106,7 +106,7 @@ def _beside_adapters(plan: FlatPlan, mesh: Mesh, times: tuple[Int, Int, Int]) ->
 
 
 def _all_reduce(plan: FlatPlan, unit: Group, calls: Int, what: str) -> Collective:
-    """All-reduces of a matrix that every rank has whole."""
+    """Return the all-reduces of a matrix that every rank has whole."""
     payload: Int = plan.width.stored * unit.numel
     sent: Int = 2 * calls * ceil_div(payload, plan.n) * (plan.n - 1)
     return Collective("all_reduce", what, "backward", plan.n, calls, payload, sent, 2 * calls * unit.numel, IGNORED)

@@ -1,7 +1,7 @@
-"""A step of FSDP1 beside adapters, each matrix of which is a unit of its own, within the frozen unit of its block.
+"""A step of FSDP1 with adapters. Each adapter matrix is a unit of its own, inside the frozen unit of its block.
 
-So peft wraps them (``fsdp_auto_wrap_policy``), since a flat parameter is trained as a whole or frozen as a whole. Units go backward
-in the order of their forwards, turned round: a block is prefetched by the first adapter of the block above it.
+peft wraps them this way (``fsdp_auto_wrap_policy``), since a flat parameter is either trained or frozen as a whole. Units run
+backward in reverse forward order, so the first adapter of a block prefetches the block below.
 """
 
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ _NOTHING = Group(0, 0, 0, "nothing")
 
 
 class AdaptedMicroBatch(FlatMicroBatch):
-    """A micro-batch on its way through frozen blocks with adapters, and back."""
+    """A micro-batch through frozen blocks with adapters, forward and backward."""
 
     def __init__(self, plan: FlatPlan, trace: Trace, units: Units) -> None:
-        """Take the units of the plan: of the blocks what is frozen."""
+        """Store the plan's units; a block's unit has its frozen parameters."""
         parts = [Parts(plan, group, _NOTHING) for group in frozen_units(plan)]
         units.layers = tuple((position, Unit(unit.name, parts[position.run])) for position, unit in units.layers)
         super().__init__(plan, trace, units)
@@ -36,30 +36,30 @@ class AdaptedMicroBatch(FlatMicroBatch):
         self._below: Unit | None = None
 
     def inside_forward(self, position: Position) -> tuple[Line, ...]:
-        """What a block's forward holds at its highest, with a unit of its adapters."""
+        """Return the lines of a block's forward at its peak, with one adapter unit."""
         return (*super().inside_forward(position), *self._of_adapters(position.run))
 
     def _of_adapters(self, run: int) -> tuple[Line, ...]:
-        """At stage 2 they count among what stays unsharded."""
+        """Return the largest adapter unit; at stage 2 it counts among the unsharded parameters."""
         return () if self.plan.reshard is False else (self._adapters[run],)
 
     def gradients_so_far(self, position: Position) -> None:
-        """Hold what the blocks above have left."""
+        """Hold the gradients and hooked tensors of the blocks above."""
         super().gradients_so_far(position)
         if self.flat.options.checkpoints_units:
             self.trace.shrink("hooked", *_hooked(self.flat, sum(position.after)))
 
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
-        """A block is unsharded; that below it is prefetched later on."""
+        """Unshard a block; an adapter prefetches the one below later."""
         self._below = below
         super().enter_backward(unit, None)
 
     def kind_of(self, position: Position) -> object:
-        """What blocks have in common whose backward is the same inside."""
+        """Return the key of blocks whose backward is equal inside."""
         return position.run, position.previous_run
 
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
-        """The moments of a block's backward; from the first adapter on, which is the last to go backward, with the block below."""
+        """Yield the moments of a block's backward. The block below is there once the first adapter, last in backward, has run."""
         points = self.plan.passes[position.run].points
         last = max((at for at, point in enumerate(points) if point.place.at is At.ADAPTER_B), default=0)
         ahead, again = self._ahead(), self.run_again()
@@ -69,7 +69,7 @@ class AdaptedMicroBatch(FlatMicroBatch):
 
     @property
     def is_reentrant(self) -> bool:
-        """Adapters are recomputed by reentrant checkpoints alone: the others refuse inputs that change their dtype."""
+        """Whether checkpoints are reentrant. Adapters need that, since others refuse inputs that change their dtype."""
         return self.plan.recomputed
 
     def _ahead(self) -> tuple[Line, ...]:
@@ -78,9 +78,9 @@ class AdaptedMicroBatch(FlatMicroBatch):
         return lines.unsharded(self.plan, self._below.parts.groups[0])
 
     def end_block(self, position: Position, unit: Unit) -> None:
-        """A block has gone backward. The first, whose input has no gradient, stays unsharded to the end.
+        """End a block's backward. The first block, whose input has no gradient, stays unsharded until the end.
 
-        What its input's gradient sets off was hooked by the block below first, which is unsharded before this one is sharded again.
+        Two hooks see the gradient of a block's input. The block below unshards first, then this block is resharded.
         """
         self.trace.shrink("left", *self.plan.left_behind(position.before, self.left))
         if self._below is not None and self.plan.reshard is not False:
@@ -89,13 +89,13 @@ class AdaptedMicroBatch(FlatMicroBatch):
             self.run.post_backward(unit)
 
     def end_of_backward(self) -> None:
-        """Nothing goes on below the blocks."""
+        """Write nothing below the blocks, since no gradient goes there."""
         self.trace.drop("kept", "still unsharded")
         self.trace.shrink("shards", self.plan.gradient_shards(self.plan.every_layer, "reduced so far"))
 
 
 def _hooked(plan: FlatPlan, blocks: int) -> tuple[Line, ...]:
-    """Inputs of frozen units above, and their gradients except for the one that flows: a hook on each holds both to the end."""
+    """Return inputs of frozen units above and their gradients, without the flowing one. A hook on each holds both until the end."""
     each, formula = plan.head.hidden_bytes, plan.head.hidden_formula
     reason = "inputs of the frozen units above and their gradients, which hooks hold until the backward ends"
     count = 2 * blocks - min(1, blocks)
@@ -103,7 +103,7 @@ def _hooked(plan: FlatPlan, blocks: int) -> tuple[Line, ...]:
 
 
 def _largest_unit(plan: FlatPlan, run: int) -> Line:
-    """The largest unit of a block's adapters, while its layer runs. [bytes]"""
+    """Return the largest unit of a block's adapters, which exists while its layer runs. [bytes]"""
     width: int = plan.adapter_bytes
     largest: Int = 0
     for unit in () if plan.options.ignores_adapters else adapter_units(plan, run):
@@ -113,7 +113,7 @@ def _largest_unit(plan: FlatPlan, run: int) -> Line:
 
 
 def _made(plan: FlatPlan, point: BackwardPoint) -> Line:
-    """The gradients of a block's adapters: shards of those that are reduced, and the one in turn, made and flat. [bytes]"""
+    """Return the gradients of a block's adapters: reduced shards, and the current one, both as made and flat. [bytes]"""
     width, done = plan.adapter_bytes, point.gradients - point.current_gradient
     if plan.options.ignores_adapters:
         whole = plan.width.stored * point.gradients

@@ -1,8 +1,8 @@
-"""How are parameters flattened into the units of FSDP1, and cut into shards; and what a step's plan has of them.
+"""The flat parameters of FSDP1's units, their shards, and the plan of a step.
 
-A unit's parameters lie one after the other in one flat parameter (torch 2.13, torch/distributed/fsdp/_flat_param.py,
-``FlatParamHandle``). With ``use_orig_params`` each begins at a multiple of 16 bytes, and the padding of the last shard is a part
-of the flat parameter; otherwise that padding is made where gradients are reduced.
+A unit's parameters are consecutive in one flat parameter (torch 2.13, torch/distributed/fsdp/_flat_param.py,
+``FlatParamHandle``). With ``use_orig_params`` each begins at a multiple of 16 bytes, and the flat parameter includes the last
+shard's padding. Otherwise the reduction adds that padding.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _ALIGNED_BYTES = 16  # torch 2.13, _flat_param.py, _get_aligned_numel
 
 
 class FlatPlan(Plan):
-    """What the moments of an FSDP1 step are made of: FSDP2's, with flat parameters for its groups."""
+    """The inputs of an FSDP1 step's moments: FSDP2's plan, with flat parameters as groups."""
 
     __slots__ = ()
 
@@ -40,33 +40,33 @@ class FlatPlan(Plan):
 
     @property
     def backward_prefetch(self) -> str:
-        """When the next block of a backward is gathered. A unit that a checkpoint calls is unknown until it has run again."""
+        """When the backward prefetches the next block. A unit that a checkpoint calls is unknown until its recomputation."""
         return "no_prefetch" if self.options.checkpoints_units else self.options.backward_prefetch
 
     @property
     def adds_up(self) -> bool:
-        """Autograd adds up flat gradients alone; single ones stand beside those of earlier micro-batches."""
+        """Whether autograd accumulates single gradients: never, since it accumulates only flat ones."""
         return False
 
     @property
     def letter(self) -> str:
-        """What formulas call a flat parameter: ``P`` with its padding, ``G`` without."""
+        """The letter of a flat parameter in formulas: ``P`` with its padding, ``G`` without."""
         return "P" if self.options.use_orig_params else "G"
 
     @property
     def gathered_blocks(self) -> tuple[tuple[Group, ...], tuple[str, ...]]:
-        """What a block's all-gathers bring together: of ignored adapters, which every rank has whole, nothing."""
+        """The groups that a block's all-gathers collect. Ignored adapters are whole on every rank, so they are none of them."""
         if not self.options.ignores_adapters:
             return super().gathered_blocks
         frozen = frozen_units(self)
         return frozen, tuple(group.symbol for group in frozen)
 
     def flat(self, group: Group) -> Int:
-        """A unit's flat parameter, and so its flat gradient. [elements]"""
+        """Return the elements of a unit's flat parameter, and so of its flat gradient. [elements]"""
         return group.padded if self.options.use_orig_params else group.numel
 
     def left_behind(self, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> tuple[Line, ...]:
-        """Flat gradients that earlier micro-batches left (``no_sync``) of units that are not reduced yet. [bytes]"""
+        """Return flat gradients of earlier micro-batches (``no_sync``) in units that are not reduced yet. [bytes]"""
         if self.recipe.sync_every_micro_batch:
             return ()
         elements: Int = sum(map(self.flat, outside))
@@ -80,7 +80,7 @@ class FlatPlan(Plan):
 
 
 def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> FlatPlan:
-    """Flatten the parameters of a job's units and collect what every moment needs; ``batch`` is one rank's."""
+    """Return the plan of a job, with a flat parameter per unit; ``batch`` is one rank's."""
     recipe = replace(recipe, fsdp2=Fsdp2Options(reduce_dtype=recipe.fsdp1.reduce_dtype))
     width, n = widths(recipe.precision), mesh.dp_shard
     aligned = aligned_to(recipe)
@@ -90,17 +90,17 @@ def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     tensors = tuple(_local_tensors(cut, n, aligned, views=recipe.fsdp1.use_orig_params, whole=whole))
     beside_adapters = model.vision is None or model.adapter is not None
     autocast = width.mixed and cut.is_partly_frozen and not model.is_quantised and beside_adapters
-    updated = "U" if recipe.fsdp1.use_orig_params else None  # the gaps between aligned parameters are not updated
+    updated = "U" if recipe.fsdp1.use_orig_params else None  # the optimizer does not update the gaps between aligned parameters
     plan = FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast, updated=updated))
     if model.vision is None or not width.mixed:
         return plan
-    # The tower casts pixels to the dtype of its parameters, whose flat ones are fp32, and back, so that there are two copies.
+    # The vision tower casts pixels to the dtype of its parameters (fp32 in a flat one) and back, so there are two copies.
     twice = pixels(model, batch, width.compute, "pixels in the compute dtype, as the model's forward got them")
     return plan._replace(head=plan.head._replace(loss_forward=(*plan.head.loss_forward, *twice)))
 
 
 def _flattened(cut: Cut, n: Int, aligned: int, *, whole: bool) -> Cut:
-    """The same units, each cut as one flat parameter; of adapters each matrix, or ``whole``."""
+    """Return the same units, each as one flat parameter; each adapter matrix is sharded, or ``whole`` on every rank."""
     root, *blocks = (flat_group(parameters, n, symbol, aligned) for parameters, symbol in _units(cut.tree, "root"))
     if not cut.is_partly_frozen:
         return cut._replace(root=root, trained_root=root, blocks=(here := tuple(blocks)), trained_blocks=here)
@@ -115,14 +115,13 @@ def _frozen(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
 
 
 def _each(parameters: tuple[Parameter, ...], n: Int, *, whole: bool) -> tuple[Group, ...]:
-    """Each as a unit of its own; ``whole``: as one that every rank has all of, so that ranks together have it n times."""
+    """Return each parameter as a unit. ``whole``: every rank has all of it, so all ranks together have it n times."""
     if whole:
         return tuple(Group(one.numel, one.numel * n, one.numel, "adapter") for one in parameters)
     return tuple(flat_group((parameter,), n, "adapter", 1) for parameter in parameters)
 
 
 def _together(groups: tuple[Group, ...], symbol: str) -> Group:
-    """What several units have."""
     shard: Int = 0
     for group in groups:
         shard = shard + group.shard
@@ -133,19 +132,19 @@ def _together(groups: tuple[Group, ...], symbol: str) -> Group:
 
 
 def frozen_units(plan: FlatPlan) -> tuple[Group, ...]:
-    """What of each run's blocks is frozen beside adapters, as one flat parameter."""
+    """Return the frozen parameters of each run's blocks, as one flat parameter."""
     aligned = aligned_to(plan.recipe)
     return tuple(flat_group(_frozen(run.parameters), plan.n, f"frozen_{run.name}", aligned) for run in plan.runs)
 
 
 def adapter_units(plan: FlatPlan, run: int) -> tuple[Group, ...]:
-    """The matrices of a block's adapters, each as a unit."""
+    """Return the matrices of a block's adapters, each as a unit."""
     parameters = tuple(parameter for parameter in plan.runs[run].parameters if not parameter.frozen)
     return _each(parameters, plan.n, whole=plan.options.ignores_adapters)
 
 
 def aligned_to(recipe: RecipeSpec) -> int:
-    """At multiples of how many elements parameters begin in a flat one."""
+    """Return the alignment of parameters in a flat parameter. [elements]"""
     return _ALIGNED_BYTES // widths(recipe.precision).compute if recipe.fsdp1.use_orig_params else 1
 
 
@@ -156,7 +155,7 @@ def _units(tree: Layout, root: str) -> Iterator[tuple[tuple[Parameter, ...], str
 
 
 def flat_group(parameters: tuple[Parameter, ...], n: Int, symbol: str, aligned: int) -> Group:
-    """One unit of these parameters, flattened and cut into ``n`` shards."""
+    """Return one unit of these parameters, flattened and split into ``n`` shards."""
     *_, end = _offsets(parameters, aligned)
     shard = ceil_div(end, n)
     return Group(shard, shard * n, sum(parameter.numel for parameter in parameters), symbol)
@@ -164,7 +163,7 @@ def flat_group(parameters: tuple[Parameter, ...], n: Int, symbol: str, aligned: 
 
 @lru_cache(maxsize=1024)
 def _offsets(parameters: tuple[Parameter, ...], aligned: int) -> tuple[int, ...]:
-    """Where each parameter begins in the flat one, and where the last ends."""
+    """Return the start of each parameter in the flat one, and the end of the last."""
     offsets, end = [], 0
     for parameter in parameters:
         offsets.append(-(-end // aligned) * aligned)
@@ -173,7 +172,7 @@ def _offsets(parameters: tuple[Parameter, ...], aligned: int) -> tuple[int, ...]
 
 
 def _local_tensors(cut: Cut, n: Int, aligned: int, *, views: bool, whole: bool) -> Iterator[LocalTensor]:
-    """What rank 0 updates: its flat shard of each unit, or what of each parameter is in it, as a view without its shape."""
+    """Yield the tensors that rank 0 updates: its flat shard of each unit, or views of each parameter's part in it."""
     if cut.is_partly_frozen:
         for run in cut.learning.runs:
             yield from (LocalTensor((unit.shard,), run.layers) for unit in _each(run.parameters, n, whole=whole))
@@ -191,6 +190,6 @@ def _local_tensors(cut: Cut, n: Int, aligned: int, *, views: bool, whole: bool) 
 
 
 def views_of(parameters: tuple[Parameter, ...], group: Group, aligned: int) -> Iterator[Int]:
-    """What of each parameter of a unit is in rank 0's shard of it. [elements]"""
+    """Yield the elements of each parameter of a unit in rank 0's shard. [elements]"""
     for parameter, offset in zip(parameters, _offsets(parameters, aligned), strict=False):
         yield minimum(maximum(group.shard - offset, 0), parameter.numel)

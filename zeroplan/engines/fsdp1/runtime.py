@@ -1,7 +1,7 @@
-"""What FSDP1 does with a unit's flat parameter and gradient, as torch's code does it, written into a trace.
+"""FSDP1's handling of a unit's flat parameter and gradient, written into a trace.
 
-Each method does what the function of torch 2.13 does that it names (torch/distributed/fsdp/_runtime_utils.py, _flat_param.py).
-Memory is freed when the host says so: streams wait for each other, and what the host has freed counts as free.
+Each method follows the function of torch 2.13 that it names (torch/distributed/fsdp/_runtime_utils.py, _flat_param.py). Memory
+counts as free once the host frees it, since streams wait for each other.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ REDUCE = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _reduce_grad"
 
 
 class FlatRuntime(Runtime):
-    """The flat parameters of one rank, and what happens to their gradients."""
+    """The flat parameters of one rank, and their gradients."""
 
     def __init__(
         self, plan: FlatPlan, memory: Trace, made: dict[object, tuple[Line, ...]], following: Mapping[str | int, Unit]
     ) -> None:
-        """Begin with nothing unsharded; ``following`` is the unit that is prefetched while one of a name runs forward."""
+        """Begin with everything sharded; ``following``: the unit to prefetch during the forward of the unit with that name."""
         super().__init__(plan, memory, made)
         self.flat, self._following = plan, following
         self._below: dict[str | int, Unit] = {}
@@ -56,12 +56,12 @@ class FlatRuntime(Runtime):
         self._unshard(unit, Phase.BACKWARD)
 
     def gather_ahead(self, unit: Unit) -> None:
-        """The root's ``_pre_backward_hook``: its own parameters are still there, and the last block is prefetched."""
+        """The root's ``_pre_backward_hook``: its parameters are unsharded already, and it prefetches the last block."""
         if self.plan.reshard is not False and self.flat.backward_prefetch == "backward_pre":
             self._unshard(unit, Phase.BACKWARD)
 
     def _unshard(self, unit: Unit, phase: Phase) -> None:
-        """``_unshard``: this rank's shard is cast, all shards are gathered into the flat parameter, and the cast one goes."""
+        """``_unshard``: cast this rank's shard, all-gather all shards into the flat parameter, free the cast shard."""
         for index, group in enumerate(unit.parts.groups):
             if self.memory.has(unit.unsharded(index)):
                 continue
@@ -73,9 +73,9 @@ class FlatRuntime(Runtime):
     # --- gradients ------------------------------------------------------------------------------------------------------
 
     def post_backward(self, unit: Unit) -> None:
-        """``_post_backward_hook``, once autograd has joined the gradients of a unit's parameters into a flat one.
+        """``_post_backward_hook``, after autograd has concatenated the gradients of a unit's parameters.
 
-        Autograd calls it with that gradient, and so holds it until the hook returns, even once it is added to an earlier one.
+        Autograd calls the hook with that gradient, and holds it until the hook returns, even if it was added to an earlier one.
         """
         group = unit.parts.trained_group
         if not group.numel:  # frozen: _post_backward_reshard_only_hook
@@ -93,13 +93,13 @@ class FlatRuntime(Runtime):
 
 
 def made_gradients(plan: Plan, group: Group) -> tuple[Line]:
-    """The gradients of a unit's parameters, which wait to be joined. [bytes]"""
+    """Return the gradients of a unit's parameters before they are concatenated. [bytes]"""
     width = plan.width.compute
     return (Line(Kind.UNSHARDED_GRADIENTS, width * group.numel, "this block's, made", f"{width}·G_{group.symbol}", SPLIT),)
 
 
 def joined(plan: Plan, group: Group) -> tuple[Line]:
-    """The flat gradient that they are joined into, beside that of earlier micro-batches under ``no_sync``. [bytes]"""
+    """Return the flat gradient, with earlier micro-batches' under ``no_sync``. [bytes]"""
     (line,) = joined_last(plan, group)
     if plan.recipe.sync_every_micro_batch:
         return (line,)
@@ -107,14 +107,14 @@ def joined(plan: Plan, group: Group) -> tuple[Line]:
 
 
 def joined_last(plan: Plan, group: Group) -> tuple[Line]:
-    """The flat gradient alone. [bytes]"""
+    """Return the flat gradient only. [bytes]"""
     flat = cast("FlatPlan", plan)
     n_bytes, formula = plan.width.compute * flat.flat(group), f"{plan.width.compute}·{flat.letter}_{group.symbol}"
     return (Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "the unit's flat gradient", formula, SPLIT),)
 
 
 def reducing(plan: Plan, group: Group) -> tuple[Line, ...]:
-    """What reducing takes beside the flat gradient: casts, padding and this rank's shard of the result. [bytes]"""
+    """Return the memory of a reduction beside the flat gradient: casts, padding and this rank's shard of the result. [bytes]"""
     flat, reduced, stored, symbol = cast("FlatPlan", plan), plan.reduce_bytes, plan.width.stored, group.symbol
     out = reduced + (stored if reduced != stored else 0)
     made = [Line(Kind.REDUCE, out * group.shard, "reduce-scatter output", f"{out}·P_{symbol}/N", REDUCE)]

@@ -1,6 +1,6 @@
-"""The training step of a rank under FSDP1: that of FSDP2, where flat parameters take the place of its groups.
+"""A rank's training step under FSDP1: FSDP2's step, with flat parameters instead of its groups.
 
-It runs the last micro-batch of a step, with what earlier ones have left.
+It runs the last micro-batch of a step, with the gradients of earlier ones.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward
 
 
 def moments(plan: FlatPlan, step: tuple[Line, ...]) -> Moments:
-    """Every moment at which memory can be highest; ``step`` is what is alive in the optimizer's step. [bytes]"""
+    """Return every moment at which memory can peak; ``step``: lines of the optimizer's step. [bytes]"""
     trace = Trace()
     one = _micro_batch(plan, trace)
     one.forward()
@@ -43,7 +43,7 @@ def _micro_batch(plan: FlatPlan, trace: Trace) -> "FlatMicroBatch":
 
 
 class FlatMicroBatch(MicroBatch):
-    """A micro-batch on its way through the model and back."""
+    """A micro-batch through the model, forward and backward."""
 
     def __init__(self, plan: FlatPlan, trace: Trace, units: Units) -> None:
         super().__init__(plan, trace, units)
@@ -55,17 +55,17 @@ class FlatMicroBatch(MicroBatch):
 
     @property
     def prefetches(self) -> bool:
-        """Whether a block is gathered before its own turn in the backward."""
+        """Whether the backward prefetches blocks."""
         return self.plan.reshard is not False and self.flat.backward_prefetch != "no_prefetch"
 
     def _gather_last_block(self, point: BackwardPoint) -> None:
-        """The root's hook prefetches the last block, before the loss runs its backward."""
+        """Prefetch the last block in the root's hook, before the loss runs its backward."""
         self.trace.hold("entering", *point.before)
         super()._gather_last_block(point)
         self.trace.drop("entering")
 
     def gradients_so_far(self, position: Position) -> None:
-        """Hold the shards that the blocks above have left, and what earlier micro-batches left of the others."""
+        """Hold the shards of the blocks above, and earlier micro-batches' gradients of the others."""
         self._at = position
         waiting = position.next_run if self.flat.options.forward_prefetch else None
         done = tuple(count - (run == waiting) for run, count in enumerate(position.after))
@@ -73,7 +73,7 @@ class FlatMicroBatch(MicroBatch):
         self._hold_gradients(done, own)
 
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
-        """A block is unsharded; where a checkpoint calls its unit, once more when that has run again and was sharded again."""
+        """Unshard a block. If a checkpoint calls its unit, the recomputation reshards it, and it is unsharded again."""
         super().enter_backward(unit, below)
         if self.flat.options.checkpoints_units and self.plan.reshard is not False and self._at is not None:
             self.run.reshard(unit)
@@ -83,18 +83,18 @@ class FlatMicroBatch(MicroBatch):
 
     @property
     def is_reentrant(self) -> bool:
-        """Whether checkpoints are reentrant, as those that call a unit were."""
+        """Whether checkpoints are reentrant, as those that call a unit are."""
         return self.flat.options.checkpoints_units
 
     def run_again(self) -> tuple[Line, ...]:
-        """What a reentrant checkpoint has returned again and holds until its block has gone backward."""
+        """Return the recomputed output that a reentrant checkpoint holds until its block's backward ends."""
         if not self.is_reentrant:
             return ()
         line = buffers.flowing(self.plan, "this block's output, run again")
         return (line._replace(kind=Kind.ACTIVATIONS, source=_REENTRANT),)
 
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
-        """The moments of a block's backward, made again."""
+        """Yield the moments of a block's backward."""
         for name, parts in super().made_inside(position):
             yield name, (*parts, self.run_again())
 
@@ -103,10 +103,10 @@ class FlatMicroBatch(MicroBatch):
         self.trace.shrink("left", *self.plan.left_behind(left, self.left))
 
     def end_block(self, position: Position, unit: Unit) -> None:
-        """A block has gone backward: its gradients are joined and reduced.
+        """End a block's backward: concatenate and reduce its gradients.
 
-        Autograd takes up the latest operator of the forward first. That which splits a prefetched unit's flat parameter is earlier
-        than the block that ran meanwhile, so its gradients wait until that block has gone backward, too.
+        Autograd runs the latest operator of the forward first. The split of a prefetched unit's flat parameter is earlier than
+        the block that ran meanwhile, so the unit's gradients wait until that block's backward has ended, too.
         """
         plan, trace, later = self.plan, self.trace, self.flat.options.forward_prefetch
         trace.put("made", *made_gradients(plan, unit.parts.trained_group))
@@ -126,7 +126,7 @@ class FlatMicroBatch(MicroBatch):
         trace.drop("leaving")
 
     def end_of_backward(self) -> None:
-        """The embedding's gradient, then the root is reduced."""
+        """Make the embedding's gradient, then reduce the root."""
         plan, trace, none = self.plan, self.trace, tuple(0 for _ in self.plan.blocks)
         first = none if self._pending is None else _with_one(none, self.layers[0][0].run)
         trace.drop("kept", "still unsharded")
@@ -144,12 +144,11 @@ class FlatMicroBatch(MicroBatch):
 
 
 def _with_one(layers: tuple[int, ...], run: int) -> tuple[int, ...]:
-    """This many layers of each run, and one more of one."""
     return tuple(count + (at == run) for at, count in enumerate(layers))
 
 
 def not_reduced(plan: FlatPlan) -> tuple[Moment, ...]:
-    """The end of a backward under ``no_sync`` that is not the step's last: the root's gradients are joined."""
+    """Return the end of an earlier micro-batch's backward under ``no_sync``, where the root's gradients are concatenated."""
     alone = isinstance(plan.several, int) and not plan.several
     if plan.recipe.sync_every_micro_batch or plan.is_partly_frozen or alone:
         return ()
@@ -168,7 +167,7 @@ def not_reduced(plan: FlatPlan) -> tuple[Moment, ...]:
 
 
 def _there(plan: FlatPlan, *lines: Line) -> tuple[Line, ...]:
-    """These lines; nothing of them at the places of a column that have one micro-batch a step."""
+    """Return the lines, set to 0 at the places of a column that have one micro-batch per step."""
     if isinstance(plan.several, int):
         return lines
     return tuple(line._replace(n_bytes=line.n_bytes * plan.several) for line in lines)

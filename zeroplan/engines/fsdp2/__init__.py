@@ -1,12 +1,11 @@
-"""What does FSDP2 (``fully_shard``) allocate, and when?
+"""The memory and traffic of a rank under FSDP2 (``fully_shard``).
 
-Every block is one group, everything else (embedding, final norm, head) is the root group, as in PyTorch's own examples. Buffer
-lifetimes end with Python references in host order, so the allocated bytes at every moment follow from the code of
-``torch/distributed/fsdp/_fully_shard``: that of torch 2.13, or of 2.15 where a job says so (``fsdp2.torch``). The estimate is for
-rank 0, whose dim-0 chunk is never the smaller one.
+Every block is one group, and the root group has everything else (embedding, final norm, head), as in PyTorch's own examples. A
+buffer lives until its last Python reference in host order, so the allocated bytes at every moment follow from the code of
+``torch/distributed/fsdp/_fully_shard``: torch 2.13's, or 2.15's if a job says so (``fsdp2.torch``). The estimate is for rank 0,
+whose dim-0 chunk is never the smaller one.
 
-Left out: frozen parameters other than those beside adapters, other wrappings, explicit prefetching, and buffers of the process
-group itself.
+Leaves out frozen parameters without adapters, other wrappings, explicit prefetching, and buffers of the process group itself.
 """
 
 from collections.abc import Iterator
@@ -28,11 +27,11 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.parameters import Parameter
 
-_NOTABLE_EXCESS = 50  # one part in fifty above an even share is worth a sentence
+_NOTABLE_EXCESS = 50  # an excess of a fiftieth over an even share is worth a note
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """Memory of rank 0 and traffic per step under FSDP2, stage 2 (``reshard_after_forward=False``) or 3. [bytes]
+    """Return memory of rank 0 and traffic per step under FSDP2, stage 2 (``reshard_after_forward=False``) or 3. [bytes]
 
     Source: the files named in each line; verified against real runs on CPU tensors with a fake process group.
     """
@@ -61,7 +60,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 
 def activations_away(plan: Plan) -> Away:
-    """What of the blocks' activations is in host memory."""
+    """Return the blocks' activations in host memory."""
     if not plan.recipe.offload_activations:
         return NOTHING
     kinds = [run.name for run in plan.runs]
@@ -69,7 +68,7 @@ def activations_away(plan: Plan) -> Away:
 
 
 def in_host_memory(plan: Plan, activations: Away) -> tuple[Line, ...]:
-    """What offload keeps there, per rank; the optimizer's step takes its temporaries there, too."""
+    """Return the host memory per rank under offload, including the optimizer step's temporaries."""
     if not plan.recipe.offloads:
         return ()
     pinned = beyond(plan.beyond_pinned_bytes + activations.beyond_bytes)
@@ -80,12 +79,12 @@ def in_host_memory(plan: Plan, activations: Away) -> tuple[Line, ...]:
 
 
 def _excess(parameter: Parameter, ranks: int) -> int:
-    """Elements that rank 0's chunk has beyond an even share."""
+    """Return the elements of rank 0's chunk beyond an even share."""
     return ceil_div(parameter.shape[0], ranks) * (parameter.numel // parameter.shape[0]) - parameter.numel // ranks
 
 
 def symbols_of(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, ...]:
-    """What the formulas of a plan's lines use beyond the model's legend."""
+    """Return the symbols in a plan's formulas that the model's legend lacks."""
     return (
         Symbol("N", plan.n, "ranks that share one copy"),
         Symbol("M", plan.several, "1 where earlier micro-batches of the step left gradients, else 0"),
@@ -163,7 +162,7 @@ def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
 
 
 def notes_of(recipe: RecipeSpec) -> Iterator[str]:
-    """Sentences for a reader: whose FSDP2 it is, what is on the host, and what is left out."""
+    """Yield notes: torch release and modules, parts on the host, and left-out parts."""
     if recipe.fsdp2.modules == "torchtitan":
         yield "the modules, units and loss are those of torchtitan 0.2.2"
     if recipe.fsdp2.of_torch_2_15:
@@ -185,7 +184,7 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Say what a recipe's notes say, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
+    """Yield the recipe's notes, and one if dim-0 sharding gives rank 0 clearly more than an even share."""
     yield from notes_of(plan.recipe)
     if plan.has_experts_apart:
         from zeroplan.engines.fsdp2.experts import note_of as visited  # noqa: PLC0415  keeps start-up fast

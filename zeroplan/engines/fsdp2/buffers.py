@@ -1,4 +1,4 @@
-"""The buffers of FSDP2, one line each: gathered and unsharded parameters, kept activations, reduce-scatter inputs and outputs."""
+"""FSDP2's buffers, one line each: gathered and unsharded parameters, kept activations, reduce-scatter inputs and outputs."""
 
 from zeroplan.engines.formulas import blocks_sum, kept_by, product
 from zeroplan.engines.fsdp2.groups import Group
@@ -25,7 +25,7 @@ _KEPT_BY_BOTH = ("kept by the blocks before this one, recomputed or not", "kept 
 
 
 def outside_unsharded(plan: Plan) -> tuple[Line, ...]:
-    """All units outside the blocks, while they are unsharded. [bytes]"""
+    """Return all units outside the blocks, while they are unsharded. [bytes]"""
     width, reason = plan.width.compute, "embedding, final norm and head, from forward to the end of backward"
     return tuple(
         Line(Kind.UNSHARDED_PARAMETERS, width * group.padded, reason, f"{width}·P_{group.symbol}", COPY_OUT)
@@ -34,7 +34,7 @@ def outside_unsharded(plan: Plan) -> tuple[Line, ...]:
 
 
 def still_unsharded(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
-    """What blocks keep of their gathered parameters between their forward and their backward, by ``reshard_after_forward``."""
+    """Return the parameters that blocks keep gathered between forward and backward, by ``reshard_after_forward``."""
     if plan.reshard is True:
         return ()
     gathered, kinds = plan.gathered_blocks
@@ -48,16 +48,16 @@ def still_unsharded(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
 
 
 def smaller_shard(plan: Plan, group: Group) -> Int:
-    """One of ``reshard_after_forward`` shards of a block, where that is a number. [elements]
+    """Return one of a block's ``reshard_after_forward`` shards, if that is a number. [elements]
 
-    None is kept where a column has as many ranks, which is ``True``.
+    It is 0 at the places of a column with as many ranks, where the option equals ``True``.
     """
     ways = int(plan.reshard)
     return where(plan.n == ways, 0, group.padded // ways)
 
 
 def kept(plan: Plan, layers: tuple[int, ...], *, every: bool = False) -> tuple[Line, ...]:
-    """Activations that these layers of each run keep for their backward, and the tables all layers share."""
+    """Return the activations that these layers of each run keep for their backward, and the tables that all layers share."""
     n_bytes: Int = 0
     for count, one in zip(layers, plan.kept, strict=True):
         n_bytes = n_bytes + count * one
@@ -68,24 +68,24 @@ def kept(plan: Plan, layers: tuple[int, ...], *, every: bool = False) -> tuple[L
 
 
 def output(plan: Plan) -> tuple[Line, ...]:
-    """The logits, where the training loop holds the model's output."""
+    """Return the logits, if the training loop holds the model's output."""
     return plan.head.output if plan.recipe.keep_logits else ()
 
 
 def root_gradients(plan: Plan, made: int, current: int = 0, *, waiting: int = 0) -> Line:
-    """Gradients of the root group, kept whole until it is reduced at the very end.
+    """Return the root group's gradients, which stay whole until its reduction at the very end.
 
-    ``made`` elements so far, ``current`` of them just now; ``waiting`` of a tied head's, until the embedding's arrives.
+    ``made``: elements so far; ``current``: of them just made; ``waiting``: a tied head's, until the embedding's arrives.
     """
     n_bytes, formula = plan.fresh(made, current, waiting=waiting)
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, kept until the very end", formula, REDUCE)
 
 
 def cast_early(plan: Plan, *, normed: bool = True) -> tuple[Line, ...]:
-    """Of the root group's gradients those in the reduction's dtype before it: what they take beyond the others'.
+    """Return the extra bytes of root gradients that are in the reduction's dtype before the reduction.
 
-    The head's, of a chunked loss, which runs its backward before FSDP2 hears of it; once the final norm is ``normed`` the norm's,
-    where tensor-parallel ranks sum it up (``FSDPParam.may_reduce_grad_outside_dp``).
+    These are the head's after a chunked loss, whose backward runs before FSDP2's hooks, and the final norm's once it is
+    ``normed``, if tensor-parallel ranks all-reduce it (``FSDPParam.may_reduce_grad_outside_dp``).
     """
     elements = 0
     if plan.cast_on_arrival and plan.recipe.loss == "chunked":
@@ -101,23 +101,23 @@ def cast_early(plan: Plan, *, normed: bool = True) -> tuple[Line, ...]:
 
 
 def reduce_input(plan: Plan, group: Group, reason: str) -> Line:
-    """A reduce-scatter input: the whole group in the reduction's dtype."""
+    """Return a reduce-scatter input: the whole group in the reduction's dtype."""
     width = plan.reduce_bytes
     return Line(Kind.REDUCE, width * group.padded, reason, f"{width}·{group.whole}", REDUCE)
 
 
 def reduce_output_bytes(plan: Plan, group: Group) -> Int:
-    """The reduce-scatter output and, where it is in another dtype than the parameters, its cast. [bytes]"""
+    """Return the reduce-scatter output and, if the parameters have another dtype, its cast. [bytes]"""
     return group.shard * reduce_output_width(plan)
 
 
 def reduce_output_width(plan: Plan) -> int:
-    """Bytes of one element of the reduce-scatter output, with its cast where there is one."""
+    """Return the bytes per element of the reduce-scatter output, including its cast if there is one."""
     return plan.reduce_bytes + (0 if plan.reduce_bytes == plan.width.stored else plan.width.stored)
 
 
 def flowing(plan: Plan, reason: str, layer: int | None = None) -> Line:
-    """One gradient of the hidden state: the text's, or that of a vision tower at one of its layers."""
+    """Return one gradient of the hidden state: the text's, or a vision tower's at one of its layers."""
     if layer is not None and layer < plan.tower_layers:
         return Line(Kind.ACTIVATION_GRADIENTS, plan.head.tower_bytes, reason, "", FLOWING)
     return Line(Kind.ACTIVATION_GRADIENTS, plan.head.hidden_bytes, reason, plan.head.hidden_formula, FLOWING)

@@ -1,4 +1,4 @@
-"""What context-parallel ranks send among themselves: keys and values, and their gradients."""
+"""The traffic among context-parallel ranks: keys and values, and their gradients."""
 
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.traffic import KEYS
@@ -11,10 +11,10 @@ from zeroplan.transformer.families.ring import BACKWARD, FORWARD
 
 
 def exchanged(plan: Plan, batch: Batch, model: ModelSpec, mesh: Split) -> tuple[Collective, ...]:
-    """Every rank's keys and values, gathered in forward, in a recomputation and in backward; their gradients, sent round in fp32.
+    """Return the gathers of keys and values in forward, recomputation and backward, and the fp32 ring of their gradients.
 
-    ``batch`` is one rank's; of tensor-parallel ranks each has its heads, and exchanges them with those that have the same ones.
-    A selective recomputation keeps what attention has made, and gathers nothing.
+    ``batch`` is one rank's. Each tensor-parallel rank has its heads, and exchanges them with the ranks that have the same
+    heads. A selective recomputation keeps attention's outputs, and gathers nothing.
     """
     ranks, heads = int(mesh.cp), model.num_key_value_heads // int(mesh.tp)
     calls: Int = batch.grad_accum_steps * sum(plan.every_layer)

@@ -1,10 +1,10 @@
-"""Expert parallelism under FSDP2: each rank has some of the experts, whose weights those ranks share out that have the same ones.
+"""Expert parallelism under FSDP2: each rank has some of the experts, and ranks with the same experts shard their weights.
 
-A block is one ``fully_shard`` unit of two groups, as torchtitan makes it: the experts' weights on F = N·tp/ep ranks, everything
-else on N. The second is gathered, copied out and reduced after the first, and in the backward the first after the second. Tokens
-go to their expert's rank and back by transformers' own all-to-all (:mod:`zeroplan.transformer.families.experts`).
+A block is one ``fully_shard`` unit of two groups, as in torchtitan: the experts' weights on F = N·tp/ep ranks, all others on N.
+The forward gathers and copies out the experts' group last; the backward prefetches and reduces it first. transformers' own
+all-to-all sends tokens to their expert's rank and back (:mod:`zeroplan.transformer.families.experts`).
 
-Left out: explicit prefetching, with which torchtitan gathers one block ahead in forward too.
+Leaves out explicit prefetching, with which torchtitan gathers one block ahead in forward too.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def note_of(recipe: RecipeSpec) -> str:
 
 @lru_cache(maxsize=256)
 def local_layout(whole: Layout, ep: int) -> Layout:
-    """The parameters of one rank's experts and of everything else."""
+    """Return the parameters of one rank's experts and of everything else."""
     return whole._replace(runs=tuple(_local_run(run, ep) for run in whole.runs))
 
 
@@ -57,9 +57,9 @@ def _is_expert(parameter: Parameter) -> bool:
 
 
 def chunk(parameter: Parameter, repeat: int, *, n: Int, tp: int, ep: int, in_block: bool) -> LocalTensor:
-    """This rank's chunk: of experts along dim 1 where all ranks are more than experts are, else along dim 0.
+    """Return this rank's chunk: along dim 1 for experts if all ranks outnumber the experts, else along dim 0.
 
-    Experts are on all ``n·tp`` ranks, as tensor-parallel ranks do not split them.
+    All ``n·tp`` ranks have experts, since tensor-parallel ranks do not split them.
     """
     rows, *rest = parameter.shape
     if not _is_expert(parameter):
@@ -70,12 +70,12 @@ def chunk(parameter: Parameter, repeat: int, *, n: Int, tp: int, ep: int, in_blo
 
 
 def _is_narrow(rows: int, n: Int, ep: int) -> Bool:
-    """Whether experts are fewer than the ``n`` ranks that have them: ``rows`` are this rank's experts."""
+    """Whether there are fewer experts than ``n`` ranks; ``rows`` are this rank's experts."""
     return n > rows * ep
 
 
 def block_group(run: BlockRun, n: Int, tp: int, ep: int) -> Group:
-    """One ``fully_shard`` unit; of a block without experts as ever."""
+    """Return the ``fully_shard`` unit of a block, with or without experts."""
     theirs = tuple(parameter for parameter in run.parameters if _is_expert(parameter))
     shard: Int = 0
     for parameter in run.parameters:
@@ -96,7 +96,7 @@ def block_group(run: BlockRun, n: Int, tp: int, ep: int) -> Group:
 
 
 def symbols(plan: Plan) -> Iterator[Symbol]:
-    """What formulas call the two groups of a block with experts."""
+    """Yield the symbols of the two groups of a block with experts."""
     for group in plan.blocks:
         if plan.reshard is False:
             yield Symbol(f"Q_{group.symbol}", group.padded, f"padded parameters that one {group.symbol} block has unsharded")
@@ -110,7 +110,7 @@ def symbols(plan: Plan) -> Iterator[Symbol]:
 
 
 def local_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
-    """The symbols of the experts on a rank, and of the pairs that come to them if they are visited more often than others."""
+    """Yield the symbols of a rank's experts, and of the pairs that they receive under uneven routing."""
     assert model.moe is not None  # noqa: S101  asked of models with experts only
     yield Symbol("x", model.moe.num_experts // mesh.ep, "experts of this rank, E/ep")
     if recipe.imbalance != 1:
@@ -121,9 +121,9 @@ def local_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
 
 
 def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelSpec) -> Iterator[Collective]:
-    """Tokens to their experts and back, in forward and backward, and how many go where before; once more where recomputed.
+    """Yield the all-to-alls of tokens and of their counts in forward and backward, and in a recomputation.
 
-    Selective recomputation keeps what came, as torchtitan's does, but asks again how many.
+    Selective recomputation keeps the received tokens, as torchtitan's does, but sends the counts again.
     """
     assert model.moe is not None  # noqa: S101  asked of blocks with experts only
     sizes = [pairs * model.hidden_size for pairs in _pairs(model, plan.recipe, mesh, batch)]
@@ -139,7 +139,7 @@ def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelS
 
 
 def _pairs(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Int, ...]:
-    """Return the pairs of a token and an expert that leave this rank and that come to it; once if they are as many."""
+    """Return the number of (token, expert) pairs that leave this rank and that it receives; one number if they are equal."""
     assert model.moe is not None  # noqa: S101  as above
     pairs = batch.micro_batch_size * (batch.seq_len // mesh.tp) * model.moe.num_experts_per_tok
     come = ceil_div(pairs * recipe.imbalance_in_thousandths, EVEN)

@@ -1,4 +1,4 @@
-"""How are parameters put into the groups of ``fully_shard``, and cut into chunks?"""
+"""The groups of ``fully_shard``: which parameters each has, and each rank's chunks of them."""
 
 from collections.abc import Iterable
 from functools import lru_cache, partial
@@ -22,7 +22,7 @@ OFFLOAD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_api.py, CPUOffl
 
 
 class Apart(NamedTuple):
-    """The experts of a block, which are sharded among fewer ranks than the rest of it. [elements]"""
+    """The experts of a block, which are sharded over fewer ranks than its other parameters. [elements]"""
 
     ranks: Int
     """Ranks that have the same experts."""
@@ -30,13 +30,13 @@ class Apart(NamedTuple):
     padded: Int
     numel: int
     by_the_way: int
-    """What casting them one after the other takes beside all of them, where nothing is gathered."""
+    """Extra elements while the experts are cast one after the other, if nothing is gathered."""
     last: int
-    """Of the last."""
+    """Elements of the last expert parameter."""
     narrow: Int
-    """1 where they are sharded along dim 1, else 0."""
+    """1 if they are sharded along dim 1, else 0."""
     gathers: Int
-    """1 where another rank has the same experts, else 0."""
+    """1 if another rank has the same experts, else 0."""
 
 
 class Group(NamedTuple):
@@ -47,20 +47,20 @@ class Group(NamedTuple):
     padded: Int
     """All ranks' chunks together: the size of an all-gather or reduce-scatter buffer."""
     numel: int
-    """Without padding: what autograd's gradients measure."""
+    """Elements without padding, the size of autograd's gradients."""
     symbol: str
     alone: int = 0
-    """What casting its parameters one after the other takes beside all of them, where a single rank gathers nothing."""
+    """Extra elements while a single rank, which gathers nothing, casts its parameters one after the other."""
     alone_from_host: int = 0
-    """The same where each is fetched in fp32 first, twice as wide."""
+    """The same if each is first copied from the host in fp32, twice as wide."""
     alone_beside_adapters: int = 0
-    """The same where what is frozen is fetched as it is."""
+    """The same if frozen parameters are copied from the host uncast."""
     experts: Apart | None = None
-    """With expert parallelism: of a block with experts those that this rank has; the other fields count them too."""
+    """With expert parallelism, this rank's experts of a block; the other fields count them too."""
 
     @property
     def whole(self) -> str:
-        """What formulas call ``padded``."""
+        """The symbol of ``padded`` in formulas."""
         return f"P_{self.symbol}" if self.experts is None else f"(D_{self.symbol} + X_{self.symbol})"
 
     @property
@@ -71,7 +71,7 @@ class Group(NamedTuple):
 
     @property
     def beside_experts(self) -> "Group":
-        """What is not its experts, as a group."""
+        """Its parameters without the experts, as a group."""
         one = self.experts
         if one is None:
             return self
@@ -79,7 +79,7 @@ class Group(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The embedding, and the final norm with the head, as units of their own; what of them is trained."""
+    """The embedding, and the final norm with the head, as units of their own, and their trained parts."""
 
     embedding: Group
     head: Group
@@ -88,18 +88,18 @@ class Ends(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A model's parameters as a rank has them, and the groups that they are put into."""
+    """A rank's parameters, and the groups that contain them."""
 
     tree: Layout
     learning: Layout
-    """What of them gets gradients."""
+    """The trained parameters."""
     beside: tuple[Line, ...]
-    """What lies beside those that are packed."""
+    """Lines of quantised weights' scales and tables."""
     root: Group
     blocks: tuple[Group, ...]
     trained_root: Group
     trained_blocks: tuple[Group, ...]
-    """What of the groups gets gradients: all of them, unless weights are frozen."""
+    """The trained parts of the groups: all of them, unless weights are frozen."""
     ends: Ends | None
     """Embedding and head as units of their own."""
 
@@ -148,7 +148,7 @@ def _ends(tree: Layout, learning: Layout, n: Int) -> Ends:
 
 
 def _parameters(model: ModelSpec, width: Widths, *, tp: int, ep: int) -> tuple[Layout, tuple[Line, ...]]:
-    """What a rank's groups are made of: tensors as they are split, packed or shared out; and what lies beside packed ones."""
+    """Return a rank's parameters as they are split, packed or distributed; and the scales and tables of packed ones."""
     if model.is_quantised:
         from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  keeps start-up fast
 
@@ -157,7 +157,7 @@ def _parameters(model: ModelSpec, width: Widths, *, tp: int, ep: int) -> tuple[L
 
 
 def layout_of_a_rank(model: ModelSpec, *, tp: int, ep: int) -> Layout:
-    """The parameters of one of ``tp`` ranks that split matrices and of ``ep`` that split experts."""
+    """Return the parameters of one of ``tp`` ranks that split matrices and of ``ep`` ranks that split experts."""
     whole = layout(model) if tp == 1 else split_layout(model, tp)
     if ep == 1:
         return whole
@@ -175,7 +175,7 @@ def _block_groups(tree: Layout, n: Int, tp: int, ep: int) -> tuple[Group, ...]:
 
 
 def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
-    """One unit of these parameters, cut into ``n`` ranks' chunks."""
+    """Return one unit of these parameters, split into ``n`` ranks' chunks."""
     shard: Int = 0
     numel = 0
     for rows, width in _widths_by_rows(parameters):
@@ -190,9 +190,9 @@ def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
 
 @lru_cache(maxsize=256)
 def cast_one_by_one(sizes: tuple[int, ...], *, fetched: tuple[int, ...] = ()) -> int:
-    """What is there of casts beside all unsharded weights, at the most: one goes when the next has been made.
+    """Return the most elements of casts beside all unsharded weights: each cast is freed when the next one exists.
 
-    What is ``fetched`` from the host, each this many times as wide, goes when it has been cast.
+    A parameter ``fetched`` from the host, so many times as wide, is freed after its cast.
 
     >>> cast_one_by_one((20, 10)), cast_one_by_one((20, 2, 10, 1))
     (20, 10)
@@ -206,7 +206,7 @@ def cast_one_by_one(sizes: tuple[int, ...], *, fetched: tuple[int, ...] = ()) ->
 
 @lru_cache(maxsize=256)
 def _widths_by_rows(parameters: tuple[Parameter, ...]) -> tuple[tuple[int, int], ...]:
-    """How many rows parameters have, which is what is cut into chunks, and how wide all of this many rows are together."""
+    """Return the row counts of parameters, along which they are split, and the total width of all with that many rows."""
     widths: dict[int, int] = {}
     for parameter in parameters:
         rows = parameter.shape[0]
@@ -215,7 +215,7 @@ def _widths_by_rows(parameters: tuple[Parameter, ...]) -> tuple[tuple[int, int],
 
 
 def local_tensors(tree: Layout, n: Int, tp: int, ep: int) -> tuple[LocalTensor, ...]:
-    """This rank's chunks of the parameters of a layout, in its order."""
+    """Return this rank's chunks of the parameters of a layout, in its order."""
     chunk = partial(_chunk, n=n)
     if ep != 1:
         from zeroplan.engines.fsdp2.experts import chunk as chunk_of_experts  # noqa: PLC0415  as above
@@ -234,7 +234,7 @@ def _chunk(parameter: Parameter, repeat: int, *, n: Int, in_block: bool) -> Loca
 
 
 def parameter_lines(cut: Cut, width: Widths, *, frozen: int) -> tuple[tuple[Line, ...], str]:
-    """This rank's chunks, and the symbol of those that are trained; ``frozen`` is the width of what is not. [bytes]"""
+    """Return this rank's chunks, and the symbol of the trained ones; ``frozen``: bytes per frozen element. [bytes]"""
     every, trained = _shards(cut, trained=False), _shards(cut, trained=True)
     if not cut.is_partly_frozen:
         return (_parameter_line(every, width.stored, "every parameter", "P/N"),), "P/N"
@@ -244,7 +244,6 @@ def parameter_lines(cut: Cut, width: Widths, *, frozen: int) -> tuple[tuple[Line
 
 
 def _shards(cut: Cut, *, trained: bool) -> Int:
-    """This rank's chunks of all units. [elements]"""
     outside, blocks = [cut.trained_root if trained else cut.root], cut.trained_blocks if trained else cut.blocks
     if cut.ends is not None:
         outside += cut.ends[2:] if trained else cut.ends[:2]
@@ -266,7 +265,7 @@ def _parameter_line(elements: Int, width: int, which: str, symbol: str) -> Line:
 
 
 def on_host(line: Line) -> Line:
-    """The line as the GPU has it where its memory is the host's: nothing."""
+    """Return the GPU's line for a tensor in host memory: 0 bytes."""
     return Line(line.kind, 0, f"{line.reason}, in host memory", "0", OFFLOAD)
 
 
@@ -278,38 +277,38 @@ class ParamGroup(NamedTuple):
     padded: Int
     """All ranks' chunks: the size of an all-gather buffer."""
     numel: int
-    """Without padding: what autograd's gradients measure."""
+    """Elements without padding, the size of autograd's gradients."""
     whole: str
-    """What formulas call ``padded``."""
+    """The symbol of ``padded`` in formulas."""
     share: str
-    """What formulas call ``shard``."""
+    """The symbol of ``shard`` in formulas."""
     plain: str
-    """What formulas call ``numel``."""
+    """The symbol of ``numel`` in formulas."""
     gathers: Int
-    """1 where another rank has a chunk, else 0."""
+    """1 if another rank has a chunk, else 0."""
     gate: str
-    """What formulas call ``gathers``, as a last factor."""
+    """The last factor of formulas for ``gathers``."""
     words: str
-    """Whose parameters a line says they are."""
+    """The owner of the parameters, in a line's words."""
     ranks: Int
-    """Those that share it."""
+    """The ranks that share it."""
     narrow: Int = 0
-    """1 where the parameters are sharded along dim 1, else 0."""
+    """1 if the parameters are sharded along dim 1, else 0."""
     by_the_way: int = 0
-    """What casting experts one after the other takes beside all of them, where a rank gathers nothing."""
+    """Extra elements while experts are cast one after the other, if a rank gathers nothing."""
     last: int = 0
-    """Of the last parameter."""
+    """Elements of the last parameter."""
     are_experts: bool = False
     in_numbers: bool = False
-    """Formulas write bytes, since stages of a pipeline are of several sizes and have no symbols."""
+    """Formulas are bytes only, since stages of a pipeline have several sizes and no symbols."""
 
     def said(self, n_bytes: Int, formula: str) -> str:
-        """The formula of this many bytes."""
+        """Return the formula of this many bytes."""
         return product(1, n_bytes) if self.in_numbers else formula
 
 
 def param_groups(group: Group, gathers: Int, words: str, ranks: Int, *, in_numbers: bool = False) -> tuple[ParamGroup, ...]:
-    """A unit's parameter groups, in the order in which they are gathered in forward."""
+    """Return a unit's parameter groups, in the order in which the forward gathers them."""
     symbol = group.symbol
     if group.experts is None:
         names = f"P_{symbol}", f"P_{symbol}/N", f"G_{symbol}"

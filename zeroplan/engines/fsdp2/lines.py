@@ -1,4 +1,4 @@
-"""The lines of an FSDP2 step that belong to one parameter group: its buffers, its gradients and their reduction."""
+"""The lines of one parameter group in an FSDP2 step: its buffers, its gradients and their reduction."""
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import ALONE, COPY_OUT, GATHER, POST_FORWARD, reduce_output_width, smaller_shard
@@ -11,12 +11,12 @@ from zeroplan.numeric import Int, ceil_div, maximum, where
 
 
 def gather_buffer(plan: Plan, group: ParamGroup) -> tuple[Line]:
-    """The all-gather buffer of a group, on a stream of its own. [bytes]"""
+    """Return the all-gather buffer of a group, on its own stream. [bytes]"""
     return _buffer(plan, group, "gathered")
 
 
 def gathered_ahead(plan: Plan, group: ParamGroup) -> tuple[Line]:
-    """The same, of a group that is gathered ahead of its backward. [bytes]"""
+    """Return the all-gather buffer of a group that is prefetched for its backward. [bytes]"""
     return _buffer(plan, group, "gathered ahead of its backward")
 
 
@@ -28,17 +28,17 @@ def _buffer(plan: Plan, group: ParamGroup, words: str) -> tuple[Line]:
 
 
 def unsharded(plan: Plan, group: ParamGroup) -> tuple[Line]:
-    """A group's parameters, copied out of the buffer. [bytes]"""
+    """Return a group's parameters, copied out of the buffer. [bytes]"""
     n_bytes = plan.width.compute * group.padded
     formula = group.said(n_bytes, f"{plan.width.compute}·{group.whole}")
     return (Line(Kind.UNSHARDED_PARAMETERS, n_bytes, f"{group.words}, copied out for use", formula, COPY_OUT),)
 
 
 def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[Line, ...]:
-    """This rank's chunk as the gather reads it, where that is a copy: cast, or fetched from host memory. [bytes]
+    """Return this rank's chunk as the all-gather reads it, if that is a copy: cast, or copied from host memory. [bytes]
 
-    ``copied`` is the part of the group that is copied: beside adapters, frozen weights lie there in the compute dtype,
-    unless they are in host memory.
+    ``copied``: the part of the group that is copied. Frozen weights beside adapters have the compute dtype already, unless they
+    are in host memory.
     """
     if not (plan.width.mixed or plan.offloaded) or not copied.numel:
         return ()
@@ -48,9 +48,9 @@ def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[
 
 
 def smaller_chunk_to_gather(plan: Plan, unit: Group, copied: Group) -> tuple[Line, ...]:
-    """The same in the backward, where ``reshard_after_forward`` is a number. [bytes]
+    """Return the same in the backward, if ``reshard_after_forward`` is a number. [bytes]
 
-    A smaller shard has been cast already and is on the GPU. Where dtypes are mixed, torch copies it anyway.
+    A smaller shard is on the GPU, cast already. In mixed precision torch copies it anyway.
     """
     width, whole = plan.width.compute, plan.width.mixed or plan.offloaded
     of_shard: Int = width * copied.shard if whole else 0
@@ -61,9 +61,9 @@ def smaller_chunk_to_gather(plan: Plan, unit: Group, copied: Group) -> tuple[Lin
 
 
 def copying_out(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
-    """What copying a group out takes in passing. [bytes]
+    """Return the temporaries of copying a group out. [bytes]
 
-    Experts that are sharded along dim 1 are copied once more. A single rank casts its parameters one after the other.
+    Experts sharded along dim 1 are copied once more. A single rank casts its parameters one after the other.
     """
     if not group.are_experts:
         return _cast_alone(plan, unit, group)
@@ -76,9 +76,9 @@ def copying_out(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
 
 
 def _cast_alone(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
-    """A single rank gathers nothing: what it casts, or fetches, beside the unsharded parameters. [bytes]
+    """Return the casts or copies of a single rank beside its unsharded parameters. [bytes]
 
-    Beside adapters, frozen weights are not cast, and the rest is small; from host memory they are fetched as they are.
+    Frozen weights beside adapters are not cast, and the others are small. From host memory they are copied uncast.
     """
     copies = plan.offloaded or (plan.cast_too and plan.width.mixed)
     if not copies or (isinstance(plan.gathers, int) and plan.gathers):
@@ -93,7 +93,7 @@ def _cast_alone(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
 
 
 def cut_to_smaller_shards(plan: Plan, run: int) -> Line:
-    """The most that parameters take while each is cut to its smaller shard, which is copied before the whole one goes. [bytes]"""
+    """Return the peak while parameters are split to smaller shards. Each is copied before the whole one is freed. [bytes]"""
     ways, width = int(plan.reshard), plan.width.compute
     most: Int = 0
     done: Int = 0
@@ -105,7 +105,7 @@ def cut_to_smaller_shards(plan: Plan, run: int) -> Line:
 
 
 def own_smaller_shard(plan: Plan, unit: Group) -> tuple[Line, ...]:
-    """A block's smaller shard, which is there until the block is copied out. [bytes]"""
+    """Return a block's smaller shard, which lives until the block is copied out. [bytes]"""
     if isinstance(plan.reshard, bool):
         return ()
     width = plan.width.compute
@@ -119,15 +119,15 @@ def own_smaller_shard(plan: Plan, unit: Group) -> tuple[Line, ...]:
 
 
 def reduce_input(plan: Plan, group: ParamGroup) -> tuple[Line]:
-    """The input of a reduce-scatter: the whole group in the reduction's dtype. [bytes]"""
+    """Return the input of a reduce-scatter: the whole group in the reduction's dtype. [bytes]"""
     width = plan.reduce_bytes
     return (Line(Kind.REDUCE, width * group.padded, f"{group.words}, reduce-scatter input", f"{width}·{group.whole}", REDUCE),)
 
 
 def copied_width(plan: Plan) -> tuple[Int, str]:
-    """Bytes of a gradient's element that is copied into the input, and their formula.
+    """Return the bytes per gradient element that is copied into the reduce-scatter input, and their formula.
 
-    The copy reads this micro-batch's gradients, or accumulated ones that have taken these up.
+    The copy reads this micro-batch's gradients, or accumulated ones that include them.
     """
     compute, reduced = plan.width.compute, plan.reduce_bytes
     if plan.recipe.sync_every_micro_batch or reduced == compute:
@@ -136,7 +136,7 @@ def copied_width(plan: Plan) -> tuple[Int, str]:
 
 
 def copied_or_reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
-    """Gradients while they are copied into the input, then the output beside it, with its cast. [bytes]"""
+    """Return gradients while they are copied into the input, then the output beside it, with its cast. [bytes]"""
     copied, formula = copied_width(plan)
     if group.are_experts:
         n_bytes = experts_copied_or_reduced(plan, group, copied)
@@ -149,11 +149,11 @@ def copied_or_reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
 
 
 def experts_copied_or_reduced(plan: Plan, group: ParamGroup, copied: Int) -> Int:
-    """The same of experts, whose gradients are ``copied`` bytes wide. [bytes]
+    """Return the same for experts, whose gradients are ``copied`` bytes wide. [bytes]
 
-    Gradients of weights that are chunked along dim 1 are joined again first. A local of the loop over several ranks' chunks names
-    the last original until the reduction is done. Where no other rank has the same experts, torch 2.13 divides the sum out of
-    place, by one. Torch 2.15 does none of this (``_default_reduce_scatter_input_fn``).
+    Gradients of weights sharded along dim 1 are first concatenated again. A local of the loop over several ranks' chunks holds
+    the last original until the reduction is done. If no other rank has the same experts, torch 2.13 divides the sum by one, out
+    of place. Torch 2.15 does none of this (``_default_reduce_scatter_input_fn``).
     """
     out = reduce_output_width(plan)
     if plan.of_torch_2_15:
@@ -164,16 +164,16 @@ def experts_copied_or_reduced(plan: Plan, group: ParamGroup, copied: Int) -> Int
 
 
 def reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
-    """The reduce-scatter output of a group, with its cast. [bytes]"""
+    """Return the reduce-scatter output of a group, with its cast. [bytes]"""
     width = reduce_output_width(plan)
     formula = group.said(width * group.shard, f"{width}·{group.share}")
     return (Line(Kind.REDUCE, width * group.shard, f"{group.words}, reduce-scatter output", formula, REDUCE),)
 
 
 def still_named(plan: Plan, last: int) -> Line:
-    """The last gradient of a unit, which a local of ``foreach_reduce`` names until that returns. [bytes]
+    """Return the last gradient of a unit, which a local of ``foreach_reduce`` holds until it returns. [bytes]
 
-    Only a loop over several ranks' chunks sets that local.
+    Only a loop over several ranks' chunks assigns that local.
     """
     width = copied_width(plan)[0]
     formula = f"{product(width, last)}·min(1, N-1)" if isinstance(width, int) else ""
@@ -197,9 +197,9 @@ def _of_experts(plan: Plan, group: ParamGroup, copied: str) -> str:
 
 
 def waiting_gradients(plan: Plan, group: ParamGroup) -> tuple[Line]:
-    """Gradients of a block's other group, while its experts' are reduced. [bytes]
+    """Return the gradients of a block's other group while its experts' are reduced. [bytes]
 
-    Where earlier micro-batches have left gradients in a wider dtype, these have not been added to them yet.
+    If earlier micro-batches have left gradients in a wider dtype, these are not added to them yet.
     """
     copied, formula = copied_width(plan)
     if not plan.recipe.sync_every_micro_batch and not plan.adds_up:
@@ -209,9 +209,9 @@ def waiting_gradients(plan: Plan, group: ParamGroup) -> tuple[Line]:
 
 
 def fresh_shard(plan: Plan, group: ParamGroup) -> tuple[Line]:
-    """A group's chunk of the reduced gradients, until the whole block is reduced. [bytes]
+    """Return a group's shard of the reduced gradients, until the whole block is reduced. [bytes]
 
-    None where it is added to an earlier micro-batch's.
+    It is 0 if it is added to an earlier micro-batch's shard.
     """
     once, first = (1 - plan.several, "(1-M)·") if plan.recipe.sync_every_micro_batch else (1, "")
     stored = plan.width.stored

@@ -1,4 +1,4 @@
-"""What an FSDP2 step takes outside the blocks, and the gradients of all of them: lines, and the end of the backward."""
+"""The lines of an FSDP2 step outside the blocks, all gradients, and the end of the backward."""
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2 import buffers, lines
@@ -21,17 +21,17 @@ _SUM = "sum of the embedding's and the tied head's"
 
 
 def earlier_shards(plan: Plan) -> tuple[Line, ...]:
-    """Chunks of gradients that earlier micro-batches left, where each is reduced. [bytes]"""
+    """Return the gradient shards of earlier micro-batches, if each micro-batch is reduced. [bytes]"""
     if not plan.recipe.sync_every_micro_batch:
         return ()
     return (plan.gradient_shards(tuple(0 for _ in plan.blocks), "of earlier micro-batches"),)
 
 
 def reduced(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> tuple[Line, ...]:
-    """What the reduction of these layers has left: shards, and with replicas what their all-reduce still holds. [bytes]
+    """Return the results of reducing these layers: shards, and with replicas the tensors that their all-reduce still holds. [bytes]
 
-    The all-reduce's own buffer stays until the end of backward. It is the shard of the gradients itself, and costs nothing, in
-    the first micro-batch, in the shards' dtype, on the GPU. Elsewhere the shards are a copy of it, or it was added to them.
+    The all-reduce's own buffer lives until the backward ends. In the first micro-batch, in the shards' dtype and on the GPU, it
+    is the gradient shard itself and costs nothing. Otherwise the shards are a copy of it, or it was added to them.
     """
     shards = plan.gradient_shards(layers, "reduced so far", outside)
     is_the_shard = plan.reduce_bytes == plan.width.stored and not plan.offloaded
@@ -48,15 +48,15 @@ def reduced(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = ()
 
 
 def made_in_a_block(plan: Plan, point: BackwardPoint) -> Line:
-    """The block's whole gradients at a point of its backward. [bytes]"""
+    """Return the block's whole gradients at a point of its backward. [bytes]"""
     n_bytes, formula = plan.fresh(point.gradients, point.current_gradient)
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "this block's, made so far", formula, ACCUMULATE)
 
 
 def resharding(plan: Plan, position: Position) -> tuple[Line, ...]:
-    """Torch 2.15 cuts a block that has run to its smaller shard, beside its input and its output. [bytes]
+    """Return the lines while torch 2.15 splits a finished block to its smaller shard, beside its input and its output. [bytes]
 
-    Its first norm may have saved the input. As many ways as ranks are ``True`` to ``fully_shard``.
+    Its first norm may have saved the input. ``fully_shard`` treats a number equal to the ranks as ``True``.
     """
     one, again = plan.passes[position.run], plan.recomputes[position.run]
     inside = (*one.checkpoint_in_backward, *one.saved) if again == "none" else one.kept(again)
@@ -70,9 +70,9 @@ def resharding(plan: Plan, position: Position) -> tuple[Line, ...]:
 
 
 def at_the_ending(plan: Plan, point: BackwardPoint) -> Line:
-    """The root group's gradients while loss, head and final norm go backward. [bytes]
+    """Return the root group's gradients during the backward of loss, head and final norm. [bytes]
 
-    Liger's loss makes the head's in its forward. It reaches the parameter when the loss's backward is over.
+    Liger's loss makes the head's gradient in its forward. It reaches the parameter after the loss's backward.
     """
     waiting = plan.waiting_elements if point.gradients else 0
     if plan.recipe.loss == "fused" and point.place.at is At.LOSS:
@@ -82,7 +82,7 @@ def at_the_ending(plan: Plan, point: BackwardPoint) -> Line:
 
 
 def made_by_the_ending(plan: Plan) -> tuple[Line, ...]:
-    """What the forward of final norm and head makes: logits, or with a chunked loss the norm's output, in fp32 before. [bytes]"""
+    """Return the output of final norm and head: logits, or for a chunked loss the norm's output, first in fp32. [bytes]"""
     if plan.recipe.loss != "chunked":
         return plan.head.output
     normal = plan.head.hidden_bytes // plan.width.compute * 4
@@ -92,21 +92,21 @@ def made_by_the_ending(plan: Plan) -> tuple[Line, ...]:
 
 
 def cast_of(plan: Plan, point: BackwardPoint) -> Line:
-    """The head's gradient from one chunk of the loss, cast as it comes. [bytes]"""
+    """Return the head's gradient from one chunk of the loss, cast on arrival. [bytes]"""
     n_bytes, formula = plan.reduce_bytes * point.current_gradient, product(plan.reduce_bytes, point.current_gradient)
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "the head's gradient from a chunk, cast", formula, buffers.CAST)
 
 
 def made_before_blocks(plan: Plan) -> Line:
-    """The root group's gradients when the blocks' backward begins. [bytes]"""
+    """Return the root group's gradients when the blocks' backward begins. [bytes]"""
     made = plan.tail_elements + plan.tied_head_elements - plan.waiting_elements
     return buffers.root_gradients(plan, made, waiting=plan.waiting_elements)
 
 
 def backward_of_the_projector(plan: Plan, trace: Trace) -> None:
-    """A vision tower runs its backward between the text's blocks and the embedding, whose output's gradient waits.
+    """Begin a vision tower's backward, which runs between the text's blocks and the embedding, whose output gradient waits.
 
-    What joins it to the text has made its gradients by then, and the patch embedding counts with it.
+    By then the projector has made its gradients, which here include the patch embedding's.
     """
     made = plan.tail_elements + plan.tied_head_elements - plan.waiting_elements + plan.projector_elements
     trace.shrink("root gradients", buffers.root_gradients(plan, made, waiting=plan.waiting_elements), *buffers.cast_early(plan))
@@ -117,17 +117,17 @@ def backward_of_the_projector(plan: Plan, trace: Trace) -> None:
 
 
 def shared_at_embedding(plan: Plan) -> tuple[Line, ...]:
-    """What of the tables for all blocks is alive when the embedding runs its backward."""
+    """Return the tables of all blocks that are alive in the embedding's backward."""
     if plan.at_embedding is not None or plan.shared_sequences:
         return plan.head.at_embedding
     return plan.head.shared if plan.head.below_blocks or plan.loss_in_loop else ()
 
 
 def backward_of_the_embedding(plan: Plan, trace: Trace) -> None:
-    """The embedding's gradient and, where its table is the head too, the sum of both.
+    """Write the embedding's gradient and, for a tied head, the sum of both gradients.
 
-    Autograd adds in place only to a tensor that nothing else refers to. The head's gradient is a transposed view, which refers to
-    what it is a view of. Liger's is none.
+    Autograd adds in place only to a tensor that nothing else refers to. The head's gradient is a transposed view, which refers
+    to its base. Liger's is no view.
     """
     flow = buffers.flowing(plan, "gradient that flows into the embedding")
     if plan.at_embedding is not None:
@@ -152,18 +152,18 @@ def _sum(plan: Plan) -> Line:
 
 
 def summed_up(at: AtEmbedding) -> tuple[Line, Line]:
-    """What a rank's part of a split embedding makes in forward, before ranks sum it up and share the sequence out. [bytes]"""
+    """Return a rank's part of a vocabulary-parallel embedding's output, before the reduce-scatter along the sequence. [bytes]"""
     reason = "token embeddings that this rank has, of the whole sequence"
     return at.gathered._replace(kind=Kind.TEMPORARY, reason=reason), at.by_rank._replace(kind=Kind.TEMPORARY)
 
 
 def of_a_split_embedding(plan: Plan, at: AtEmbedding, trace: Trace, root: int) -> None:
-    """The gradient of the embedding's output is gathered, makes that of the whole embedding, of which the rank takes its share.
+    """Write a vocabulary-parallel embedding's backward: gather its output's gradient, make the whole gradient, take the shard.
 
-    ``root`` are the elements of all gradients of the root group.
+    ``root``: elements of all gradients of the root group.
     """
     waiting, flow = plan.waiting_elements, buffers.flowing(plan, "gradient that flows into the embedding")
-    whole = at.whole._replace(kind=Kind.TEMPORARY) if waiting else at.whole  # untied, it is what the parameter is given
+    whole = at.whole._replace(kind=Kind.TEMPORARY) if waiting else at.whole  # untied, the parameter gets it
     if root:
         made = root - waiting - plan.embedding_elements
         trace.put("root gradients", buffers.root_gradients(plan, made, waiting=waiting), *buffers.cast_early(plan))
@@ -184,7 +184,7 @@ def of_a_split_embedding(plan: Plan, at: AtEmbedding, trace: Trace, root: int) -
 
 
 def not_reduced(plan: Plan) -> tuple[Moment, ...]:
-    """The embedding's backward in a micro-batch under ``no_sync``: the second or a later one, which is not the step's last."""
+    """Return the embedding's backward in a micro-batch under ``no_sync``: the second or a later one, except the step's last."""
     if plan.recipe.sync_every_micro_batch or plan.at_embedding is not None:
         return ()
     last = _sum(plan) if plan.sums_tied else buffers.flowing(plan, "gradient that flows into the embedding")
@@ -199,7 +199,7 @@ def not_reduced(plan: Plan) -> tuple[Moment, ...]:
 
 
 def _root_not_reduced(plan: Plan) -> Line:
-    """The root group's gradients there: those of earlier micro-batches and this one's. [bytes]"""
+    """Return the root group's gradients at that moment: earlier micro-batches' and this one's. [bytes]"""
     width, tied = plan.width.compute, plan.tied_head_elements
     root = sum(group.numel for group in plan.trained_outside)
     if plan.cast_on_arrival:
@@ -212,7 +212,7 @@ def _root_not_reduced(plan: Plan) -> Line:
 
 
 def _ends_not_reduced(plan: Plan, ends: Ends) -> Line:
-    """The same of embedding and head as units of their own: the head's added up, and the embedding's with its new one. [bytes]"""
+    """Return the same for separate units: the head's accumulated, and the embedding's with its new one. [bytes]"""
     wide, width, new = plan.reduce_bytes, plan.width.compute, ends.trained_embedding.numel
     formula = f"{product(wide, ends.trained_head.numel)} + {product(wide, new)}·M_2 + {product(width, new)}"
     n_bytes = wide * ends.trained_head.numel + plan.twice * wide * new + width * new
@@ -221,7 +221,7 @@ def _ends_not_reduced(plan: Plan, ends: Ends) -> Line:
 
 
 def _cast_not_reduced(plan: Plan, root: int) -> Line:
-    """The same in the reduction's dtype, with the embedding's that just came and what waits of a tied head's."""
+    """Return the same in the reduction's dtype, with the embedding's new gradient and the waiting one of a tied head."""
     width, wide, new = plan.width.compute, plan.reduce_bytes, plan.embedding_elements - plan.waiting_elements
     again = 2 * width * plan.waiting_elements
     formula = f"{product(wide, root)} + {product(width, new)} + {again}·M_2"
@@ -233,7 +233,7 @@ def _cast_not_reduced(plan: Plan, root: int) -> Line:
 
 
 def reduce_root(plan: Plan, trace: Trace, run: Runtime) -> None:
-    """The root group is reduced last; a local of ``foreach_reduce`` names its last gradient until that returns."""
+    """Write the root group's reduction, the last one. A local of ``foreach_reduce`` holds its last gradient until it returns."""
     trace.at("backward: reducing the root group", Phase.BACKWARD)
     run.drop_reduce_inputs()
     width, formula = lines.copied_width(plan)
@@ -251,7 +251,7 @@ def reduce_root(plan: Plan, trace: Trace, run: Runtime) -> None:
 
 
 def _still_named(plan: Plan) -> Line:
-    """Only a loop over several ranks' chunks sets that local."""
+    """Return the root group's last gradient, if a local of a loop over several ranks' chunks holds it."""
     named, width = plan.last_root_elements, plan.width.compute
     formula = f"{product(width, named)}·min(1, N-1)"
     reason = "root group's last one, still named"

@@ -1,4 +1,4 @@
-"""What the moments of an FSDP2 step are made of: groups and their sizes, element widths, passes through blocks and head."""
+"""The inputs of an FSDP2 step's moments: groups and their sizes, element widths, passes through blocks and head."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,34 +27,34 @@ from zeroplan.transformer.vision import BESIDE_THE_TEXT, pixels
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
 ACCUMULATE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_accumulated_grad_if_needed"
 
-#: How the final norm's parameters are called.
+#: Prefix of the final norm's parameters.
 FINAL_NORM = "model.norm"
 
 
 class Plan(NamedTuple):
-    """Everything the moments are made of."""
+    """The inputs of an FSDP2 step's moments."""
 
     recipe: RecipeSpec
     width: Widths
     impl: OptimizerImpl
     reduce_bytes: int
-    """Width of an element in the reduce-scatter."""
+    """Bytes of an element in the reduce-scatter."""
     n: Int
     tp: int
     """Ranks that split matrices."""
     ep: int
-    """Ranks that share the experts out."""
+    """Ranks that split the experts."""
     gathers: Int
-    """1 where there is more than one rank to gather from, else 0."""
+    """1 with more than one rank to gather from, else 0."""
     replicated: Int
     """1 with replicas (HSDP), else 0."""
     several: Int
-    """1 where earlier micro-batches of the same step have run, else 0."""
+    """1 if earlier micro-batches of the same step have run, else 0."""
     twice: Int
-    """1 where one has run before another that is not the step's last, else 0."""
+    """1 if one has run before another that is not the step's last, else 0."""
     reshard: bool | int
     tree: Layout
-    """The parameters, as a rank has them before they are cut into chunks."""
+    """The parameters of a rank before they are sharded."""
     runs: tuple[BlockRun, ...]
     every_layer: tuple[int, ...]
     """Layers of each run."""
@@ -67,51 +67,51 @@ class Plan(NamedTuple):
     local_tensors: tuple[LocalTensor, ...]
     frozen_tensors: tuple[LocalTensor, ...]
     frozen_width: int
-    """Bytes of an element that is not trained: beside adapters those are in the compute dtype."""
+    """Bytes of a frozen element; beside adapters it has the compute dtype."""
     adapter_bytes: int
-    """Bytes of an element of an adapter while it computes, and of its gradient."""
+    """Bytes of an adapter's element while it computes, and of its gradient."""
     root: Group
     blocks: tuple[Group, ...]
     trained_root: Group
     trained_blocks: tuple[Group, ...]
-    """What of the groups gets gradients: all of them, unless weights are frozen."""
+    """The trained parts of the groups: all of them, unless weights are frozen."""
     ends: Ends | None
-    """Units of their own outside the blocks. The root group is then empty."""
+    """Separate units outside the blocks; the root group is then empty."""
     cast_too: bool
-    """What is frozen is cast before it is gathered, as wide as what is trained; beside adapters it is in the compute dtype."""
+    """Frozen parameters are as wide as trained ones and are cast before a gather. Beside adapters they have the compute dtype."""
     trained_kinds: tuple[str, ...]
-    """Kind of what is trained in each run, as symbols have it."""
+    """Kind of the trained part of each run, as symbols write it."""
     tail_elements: int
-    """Gradients of the root group that exist once the final norm has gone backward."""
+    """Elements of the root group's gradients after the final norm's backward."""
     tied_head_elements: int
-    """Of the head where it is the embedding too, whose gradient then comes in two parts."""
+    """Elements of a tied head, whose gradient then has two parts."""
     embedding_elements: int
-    """Of the largest table: the embedding of the tokens."""
+    """Elements of the largest table: the token embedding."""
     projector_elements: int
-    """Trained ones before the blocks beside the embedding, in a model with a vision tower."""
+    """Trained elements before the blocks beside the embedding, in a model with a vision tower."""
     last_root_elements: int
     passes: tuple[BlockPass, ...]
     head: HeadPass
     at_embedding: AtEmbedding | None
-    """What a split embedding's backward takes."""
+    """Tensors that a vocabulary-parallel embedding's backward allocates."""
     tower_layers: int
-    """Blocks of a vision tower, the first ones that run."""
+    """Number of a vision tower's blocks, which run first."""
     is_a_stage: bool
-    """It is of a pipeline's stage, not of a whole model."""
+    """It is a plan of a pipeline's stage, not of a whole model."""
     shared_sequences: bool
     """Context-parallel ranks share every sequence."""
     recomputes: tuple[Recompute, ...]
-    """What the backward of each run's blocks runs again."""
+    """The recomputation of each run's blocks."""
     kept: tuple[Int, ...]
-    """Bytes one block of each run keeps from its forward to its backward."""
+    """Bytes that one block of each run keeps from its forward to its backward."""
     persistent: tuple[Line, ...]
-    """Parameters and optimizer state of this rank; lines of nothing where they are in host memory."""
+    """Parameters and optimizer state of this rank; lines of 0 bytes if they are in host memory."""
     in_host_memory: tuple[Line, ...]
-    """The same lines where they are."""
+    """The same lines in host memory."""
 
     @property
     def gathered_blocks(self) -> tuple[tuple[Group, ...], tuple[str, ...]]:
-        """What the all-gathers of each run's blocks bring together, and what formulas call it."""
+        """The groups that the all-gathers of each run's blocks collect, and their symbols."""
         return self.blocks, self.kinds
 
     @property
@@ -121,7 +121,7 @@ class Plan(NamedTuple):
 
     @property
     def beyond_pinned_bytes(self) -> Int:
-        """What pinned memory takes beyond the shards of the parameters, each pinned by itself; gradients are not pinned. [bytes]"""
+        """Size of pinned blocks beyond the parameter shards, each pinned separately; gradients are not pinned. [bytes]"""
         n_bytes: Int = 0
         tensors = ((self.local_tensors, self.width.stored), (self.frozen_tensors, self.frozen_width))
         for each, width in tensors if self.offloaded else ():
@@ -136,40 +136,40 @@ class Plan(NamedTuple):
 
     @property
     def has_experts_apart(self) -> bool:
-        """Whether a rank has some of the experts only."""
+        """Whether a rank has only some of the experts."""
         return any(group.experts is not None for group in self.blocks)
 
     @property
     def recomputed(self) -> bool:
-        """Whether blocks are recomputed in backward, in part or whole."""
+        """Whether the backward recomputes blocks, in part or whole."""
         return self.recipe.recompute != "none"
 
     @property
     def waiting_elements(self) -> int:
-        """Of a tied head's gradient, which waits for the embedding's; not where the loss runs its backward by itself, in chunks."""
+        """Elements of a tied head's gradient that waits for the embedding's; 0 for a chunked loss, which runs its own backward."""
         return 0 if self.recipe.loss == "chunked" else self.tied_head_elements
 
     @property
     def loss_in_loop(self) -> bool:
-        """Whether the training loop works the loss out, after the model's forward, as torchtitan's and torchtune's do."""
+        """Whether the training loop computes the loss after the model's forward, as torchtitan's and torchtune's do."""
         return self.recipe.fsdp2.modules == "torchtitan" or "loss-in-pieces" in self.recipe.fused_parts
 
     @property
     def sums_tied(self) -> bool:
-        """Whether a tied head's gradient and the embedding's are summed out of place: Liger's loss gives one that is added to."""
+        """Whether a tied head's gradient and the embedding's are summed out of place. Liger's loss allows an in-place sum."""
         return bool(self.waiting_elements) and self.recipe.loss == "full"
 
     @property
     def adds_up(self) -> bool:
-        """Whether autograd adds a gradient to that of earlier micro-batches.
+        """Whether autograd accumulates a gradient into that of earlier micro-batches.
 
-        It does under ``no_sync``, unless those are put aside in the reduction's wider dtype, as torch 2.13 does.
+        It does under ``no_sync``, unless FSDP2 moves those to the reduction's wider dtype, as in torch 2.13.
         """
         return not self.recipe.sync_every_micro_batch and (self.reduce_bytes == self.width.compute or self.of_torch_2_15)
 
     @property
     def cast_on_arrival(self) -> bool:
-        """Whether autograd casts gradients that stay whole to the reduction's wider dtype as they come, as torch 2.15 has it."""
+        """Whether autograd casts whole gradients to the reduction's wider dtype on arrival, as in torch 2.15."""
         return self.of_torch_2_15 and self.reduce_bytes != self.width.compute
 
     @property
@@ -179,7 +179,7 @@ class Plan(NamedTuple):
 
     @property
     def trained_outside(self) -> tuple[Group, ...]:
-        """What of them gets gradients."""
+        """The trained parts of the units outside the blocks."""
         return (self.trained_root,) if self.ends is None else (self.ends.trained_embedding, self.ends.trained_head)
 
     @property
@@ -200,20 +200,20 @@ class Plan(NamedTuple):
 
     @property
     def trained_symbol(self) -> str:
-        """What formulas call the padded parameters that get gradients."""
+        """The symbol of the padded trained parameters in formulas."""
         return "P_trained" if self.is_partly_frozen else "P"
 
     def trained_shards(self, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> Int:
-        """This rank's chunks of what gets gradients in this many layers of each run, and in units outside them. [elements]"""
+        """Return this rank's chunks of the trained parameters in these layers of each run, and in units outside them. [elements]"""
         return shards_of(outside, self.trained_blocks, layers)
 
     def gradient_shards(self, layers: tuple[int, ...], when: str, outside: tuple[Group, ...] = ()) -> Line:
-        """This rank's chunk of the gradients of these layers; of all, where earlier micro-batches have left theirs."""
+        """Return this rank's gradient shards of these layers; of all layers, if earlier micro-batches have left theirs."""
         line = self.reduced_gradients(layers, when, outside)
         return on_host(line) if self.offloaded else line
 
     def reduced_gradients(self, layers: tuple[int, ...], when: str, outside: tuple[Group, ...] = ()) -> Line:
-        """The same, wherever its memory is."""
+        """Return the same, on the GPU or in host memory."""
         stored, earlier_too = self.width.stored, self.recipe.sync_every_micro_batch
         now = self.trained_shards(layers, outside)
         if earlier_too and not (isinstance(self.several, int) and not self.several):
@@ -223,7 +223,7 @@ class Plan(NamedTuple):
         return Line(Kind.GRADIENTS, stored * now, reason, formula, REDUCE)
 
     def left_behind(self, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> tuple[Line, ...]:
-        """Whole gradients that earlier micro-batches left (``no_sync``) of units that are not reduced yet. [bytes]"""
+        """Return whole gradients of earlier micro-batches (``no_sync``) in units that are not reduced yet. [bytes]"""
         if self.recipe.sync_every_micro_batch:
             return ()
         elements = sum(group.numel for group in outside)
@@ -234,10 +234,10 @@ class Plan(NamedTuple):
         return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)
 
     def fresh(self, made: int, current: int = 0, *, waiting: int = 0) -> tuple[Int, str]:
-        """Gradients of this micro-batch that stand beside those of earlier ones, and their formula. [bytes]
+        """Return this micro-batch's gradients that are separate from earlier ones, and their formula. [bytes]
 
-        ``made`` elements so far, ``current`` of them just being made, before they can be added to what is there; ``waiting``
-        have not come to their parameter yet.
+        ``made``: elements so far; ``current``: of them being made, before they are accumulated; ``waiting``: elements that have
+        not reached their parameter yet.
         """
         width = self.width.compute
         if not self.adds_up or (isinstance(self.several, int) and not self.several):
@@ -247,16 +247,16 @@ class Plan(NamedTuple):
 
 
 def sum_of(letter: str, outside: tuple[Group, ...]) -> str:
-    """What formulas call the parameters of units outside the blocks; nothing where none is there or all are frozen."""
+    """Return the symbols of the parameters of units outside the blocks; empty without such units or if all are frozen."""
     return " + ".join([f"{letter}_{group.symbol}" for group in outside if group.numel])
 
 
 def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, part: Layout | None = None) -> Plan:
-    """Size the groups and collect what every moment needs; ``batch`` is one rank's.
+    """Return the plan of a job; ``batch`` is one rank's.
 
-    ``part`` are the parameters of a pipeline stage, where ``model`` has the stage's layers and not all that is outside them.
+    ``part``: the parameters of a pipeline stage, if ``model`` has only the stage's layers.
     """
-    tp, ep, n = int(mesh.tp), int(mesh.ep), mesh.dp_shard * int(mesh.cp)  # one number in a grid too
+    tp, ep, n = int(mesh.tp), int(mesh.ep), mesh.dp_shard * int(mesh.cp)  # an int in a grid, too
     first = first_recomputed(model, recipe)
     cut = cut_of(
         model, widths(recipe.precision), n, part=part, first=first, tp=tp, ep=ep, ends_apart=recipe.fsdp2.shards_ends
@@ -269,10 +269,10 @@ def plan_of(
     cut: Cut, tensors: tuple[LocalTensor, ...], frozen_tensors: tuple[LocalTensor, ...], model: ModelSpec, recipe: RecipeSpec,
     mesh: Mesh, batch: Batch, *, part: Layout | None = None, autocast: bool = False, updated: str | None = None,
 ) -> Plan:  # fmt: skip
-    """Collect what every moment needs of groups that have been made, of which this rank trains some tensors.
+    """Return the plan of given groups, of which this rank trains some tensors.
 
-    ``autocast`` says that the loop runs the model under ``torch.autocast``, too. ``updated`` is the symbol of the elements that
-    this rank updates, if they are not its share of all padded parameters.
+    ``autocast``: the loop also runs the model under ``torch.autocast``. ``updated``: the symbol of the elements that this rank
+    updates, if they are not its share of all padded parameters.
     """
     tp, cp, width = int(mesh.tp), int(mesh.cp), widths(recipe.precision)
     compute = compute_of(recipe, tp=tp, ep=int(mesh.ep), cp=cp)
@@ -365,7 +365,7 @@ def _of_the_model(cut: Cut, model: ModelSpec, recipe: RecipeSpec) -> dict[str, A
 def _program(
     model: ModelSpec, recipe: RecipeSpec, batch: Batch, tree: Layout, compute: Compute
 ) -> tuple[tuple[BlockPass, ...], HeadPass, tuple[Line, ...]]:
-    """What a block of each run, and what is outside the blocks, costs in a pass; and tables that the program holds throughout."""
+    """Return the passes of each run's block and of the part outside, and tables that the program always holds."""
     if recipe.fsdp2.modules == "torchtitan":
         from zeroplan.engines.fsdp2.torchtitan import passes_of  # noqa: PLC0415  only its jobs pay for it
 
@@ -388,7 +388,7 @@ def _at_embedding(model: ModelSpec, compute: Compute, batch: Batch) -> AtEmbeddi
 
 
 def _reshard(recipe: RecipeSpec, n: Int) -> bool | int:
-    """As ``fully_shard`` takes it: as many ways as there are ranks is ``True``."""
+    """Return ``fully_shard``'s argument. A number equal to the ranks is ``True``."""
     chosen = recipe.fsdp2.reshard_after_forward
     if chosen is None:
         return recipe.zero_stage == 3
@@ -403,7 +403,7 @@ def _every_parameter(tree: Layout) -> tuple[Parameter, ...]:
 
 @lru_cache(maxsize=4096)
 def shards_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, outside: str) -> str:
-    """The chunks of this many layers of each run, in symbols.
+    """Return the formula of the chunks of these layers of each run.
 
     >>> shards_formula(4, (31,), ("dense",), outside="P_root")
     '4·(31·P_dense + P_root)/N'
@@ -421,7 +421,7 @@ def _reduced_in_words(
 
 @lru_cache(maxsize=4096)
 def left_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, outside: str) -> str:
-    """Whole gradients that earlier micro-batches left, in symbols.
+    """Return the formula of earlier micro-batches' whole gradients.
 
     >>> left_formula(4, (31,), ("dense",), outside="G_root")
     '4·M·(31·G_dense + G_root)'

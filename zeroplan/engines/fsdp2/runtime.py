@@ -1,10 +1,10 @@
-"""What FSDP2 does with a unit's parameters and gradients, as torch's code does it, for moments and for requests.
+"""FSDP2's handling of a unit's parameters and gradients, for moments and for requests.
 
-Each method does what the function of torch 2.13 does that it names (torch/distributed/fsdp/_fully_shard). ``FSDPParamGroup`` and
-``FSDPState`` hold buffers by reference, and a buffer is freed with its last reference. Differences of 2.15 are marked.
+Each method follows the function of torch 2.13 that it names (torch/distributed/fsdp/_fully_shard). ``FSDPParamGroup`` and
+``FSDPState`` hold buffers by reference, and the last reference frees a buffer. Differences in 2.15 are marked.
 
-The program allocates in a trace of moments (:mod:`zeroplan.trace`), where the tensors of a group are one line, or in a log of
-requests, where they are single (:mod:`zeroplan.engines.requests.fsdp2`).
+The program allocates in a trace of moments (:mod:`zeroplan.trace`), where a group's tensors are one line, or in a log of
+requests, where they are separate (:mod:`zeroplan.engines.requests.fsdp2`).
 """
 
 from collections.abc import Callable, Hashable
@@ -27,7 +27,7 @@ class Parts:
     """The parameter groups that units of one kind have, such as all blocks of a run."""
 
     def __init__(self, plan: Plan, group: Group, trained: Group, words: str = "this block's", *, last: int = 0) -> None:
-        """Take what such a unit gathers, and what of it is trained; of the ``last`` parameter this many elements."""
+        """Store the groups that such a unit gathers and their trained parts; ``last``: elements of the last parameter."""
         self.group, self.trained_group, self.last = group, trained, last
         copies_all = plan.cast_too or plan.offloaded
         self.copied = group if copies_all else trained
@@ -39,10 +39,10 @@ class Parts:
 
 
 class Unit(NamedTuple):
-    """What one ``fully_shard`` call wraps: a block, or what no other unit has."""
+    """The modules of one ``fully_shard`` call: a block, or all modules in no other unit."""
 
     name: str | int
-    """What moments call it; in a log of requests its layer."""
+    """The name of the unit in moments; its layer in a log of requests."""
     parts: Parts
 
     def gathered(self, index: int) -> Hashable:
@@ -54,7 +54,7 @@ class Unit(NamedTuple):
         return "unsharded", self.name, index
 
     def smaller(self, index: int) -> Hashable:
-        """The key of a group's smaller shard, where ``reshard_after_forward`` is a number."""
+        """Return the key of a group's smaller shard, if ``reshard_after_forward`` is a number."""
         return "smaller", self.name, index
 
 
@@ -76,10 +76,10 @@ class EndUnits:
 
 
 class Units:
-    """All units of a plan, and the lines that they have in common from one pass to the next."""
+    """All units of a plan, and the lines that passes share."""
 
     def __init__(self, plan: Plan) -> None:
-        """Make the units of the layers in the plan's walk, and of what is outside them."""
+        """Make the units of the layers in the plan's walk, and the units outside them."""
         self.root = Unit("the root group", Parts(plan, plan.root, plan.trained_root, "the root group's"))
         self.ends = None if plan.ends is None else EndUnits(plan, plan.ends)
         self.blocks = [Parts(plan, *groups) for groups in zip(plan.blocks, plan.trained_blocks, strict=True)]
@@ -89,16 +89,16 @@ class Units:
 
 
 class Runtime:
-    """The collectives' buffers of one rank, and who holds them."""
+    """The buffers of one rank's collectives, and their holders."""
 
     def __init__(self, plan: Plan, memory: "Memory", made: dict[object, tuple[Line, ...]]) -> None:
-        """Begin with nothing gathered; ``made`` keeps lines for the next pass of the same units."""
+        """Begin with everything sharded; ``made`` caches lines for the next pass of the same units."""
         self.plan, self.memory = plan, memory
         self._reduce_inputs: list[Hashable] = []
         self._made = made
 
     def _once(self, make: Callable[..., tuple[Line, ...]], *of: object) -> tuple[Line, ...]:
-        """What a function of :mod:`lines` makes of some parts; made once, since blocks of a run are alike."""
+        """Return the lines of a function of :mod:`lines`, cached because blocks of a run are equal."""
         key = make, *map(id, of)
         if key not in self._made:
             self._made[key] = make(self.plan, *of)
@@ -107,7 +107,7 @@ class Runtime:
     # --- parameters -----------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> None:
-        """``FSDPState._pre_forward``: gather and copy out one group after the other."""
+        """``FSDPState._pre_forward``: gather and copy out each group."""
         for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
             more = "" if index + 1 == len(unit.parts.groups) else ", experts not yet"
             self.memory.at(f"forward: gathering {unit.name}{more}", Phase.FORWARD)
@@ -116,19 +116,19 @@ class Runtime:
             if self.plan.of_torch_2_15:
                 self.release_parked()
             self.copy_out(unit, index, group)
-            self.release_parked()  # in 2.13 a local of wait_for_unshard names it until here
+            self.release_parked()  # in 2.13 a local of wait_for_unshard holds it until here
             self.memory.rename(unit.gathered(index), "parked")
 
     def release_parked(self) -> None:
-        """``FSDPCommContext.all_gather_state``: a buffer stays until the next copy-out, so that the two overlap."""
+        """``FSDPCommContext.all_gather_state``: a buffer lives until the next copy-out, so that gather and copy-out overlap."""
         self.memory.drop("parked")
 
     def is_unsharded(self, unit: Unit) -> bool:
-        """Whether a unit's parameters are there."""
+        """Whether a unit's parameters are unsharded."""
         return self.memory.has(unit.unsharded(0))
 
     def hold_unsharded(self, unit: Unit) -> None:
-        """A unit is unsharded from before."""
+        """Hold a unit that is unsharded already."""
         for index, group in enumerate(unit.parts.groups):
             self.memory.hold(unit.unsharded(index), *self._once(lines.unsharded, group))
 
@@ -137,7 +137,7 @@ class Runtime:
         self.memory.drop(*map(unit.unsharded, range(len(unit.parts.groups))))
 
     def pre_backward(self, unit: Unit, below: Unit | None) -> None:
-        """``FSDPState._pre_backward``: copy out what has been gathered ahead or is now, then gather the unit below."""
+        """``FSDPState._pre_backward``: gather a unit unless it was prefetched, copy it out, then prefetch the unit below."""
         for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
             if self.plan.reshard is not False:
                 self.all_gather(unit, index)
@@ -154,23 +154,23 @@ class Runtime:
             self._request_buffer(unit, index, ahead=True)
 
     def prefetch(self, unit: Unit) -> None:
-        """``FSDPParamGroup._backward_prefetch``: a block's experts first."""
+        """``FSDPParamGroup._backward_prefetch``: gather a unit ahead, a block's experts first."""
         if self.plan.reshard is False or self.is_unsharded(unit):
             return
         for index in reversed(range(len(unit.parts.groups))):
             self.all_gather(unit, index, ahead=True)
 
     def all_gather(self, unit: Unit, index: int, *, ahead: bool = False) -> None:
-        """``foreach_all_gather``: a buffer for all chunks, and this rank's chunk, cast."""
+        """``foreach_all_gather``: allocate a buffer for all chunks, and this rank's chunk, cast."""
         if not self.memory.has(unit.gathered(index)):  # gathered ahead
             self.request_chunk(unit, index, ahead=ahead)
             self._request_buffer(unit, index, ahead=ahead)
             self.memory.drop("chunk")
 
     def request_chunk(self, unit: Unit, index: int, *, ahead: bool) -> None:
-        """``_get_param_all_gather_inputs``, where memory can be highest.
+        """``_get_param_all_gather_inputs``, only where memory can peak.
 
-        Before a forward, what is copied out right after is larger. In 2.15 the buffer of the unit before has gone by then.
+        Before a forward the following copy-out is larger. In 2.15 the buffer of the previous unit is free by then.
         """
         if ahead and not isinstance(self.plan.reshard, bool):
             self.memory.put("chunk", *self._once(lines.smaller_chunk_to_gather, unit.parts.group, unit.parts.copied))
@@ -186,22 +186,22 @@ class Runtime:
 
     @staticmethod
     def among(group: ParamGroup) -> Among:
-        """Who shares a group's parameters."""
+        """Return the ranks that share a group's parameters."""
         return Among.SHARDS_OF_EXPERTS if group.are_experts else Among.SHARDS
 
     def ranks_of(self, unit: Unit, index: int) -> Int:
-        """Those that a group is gathered from."""
+        """Return the number of ranks that gather a group."""
         return unit.parts.groups[index].ranks
 
     def copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
-        """``foreach_all_gather_copy_out``: every parameter in memory of its own."""
+        """``foreach_all_gather_copy_out``: copy every parameter to its own memory."""
         self.memory.put(unit.unsharded(index), *self._once(lines.unsharded, group))
         self.memory.pass_by(*self._once(lines.copying_out, unit.parts.group, group))
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
     def post_backward(self, unit: Unit) -> None:
-        """``FSDPParamGroup.post_backward``: shard a group again and reduce its gradients; of a block its experts first."""
+        """``FSDPParamGroup.post_backward``: reshard a group and reduce its gradients; a block's experts first."""
         for index, group in reversed(list(enumerate(unit.parts.trained))):
             experts = " the experts of" if group.are_experts else ""
             self.memory.at(f"backward: reducing{experts} {unit.name}", Phase.BACKWARD)
@@ -221,16 +221,16 @@ class Runtime:
         return True
 
     def keep_whole(self, unit: Unit, index: int) -> None:
-        """``FSDPParam.to_accumulated_grad_if_needed``: in a trace of moments what is left counts by layers."""
+        """``FSDPParam.to_accumulated_grad_if_needed``: do nothing, since a trace of moments counts whole gradients by layers."""
 
     def reduce_input(self, unit: Unit, index: int) -> Hashable:
-        """The key of a new input of a reduce-scatter."""
+        """Return the key of a new reduce-scatter input."""
         key = "reduce input", unit.name, index
         self._reduce_inputs.append(key)
         return key
 
     def drop_reduce_inputs(self) -> None:
-        """``FSDPCommContext.reduce_scatter_states``: inputs stay until the next unit begins to reduce."""
+        """``FSDPCommContext.reduce_scatter_states``: free the inputs, which live until the next unit's reduction begins."""
         self.memory.drop(*self._reduce_inputs)
         self._reduce_inputs = []
 

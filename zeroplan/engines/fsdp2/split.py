@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks send among themselves in a step under FSDP2."""
+"""The traffic among tensor-parallel ranks in a step under FSDP2."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ from zeroplan.transformer.families.experts import COMBINE, DISPATCH
 from zeroplan.transformer.families.sharded import GATHER, SCATTER
 from zeroplan.transformer.parameters import Parameter
 
-#: What the collectives of tensor-parallel ranks are said to carry.
+#: The payloads of tensor-parallel collectives, in words.
 ACTIVATIONS, ROWS, NORMS = "activations", "sums over the vocabulary", "gradients of norms"
 OUTPUTS, TOKENS, WEIGHTS = "outputs of experts", "gradients of the experts' tokens", "gradients of routing weights"
 
@@ -25,12 +25,13 @@ def split_collectives(
     plan: Plan, batch: Batch, model: ModelSpec, ranks: int, *, reductions: Int, embeds: bool = True, ends: bool = True,
     accumulated: bool = False,
 ) -> tuple[Collective, ...]:  # fmt: skip
-    """What tensor-parallel ranks send among themselves in one optimizer step.
+    """Return the traffic among tensor-parallel ranks in one optimizer step.
 
-    Each block gathers and scatters what its two branches read and make; a recomputation does so again, up to the last tensor that
-    is needed: not what the MLP has made, unless it keeps the outputs of every second product and so runs to the end. A stage of a
-    pipeline may have no embedding (``embeds``), or no head and loss (``ends``), and its gradients are ``accumulated`` when norms'
-    are summed up. Torch 2.15 sums them in the reduction's dtype (``FSDPParam.may_reduce_grad_outside_dp``).
+    Each block gathers the inputs and scatters the outputs of its two branches. A recomputation does so again, until it reaches
+    the last saved tensor: it skips the MLP's output, unless it keeps the outputs of every second product and so runs to the
+    end. A pipeline stage may have no embedding (``embeds``), or no head and loss (``ends``), and its gradients are
+    ``accumulated`` when norms' are all-reduced. Torch 2.15 sums them in the reduction's dtype
+    (``FSDPParam.may_reduce_grad_outside_dp``).
     """
     layers, passes = sum(plan.every_layer), batch.grad_accum_steps
     tokens = batch.micro_batch_size * batch.seq_len
@@ -60,7 +61,7 @@ def split_collectives(
 
 
 def least_collectives(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
-    """Of these what blocks without experts gather and scatter at least, in a pipeline or not: without recomputation and ends."""
+    """Return a lower bound: the gathers and scatters of blocks, without experts, recomputation and ends."""
     calls = 2 * model.num_hidden_layers * batch.grad_accum_steps
     whole = batch.micro_batch_size * batch.seq_len // mesh.cp * model.hidden_size
     e, every = widths(recipe.precision).compute, (("all_gather", GATHER), ("reduce_scatter", SCATTER))
@@ -72,7 +73,7 @@ def least_collectives(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: B
 
 
 def _with_experts(plan: Plan) -> tuple[int, int]:
-    """How many blocks have experts, and of those how many a selective recomputation runs to the end."""
+    """Return the number of blocks with experts, and how many of them a selective recomputation runs to the end."""
     routed = [run for run, group in zip(plan.runs, plan.blocks, strict=True) if group.experts is not None]
     again = [run.layers for run in routed if not run.plain and plan.recipe.recompute == "selective"]
     return sum(run.layers for run in routed), sum(again)
@@ -81,9 +82,9 @@ def _with_experts(plan: Plan) -> tuple[int, int]:
 def _of_experts(
     plan: Plan, batch: Batch, model: ModelSpec, ranks: int, calls: tuple[Int, Int]
 ) -> tuple[Collective, ...]:  # fmt: skip
-    """What is gathered around experts, whose tokens the ranks share out: their outputs, and gradients of tokens and weights.
+    """Return the gathers around experts, whose tokens the ranks split: outputs, and gradients of tokens and weights.
 
-    Every rank has the whole gradient of the MLP's input and takes its share, so that nothing is reduced there.
+    Every rank has the whole gradient of the MLP's input and takes its shard, so nothing is reduced there.
     """
     assert model.moe is not None  # noqa: S101  asked of blocks with experts only
     tokens, (routed, again) = batch.micro_batch_size * batch.seq_len, calls
@@ -98,7 +99,7 @@ def _of_experts(
 
 
 def _norms(plan: Plan) -> tuple[int, int]:
-    """How many norms there are, and the elements of their weights, which every rank holds whole."""
+    """Return the number of norms, and the elements of their weights, which every rank holds whole."""
     outside = (one for one in plan.parameters if one.name.startswith(FINAL_NORM))
     found = [(1, one) for one in summed(outside)]
     found += [(run.layers, one) for run in plan.runs for one in summed(run.parameters)]
@@ -106,7 +107,7 @@ def _norms(plan: Plan) -> tuple[int, int]:
 
 
 def summed(parameters: Iterable[Parameter]) -> tuple[int, ...]:
-    """The elements of each norm among them, whose gradients tensor-parallel ranks sum up (``_get_grad_inner_tensor``)."""
+    """Return the elements of each norm, whose gradients tensor-parallel ranks all-reduce (``_get_grad_inner_tensor``)."""
     return tuple([one.numel for one in parameters if "norm" in one.name])
 
 

@@ -1,6 +1,6 @@
 """The training step of a data-parallel rank under FSDP2, from the first all-gather to the optimizer.
 
-It runs the last micro-batch of a step, with what earlier ones have left. Layers at which memory cannot be highest are left out.
+It runs the last micro-batch of a step, with the gradients of earlier ones. Layers at which memory cannot peak are skipped.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
 
 
 def moments(plan: Plan, step: tuple[Line, ...]) -> Moments:
-    """Every moment at which memory can be highest; ``step`` is what is alive in the optimizer's step. [bytes]"""
+    """Return every moment at which memory can peak; ``step``: lines of the optimizer's step. [bytes]"""
     trace = Trace()
     one = MicroBatch(plan, trace, Units(plan))
     one.forward()
@@ -29,7 +29,7 @@ def moments(plan: Plan, step: tuple[Line, ...]) -> Moments:
 
 
 class MicroBatch:
-    """A micro-batch on its way through the model and back."""
+    """A micro-batch through the model, forward and backward."""
 
     def __init__(self, plan: Plan, trace: Trace, units: Units) -> None:
         self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace, units.made)
@@ -38,23 +38,23 @@ class MicroBatch:
 
     @property
     def several(self) -> bool:
-        """Whether earlier micro-batches have left gradients; False where a column has both."""
+        """Whether earlier micro-batches have left gradients; False if a column has both cases."""
         return isinstance(self.plan.several, int) and bool(self.plan.several)
 
     @property
     def left(self) -> tuple[Group, ...]:
-        """Units outside the blocks that are reduced after them."""
+        """Units outside the blocks that are reduced after the blocks."""
         return self.plan.trained_outside if self.ends is None else self.ends.left
 
     @property
     def below_blocks(self) -> Unit | None:
-        """The unit that is gathered ahead of its backward while the first block runs its backward."""
+        """The unit that FSDP2 prefetches while the first block runs its backward."""
         return None if self.ends is None else self.ends.embedding
 
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
-        """The embedding and all blocks."""
+        """Run the embedding and all blocks."""
         plan, trace = self.plan, self.trace
         trace.put("states", *plan.persistent)
         trace.put("shards", *outside.earlier_shards(plan))
@@ -68,7 +68,7 @@ class MicroBatch:
         self.blocks_forward()
 
     def blocks_forward(self) -> None:
-        """Every block from the first to the last."""
+        """Run every block from the first to the last."""
         for position, unit in self.layers:
             self.trace.recording = position.is_corner
             self._block_forward(position, unit)
@@ -99,21 +99,21 @@ class MicroBatch:
         self.leave(position, unit)
 
     def pass_of(self, position: Position) -> BlockPass:
-        """What a block costs; the first one's input counts among what is shared, where that keeps it."""
+        """Return the memory of a block. The first block's input counts among the shared lines, if those keep it."""
         one = self.plan.passes[position.run]
         return one._replace(checkpoint=()) if self._keeps_input and position.layer == self.plan.tower_layers else one
 
     def inside_forward(self, position: Position) -> tuple[Line, ...]:
-        """What a block's forward holds at its highest."""
+        """Return the lines of a block's forward at its peak."""
         one, again = self.pass_of(position), self.plan.recomputes[position.run]
         return (*one.entered, *one.kept(again), *(one.forward if again == "none" else one.forward_recompute))
 
     def enter(self, unit: Unit) -> None:
-        """A block is gathered for its forward."""
+        """Gather a block for its forward."""
         self.run.pre_forward(unit)
 
     def leave(self, position: Position, unit: Unit) -> None:
-        """A block has run forward. What of it stays unsharded counts in :meth:`unsharded_beside`."""
+        """Reshard a block after its forward. :meth:`unsharded_beside` counts parameters that stay unsharded."""
         plan, trace = self.plan, self.trace
         if plan.of_torch_2_15 and not isinstance(plan.reshard, bool):
             trace.at(f"forward: resharding {position.name}", Phase.FORWARD)
@@ -121,16 +121,16 @@ class MicroBatch:
         self.run.reshard(unit)
 
     def keep(self, layers: tuple[int, ...], *, every: bool = False) -> None:
-        """Hold the activations of this many layers of each run, which have run forward and not backward yet."""
+        """Hold the activations of these layers of each run, whose forward has run and whose backward has not."""
         kept, *_ = buffers.kept(self.plan, layers, every=every)
         self.trace.shrink("kept", kept)
 
     def unsharded_beside(self, position: Position, *, backward: bool) -> tuple[Line, ...]:  # noqa: ARG002  a stage needs it
-        """Parameters of other blocks that are unsharded while this one runs, or their smaller shards."""
+        """Return the parameters of other blocks that are unsharded while this one runs, or their smaller shards."""
         return buffers.still_unsharded(self.plan, position.before)
 
     def loss(self) -> None:
-        """The root's forward ends after the loss, or before one that comes in chunks or that the training loop works out."""
+        """End the root's forward after the loss, or before a chunked loss or a loss in the training loop."""
         plan, trace = self.plan, self.trace
         self.keep(plan.every_layer, every=True)
         trace.shrink("still unsharded", *buffers.still_unsharded(plan, plan.every_layer))
@@ -150,7 +150,7 @@ class MicroBatch:
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def backward_of_the_ending(self) -> None:
-        """Loss, head and final norm. A chunked loss runs its backward before the model's own backward begins."""
+        """Run loss, head and final norm. A chunked loss runs its backward before the model's own backward begins."""
         plan, trace = self.plan, self.trace
         trace.put("output", *buffers.output(plan))
         for point in plan.head.points:
@@ -171,13 +171,13 @@ class MicroBatch:
             trace.drop("leaving")
 
     def _gathers_ahead(self, at: At) -> bool:
-        """Whether the backward of the unit with the head has begun: of the root with the loss, unless that has the head."""
+        """Whether the backward of the head's unit has begun. The root's begins with the loss, unless the loss has the head."""
         if self.plan.recipe.loss == "chunked" or "loss-in-pieces" in self.plan.recipe.fused_parts:
             return at is At.FINAL_NORM
         return self.ends is None or at is not At.LOSS or self.plan.recipe.loss == "log-probs"
 
     def _gather_last_block(self, point: BackwardPoint) -> None:
-        """The pre-backward hook of the root, or of the unit with the head, gathers what ran before it."""
+        """Gather the last block, as the pre-backward hook of the root, or of the head's unit, does."""
         _, last = self.layers[-1]
         if self.ends is None:
             self.run.gather_ahead(last)
@@ -193,7 +193,7 @@ class MicroBatch:
         self.trace.pass_by(outside.cast_of(self.plan, point), *point.handed_on)
 
     def blocks_backward(self) -> None:
-        """Each block from the last to the first that a gradient reaches."""
+        """Run each block from the last to the first that a gradient reaches."""
         if self.ends is None:
             made = outside.made_before_blocks(self.plan), *buffers.cast_early(self.plan)
             self.trace.shrink("root gradients", *made)
@@ -225,41 +225,41 @@ class MicroBatch:
         self.end_block(position, unit)
 
     def inside_backward(self, position: Position) -> Inside:
-        """The moments of a block's backward, and what is alive of it then."""
+        """Return the moments of a block's backward with their lines, cached by kind."""
         kind = self.kind_of(position)
         if kind not in self._inside:
             self._inside[kind] = Inside(self.made_inside(position))
         return self._inside[kind]
 
     def kind_of(self, position: Position) -> object:
-        """What blocks have in common whose backward is the same inside."""
+        """Return the key of blocks whose backward is equal inside."""
         return position.run
 
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
-        """The same, made again."""
+        """Yield the same without a cache."""
         for point in self.plan.passes[position.run].points:
             yield point.name, (point.lines, (outside.made_in_a_block(self.plan, point),))
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:
-        """The gradient that comes in at a block's end."""
+        """Return the gradient that arrives at a block's end."""
         return (buffers.flowing(self.plan, "gradient that flows into this block", position.layer),)
 
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
-        """A block is gathered for its backward, and the one below ahead of its own."""
+        """Gather a block for its backward, and prefetch the one below."""
         self.run.pre_backward(unit, below)
 
     def gradients_so_far(self, position: Position) -> None:
-        """Hold what the blocks above have left, and what earlier micro-batches left of the others."""
+        """Hold the shards of the blocks above, and earlier micro-batches' gradients of the others."""
         own = tuple(count + (run == position.run) for run, count in enumerate(position.before))
         shards = outside.reduced(self.plan, position.after, () if self.ends is None else self.ends.reduced)
         self.trace.shrink("shards", *shards)
         self.trace.shrink("left", *self.plan.left_behind(own, self.left))
 
     def end_block(self, position: Position, unit: Unit) -> None:
-        """A block has gone backward: its gradients are reduced."""
+        """Reduce a block's gradients after its backward."""
         plan, trace, one = self.plan, self.trace, self.plan.passes[position.run]
         is_last = not position.layer and not plan.is_partly_frozen and self.ends is None
-        if is_last:  # what blocks alone need has gone with the last of them
+        if is_last:  # tensors that only blocks need are freed with the last block
             trace.shrink("shared", *plan.head.at_embedding)
         keeps_input = not is_last and plan.recomputes[position.run] != "none" and not plan.recipe.offload_activations
         trace.shrink("left", *plan.left_behind(position.before, self.left))
@@ -272,7 +272,7 @@ class MicroBatch:
         trace.drop("leaving")
 
     def end_of_backward(self) -> None:
-        """The embedding's gradient, then the last reduction."""
+        """Run the embedding's backward, then the last reduction."""
         plan, trace = self.plan, self.trace
         trace.drop("kept", "still unsharded")
         trace.shrink("shards", *outside.reduced(plan, plan.every_layer, () if self.ends is None else self.ends.reduced))
@@ -289,9 +289,9 @@ class MicroBatch:
             outside.reduce_root(plan, trace, self.run)
 
     def _embedding_backward(self, unit: Unit) -> None:
-        """A unit of its own is gathered again, and reduced when the backward is over.
+        """Gather a separate embedding unit again for its backward. It is reduced after the backward ends.
 
-        One that no gradient reaches is gathered at the most, ahead of a backward that does not come.
+        If no gradient reaches it, it is at most prefetched for a backward that never runs.
         """
         plan, trace = self.plan, self.trace
         if not unit.parts.trained[0].numel and not plan.recomputed:

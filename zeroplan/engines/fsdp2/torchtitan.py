@@ -1,8 +1,8 @@
-"""torchtitan's own Llama 3 (0.2.2): what its modules and its loss keep, where FSDP2 runs them.
+"""torchtitan's own Llama 3 (0.2.2) under FSDP2: the activations of its modules and of its loss.
 
-Its loop works the loss out of the logits, which it holds by name, and holds ids and labels from one step to the next.
+Its loop computes the loss from the logits, which a variable holds, and holds ids and labels from one step to the next.
 
-Left out: releases from 0.3 on, whose attention is FlexAttention and whose loss comes in chunks.
+Leaves out releases from 0.3 on, with FlexAttention and a chunked loss.
 """
 
 from zeroplan.engines.precisions import compute_of
@@ -21,7 +21,7 @@ EARLIER = "torchtitan 0.2.2, train.py, Trainer.train_step"
 
 
 def passes_of(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[BlockPass, HeadPass, Line]:
-    """What a block, and what is outside the blocks, costs in one forward and backward pass; and its table of rotations."""
+    """Return one forward and backward pass of a block, and of the part outside; and the model's table of rotations."""
     x = widths(model, compute_of(recipe), batch)
     return (
         torchtitan_block(model, x, recipe.recompute, compute_of(recipe).fused),
@@ -62,7 +62,7 @@ def _saved(x: Widths) -> tuple[Line, Line, Line]:
 
 
 def _points(x: Widths, vocab: int, softmax: Line) -> tuple[BackwardPoint, BackwardPoint, BackwardPoint]:
-    """The loss, whose gradients are in fp32; the head; and the final norm."""
+    """Return the backward points of the loss, whose gradients are in fp32, of the head, and of the final norm."""
     saved, matrix = _saved(x), x.hidden * vocab
     gradients = _wide(x, vocab, "gradient of log-softmax, fp32"), _wide(x, vocab, "gradient of the logits, fp32")
     incoming, through = _logits(x, vocab, "gradient of the logits"), _flowing(x, "gradient of the head's input")

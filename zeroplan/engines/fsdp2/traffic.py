@@ -1,4 +1,4 @@
-"""What FSDP2 sends per step: all-gathers before use, reduce-scatters after backward, all-reduces over replicas."""
+"""FSDP2's traffic per step: all-gathers before use, reduce-scatters after backward, all-reduces over replicas."""
 
 from collections.abc import Iterator
 
@@ -13,25 +13,25 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 
-#: What the collectives of the root group, those over replicas, and those of experts on several ranks are said to carry.
+#: The payloads of the root group's collectives, of those over replicas, and of experts on several ranks, in words.
 ROOT, REPLICAS, EXPERTS = "the root group", "gradient shards", "experts of"
-#: What those of ranks that share a sequence are.
+#: The payload among ranks that share a sequence.
 KEYS = "keys and values"
 _BF16 = 2
 _BY_MUON = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1, "all_to_all": 1}
-"""The collectives that DTensor may choose, and how often a ring passes on what each moves."""
+"""The collectives that DTensor may choose, and how often a ring sends each one's payload."""
 
 
 def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple[Collective, ...]:
-    """Every collective of one optimizer step.
+    """Return every collective of one optimizer step.
 
-    The root group is gathered once per micro-batch, blocks twice where they are resharded in between: somewhat less than the
-    3Ψ of the ZeRO paper (arXiv:1910.02054, section 7).
+    The root group is gathered once per micro-batch, blocks twice if they are resharded in between: somewhat less than the 3Ψ of
+    the ZeRO paper (arXiv:1910.02054, section 7).
     """
     reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
     calls = list(_outside(plan, mesh, batch.grad_accum_steps, reductions))
     for *groups, run, one in zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True):
-        name, backward = f"{run.words} blocks", run.layers if one.points else 1  # the uppermost that no gradient reaches
+        name, backward = f"{run.words} blocks", run.layers if one.points else 1  # the uppermost block that no gradient reaches
         if groups[0].experts is not None:
             from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  keeps start-up fast
 
@@ -56,7 +56,7 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
 
 
 def of_muon(plan: Plan) -> Iterator[Collective]:
-    """What DTensor sends while Muon takes each matrix of a block, whose rows are sharded."""
+    """Yield DTensor's collectives while Muon updates each matrix of a block, whose rows are sharded."""
     matrices = [tensor for tensor in plan.local_tensors if updated_by_muon(tensor)]
     for operation, times in _BY_MUON.items():
         calls, n_bytes = _of_matrices(matrices, plan.width.stored, operation)
@@ -71,7 +71,7 @@ def of_muon(plan: Plan) -> Iterator[Collective]:
 
 
 def _of_matrices(matrices: list[LocalTensor], width: int, operation: str) -> tuple[Int, Int]:
-    """How many of one collective there are in a step, and the bytes of all."""
+    """Return the number of calls of one collective in a step, and their total bytes."""
     calls: Int = 0
     n_bytes: Int = 0
     for one in matrices:
@@ -81,7 +81,7 @@ def _of_matrices(matrices: list[LocalTensor], width: int, operation: str) -> tup
 
 
 def _outside(plan: Plan, mesh: Mesh, passes: Int, reductions: Int) -> Iterator[Collective]:
-    """The root group, or embedding and head as units of their own, of which the embedding is gathered again for its backward."""
+    """Yield the collectives of the root group, or of embedding and head. The backward gathers the embedding again."""
     for group, trained in zip(plan.outside, plan.trained_outside, strict=True):
         embeds = plan.ends is not None and group is plan.ends.embedding
         name = ROOT if plan.ends is None else "the embedding" if embeds else "final norm and head"
@@ -107,7 +107,7 @@ def _of_group(
 
 
 def gather(plan: Plan, group: Group, calls: Int, what: str, phase: Phase, *, ranks: Int) -> Collective:
-    """All-gathers of one group's parameters."""
+    """Return the all-gathers of one group's parameters."""
     payload: Int = plan.width.compute * group.padded
     each: Int = ceil_div(payload, ranks)
     sent: Int = calls * each * (ranks - 1)
@@ -116,7 +116,7 @@ def gather(plan: Plan, group: Group, calls: Int, what: str, phase: Phase, *, ran
 
 
 def reduce_scatter(plan: Plan, group: Group, calls: Int, what: str, *, ranks: Int) -> Collective:
-    """Reduce-scatters of one group's gradients."""
+    """Return the reduce-scatters of one group's gradients."""
     payload: Int = plan.reduce_bytes * group.padded
     each: Int = plan.reduce_bytes * group.shard
     sent: Int = calls * each * (ranks - 1)
@@ -125,7 +125,7 @@ def reduce_scatter(plan: Plan, group: Group, calls: Int, what: str, *, ranks: In
 
 
 def over_replicas(plan: Plan, group: Group, calls: Int, what: str, replicas: Int) -> Collective:
-    """All-reduces of the shards that reduce-scatters leave."""
+    """Return the all-reduces of the shards that reduce-scatters leave."""
     payload: Int = plan.reduce_bytes * group.shard
     each: Int = ceil_div(payload, replicas)
     sent: Int = 2 * calls * each * (replicas - 1)

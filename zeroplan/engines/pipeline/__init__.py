@@ -1,10 +1,10 @@
-"""What does a rank of a pipeline hold, which rank holds most, and what do they send each other?
+"""The memory of every rank of a pipeline, the rank with the highest peak, and the traffic between ranks.
 
-FSDP2 inside every stage, stages and schedules of ``torch.distributed.pipelining`` (torch 2.13), cut and driven as torchtitan does
-it. A stage is FSDP2's plan of its layers; a schedule says how many micro-batches wait in it while another goes through.
+FSDP2 shards every stage; stages and schedules are those of ``torch.distributed.pipelining`` (torch 2.13), split and driven as
+in torchtitan. A stage is FSDP2's plan of its layers; a schedule decides how many micro-batches are in flight meanwhile.
 
-Schedules that split a backward (``interleaved-zero-bubble``, ``zbv``) are answered where ``transformer/families/halves.py`` tells
-what a block keeps between the halves, and refused elsewhere.
+Schedules that split a backward (``interleaved-zero-bubble``, ``zbv``) are modelled if ``transformer/families/halves.py`` knows
+the tensors that a block keeps between the halves, and refused otherwise.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,13 +47,13 @@ SCHEDULES_OF_2_13 = (
     "the schedules are those of torch 2.13: what torch 2.15's own hold, receive buffers among it, is not modelled"
 )
 _STAGES_AT_ONCE = 3
-"""With more on each rank torch shards some again between their passes (``_add_unshard_reshard``, ``max_active_stages``)."""
+"""With more stages per rank, torch shards some of them between their passes (``_add_unshard_reshard``, ``max_active_stages``)."""
 
 
 def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
-    """Memory and traffic per step of every pipeline rank, first to last. [bytes]
+    """Return memory and traffic per step of every pipeline rank, first to last. [bytes]
 
-    The number of micro-batches is one number: the order of a schedule depends on it. Other numbers may be columns.
+    The number of micro-batches must be an int, since the order of a schedule depends on it. Other numbers may be columns.
     """
     return accounts_of(tuple(range(int(mesh.pp))), model, recipe, mesh, batch)
 
@@ -61,7 +61,7 @@ def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> 
 def accounts_of(
     ranks: tuple[int, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
 ) -> tuple[Account, ...]:  # fmt: skip
-    """The same of some ranks alone. [bytes]"""
+    """Return the same for some ranks only. [bytes]"""
     here = arranged(model, recipe, mesh)
     batch = of_a_rank(batch, here.cp)
     indices = [here.indices(rank) for rank in ranks]
@@ -81,7 +81,7 @@ def accounts_of(
 
 
 class Arranged(NamedTuple):
-    """A model cut into stages, as a schedule drives it."""
+    """A model split into stages, with the schedule that drives them."""
 
     model: ModelSpec
     recipe: RecipeSpec
@@ -93,16 +93,16 @@ class Arranged(NamedTuple):
     stages: tuple[Stage, ...]
 
     def indices(self, rank: int) -> tuple[int, ...]:
-        """Which stages a rank has."""
+        """Return the indices of a rank's stages."""
         return indices_of_rank(self.schedule, rank=rank, pp=self.pp, stages=len(self.stages))
 
     def place(self, rank: int, micro_batches: int) -> Place:
-        """Where in the pipeline a rank stands."""
+        """Return the position of a rank in the pipeline."""
         return Place(self.schedule, rank, self.pp, self.chunks, micro_batches)
 
 
 def arranged(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Arranged:
-    """Cut a model into stages; raises SpecError where a schedule is not modelled."""
+    """Split a model into stages. Raises SpecError for a schedule that is not modelled."""
     if recipe.pipeline_schedule in SPLIT:
         _check_split(model, recipe, mesh)
     recipe = replace(recipe, sync_every_micro_batch=False)  # a schedule reduces once
@@ -119,7 +119,6 @@ def arranged(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Arranged:
 
 
 def _check_split(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> None:
-    """Refuse what of a schedule that splits backwards is not modelled."""
     resharding = recipe.fsdp2.reshard_after_forward
     if recipe.zero_stage == 3 if resharding is None else resharding:
         raise SpecError(
@@ -136,7 +135,7 @@ def _check_split(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> None:
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """The account of the rank whose peak is the highest, the first of equals, with every rank's peak. Sizes are ints here."""
+    """Return the account of the first rank with the highest peak, with every rank's peak. Sizes are ints here."""
     every = accounts(model, recipe, mesh, batch)
     worst = highest_of(every)
     others = tuple(one.pipeline[0] for one in every if one is not worst)
@@ -148,15 +147,15 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 
 def highest_of(every: Iterable[Account]) -> Account:
-    """Of accounts of ranks that of the one whose peak is the highest, the first of equals."""
+    """Return the account of the first rank with the highest peak."""
     return max(every, key=lambda one: int(one.pipeline[0].peak_bytes))
 
 
 def ranks_in_question(recipe: RecipeSpec, pp: int) -> tuple[int, ...]:
-    """Ranks of which one has the highest peak: the first and the last, which have more than blocks, and the second.
+    """Return the ranks that can have the highest peak: the first and the last, which also have other layers, and the second.
 
-    After it ranks have as many layers, and fewer micro-batches wait in them; not where backwards are split, stages go back, or
-    the first layers alone are recomputed.
+    Later ranks have as many layers and fewer micro-batches in flight. All ranks count if backwards are split, stages return to
+    earlier ranks, or only the first layers are recomputed.
 
     >>> ranks_in_question(RecipeSpec(), 8), ranks_in_question(RecipeSpec(), 2)
     ((0, 1, 7), (0, 1))
@@ -169,7 +168,6 @@ def ranks_in_question(recipe: RecipeSpec, pp: int) -> tuple[int, ...]:
 def _account(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, stages: tuple[StagePlan, ...], place: Place
 ) -> Account:  # fmt: skip
-    """Memory and traffic of one rank."""
     standing, gradients = states_of(stages)
     units = tuple(Units(stage.plan._replace(walk=stage.walk)) for stage in stages)
     here = Rank(place.rank, stages, (*standing, *received_lines(stages, mesh, batch)), cut_lines(stages, mesh, batch), units)
@@ -192,7 +190,7 @@ def _account(
 
 
 def states_of(stages: tuple[StagePlan, ...]) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
-    """What a rank keeps from step to step, and its share of the gradients."""
+    """Return the memory that a rank keeps from step to step, and its gradient shards."""
     gradients = (
         stage.plan.gradient_shards(stage.plan.every_layer, "after backward", stage.plan.trained_outside) for stage in stages
     )
@@ -202,7 +200,7 @@ def states_of(stages: tuple[StagePlan, ...]) -> tuple[tuple[Line, ...], tuple[Li
 def account_of_time(
     stages: tuple[StagePlan, ...], place: Place, mesh: Mesh, batch: Batch, model: ModelSpec
 ) -> Account:  # fmt: skip
-    """What of a rank's account its step's time follows from: states and collectives, and that there is a pipeline."""
+    """Return the parts of a rank's account that its step time depends on: states, collectives, and the rank in the pipeline."""
     standing, gradients = states_of(stages)
     sent = collectives(stages, gathers(place, resharded=bool(stages[0].plan.reshard)), mesh, batch, model)
     return Account((*standing, *gradients), (), sent, pipeline=(PipelineRank(place.rank, "", 0, 0, ""),))
@@ -226,12 +224,12 @@ def _notes(recipe: RecipeSpec, mesh: Mesh) -> tuple[str, ...]:
 
 
 def states_for(place: Place, plan: Plan) -> tuple[State, ...]:
-    """What waits on a rank in a step, where most does."""
+    """Return the states of a rank in a step in which most tensors wait."""
     return states(place, resharded=bool(plan.reshard), widened=plan.reduce_bytes != plan.width.compute)
 
 
 def until_next(place: Place, hidden_bytes: Int) -> tuple[Line, ...]:
-    """Gradients of inputs that a first half leaves on what it was given."""
+    """Return the input gradients that a first half leaves on the received tensors until the next step."""
     if place.schedule not in SPLIT:
         return ()
     count = left_over(place)
@@ -249,7 +247,7 @@ def _shown(rank: int, stages: tuple[StagePlan, ...], moments: Moments) -> Pipeli
 
 
 def _in_words(stage: Stage) -> str:
-    """Name the layers of a stage, counted from 1, and what stands before and after them.
+    """Return the layers of a stage in words, counted from 1, with the modules before and after them.
 
     >>> _in_words(Stage(0, 0, 7, True, False))
     'embedding, blocks 1 to 7'
@@ -259,7 +257,7 @@ def _in_words(stage: Stage) -> str:
 
 
 def _joined(lines: Iterator[Line]) -> tuple[Line, ...]:
-    """Add up what several stages have of the same."""
+    """Add up equal lines of several stages."""
     found: dict[tuple[Kind, str], Line] = {}
     for line in lines:
         key = (line.kind, line.reason)
@@ -269,11 +267,11 @@ def _joined(lines: Iterator[Line]) -> tuple[Line, ...]:
 
 
 def cut_lines(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """Of a whole step's sequences, where ranks share them: copies to be restored, and shares, until its passes are over. [bytes]
+    """Return the lines of a step's sequences under context parallelism: copies of whole ones, and this rank's shards. [bytes]
 
-    torchtitan of 2025 (``train.py``, ``forward_backward_step``) puts one ``context_parallel`` around the schedule's step. It cuts
-    token ids or labels, and what says positions, of which every stage needs its own: in place, which gives no memory back. The
-    share of the positions has two names. ``batch`` is one rank's.
+    torchtitan of 2025 (``train.py``, ``forward_backward_step``) puts one ``context_parallel`` around the schedule's step. It
+    cuts token ids or labels, and each stage's positions, in place, which frees no memory. Two variables hold the shard of the
+    positions. ``batch`` is one rank's.
     """
     if mesh.cp == 1:
         return ()
@@ -288,14 +286,14 @@ def cut_lines(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[
 
 
 def _sequences(stages: tuple[StagePlan, ...], batch: Batch) -> Int:
-    """Sequences of token ids or labels that a rank has of a step: those that its first or last stage reads."""
+    """Return the number of sequences of token ids or labels that a rank holds per step: those of the first or last stage."""
     return sum(stage.stage.is_first + stage.stage.is_last for stage in stages) * batch.grad_accum_steps * batch.micro_batch_size
 
 
 def received_lines(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """Receive buffers, which a stage has for every micro-batch of a step, and the step's token ids and labels.
+    """Return the receive buffers, one per stage and micro-batch of a step, and the step's token ids and labels.
 
-    With ranks that share sequences, whole ones, and the positions in one of them.
+    With context parallelism ids and labels are whole sequences, with the positions of one of them.
     """
     count = batch.grad_accum_steps
     buffers = sum(2 - stage.stage.is_first - stage.stage.is_last for stage in stages)

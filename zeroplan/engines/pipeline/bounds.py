@@ -1,7 +1,7 @@
-"""What a pass through a stage takes at the most: never less than its highest moment, and computed at once.
+"""An upper bound of the memory of a pass through a stage, which is quicker to compute than the peak.
 
-A search compares passes and ranks, and most of them are far from the highest. A bound adds up everything of a stage that can be
-alive in a pass, in whatever order it comes and goes, so that what is below another pass anyway need not be run.
+A search compares many passes and ranks, most of them far from the highest. A bound sums all tensors of a stage that can be
+alive in a pass, in any order. So a pass whose bound is below another pass's peak need not run.
 """
 
 from typing import NamedTuple
@@ -16,23 +16,23 @@ from zeroplan.weights import Weight
 
 
 class Bounds(NamedTuple):
-    """Of a stage. [bytes]"""
+    """Upper bounds of one stage. [bytes]"""
 
     forward: int
-    """All that a forward can hold, gathers and gradients left out."""
+    """Bound of a forward, without all-gathers and gradients."""
     backward: int
-    """The same of a backward."""
+    """Bound of a backward, without all-gathers and gradients."""
     reducing: int
-    """The same of its reduction."""
+    """Bound of the gradients' reduction."""
     gathers: int
-    """What gathers can hold, where the stage is not whole yet."""
+    """Bound of the all-gathers, if the stage is not whole yet."""
     in_turn: int
-    """The same of a forward that finds what is outside the blocks unsharded."""
+    """Bound of the all-gathers of a forward whose parameters outside the blocks are unsharded already."""
     sizes: Sizes
-    """Of what waits, earlier micro-batches' gradients among it; ints."""
+    """Sizes of waiting tensors, including earlier micro-batches' gradients; ints."""
 
     def of(self, state: State) -> Weight | None:
-        """Of a state's pass, by pool; None of half a backward."""
+        """Return the bound of a state's pass, by pool; None for half a backward."""
         at, (gradients, fresh) = state.chunk, map(int, (self.sizes.gradients, self.sizes.fresh))
         earlier = state.earlier[at] * gradients + (fresh if state.fresh and state.fresh[at] else 0)
         gathers = 0 if state.whole[at] and not state.begins else self.gathers
@@ -44,7 +44,7 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(stage: StagePlan, sizes: Sizes) -> Bounds | None:
-    """The bounds of a stage; None where parameters are gathered, kept or reduced in other ways than most."""
+    """Return the bounds of a stage; None if parameters are gathered, kept or reduced in an unusual way."""
     plan = stage.plan
     if plan.has_experts_apart or plan.of_torch_2_15 or not isinstance(plan.reshard, bool) or plan.recipe.offloads:
         return None
@@ -64,14 +64,13 @@ def bounds_of(stage: StagePlan, sizes: Sizes) -> Bounds | None:
 
 
 def _kept(stage: StagePlan) -> tuple[int, int]:
-    """What blocks keep: all of them, and all but one."""
     plan = stage.plan
     every = int(sum(layers * each for layers, each in zip(plan.every_layer, plan.kept, strict=True)))
     return every, every - int(min(plan.kept))
 
 
 def _forward(stage: StagePlan) -> int:
-    """Of the blocks, or of head and loss behind them."""
+    """Return the bound of the blocks, or of head and loss after them."""
     plan, head = stage.plan, stage.plan.head
     every, others = _kept(stage)
     within = max(
@@ -86,7 +85,7 @@ def _forward(stage: StagePlan) -> int:
 
 
 def _backward(stage: StagePlan) -> int:
-    """Of loss and head, of the blocks, or of the embedding."""
+    """Return the bound of loss and head, of the blocks, or of the embedding."""
     plan, hidden, width = stage.plan, int(stage.hidden_bytes), stage.plan.width.compute
     every, others = _kept(stage)
     both = width + plan.reduce_bytes
@@ -104,7 +103,7 @@ def _backward(stage: StagePlan) -> int:
 
 
 def _reducing(stage: StagePlan) -> int:
-    """Gradients that are copied into a reduction's input, what comes out, and what earlier ones have left."""
+    """Return gradients being copied into the reduce-scatter input, its output, and earlier reductions' results."""
     plan, width, reduced = stage.plan, stage.plan.width.compute, stage.plan.reduce_bytes
     groups = (plan.root, *plan.blocks)
     made = max(

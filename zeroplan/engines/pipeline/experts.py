@@ -1,7 +1,7 @@
-"""A stage of a pipeline whose experts are on several ranks: what FSDP2 does otherwise with blocks that are sharded in two groups.
+"""A stage of a pipeline whose experts are on several ranks. FSDP2 shards each of its blocks in two param groups.
 
-Everything but the experts is gathered, copied out and, under a schedule, reduced first, the experts after it; only the second
-gives back the inputs of reductions before it (torch 2.13, ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``,
+Everything but the experts is gathered, copied out and, under a schedule, reduced first; the experts follow. Only the second
+reduction frees the inputs of earlier reductions (torch 2.13, ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``,
 ``post_backward``; ``torch/distributed/pipelining/stage.py``, ``perform_reduce_grad``).
 """
 
@@ -20,9 +20,9 @@ from zeroplan.numeric import Int, maximum
 def reducing(
     plan: Plan, run: int, width: int, name: str, there: tuple[tuple[Line, ...], tuple[Line, ...]]
 ) -> Iterator[Moment]:  # fmt: skip
-    """What is not the experts' is reduced first, while they are unsharded; then they are.
+    """Yield the reduction of a block's other parameters, while its experts are unsharded, and then that of the experts.
 
-    ``there`` is what is there in both, and in the first alone. Gradients are ``width`` bytes wide until then.
+    ``there``: lines alive in both, and lines alive only in the first. Gradients are ``width`` bytes wide until then.
     """
     alive, waiting = there
     group = plan.blocks[run]
@@ -51,7 +51,7 @@ def reducing(
 
 
 def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
-    """As outside pipelines, but that the last gradient has a name until the reduction is over."""
+    """Return the experts' gradients in their reduction. A variable holds the last one until it ends."""
     _, theirs = param_groups(group, plan.gathers, "", plan.n)
     copied = experts_copied_or_reduced(plan, theirs, width)
     named = apart.gathers * named_bytes(plan, width, apart.last) + reduce_output_bytes(plan, group.of_experts)
@@ -59,13 +59,13 @@ def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
 
 
 def waiting(plan: Plan, run: int, *, is_first: bool) -> tuple[Line, ...]:
-    """The input of the reduction before a block's, of the same kind unless it is the first: it stays until the experts' begins."""
+    """Return the input of the previous reduction, of the same group unless it is the first; it lives until the experts' begins."""
     before = plan.outside[0] if is_first and not run else plan.blocks[run - is_first]
     return (plain(reduce_input(plan, before.of_experts, "reduce-scatter input of what was reduced before")),)
 
 
 def plain(line: Line) -> Line:
-    """The line with bytes for a formula: what stages call alike is of several sizes."""
+    """Return the line with its bytes as formula, since stages use one name for several sizes."""
     return line._replace(formula=product(1, line.n_bytes))
 
 

@@ -1,4 +1,4 @@
-"""Whole gradients on a rank of a pipeline, which add up until all micro-batches are through."""
+"""Whole gradients on a pipeline rank, which accumulate until all micro-batches are through."""
 
 from collections.abc import Iterable
 
@@ -17,7 +17,7 @@ HALVES = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_backward_
 def accumulated(
     plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = (), *, whose: str = "this stage's"
 ) -> Line:  # fmt: skip
-    """Whole gradients of layers and of units outside them, in the dtype in which they will be reduced. [bytes]"""
+    """Return the whole gradients of layers and of units outside them, in the reduction's dtype. [bytes]"""
     elements = sum(elements_of(plan, group) for group in outside)
     for count, group in zip(layers, plan.trained_blocks, strict=True):
         elements += count * group.numel
@@ -26,35 +26,35 @@ def accumulated(
 
 
 def reduced(plan: Plan, layers: tuple[int, ...], reason: str, outside: tuple[Group, ...]) -> Line:
-    """This rank's chunks of the gradients of layers and of units outside them; nothing where they are on the host. [bytes]"""
+    """Return this rank's gradient shards of layers and of units outside them; nothing if they are on the host. [bytes]"""
     elements = 0 if plan.offloaded else plan.trained_shards(layers, outside)
     return in_elements(Line(Kind.GRADIENTS, plan.width.stored * elements, reason, source=REDUCE), plan.width.stored)
 
 
 def named_bytes(plan: Plan, width: int, last: int) -> Int:
-    """The last gradient of a unit, ``last`` elements of this width, which a local of ``foreach_reduce`` names until it returns.
+    """Return the bytes of a unit's last gradient (``last`` elements), which a local of ``foreach_reduce`` holds until it returns.
 
-    Only a loop over several ranks' chunks sets that local, in torch 2.13.
+    In torch 2.13 only a loop over several ranks' chunks assigns that local.
     """
     return 0 if plan.of_torch_2_15 else plan.gathers * width * last
 
 
 def as_made(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = (), *, whose: str = "this stage's") -> Line:
-    """Whole gradients of a second half, in the dtype that they were made in. [bytes]"""
+    """Return the whole gradients of a second half, in the dtype in which they were made. [bytes]"""
     line = accumulated(plan._replace(reduce_bytes=plan.width.compute), layers, outside)
     return line._replace(reason=f"{whose} whole gradients of weights, not added to the others yet", source=HALVES)
 
 
 def root_gradients(plan: Plan, made: int, current: int = 0) -> Line:
-    """Gradients of what is outside the blocks. [bytes]"""
+    """Return the gradients of parameters outside the blocks. [bytes]"""
     line = buffers.root_gradients(plan, made, current)
     return in_elements(line._replace(n_bytes=made_bytes(plan, made, current)), plan.width.compute)
 
 
 def made_bytes(plan: Plan, made: int, current: int) -> Int:
-    """Gradients of this micro-batch that are there beside those of earlier ones, ``current`` elements of them just made. [bytes]
+    """Return the gradients of this micro-batch beside earlier ones; ``current`` of these elements are just made. [bytes]
 
-    Torch 2.15 casts those of the first micro-batch one by one, as they come to their weights.
+    Torch 2.15 casts the first micro-batch's gradients one by one, as they reach their weights.
     """
     if plan.cast_on_arrival and not plan.several:
         return plan.width.compute * current + plan.reduce_bytes * (made - current)
@@ -63,31 +63,32 @@ def made_bytes(plan: Plan, made: int, current: int) -> Int:
 
 
 def made_line(plan: Plan, n_bytes: Int, reason: str) -> Line:
-    """Whole gradients of this micro-batch, in the dtype that they are computed in. [bytes]"""
+    """Return a line of whole gradients of this micro-batch, in the compute dtype. [bytes]"""
     width = plan.width.compute
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, product(width, n_bytes // width), ACCUMULATE)
 
 
 def in_elements(line: Line, width: int) -> Line:
-    """Write a line as this many bytes times this many elements of this rank's stages."""
+    """Return the line with a formula: this many bytes times the elements of this rank's stages."""
     kind, n_bytes, reason, _, source, tag = line
     return Line(kind, n_bytes, reason, product(width, n_bytes // width), source, tag)
 
 
 def sizes_of_block(plan: Plan, run: int) -> tuple[int, ...]:
-    """Elements of each parameter of a block that is trained."""
+    """Return the elements of each trained parameter of a block."""
     return sizes_of(plan.runs[run].parameters)
 
 
 def sizes_of(parameters: Iterable[Parameter]) -> tuple[int, ...]:
-    """Elements of those that are trained."""
+    """Return the elements of the trained parameters."""
     return tuple(parameter.numel for parameter in parameters if not parameter.frozen)
 
 
 def taken_up(plan: Plan, sizes: tuple[int, ...], *, first: bool) -> Line:
-    """Gradients of one group, cast one by one where they are the first and the reduction's dtype is wider. [bytes]
+    """Return the gradients of one group while FSDP2 accumulates them, cast if they are the first and the dtype widens. [bytes]
 
-    Where dtypes are alike, or autograd has cast them as they came, those of later micro-batches have been added already.
+    If the dtypes are alike, or autograd has cast the gradients on arrival, those of later micro-batches have been added
+    already.
     """
     here, there = plan.width.compute, plan.reduce_bytes
     n_bytes = here * sum(sizes)
@@ -99,7 +100,7 @@ def taken_up(plan: Plan, sizes: tuple[int, ...], *, first: bool) -> Line:
 
 
 def _highest_cast(sizes: tuple[int, ...], here: int, there: int) -> int:
-    """Most bytes while tensors in one width become tensors in another, in order."""
+    """Return the peak while tensors of one width become tensors of another, one after the other. [bytes]"""
     most, done, left = 0, 0, sum(sizes)
     for size in sizes:
         done += size

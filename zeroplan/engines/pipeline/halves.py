@@ -1,8 +1,8 @@
-"""The moments of a backward in two halves: through a stage for gradients of inputs, later through it again for those of weights.
+"""The moments of a backward in two halves: input gradients through the stage first, weight gradients later.
 
-The first half goes from the last block to the first and frees nothing. FSDP2's hooks run in it and take up gradients that an
-earlier second half has left. The second half goes through the weights from the first block to the last, with no hook;
-their gradients become the parameters', or are added to those.
+The first half runs from the last block to the first and frees nothing. FSDP2's hooks run in it and accumulate the gradients of
+an earlier second half. The second half goes through the weights from the first block to the last, without hooks. Its gradients
+become the parameters' gradients, or are added to them.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ def _split(stage: StagePlan) -> Split:
 
 
 def first_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
-    """Head and loss where they are, then block after block from the last to the first."""
+    """Yield head and loss, if they are in the stage, then each block from the last to the first."""
     stage = rank.stages[state.chunk]
     plan, split = stage.plan, _split(stage)
     kept = (*kept_of_all(stage), *((*plan.head.saved, *plan.head.loss) if stage.stage.is_last else ()))
@@ -65,7 +65,7 @@ def _gradients(n_bytes: Int) -> Line:
 
 
 def _through(block: Halves, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
-    """The highest moment of a block, and the highest without what CUDA's kernels take inside themselves."""
+    """Yield the highest moment of a block without CUDA kernels' workspace, and all moments with such a workspace."""
     plain = [point for point in block.points if not _has_scratch(point)]
     for point in (
         *_highest(plain, lambda point: total_bytes(point.lines)),
@@ -79,7 +79,7 @@ def _has_scratch(point: Point) -> bool:
 
 
 def _gradients_left(plan: Plan, position: Position, state: State, *, itself: bool) -> Iterator[Line]:
-    """Whole gradients while a block runs its backward: those above it have been taken up, it and those below it not yet."""
+    """Yield whole gradients during a block's backward: accumulated ones of the blocks above, fresh ones of it and below."""
     done, fresh = state.earlier[state.chunk], state.fresh[state.chunk]
     if done or fresh:
         yield accumulated(plan, plan.every_layer, plan.trained_outside) if done else accumulated(plan, position.after)
@@ -89,7 +89,7 @@ def _gradients_left(plan: Plan, position: Position, state: State, *, itself: boo
 
 
 def _taking_up(plan: Plan, position: Position, state: State, alive: tuple[Line, ...]) -> Iterator[Moment]:
-    """What an earlier second half has left of this block comes to what there is, or is cast to be the first."""
+    """Yield the moment when FSDP2 accumulates a block's gradients of an earlier second half, or casts the first ones."""
     if not state.fresh[state.chunk]:
         return
     made = taken_up(plan, sizes_of_block(plan, position.run), first=not state.earlier[state.chunk])
@@ -108,9 +108,9 @@ def _taking_up_root(plan: Plan, state: State, alive: tuple[Line, ...]) -> Iterat
 
 
 def second_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
-    """Block after block from the first to the last, then final norm and head where they are.
+    """Yield each block from the first to the last, then final norm and head, if they are in the stage.
 
-    Where earlier gradients are there in the same dtype, each new one is added and goes; else they stay.
+    If earlier gradients have the same dtype, each new gradient is added to them and freed; else the new ones stay.
     """
     stage = rank.stages[state.chunk]
     plan, split = stage.plan, _split(stage)
@@ -123,7 +123,7 @@ def second_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[
 
 
 def _highest(found: list[T], n_bytes: Callable[[T], Int]) -> list[T]:
-    """The one with most bytes beside what all of them have; of columns all."""
+    """Return the element with most bytes; all elements if sizes are columns."""
     sizes = [n_bytes(one) for one in found]
     if not all(isinstance(size, int) for size in sizes):
         return found
@@ -131,27 +131,27 @@ def _highest(found: list[T], n_bytes: Callable[[T], Int]) -> list[T]:
 
 
 class _Making(NamedTuple):
-    """Weights whose gradients are being made, and what has come before them in this half."""
+    """Weights whose gradients are being made, and the gradients made before them in this half."""
 
     weights: Weights
     last: int
-    """Gradients made right before, which have a name until these are made. [elements]"""
+    """Elements of the gradients made right before, which a variable holds until these are made."""
     made: int
-    """All made before. [elements]"""
+    """Elements of all gradients made before."""
     freed: Int
-    """What has gone. [bytes]"""
+    """Bytes freed so far."""
 
     def gradients(self, *, added: bool) -> int:
-        """Gradients that are there: all so far, or, where each is added to earlier ones, the last two. [elements]"""
+        """Return the live gradients: all so far, or only the last two if each is added to earlier ones. [elements]"""
         return self.weights.numel + (self.last if added else self.made)
 
     def bytes_beyond(self, width: int, *, added: bool) -> Int:
-        """What is alive beyond what the half begins with. [bytes]"""
+        """Return the live bytes beyond those at the beginning of the half. [bytes]"""
         return width * self.gradients(added=added) + total_bytes(self.weights.beside) - self.freed
 
 
 def _one_by_one(stage: StagePlan, split: Split) -> Iterator[tuple[str, _Making]]:
-    """The weights of the blocks at which a maximum can lie, and of what is behind the blocks."""
+    """Yield the weights of the blocks at which memory can peak, and of the modules after the blocks."""
     ways = [_sums(block.weights) for block in split.blocks]
     for position in stage.positions:
         made, freed = _of_blocks(ways, position.before)
@@ -179,7 +179,6 @@ def _sums(weights: tuple[Weights, ...]) -> tuple[int, Int]:
 
 
 def _of_blocks(ways: list[tuple[int, Int]], layers: tuple[int, ...]) -> tuple[int, Int]:
-    """What this many blocks of each run come to: elements of weights, and bytes that go."""
     freed: Int = 0
     for count, (_, n_bytes) in zip(layers, ways, strict=True):
         freed = freed + count * n_bytes
@@ -187,7 +186,6 @@ def _of_blocks(ways: list[tuple[int, Int]], layers: tuple[int, ...]) -> tuple[in
 
 
 def _making(stage: StagePlan, plan: Plan, now: _Making, *, added: bool) -> tuple[Line, ...]:
-    """What is left of the micro-batch, and gradients of weights."""
     left, width = stage.between_bytes - now.freed, plan.width.compute
     made = width * now.gradients(added=added)
     return (

@@ -1,7 +1,7 @@
-"""In which order does a rank take its passes under a schedule that splits backwards: first to inputs, later to weights?
+"""The order of a rank's passes under schedules that split backwards: inputs first, weights later.
 
-The orders of torch 2.13, ``torch/distributed/pipelining/schedules.py``: ``ScheduleInterleavedZeroBubble`` (ZB-1P of Qi et al. 2024,
-arXiv:2401.10241, over several stages) and ``ScheduleZBVZeroBubble``.
+The orders are those of torch 2.13, ``torch/distributed/pipelining/schedules.py``: ``ScheduleInterleavedZeroBubble`` (ZB-1P of
+Qi et al. 2024, arXiv:2401.10241, over several stages) and ``ScheduleZBVZeroBubble``.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from zeroplan.engines.pipeline.order import Action, Pass, in_rounds
 
 @lru_cache(maxsize=4096)
 def zero_bubble(*, rank: int, pp: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    """The order of ``ScheduleInterleavedZeroBubble``: weights follow inputs by as many passes as the rank's number.
+    """Return the order of ``ScheduleInterleavedZeroBubble``: weights follow inputs after as many passes as the rank's number.
 
     >>> [f"{one.kind[0]}{one.chunk}.{one.micro_batch}" for one in zero_bubble(rank=1, pp=2, chunks=2, micro_batches=2)]
     ['f0.0', 'f0.1', 'f1.0', 'i1.0', 'f1.1', 'i1.1', 'w1.0', 'i0.0', 'w1.1', 'i0.1', 'w0.0', 'w0.1']
@@ -38,9 +38,9 @@ def _next(actions: Iterator[Action]) -> list[Action]:
 
 @lru_cache(maxsize=4096)
 def v_shaped(*, rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
-    """The order of ``ScheduleZBVZeroBubble``: one stage on the way down, one on the way up.
+    """Return the order of ``ScheduleZBVZeroBubble``: one stage on the way down, one on the way up.
 
-    It is made for at least 2p - 1 micro-batches; those that there are not are left out.
+    The order is made for at least 2p - 1 micro-batches; missing ones are skipped.
 
     >>> [f"{one.kind[0]}{one.chunk}.{one.micro_batch}" for one in v_shaped(rank=1, pp=2, micro_batches=2)]
     ['f0.0', 'f1.0', 'f0.1', 'f1.1', 'i1.0', 'w1.0', 'i0.0', 'w0.0', 'i1.1', 'w1.1', 'i0.1', 'w0.1']
@@ -79,18 +79,17 @@ _KINDS: tuple[Pass, ...] = ("forward", "input", "weights")
 
 
 class _VOrder:
-    """Actions so far, and how many of each kind each stage has taken."""
+    """Actions so far, and the number of each stage's actions by kind."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.taken: dict[tuple[Pass, int], int] = {(kind, chunk): 0 for kind in _KINDS for chunk in (0, 1)}
 
     def take(self, kind: Pass, chunk: int) -> None:
-        """The next micro-batch goes through."""
         self.actions.append(Action(kind, chunk, self.taken[kind, chunk]))
         self.taken[kind, chunk] += 1
 
     def both(self, chunk: int) -> None:
-        """Inputs, then weights."""
+        """Add a backward of inputs, then one of weights."""
         self.take("input", chunk)
         self.take("weights", chunk)

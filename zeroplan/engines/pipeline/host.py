@@ -1,4 +1,4 @@
-"""What a pipeline rank keeps in host memory: its stages' states, and inputs of blocks for every micro-batch in flight."""
+"""The host memory of a pipeline rank: its stages' states, and inputs of blocks for every micro-batch in flight."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ _REASON = "inputs of blocks, of all micro-batches between their forward and thei
 def in_host_memory(
     recipe: RecipeSpec, stages: tuple[StagePlan, ...], states: tuple[State, ...]
 ) -> tuple[tuple[Line, ...], tuple[Symbol, ...]]:  # fmt: skip
-    """Lines of a rank's host memory, and what their formulas use; nothing where nothing is offloaded. [bytes]"""
+    """Return the lines of a rank's host memory, and their symbols; nothing without offload. [bytes]"""
     if not recipe.offloads:
         return (), ()
     pinned: Int = 0
@@ -42,7 +42,7 @@ def _states_of(stage: StagePlan) -> Iterator[Line]:
 
 
 def _inputs(stages: tuple[StagePlan, ...], states: tuple[State, ...]) -> tuple[Line, Int]:
-    """The most that is there at once, and what it takes in pinned blocks beyond that."""
+    """Return the peak of offloaded inputs, and the extra bytes of their pinned blocks."""
     each = [activations_away(stage.plan) for stage in stages]
     n_bytes, rounded = (
         _most(sizes, states) for sizes in ([total_bytes(one.lines) for one in each], [one.beyond_bytes for one in each])
@@ -51,7 +51,7 @@ def _inputs(stages: tuple[StagePlan, ...], states: tuple[State, ...]) -> tuple[L
 
 
 def _most(sizes: list[Int], states: tuple[State, ...]) -> Int:
-    """The most of what each stage has so much of for every micro-batch in flight, and for the one whose pass it is."""
+    """Return the peak of stage-wise sizes, over every micro-batch in flight and the one whose pass runs."""
     most: Int = 0
     for state in states:
         now: Int = 0

@@ -1,4 +1,4 @@
-"""Lines that the moments of a pipeline rank have in common: parameters and what a stage keeps, whatever the pass."""
+"""Lines that all moments of a pipeline rank share: parameters and kept activations."""
 
 from zeroplan.engines.formulas import product, several
 from zeroplan.engines.fsdp2.buffers import kept
@@ -17,12 +17,12 @@ AT_ONCE = "torch 2.13, torch/distributed/pipelining/schedules.py, _add_unshard_r
 
 
 def stays_unsharded(plan: Plan, *, whole: bool) -> tuple[Group, ...]:
-    """Units outside the blocks that are unsharded between passes; an embedding by itself is while the ``whole`` stage is."""
+    """Return the units outside the blocks that stay unsharded between passes; in a ``whole`` stage also a separate embedding."""
     return plan.outside if plan.ends is None or whole else (plan.ends.head,)
 
 
 def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str, outside: tuple[Group, ...] = ()) -> Line:
-    """Units outside the blocks, and these layers of them. [bytes]"""
+    """Return the unsharded parameters of these layers and of ``outside`` units. [bytes]"""
     elements: Int = 0
     for group in outside:
         elements = elements + group.padded
@@ -33,7 +33,7 @@ def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str, outsi
 
 
 def gathered_at_once(plan: Plan) -> tuple[Line, Line]:
-    """All groups of a stage, gathered before its first pass and copied out one by one, and what that takes beside. [bytes]"""
+    """Return all groups of a stage, gathered before its first pass and then copied out one by one, with temporaries. [bytes]"""
     reason, width = "this stage's parameters, in all-gather buffers or copied out", plan.width.compute
     together = unsharded_parameters(plan, plan.every_layer, reason, plan.outside)
     most: Int = 0
@@ -49,18 +49,18 @@ def gathered_at_once(plan: Plan) -> tuple[Line, Line]:
 
 
 def flowing_line(stage: StagePlan, reason: str, count: int = 1) -> Line:
-    """A gradient of the hidden state, where it is a tensor of its own. [bytes]"""
+    """Return a gradient of the hidden state, if it is a separate tensor. [bytes]"""
     n_bytes = count * stage.hidden_bytes
     return Line(Kind.ACTIVATION_GRADIENTS, n_bytes, reason, several((count, stage.hidden_bytes)), FLOWING)
 
 
 def kept_before(stage: StagePlan, layers: tuple[int, ...]) -> tuple[Line, ...]:
-    """What this micro-batch has left in this many blocks; the lowest one's input lies in a receive buffer. [bytes]"""
+    """Return the activations of this micro-batch in these blocks. The lowest block's input is in a receive buffer. [bytes]"""
     return _kept_of(stage, layers, every=False)
 
 
 def kept_of_all(stage: StagePlan) -> tuple[Line, ...]:
-    """What this micro-batch has left in all blocks. [bytes]"""
+    """Return the activations of this micro-batch in all blocks. [bytes]"""
     return _kept_of(stage, stage.plan.every_layer, every=True)
 
 
@@ -74,7 +74,7 @@ def _kept_of(stage: StagePlan, layers: tuple[int, ...], *, every: bool) -> tuple
 
 
 def root_sizes(plan: Plan) -> tuple[int, ...]:
-    """Elements of each parameter outside the blocks that is trained; of a split embedding's whole gradient."""
+    """Return the elements of each trained parameter's gradient outside the blocks; a split embedding's counts whole."""
     blocks = {parameter.name for run in plan.runs for parameter in run.parameters}
     first, *rest = sizes_of(one for one in plan.parameters if one.name not in blocks)
     return first + whole_embedding(plan), *rest

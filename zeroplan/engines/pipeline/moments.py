@@ -1,7 +1,7 @@
-"""The moments of a pipeline rank: each kind of pass through each of its stages, with everything that waits meanwhile.
+"""The moments of a pipeline rank: each kind of pass through each of its stages, with the tensors that wait meanwhile.
 
-Under a schedule FSDP2 reduces nothing until all micro-batches are through: whole gradients add up, and a stage that has gone
-backward stays unsharded (torch 2.13, ``torch/distributed/pipelining/stage.py``, ``backward_maybe_with_nosync`` and
+Under a schedule FSDP2 reduces gradients only after all micro-batches. Whole gradients accumulate, and a stage stays unsharded
+after a backward (torch 2.13, ``torch/distributed/pipelining/stage.py``, ``backward_maybe_with_nosync`` and
 ``perform_reduce_grad``).
 """
 
@@ -18,7 +18,7 @@ Maker = Callable[[Rank, State, tuple[Line, ...]], Iterable[Moment | Entry]]
 
 
 def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Entry]:
-    """Every moment of a step at which the rank's memory can be highest, its optimizer's step left out."""
+    """Yield every moment of a step at which the rank's memory can peak, except the optimizer's step."""
     makers = makers_of(splits=any(state.between for state in states))
     for state, waiting in most_waits(rank, states):
         for made in makers[state.kind](rank, state, waiting):
@@ -26,7 +26,7 @@ def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Entry]:
 
 
 def makers_of(*, splits: bool) -> dict[str, Maker]:
-    """What makes the moments of each kind of pass; ``splits`` says that backwards are taken in two halves."""
+    """Return the function that makes the moments of each kind of pass; ``splits``: backwards are split in two halves."""
     makers: dict[str, Maker] = {"forward": through, "backward": through, "reducing": reducing}
     if splits:
         from zeroplan.engines.pipeline.halves import first_half, second_half  # noqa: PLC0415  the other schedules' answers need not wait

@@ -1,6 +1,6 @@
-"""In which order does a pipeline rank take forward and backward passes of its stages?
+"""The order of a pipeline rank's forward and backward passes through its stages.
 
-The orders of torch 2.13, ``torch/distributed/pipelining/schedules.py``: ``ScheduleGPipe``, ``Schedule1F1B`` and
+The orders are those of torch 2.13, ``torch/distributed/pipelining/schedules.py``: ``ScheduleGPipe``, ``Schedule1F1B`` and
 ``ScheduleInterleaved1F1B``.
 """
 
@@ -9,11 +9,11 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Pass = Literal["forward", "backward", "input", "weights"]
-"""The last two are the halves of a backward that is split (``halves_order.py``)."""
+"""The last two are the halves of a split backward (``halves_order.py``)."""
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through one of the rank's stages, counted from 0 in the order of their layers."""
+    """One pass of one micro-batch through one of the rank's stages, counted from 0 in layer order."""
 
     kind: Pass
     chunk: int
@@ -22,7 +22,7 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def interleaved(*, rank: int, pp: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    """The order of ``ScheduleInterleaved1F1B``: this many forwards first, then one forward and one backward in turn.
+    """Return the order of ``ScheduleInterleaved1F1B``: some forwards first, then forwards and backwards alternately.
 
     >>> [f"{one.kind[0]}{one.chunk}.{one.micro_batch}" for one in interleaved(rank=1, pp=2, chunks=2, micro_batches=2)]
     ['f0.0', 'f0.1', 'f1.0', 'b1.0', 'f1.1', 'b1.1', 'b0.0', 'b0.1']
@@ -39,7 +39,7 @@ def interleaved(*, rank: int, pp: int, chunks: int, micro_batches: int) -> tuple
 
 
 def in_rounds(kind: Pass, every: int, in_a_round: int, chunks: int) -> Iterator[Action]:
-    """Take this many micro-batches through a stage, then through the next; backwards from the last stage to the first."""
+    """Yield passes in rounds: ``in_a_round`` micro-batches per stage, then the next stage; backwards start at the last stage."""
     taken = [0] * chunks
     for step in range(every):
         at = step // in_a_round % chunks

@@ -1,8 +1,8 @@
-"""One micro-batch on its way through a stage of a pipeline, forward or backward: FSDP2's own program, in a schedule's order.
+"""One micro-batch through a stage of a pipeline, forward or backward: FSDP2's own program, in a schedule's order.
 
-Under a schedule FSDP2 reduces nothing until all micro-batches are through. Whole gradients add up, and a stage that has gone
-backward stays unsharded (torch 2.13, torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``). Hidden states that
-another rank sends lie in a receive buffer, which is there all the time.
+Under a schedule FSDP2 reduces gradients only after all micro-batches. Whole gradients accumulate, and a stage stays unsharded
+after a backward (torch 2.13, torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``). Hidden states from another
+rank are in a receive buffer, which always exists.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ from zeroplan.transformer.families.tags import AT_MLP_NORM, HELD_NORM
 
 
 def through(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
-    """Every moment of a forward or backward at which memory can be highest; ``waiting`` is what belongs to no stage's pass."""
+    """Return every moment of a forward or backward at which memory can peak; ``waiting`` are the rank's other lines."""
     one = StagePass(rank, state, waiting)
     if state.kind == "forward":
         one.forward_through()
@@ -50,7 +50,7 @@ def through(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry,
 
 
 def earlier_gradients(rank: Rank, state: State) -> tuple[Line, ...]:
-    """Whole gradients that micro-batches before this one have left in its stage."""
+    """Return the whole gradients that earlier micro-batches have left in the stage."""
     plan = rank.stages[state.chunk].plan
     fresh = bool(state.fresh and state.fresh[state.chunk])
     return (
@@ -60,19 +60,19 @@ def earlier_gradients(rank: Rank, state: State) -> tuple[Line, ...]:
 
 
 class StagePass(MicroBatch):
-    """A micro-batch in one stage, beside everything that waits on the rank."""
+    """A micro-batch in one stage, with everything that waits on the rank."""
 
     def __init__(self, rank: Rank, state: State, waiting: tuple[Line, ...]) -> None:
         self.rank, self.state, self.stage = rank, state, rank.stages[state.chunk]
         self.whole, self.earlier = state.whole[state.chunk], bool(state.earlier[state.chunk])
         self.output_made: int | None = None
-        """How many moments come before the loss is made, in the last stage's forward."""
+        """The number of moments before the loss is made, in the last stage's forward."""
         super().__init__(self.stage.plan._replace(several=state.earlier[state.chunk]), Trace(), rank.units[state.chunk])
         self.trace.hold("waiting", *waiting)
 
     @property
     def below_blocks(self) -> Unit | None:
-        """The embedding, where it is in this stage and a unit of its own."""
+        """The embedding, if it is in this stage and has a unit of its own."""
         return super().below_blocks if self.plan.outside[0].numel else None
 
     # --- forward --------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class StagePass(MicroBatch):
             self._head_and_loss()
 
     def _enter_stage(self) -> None:
-        """What is outside the blocks is gathered once a step; an interleaved schedule gathers the whole stage at once."""
+        """Gather the units outside the blocks, which happens once a step. An interleaved schedule gathers the whole stage."""
         trace = self.trace
         trace.at("forward: unsharding the stage", Phase.FORWARD)
         if self.state.begins and self.whole:
@@ -104,7 +104,7 @@ class StagePass(MicroBatch):
 
     @property
     def _gathers_once(self) -> bool:
-        """Whether this is the pass that gathers what is gathered once a step, unit by unit."""
+        """Whether this pass gathers, unit by unit, the units that are gathered once a step."""
         return self.state.begins and not self.whole
 
     def _enter_once(self, unit: Unit) -> None:
@@ -114,7 +114,7 @@ class StagePass(MicroBatch):
             self.run.hold_unsharded(unit)
 
     def _embedding_forward(self, unit: Unit) -> None:
-        """An embedding by itself is gathered and sharded again like a block; of the tables only position ids are there."""
+        """Gather and reshard a separate embedding like a block. Of the tables only position ids exist then."""
         head = self.plan.head
         of_batch = [line for line in head.forward if line.tag.role is Role.BATCH]
         self.trace.hold("shared", *head.shared[len(head.with_blocks) :], *of_batch)
@@ -129,7 +129,7 @@ class StagePass(MicroBatch):
             self.run.reshard(unit)
 
     def pass_of(self, position: Position) -> BlockPass:
-        """What a block costs; the first one's input lies in a receive buffer."""
+        """Return the memory of a block. The first block's input is in a receive buffer."""
         one, stage = super().pass_of(position), self.stage
         if position.layer or stage.stage.is_first:
             return one
@@ -141,19 +141,19 @@ class StagePass(MicroBatch):
         )
 
     def enter(self, unit: Unit) -> None:
-        """A stage that a backward has left unsharded gathers nothing."""
+        """Gather a unit, unless a backward has left the stage unsharded."""
         if self.whole:
             self.run.hold_unsharded(unit)
         else:
             super().enter(unit)
 
     def keep(self, layers: tuple[int, ...], *, every: bool = False) -> None:
-        """Hold what this micro-batch has left in this many layers; the lowest one's input lies in a receive buffer."""
+        """Hold the activations of this micro-batch in these layers. The lowest layer's input is in a receive buffer."""
         kept, *_ = kept_of_all(self.stage) if every else kept_before(self.stage, layers)
         self.trace.shrink("kept", kept)
 
     def unsharded_beside(self, position: Position, *, backward: bool) -> tuple[Line, ...]:
-        """Other blocks that are unsharded: those of a whole stage, and those that have run and are not sharded again."""
+        """Return the other unsharded blocks: all blocks of a whole stage, and blocks that have run without resharding."""
         has_run = position.after if backward else position.before
         stays = backward or not self.plan.reshard
         others = position.before if backward else position.after
@@ -162,7 +162,7 @@ class StagePass(MicroBatch):
         return (_unsharded(self.plan, layers),)
 
     def _head_and_loss(self) -> None:
-        """The head makes logits within the stage's forward, in which the last block's buffer is parked. The loss comes after it."""
+        """Run the head within the stage's forward, while the last block's buffer is still held; run the loss after it."""
         plan, trace = self.plan, self.trace
         trace.shrink("waiting", *waiting_lines(self.rank, only_in_flight(self.state)))
         self.output_made = trace.written
@@ -187,7 +187,7 @@ class StagePass(MicroBatch):
         self.trace.pass_by(*(line for line in plan.head.loss_forward if line.tag != HELD_NORM))
 
     def _loss_in_chunks(self) -> None:
-        """The schedule asks for the loss, whose backward runs through the head before the stage's; labels are there anyway."""
+        """Run the chunked loss, whose backward goes through the head before the stage's backward. Labels are alive anyway."""
         plan, trace = self.plan, self.trace
         labels = plan.head.loss[0].reason
         trace.at("loss in chunks, forward", Phase.FORWARD)
@@ -200,7 +200,7 @@ class StagePass(MicroBatch):
             trace.pass_by(made, *(line for line in point.lines if line.reason != labels))
 
     def _gather_head(self, unit: Unit, layers: tuple[int, ...]) -> None:
-        """Norm and head by themselves are gathered when all blocks have run."""
+        """Gather a separate unit of norm and head after all blocks have run."""
         self.trace.shrink("still unsharded", _unsharded(self.plan, layers))
         self.keep(self.plan.every_layer, every=True)
         if self._gathers_once:
@@ -210,7 +210,7 @@ class StagePass(MicroBatch):
             self.trace.drop("last output")
 
     def _after_all(self) -> tuple[int, ...]:
-        """Blocks that are unsharded once all have run forward."""
+        """Return the blocks that are unsharded after all of them have run forward."""
         return tuple(0 for _ in self.plan.blocks) if self.plan.reshard else self.plan.every_layer
 
     # --- backward -------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class StagePass(MicroBatch):
             self._end_head()
 
     def _end_head(self) -> None:
-        """Gradients of norm and head by themselves come to those of earlier micro-batches before blocks go backward."""
+        """Accumulate the gradients of a separate unit of norm and head before the blocks run backward."""
         plan, trace = self.plan, self.trace
         trace.drop("root gradients")
         trace.at("backward: gradients of the last norm and the head", Phase.BACKWARD)
@@ -260,7 +260,7 @@ class StagePass(MicroBatch):
             trace.pass_by(taken_up(plan, self._sizes_outside, first=not self.earlier), flow)
 
     def gradients_so_far(self, position: Position) -> None:
-        """Whole gradients: of all micro-batches before, or of the blocks above in this first one; the head's come at the end."""
+        """Hold whole gradients: earlier micro-batches', or in the first one those of the blocks above. The head's come last."""
         plan, earlier = self.plan, self.earlier
         layers = plan.every_layer if earlier else position.after
         self.trace.shrink("whole gradients", accumulated(plan, layers, self._outside_so_far))
@@ -270,33 +270,33 @@ class StagePass(MicroBatch):
 
     @property
     def _not_ahead(self) -> int:
-        """Elements of the head's gradient where no chunked loss has made it since the last backward."""
+        """Elements of the head's gradient, if no chunked loss has made it since the last backward."""
         return self.stage.head_elements if self.stage.is_chunked and not self.state.ahead else 0
 
     @property
     def _outside_so_far(self) -> tuple[Group, ...]:
-        """Units outside the blocks that have whole gradients while blocks go backward."""
+        """Units outside the blocks that have whole gradients while blocks run backward."""
         ends = self.plan.ends
         return self.plan.trained_outside if self.earlier else () if ends is None else (ends.trained_head,)
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:
-        """The gradient that comes in; the last block's lies in a receive buffer, unless the head makes it."""
+        """Return the incoming gradient. The last block's is in a receive buffer, unless the head makes it."""
         count = int(position.next_run is not None or self.stage.stage.is_last)
         return (flowing_line(self.stage, "gradient that flows into this block", count),)
 
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
-        """A stage that is whole gathers nothing."""
+        """Enter a unit's backward. A whole stage gathers nothing."""
         if self.whole:
             self.run.hold_unsharded(unit)
         else:
             super().enter_backward(unit, below)
 
     def kind_of(self, position: Position) -> object:
-        """Blocks of a run between a stage's ends are alike, in passes that find the same left behind."""
+        """Return the key of equal blocks: those of a run between a stage's ends, in passes with equal earlier gradients."""
         return position.run, position.layer == 0, position.next_run is None, self.several
 
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
-        """The moments of a block's backward, without what lies in receive buffers."""
+        """Yield the moments of a block's backward, without the tensors in receive buffers."""
         stage, plan, adding, coming_in = self.stage, self.plan, False, position.next_run is None
         for point in plan.passes[position.run].points:
             coming_in = coming_in and (point.place == AT_MLP_NORM or not adding)
@@ -308,7 +308,7 @@ class StagePass(MicroBatch):
             yield from self._casts(plan.passes[position.run])
 
     def _casts(self, one: BlockPass) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
-        """Gradients as autograd casts each: what the operator has made stays until then."""
+        """Yield the moments when autograd casts each gradient, while the operator's result is still alive."""
         plan, before = self.plan, 0
         for handed in one.handed:
             n_bytes = plan.reduce_bytes * handed.gradients + plan.width.compute * (handed.gradients - before)
@@ -316,7 +316,7 @@ class StagePass(MicroBatch):
             yield "a gradient is cast", (handed.lines, (made_line(plan, n_bytes, "this block's, made so far and cast"),))
 
     def end_block(self, position: Position, unit: Unit) -> None:
-        """A block's gradients come to those of earlier micro-batches, or become the first in the reduction's dtype."""
+        """Accumulate a block's gradients, or cast the first ones to the reduction's dtype."""
         plan, trace, one = self.plan, self.trace, self.pass_of(position)
         keeps_input = plan.recomputes[position.run] != "none" and not plan.recipe.offload_activations
         trace.at(f"backward: gradients of {position.name}", Phase.BACKWARD)
@@ -329,7 +329,7 @@ class StagePass(MicroBatch):
         self.run.reshard(unit)  # it stays unsharded, and counts among the others from here on
 
     def _end_of_backward(self) -> None:
-        """The embedding's gradient, then those of the embedding, or of final norm and head, come to earlier ones."""
+        """Run the embedding's backward, then accumulate the gradients of the embedding, or of final norm and head."""
         plan, trace, stage = self.plan, self.trace, self.stage
         first = plan.trained_outside[0]
         if not first.numel and self.below_blocks is None:
@@ -355,7 +355,7 @@ class StagePass(MicroBatch):
 
     @property
     def _sizes_outside(self) -> tuple[int, ...]:
-        """Elements of each gradient outside the blocks that this backward passes on."""
+        """Return the elements of each gradient outside the blocks that this backward makes."""
         return root_sizes(self.plan)[:-1] if self._not_ahead else root_sizes(self.plan)
 
 
@@ -364,7 +364,7 @@ def _unsharded(plan: Plan, layers: tuple[int, ...]) -> Line:
 
 
 def only_in_flight(state: State) -> State:
-    """When the loss is made, the name of the output before is already the new one's."""
+    """Return the state when the loss is made. The variable of the previous output already holds the new one."""
     outputs = tuple(min(flying, count) if at == state.chunk else count
                     for at, (flying, count) in enumerate(zip(state.flying, state.outputs, strict=True)))  # fmt: skip
     return state._replace(outputs=outputs)

@@ -1,4 +1,4 @@
-"""The moments of reducing a stage's gradients, when all micro-batches are through."""
+"""The moments of reducing a stage's gradients after all micro-batches."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,21 +17,21 @@ from zeroplan.numeric import maximum
 
 
 class _Turn(NamedTuple):
-    """Whose gradients are reduced: what is left of the others, and what is done. Layers are counted by run."""
+    """One unit's reduction: the layers, by run, that follow it and that precede it."""
 
     after: tuple[int, ...]
     done: tuple[int, ...]
     done_outside: int
-    """How many units outside the blocks, the first ones, are done."""
+    """Number of units outside the blocks that are done; these are the first ones."""
     after_outside: int
-    """How many, the last ones, are left."""
+    """Number of units outside the blocks that are left; these are the last ones."""
 
 
 def reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
-    """Unit after unit is sharded again and its gradients are reduced.
+    """Yield the moments in which FSDP2 reshards each unit and reduces its gradients.
 
-    The root group or the embedding by itself is first, then the blocks from the first on, then the head by itself. What is left
-    falls from block to block or grows, so that the first and the last of each kind are enough.
+    The root group or a separate embedding is first, then the blocks from the first on, then a separate head. The remaining
+    memory falls or grows from block to block, so the first and the last block of each kind suffice.
     """
     one = _Reducing(rank, state, common)
     plan, (first, *others) = one.plan, one.plan.trained_outside
@@ -46,17 +46,17 @@ def reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Mom
 
 
 class _Reducing:
-    """A stage's gradients on their way."""
+    """The gradients of a stage during their reduction."""
 
     def __init__(self, rank: Rank, state: State, common: tuple[Line, ...]) -> None:
-        """Take the stage, and how wide its gradients are until they are reduced."""
+        """Store the stage, and the width of its gradients before the reduction."""
         self.plan, self.common = rank.stages[state.chunk].plan, common
         earlier = state.earlier[state.chunk]
         self.width = self.plan.reduce_bytes if earlier else self.plan.width.compute
         self.fresh = bool(state.fresh and state.fresh[state.chunk] and earlier)
 
     def first_unit(self, turn: _Turn) -> Iterator[Moment]:
-        """The root group, or the embedding by itself."""
+        """Yield the root group's reduction, or a separate embedding's."""
         plan, (first, *_) = self.plan, self.plan.trained_outside
         if plan.at_embedding is not None:
             yield taking_its_share(plan._replace(reduce_bytes=self.width), self.alive(turn))
@@ -65,7 +65,7 @@ class _Reducing:
         yield self.reduction(first, last, name, self.alive(turn))
 
     def blocks(self, after_outside: int) -> Iterator[Moment]:
-        """The first and the last block of each kind."""
+        """Yield the first and the last block of each kind."""
         plan = self.plan
         # What a reduction leaves can be more than what it takes: shards in a wider dtype, beside all-reduces over replicas.
         may_grow = plan.has_experts_apart or plan.reduce_bytes < plan.width.stored
@@ -77,7 +77,7 @@ class _Reducing:
                     yield from self.block(run, self.alive(_Turn(after, done, 1, after_outside)), is_first=block == 0)
 
     def block(self, run: int, alive: tuple[Line, ...], *, is_first: bool) -> Iterator[Moment]:
-        """A block of a kind."""
+        """Yield the reduction of a block of a kind."""
         plan = self.plan
         last, name = sizes_of_block(plan, run)[-1], f"the {'first' if is_first else 'last'} {plan.runs[run].kind} block"
         if plan.blocks[run].experts is None:
@@ -88,7 +88,7 @@ class _Reducing:
         yield from experts.reducing(plan, run, self.width, name, (alive, experts.waiting(plan, run, is_first=is_first)))
 
     def alive(self, turn: _Turn) -> tuple[Line, ...]:
-        """What is there beside the unit whose turn it is: of the others gradients or shards, and those not sharded again yet."""
+        """Return the lines beside the current unit: gradients or shards of the others, and units that are not resharded yet."""
         plan, at = self.plan._replace(reduce_bytes=self.width), len(self.plan.outside) - turn.after_outside
         left, done = plan.trained_outside[at:], plan.trained_outside[: turn.done_outside]
         return (
@@ -100,7 +100,7 @@ class _Reducing:
         )
 
     def reduction(self, group: Group, last: int, name: str, alive: tuple[Line, ...]) -> Moment:
-        """Gradients are copied into the input; then the output joins it, all gradients gone but the ``last``, which has a name."""
+        """Return the moment of a reduction: gradients copied into its input, then its output beside the ``last`` gradient."""
         plan = self.plan
         n_bytes = maximum(self.width * group.numel, reduce_output_bytes(plan, group) + named_bytes(plan, self.width, last))
         reason = "its gradients while copied in, or the reduce-scatter output and the last of them"
@@ -110,7 +110,7 @@ class _Reducing:
 
 
 def _done(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...]) -> Iterator[Line]:
-    """Shards, and what the all-reduce over replicas still holds of them where they are a copy of it."""
+    """Yield shards, and the copies that all-reduces over replicas still hold."""
     yield reduced(plan, layers, "this rank's chunk of the gradients, reduced so far", outside)
     if plan.reduce_bytes != plan.width.stored or plan.offloaded:
         held = plan.replicated * plan.reduce_bytes * plan.trained_shards(layers, outside)

@@ -1,11 +1,11 @@
-"""A pipeline rank's step: passes through its stages in a schedule's order, and when the schedule releases what they make.
+"""A pipeline rank's step: passes through its stages in a schedule's order, and the release of their outputs.
 
-Outputs of stages and gradients of their inputs are freed when nobody refers to them. The schedule's own variables hold the last
-ones. A send holds its tensor until it is dropped, which only ``Schedule1F1B`` does before the step ends.
+Outputs of stages and their input gradients are freed when nothing refers to them. The schedule's own variables hold the last
+ones. A send holds its tensor until it is dropped, which before the end of the step only ``Schedule1F1B`` does.
 
-The program drives stages that write requests (:mod:`zeroplan.engines.requests.pipeline`), or that count what waits
-(:mod:`zeroplan.engines.pipeline.walk`). Source: torch 2.13, torch/distributed/pipelining/schedules.py, ``_step_microbatches`` of
-each schedule; stage.py, ``fwd_cache``.
+The program drives stages that write requests (:mod:`zeroplan.engines.requests.pipeline`), or that count waiting tensors
+(:mod:`zeroplan.engines.pipeline.walk`). Source: torch 2.13, torch/distributed/pipelining/schedules.py, ``_step_microbatches``
+of each schedule; stage.py, ``fwd_cache``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where in a pipeline a rank stands: structure, and the number of micro-batches."""
+    """A rank's position in a pipeline, the schedule, and the number of micro-batches."""
 
     schedule: PipelineSchedule
     rank: int
@@ -32,20 +32,20 @@ class Place(NamedTuple):
     micro_batches: int
 
     def is_first(self, chunk: int) -> bool:
-        """Whether one of the rank's stages is the first of all."""
+        """Whether one of the rank's stages is the model's first."""
         return self.rank == 0 and chunk == 0
 
     def is_last(self, chunk: int) -> bool:
-        """Whether it is the last of all."""
+        """Whether one of the rank's stages is the model's last."""
         return self.rank == (0 if self.schedule == "zbv" else self.pp - 1) and chunk == self.chunks - 1
 
     def goes_by_hand(self, chunk: int) -> bool:
-        """Whether what a stage sends goes to the next stage of the same rank: at the bottom of the V."""
+        """Whether a stage's output goes to the next stage of the same rank: at the bottom of the V."""
         return self.schedule == "zbv" and self.rank == self.pp - 1 and chunk == 0
 
 
 def order_of(place: Place) -> tuple[Action, ...]:
-    """The passes of a rank of several stages, in the order of its schedule."""
+    """Return the passes of a rank with several stages, in the order of its schedule."""
     if place.schedule == "zbv":
         return v_shaped(rank=place.rank, pp=place.pp, micro_batches=place.micro_batches)
     order = zero_bubble if place.schedule in SPLIT else interleaved
@@ -60,7 +60,7 @@ class Passes:
         self.place, self.stages, self.count = place, stages, place.micro_batches
 
     def run(self) -> None:
-        """All of them. A first half leaves the gradient of its input on what was received, until the next step begins."""
+        """Run all passes. A first half leaves its input's gradient on the received tensor until the next step begins."""
         splits = self.place.schedule in SPLIT
         self._let_go(sent=splits)
         {"gpipe": self._gpipe, "1f1b": self._one_forward_one_backward}.get(self.place.schedule, self._in_order)()
@@ -75,7 +75,7 @@ class Passes:
                     stage.sent(at)
 
     def _in_order(self) -> None:
-        """Of several stages. All units are gathered at first, and a stage is reduced right after its last backward."""
+        """Run the passes of several stages. All units are gathered first; a stage is reduced right after its last backward."""
         takes = {"forward": self._forward, "backward": self._backward, "input": self._input, "weights": self._weights}
         for stage in self.stages:
             stage.unshard_all()
@@ -83,7 +83,7 @@ class Passes:
             takes[kind](chunk, at)
 
     def _forward(self, chunk: int, at: int) -> None:
-        """What a rank hands to its own next stage counts as what that has received."""
+        """Run a forward. An output for the rank's own next stage counts as received by that stage."""
         stage = self.stages[chunk]
         if not at:
             stage.wait_for_all()
@@ -99,7 +99,7 @@ class Passes:
             self.stages[chunk].reduce()
 
     def _input(self, chunk: int, at: int) -> None:
-        """The first stage of all has no input to make a gradient for: its second half is a whole backward."""
+        """Run a first half. The model's first stage needs no input gradient, so its second half is a whole backward."""
         stage = self.stages[chunk]
         if self.place.is_first(chunk):
             return
@@ -116,7 +116,7 @@ class Passes:
             stage.reduce()
 
     def _gpipe(self) -> None:
-        """All forwards, then all backwards. Sends hold what they send until the step ends, and the last output stays, too."""
+        """Run all forwards, then all backwards. Sends hold their tensors until the step ends, and the last output stays, too."""
         (stage,), last = self.stages, self.count - 1
         for at in range(self.count):
             stage.forward_of(at)
@@ -127,7 +127,7 @@ class Passes:
         stage.reduce()
 
     def _one_forward_one_backward(self) -> None:
-        """Follow the variables of ``Schedule1F1B``: which outputs and gradients the last sends still hold."""
+        """Run ``Schedule1F1B``, following its variables: the outputs and gradients that the last sends still hold."""
         (stage,), ahead = self.stages, min(self.count, self.place.pp - self.place.rank)
         held, done = _Outputs(stage, sends=not self.place.is_last(0)), 0
         for at in range(self.count + ahead):
@@ -148,15 +148,15 @@ class Passes:
 
 
 class _Outputs:
-    """Whose outputs ``Schedule1F1B`` refers to."""
+    """The outputs to which ``Schedule1F1B`` refers."""
 
     def __init__(self, stage: "Driven", *, sends: bool) -> None:
-        """None, yet; ``sends``: outputs go to another rank."""
+        """Begin without outputs; ``sends``: outputs go to another rank."""
         self.stage, self.sends, self.alive = stage, sends, set[int]()
         self.cached, self.named, self.to_send, self.in_work = set[int](), set[int](), set[int](), set[int]()
 
     def made(self, at: int, *, waits: bool) -> None:
-        """A forward has made one."""
+        """Record the output of a forward."""
         self.alive.add(at)
         self.cached.add(at)
         self.named = {at}
@@ -164,7 +164,7 @@ class _Outputs:
         self.hold(in_work=self.to_send if waits else self.in_work)
 
     def hold(self, in_work: Iterable[int] | None = None) -> None:
-        """Let go of those that nothing refers to; ``in_work`` are those of a send that is waited for later."""
+        """Free the outputs that nothing refers to; ``in_work``: those of a send that the rank waits for later."""
         self.in_work = self.in_work if in_work is None else set(in_work)
         for at in sorted(self.alive - self.cached - self.named - self.to_send - self.in_work):
             self.stage.output_of(at)

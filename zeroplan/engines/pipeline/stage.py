@@ -1,8 +1,7 @@
-"""One stage of a pipeline as FSDP2 holds it: its layers' plan, and what a micro-batch leaves in it between its passes.
+"""One stage of a pipeline as FSDP2 holds it: its layers' plan, and a micro-batch's tensors between its passes.
 
-A stage is a model of fewer layers, without the embedding or without the final norm and the head. What it is given by another
-rank stands in a receive buffer, which is there all the time, so that the first block's input and the gradient that comes in at
-the last block cost nothing more.
+A stage is a model of fewer layers, without the embedding or without final norm and head. Its inputs from another rank are in a
+receive buffer, which always exists. So the first block's input and the last block's incoming gradient cost nothing more.
 """
 
 from dataclasses import replace
@@ -32,13 +31,13 @@ FORWARD = "torchtitan, experiments/transformers_modeling_backend/model.py, HFTra
 
 
 class Split(NamedTuple):
-    """A stage's backward in two halves: of a block of each run, and of final norm and head."""
+    """The two halves of a stage's backward: for a block of each run, and for final norm and head."""
 
     blocks: tuple[Halves, ...]
     head: Halves | None
 
     def held(self, layers: tuple[int, ...]) -> Int:
-        """What this many blocks of each run hold from the first half to the second. [bytes]"""
+        """Return the memory that this many blocks of each run hold from the first half to the second. [bytes]"""
         n_bytes: Int = 0
         for count, one in zip(layers, self.blocks, strict=True):
             n_bytes = n_bytes + count * one.held
@@ -51,25 +50,25 @@ class StagePlan(NamedTuple):
     stage: Stage
     plan: Plan
     positions: tuple[Position, ...]
-    """Layers at which a maximum can lie, counted within the stage and named within the model."""
+    """Layers at which memory can peak, indexed within the stage and named within the model."""
     walk: tuple[Position, ...]
     """The same layers and their neighbours."""
     hidden_bytes: Int
-    """What it sends for each micro-batch, and what it is sent."""
+    """Size of the hidden states that it sends and receives per micro-batch."""
     output_bytes: Int
-    """What it returns for each micro-batch: hidden states, or logits."""
+    """Size of its output per micro-batch: hidden states, or logits."""
     input_is_kept: bool
-    """The first block's input is among what blocks keep for their backward."""
+    """The first block's input is among the tensors that blocks keep for their backward."""
     split: bool
     """Ranks split its blocks or share its sequences."""
     by_rank: Line | None
-    """Under tensor parallelism: what is gathered along the sequence, before it is put in order."""
+    """Under tensor parallelism, the sequence gathered rank by rank, before it is reordered."""
     halves: "Split | None" = None
-    """Where a schedule takes backwards in two halves."""
+    """The halves, if a schedule splits backwards."""
 
     @property
     def kept_bytes(self) -> Int:
-        """What one micro-batch leaves in the stage from its forward to its backward, its output and its input apart."""
+        """Size of one micro-batch's tensors from forward to backward, without its output and its input."""
         plan = self.plan
         n_bytes: Int = total_bytes(plan.head.shared) - (self.hidden_bytes if self.takes_from_buffer else 0)
         for layers, each in zip(plan.every_layer, plan.kept, strict=True):
@@ -82,7 +81,7 @@ class StagePlan(NamedTuple):
 
     @property
     def is_chunked(self) -> bool:
-        """Whether the stage ends in hidden states, of which the loss takes a chunk after the other through the head and back."""
+        """Whether the stage ends in hidden states, which the loss sends through head and back chunk by chunk."""
         return self.stage.is_last and self.plan.recipe.loss == "chunked"
 
     @property
@@ -92,7 +91,7 @@ class StagePlan(NamedTuple):
 
     @property
     def ending(self) -> tuple[tuple[BackwardPoint, ...], tuple[BackwardPoint, ...]]:
-        """What of loss, head and final norm runs its backward in the stage's forward, and what in its backward."""
+        """Backward points of loss, head and final norm: those in the stage's forward, and those in its backward."""
         points = self.plan.head.points
         if not self.is_chunked:
             return (), points
@@ -101,9 +100,9 @@ class StagePlan(NamedTuple):
 
     @property
     def between_bytes(self) -> Int:
-        """What one micro-batch leaves in the stage from the first half of its backward to the second, where it is in two.
+        """Size of one micro-batch's tensors between the two halves of its backward.
 
-        All that was kept but the loss's, and gradients; the one of its input is passed on and counts where it is sent.
+        These are all kept tensors except the loss's, and gradients. The input's gradient is sent on and counts there.
         """
         if self.halves is None or self.stage.number == 0:
             return 0
@@ -112,24 +111,24 @@ class StagePlan(NamedTuple):
 
     @property
     def takes_from_buffer(self) -> bool:
-        """Whether what blocks are said to keep has a receive buffer among it."""
+        """Whether the kept activations include a tensor that is in a receive buffer."""
         return self.input_is_kept and not self.stage.is_first
 
     def given(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
-        """What a stage's first block is given for its forward, which stands in a receive buffer."""
+        """Return the lines of a stage's first block without its input, which is in a receive buffer."""
         return lines if self.stage.is_first else _without(lines, self.hidden_bytes, Role.BLOCK_INPUT)
 
     def at_its_beginning(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
-        """Lines of a stage's first block until its backward: what comes back from host memory is a copy of the receive buffer."""
+        """Return lines of a stage's first block until its backward. An offloaded input returns as a copy of the receive buffer."""
         return lines if self.plan.recipe.offload_activations else self.given(lines)
 
     def at_its_end(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
-        """Lines of a stage's last block until the incoming gradient has been added to, which stands in a receive buffer."""
+        """Return lines of a stage's last block without the incoming gradient, which is in a receive buffer until it is added to."""
         return lines if self.stage.is_last else _without(lines, self.hidden_bytes, Role.INCOMING)
 
 
 def _without(lines: tuple[Line, ...], n_bytes: Int, role: Role) -> tuple[Line, ...]:
-    """Leave out the line that is the tensor in the buffer: the one of this role, as large as that."""
+    """Leave out the line of the tensor in the buffer, found by its role and size."""
     for at, line in enumerate(lines):
         if line.tag.role is role and bool(_same(line.n_bytes, n_bytes)):
             return (*lines[:at], *lines[at + 1 :])
@@ -144,7 +143,7 @@ def _same(one: Int, other: Int) -> bool:
 def stage_plans(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, stages: tuple[Stage, ...]
 ) -> tuple[StagePlan, ...]:  # fmt: skip
-    """Size the layers of every stage, and what is outside them in it; stages that are alike are sized once."""
+    """Return the plan of every stage; equal stages are planned once."""
     made: dict[object, StagePlan] = {}
     plans = []
     for stage in stages:
@@ -160,7 +159,7 @@ def stage_plans(
 
 
 def recipe_of(recipe: RecipeSpec, stage: Stage) -> RecipeSpec:
-    """A stage's own recipe: how many of its layers are recomputed, where the model's first this many are."""
+    """Return a stage's own recipe, with the number of its recomputed layers."""
     if recipe.recompute_layers is None:
         return recipe
     layers = min(stage.layers, max(0, recipe.recompute_layers - stage.start))
@@ -172,7 +171,7 @@ def recipe_of(recipe: RecipeSpec, stage: Stage) -> RecipeSpec:
 def stage_plan_of(
     fewer: ModelSpec, part: Layout, recipe: RecipeSpec, mesh: Mesh, batch: Batch, stage: Stage
 ) -> StagePlan:  # fmt: skip
-    """Size a stage's layers, whose names are those of a model that has no others."""
+    """Return the plan of a stage, whose layers are named as in a model without others."""
     plan = make_plan(fewer, recipe, mesh, batch, part=part)
     head, at_embedding = plan.head, plan.at_embedding
     of_all = mesh.cp != 1  # positions, which are made once
@@ -206,7 +205,7 @@ def stage_plan_of(
 
 @lru_cache(maxsize=4096)
 def layers_of(model: ModelSpec, stage: Stage, *, tp: int = 1, ep: int = 1) -> tuple[ModelSpec, Layout]:
-    """The stage's layers as a model of its own, and the parameters that one of ``tp`` or ``ep`` ranks really has of them."""
+    """Return the stage's layers as a model, and the parameters of one of ``tp`` or ``ep`` ranks."""
     moe = model.moe
     if moe is not None and moe.num_dense_layers:
         moe = replace(moe, num_dense_layers=max(0, min(stage.layers, moe.num_dense_layers - stage.start)))
@@ -219,7 +218,7 @@ def layers_of(model: ModelSpec, stage: Stage, *, tp: int = 1, ep: int = 1) -> tu
 
 
 def _frozen_of(model: ModelSpec, stage: Stage) -> FrozenSpec | None:
-    """What is frozen of a stage; what another rank sends it has a gradient, as a trained embedding's output has."""
+    """Return a stage's frozen parts. Received hidden states need a gradient, as a trained embedding's output does."""
     if model.frozen is None:
         return None
     ends = {"embedding": stage.is_first, "norm": stage.is_last, "head": stage.is_last}
@@ -229,12 +228,12 @@ def _frozen_of(model: ModelSpec, stage: Stage) -> FrozenSpec | None:
 
 
 def _followed(fewer: ModelSpec, tree: Layout) -> tuple[BlockRun, ...]:
-    """Runs of a stage with adapters whose input has a gradient: its first block is like the others."""
+    """Return the runs of a stage with adapters whose input needs a gradient: its first block is like the others."""
     kind = layout(replace(fewer, adapter=None)).runs[0].kind
     return tuple(run._replace(kind=kind) if run.kind == "first" else run for run in tree.runs)
 
 
 @lru_cache(maxsize=4096)
 def named(positions: tuple[Position, ...], stage: Stage, layers: int) -> tuple[Position, ...]:
-    """Layers of a stage, called as in the whole model."""
+    """Return layers of a stage, named as in the whole model."""
     return tuple(one._replace(name=f"block {stage.start + one.layer + 1} of {layers}") for one in positions)

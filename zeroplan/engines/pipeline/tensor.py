@@ -1,8 +1,8 @@
-"""A stage of a pipeline on tensor-parallel ranks: what DTensor does otherwise where gradients add up until a step ends.
+"""A pipeline stage on tensor-parallel ranks: DTensor's differences while gradients accumulate until the step ends.
 
-Hidden states go from stage to stage as they lie between blocks, each rank's share of the sequence to the rank that has the same
-share (torchtitan: stages take and return local tensors). A split embedding's gradient stays whole on every rank until it is
-reduced (torch 2.13, ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, ``_get_grad_inner_tensor``).
+Hidden states go from stage to stage sharded along the sequence, from each rank to the rank with the same shard (torchtitan:
+stages take and return local tensors). A vocabulary-parallel embedding's gradient stays whole on every rank until it is reduced
+(torch 2.13, ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, ``_get_grad_inner_tensor``).
 """
 
 from zeroplan.engines.formulas import product
@@ -15,19 +15,19 @@ from zeroplan.transformer.families.tags import HELD_NORM
 
 
 def whole_embedding(plan: Plan) -> int:
-    """Elements by which the gradient of the embedding is more than this rank's share of it, until it is reduced."""
+    """Return the elements by which the embedding's unreduced gradient exceeds this rank's shard of it."""
     return (
         0 if plan.at_embedding is None else int(plan.at_embedding.whole.n_bytes) // plan.width.compute - plan.embedding_elements
     )
 
 
 def elements_of(plan: Plan, group: Group) -> int:
-    """Elements of the gradients of a unit outside the blocks before they are reduced; the first has the embedding."""
+    """Return the elements of a unit's unreduced gradients outside the blocks; the first unit has the embedding."""
     return group.numel + (whole_embedding(plan) if group is plan.trained_outside[0] else 0)
 
 
 def embedding_backward(at: AtEmbedding, trace: Trace, flow: Line) -> None:
-    """The gradient of the embedding's output is gathered and makes that of the whole embedding."""
+    """Gather the gradient of the embedding's output, and make the whole embedding's gradient from it."""
     trace.at("backward of the embedding: gathering", Phase.BACKWARD)
     trace.put("gathered gradient", at.gathered)
     trace.pass_by(at.by_rank, flow)
@@ -37,7 +37,7 @@ def embedding_backward(at: AtEmbedding, trace: Trace, flow: Line) -> None:
 
 
 def taking_its_share(plan: Plan, alive: tuple[Line, ...]) -> Moment:
-    """Before the root group is reduced, and while it is unsharded still, a rank copies its share of the embedding's gradient."""
+    """Return the moment when a rank copies its shard of the embedding's gradient, while the root group is still unsharded."""
     reduced, (group, *_) = plan.reduce_bytes, plan.outside
     unsharded, gradients = plan.width.compute * group.padded, elements_of(plan, plan.trained_outside[0])
     share = reduced * plan.embedding_elements
@@ -51,7 +51,7 @@ def taking_its_share(plan: Plan, alive: tuple[Line, ...]) -> Moment:
 
 
 def head_forward(plan: Plan, by_rank: Line, trace: Trace) -> None:
-    """The final norm's output is gathered along the sequence, then makes this rank's logits; its share of it has a name."""
+    """Gather the final norm's output along the sequence, then make this rank's logits. A variable holds this rank's shard."""
     named = tuple(line for line in plan.head.loss_forward if line.tag == HELD_NORM)
     trace.at("head, forward: gathering", Phase.FORWARD)
     trace.pass_by(*named, by_rank)

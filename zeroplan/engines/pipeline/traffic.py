@@ -1,7 +1,7 @@
-"""What a pipeline rank sends per step: hidden states up, their gradients down, and FSDP2's collectives as a schedule has them.
+"""The traffic of a pipeline rank per step: hidden states up, their gradients down, and FSDP2's collectives under a schedule.
 
-Gradients are reduced once per step. Parameters are gathered once, or, where blocks are sharded again after their forward, in
-every pass but those that follow a backward, which leaves its stage unsharded.
+Gradients are reduced once per step. Parameters are gathered once. If blocks are resharded after their forward, every pass
+gathers them, except passes that follow a backward, which leaves its stage unsharded.
 """
 
 from collections.abc import Iterator
@@ -26,14 +26,14 @@ SEND, UP, DOWN = "send", "hidden states to the next stage", "gradients to the st
 def collectives(
     stages: tuple[StagePlan, ...], gathers: tuple[Gathers, ...], mesh: Mesh, batch: Batch, model: ModelSpec
 ) -> tuple[Collective, ...]:
-    """Every collective and every send of one optimizer step of a rank; ``batch`` is the rank's."""
+    """Return every collective and every send of one optimizer step of a rank; ``batch`` is the rank's."""
     sent = _sends(stages, mesh, batch)
     among = (call for stage in stages for call in _among_the_split(stage, mesh, batch, model))
     return (*(call for one in zip(stages, gathers, strict=True) for call in _of_stage(*one, mesh)), *among, *sent)
 
 
 def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpec) -> Iterator[Collective]:
-    """What ranks send among themselves that split the stage or share its sequences; they cross its boundaries side by side."""
+    """Yield collectives among ranks that split the stage or its sequences. They cross stage boundaries in parallel."""
     if mesh.tp != 1:
         from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  keeps start-up fast
 
@@ -67,7 +67,7 @@ def _of_stage(stage: StagePlan, gathers: Gathers, mesh: Mesh) -> Iterator[Collec
 
 
 class Gathered(NamedTuple):
-    """Units of one kind: what of each is gathered, what of that is trained, how many there are, and their name."""
+    """Units of one kind: the gathered group, its trained part, the number of units, and their name."""
 
     group: Group
     trained: Group
@@ -76,7 +76,7 @@ class Gathered(NamedTuple):
 
 
 def _outside(plan: Plan, gathers: Gathers, mesh: Mesh) -> Iterator[Collective]:
-    """The root group, or final norm and head as a unit, is gathered once; an embedding by itself as often as blocks are."""
+    """Yield gathers outside the blocks: the root group, or norm and head, once; a separate embedding as often as the blocks."""
     once, (*_, last), (*_, trained) = Gathers(1, 0), plan.outside, plan.trained_outside
     name = ROOT if plan.ends is None else "final norm and head"
     if plan.ends is not None and plan.ends.embedding.numel:
@@ -98,7 +98,7 @@ def _of_units(plan: Plan, units: Gathered, gathers: Gathers, mesh: Mesh, ranks: 
 
 
 def _sends(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> Iterator[Collective]:
-    """One tensor of hidden states for each micro-batch and boundary, each way; between stages of one rank they go by hand."""
+    """Yield the sends of hidden states per micro-batch and boundary, in both directions; stages of one rank need none."""
     here = [stage.stage.number for stage in stages]
     up = sum(not stage.stage.is_last and stage.stage.number + 1 not in here for stage in stages)
     down = sum(not stage.stage.is_first and stage.stage.number - 1 not in here for stage in stages)

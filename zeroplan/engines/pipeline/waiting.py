@@ -1,4 +1,4 @@
-"""What waits on a pipeline rank while a stage takes a pass: what micro-batches keep, what other stages hold, what is sent."""
+"""The tensors that wait on a pipeline rank during a pass: micro-batches' activations, other stages' memory, and sends."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -16,20 +16,20 @@ from zeroplan.weights import total
 
 
 class Rank(NamedTuple):
-    """A pipeline rank: its stages in the order of their layers, and what is there at every moment."""
+    """A pipeline rank: its stages in layer order, and the lines that are always alive."""
 
     number: int
     stages: tuple[StagePlan, ...]
     standing: tuple[Line, ...]
     """Shards, optimizer state, the step's token ids or labels, receive buffers."""
     passing: tuple[Line, ...]
-    """What is there as long as passes are taken, and not when the optimizer steps."""
+    """Lines that are alive during all passes, and freed before the optimizer steps."""
     units: tuple[Units, ...]
     """The FSDP2 units of every stage."""
 
 
 def most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tuple[Line, ...]]]:
-    """What a pass takes is the same each time, so that it is highest where most waits; of columns that cannot be said."""
+    """Return the states with most waiting bytes per kind of pass, which itself always takes the same; all if sizes are columns."""
     sizes = tuple(map(sizes_of, rank.stages))
     if not all(isinstance(size, int) for one in sizes for size in one):
         return [(state, waiting_lines(rank, state)) for state in states]
@@ -38,7 +38,7 @@ def most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tuple
 
 
 def highest_of_alike(states: Iterable[State], waiting_bytes: Callable[[State], int]) -> list[State]:
-    """Of the states in which a pass takes the same those in which most waits, the first of equals."""
+    """Return, among states whose passes take the same, the first with most waiting bytes."""
     highest: dict[object, tuple[int, State]] = {}
     for state in states:
         n_bytes, alike = waiting_bytes(state), _alike_in(state)
@@ -48,13 +48,13 @@ def highest_of_alike(states: Iterable[State], waiting_bytes: Callable[[State], i
 
 
 def _alike_in(state: State) -> tuple[object, ...]:
-    """What a pass depends on; all else only waits."""
+    """Return the parts of a state on which its pass depends."""
     at = state.chunk
     return state.kind, at, state.whole[at], state.earlier[at], state.begins, state.ahead, state.fresh and state.fresh[at]
 
 
 class Sizes(NamedTuple):
-    """What a stage takes of each thing that waits. [bytes]"""
+    """The sizes of a stage's waiting tensors. [bytes]"""
 
     kept: Int
     output: Int
@@ -64,15 +64,15 @@ class Sizes(NamedTuple):
     between: Int
     fresh: Int
     unsharded: Int
-    """All its parameters."""
+    """All its parameters, unsharded."""
     outside: Int
-    """Those outside its blocks."""
+    """The parameters outside its blocks."""
     gathered: Int
-    """All of them, gathered ahead."""
+    """All parameters, gathered ahead."""
 
 
 def sizes_of(stage: StagePlan) -> Sizes:
-    """Size everything of a stage that can wait. [bytes]"""
+    """Return the sizes of a stage's tensors that can wait. [bytes]"""
     plan = stage.plan
     shards = reduced(plan, plan.every_layer, "", plan.trained_outside).n_bytes
     gradients = accumulated(plan, plan.every_layer, plan.trained_outside).n_bytes
@@ -87,7 +87,7 @@ def sizes_of(stage: StagePlan) -> Sizes:
 
 
 def waits(state: State, sizes: tuple[Sizes, ...]) -> list[Int]:
-    """The sums of what :func:`waiting_lines` lists in each pool, except for what is always there, and a head's gradient. [bytes]"""
+    """Return the sums by pool of :func:`waiting_lines`, without permanent lines and a head's gradient. [bytes]"""
     computing: Int = state.sent * sizes[0].hidden
     gather: Int = 0
     reduce: Int = 0
@@ -114,7 +114,7 @@ SENT = "torch 2.13, torch/distributed/pipelining/schedules.py, _batch_p2p"
 
 
 def waiting_lines(rank: Rank, state: State) -> tuple[Line, ...]:
-    """Everything that does not belong to the pass that is taken."""
+    """Return the lines that do not belong to the current pass."""
     flying = tuple((count, stage.kept_bytes) for count, stage in zip(state.flying, rank.stages, strict=True))
     outputs = tuple((count, stage.output_bytes) for count, stage in zip(state.outputs, rank.stages, strict=True))
     logits = tuple(one for one, stage in zip(outputs, rank.stages, strict=True) if stage.stage.is_last)
@@ -135,9 +135,9 @@ def waiting_lines(rank: Rank, state: State) -> tuple[Line, ...]:
 
 
 def of_the_head(rank: Rank, state: State) -> tuple[Line, ...]:
-    """The head's gradient that a chunked loss has left, until a backward of the last stage takes it up. [bytes]
+    """Return the head's gradient that a chunked loss has left, until the last stage's backward accumulates it. [bytes]
 
-    Where it is added to that of earlier micro-batches it is no tensor of its own.
+    If it is added to earlier micro-batches' gradient, it is no separate tensor.
     """
     stage = rank.stages[-1]
     if not (stage.is_chunked and state.ahead):
@@ -148,7 +148,6 @@ def of_the_head(rank: Rank, state: State) -> tuple[Line, ...]:
 
 
 def _of_several(kind: Kind, terms: tuple[tuple[int, Int], ...], reason: str, source: str) -> Line:
-    """This many of each size."""
     n_bytes: Int = 0
     for count, size in terms:
         n_bytes = n_bytes + count * size
@@ -171,7 +170,7 @@ def _other_stages(rank: Rank, state: State) -> Iterator[Line]:
 
 
 def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...]:
-    """Of a stage whose pass this is not: gathered before its first one, then unsharded, or at least what is outside its blocks."""
+    """Return the unsharded parameters of a stage that does not run: all gathered before its first pass, later all or some."""
     if state.reduced[at]:
         return ()
     if not state.has_begun(at):
@@ -184,7 +183,7 @@ def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...
 
 
 def gathered_elements(plan: Plan) -> Int:
-    """All parameters of a stage that are gathered: experts that no other rank has are not."""
+    """Return the gathered parameters of a stage. Experts that no other rank has are not gathered."""
     elements: Int = 0
     for group in plan.outside:
         elements = elements + group.padded

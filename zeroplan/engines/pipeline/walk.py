@@ -1,9 +1,9 @@
-"""What waits on a pipeline rank while it takes one pass: micro-batches in flight, tensors that sends still hold, gradients.
+"""The counts behind a pipeline rank's waiting tensors in each pass: micro-batches in flight, sent tensors, gradients.
 
-A schedule's program (:mod:`zeroplan.engines.pipeline.schedule`) drives stages that count. Where backwards are split, nearly all
-that a micro-batch has left in a stage stays from the first half of its backward to the second, and gradients of operators'
-outputs with it. Gradients of weights that the second half makes stay in the compute dtype until the next first half of that
-stage, in which FSDP2's hooks take them up.
+A schedule's program (:mod:`zeroplan.engines.pipeline.schedule`) drives stages that count. If backwards are split, nearly all
+tensors of a micro-batch stay from the first half of its backward to the second, together with gradients of operators' outputs.
+Weight gradients of a second half stay in the compute dtype until the next first half of that stage, in which FSDP2's hooks
+accumulate them.
 
 Source: torch 2.13, torch/distributed/pipelining/_backward.py, ``stage_backward_input`` and ``stage_backward_weight``; stage.py,
 ``backward_one_chunk`` and ``backward_weight_one_chunk``.
@@ -20,12 +20,12 @@ from zeroplan.spec.pipeline import SINGLE, SPLIT
 
 
 class State(NamedTuple):
-    """What waits while a pass is taken; one entry for each of the rank's stages where there are several.
+    """Counts of waiting tensors during a pass; tuples have one entry per stage of the rank.
 
-    ``flying``: micro-batches between their forward and their backward, the one whose pass this is left out; ``outputs``: outputs
-    of the stage that somebody refers to, that one's among them in its backward; ``sent``: gradients of inputs that somebody refers
-    to; ``earlier``: 1 where a micro-batch has left gradients; ``whole``: whether the stage's parameters are unsharded when the
-    pass begins; ``reduced``: whether its gradients are, and it is sharded again.
+    ``flying``: micro-batches between forward and backward, without the one whose pass this is; ``outputs``: outputs of the
+    stage that something refers to, including that micro-batch's in its backward; ``sent``: input gradients that something
+    refers to; ``earlier``: 1 if a micro-batch has left gradients; ``whole``: whether the stage's parameters are unsharded when
+    the pass begins; ``reduced``: whether its gradients are reduced and it is sharded again.
     """
 
     kind: Pass | Literal["reducing"]
@@ -37,16 +37,16 @@ class State(NamedTuple):
     whole: tuple[bool, ...]
     reduced: tuple[bool, ...]
     begins: bool = False
-    """It is the stage's first pass of the step, before which all of it was sharded."""
+    """It is the stage's first pass of the step, and all of the stage was sharded before."""
     between: tuple[int, ...] = ()
-    """Of schedules that split backwards: micro-batches between the two halves of their backward."""
+    """With split backwards: micro-batches between the two halves of their backward."""
     fresh: tuple[int, ...] = ()
-    """Of the same: 1 where gradients of weights are as they were made, and not taken up yet."""
+    """With split backwards: 1 if weight gradients of a second half are not accumulated yet."""
     ahead: bool = False
-    """The last stage has run a micro-batch forward since its last backward: a chunked loss has left the head's gradient."""
+    """The last stage has run a forward since its last backward, so a chunked loss has left the head's gradient."""
 
     def has_begun(self, at: int) -> bool:
-        """Whether a micro-batch has been through one of the stages in this step, and is there or has left gradients."""
+        """Whether a micro-batch has run through a stage in this step and is in flight or has left gradients."""
         return bool(self.flying[at] or self.earlier[at] or (self.between and (self.between[at] or self.fresh[at])))
 
 
@@ -61,9 +61,9 @@ def states(place: Place, *, resharded: bool, widened: bool = False) -> tuple[Sta
 
 
 def left_over(place: Place) -> int:
-    """Gradients of inputs that stay until the next step begins: ``stage_backward_input`` leaves them on what was received.
+    """Return how many input gradients stay until the next step: ``stage_backward_input`` leaves them on the received tensors.
 
-    What a rank hands to its own next stage is what that stage received, and counts there.
+    A stage that gets its input from a stage of the same rank leaves none.
     """
     chunks = [chunk for chunk in range(place.chunks) if not (place.is_first(chunk) or place.goes_by_hand(chunk - 1))]
     return len(chunks) * place.micro_batches
@@ -78,7 +78,7 @@ class Gathers(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def gathers(place: Place, *, resharded: bool) -> tuple[Gathers, ...]:
-    """Count for each of the rank's stages.
+    """Return the gathers of each of the rank's stages.
 
     >>> gathers(Place("1f1b", 0, 4, 1, 16), resharded=True)  # 4 forwards in a row, then a backward after each forward
     (Gathers(forward=4, backward=13),)
@@ -97,15 +97,14 @@ def gathers(place: Place, *, resharded: bool) -> tuple[Gathers, ...]:
 
 
 def _sharded(walk: Iterable[State], kind: str, chunk: int) -> int:
-    """Passes of one kind that find their stage sharded."""
     return sum((state.kind, state.chunk, state.whole[chunk]) == (kind, chunk, False) for state in walk)
 
 
 def _walked(place: Place, *, resharded: bool, widened: bool = False) -> list[State]:
-    """The state of every pass; under GPipe of the first two and the last, between which everything is linear."""
+    """Return the state of every pass; under GPipe of the first two and the last, since everything is linear between them."""
     ahead = min(place.micro_batches, place.pp - place.rank)
     told: Iterable[int] = range(place.micro_batches)
-    if place.schedule == "1f1b":  # after so many, every one goes as the one before it
+    if place.schedule == "1f1b":  # after so many micro-batches, each one repeats the one before
         place = place._replace(micro_batches=min(place.micro_batches, 2 * ahead + 2))
     elif place.schedule == "gpipe":
         told = sorted({0, min(1, place.micro_batches - 1), place.micro_batches - 1})
@@ -115,18 +114,18 @@ def _walked(place: Place, *, resharded: bool, widened: bool = False) -> list[Sta
 
 
 class _Walk:
-    """What waits, as one pass follows the other."""
+    """Records the waiting tensors as the passes run."""
 
     def __init__(self, place: Place, told: Iterable[int], *, resharded: bool, widened: bool) -> None:
-        """``told`` are the micro-batches whose passes are wanted."""
+        """``told``: the micro-batches whose passes to record."""
         self.splits, self.told, self.resharded, self.widened = place.schedule in SPLIT, frozenset(told), resharded, widened
         self.states: list[State] = []
-        at_first = place.schedule not in SINGLE  # the runtime of several stages unshards all of them
+        at_first = place.schedule not in SINGLE  # the runtime for several stages unshards all of them
         self.stages = [Counted(self, chunk, is_first=place.is_first(chunk), whole=at_first) for chunk in range(place.chunks)]
         self.ahead = False
 
     def note(self, kind: Pass | Literal["reducing"], chunk: int, micro_batch: int) -> None:
-        """A pass begins, or a stage's reduction."""
+        """Record the state as a pass or a stage's reduction begins."""
         of, stages = self.stages[chunk], self.stages
         if micro_batch in self.told:
             self.states.append(
@@ -144,7 +143,7 @@ class _Walk:
 
 
 class Counted:
-    """Counts what a stage's micro-batches have left."""
+    """Counts the tensors that a stage's micro-batches have left."""
 
     def __init__(self, walk: _Walk, chunk: int, *, is_first: bool, whole: bool) -> None:
         self.walk, self.chunk, self.is_first, self.whole = walk, chunk, is_first, whole
@@ -153,14 +152,14 @@ class Counted:
         self.begun = self.reduced = False
 
     def forward_of(self, micro_batch: int) -> None:
-        """A micro-batch goes forward; blocks may be sharded again after it."""
+        """Count a forward, after which blocks may be resharded."""
         self.walk.note("forward", self.chunk, micro_batch)
         self.flying += 1
         self.outputs.add(micro_batch)
         self.whole = not self.walk.resharded
 
     def backward_of(self, micro_batch: int) -> None:
-        """It runs its backward, which leaves the stage unsharded, since no gradient is reduced after it."""
+        """Count a backward. It leaves the stage unsharded, since no gradient is reduced after it."""
         self.flying -= 1
         self.walk.note("backward", self.chunk, micro_batch)
         self.earlier, self.whole = 1, True
@@ -171,7 +170,7 @@ class Counted:
             self.sends.add(micro_batch)
 
     def input_of(self, micro_batch: int) -> None:
-        """The first half, which takes up what an earlier second one has left."""
+        """Count a first half, which accumulates the gradients of an earlier second half."""
         self.flying -= 1
         self.walk.note("input", self.chunk, micro_batch)
         self.between += 1
@@ -180,7 +179,7 @@ class Counted:
             self.earlier, self.fresh = 1, 0
 
     def weights_of(self, micro_batch: int) -> None:
-        """The second half."""
+        """Count a second half."""
         self.between -= 1
         self.walk.note("weights", self.chunk, micro_batch)
         if self.walk.widened:
@@ -189,26 +188,26 @@ class Counted:
             self.earlier = 1
 
     def output_of(self, micro_batch: int) -> None:
-        """The output goes."""
+        """Release an output."""
         self.outputs.discard(micro_batch)
 
     def sent(self, micro_batch: int) -> None:
-        """The gradient of the input goes."""
+        """Release an input gradient."""
         self.sends.discard(micro_batch)
 
     def unshard_all(self) -> None:
-        """The stage is unsharded from the beginning."""
+        """Record that the stage starts unsharded."""
 
     wait_for_all = unshard_all
 
     def reduce(self) -> None:
-        """All is sharded again."""
+        """Record the reduction, after which the stage is sharded."""
         self.walk.note("reducing", self.chunk, 0)
         self.reduced = True
 
 
 def _highest(walk: Iterable[State]) -> tuple[State, ...]:
-    """Leave out states that another surpasses everywhere."""
+    """Drop states that another state exceeds in every count."""
     alike: dict[tuple[object, ...], dict[State, tuple[int, ...]]] = {}
     states = tuple(dict.fromkeys(walk))
     for state in states:
@@ -223,12 +222,12 @@ def _highest(walk: Iterable[State]) -> tuple[State, ...]:
 
 
 def _compared_within(state: State) -> tuple[object, ...]:
-    """What two states must share for one to surpass the other."""
+    """Return the parts of a state that must be equal for a comparison."""
     return state.kind, state.chunk, state.whole, state.begins, state.fresh, state.ahead
 
 
 def _waiting(state: State) -> tuple[int, ...]:
-    """How much waits at each place; what is reduced already is less."""
+    """Return the counts to compare. Reduced stages count negatively, since they hold less."""
     left = [-reduced for reduced in state.reduced]
     return (*state.flying, *state.outputs, state.sent, *state.earlier, *state.between, *left)
 

@@ -1,7 +1,7 @@
-"""What a pipeline rank needs, in bytes alone: for searches, in which many layouts have stages and passes through them in common.
+"""The memory of pipeline ranks in bytes only, for searches over many layouts that share stages and passes.
 
-A pass through a stage takes the same whatever waits on the rank meanwhile. So each kind of pass through a stage is run once, and
-what waits is added to its highest moment. The lines of the same moments are those of :func:`~zeroplan.engines.pipeline.accounts`.
+A pass through a stage takes the same memory whatever waits on the rank. So each kind of pass through a stage runs once, and the
+waiting bytes are added to its peak. :func:`~zeroplan.engines.pipeline.accounts` has the same moments as lines.
 """
 
 import sys
@@ -30,22 +30,22 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Entry, beside, entry_of, highest_of
 from zeroplan.weights import Highest, Pools, Weight, in_pools, together, total, weigh
 
-#: Stands for all that waits on a rank.
+#: Represents all waiting tensors of a rank.
 _WAITING = (Line(Kind.ACTIVATIONS, 0, "everything that waits"),)
 
 
 class Pass(NamedTuple):
-    """The highest moment of a pass through a stage, without what waits; of the last stage's forward also once the loss is made."""
+    """The peak of a pass through a stage, without waiting tensors; for the last stage's forward also after the loss is made."""
 
     highest: Highest
     at_the_loss: Highest | None
 
 
 class Worked:
-    """A stage, and what each kind of pass through it takes: computed once. [bytes]"""
+    """A stage, and the memory of each kind of pass through it, computed once. [bytes]"""
 
     def __init__(self, plan: StagePlan, of: object, pools: Pools) -> None:
-        """Size it; ``of`` is what it is made of, which stays as long as it does."""
+        """Compute the stage's sizes; ``of`` is the object that it was made from, which must live as long."""
         self.stage, self.of, self.pools, inner = plan, of, pools, plan.plan
         self.units = Units(inner._replace(walk=plan.walk))
         self.passes: dict[object, Pass] = {}
@@ -56,11 +56,11 @@ class Worked:
 
     @cached_property
     def bounds(self) -> Bounds | None:
-        """What passes take at the most, where that is simple."""
+        """Upper bounds of its passes, if they are simple to compute."""
         return bounds_of(self.stage, self.sizes)
 
     def taken(self, state: State) -> Pass:
-        """What the pass of a state takes through this stage, which is one of those that the state tells of."""
+        """Return the memory of a state's pass through this stage, which must be the state's current stage."""
         at = state.chunk
         fresh = state.fresh[at] if state.fresh else None
         key = state.kind, state.whole[at], state.earlier[at], state.begins, fresh
@@ -87,10 +87,10 @@ class Worked:
 
 
 class Weigher:
-    """The ranks of a pipeline under one recipe: how much each needs, whatever the batch."""
+    """The ranks of a pipeline under one recipe: the memory of each, for any batch."""
 
     def __init__(self, model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, pools: Pools) -> None:
-        """Cut the model into stages; raises SpecError where that is not modelled."""
+        """Split the model into stages. Raises SpecError if that is not modelled."""
         self.here, self.mesh, self.pools = arranged(model, recipe, mesh), mesh, pools
         self.model, self.recipe = model, recipe
         self._ranks: dict[object, WeighedRank] = {}
@@ -99,14 +99,14 @@ class Weigher:
         self._alike = recalled(lambda: (Weigher, plain), lambda: plain)  # one object for all that are equal
 
     def rank(self, number: int, batch: Numbers) -> "WeighedRank":
-        """One of them with a batch."""
+        """Return one of the ranks with a batch."""
         key = number, batch
         if key not in self._ranks:
             self._ranks[key] = WeighedRank(self, number, batch)
         return self._ranks[key]
 
     def worked(self, stage: Stage, batch: Numbers) -> Worked:
-        """A stage, whatever it is called and whoever else has the like."""
+        """Return a stage's sizes, shared by all equal stages."""
         here, mesh = self.here, self.mesh
         fewer, part = layers_of(here.model, stage, tp=mesh.tp, ep=mesh.ep)
         own, split = recipe_of(here.recipe, stage), here.recipe.pipeline_schedule in SPLIT
@@ -114,7 +114,7 @@ class Weigher:
         local = of_a_rank(batch, here.cp)
 
         def key() -> Hashable:
-            several = min(batch.grad_accum_steps, 3)  # all that a plan knows of them
+            several = min(batch.grad_accum_steps, 3)  # a plan distinguishes only these
             numbers = batch.micro_batch_size, batch.seq_len, several, mesh
             return Worked, id(fewer), id(part), id(self._alike), again, split, stage.is_first, stage.is_last, numbers
 
@@ -122,7 +122,7 @@ class Weigher:
 
 
 def _is_plain(model: ModelSpec, recipe: RecipeSpec) -> bool:
-    """Whether passes take the same whatever waits, and nothing is in host memory; else every rank's lines are added up."""
+    """Whether a pass takes the same memory whatever waits, without offload; else every rank's lines are summed."""
     whole = model.adapter is None and model.frozen is None and recipe.loss == "full"
     return whole and not (recipe.offloads or recipe.fsdp2.shards_ends or recipe.fsdp2.of_torch_2_15)
 
@@ -131,7 +131,7 @@ class WeighedRank:
     """A pipeline rank with a batch. [bytes]"""
 
     def __init__(self, of: Weigher, number: int, batch: Numbers) -> None:
-        """Find its stages, and what is there at every moment."""
+        """Find the rank's stages and its permanent memory."""
         here = of.here
         self.number, self.whole_batch = number, batch
         self.of, self.place = of, here.place(number, batch.grad_accum_steps)
@@ -148,17 +148,17 @@ class WeighedRank:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most that its tensors take, library workspaces left out."""
+        """The peak of its tensors, without library workspaces."""
         return int(self._highest(pools=False).peak_bytes)
 
     @cached_property
     def highest(self) -> Highest:
-        """The peak, and the most in each pool."""
+        """The peak, and the largest size in each pool."""
         return self._highest(pools=True)
 
     @cached_property
     def _at_most(self) -> list[tuple[State, Weight, Weight | None]]:
-        """Of every kind of pass the state in which most waits, what that is, and a bound of all that is alive then."""
+        """For every kind of pass, the state with most waiting bytes, these bytes, and a bound of all live bytes."""
         if not self.of.is_plain:
             return []
         found = list[tuple[State, Weight, Weight | None]]()
@@ -170,14 +170,14 @@ class WeighedRank:
 
     @cached_property
     def bound_bytes(self) -> int | None:
-        """What the peak is not above; None where that takes as long as the peak itself. [bytes]"""
+        """An upper bound of the peak; None if it takes as long to compute as the peak. [bytes]"""
         if not self.of.is_plain:
             return None
         most = [total(bound) for _, _, bound in self._at_most if bound is not None]
         return int(max(*most, total(self._at_the_step))) if len(most) == len(self._at_most) else None
 
     def exceeds(self, n_bytes: int) -> bool:
-        """Whether its peak is above this many bytes; what waits, or a bound, says so soon."""
+        """Whether the peak exceeds this many bytes. Waiting bytes or a bound often decide this quickly."""
         if "peak_bytes" not in self.__dict__:
             if any(total(waiting) > n_bytes for _, waiting, _ in self._at_most):
                 return True
@@ -186,7 +186,7 @@ class WeighedRank:
         return self.peak_bytes > n_bytes
 
     def _highest(self, *, pools: bool) -> Highest:
-        """The same, of the pools only where they are requested; passes that cannot be above others are left out."""
+        """Return the peak, and the pools if requested. Skips passes whose bound is below the peak so far."""
         if not self.of.is_plain:
             return self._by_lines
         found = _highest(self._at_the_step)
@@ -201,7 +201,6 @@ class WeighedRank:
 
     @cached_property
     def _by_lines(self) -> Highest:
-        """The same of its account."""
         return highest_of(map(entry_of, self._account.moments), self.of.pools)
 
     @cached_property
@@ -211,7 +210,6 @@ class WeighedRank:
 
     @cached_property
     def _at_the_step(self) -> Weight:
-        """What is there when the optimizer steps."""
         recipe, plan, pools = self.of.here.recipe, self.plans[0].plan, self.of.pools
         tensors = tuple([tensor for one in self.plans for tensor in one.plan.local_tensors])
         made = step_temporary_lines(recipe.optimizer, plan.impl, tensors, plan.width.stored, symbol="")
@@ -219,18 +217,17 @@ class WeighedRank:
         return together([self.standing, *[one.reduced for one in self.worked], weigh((*made, *left), pools)])
 
     def _waits(self, state: State) -> Weight:
-        """What waits in a state: the sums of :func:`~zeroplan.engines.pipeline.waiting.waiting_lines`."""
         return together([self.waiting, waits(state, self.sizes)])
 
     def account_of_time(self) -> Account:
-        """What its step's time follows from; what is in host memory is copied, and is in the whole account alone."""
+        """Return the account that the step time depends on. With offload it is the whole account, since copies take time."""
         if not self.of.is_plain:
             return self._account
         return account_of_time(self.plans, self.place, self.of.mesh, self.batch, self.of.here.model)
 
 
 def fullest(ranks: Iterable[WeighedRank]) -> WeighedRank:
-    """The rank whose peak is the highest, the first of equals; of the others no more is computed than that takes."""
+    """Return the first rank with the highest peak. It computes other ranks' peaks only as far as their bounds require."""
     every = list(ranks)
     best: WeighedRank | None = None
     for rank in sorted(every, key=lambda rank: -(rank.bound_bytes or sys.maxsize)):
@@ -246,12 +243,12 @@ def fullest(ranks: Iterable[WeighedRank]) -> WeighedRank:
 
 
 def _most_first(one: tuple[State, Weight, Weight | None]) -> int:
-    """What no bound is known of first, then the highest bound."""
+    """Sort key: unknown bounds first, then the highest bound."""
     return -sys.maxsize if one[2] is None else -int(total(one[2]))
 
 
 def _is_below(most: Weight, found: Highest, *, pools: bool) -> bool:
-    """Whether no moment is above what has been found, nor in any pool where these are requested."""
+    """Whether a bound is below the peak so far, and in every pool if pools are requested."""
     below = bool(total(most) <= found.peak_bytes)
     return below and (not pools or all(one <= held for one, held in zip(in_pools(most), found.pools, strict=True)))
 

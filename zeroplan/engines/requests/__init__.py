@@ -1,11 +1,11 @@
-"""A training step as an engine carries it out, request by request: what it asks CUDA's allocator for and gives back, in order.
+"""A training step as a list of requests to CUDA's allocator and releases, in the engine's order.
 
-``accounts`` of an engine say what is alive at the moments that can be the highest. This says every request, so that the model of
-the allocator (:mod:`zeroplan.allocator`) can do them: what is reserved follows. The blocks' requests are those of the programs
-that give their moments, too.
+``accounts`` of an engine give the live tensors at the moments that can be the peak. This package lists every request, so that
+the allocator's model (:mod:`zeroplan.allocator`) can replay them and give the reserved memory. The same programs make the
+blocks' requests and their moments.
 
-Left out: what is gone before the first step begins (the model as it was built, zero gradients), but under FSDP1 and DeepSpeed's
-stages 0 to 2; numbers of a few bytes, buffers of the process group.
+Leaves out memory freed before the first step begins (the model as it was built, zero gradients), except under FSDP1 and
+DeepSpeed's stages 0 to 2; tensors of a few bytes; buffers of the process group.
 """
 
 from importlib import import_module
@@ -21,16 +21,16 @@ from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import has_frozen, trained_layout
 
 STEPS = {"fsdp1": 2, "fsdp2": 2, "ddp": 3, "deepspeed": 3}
-"""Steps until an engine does the same in every further one: DDP makes its buckets in the second, DeepSpeed settles in the third."""
+"""Steps until an engine repeats itself: DDP builds its buckets in the second, DeepSpeed's coordinator settles in the third."""
 
 
 def requests_of(
     job: JobSpec, steps: int | None = None, *, pipeline_rank: int | None = None, starts: Starts = "loaded"
 ) -> Log:  # fmt: skip
-    """What a rank requests and releases in its first steps, from before the first on; of a pipeline the fullest, or another.
+    """Return the requests and releases of a rank's first steps and its setup; of a pipeline, the fullest rank's by default.
 
-    ``starts`` says where the weights are before; what that leaves in the cache is known of FSDP1 alone.
-    Raises SpecError where this is not known (:func:`not_written`).
+    ``starts``: where the weights are before. Only for FSDP1 is known what this leaves in the cache. Raises SpecError for jobs
+    of :func:`not_written`.
     """
     if reason := not_written(job):
         raise SpecError(f"the requests of {reason} cannot be written out yet; leave --replay, --trace and --snapshot out")
@@ -51,7 +51,7 @@ def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:
 
 
 def not_written(job: JobSpec) -> str:
-    """What of a job its requests are not known with; empty where they are."""
+    """Return the part of a job whose requests are not modelled; empty if all are."""
     model, recipe, mesh = job.model, job.recipe, job.mesh
     options = recipe.fsdp2
     of_engine = {
@@ -94,7 +94,7 @@ def not_written(job: JobSpec) -> str:
 
 
 def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
-    """What older releases and other kernels hold beside the requests of the model's own modules."""
+    """Yield features of older releases and other kernels that need more requests than the model's modules make."""
     adapter, recipe = job.model.adapter, job.recipe
     release = release_of(recipe.transformers)
     return (

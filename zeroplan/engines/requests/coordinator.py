@@ -1,4 +1,4 @@
-"""The coordinator of DeepSpeed's ZeRO-3, request by request: what it gathers, copies out and releases in one pass."""
+"""The coordinator of DeepSpeed's ZeRO-3, request by request: its gathers, copies and releases in one pass."""
 
 from collections.abc import Hashable, Iterator
 from functools import lru_cache
@@ -10,31 +10,31 @@ from zeroplan.ledger import Kind
 from zeroplan.numeric import ceil_div, round_up
 
 _HALF, _SCALE = 2, 4
-"""Bytes of an element that is dequantized, and of a group's scale."""
+"""Bytes of a dequantized element, and of a group's scale."""
 Ends = tuple[tuple[int, Freed], ...]
-"""What may be released where a module ends, each with its step."""
+"""Modules whose parameters may be released where a module ends, each with its step."""
 
 
 class Gathers(Replay):
-    """The coordinator of one pass. A parameter is held under its place in the row as long as it is gathered."""
+    """The coordinator of one pass. The key of a gathered parameter is its index in the row."""
 
     def __init__(
         self, one: Pass, log: Log, ranks: int, element: int, stream: int, *, recording: bool, resident: bool,
         decided: set[tuple[int, int]] | None, later: bool,
     ) -> None:  # fmt: skip
-        """``recording``: the first pass, which gathers nothing ahead and releases all; ``resident``: what persists is there.
+        """``recording``: the first pass, which prefetches nothing and releases all; ``resident``: persistent parameters exist.
 
-        ``decided`` is what an earlier pass has decided to release; ``later``: a pass of the same step came before.
+        ``decided``: the releases that an earlier pass decided; ``later``: a pass of the same step came before.
         """
         super().__init__(one, persistent_missing=not resident, decided=set() if recording else decided, later=later)
         self.log, self.ranks, self.element, self.stream = log, ranks, element, stream
         self.recording, self.copied = recording, one.sharing.copied
         self.turned = False
         self.alone = ranks == 1 and not self.copied
-        """Shares are whole, and on the GPU: a gather takes nothing."""
+        """A single rank's shards are whole parameters on the GPU, so a gather allocates nothing."""
 
     def begin(self, at: int) -> None:
-        """A module begins."""
+        """Begin a module: gather its parameters and prefetch the next ones."""
         step, log = self.steps[at], self.log
         self.turned = self.turned or step.direction == BACKWARD
         log.stream = self.stream
@@ -43,7 +43,7 @@ class Gathers(Replay):
         self.in_graph.update(() if self.turned else step.in_graph)
 
     def end(self, ends: Ends) -> None:
-        """A module ends."""
+        """End a module: release parameters that are not needed soon."""
         for at, freed in ends:
             self._free(at, freed, returning=self.steps[at].direction == BACKWARD)
 
@@ -58,7 +58,7 @@ class Gathers(Replay):
                 self._let_go(index)
 
     def end_pass(self) -> None:
-        """``release_backward_leftovers``: modules whose end nobody has noticed let go."""
+        """Release what remains (``release_backward_leftovers``): parameters of modules whose end no hook sees."""
         for index in sorted(self.available - (frozenset() if self.recording else self.persistent)):
             self._partition(index, saved=False)
 
@@ -81,7 +81,7 @@ class Gathers(Replay):
             self._copies(indices)
 
     def _gather_in_8_bits(self, indices: list[int]) -> None:
-        """Shares are quantized, and gathered with their scales (qwZ)."""
+        """Quantize shards, and gather them with their scales (qwZ)."""
         flat, takes, reason = self._flat(indices[0]), self.in_flight[indices[0]].takes, "weights in 8 bits and their scales"
         for change in takes.asked:
             if change > 0:
@@ -94,7 +94,7 @@ class Gathers(Replay):
         self.log.call("all_gather", _SCALE * takes.scales, pieces[0].ranks)
 
     def _restore(self, index: int) -> None:
-        """``CUDAQuantizer.dequantize``: a parameter in fp16, and cast to its own dtype."""
+        """``CUDAQuantizer.dequantize``: make a parameter in fp16, and cast it to its own dtype."""
         n_bytes = _HALF * self.numel[index]
         if self.sharing.half:
             self.log.request(gathered(index), n_bytes, Kind.GATHER, "gathered parameter")
@@ -104,7 +104,7 @@ class Gathers(Replay):
         self.log.release("restored")
 
     def _called(self, indices: list[int]) -> Iterator[list[int]]:
-        """Parameters that one all-gather takes. Those that are gathered alone come where they will be."""
+        """Yield the parameters of each all-gather. A parameter that is gathered alone is gathered in place."""
         if not self._one_by_one(indices):
             yield indices
             return
@@ -119,14 +119,13 @@ class Gathers(Replay):
         return len(indices) == 1 or self.options.stage3_allgather_sequential or self.ranks == 1
 
     def _padded(self, index: int) -> int:
-        """Elements of a parameter as all ranks gather it, alike from each."""
         return round_up(self.numel[index], self.ranks)
 
     def _flat(self, index: int) -> Hashable:
         return "flat", id(self.in_flight[index])
 
     def _copies(self, indices: list[int]) -> None:
-        """This rank's shares, where they come from host memory."""
+        """Copy this rank's shards to the GPU, if they are in host memory."""
         for index in indices if self.copied else ():
             n_bytes = self.element * ceil_div(self.numel[index], self.ranks)
             self.log.request("copy of shares", n_bytes, Kind.GATHER, "copy of this rank's share")
@@ -150,7 +149,7 @@ class Gathers(Replay):
             self.log.release(flat)
 
     def _arrive(self, parameters: list[int], flat: Hashable) -> None:
-        """Parameters are copied out of a flat gather, or out of 8 bits."""
+        """Copy parameters out of a flat gather, or dequantize them."""
         together = not self._one_by_one(parameters)
         if self.sharing.width and together:
             n_bytes = _HALF * sum(self._piece(one).share * self._piece(one).ranks for one in parameters)
@@ -178,18 +177,18 @@ class Gathers(Replay):
 
 
 def gathered(index: int) -> Hashable:
-    """The key of a gathered parameter."""
+    """Return the key of a gathered parameter."""
     return "gathered", index
 
 
 def saved_key(index: int) -> Hashable:
-    """The key of what autograd has saved of a parameter that is released; it goes with the operator that saved it."""
+    """Return the key of a released parameter that autograd has saved. It is freed with the operator that saved it."""
     return "saved", index
 
 
 @lru_cache(maxsize=64)
 def ends_of(steps: tuple[Step, ...]) -> tuple[tuple[Ends, Ends], ...]:
-    """Of every module that begins at a step, what its end may release: forward, and in the backward."""
+    """Return, for every module that begins at a step, what its end may release: in the forward, and in the backward."""
     found: list[tuple[Ends, Ends]] = []
     for at, step in enumerate(steps):
         forward, backward = list[tuple[int, Freed]](), list[tuple[int, Freed]]()

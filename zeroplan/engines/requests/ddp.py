@@ -1,4 +1,4 @@
-"""The training step of ``DistributedDataParallel``, request by request, alone or with ``ZeroRedundancyOptimizer``."""
+"""The training step of DDP, request by request, with or without ``ZeroRedundancyOptimizer``."""
 
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ from zeroplan.spec.recipe import OptimizerImpl
 
 
 class Step(WholePass):
-    """A rank's micro-batches and steps. The reducer makes its final buckets in the second forward."""
+    """A rank's micro-batches and steps. The reducer builds its final buckets in the second forward."""
 
     def __init__(self, job: JobSpec, log: Log) -> None:
         self.wrapped = job.recipe.wraps_one_rank or job.mesh.dp_shard > 1
@@ -27,10 +27,10 @@ class Step(WholePass):
         impl = implementation_of(job.recipe)
         self.optimizer, self.tensors = Update(job.recipe.optimizer, impl, self.stored), _updated(job, impl, self.stored)
         self.forwards, self.begins = 0, True
-        """Forwards begun, and whether the next one is a step's first."""
+        """Number of forwards begun; whether the next one is a step's first."""
 
     def begin(self) -> None:
-        """Parameters, and the reducer's first bucket, which is one for all gradients."""
+        """Request parameters, and the reducer's first bucket, which holds all gradients."""
         self.request_parameters(self.stored)
         if self.wrapped:
             kind = Kind.GRADIENTS if self.views else Kind.REDUCE
@@ -55,13 +55,13 @@ class Step(WholePass):
         self.forwards += 1
 
     def after_backward(self) -> None:
-        """Each bucket is all-reduced as it fills; here they are noted together, at the end."""
+        """Record the all-reduces of all buckets, at the end instead of as each bucket fills."""
         if self.last or self.recipe.sync_every_micro_batch:
             for n_bytes in rebuilt_buckets(self.job.model, self.stored, self.recipe.ddp.bucket_cap_mb):
                 self.log.call("all_reduce", n_bytes, self.ranks)
 
     def after_forward(self) -> None:
-        """``_DDPSink``: where DDP looks for unused parameters, the loop is given copies of what the model returns."""
+        """``_DDPSink``: with ``find_unused_parameters`` DDP returns copies of the model's outputs."""
         options = self.recipe.ddp
         if not self.wrapped or not options.find_unused_parameters or options.static_graph:
             return
@@ -74,7 +74,7 @@ class Step(WholePass):
         self.log.release("copies")
 
     def update(self) -> None:
-        """``ZeroRedundancyOptimizer`` sends what each rank has updated; then ``zero_grad(set_to_none=True)``."""
+        """Step; ``ZeroRedundancyOptimizer`` broadcasts each rank's parameters; then ``zero_grad(set_to_none=True)``."""
         self.optimizer.step(self.log, self.tensors)
         if self.recipe.zero_stage:
             n_bytes = self.stored * sum(each.numel for each in every_tensor(self.job.model))
@@ -84,7 +84,7 @@ class Step(WholePass):
 
 @lru_cache(maxsize=64)
 def rebuilt_buckets(model: ModelSpec, element_bytes: int, cap_mb: int | None = None) -> tuple[int, ...]:
-    """The size of each bucket once the reducer knows in which order gradients come (``Reducer::rebuild_buckets``). [bytes]"""
+    """Return the size of each bucket after ``Reducer::rebuild_buckets``, in the observed order of gradients. [bytes]"""
     return filled_buckets([element_bytes * (each.end - each.start) for each in reversed(trained_row(model).executed)], cap_mb)
 
 

@@ -1,7 +1,7 @@
 """DeepSpeed's training step at stages 0 to 2, request by request.
 
-What happens to gradients, and what a step does, is in :mod:`zeroplan.engines.deepspeed.gradients` and
-:mod:`zeroplan.engines.deepspeed.wrappers`, whence the moments of an estimate come, too.
+:mod:`zeroplan.engines.deepspeed.gradients` handles gradients and :mod:`zeroplan.engines.deepspeed.wrappers` the step; the
+moments of an estimate use both, too.
 """
 
 from zeroplan.engines.deepspeed import optimizer_impl
@@ -37,7 +37,7 @@ class Step(WholePass):
 
     @property
     def tensors(self) -> Tensors:
-        """What the optimizer updates: a share of all weights, or at stage 0 all of them, flat or as they are."""
+        """The tensors that the optimizer updates: a shard of all weights, or at stage 0 all weights, flat or separate."""
         if not self.flat:
             return [LocalTensor(each.parameter.shape, in_block=False) for each in self.whole.placed]
         return [(int(self.job.partition) if self.recipe.zero_stage else self.whole.n_elements,)]
@@ -47,7 +47,7 @@ class Step(WholePass):
             self.optimizer.step(self.log, self.tensors)
 
     def begin(self) -> None:
-        """Weights, what DeepSpeed makes of them, and the optimizer."""
+        """Request weights, DeepSpeed's copies of them, and the optimizer."""
         if not self.recipe.zero_stage and self.flat and self.log.starts != "recorded" and not self.frozen:
             self._flatten()
             return
@@ -62,12 +62,12 @@ class Step(WholePass):
             return
         for n_elements in [self.whole.n_elements] if self.flat else map(numel, self.whole.placed):
             self.log.request("master", _FP32 * n_elements, Kind.OPTIMIZER_STATE, "weights in fp32")
-        self.optimizer.make_states(self.log, self.tensors)  # ``initialize_optimizer_states`` takes an empty step
+        self.optimizer.make_states(self.log, self.tensors)  # ``initialize_optimizer_states`` runs an empty step
 
     def _shard(self) -> None:
-        """``DeepSpeedZeroOptimizer.__init__``: weights are laid flat, the share is copied and cast, zero gradients come and go.
+        """``DeepSpeedZeroOptimizer.__init__``: flatten the weights, copy and cast the shard, make and free zero gradients.
 
-        What goes stays in the allocator's cache: the weights as they were, the copy, the zeros. ``BF16_Optimizer``'s is left out.
+        The freed tensors stay in the allocator's cache: original weights, copy, zeros. Leaves out those of ``BF16_Optimizer``.
         """
         log, job = self.log, self.job
         flat, *kept = self._flat_weights()
@@ -95,9 +95,9 @@ class Step(WholePass):
         return any(one.frozen for one in self.parameters)
 
     def _flatten(self) -> None:
-        """``FP16_Optimizer.__init__``: copies of all weights are joined, and a copy of that is cast. Then comes an empty step.
+        """``FP16_Optimizer.__init__``: concatenate copies of all weights, cast a copy of the result, then run an empty step.
 
-        Its zero gradients and temporaries stay in the allocator's cache, and so does the model as it was.
+        The empty step's zero gradients and temporaries stay in the allocator's cache, and so does the original model.
         """
         log, width, n_elements = self.log, self.job.element, self.whole.n_elements
         for key in ("as it was", "copies"):
@@ -114,29 +114,29 @@ class Step(WholePass):
         log.release("zeros")
 
     def _abandoned(self) -> None:
-        """States that an optimizer made for tensors which DeepSpeed then replaced."""
+        """Request the states of an optimizer's original tensors, which DeepSpeed has replaced."""
         for line in abandoned_states(self.recipe, self.whole.n_elements, self.job.element):
             self.log.put_each("abandoned", line, [self.job.element * numel(each) for each in self.whole.placed])
 
     def _flat_weights(self) -> tuple[Line, ...]:
-        """All weights that are trained as one, padded for the ranks, and a share of them, or gradients of all, in fp32."""
+        """Return all trained weights as one padded tensor, and a shard of them in fp32, or all gradients in fp32."""
         if collects(self.recipe):
             return flat_in_fp32(self.job)
         flat, master, *_ = weights_of(self.job)
         return flat, *(way_back(self.job) if self.offloads else (master,))
 
     def before_forward(self) -> None:
-        """``zero_grad`` of what the optimizer has taken."""
+        """Release the tensors of the last step's optimizer (``zero_grad``)."""
         super().before_forward()
         self.log.release("taken", "view")
 
     def after_backward(self) -> None:
-        """Gradients that are left are reduced."""
+        """Reduce the remaining gradients."""
         self.gradients.end()
         self.wrapper.after_backward(last=self.last)
 
     def update(self) -> None:
-        """The wrapper's step."""
+        """Run the wrapper's step."""
         self.log.call_all(numbers_unsharded(self.recipe, self.ranks))
         self.wrapper.step()
 

@@ -22,7 +22,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.families.tape import Do
 
 _GATHERS, _REDUCES = 1, 2
-"""The numbers of the streams on which parameters are gathered and buckets reduced, where ``overlap_comm`` is on."""
+"""Numbers of the streams for gathers and for bucket reductions with ``overlap_comm``."""
 _FP64 = 8
 _IN_4_BITS = "gradients in 4 bits, their scales, and what comes of them"
 
@@ -39,29 +39,29 @@ class Step(OneByOne):
         self.offloads = offloads_optimizer(job.recipe)
         self.one = pass_of(self.job.every, job.recipe, self.ranks)
         self.optimizers: list[Update] = []
-        """One for each sub-group."""
+        """One optimizer for each sub-group."""
         self.decided: set[tuple[int, int]] | None = None
         self.passes = self.micro = self.at = 0
-        """Passes begun, those of this step, and steps of the coordinator in this one."""
+        """Number of passes begun, number of this step's passes, and index of the coordinator's next step in this pass."""
         self.gathers = self._new_pass()
         self.second = self.gathers.second
-        """Elements of second partitions (hpZ) that are still to be made in this step, by parameter."""
+        """Elements of second partitions (hpZ) that this step still has to make, by parameter."""
         self.ends = ends_of(self.gathers.steps)
         self.running: list[tuple[int, int]] = []
-        """Modules whose forward, or second forward in a backward, runs: places in the program, and steps."""
+        """Modules whose forward or recomputation runs: places in the program, and steps."""
         self.returning: list[tuple[int, int]] = []
-        """The same of those whose backward does."""
+        """Modules whose backward runs, in the same form."""
         self.places = {(each.block, each.parameter.name): index for index, each in enumerate(self.job.every.placed)}
         self.made: dict[Placed, Hashable] = {}
         """Gradients outside the bucket."""
         self.inside: list[Placed] = []
         self.handed: list[tuple[Placed, Hashable]] = []
-        """Gradients that have come to their weights, and wait for the end of a module that is gathered as one."""
+        """Gradients that wait for the end of a module that is gathered as one."""
 
     # --- what is there from the first step to the last ----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """This rank's shares, the bucket, and gradients of its shares."""
+        """Request this rank's shards, the bucket, and gradients of the shards."""
         log, job = self.log, self.job
         groups = groups_of(job.whole, self.options.sub_group_size, self.ranks)
         self._request_weights()
@@ -78,7 +78,7 @@ class Step(OneByOne):
             log.request("gradients", job.kept * int(job.partition), Kind.GRADIENTS, "gradients of this rank's share")
 
     def _request_weights(self) -> None:
-        """Weights are one flat tensor, but for frozen ones."""
+        """Request this rank's shards. All trained weights are one flat tensor."""
         job, log = self.job, self.log
         if not offloads_parameters(self.recipe):
             frozen = sum(count * ceil_div(numel, self.ranks) for numel, count in numels(job.every)) - int(job.partition)
@@ -95,7 +95,7 @@ class Step(OneByOne):
         )  # fmt: skip
 
     def before_forward(self) -> None:
-        """The coordinator begins a pass. The root module, and the model in it, begin."""
+        """Begin a pass of the coordinator, with the root module and the model in it."""
         self.passes, self.micro, self.at = self.passes + 1, self.micro + 1, 0
         self.gathers = self._new_pass()
         if self.micro == 1:
@@ -104,7 +104,7 @@ class Step(OneByOne):
         self._run_on(-1)
 
     def _run_on(self, block: int) -> None:
-        """Modules of a block without parameters begin, up to the next with some."""
+        """Begin a block's modules without parameters, up to the next module with some."""
         steps = self.gathers.steps
         while self.at < len(steps) and steps[self.at].block == block and not steps[self.at].parameters:
             if steps[self.at].direction != FORWARD and not self.in_backward:
@@ -124,7 +124,7 @@ class Step(OneByOne):
     def at_module(self, do: Do, place: int) -> None:
         """``pre_sub_module_forward_function`` and its like."""
         if do in (Do.RETURN, Do.DONE):
-            self.running = []  # a second forward stops in the middle of its last module
+            self.running = []  # a recomputation stops in the middle of its last module
         if do in (Do.ENTER, Do.RETURN):
             self._run_on(self.block)
             (self.running if do is Do.ENTER else self.returning).append((place, self._begin()))
@@ -136,13 +136,13 @@ class Step(OneByOne):
         stack.remove((place, at))
         ends = self.ends[at][do is Do.DONE]
         while any(self.at <= last for last, _ in ends):
-            self._begin()  # modules without parameters in this one
+            self._begin()  # modules without parameters inside this one
         self.gathers.end(ends)
         if not stack:
             self._run_on(self.block)
 
     def embed(self) -> None:
-        """The embedding's modules."""
+        """Run the embedding's modules."""
         steps = self.gathers.steps
         while steps[self.at].block == -1 and steps[self.at].parameters:
             at = self._begin()
@@ -152,25 +152,25 @@ class Step(OneByOne):
         self._run_on(-1)
 
     def before_block(self, layer: int) -> None:
-        """The block begins."""
+        """Begin the block's modules without parameters."""
         self._run_on(layer)
 
     def before_block_backward(self, layer: int) -> None:
-        """Its backward does."""
+        """Begin the same in its backward."""
         self._run_on(layer)
 
     def before_ending_backward(self) -> None:
-        """The root module's backward begins, with the loss."""
+        """Begin the root module's backward, with the loss."""
         self._run_on(len(self.order))
 
     def before_embedding_backward(self) -> None:
-        """Modules below the blocks go backward, whose end nobody notices."""
+        """Begin the backward of modules below the blocks, whose end no hook sees."""
         while self.at < len(self.gathers.steps):
             self._begin()
 
     @property
     def head_gives_a_view(self) -> bool:
-        """DeepSpeed's own ``linear`` gives none."""
+        """Whether the head's gradient is a view, which DeepSpeed's own ``linear`` never returns."""
         return self.recipe.keeps_gathered_linears and super().head_gives_a_view
 
     # --- gradients ----------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Step(OneByOne):
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """``reduce_leaf_module_grads``: those of a module that is gathered as one wait for its end."""
+        """``reduce_leaf_module_grads``: reduce gradients, after a leaf module's end in the order of its parameters."""
         leaf = any(self.gathers.steps[at].leaf for _, at in self.returning)
         handed, self.handed = self.handed, []
         for placed, gradient in sorted(handed, key=lambda each: each[0].start) if leaf else handed:
@@ -228,7 +228,7 @@ class Step(OneByOne):
         self.inside = []
 
     def _all_reduce(self) -> None:
-        """``__avg_scatter_contiguous_grads``: the bucket itself."""
+        """``__avg_scatter_contiguous_grads``: all-reduce the bucket itself."""
         log, job = self.log, self.job
         n_bytes = job.element * self.fill if self.ranks > 1 else 0
         log.request("reduced", n_bytes, Kind.REDUCE, "copy of the bucket that is all-reduced")
@@ -237,7 +237,7 @@ class Step(OneByOne):
             log.request("cast", job.kept * self.fill, Kind.REDUCE, "reduced gradients cast to fp32")
 
     def _reduce_scatter(self, inside: list[Placed]) -> None:
-        """``__avg_scatter_grads``: a copy in the order of the ranks, unless it is one gradient that divides evenly."""
+        """``__avg_scatter_grads``: reduce-scatter a copy in rank order, unless the bucket is one gradient that divides evenly."""
         log, job = self.log, self.job
         if applies(self.recipe, self.ranks):
             self._all_to_all(inside)
@@ -256,7 +256,7 @@ class Step(OneByOne):
             self.log.release("reduced")
 
     def _all_to_all(self, inside: list[Placed]) -> None:
-        """``all_to_all_quant_reduce``: each gradient in 4 bits, within nodes and across; others are reduce-scattered (qgZ)."""
+        """``all_to_all_quant_reduce``: send each gradient in 4 bits, within and across nodes; reduce-scatter the others (qgZ)."""
         log, job = self.log, self.job
         split = Split(self.ranks, self.options.gpus_per_node, job.element, job.kept)
         memory = _InLog(log)
@@ -275,7 +275,7 @@ class Step(OneByOne):
         self._widen(inside)
 
     def _partition_gradient(self, each: Placed) -> None:
-        """``partition_grads``: the share goes to host memory, comes back, and its norm is taken; the gradient goes."""
+        """``partition_grads``: copy the shard to host memory and back, take its norm, free the gradient."""
         log, job, share = self.log, self.job, ceil_div(numel(each), self.ranks)
         if self.offloads:
             log.request("back", job.kept * share, Kind.REDUCE, "share of a gradient, back from the host")
@@ -301,7 +301,7 @@ class Step(OneByOne):
     # --- the step -----------------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """``step``: all parameters go; norms, one sub-group after the other, and what persists is gathered."""
+        """``step``: release all parameters, take norms, update each sub-group, and gather persistent parameters."""
         log, job = self.log, self.job
         self.micro = 0
         self._partition_all()
@@ -344,14 +344,14 @@ class Step(OneByOne):
 
 
 class _InLog(Memory):
-    """What :func:`quantized` makes, as requests. What has no name stays until the bucket is reduced."""
+    """Writes the allocations of :func:`quantized` as requests. Unnamed memory stays until the bucket is reduced."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
         self.log = log
 
     def name(self, **made: int) -> None:
-        """Give names to what has been made at once; what had them goes then."""
+        """Assign new tensors to variables, which frees the variables' old tensors."""
         for name, n_bytes in made.items():
             self.log.request(("new", name), n_bytes, Kind.REDUCE, _IN_4_BITS)
         for name in made:
@@ -360,7 +360,7 @@ class _InLog(Memory):
         self._names |= made
 
     def hold(self, n_bytes: int) -> None:
-        """Request memory, or release as much of it."""
+        """Request memory, or release it if ``n_bytes`` is negative."""
         if n_bytes > 0:
             self.log.request("reduced", n_bytes, Kind.REDUCE, _IN_4_BITS)
         else:
@@ -368,7 +368,7 @@ class _InLog(Memory):
             self.log.release("gone")
 
     def forget(self) -> None:
-        """The function returns."""
+        """Release all variables as the function returns."""
         self.log.release(*(("named", name) for name in self._names))
         self._names.clear()
 

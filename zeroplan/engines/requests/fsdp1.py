@@ -1,13 +1,13 @@
 """FSDP1's training step, request by request. Methods have the names of torch 2.13's functions (torch/distributed/fsdp).
 
-A unit's parameters are split from its flat parameter on the stream of all-gathers. So autograd joins their gradients there, and
-adds up there what comes to one of them from two places (torch 2.13, csrc/autograd/engine.cpp and input_buffer.cpp: a node runs on
-the stream of its forward).
+Autograd splits a unit's parameters from its flat parameter on the all-gather stream. So it concatenates their gradients on that
+stream, and sums there the gradients of a parameter with two uses (torch 2.13, csrc/autograd/engine.cpp and input_buffer.cpp: a
+node runs on the stream of its forward).
 
-What another stream uses is marked with ``record_stream``. Before it gathers, the program waits for the GPU to have freed all but
-the last two units (``limit_all_gathers``, _limiter_utils.py).
+``record_stream`` marks memory that another stream uses. Before a gather the host waits until the GPU has freed all but the last
+two units (``limit_all_gathers``, _limiter_utils.py).
 
-Left out: frozen parameters and adapters, whose matrices are units of their own, and checkpoints that call a unit.
+Leaves out frozen parameters and adapters, whose matrices are units of their own, and checkpoints that call a unit.
 """
 
 from collections import deque
@@ -25,14 +25,14 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.parameters import Parameter
 
 _GATHERS, _REDUCES, _CASTS, _ALL_REDUCES = 1, 2, 3, 4
-"""The streams of unsharding, after a unit's backward, of casts before unsharding, and among replicas (``_init_streams``)."""
+"""Streams for unsharding, after a unit's backward, for casts before unsharding, and replicas' all-reduce (``_init_streams``)."""
 _ROOT = -1
 _IN_FLIGHT = 2
-"""Units that may wait to be freed (``_max_num_inflight_all_gathers``)."""
+"""Number of units that may wait to be freed (``_max_num_inflight_all_gathers``)."""
 
 
 class Step(ModelPass):
-    """A rank's micro-batches and steps. Units are named after their layer; the root has everything else."""
+    """A rank's micro-batches and steps. A unit's name is its layer; the root has all other parameters."""
 
     holds_batch = False
 
@@ -44,21 +44,21 @@ class Step(ModelPass):
         self.tensors = list[LocalTensor]()
         self.optimizer = Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
         self.made: dict[int, list[Hashable]] = {}
-        """Gradients of each unit's parameters, which wait to be joined."""
+        """Gradients of each unit's parameters before they are concatenated."""
         self.waiting: int | None = None
-        """A unit that has gone backward and is not joined yet."""
+        """A unit whose backward has run and whose gradients are not concatenated yet."""
         self.begins = True
         """Whether a step's first micro-batch comes next."""
         self.forwards = 0
         self.prefetched, self.freed = set[int](), deque[int]()
-        """Units that are there ahead of their turn; when units were freed for which the program has not waited, in deeds."""
+        """Prefetched units; and the deed numbers at which units were freed and for which the host has not waited."""
 
     def group(self, unit: int) -> Group:
-        """A unit's flat parameter."""
+        """Return a unit's flat parameter."""
         return self.plan.root if unit == _ROOT else self.plan.blocks[self.order[unit]]
 
     def parameters_of(self, unit: int) -> tuple[Parameter, ...]:
-        """The parameters that it is made of."""
+        """Return a unit's original parameters."""
         tree = self.tree
         return (*tree.embeddings, *tree.tail) if unit == _ROOT else tree.runs[self.order[unit]].parameters
 
@@ -68,7 +68,7 @@ class Step(ModelPass):
         return range(_ROOT, len(self.order))
 
     def begin(self) -> None:
-        """Each unit's shard, blocks first, as they are wrapped, and the optimizer over them."""
+        """Request each unit's shard, blocks first, as FSDP1 wraps them, and build the optimizer on them."""
         if self.log.starts == "built":
             self._build()
         for unit in (*range(len(self.order)), _ROOT):
@@ -77,7 +77,7 @@ class Step(ModelPass):
         self.optimizer.begin(self.log, self.tensors)
 
     def _build(self) -> None:
-        """The model is built on the GPU; a head that is the embedding has a weight of its own until they are tied."""
+        """Build the model on the GPU. A tied head has its own weight until it is tied."""
         for unit in self.every_unit:
             self._request_whole(unit)
         if self.tree.tied_head is not None:
@@ -93,7 +93,7 @@ class Step(ModelPass):
             )
 
     def _wrap(self, unit: int) -> None:
-        """``_init_param_handle_from_module``: parameters come to the GPU, are joined in a flat one, and that is sharded."""
+        """``_init_param_handle_from_module``: move parameters to the GPU, concatenate them to a flat one, and shard that."""
         log, width, group = self.log, self.plan.width.stored, self.group(unit)
         if self.log.starts != "recorded":
             if not log.has(("whole", unit)):
@@ -103,7 +103,7 @@ class Step(ModelPass):
         log.release("joined", ("whole", unit))
 
     def update(self) -> None:
-        """The optimizer steps; then ``zero_grad``."""
+        """Run the optimizer's step, then ``zero_grad``."""
         self.optimizer.step(self.log, self.tensors)
         self.drop_gradients()
 
@@ -111,11 +111,11 @@ class Step(ModelPass):
 
     @property
     def frees(self) -> bool:
-        """Whether blocks are sharded again after their forward (FULL_SHARD)."""
+        """Whether blocks are resharded after their forward (FULL_SHARD)."""
         return self.plan.reshard is not False
 
     def unshard(self, unit: int) -> None:
-        """``_unshard``: the shard is cast, all shards are gathered into the flat parameter, and the cast one goes."""
+        """``_unshard``: cast the shard, all-gather all shards into the flat parameter, and free the cast shard."""
         log, group, width, is_there = self.log, self.group(unit), self.plan.width, self.log.has(("unsharded", unit))
         log.stream = _CASTS
         if width.mixed and not is_there:
@@ -134,7 +134,7 @@ class Step(ModelPass):
 
     @property
     def prefetches_forward(self) -> bool:
-        """Whether the next unit is unsharded ahead of its forward. The first forward is when FSDP1 learns which one that is."""
+        """Whether the next unit is prefetched in forward. FSDP1 learns the order in the first forward."""
         return self.plan.options.forward_prefetch and self.forwards > 1
 
     def reshard(self, unit: int) -> None:
@@ -144,7 +144,7 @@ class Step(ModelPass):
         self.prefetched.discard(unit)
 
     def before_forward(self) -> None:
-        """``_root_pre_forward``: gradients that ``zero_grad`` has cleared the views of go, then the root is unsharded."""
+        """``_root_pre_forward``: free the gradients whose views ``zero_grad`` has cleared, then unshard the root."""
         if not self.forwards:
             self.lazy_init()
         self.forwards += 1
@@ -154,9 +154,9 @@ class Step(ModelPass):
         self.pre_forward(_ROOT)
 
     def lazy_init(self) -> None:
-        """``init_flat_param_attributes``, before the first forward: what each unit will be gathered into is requested and freed.
+        """``init_flat_param_attributes``, before the first forward: each unit's all-gather output is allocated and freed.
 
-        The allocator has cached it since, on the stream that computes.
+        From then on the allocator caches it, on the compute stream.
         """
         log, width = self.log, self.plan.width
         for unit in self.every_unit:
@@ -171,11 +171,11 @@ class Step(ModelPass):
                 log.release("tried")
 
     def before_block(self, layer: int) -> None:
-        """The block is unsharded."""
+        """Unshard the block."""
         self.pre_forward(layer)
 
     def pre_forward(self, unit: int) -> None:
-        """``_pre_forward_unshard``, and the next unit ahead of its turn."""
+        """``_pre_forward_unshard``, and the prefetch of the next unit."""
         if unit not in self.prefetched:
             self.unshard(unit)
         if self.prefetches_forward and unit + 1 < len(self.order):
@@ -187,7 +187,7 @@ class Step(ModelPass):
             self.reshard(layer)
 
     def before_ending_backward(self) -> None:
-        """The root's ``_pre_backward_hook``: it is there, and prefetches the last block."""
+        """The root's ``_pre_backward_hook``: the root is unsharded already; the hook prefetches the last block."""
         self.unshard(_ROOT)
         self._prefetch(len(self.order) - 1, "backward_pre")
 
@@ -210,13 +210,14 @@ class Step(ModelPass):
     # --- gradients ----------------------------------------------------------------------------------------------------------
 
     def arrived(self, gradients: list[Hashable]) -> None:
-        """Gradients are of views of a flat parameter, whose own gradient joins them."""
+        """Collect gradients of views of a flat parameter, which autograd later concatenates."""
         self.made.setdefault(max(self.log.layer, _ROOT), []).extend(gradients)
 
     def after_block_backward(self, layer: int) -> None:
-        """The block's gradients are joined.
+        """Concatenate and reduce the block's gradients.
 
-        With ``forward_prefetch``, what split a unit runs its backward after the block that ran meanwhile. Tables go with block 0.
+        With ``forward_prefetch`` a unit's split node runs its backward after the block that ran during the prefetch. Tables are
+        freed with block 0.
         """
         if not layer:
             self.log.release("tables")
@@ -228,7 +229,7 @@ class Step(ModelPass):
         self.waiting = layer
 
     def after_backward(self) -> None:
-        """The first block, if it still waits, and the root."""
+        """Reduce the first block, if it still waits, and the root."""
         if self.waiting is not None:
             self.post_backward(self.waiting)
         self.waiting = None
@@ -236,9 +237,9 @@ class Step(ModelPass):
         self.prefetched.clear()
 
     def post_backward(self, unit: int) -> None:
-        """``_post_backward_hook``, once autograd has joined the gradients of a unit's parameters into a flat one.
+        """``_post_backward_hook``, after autograd has concatenated the gradients of a unit's parameters.
 
-        Where an earlier micro-batch left one, autograd adds to that, and holds the new one until the hook returns.
+        If an earlier micro-batch left a flat gradient, autograd adds to it, and holds the new one until the hook returns.
         """
         log, reduces = self.log, self.last or self.recipe.sync_every_micro_batch
         flat, earlier = ("flat", unit), ("left", unit)
@@ -264,24 +265,24 @@ class Step(ModelPass):
             self.use_unsharded_grad_views(unit)
 
     def use_unsharded_grad_views(self, unit: int) -> None:
-        """``_use_unsharded_grad_views``: an empty gradient of what this rank has of each parameter, to be made a view at once."""
+        """``_use_unsharded_grad_views``: make an empty gradient for each parameter's part in the shard, soon replaced by a view."""
         for elements in views_of(self.parameters_of(unit), self.group(unit), aligned_to(self.plan.recipe)):
             self.log.request("empty", self.plan.width.stored * int(elements), Kind.UNSHARDED_GRADIENTS, "an empty gradient")
             self.log.release("empty")
 
     @property
     def joins(self) -> int:
-        """The stream on which gradients are joined. A run on fake tensors records the one that computes."""
+        """The stream on which autograd concatenates gradients. A run on fake tensors records the compute stream."""
         return 0 if self.log.starts == "recorded" else _GATHERS
 
     def sum_of_tied(self, embedding: Hashable) -> None:
-        """Autograd adds up on the stream of what the sum goes to."""
+        """Sum a tied head's gradients on the stream of the parameter's node."""
         self.log.stream = self.joins
         super().sum_of_tied(embedding)
         self.log.stream = 0
 
     def _reduce(self, unit: int, flat: Hashable) -> None:
-        """``_reduce_grad``: cast, padded, reduced, cast again; the shard becomes this rank's gradient or is added to it."""
+        """``_reduce_grad``: cast, pad, reduce-scatter, cast again; then store the shard as this rank's gradient or add it."""
         plan, log, group, shard = self.plan, self.log, self.group(unit), ("shard", unit)
         wide, stored, there = plan.reduce_bytes, plan.width.stored, log.has(("shard", unit))
         log.stream = _REDUCES
@@ -302,7 +303,7 @@ class Step(ModelPass):
         log.stream = 0
 
     def drop_gradients(self) -> None:
-        """``zero_grad``. With ``use_orig_params`` it clears views alone, and the flat gradients go in the next forward."""
+        """``zero_grad``. With ``use_orig_params`` it clears only views, and the next forward frees the flat gradients."""
         for unit in self.every_unit:
             self.log.rename(("shard", unit), "cleared")
         if not self.plan.options.use_orig_params:
@@ -310,5 +311,5 @@ class Step(ModelPass):
 
 
 def step_of(job: JobSpec, log: Log) -> Step:
-    """Rank 0's micro-batches and steps."""
+    """Return the object that runs rank 0's micro-batches and steps."""
     return Step(job, flat_plan(job.model, job.recipe, job.mesh, job.batch), log)

@@ -1,7 +1,7 @@
 """FSDP2's training step, request by request.
 
-What it does with a unit is in :mod:`zeroplan.engines.fsdp2.runtime`, which the moments of an estimate use, too. This module
-adds the sizes of single tensors, and when the model's forward and backward call it. Methods have the names of torch 2.13's
+:mod:`zeroplan.engines.fsdp2.runtime` handles a unit; the moments of an estimate use it, too. This module adds the sizes of
+single tensors, and calls it from the model's forward and backward. Methods have the names of torch 2.13's
 (torch/distributed/fsdp/_fully_shard).
 """
 
@@ -31,26 +31,26 @@ from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomput
 
 
 class Sizes(NamedTuple):
-    """Of each parameter of a parameter group. [elements]"""
+    """Sizes of each parameter of a parameter group. [elements]"""
 
     whole: tuple[int, ...]
-    """With padding."""
+    """All parameters, with padding."""
     gradients: tuple[int, ...]
-    """Of those that get one, without padding."""
+    """Parameters with gradients, without padding."""
     widths: tuple[int, ...]
-    """Of an element, as it is stored. [bytes]"""
+    """Stored width of an element of each parameter. [bytes]"""
     norms: tuple[int, ...]
-    """Of norms, whose gradients tensor-parallel ranks sum up (:func:`summed`)."""
+    """Norms, whose gradients tensor-parallel ranks all-reduce (:func:`summed`)."""
 
 
 class Cutting:
-    """Cuts parameters into this rank's chunks."""
+    """Splits parameters into this rank's chunks."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.n, self.tp, self.ep = plan, int(plan.n), plan.tp, int(plan.ep)
 
     def sizes(self, parameters: tuple[Parameter, ...]) -> tuple[Sizes, ...]:
-        """Those of a unit's groups: its experts are apart where ranks share them out."""
+        """Return the sizes of a unit's groups. Expert parallelism puts the experts in a second group."""
         theirs = [self.ep != 1 and one.active_share != (1, 1) for one in parameters]
         apart = [tuple([one for one, is_it in zip(parameters, theirs, strict=True) if is_it is them]) for them in (False, True)]
         ranks = self.n, self.n * self.tp // self.ep
@@ -69,7 +69,7 @@ class Cutting:
         return math.prod(self.chunk(parameter))
 
     def chunk(self, parameter: Parameter) -> tuple[int, ...]:
-        """Its shape."""
+        """Return the shape of this rank's chunk."""
         if self.ep != 1:
             from zeroplan.engines.fsdp2.experts import chunk  # noqa: PLC0415  keeps start-up fast
 
@@ -77,17 +77,17 @@ class Cutting:
         return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]
 
     def width(self, parameter: Parameter) -> int:
-        """Of an element as it is stored: beside adapters what is frozen is in the compute dtype. [bytes]"""
+        """Return the stored width of a parameter's element; beside adapters frozen ones have the compute dtype. [bytes]"""
         return self.plan.frozen_width if parameter.frozen else self.plan.width.stored
 
     def request_shards(self, log: Log, parameters: list[Parameter]) -> None:
-        """This rank's chunks of all parameters."""
+        """Request this rank's chunks of all parameters."""
         for one in parameters:
             log.request("shards", self.width(one) * self.shard(one), Kind.PARAMETERS, "this rank's chunk of a parameter")
 
 
 GATHERS, REDUCES = 1, 2
-"""The numbers of the streams on which all-gathers are filled and reduce-scatters come out."""
+"""Numbers of the streams of all-gather copy-ins and of reduce-scatters."""
 _INT64 = 8
 
 
@@ -109,7 +109,7 @@ class Step(Runtime, ModelPass):
         self.optimizer, self.tensors = Update(plan.recipe.optimizer, plan.impl, plan.width.stored), list[LocalTensor]()
         self.gather_stream = GATHERS
         self.made: dict[Hashable, list[Hashable]] = {}
-        """Whole gradients of each group, by the key of those that earlier micro-batches left."""
+        """Whole gradients of each group; the key is that of earlier micro-batches' gradients."""
 
     @property
     def ends_apart(self) -> bool:
@@ -117,7 +117,7 @@ class Step(Runtime, ModelPass):
         return len(self.outside) > 1
 
     def each(self, unit: Unit, index: int) -> Sizes:
-        """The sizes of a group's parameters."""
+        """Return the sizes of a group's parameters."""
         return self._sizes[unit.parts][index]
 
     @property
@@ -126,12 +126,12 @@ class Step(Runtime, ModelPass):
         return (*self.units, *self.outside)
 
     def begin(self) -> None:
-        """Shards, and the optimizer over them."""
+        """Request shards, and build the optimizer on them."""
         self.tensors = self.request_shards()
         self.optimizer.begin(self.log, self.tensors)
 
     def update(self) -> None:
-        """The optimizer steps; then ``zero_grad``."""
+        """Run the optimizer's step, then ``zero_grad``."""
         self.optimizer.step(self.log, self.tensors)
         self.log.release("ids", *self.shards)
 
@@ -142,11 +142,11 @@ class Step(Runtime, ModelPass):
 
     @staticmethod
     def keys(what: str, unit: Unit) -> list[Hashable]:
-        """The keys of what a unit's groups have."""
+        """Return the keys of a unit's groups for one purpose."""
         return [(what, unit.name, index) for index, _ in enumerate(unit.parts.groups)]
 
     def request_shards(self) -> list[LocalTensor]:
-        """What is there from the first step to the last beside the optimizer's states; what that updates."""
+        """Request all permanent memory but the optimizer's states; return the tensors that the optimizer updates."""
         if not self.plan.offloaded:
             self.cutting.request_shards(self.log, self.parameters)
         if self.quantize != "none":
@@ -162,18 +162,18 @@ class Step(Runtime, ModelPass):
     # --- parameters ---------------------------------------------------------------------------------------------------------
 
     def all_gather(self, unit: Unit, index: int, *, ahead: bool = False) -> None:
-        """``foreach_all_gather``, of several ranks."""
+        """``foreach_all_gather``, if several ranks share the group."""
         if unit.parts.groups[index].gathers:
             self.log.stream = self.gather_stream
             super().all_gather(unit, index, ahead=ahead)
             self.log.stream = 0
 
     def ranks_of(self, unit: Unit, index: int) -> Int:
-        """Those that a group is gathered from."""
+        """Return the number of ranks that gather a group."""
         return self.plan.reshard if self.log.has(unit.smaller(index)) else super().ranks_of(unit, index)
 
     def request_chunk(self, unit: Unit, index: int, *, ahead: bool) -> None:  # noqa: ARG002  moments need it
-        """What is in host memory is fetched, and cast, one parameter after the other."""
+        """Copy the chunk from host memory, if it is there, and cast it, parameter by parameter."""
         plan, log, width = self.plan, self.log, self.plan.width.compute
         copied, is_smaller = int(unit.parts.copied_groups[index].shard), log.has(unit.smaller(index))
         if plan.offloaded and not is_smaller:
@@ -184,7 +184,6 @@ class Step(Runtime, ModelPass):
             log.request("chunk", width * elements, Kind.GATHER, "this rank's chunk, cast")
 
     def _fetch(self, key: Hashable, elements: int, stored: int) -> None:
-        """A chunk comes from host memory, and is cast."""
         log, width = self.log, self.plan.width.compute
         log.request("fetched", stored * elements, Kind.GATHER, "a chunk, fetched from host memory")
         if stored == width:
@@ -194,7 +193,7 @@ class Step(Runtime, ModelPass):
             log.release("fetched")
 
     def copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
-        """Experts cut along dim 1 are joined first. A single rank casts, or fetches, its parameters one after the other."""
+        """Copy a group out. Experts sharded along dim 1 are concatenated first; a single rank casts or fetches each parameter."""
         width, log, each = self.plan.width.compute, self.log, self.each(unit, index)
         for elements in each.whole if group.narrow else ():
             log.request("joined", width * elements, Kind.GATHER, "experts, before they are put in order")
@@ -212,24 +211,24 @@ class Step(Runtime, ModelPass):
             self.log.request(key, self.plan.width.compute * elements, Kind.GATHER, "a parameter, cast")
 
     def before_forward(self) -> None:
-        """The root unit is gathered, or the embedding's."""
+        """Gather the root unit, or the embedding's."""
         self.pre_forward(self.outside[0])
 
     def after_embedding(self) -> None:
-        """The embedding's own unit releases its parameters."""
+        """Reshard the embedding's own unit."""
         if self.ends_apart:
             self.leave(self.outside[0])
 
     def before_block(self, layer: int) -> None:
-        """The block is gathered."""
+        """Gather the block."""
         self.pre_forward(self.units[layer])
 
     def after_block(self, layer: int) -> None:
-        """It releases its parameters, unless it keeps them."""
+        """Reshard the block, unless it stays unsharded."""
         self.leave(self.units[layer])
 
     def leave(self, unit: Unit) -> None:
-        """``_post_forward``. Where ``reshard_after_forward`` is a number, the rank keeps one of this many shards."""
+        """``_post_forward``. If ``reshard_after_forward`` is a number, the rank keeps a shard of that many."""
         if not isinstance(self.plan.reshard, bool):
             for index, _ in enumerate(unit.parts.groups):
                 self._keep_smaller(unit, index)
@@ -237,7 +236,7 @@ class Step(Runtime, ModelPass):
             self.reshard(unit)
 
     def _keep_smaller(self, unit: Unit, index: int) -> None:
-        """``to_sharded_post_forward``, one parameter after the other."""
+        """``to_sharded_post_forward``, parameter by parameter."""
         log, ways = self.log, int(self.plan.reshard)
         for elements in self.each(unit, index).whole:
             n_bytes = self.plan.width.compute * elements
@@ -246,41 +245,41 @@ class Step(Runtime, ModelPass):
             log.release("gone")
 
     def before_ending(self) -> None:
-        """The unit of norm and head is gathered. What is computed in the training loop comes after the model's forward."""
+        """Gather the unit of norm and head. A loss in the training loop runs after the model's forward."""
         if self.ends_apart:
             self.pre_forward(self.outside[-1])
         if self.recipe.loss == "chunked" or self.plan.loss_in_loop:
             self.log.release("parked")
 
     def before_ending_backward(self) -> None:
-        """The root's forward ends with the loss, and its hook gathers the last block ahead; a unit of the head does so later."""
+        """End the root's forward with the loss. Its hook prefetches the last block, unless the head has its own unit."""
         self.log.release("parked")
         if not self.ends_apart and self.recipe.loss != "chunked" and self.plan.reshard is not False:
             self.all_gather(self.units[-1], len(self.units[-1].parts.groups) - 1)
 
     def before_head_backward(self) -> None:
-        """The hook of the head's unit, or of the root where the loss has gone backward by itself."""
+        """Run the hook of the head's unit, or of the root after a chunked loss's own backward."""
         self.prefetch(self.units[-1])
 
     def after_ending_backward(self) -> None:
-        """The unit of norm and head is reduced."""
+        """Reduce the unit of norm and head."""
         if self.ends_apart:
             self.post_backward(self.outside[-1])
 
     def before_block_backward(self, layer: int) -> None:
-        """The block is copied out, and the one below gathered, or the embedding's unit below the first."""
+        """Copy the block out, and prefetch the block below, or the embedding's unit."""
         below = self.units[layer - 1] if layer else self.outside[0] if self.ends_apart else None
         self.pre_backward(self.units[layer], below)
 
     def before_embedding_backward(self) -> None:
-        """So is the embedding's own unit."""
+        """Copy the embedding's own unit out."""
         if self.ends_apart:
             self.pre_backward(self.outside[0], None)
 
     # --- the batch and the embedding ----------------------------------------------------------------------------------------
 
     def take_batch(self) -> None:
-        """Torchtitan's loop has the ids of all micro-batches until the step is over, and the labels of the last one."""
+        """Request the batch. torchtitan's loop holds the ids of all micro-batches until the step ends, and the last labels."""
         if not self.plan.loss_in_loop:
             super().take_batch()
             return
@@ -289,7 +288,7 @@ class Step(Runtime, ModelPass):
         self.log.request("ids" if self.last else "batch", held, Kind.ACTIVATIONS, "labels")
 
     def embed(self) -> None:
-        """Ranks that split it sum up what they have of all tokens, and share that out."""
+        """Run the embedding. Tensor-parallel ranks reduce-scatter their partial outputs."""
         at = self.plan.at_embedding
         if at is not None:
             self.log.put("whole embeddings", *(line._replace(kind=Kind.TEMPORARY) for line in (at.gathered, at.by_rank)))
@@ -298,7 +297,7 @@ class Step(Runtime, ModelPass):
         self.log.release("whole embeddings")
 
     def embedding_gradients(self) -> None:
-        """Of an embedding that is split, the gradient of its output is gathered, of all tokens."""
+        """Run the embedding's backward. For a vocabulary-parallel one, gather the gradient of its output first."""
         at = self.plan.at_embedding
         if at is None:
             super().embedding_gradients()
@@ -310,7 +309,7 @@ class Step(Runtime, ModelPass):
         self.whole_gradient(at)
 
     def whole_gradient(self, at: AtEmbedding) -> None:
-        """The gradient of all of the embedding is made, of which the rank takes its share."""
+        """Make the gradient of the whole embedding, then take this rank's shard of it."""
         self.log.put("whole gradient", at.whole)
         self.log.release("gathered gradient")
         self.make_gradient(self.tree.embeddings[0].numel)
@@ -318,7 +317,7 @@ class Step(Runtime, ModelPass):
     # --- gradients ----------------------------------------------------------------------------------------------------------
 
     def arrived(self, gradients: list[Hashable]) -> None:
-        """Gradients stay whole until their unit is reduced."""
+        """Collect gradients, which stay whole until their unit is reduced."""
         if self.log.has("whole gradient"):
             self.log.release("whole gradient", *(() if self.holds_batch else ("batch",)))
         unit = self._unit_here()
@@ -333,21 +332,20 @@ class Step(Runtime, ModelPass):
                 self.made.setdefault(key, []).append(one)
 
     def _unit_here(self) -> Unit:
-        """The unit of what runs its backward."""
         if self.log.layer >= 0:
             return self.units[self.log.layer]
         return self.outside[-1] if self.log.layer == ENDING else self.outside[0]
 
     def holds_input(self, layer: int) -> bool:
-        """It is, except for the first block's where nothing below it is a unit that gets gradients."""
+        """Whether a block's input is still alive: always, except the first block's without a trained unit below it."""
         return bool(layer) or self.plan.is_partly_frozen or self.ends_apart
 
     def after_block_backward(self, layer: int) -> None:
-        """The block is reduced."""
+        """Reduce the block."""
         self.post_backward(self.units[layer])
 
     def after_backward(self) -> None:
-        """The root unit is reduced, or the embedding's, and ``finalize_backward`` releases what reductions read."""
+        """Reduce the root unit, or the embedding's; ``finalize_backward`` frees the reduce-scatter inputs."""
         self.post_backward(self.outside[0])
         self.drop_reduce_inputs()
         self.log.release("all-reduced")
@@ -361,7 +359,7 @@ class Step(Runtime, ModelPass):
         return self.last or self.recipe.sync_every_micro_batch
 
     def foreach_reduce(self, unit: Unit, index: int, group: ParamGroup) -> None:
-        """A local of its loop over several ranks' chunks names the last gradient until it returns."""
+        """Reduce a group. A local of its loop over several ranks' chunks holds the last gradient until it returns."""
         plan, log, key = self.plan, self.log, ("whole", unit.name, index)
         width, gradients = plan.reduce_bytes if log.has(key) else plan.width.compute, self.made.pop(key, [])
         if log.has(key):
@@ -381,17 +379,17 @@ class Step(Runtime, ModelPass):
         log.release("named")
 
     def _put_in_order(self, key: Hashable, each: tuple[int, ...], width: int) -> None:
-        """Gradients of experts that are cut along dim 1 are joined again, one after the other; the last original stays."""
+        """Concatenate the gradients of experts sharded along dim 1, one after the other. A variable holds the last original."""
         for elements in each:
             self.log.request("in order", width * elements, Kind.UNSHARDED_GRADIENTS, "gradient of experts, joined anew")
             self.log.release("named")
             self.log.part(key, width * elements, "named")
 
     def _reduced(self, group: ParamGroup, shard: Hashable) -> None:
-        """What comes out becomes this rank's gradient, or is added to it, or goes to host memory.
+        """Store the reduce-scatter output as this rank's gradient, add it to that, or copy it to host memory.
 
-        Replicas' all-reduce holds it until the backward ends. Where no other rank has the same experts, the sum is divided out of
-        place.
+        With replicas the all-reduce holds it until the backward ends. If no other rank has the same experts, the sum is divided
+        out of place.
         """
         plan, log, elements = self.plan, self.log, int(group.shard)
         log.stream = REDUCES
@@ -430,6 +428,6 @@ class Step(Runtime, ModelPass):
 
 
 def step_of(job: JobSpec, log: Log) -> Step:
-    """A rank's micro-batches and steps."""
+    """Return the object that runs a rank's micro-batches and steps."""
     batch = of_a_rank(job.batch, job.mesh.cp)
     return Step(job.model, job.mesh, make_plan(job.model, job.recipe, job.mesh, batch), batch, log)

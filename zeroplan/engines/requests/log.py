@@ -8,12 +8,14 @@ from zeroplan.ledger import Among, Collective, Kind, Line, Phase
 from zeroplan.numeric import Int
 
 Starts: TypeAlias = Literal["loaded", "built", "recorded"]
-"""Where a model's weights are before the engine takes them: in host memory, or on the GPU, where the model was built. Or the
-requests are those that a run on fake tensors records: from the first step on, backward on the stream that computes."""
+"""Where a model's weights are before the engine wraps it: ``loaded`` in host memory, or ``built`` on the GPU.
+
+``recorded``: as a run on fake tensors records requests, from the first step on and with the backward on the compute stream.
+"""
 
 
 class Request(NamedTuple):
-    """One request: its bytes, what it is for, which layer made it (-1: none), and the stream it was made on."""
+    """One request: its bytes, kind and reason, its layer (-1: none), and its stream."""
 
     n_bytes: int
     kind: Kind
@@ -23,7 +25,7 @@ class Request(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One collective: the bytes of its largest buffer, its ranks, the deeds before it, and which ranks those are."""
+    """One collective: its largest buffer in bytes, its ranks, the number of deeds before it, and the group."""
 
     operation: str
     n_bytes: int
@@ -33,7 +35,7 @@ class Call(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A part of the run: which step (the first is 0; -1 before it), which phase, how many deeds and calls there were before it."""
+    """A part of the run: its step (from 0; -1: before the first), its phase, and the numbers of deeds and calls before it."""
 
     step: int
     phase: Phase
@@ -42,7 +44,7 @@ class Span(NamedTuple):
 
 
 class Log:
-    """What a program has requested and released so far. What is requested again under a key that is taken is another part of it.
+    """The requests and releases of a program so far. A second request under a key adds to it.
 
     >>> log = Log()
     >>> log.request("weights", 4, Kind.PARAMETERS, "weights")
@@ -56,37 +58,37 @@ class Log:
         self.starts: Starts = starts
         self.requests: list[Request] = []
         self.deeds: list[int] = []
-        """In order: the place of a request, or ``-1 - place`` of one that is released."""
+        """In order: the index of a request, or ``-1 - index`` of a released one."""
         self.spans = [Span(-1, Phase.INIT, 0)]
         self.calls: list[Call] = []
         self.layer, self.stream = -1, 0
         self.marked = set[int]()
-        """Places of requests whose memory another stream uses (``record_stream``): it is free when that one is done."""
+        """Indices of requests whose memory another stream uses (``record_stream``). It is freed when that stream is done."""
         self.waits: dict[int, int] = {}
-        """Where the program waits for the GPU, and how far that has come then; both in deeds."""
+        """Deeds at which the program waits for the GPU, and the deed that the GPU has reached then."""
         self.products: dict[str, int] = {}
-        """When the forward and the backward first multiply matrices, where cuBLAS takes a workspace; in deeds."""
+        """The deed of the first matrix product in forward and backward, where cuBLAS allocates its workspace."""
         self.held: dict[Hashable, list[int]] = {}
-        """Places of what each key holds. A program that runs alternately has one of its own while it runs."""
+        """Indices of each key's requests. A program that runs alternately with others has its own dictionary while it runs."""
         self._alike: dict[tuple[int, int], list[Request]] = {}
-        """A layer's requests in a stretch, which are the same in every micro-batch."""
+        """The requests of a layer's stretch, which are the same in every micro-batch."""
 
     def begin(self, step: int, phase: Phase) -> None:
         """Begin a part of the run."""
         self.spans.append(Span(step, phase, len(self.deeds), len(self.calls)))
 
     def call(self, operation: str, n_bytes: Int, ranks: Int, among: Among = Among.SHARDS) -> None:
-        """Begin a collective, if it is one of several ranks and something is sent."""
+        """Record a collective, if it has several ranks and a payload."""
         if ranks > 1 and n_bytes:
             self.calls.append(Call(operation, int(n_bytes), int(ranks), len(self.deeds), among))
 
     def call_all(self, collectives: Iterable[Collective]) -> None:
-        """Begin those of a step that the traffic lists, each with the payload of all its calls."""
+        """Record the collectives of a step's traffic, each with the payload of all its calls."""
         for one in collectives:
             self.call(one.operation, one.payload_bytes, one.group, one.among)
 
     def note(self, event: str, copy: int = 0, cast: int = 0) -> None:
-        """Something happens that only moments are interested in."""
+        """Ignore an event: only traces of moments use it."""
 
     def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:
         """Request memory, if any, and hold it under a key."""
@@ -97,7 +99,7 @@ class Log:
             self.held.setdefault(key, []).append(place)
 
     def stretch(self, layer: int, one: Stretch, ends: dict[int, Hashable]) -> None:
-        """Do a stretch of a layer's program. What stays is held under the layer and its place, or under what ``ends`` says."""
+        """Replay a stretch of a layer's program. The keys of its lasting tensors are the layer and the place, or from ``ends``."""
         key, base, held = (id(one), layer), len(self.requests), self.held
         if key not in self._alike:
             self._alike[key] = [Request(*asked, layer, self.stream) for asked in one.requests]
@@ -110,15 +112,15 @@ class Log:
             held[layer, place] = [base + at for at in requests]
 
     def mark(self, key: Hashable) -> None:
-        """Another stream uses what a key holds (``record_stream``)."""
+        """Mark everything under a key as used by another stream (``record_stream``)."""
         self.marked.update(self.held.get(key, ()))
 
     def wait_for(self, point: int) -> None:
-        """Wait until the GPU has come to a point, in deeds."""
+        """Wait until the GPU has reached a deed."""
         self.waits[len(self.deeds)] = point
 
     def release(self, *keys: Hashable) -> None:
-        """Release what these keys hold, if anything, in the order of the requests."""
+        """Release everything under these keys, in the order of the requests."""
         for key in keys:
             if held := self.held.pop(key, None):
                 self.deeds += [-1 - place for place in held]
@@ -126,10 +128,10 @@ class Log:
     # What programs call that also write moments.
 
     def at(self, name: str, phase: Phase) -> None:
-        """Ignore the name of moments that follow."""
+        """Ignore the name of moments."""
 
     def hold(self, key: Hashable, *lines: Line) -> None:
-        """Ignore what is there already."""
+        """Ignore lines that exist already."""
 
     def put(self, key: Hashable, *lines: Line) -> None:
         """Request lines, which are ints."""
@@ -142,12 +144,12 @@ class Log:
         self.release("passing")
 
     def put_each(self, key: Hashable, line: Line, sizes: Sequence[int]) -> None:
-        """Request tensors of these sizes, the sum of which is a line."""
+        """Request tensors of these sizes, whose sum is the line."""
         for n_bytes in sizes:
             self.request(key, n_bytes, line.kind, line.reason)
 
     def in_turn(self, line: Line, sizes: Sequence[int], operation: str = "", ranks: Int = 1) -> None:
-        """Request and release tensors of these sizes, one after the other, for a collective or none; the line is the largest."""
+        """Request and release tensors of these sizes in sequence, each for a collective if given. The largest is the line."""
         for n_bytes in sizes:
             self.request("in turn", n_bytes, line.kind, line.reason)
             if operation:
@@ -155,22 +157,22 @@ class Log:
             self.release("in turn")
 
     def become(self, key: Hashable, new: Hashable, line: Line) -> None:
-        """Release what a key holds, or hold it under another key where the line says that it stays."""
+        """Release a key, or move it to another key if the line has bytes."""
         if line.n_bytes:
             self.rename(key, new)
         self.release(key)
 
     def drop(self, *keys: Hashable) -> None:
-        """Release what these keys hold, if anything."""
+        """Release everything under these keys."""
         self.release(*keys)
 
     def rename(self, key: Hashable, new: Hashable) -> None:
-        """Hold what a key holds under another one, beside what that holds."""
+        """Move everything under a key to another key, and add it there."""
         if key in self.held and key != new:
             self.held.setdefault(new, []).extend(self.held.pop(key))
 
     def part(self, key: Hashable, n_bytes: int, new: Hashable) -> None:
-        """Hold the latest part of this many bytes that a key holds under another one, if there is such a part."""
+        """Move the latest request of this size from a key to another key, if there is one."""
         places = self.held.get(key, [])
         place = next((one for one in reversed(places) if self.requests[one].n_bytes == n_bytes), None)
         if place is not None:
@@ -178,7 +180,7 @@ class Log:
             self.held.setdefault(new, []).append(place)
 
     def bytes_of(self, key: Hashable) -> int:
-        """What a key holds. [bytes]"""
+        """Return the size of everything under a key. [bytes]"""
         return sum(self.requests[place].n_bytes for place in self.held.get(key, ()))
 
     def has(self, key: Hashable) -> bool:
@@ -186,5 +188,5 @@ class Log:
         return key in self.held
 
     def multiplies(self, phase: str) -> None:
-        """Note that matrices are multiplied here."""
+        """Note a matrix product."""
         self.products.setdefault(phase, len(self.deeds))

@@ -1,4 +1,4 @@
-"""A model's forward and backward, request by request, with hooks for what an engine does around them."""
+"""A model's forward and backward, request by request, with hooks for the engine's own requests."""
 
 from collections.abc import Hashable, Iterable, Iterator
 
@@ -24,25 +24,26 @@ from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, below_b
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
 ENDING = -2
-"""The layer number of what follows the blocks."""
+"""The layer number of the modules after the blocks."""
 _OF_MODULES = frozenset({Do.ENTER, Do.LEAVE, Do.RETURN, Do.DONE})
 
 
 class ModelPass:
-    """One micro-batch on its way through the model and back. An engine overrides what happens between the blocks."""
+    """One micro-batch through the model, forward and backward. Engines override the hooks."""
 
     marks_modules = False
-    """Whether the engine does something where a module with weights begins or ends (:meth:`at_module`)."""
+    """Whether the engine acts where a module with weights begins or ends (:meth:`at_module`)."""
     holds_batch = True
-    """Whether the engine has the token ids until the backward is over; else they go with the embedding's backward."""
+    """Whether the engine holds the token ids until the backward ends; else the embedding's backward frees them."""
 
     def __init__(
         self, model: ModelSpec, recipe: RecipeSpec, batch: Batch, log: Log, *, compute: Compute | None = None,
         tree: Layout | None = None, head: HeadPass | None = None,
     ) -> None:  # fmt: skip
-        """Take the model's programs, and the sizes of all that they request.
+        """Store the model's programs and the sizes of their requests.
 
-        Ranks that split a model run it as ``compute`` says, over the parameters of ``tree``, and ``head`` is outside their blocks.
+        For ranks that split a model: ``compute`` is how they run it, ``tree`` their parameters, and ``head`` the rest of the
+        model.
         """
         self.log, self.recipe, self.per_step = log, recipe, batch.grad_accum_steps
         self._stretches: dict[tuple[int, bool], tuple[Stretch | Instruction, ...]] = {}
@@ -69,10 +70,10 @@ class ModelPass:
             self.blocks = tuple(self._sized(model, run, batch) for run in tree.runs)
             self.ending = ending_requests(model, compute, batch, recipe.loss, marking=self.marks_modules)
         self.flow: Hashable = None
-        """The key of the gradient that flows."""
+        """The key of the gradient that flows from block to block."""
         self.arriving: list[Hashable] = []
         self.casts: dict[tuple[int, int], list[Hashable]] = {}
-        """Autocast's copies of a layer's weights of one size, the latest last."""
+        """Autocast's copies of a layer's weights by place, the latest last."""
         self.step, self.last = 0, True
         self.is_before_head = self.is_in_model = False
 
@@ -89,7 +90,7 @@ class ModelPass:
         return [*self.tree.embeddings, *blocks, *self.tree.tail]
 
     def request_parameters(self, width: int, *, trained: bool = True) -> None:
-        """All parameters whole, or those that are frozen; beside adapters these are in the compute dtype, or in four bits."""
+        """Request all parameters whole, or only frozen ones. Frozen ones beside adapters have the compute dtype or four bits."""
         for one in self.parameters:
             if trained or one.frozen:
                 self.log.request("parameters", self._bytes_of(one, width), Kind.PARAMETERS, "a parameter")
@@ -104,7 +105,7 @@ class ModelPass:
         return packed_bytes(one) if one.quantised else (self.width if narrow else width) * one.numel
 
     def request_scales(self, parameters: Iterable[Parameter]) -> None:
-        """What weights in four bits need beside their elements."""
+        """Request the scales and tables of weights in four bits."""
         if self.quantize == "none":
             return
         from zeroplan.engines.quantised import scales_of_each  # noqa: PLC0415  keeps start-up fast
@@ -112,7 +113,7 @@ class ModelPass:
         self.log.put("scales", *scales_of_each(parameters, self.quantize))
 
     def run(self, steps: int) -> Log:
-        """Run from before the first step on, this many steps."""
+        """Run the setup and this many steps."""
         self.begin()
         for _ in self.micro_batches(steps):
             self.update()
@@ -132,64 +133,64 @@ class ModelPass:
     # --- what an engine does ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The model is built, and the optimizer."""
+        """Build the model and the optimizer."""
 
     def update(self) -> None:
-        """The optimizer steps."""
+        """Run the optimizer's step."""
 
     def before_forward(self) -> None:
-        """The model's forward begins."""
+        """Run before the model's forward."""
 
     def before_block(self, layer: int) -> None:
-        """A block's forward begins."""
+        """Run before a block's forward."""
 
     def after_block(self, layer: int) -> None:
-        """A block's forward is over."""
+        """Run after a block's forward."""
 
     def after_embedding(self) -> None:
-        """The embedding has run."""
+        """Run after the embedding."""
 
     def before_ending(self) -> None:
-        """Final norm, head and loss begin."""
+        """Run before final norm, head and loss."""
 
     def after_forward(self) -> None:
-        """The model's forward is over, and autocast's context not."""
+        """Run after the model's forward, still in autocast's context."""
 
     def before_ending_backward(self) -> None:
-        """The backward begins, with the loss."""
+        """Run before the backward, which begins with the loss."""
 
     def before_head_backward(self) -> None:
-        """The head's product begins its backward."""
+        """Run before the backward of the head's product."""
 
     def after_ending_backward(self) -> None:
-        """Loss, head and final norm have gone backward."""
+        """Run after the backward of loss, head and final norm."""
 
     def before_embedding_backward(self) -> None:
-        """All blocks have gone backward."""
+        """Run after the backward of all blocks."""
 
     def before_block_backward(self, layer: int) -> None:
-        """A block's backward begins."""
+        """Run before a block's backward."""
 
     def holds_input(self, layer: int) -> bool:  # noqa: ARG002  an engine's own answer may need it
-        """Whether the input of a block that was recomputed is still there in :meth:`after_block_backward`."""
+        """Whether a recomputed block's input is still alive in :meth:`after_block_backward`."""
         return False
 
     def after_block_backward(self, layer: int) -> None:
-        """A block's backward is over."""
+        """Run after a block's backward."""
 
     def after_backward(self) -> None:
-        """The backward is over."""
+        """Run after the backward."""
 
     def at_module(self, do: Do, place: int) -> None:
-        """A module with weights begins or ends, forward or backward; ``place`` is its own in the block's program."""
+        """Run where a module with weights begins or ends, forward or backward; ``place`` is its place in the block's program."""
 
     def arrived(self, gradients: list[Hashable]) -> None:
-        """These gradients have come to their weights, which are theirs from now on."""
+        """Take over gradients that have reached their weights."""
 
     # --- forward ------------------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
-        """The embedding, all blocks, the loss."""
+        """Run the embedding, all blocks and the loss."""
         log = self.log
         log.begin(self.step, Phase.FORWARD)
         self.before_forward()
@@ -208,11 +209,11 @@ class ModelPass:
         self.ending_forward()
 
     def program(self, layer: int) -> Sized:
-        """A layer's program."""
+        """Return a layer's program."""
         return self.blocks[self.order[layer]]
 
     def ending_forward(self) -> None:
-        """Final norm, head and loss."""
+        """Run final norm, head and loss."""
         log = self.log
         log.layer = ENDING
         self.before_ending()
@@ -225,11 +226,11 @@ class ModelPass:
         log.release(("cached",))
 
     def take_batch(self) -> None:
-        """The loop hands a batch over."""
+        """Request the batch."""
         self.log.put("batch", *self.head.at_embedding)
 
     def embed(self) -> None:
-        """The embedding's own forward. The graph holds the output of a frozen one where inputs of blocks go to host memory."""
+        """Run the embedding. With offloaded block inputs the graph holds a frozen embedding's output."""
         if self.compute.offloaded and any(line.tag.role is Role.BLOCK_INPUT for line in self.head.with_blocks):
             return  # among the tables
         self.log.request(("hidden", -1), self._hidden_bytes, Kind.ACTIVATIONS, "token embeddings")
@@ -239,13 +240,13 @@ class ModelPass:
         return int(self.head.hidden_bytes)
 
     def _name_goes(self, layer: int, run: int) -> None:
-        """The model's forward has a new hidden state; the old one goes unless somebody else has it."""
+        """Release the previous hidden state, unless the graph or another variable holds it."""
         kept = self.blocks[run].requested.saves_given or self.recomputes[run] != "none"
         if not (kept and not self.compute.offloaded) and not (not layer and self.head.first_input):
             self.log.release(("hidden", layer - 1))
 
     def _play(self, layer: int, sized: Sized, *, forward: bool) -> None:
-        """Write a program out, in whole stretches where nothing waits for a product of matrices."""
+        """Write a program, in whole stretches unless a matrix product is awaited."""
         waits = self.is_in_model or self.is_before_head or ("forward" if forward else "backward") not in self.log.products
         ends = self._ends(layer, sized)
         for one in (sized.forward if forward else sized.backward) if waits else self._in_stretches(sized, forward=forward):
@@ -284,7 +285,7 @@ class ModelPass:
             self._uncast(layer, place)
 
     def _model_returns(self) -> None:
-        """What the model's forward holds by name goes when it returns, after the final norm."""
+        """Release the variables of the model's forward when it returns, after the final norm."""
         if self.is_in_model:
             self.is_in_model = False
             self.log.release("by name", *((("hidden", -1),) if self.head.first_input else ()))
@@ -298,7 +299,7 @@ class ModelPass:
             self.before_head_backward()
 
     def _cast(self, layer: int, place: int, elements: int, *, forward: bool) -> None:
-        """Autocast's copy of a weight, which autograd saves; where a checkpoint runs the block again, autocast's cache has it."""
+        """Request autocast's copy of a weight. Autograd saves it; for a recomputed block only autocast's cache holds it."""
         key: Hashable = ("cast", layer, len(self.log.requests))
         if forward and layer != ENDING and self.recomputes[self.order[layer]] != "none":
             key = ("cached",)
@@ -311,7 +312,6 @@ class ModelPass:
             self.log.release(self.casts[layer, place].pop())
 
     def _ends(self, layer: int, sized: Sized) -> dict[int, Hashable]:
-        """The keys of what a block is given and returns."""
         requested, below = sized.requested, (len(self.order) if layer == ENDING else layer) - 1
         ends: dict[int, Hashable] = {requested.given: ("hidden", below)}
         if layer != ENDING:
@@ -320,18 +320,17 @@ class ModelPass:
         return ends
 
     def _hand_over(self) -> None:
-        """Gradients come to their weights."""
         self.arrived(self.arriving)
         self.arriving = []
 
     def _weight_gradient(self, elements: int, *, forward: bool) -> None:
-        """Make the gradient of a weight; the first of a backward is of a product's, before that of the product's input."""
+        """Make a weight's gradient. The backward's first matrix product is the one of a weight gradient."""
         if elements and not forward:
             self._multiplies("backward")
         self.make_gradient(elements)
 
     def make_gradient(self, elements: int) -> None:
-        """Make the gradient of a weight of this many elements, if any."""
+        """Request the gradient of a weight of this many elements, if any."""
         if not elements:
             return
         key = "gradient", self.log.layer, len(self.log.requests)
@@ -342,14 +341,14 @@ class ModelPass:
             self.arriving.append(key)
 
     def waits_for_the_embedding(self, elements: int) -> bool:
-        """Whether this is the gradient of a head that is the embedding too: autograd waits for the embedding's."""
+        """Whether this is a tied head's gradient, which autograd holds until the embedding's exists."""
         tied = self.tree.tied_head
         return tied is not None and self.log.layer == ENDING and elements == tied.numel and self.recipe.loss != "chunked"
 
     # --- backward -----------------------------------------------------------------------------------------------------------
 
     def backward(self) -> None:
-        """Loss and head, all blocks from the last to the first, the embedding."""
+        """Run loss and head, all blocks from the last to the first, then the embedding."""
         log = self.log
         log.begin(self.step, Phase.BACKWARD)
         self.ending_backward()
@@ -373,16 +372,16 @@ class ModelPass:
         log.release("output", "batch")
 
     def ending_backward(self) -> None:
-        """Loss, head and final norm."""
+        """Run loss, head and final norm backward."""
         self.log.layer = ENDING
         self.before_ending_backward()
         self.is_before_head = True
         self._backward_of(ENDING, self.ending)
-        self._hand_over()  # a fused loss makes the head's, and no norm may follow
+        self._hand_over()  # a fused loss makes the head's gradient, and a norm need not follow
         self.after_ending_backward()
 
     def below_backward(self) -> None:
-        """The embedding."""
+        """Run the embedding's backward."""
         self.before_embedding_backward()
         self._embedding_backward()
 
@@ -392,7 +391,7 @@ class ModelPass:
         self.flow = self._ends(layer, sized).get(outgoing, (layer, outgoing)) if outgoing >= 0 else None
 
     def embedding_gradients(self) -> None:
-        """The embedding's own backward, to which the gradient that flows comes; that of tokens is the last of several tables."""
+        """Make the gradients of the tables below the blocks. The token embedding's is the last."""
         for parameter in reversed(below_blocks(self.tree)):
             self._hand_over()
             if not parameter.frozen and "final_layer_norm" not in parameter.name:  # OPT's comes before the blocks
@@ -411,11 +410,11 @@ class ModelPass:
 
     @property
     def head_gives_a_view(self) -> bool:
-        """Whether autograd has a view for the head's gradient, to which it adds none in place."""
+        """Whether the head's gradient is a view, into which autograd never adds in place."""
         return self.recipe.loss == "full" and not self.autocast
 
     def sum_of_tied(self, embedding: Hashable) -> None:
-        """Autograd adds the embedding's gradient and the head's: in place, unless the head's is a view (:attr:`autocast`)."""
+        """Sum the embedding's and the head's gradients as autograd does: in place, unless the head's is a view."""
         if self.head_gives_a_view:
             self.make_gradient(self.tree.embeddings[0].numel)
             self.log.release("tied", embedding)

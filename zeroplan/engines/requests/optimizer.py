@@ -17,26 +17,26 @@ from zeroplan.numeric import Int
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl
 
 Tensors = Sequence[LocalTensor | tuple[Int, ...]]
-"""What an optimizer updates; by their shapes, tensors outside the blocks."""
+"""The tensors that an optimizer updates; tensors outside the blocks may be given by their shapes."""
 
 
 class Update:
     """The optimizer of a rank. Its first step makes its states."""
 
     def __init__(self, optimizer: Optimizer, impl: OptimizerImpl, width: int) -> None:
-        """``width`` is that of what it updates. [bytes]"""
+        """``width``: bytes of an element of the updated tensors."""
         self.optimizer, self.impl, self.width = optimizer, impl, width
         self.has_states = False
         self._of_states: dict[LocalTensor, tuple[Line, ...]] = {}
         self._of_steps: dict[LocalTensor, tuple[Line, ...]] = {}
 
     def begin(self, log: Log, tensors: Tensors) -> None:
-        """The optimizer is built over these tensors."""
+        """Build the optimizer on these tensors."""
         if states_from_the_start(self.optimizer):
             self.make_states(log, tensors)
 
     def make_states(self, log: Log, tensors: Tensors) -> None:
-        """The states of these tensors, unless they are there."""
+        """Request the states of these tensors, unless they exist."""
         for tensor in () if self.has_states else _each(tensors):
             log.put("states", *self._states(tensor))
         if self.optimizer in PUBLISHED and PUBLISHED[self.optimizer].tables and not self.has_states:  # all tensors share them
@@ -45,7 +45,7 @@ class Update:
         self.has_states = True
 
     def step(self, log: Log, tensors: Tensors) -> None:
-        """One step over these tensors."""
+        """Run one step over these tensors."""
         self.make_states(log, tensors)
         if self.optimizer == "muon":
             self._step_of_muon(log, list(_each(tensors)))
@@ -60,7 +60,7 @@ class Update:
         log.release("temporaries")
 
     def _step_of_muon(self, log: Log, tensors: list[LocalTensor]) -> None:
-        """Muon takes one matrix after the other, then AdamW all other tensors at once."""
+        """Update matrices with Muon one by one, then all other tensors with AdamW at once."""
         kind = Kind.OPTIMIZER_TEMPORARY
         for tensor in filter(updated_by_muon, tensors):
             for one in step_of(tensor, self.width):
@@ -76,10 +76,10 @@ class Update:
         log.release("temporaries")
 
     def _states(self, tensor: LocalTensor) -> tuple[Line, ...]:
-        """Of one tensor; layers have tensors of the same shapes."""
+        """Return the states of one tensor, cached because layers have tensors of the same shapes."""
         if tensor not in self._of_states:
             lines = state_lines(self.optimizer, self.impl, (tensor,), self.width)
-            if self.optimizer in PUBLISHED:  # momentum and variance are in one line; maps are there once for all
+            if self.optimizer in PUBLISHED:  # momentum and variance are in one line; all tensors share the maps
                 held = PUBLISHED[self.optimizer].states
                 lines = tuple(
                     [

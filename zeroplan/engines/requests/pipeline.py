@@ -1,4 +1,4 @@
-"""The training step of a pipeline's rank, request by request: passes through its stages, in a schedule's order.
+"""The training step of a pipeline rank, request by request: passes through its stages, in a schedule's order.
 
 Source: torch 2.13, torch/distributed/pipelining/schedules.py.
 """
@@ -39,11 +39,11 @@ _NAMED = frozenset({"tables", "by name", "batch", "cached", "tied", "output", "r
 _TWO = 2
 """Ranks of a send."""
 _RECEIVED: Hashable = ("received",)
-"""What lies in a receive buffer, which nobody requests."""
+"""The key of a tensor in a receive buffer, which needs no request."""
 
 
 class Held(dict[Hashable, list[int]]):
-    """What a micro-batch holds in a stage, beside what the stage itself does."""
+    """The requests that a micro-batch holds in a stage, with a fall-back to the stage's own."""
 
     def __init__(self, of_stage: dict[Hashable, list[int]]) -> None:
         super().__init__()
@@ -58,35 +58,35 @@ class Held(dict[Hashable, list[int]]):
         return super().__contains__(key) or key in self.of_stage
 
     def get(self, key: Hashable, default: Any = None) -> Any:  # noqa: ANN401  as dict has it
-        """What a key holds."""
+        """Return the requests under a key."""
         return super().get(key, default) if self._own(key) else self.of_stage.get(key, default)
 
     def setdefault(self, key: Hashable, default: Any = None) -> Any:  # noqa: ANN401  as dict has it
-        """The same, begun where there is nothing."""
+        """Return the requests under a key, after adding the key if needed."""
         return super().setdefault(key, default) if self._own(key) else self.of_stage.setdefault(key, default)
 
     def pop(self, key: Hashable, default: Any = None) -> Any:  # noqa: ANN401  as dict has it
-        """What a key held."""
+        """Remove a key and return its requests."""
         return super().pop(key, default) if self._own(key) else self.of_stage.pop(key, default)
 
 
 class StageStep(fsdp2.Step):
-    """A stage of the rank: micro-batches go through it alternately, and its gradients are reduced when all have."""
+    """A stage of the rank. Micro-batches run through it alternately; it reduces gradients after all of them."""
 
     def __init__(self, stage: StagePlan, model: ModelSpec, mesh: Mesh, batch: Batch, log: Log) -> None:
         super().__init__(model, mesh, stage.plan, batch, log)
         self.stage = stage.stage
         self.of_stage: dict[Hashable, list[int]] = {}
         self.flying: dict[int, Held] = {}
-        """What each micro-batch holds between its forward and its backward."""
+        """The requests of each micro-batch between its forward and its backward."""
         self.given = None if self.stage.is_last else self._given(model, batch)
         self.reducing, self.sends_up, self.sends_down = False, True, True
         self.in_second_half = self.adds = False
-        """Whether gradients of weights alone are made, and each is added to an earlier one."""
+        """Whether only weight gradients are made, and whether each is added to an earlier one."""
         self.flows: dict[int, dict[int, Hashable]] = {}
-        """Of micro-batches between two halves the gradients that flowed into each layer."""
+        """For micro-batches between two halves, the gradients that flowed into each layer."""
         self.second: tuple[Sized, ...] = ()
-        """Programs of second halves, where backwards are split: of each run, and of the ending."""
+        """Programs of the second halves of split backwards: one per run, and the ending's."""
         if stage.halves is not None and not self.stage.is_first:  # the model's first stage runs its backwards whole
             self._split(model, batch)
 
@@ -97,7 +97,7 @@ class StageStep(fsdp2.Step):
         self.second = (*(one.second for one in runs), ending.second)
 
     def _given(self, model: ModelSpec, batch: Batch) -> Sized:
-        """The last block's program, whose gradient another rank sends."""
+        """Return the last block's program, whose output gradient comes from another rank."""
         run, compute = self.tree.runs[self.order[-1]], self.compute
         if run.plain:
             compute = compute._replace(recompute="none")
@@ -111,13 +111,13 @@ class StageStep(fsdp2.Step):
     # --- passes -------------------------------------------------------------------------------------------------------------
 
     def forward_of(self, micro_batch: int) -> None:
-        """A micro-batch goes forward; what the stage returns is held as its output."""
+        """Run a micro-batch forward, and hold the stage's output."""
         self.log.held = self.flying[micro_batch] = Held(self.of_stage)
         self.forward()
         self.log.release("parked")
 
     def backward_of(self, micro_batch: int) -> None:
-        """It runs its backward. Its output is the schedule's, and the gradient of its input."""
+        """Run its backward. The schedule holds its output and its input's gradient."""
         self.log.held = self.flying.pop(micro_batch)
         self.log.rename("output", ("output of", micro_batch))
         self.backward()
@@ -125,7 +125,7 @@ class StageStep(fsdp2.Step):
             self._hand_down(micro_batch)
 
     def input_of(self, micro_batch: int) -> None:
-        """The first half of its backward, which frees nothing but what the loss has kept."""
+        """Run the first half of its backward, which frees only the loss's tensors."""
         log = self.log
         log.held = self.flying[micro_batch]
         log.rename("output", ("output of", micro_batch))
@@ -148,7 +148,7 @@ class StageStep(fsdp2.Step):
             self.log.call(SEND, self._hidden_bytes, _TWO, Among.STAGES)
 
     def weights_of(self, micro_batch: int) -> None:
-        """The second half, in which no hook of FSDP2's runs; then the graph goes."""
+        """Run the second half, without FSDP2's hooks, and free the graph."""
         log = self.log
         log.held = held = self.flying.pop(micro_batch)
         log.begin(self.step, Phase.BACKWARD)
@@ -166,7 +166,7 @@ class StageStep(fsdp2.Step):
         log.release("made last", *tuple(held))
 
     def arrived(self, gradients: list[Hashable]) -> None:
-        """In a second half each is added to an earlier one, and has a name until the next is made; or it stays as it is."""
+        """Take over gradients. In a second half each is added to an earlier one, or stays; a variable holds the latest."""
         if self.in_second_half and self.adds:
             self.log.release("made last")
             for one in gradients:
@@ -176,12 +176,12 @@ class StageStep(fsdp2.Step):
             super().arrived(gradients)
             return
         kept = [("made", len(self.log.requests), place) for place, _ in enumerate(gradients)]
-        for one, key in zip(gradients, kept, strict=True):  # the micro-batch goes, they stay
+        for one, key in zip(gradients, kept, strict=True):  # the micro-batch's key is freed, its gradients stay
             self.log.rename(one, key)
         super().arrived([*kept])
 
     def output_of(self, micro_batch: int) -> None:
-        """The schedule releases an output."""
+        """Release an output of the schedule."""
         self.log.held = self.of_stage
         self.log.release(("output of", micro_batch))
         if micro_batch in self.flying:
@@ -189,12 +189,12 @@ class StageStep(fsdp2.Step):
             self.log.release("output")
 
     def sent(self, micro_batch: int) -> None:
-        """A send releases the gradient of an input."""
+        """Release an input gradient after its send."""
         self.log.held = self.of_stage
         self.log.release(("sent", micro_batch))
 
     def unshard_all(self) -> None:
-        """``_add_unshard_reshard``: all units are gathered before the step's first pass."""
+        """``_add_unshard_reshard``: gather all units before the step's first pass."""
         self.log.held, self.gather_stream = self.of_stage, 0  # no pass runs
         for unit in (*self.outside, *self.units):
             for index, _ in enumerate(unit.parts.groups):
@@ -202,7 +202,7 @@ class StageStep(fsdp2.Step):
         self.gather_stream = fsdp2.GATHERS
 
     def wait_for_all(self) -> None:
-        """They are copied out before the stage's first pass."""
+        """Copy all units out before the stage's first pass."""
         self.log.held = self.of_stage
         for unit in (*self.outside, *self.units):
             for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
@@ -210,7 +210,7 @@ class StageStep(fsdp2.Step):
                 self.log.release(unit.gathered(index))
 
     def reduce(self) -> None:
-        """``perform_reduce_grad``: the root unit, the blocks, then a unit of the head."""
+        """``perform_reduce_grad``: reduce the root unit, the blocks, then the head's unit."""
         self.log.held, self.reducing = self.of_stage, True
         self.log.begin(self.step, Phase.BACKWARD)
         root, *head = self.outside
@@ -222,7 +222,7 @@ class StageStep(fsdp2.Step):
         self.reducing = False
 
     def _take_share(self) -> None:
-        """``_get_grad_inner_tensor``: of the gradient of a whole embedding that ranks split."""
+        """``_get_grad_inner_tensor``: copy this rank's shard of a whole embedding's gradient."""
         plan, log = self.plan, self.log
         if plan.at_embedding is None:
             return
@@ -240,17 +240,17 @@ class StageStep(fsdp2.Step):
     # --- forward ------------------------------------------------------------------------------------------------------------
 
     def take_batch(self) -> None:
-        """Ids of all micro-batches are there already; positions are made in every pass."""
+        """Request the positions, which every pass makes. The ids of all micro-batches exist already."""
         kept = [line for line in self.plan.head.shared if line not in self.plan.head.with_blocks]
         self.log.put("tables", *kept)
 
     def embed(self) -> None:
-        """Other stages' input is in a receive buffer."""
+        """Run the embedding in the first stage; other stages' input is in a receive buffer."""
         if self.stage.is_first:
             super().embed()
 
     def ending_forward(self) -> None:
-        """The last stage's head makes logits, of which the schedule asks for the loss; others return hidden states."""
+        """Run the ending: in the last stage the head, and the loss for the schedule; other stages return hidden states."""
         log = self.log
         if self.stage.is_last:
             super().ending_forward()
@@ -263,19 +263,18 @@ class StageStep(fsdp2.Step):
             log.call(SEND, self._hidden_bytes, _TWO, Among.STAGES)
 
     def _keep_output(self) -> None:
-        """Logits, or hidden states of which the loss comes in chunks."""
         if self.recipe.loss == "chunked":
             self.log.request("output", self._hidden_bytes, Kind.ACTIVATIONS, "output of the last stage")
         elif not self.recipe.keep_logits:
             self.log.put("output", *self.head.output)
 
     def before_ending(self) -> None:
-        """A unit of norm and head is gathered."""
+        """Gather the unit of norm and head."""
         if self.ends_apart:
             self.pre_forward(self.outside[-1])
 
     def _do(self, layer: int, one: Instruction, ends: dict[int, Hashable], *, forward: bool) -> None:
-        """The root's forward ends with the logits, before the loss."""
+        """Run an instruction. The root's forward ends with the logits, before the loss."""
         is_of_loss = forward and layer == ENDING and one.do is Do.REQUEST and one.kind is Kind.LOGITS
         if is_of_loss and one.reason != "logits":
             self.log.release("parked")
@@ -284,7 +283,7 @@ class StageStep(fsdp2.Step):
     # --- backward -----------------------------------------------------------------------------------------------------------
 
     def ending_backward(self) -> None:
-        """Loss, head and norm in the last stage; elsewhere the root's hook gathers the last block ahead."""
+        """Run loss, head and norm backward in the last stage; elsewhere the root's hook gathers the last block."""
         if self.stage.is_last:
             super().ending_backward()
             return
@@ -292,10 +291,10 @@ class StageStep(fsdp2.Step):
         self._gather_last_block()
 
     def before_ending_backward(self) -> None:
-        """The loss is not in any unit."""
+        """Do nothing: the loss is in no unit."""
 
     def before_head_backward(self) -> None:
-        """The hook of the root, or of the head's unit, gathers what ran before it."""
+        """Gather the last block, as the hook of the root or of the head's unit does."""
         self._gather_last_block()
 
     def _gather_last_block(self) -> None:
@@ -306,17 +305,17 @@ class StageStep(fsdp2.Step):
                 self.all_gather(last, index)
 
     def below_backward(self) -> None:
-        """The first stage's embedding."""
+        """Run the embedding's backward in the first stage."""
         if self.stage.is_first:
             super().below_backward()
 
     def whole_gradient(self, at: AtEmbedding) -> None:  # noqa: ARG002  only the base class needs its line
-        """It stays whole, until it is reduced."""
+        """Make the whole embedding's gradient, which stays whole until it is reduced."""
         self.make_gradient(self.plan.embedding_elements + whole_embedding(self.plan))
         self.log.release("gathered gradient")
 
     def post_backward(self, unit: Unit) -> None:
-        """Gradients stay whole, and units unsharded, until all micro-batches are through."""
+        """Keep gradients whole, and units unsharded, until all micro-batches are through."""
         if self.reducing:
             super().post_backward(unit)
             return
@@ -324,12 +323,12 @@ class StageStep(fsdp2.Step):
             self.keep_whole(unit, index)
 
     def after_backward(self) -> None:
-        """The root unit's gradients come to those of earlier micro-batches."""
+        """Add the root unit's gradients to those of earlier micro-batches."""
         self.post_backward(self.outside[0])
 
 
 class RankStep:
-    """A rank of a pipeline: its stages, and the schedule."""
+    """A pipeline rank with its stages and its schedule."""
 
     def __init__(self, job: JobSpec, rank: int, log: Log) -> None:
         here = arranged(job.model, job.recipe, job.mesh)
@@ -345,7 +344,7 @@ class RankStep:
         self.of_rank = log.held
 
     def begin(self) -> list[LocalTensor]:
-        """What is there from the first step to the last, and what the optimizer updates."""
+        """Request permanent memory; return the tensors that the optimizer updates."""
         tensors: list[LocalTensor] = []
         for stage in self.stages:
             self.log.held = stage.of_stage
@@ -359,7 +358,7 @@ class RankStep:
         return tensors
 
     def passes(self, step: int) -> None:
-        """All passes of a step."""
+        """Run all passes of a step."""
         for stage in self.stages:
             stage.step = step
         self.log.held = self.of_rank
@@ -375,7 +374,7 @@ class RankStep:
 
 
 def requests(job: JobSpec, steps: int, rank: int) -> Log:
-    """What the first GPU of a pipeline's rank requests and releases from before the first step on."""
+    """Return the requests and releases of the first GPU of a pipeline rank, from before the first step on."""
     log = Log()
     one, width = RankStep(job, rank, log), widths(job.recipe.precision)
     update = Update(job.recipe.optimizer, implementation_of(job.recipe), width.stored)

@@ -1,4 +1,4 @@
-"""Stretches of a program that no engine has a part in, written out at once: layers of a run repeat them under other keys."""
+"""Stretches of a program without engine hooks, written once and replayed under other keys by all layers of a run."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -9,22 +9,22 @@ from zeroplan.transformer.families.tape import Do
 
 
 class Part(NamedTuple):
-    """Requests and releases one after the other, then the release of something that was there before."""
+    """Consecutive requests and releases, then the release of an older tensor."""
 
     deeds: tuple[int, ...]
-    """As a log has them, counted from the stretch's first request on."""
+    """In the form of a log's deeds, counted from the stretch's first request."""
     releases: int
-    """The place of what was there before; -1 at the end of a stretch."""
+    """The place of the older tensor; -1 at the end of a stretch."""
 
 
 class Stretch(NamedTuple):
-    """What a program does between two deeds in which an engine has a part."""
+    """A program's actions between two deeds at which an engine acts."""
 
     requests: tuple[tuple[int, Kind, str], ...]
-    """Of each the bytes, what it is for, and the reason."""
+    """Bytes, kind and reason of each request."""
     parts: tuple[Part, ...]
     kept: tuple[tuple[int, tuple[int, ...]], ...]
-    """Places of what stays, and its requests."""
+    """Places of lasting tensors, and their requests."""
 
 
 class _Writing:
@@ -60,14 +60,14 @@ class _Writing:
 
 
 def stretches(sized: Sized, *, forward: bool) -> tuple[Stretch | Instruction, ...]:
-    """A program's forward or backward in stretches, and what is between them."""
+    """Return a program's forward or backward as stretches, and the instructions between them."""
     ends = {sized.requested.given, sized.requested.made, sized.requested.incoming, sized.requested.outgoing}
     there = ends if forward else ends | _left(sized.forward)
     return tuple(_cut(sized.forward if forward else sized.backward, there))
 
 
 def _left(instructions: Iterable[Instruction]) -> set[int]:
-    """Places of what a program has requested and not released."""
+    """Return the places of tensors that a program has requested and not released."""
     there = set[int]()
     for one in instructions:
         if one.do is Do.REQUEST:
@@ -78,7 +78,7 @@ def _left(instructions: Iterable[Instruction]) -> set[int]:
 
 
 def _cut(instructions: Iterable[Instruction], there: set[int]) -> Iterator[Stretch | Instruction]:
-    """Cut where something is the engine's, and at a request for what may be ``there`` before."""
+    """Yield stretches, split where the engine acts and at requests for places that may exist already (``there``)."""
     writing = _Writing()
     for one in instructions:
         if one.do is Do.REQUEST and one.place not in there:

@@ -1,4 +1,4 @@
-"""Micro-batches of an engine to which gradients come one by one, each to its parameter."""
+"""Micro-batches of engines that receive gradients parameter by parameter: DDP and DeepSpeed."""
 
 from collections import defaultdict
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ from zeroplan.spec.job import JobSpec
 
 
 class OneByOne(ModelPass):
-    """A rank's micro-batches, in which it matters to which parameter of a row each gradient comes."""
+    """A rank's micro-batches, in which the engine needs to know each gradient's parameter."""
 
     def __init__(self, job: JobSpec, log: Log, whole: Row) -> None:
         super().__init__(job.model, job.recipe, job.batch, log)
@@ -22,24 +22,24 @@ class OneByOne(ModelPass):
         self.waiting: dict[int, list[Placed]] = {}
 
     def before_forward(self) -> None:
-        """No gradient has come yet."""
+        """Begin with all gradients outstanding."""
         self.waiting = {block: list(placed) for block, placed in self.of_block.items()}
 
     @property
     def block(self) -> int:
-        """The block that runs, as the row has it."""
+        """The block that runs, in the row's numbering."""
         return len(self.order) if self.log.layer == ENDING else self.log.layer
 
     def whose(self, gradient: Hashable) -> Placed:
-        """The parameter of a gradient that comes."""
+        """Return the parameter of an arriving gradient."""
         elements, waiting = self.log.bytes_of(gradient) // self.gradient_width, self.waiting[self.block]
         return waiting.pop(next(at for at, each in enumerate(waiting) if numel(each) == elements))
 
 
 class WholePass(OneByOne):
-    """The same where parameters are whole on every rank.
+    """Micro-batches of engines whose parameters are whole on every rank.
 
-    The engine's program (:mod:`zeroplan.engines.collecting`) says what happens to gradients.
+    The engine's program (:mod:`zeroplan.engines.collecting`) handles the gradients.
     """
 
     def __init__(self, job: JobSpec, log: Log, plan: GradientPlan) -> None:
@@ -47,7 +47,7 @@ class WholePass(OneByOne):
         self.gradients = plan.program(log, self.ranks)
 
     def arrived(self, gradients: list[Hashable]) -> None:
-        """Each gradient comes to its parameter."""
+        """Give each gradient to its parameter."""
         self.gradients.last = self.last
         for one in gradients:
             self.gradients.arrived(self.whose(one), one)

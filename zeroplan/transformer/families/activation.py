@@ -1,7 +1,7 @@
-"""Activation functions of an MLP, by transformers' names. Measured on fake tensors of a fake GPU.
+"""Activation functions of an MLP, by transformers' names. Their sizes were measured on fake tensors of a fake GPU.
 
-Most are one operator that saves its input or its result. Three kinds of GELU are written in single operators, some of which save
-their factors.
+Most are one operator that saves its input or its result. Three kinds of GELU consist of many single operators, some of which
+save their factors.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Site, Store, Tape, Value
 
 ACTIVATIONS = "transformers 5.23, activations.py"
-#: Their derivative is a function of their result.
+#: Functions whose derivative is computed from their result.
 _SAVES_RESULT = ("relu", "sigmoid", "tanh")
 
 
@@ -50,7 +50,7 @@ def _gelu_fast(tape: Tape, value: Value, reason: str) -> Value:
 
 
 def _of_tanh(tape: Tape, inside: Value, half: Value, reason: str) -> Value:
-    """``half·(1 + tanh(inside))``, which releases both."""
+    """``half·(1 + tanh(inside))``. It releases both arguments."""
     bent = op.pointwise(tape, inside, "gelu: tanh", _site("gelu: tanh"), saves_result=True)
     tape.release(inside)
     more = op.plus_constant(tape, bent, "gelu: 1 + tanh", _site("gelu: 1 + tanh"))

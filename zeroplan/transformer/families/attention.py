@@ -1,7 +1,7 @@
 """Attention from queries, keys and values to its output: the kernels of ``scaled_dot_product_attention``, and eager attention.
 
-With several sequences in a batch, a batched matrix product copies operands that are not contiguous. It saves the copy instead of
-the original, so that only Python variables keep the original alive.
+With several sequences in a batch, a batched matrix product copies operands that are not contiguous. Autograd saves the copy
+instead of the original, so only Python variables keep the original alive.
 """
 
 from collections.abc import Callable
@@ -32,17 +32,18 @@ HeadSize = Literal["small", "middle", "large"]
 """Up to 64, up to 128 and beyond: the kernels that CUDA has for a head."""
 
 
-#: Elements of a head; ``integrations/sdpa_attention.py``, ``use_gqa_in_sdpa``, of transformers 5.23 asks for the same.
+#: Largest head of the flash kernel; ``integrations/sdpa_attention.py``, ``use_gqa_in_sdpa``, of transformers 5.23 has the same
+#: limit.
 WIDEST_OF_FLASH = 256
 
 
 def head_size(widest: int) -> HeadSize:
-    """Return the size of a head whose queries or values, whichever are wider, have ``widest`` elements."""
+    """Return the size class of a head whose queries or values, whichever are wider, have ``widest`` elements."""
     return "small" if widest <= 64 else "middle" if widest <= 128 else "large"
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values before attention, and how they lie in memory."""
+    """Queries, keys and values before attention, and their layout in memory."""
 
     query: Value
     key: Value
@@ -50,15 +51,15 @@ class Heads(NamedTuple):
     grouped: bool
     """Several query heads share a key/value head."""
     one_key: bool
-    """There is a single key/value head, so that repeating it makes a view."""
+    """There is a single key/value head, so repeating it makes a view."""
     joined: bool = False
-    """Applying rotary positions copied queries and keys head by head, so that they are contiguous."""
+    """Rotary positions copied queries and keys head by head, so they are contiguous."""
     joint: bool = False
     """The values are a view of a joint projection's output."""
 
 
 class Attended(NamedTuple):
-    """What attention returns: its output, and the attention weights where eager attention computes them."""
+    """Attention's output, and the attention weights of eager attention."""
 
     context: Value
     weights: Value | None = None
@@ -72,8 +73,8 @@ Attend = Callable[[Tape, Heads], Attended]
 def flash(tape: Tape, heads: Heads, *, size: HeadSize = "small") -> Attended:
     """Run the flash kernel, which does not repeat keys and values for grouped heads.
 
-    Its output has the layout of the queries. Where these lie head by head, a copy of the output is in the order of tokens; the
-    kernel saves the output and the output projection saves the copy.
+    Its output has the layout of the queries. If these are laid out head by head, a copy of the output is in token order. The
+    kernel saves the output, and the output projection saves the copy.
     """
     operands = _cast_heads(tape, heads.query, heads.key, heads.value)
     copied = heads.joined or tape.offloading
@@ -83,7 +84,7 @@ def flash(tape: Tape, heads: Heads, *, size: HeadSize = "small") -> Attended:
 
 
 def flash_of_filled(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
-    """Run the flash kernel on copies whose heads are filled up to a multiple of 8 elements, and cut its output to their size."""
+    """Run the flash kernel on copies whose heads are padded to a multiple of 8 elements, and cut its output to their size."""
     bare, head = _cast_heads(tape, heads.query, heads.key, heads.value), 8 * ceil(d, 8)
     rows = (("queries", a), ("keys", k_d), ("values", k_d))
     filled = [
@@ -101,7 +102,7 @@ def flash_of_filled(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
 
 
 def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
-    """Run CUDA's memory-efficient kernel, which takes fp32. Its output is in the order of tokens."""
+    """Run CUDA's memory-efficient kernel, which supports fp32. Its output is in token order."""
     operands = _cast_heads(tape, heads.query, heads.key, heads.value)
     return Attended(_kernel(tape, heads, operands, _scratch(tape, size), padded=True, twice=heads.joined))
 
@@ -116,7 +117,7 @@ def efficient_of_repeated(tape: Tape, heads: Heads, *, size: HeadSize) -> Attend
 
 
 def of_a_release(tape: Tape, heads: Heads, *, release: Release, kernel: Attend) -> Attended:
-    """Run the kernel on what an older release of transformers copies for it. The copies live until the kernel has run.
+    """Run the kernel on the copies that an older release of transformers makes for it. They live until the kernel has run.
 
     A repeated single key/value head is a view, which ``contiguous()`` copies for each query head.
     Source: transformers 4.48.1 and 4.55.0, integrations/sdpa_attention.py, sdpa_attention_forward; 4.45.2,
@@ -152,7 +153,7 @@ def flash_of_repeated(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
 
 
 def _contiguous(tape: Tape, value: Value, name: str) -> Value:
-    """Copy heads that lie token by token into an order head by head, as ``contiguous()`` does."""
+    """Copy heads from token order to head order, as ``contiguous()`` does."""
     made = tensor(tape, f"{name}, copied head by head", value.dtype, value.shape, SDPA)
     tape.add(f"{name}, copied", (made,), (), op.passes(value), of=(value,))
     return made
@@ -161,7 +162,7 @@ def _contiguous(tape: Tape, value: Value, name: str) -> Value:
 def with_mask(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     """Run CUDA's memory-efficient kernel with an explicit mask; keys and values are repeated for grouped heads.
 
-    The model passes the mask as booleans. Each layer makes numbers of it, in rows padded to 16 elements, and saves them.
+    The model passes a boolean mask. Each layer converts it to numbers, in rows padded to 16 elements, and saves them.
     """
     key, value = _repeated(tape, heads, SDPA)
     operands = _cast_heads(tape, heads.query, key, value)
@@ -191,7 +192,7 @@ def _kernel(
     twice: bool = False,
     width: Size = c,
 ) -> Value:
-    """Run one kernel. It saves its operands, its output and a log-sum-exp per row; some kernels pad these to rows of 32."""
+    """Run one kernel. Autograd saves its operands, its output and a log-sum-exp per row, which some kernels pad to rows of 32."""
     reason = "attention output" if copied else "attention output, input of the output projection"
     made = tensor(tape, f"{reason}, twice on a CPU" if twice else reason, e, T * width, SDPA, TWICE_ON_CPU if twice else PLAIN)
     filled = 128 * a * b * ceil(s, 32)
@@ -209,7 +210,7 @@ def _kernel(
     query, key, value = operands
     by_token = () if heads.joined else (query, key), () if heads.one_key else (value,), () if copied else (made,)
     strided = tuple([one for some in by_token for one in some if not (heads.one_key and one is key)])
-    # The mask is one view for all heads, which a copy in host memory has one by one.
+    # The mask is one view for all heads; its copy in host memory has one per head.
     beside = tuple([Beside("mask in numbers, for each head", e * a * T * s, strided=True) for _ in extra if tape.offloading])
     saved: Saved = (*operands, made, *sums, *(() if beside else extra))
     tape.add("attention", (made,), saved, backward, of=operands, strided=strided, beside=beside)
@@ -245,9 +246,9 @@ def efficient_scratch(size: HeadSize, *, half: bool) -> Size:
 def flash_scratch(size: HeadSize, *, grouped: bool, copied: bool = False, width: Size = q) -> Size:
     """Return the workspace inside the flash kernel's backward on CUDA. [bytes]
 
-    It holds the queries' gradients in fp32 and a sum per row; the kernel pads heads to a multiple of 32, those beyond 128 to one of
-    64. Grouped heads add gradients of keys and values per query head. ``copied``: the output is not in the order of tokens, so
-    that the backward copies it.
+    It holds the queries' gradients in fp32 and a sum per row. The kernel pads heads to a multiple of 32, and heads beyond 128
+    to a multiple of 64. Grouped heads add gradients of keys and values per query head. ``copied``: the output is not in token
+    order, so the backward copies it.
     """
     filled = 64 if size == "large" else 32
     taken = 512 * a * b * ceil(s, 128) * (filled * ceil(d, filled) + 1)
@@ -265,7 +266,7 @@ def _cast_heads(tape: Tape, query: Value, key: Value, value: Value) -> tuple[Val
 
 
 def in_order_of_tokens(tape: Tape, value: Value, reason: str, *, of: str = "") -> Value:
-    """``transpose(1, 2).contiguous()`` where that copies, which releases ``value``. The gradient is a view, else called ``of``."""
+    """``transpose(1, 2).contiguous()`` if that copies. It releases ``value``. The gradient is a view, else named ``of``."""
     shape = T * c if of else None
     made = run(
         tape, value, f"{reason}, input of the output projection", Site("order of tokens", SDPA), shape=shape, gradient=of
@@ -278,7 +279,7 @@ def in_order_of_tokens(tape: Tape, value: Value, reason: str, *, of: str = "") -
 
 
 def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False, sinks: bool = False) -> Attended:
-    """Run eager attention. It repeats keys and values for grouped heads, and saves the scores' softmax.
+    """Run eager attention. It repeats keys and values for grouped heads, and autograd saves the scores' softmax.
 
     ``capped``: ``tanh`` caps the scores before the mask (Gemma 2). ``sinks``: each head adds one learned score (gpt-oss).
     """
@@ -304,10 +305,10 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
 
 
 def in_32_bits(tape: Tape, heads: Heads) -> Attended:
-    """Run attention as torch writes it in fp32 operators where no kernel takes the heads.
+    """Run torch's attention in fp32 operators, for heads that no kernel supports.
 
-    On CUDA these are grouped heads in fp32, on a CPU heads of two sizes in any dtype. It multiplies queries and keys, repeated for
-    each query head, by the root of the scale. Leaves out the temporaries of ``_safe_softmax``.
+    On CUDA these are grouped heads in fp32, on a CPU heads of two sizes in any dtype. It multiplies queries, and keys repeated
+    for each query head, by the root of the scale. Leaves out the temporaries of ``_safe_softmax``.
     """
     names = ("queries", "keys", "values")
     copies, operands = Copies([], []), _cast_heads(tape, heads.query, heads.key, heads.value)
@@ -339,7 +340,7 @@ def in_32_bits(tape: Tape, heads: Heads) -> Attended:
 
 
 def _causal(tape: Tape) -> Store:
-    """``ones``, ``tril`` and ``where``: the mask in booleans and in numbers."""
+    """Make the causal mask with ``ones``, ``tril`` and ``where``: first as booleans, then as numbers."""
     ones, booleans = (tape.make(TEMPORARY, f"{name} of the causal mask", s * s, MATH) for name in ("ones", "booleans"))
     tape.drop(ones)
     mask = tape.make(TEMPORARY, "causal mask in numbers", 4 * s * s, MATH)
@@ -360,7 +361,7 @@ def _cloned(tape: Tape, value: Value, name: str) -> Value:
 def of_one_tensor(tape: Tape, heads: Heads) -> Attended:
     """Run GPT-2's eager attention. Queries, keys and values are views of one tensor.
 
-    With several sequences the products save copies of the views. The softmax stays in the dtype of the scores.
+    With several sequences autograd saves copies of the views. The softmax stays in the dtype of the scores.
     """
     joint = heads.query.store
     tape.split_by_batch(joint)
@@ -401,7 +402,7 @@ EAGER_OF: dict[str, Attend] = {
 
 
 def _repeated(tape: Tape, heads: Heads, source: str) -> tuple[Value, Value]:
-    """``repeat_kv``: copies of keys and values for each query head, views of a single head, or the same where none are grouped."""
+    """``repeat_kv``: copies of keys and values per query head, views of a single head, or the same tensors if ungrouped."""
     if not heads.grouped:
         return heads.key, heads.value
     return _repeat(tape, heads.key, heads, "keys", source), _repeat(tape, heads.value, heads, "values", source)
@@ -417,12 +418,12 @@ def _repeat(tape: Tape, value: Value, heads: Heads, name: str, source: str) -> V
 
 
 class Copies(NamedTuple):
-    """Copies of operands that one product made."""
+    """The copies of its operands that one product makes."""
 
     own: list[Store]
-    """Copies that only the product needs."""
+    """Copies that are freed after the product."""
     in_place: list[Store]
-    """Copies that the product saves instead of an original that the tape counts as saved. They live as long as its variable."""
+    """Copies saved instead of an original that the tape counts as saved. They live as long as the original's variable."""
 
     def used(self, tape: Tape, product: Value) -> None:
         """Free the copies that nothing needs after the product."""
@@ -436,7 +437,7 @@ class Copies(NamedTuple):
 def _operand(
     tape: Tape, value: Value, copies: Copies, site: Site, *, contiguous: bool, copied_for_several: bool = False, dtype: Width = e,
 ) -> Factor:  # fmt: skip
-    """Return a factor of a batched product in ``dtype``, with the tensors that the product saves of it.
+    """Return a factor of a batched product in ``dtype``, with the tensors that the product saves for it.
 
     ``copied_for_several``: a product of a single sequence reads the tensor itself; one of several reads and saves a copy.
     """
@@ -488,7 +489,7 @@ def _scores(tape: Tape, operands: tuple[Factor, Factor], copies: Copies, site: S
 
 
 def masked(tape: Tape, value: Value, site: Site) -> Value:
-    """Add the mask, which has the residual stream's dtype and no gradient. ``value`` stays."""
+    """Add the mask, which has the residual stream's dtype and gets no gradient. ``value`` stays."""
     dtype = op.wider(tape, value.dtype, r)
     made = tensor(tape, "scores, masked", dtype, value.shape, site.source)
 
@@ -500,7 +501,7 @@ def masked(tape: Tape, value: Value, site: Site) -> Value:
 
 
 def softmax(tape: Tape, scores: Value, dtype: Width, source: str) -> Value:
-    """Softmax in fp32, which saves its result, then a cast to ``dtype``. ``scores`` stay."""
+    """Softmax in fp32, whose result autograd saves, then a cast to ``dtype``. ``scores`` stay."""
     at = Site("masked scores", source), Site("attention: softmax", source)
     made = op.softmax_in_32_bits(tape, scores, "softmax of the scores", *at)
     weights = cast(tape, made, dtype, Site("softmax of the scores", source))
@@ -521,7 +522,7 @@ def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, h
 
 
 def _softmax_with_sinks(tape: Tape, scores: Value, dtype: Width) -> tuple[Value, tuple[Value, ...]]:
-    """Return the softmax of scores and sink, cast to ``dtype`` without the sink, and what the function's variables hold."""
+    """Return the softmax of scores and sink, cast to ``dtype`` without the sink, and the tensors of the function's variables."""
     joined = _with_a_sink(tape, scores)
     lowered = _less_the_highest(tape, joined)
     tape.release(joined)
@@ -544,7 +545,7 @@ def _with_a_sink(tape: Tape, scores: Value) -> Value:
 
 
 def _less_the_highest(tape: Tape, joined: Value) -> Value:
-    """Subtract the highest score of each row. Gradients flow through that score too."""
+    """Subtract the highest score of each row. Gradients also flow through that score."""
     highest = tensor(tape, "highest scores", joined.dtype, T * a, SINKS)
     place = tape.make(TENSOR, "places of the highest scores, int64", 8 * T * a, SINKS)
     backward = makes("gradient of the highest scores, among zeros", SINKS, joined)

@@ -21,7 +21,7 @@ GELU = f"{BLOOM}, bloom_gelu_forward and bloom_gelu_back"
 
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
-    """Run one layer. It returns its attention weights too, so that those of the block below are alive while it runs."""
+    """Run one layer. It also returns its attention weights, which stay alive while the next layer runs."""
     below: tuple[Store, ...] = ()
     if not tape.saving and not block.alone:
         below = (tape.make(op.TENSOR, "attention weights of the block below, one of its outputs", e * a * T * s, LAYER),)
@@ -40,7 +40,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 
 
 def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
-    """Run attention and the residual addition, which its module does itself. Return the sum and the attention weights."""
+    """Run attention, whose module also adds the residual. Return the sum and the attention weights."""
     joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION), bias=True)
     query, key, value = op.slices(tape, joint, (T * q, T * k, T * v), Site("slices of q, k and v", ATTENTION))
     copies = _flattened(tape, joint)
@@ -58,7 +58,7 @@ def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
 
 
 def _flattened(tape: Tape, joint: Value) -> tuple[Store, ...]:
-    """``reshape`` to one dimension for batch and heads: views of a single sequence, copies of several."""
+    """``reshape`` of batch and heads into one dimension: a view for a single sequence, a copy for several."""
     tape.split_by_batch(joint.store)
     names = (("queries", q), ("keys", k), ("values", v))
     return tuple(

@@ -44,7 +44,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 
 
 def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
-    """Return queries and keys in their own dtype. The function's variables keep both in fp32, and both turned."""
+    """Return queries and keys in their own dtype. Variables of the function hold fp32 copies of both, before and after rotation."""
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for name, one in (("queries", query), ("keys", key))]
     turned = [_turned(tape, one, Half(name, half)) for name, one, half in (("queries", wide[0], q_2), ("keys", wide[1], k_2))]
     made = [

@@ -1,8 +1,8 @@
-"""What decoder layers of several families share: the layer with its two branches, attention, and the MLPs.
+"""The parts that decoder layers of several families share: the layer with its two branches, attention, and the MLPs.
 
-Read it like transformers' ``modeling_*.py``. Each operator (``operators.py``) allocates its output and says what it saves for the
-backward. ``tape.release`` marks the line where a Python variable of the ``forward`` goes out of scope or gets a new value: that
-frees a tensor that no operator has saved.
+Read it like transformers' ``modeling_*.py``. Each operator (``operators.py``) allocates its output and records the tensors that
+autograd saves. ``tape.release`` marks the line where a Python variable of the ``forward`` goes out of scope or is reassigned,
+which frees a tensor that no operator has saved.
 """
 
 from collections.abc import Callable
@@ -36,14 +36,14 @@ class Layer(NamedTuple):
     multiplied: bool = False
     """The layer multiplies a branch's output by a constant before the addition (Granite)."""
     before: tuple[Place, Place] | None = (AT_ATTENTION_NORM, AT_MLP_NORM)
-    """Places of the norms before attention and before the MLP; None: the branches read the residual stream itself (OLMo 2)."""
+    """Places of the norms before attention and before the MLP; None: the branches read the residual stream directly (OLMo 2)."""
     after: tuple[Place, Place] | None = None
     """Places of norms of the branches' outputs, in families that have them."""
     mlp_frees_input: bool = False
-    """The layer stores the MLP's first product under the variable of its input (OPT)."""
+    """The layer assigns the MLP's first product to the variable of its input (OPT)."""
 
     def run(self, tape: Tape, given: Value, block: Block) -> Value:
-        """Run the layer on ``given``; return its output. The attention weights, where there are any, live to the end."""
+        """Run the layer on ``given``; return its output. Attention weights, if any, live until it returns."""
         attended, weights = self._attention_branch(tape, given, block)
         middle = self._added(tape, given, attended, "residual stream between attention and MLP")
         branch, beside = self._mlp_branch(tape, middle, block)
@@ -59,7 +59,7 @@ class Layer(NamedTuple):
         return Attended(self._norm_after(tape, attended, "norm after attention", 0), weights)
 
     def _mlp_branch(self, tape: Tape, middle: Value, block: Block) -> Attended:
-        """Return the MLP's output, and what the layer keeps to its end beside it."""
+        """Return the MLP's output, and the tensors that the layer holds until it returns."""
         normal = self._norm_before(tape, middle, "norm before the MLP", 1)
         if self.mlp_frees_input:
             return _with_kept(self.mlp(tape, normal, block))
@@ -82,7 +82,7 @@ class Layer(NamedTuple):
         return normal
 
     def _added(self, tape: Tape, given: Value, branch: Value, reason: str) -> Value:
-        """Return the residual stream plus the branch's output, whose variable lives until the sum is done."""
+        """Return the residual stream plus the branch's output, whose variable lives until the sum exists."""
         name = "branch times its multiplier"
         term = op.multiplied(tape, branch, name, Site(name, self.source)) if self.multiplied else branch
         made = op.add(tape, given, term, reason, Site("residual addition", self.source))
@@ -102,14 +102,14 @@ def layer(parts: Layer) -> Program:
 # --- attention ---------------------------------------------------------------------------------------------------------------
 
 Rotated = tuple[Value, Value]
-#: Half of the elements of the queries, of the keys, and of one head.
+#: Elements of half of the queries, of the keys, and of one head.
 HALF = (2 * T * q_4, 2 * T * k_4, 2 * d_4)
 
 
 def rotated(
     tape: Tape, query: Value, key: Value, _block: Block, *, source: str, partly: tuple[Size, Size, Size] | None = None
 ) -> Rotated:  # fmt: skip
-    """Return queries and keys with rotary positions applied, to the whole of each head or to the elements ``partly``.
+    """Return queries and keys with rotary positions, on whole heads or on the elements ``partly``.
 
     ``partly``: these elements of the queries, of the keys, and of one head.
     """
@@ -127,22 +127,22 @@ class Attention(NamedTuple):
     norm: Norm | None = None
     """The norm of queries and keys, in families that have one."""
     norm_at_once: bool = False
-    """The module normalises queries before it projects keys, else after all three projections."""
+    """The module normalises queries before it projects keys; otherwise it normalises after all three projections."""
     norm_over_heads: bool = False
     """One norm over all heads together (OLMo 2), else over each head by itself."""
     own_weights: bool = False
-    """Each head has weights of its own in a norm over each head (Command R+)."""
+    """In a norm over each head, each head has its own weights (Command R+)."""
     norm_last: bool = False
-    """The module normalises queries and keys after it has applied rotary positions (Hunyuan)."""
+    """The module normalises queries and keys after the rotary positions (Hunyuan)."""
     scaled_keys: bool = False
-    """A number multiplies the keys (Falcon-H1)."""
+    """The keys are multiplied by a constant (Falcon-H1)."""
     rotated: Callable[[Tape, Value, Value, Block], Rotated] | None = None
-    """How the family applies rotary positions; None: as Llama does."""
+    """The family's rotary positions; None: Llama's."""
     joined: bool = False
-    """Applying rotary positions copies queries and keys into the order of heads."""
+    """Rotary positions copy queries and keys into head order."""
 
     def run(self, tape: Tape, normal: Value, block: Block) -> Attended:
-        """Return the output projection's result, and the attention weights where the kernel returns them."""
+        """Return the output projection's result, and the attention weights if the kernel returns them."""
         query, key, value = self._projections(tape, normal, block)
         query = op.heads_of(tape, query, "queries", self.source)
         if not block.one_key:
@@ -155,7 +155,7 @@ class Attention(NamedTuple):
         return Attended(made, weights)
 
     def _turned(self, tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
-        """Return queries and keys with rotary positions, in layers that have them; release the bare ones."""
+        """Return queries and keys with rotary positions, in layers that have them; release the unrotated ones."""
         if block.unturned:
             return query, key
         rotate = self.rotated or partial(rotated, source=self.source)
@@ -188,7 +188,7 @@ class Attention(NamedTuple):
         return self._normed(tape, bare, "norm of the keys", (k, T * k_d), Module.K_NORM)
 
     def _normed(self, tape: Tape, bare: Value, name: str, of: tuple[Size, Size], module: Module) -> Value:
-        """``of``: the width of all heads together, and the rows that a norm over each head has."""
+        """Normalise queries or keys. ``of``: the width of all heads together, and the rows of a norm over each head."""
         if self.norm is None:
             return bare
         weight = of[0] if self.norm_over_heads or self.own_weights else d
@@ -202,9 +202,9 @@ class Attention(NamedTuple):
 
 
 def gated_mlp(tape: Tape, normal: Value, block: Block, source: str, *, width: Size = f, prefix: str = "") -> Value:
-    """Return ``down(act(gate(x)) * up(x))``. It saves x, the gate, the activated gate, up(x) and their product.
+    """Return ``down(act(gate(x)) * up(x))``. Autograd saves x, the gate, the activated gate, up(x) and their product.
 
-    ``prefix`` comes before the names of its moments where a layer has another MLP.
+    ``prefix`` begins the names of its moments if a layer has several MLPs.
     """
     bias, modules = block.mlp_bias, (Module.NONE,) * 3 if prefix else (Module.GATE, Module.UP, Module.DOWN)
     gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0]), bias=bias)
@@ -224,7 +224,7 @@ def gated_mlp(tape: Tape, normal: Value, block: Block, source: str, *, width: Si
 def _gated_by_liger(
     tape: Tape, normal: Value, gate: Value, block: Block, source: str, *, width: Size, prefix: str
 ) -> Value:  # fmt: skip
-    """The rest of a gated MLP where one kernel makes the product."""
+    """Run the rest of a gated MLP whose product is one Liger kernel."""
     modules = (Module.NONE,) * 2 if prefix else (Module.UP, Module.DOWN)
     up = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, modules[0]), bias=block.mlp_bias)
     reason = f"{prefix}gated product, input of the down projection"
@@ -236,7 +236,7 @@ def _gated_by_liger(
 
 
 def joint_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
-    """Return the same of a gated MLP whose gate and up projections are one matrix; the gate's variable lives to the end."""
+    """Return the same for a gated MLP whose gate and up projections are one matrix. The gate's variable lives until it returns."""
     both = op.linear(tape, normal, (f + f), Site("joint gate and up projection", source))
     gate, up = op.chunk(tape, both, (T * f, T * f), Site("gate and up", source))
     tape.release(both)
@@ -251,7 +251,7 @@ def joint_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
 def two_layer_mlp(
     tape: Tape, normal: Value, block: Block, source: str, *, addmm: bool = False, frees_input: bool = False
 ) -> Value:  # fmt: skip
-    """Return ``second(act(first(x)))``. It saves x, first(x) where the activation reads it, and the second projection's input."""
+    """Return ``second(act(first(x)))``. Autograd saves x, first(x) if the activation reads it, and the second layer's input."""
     inner = op.linear(tape, normal, f, Site("first MLP projection", source), bias=True, addmm=addmm)
     if frees_input:
         tape.release(normal)

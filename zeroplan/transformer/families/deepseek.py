@@ -38,7 +38,7 @@ COPY = "torch 2.13, torch/csrc/autograd/functions/tensor.cpp, CopySlices::apply_
 
 # --- multi-head latent attention: low-rank projections, heads of two sizes, one rotary key for all heads ---------------------
 
-#: The width of all heads' queries (or keys) without their rotary part, and that of keys without it and values together.
+#: Width of all heads' queries (or keys) without their rotary part; width of those keys and the values together.
 BARE = q - a * o
 JOINT = q - a * o + c
 
@@ -65,7 +65,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _attend(block: Block) -> Attend:
-    """Return the kernel for heads of two sizes. CUDA's flash kernel refuses them, and a CPU has no other kernel."""
+    """Return the kernel for heads of two sizes. CUDA's flash kernel refuses them; a CPU has one kernel."""
     if block.attention == "eager":
         return partial(_by_head, attend=partial(eager, source=EAGER))
     if block.one_size:
@@ -74,7 +74,7 @@ def _attend(block: Block) -> Attend:
 
 
 def _by_head(tape: Tape, heads: Heads, *, attend: Attend) -> Attended:
-    """Run ``attend`` on queries and keys that are contiguous, since they were joined head by head."""
+    """Run ``attend`` on queries and keys that are contiguous because a concatenation built them head by head."""
     return attend(tape, heads._replace(joined=True))
 
 
@@ -109,7 +109,7 @@ def _rotated(tape: Tape, value: Value, name: str, half: Size) -> Value:
 
 
 def _expanded(tape: Tape, latent: Value, rotary_key: Value) -> tuple[Value, Value]:
-    """Return keys and values of all heads. One projection makes values and the keys' first part; heads share the rotary key."""
+    """Return keys and values of all heads, which share the rotary key. One projection makes values and the keys' first part."""
     joint = op.linear(tape, latent, JOINT, Site("projection to keys and values", EXPAND), reads=w)
     bare, value = op.chunk(tape, joint, (T * BARE, T * c), Site("keys and values", EXPAND))
     spread = Value(tape.hold(rotary_key.store), rotary_key.dtype, T * a * o)
@@ -123,7 +123,7 @@ def _expanded(tape: Tape, latent: Value, rotary_key: Value) -> tuple[Value, Valu
 
 
 def _copied_into(tape: Tape, whole: Value, before: Value | None, part: Value, name: str) -> Value:
-    """``whole[...].copy_(part)``. Its backward copies the gradient of the whole tensor, and then the part of it."""
+    """``whole[...].copy_(part)``. Its backward copies the gradient of the whole tensor, and then the gradient of the part."""
     made = Value(whole.store, whole.dtype, whole.shape)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -159,7 +159,7 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
 
 def router(tape: Tape, normal: Value, block: Block) -> Routing:
-    """Run the router. Its scores are sigmoids in fp32; autocast runs its matrix product in 16 bits anyway."""
+    """Run the router. Its scores are sigmoids in fp32. Under autocast its matrix product still runs in 16 bits."""
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     in_32_bits = not (block.wide or block.autocast)
     with tape.owning(leaf=True):
@@ -175,7 +175,7 @@ def router(tape: Tape, normal: Value, block: Block) -> Routing:
 
 
 def _logits_in_32_bits(tape: Tape, flat: Value) -> Value:
-    """Multiply fp32 copies of the router's input and weight. It saves both copies."""
+    """Multiply fp32 copies of the router's input and weight. Autograd saves both copies."""
     given = op.cast(tape, flat, 4, Site("input of the router", ROUTER))
     weight = Value(tape.make(TENSOR, "router's weight in fp32", 4 * E * h, ROUTER), 4, E * h)
     tape.add("router: cast of the weight gradient", (weight,), (), op.makes_weight_gradient(E * h), of=None)
@@ -189,7 +189,7 @@ def _logits_in_32_bits(tape: Tape, flat: Value) -> Value:
 
 
 def _top_experts(tape: Tape) -> Store:
-    """Return the indices of each token's experts, chosen by score and bias from the best groups. Leaves out tensors per group."""
+    """Return the indices of each token's experts, by score plus bias within the best groups. Leaves out the tensors per group."""
     biased = tape.make(TEMPORARY, "router: scores and bias, mask of groups, scores within them, fp32", 12 * T * E, ROUTER)
     outside = tape.make(TEMPORARY, "router: which experts are in no chosen group", T * E, ROUTER)
     indices = tape.make(TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)

@@ -1,4 +1,4 @@
-"""What a family's file defines, and the structure of a block that its program branches on."""
+"""The contents of a family's file, and the structure of a block on which its program depends."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,9 +28,9 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 # --- the structure of a block ------------------------------------------------------------------------------------------------
 
 Chunks = Literal["none", "one", "single", "several"]
-"""Into how many chunks linear attention cuts a sequence; none where the block has no linear attention.
+"""Number of chunks into which linear attention splits a sequence; ``none`` in blocks without linear attention.
 
-``single``: one chunk of a single sequence, where that makes a difference.
+``single``: one chunk of a single sequence, if that makes a difference.
 """
 
 
@@ -43,12 +43,12 @@ class Program(NamedTuple):
 
 
 class Training(NamedTuple):
-    """How a block is trained, where some of its weights are frozen or its input gets no gradient."""
+    """How a block is trained if some of its weights are frozen or its input gets no gradient."""
 
     weights: Literal["adapted", "frozen", "trained"]
     """Adapted: frozen, in the compute dtype, with adapters. Frozen: without adapters, in the dtype of trained weights."""
     tracked: bool
-    """Autograd follows the block's input."""
+    """Autograd tracks the block's input."""
     keeps_inputs: bool = False
     """Frozen linear layers save their inputs."""
     layers: tuple[str, ...] = ()
@@ -59,13 +59,13 @@ class Training(NamedTuple):
     narrow: bool = False
     """Frozen weights have the compute dtype under autocast anyway; of a block, what comes into it."""
     fused: bool = False
-    """One function runs attention's projections of queries, keys and values with their adapters, another its output's."""
+    """One function runs the q, k and v projections with their adapters, another one the output projection."""
     wide_adapters: bool = False
     """Adapters compute in fp32, without autocast."""
     four_bits_keep_inputs: bool = False
     """Layers in four bits save their inputs."""
     four_bits_follow_inputs: bool = False
-    """Layers in four bits take fp32 inputs as they are, with their weights in fp32."""
+    """Layers in four bits keep fp32 inputs and dequantise their weights to fp32."""
     dropout: bool = False
     """Adapters drop elements of their inputs."""
 
@@ -92,7 +92,7 @@ class Block(NamedTuple):
     grouped: bool
     """Several query heads share a key/value head."""
     one_key: bool
-    """There is a single key/value head, in linear attention a single key head."""
+    """There is a single key/value head; for linear attention, a single key head."""
     attention_bias: bool
     kernels: Kernels
     parallel: bool = True
@@ -105,21 +105,21 @@ class Block(NamedTuple):
     dispatched: bool = False
     """The experts are spread over several ranks."""
     uneven: bool = False
-    """More pairs come to this rank for its experts than it sends."""
+    """This rank receives more (token, expert) pairs than it sends."""
     ring: int = 1
     """Context-parallel ranks, which split the sequence."""
     head_size: HeadSize = "small"
-    """The size of the wider of a head's queries and values."""
+    """Size class of the wider of a head's queries and values."""
     routed: bool = False
     """This block has experts."""
     compressed: bool = False
     """Latent attention projects its queries with two matrices."""
     casts_inputs: bool = False
-    """The engine casts the block's inputs to the compute dtype first."""
+    """The engine casts the block's inputs to the compute dtype before the forward."""
     one_size: bool = False
     """Latent attention's values are as wide as its queries."""
     alone: bool = False
-    """The model has a single block, so that no attention weights of a block below are alive (BLOOM)."""
+    """The model has a single block, so no attention weights of an earlier block are alive (BLOOM)."""
     training: Training | None = None
     """None: all of the block is trained."""
     sharded: bool = False
@@ -128,33 +128,33 @@ class Block(NamedTuple):
     """Set only for blocks that are split over ranks or partly frozen."""
     chunks: Chunks = "none"
     release: Release = NOW
-    """What the release of transformers does otherwise."""
+    """Differences between the job's release of transformers and the release that the formulas follow."""
     fused_softmax: bool = False
     """A softmax in fp32 reads 16 bits itself."""
     fused: tuple[str, ...] = ()
-    """What fused kernels replace."""
+    """Parts that fused kernels replace."""
     offloaded: bool = False
-    """All that its operators save is in host memory until they run backward."""
+    """All saved tensors of its operators are in host memory until the backward."""
     looped: int = 0
-    """Experts that run one after the other, each its own tokens."""
+    """Number of experts that run one after the other, each on its own tokens."""
     head_norms: bool = False
     """The block normalises queries and keys over each head."""
     unturned: bool = False
     """Attention has no rotary positions."""
     filled: bool = False
-    """The flash kernel fills up heads, whose elements are no multiple of 8."""
+    """The flash kernel pads heads, whose size is no multiple of 8."""
     is_mlp: bool = False
     """The whole block is an MLP."""
     only_gated: bool = False
-    """Nothing normalises the output of Mamba-2."""
+    """No norm follows the output of Mamba-2."""
     keys_are_values: bool = False
     """One projection makes keys and values."""
     too_wide: bool = False
-    """Heads are wider than the flash kernel takes, so that transformers repeats keys and values itself."""
+    """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
 
     @property
     def attend(self) -> Attend:
-        """The kernel that attention runs. Source for CUDA's choice: torch 2.13, sdp_utils.cpp."""
+        """Return the kernel that attention runs. Source for CUDA's choice: torch 2.13, sdp_utils.cpp."""
         if self.ring > 1:
             from zeroplan.transformer.families.ring import ring_attention  # noqa: PLC0415  keeps start-up fast
 
@@ -217,11 +217,11 @@ class ConfigKeys(NamedTuple):
     activation: str = "hidden_act"
     """The JSON key of the MLP's activation function."""
     optional_window: bool = False
-    """The window counts only where ``use_sliding_window`` is true."""
+    """The window counts only if ``use_sliding_window`` is true."""
     window_every: int | None = None
-    """The period of a pattern of layers, all but the last of which have a window, where the pattern changes no tensor."""
+    """The period of a pattern in which all layers but the last have a window, if the pattern changes no tensor."""
     in_turn: Mapping[str, tuple[object, object]] = {}
-    """Keys with a list of a value per layer: that of most layers, and that of the last one of each period."""
+    """Keys with a list of values per layer: the value of most layers, and the value of each period's last layer."""
     dropout: Mapping[str, float] = {"attention_dropout": 0.0}
     """The dropout rates that the class reads, with their defaults."""
     only: Mapping[str, tuple[object, ...]] = {}
@@ -229,13 +229,13 @@ class ConfigKeys(NamedTuple):
     not_null: tuple[str, ...] = ()
     """Keys that may be absent but not null."""
     counted_as: Mapping[str, tuple[object, str]] = {}
-    """Keys with the value that the formulas count, and which small tensors another value adds or removes."""
+    """Keys with the value that the formulas count, and the small tensors that another value adds or removes."""
     assumed: Mapping[str, object] = {}
-    """The class's default of such a key, where it differs from the counted value."""
+    """The class's default of such a key, if it differs from the counted value."""
     read: tuple[str, ...] = ()
-    """Keys that the reader looks at for this family alone."""
+    """Keys that the reader uses only for this family."""
     harmless: Mapping[str, tuple[str, ...]] = {}
-    """Keys that change no tensor of a training step, by the reason."""
+    """Keys that change no tensor of a training step, by reason."""
 
 
 class Tables(NamedTuple):
@@ -246,9 +246,9 @@ class Tables(NamedTuple):
     reason: str = "rotary cos and sin"
     source: str = ROTARY
     in_32_bits: bool = False
-    """They are fp32 whatever the model's dtype."""
+    """They are fp32 for every dtype of the model."""
     copied: bool = False
-    """Every layer saves copies of its own, so that after the forward only a recomputation needs the tables."""
+    """Every layer saves its own copies, so after the forward only a recomputation needs the tables."""
 
 
 HALF_TABLES = Tables(
@@ -273,18 +273,18 @@ class Held(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What the model's ``forward`` holds outside its blocks, beside token ids and rotary tables."""
+    """The tensors that the model's ``forward`` holds outside its blocks, beside token ids and rotary tables."""
 
     kept: tuple[Held, ...] = ()
     """Tensors that live from the forward to the end of the backward."""
     named: tuple[Held, ...] = ()
-    """Tensors that a Python variable keeps until the forward is done; block 0's input is not among them."""
+    """Tensors that a Python variable holds until the forward returns, except block 0's input."""
     names_input: bool = True
-    """A Python variable of the forward keeps block 0's input."""
+    """A Python variable of the forward holds block 0's input."""
     scales_embeddings: bool = False
     """The model multiplies the embedding's output by a constant, outside the embedding module, before block 0."""
     masks: int = 1
-    """How many attention masks it makes for eager attention."""
+    """Number of attention masks that it builds for eager attention."""
 
 
 class Definition(NamedTuple):
@@ -302,7 +302,7 @@ class Definition(NamedTuple):
     tables: Tables | Callable[[ModelSpec], Tables | None] | None = Tables()
     """Its tables of rotary positions, or a function of the model; None in families without them."""
     around: Around = Around()
-    """What its forward holds outside the blocks."""
+    """Tensors that its forward holds outside the blocks."""
 
     def tables_of(self, model: ModelSpec) -> Tables | None:
         """Return the tables of rotary positions of one of the family's models."""

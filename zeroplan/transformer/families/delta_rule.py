@@ -1,8 +1,8 @@
 """Linear attention by the gated delta rule, chunk by chunk, in the torch operators that transformers runs without ``fla``.
 
-Everything is in fp32, except matrix products under autocast. The sequence is padded to whole chunks. A loop over chunks carries
-a state; each iteration saves tensors until its backward. The tape runs the first iteration, the last, and the one before the
-last. The other iterations allocate what that one does; the tape counts what they save.
+Everything is in fp32, except matrix products under autocast. The sequence is padded to whole chunks. A loop over the chunks
+carries a state, and each iteration saves tensors for its backward. The tape runs the first, the second last and the last
+iteration. The other iterations allocate the same as the second last; the tape counts the tensors that they save.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -17,21 +17,21 @@ from zeroplan.transformer.symbols import A, D, I, T, b, e, s
 RULE = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, torch_chunk_gated_delta_rule"
 L2_NORM = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, l2norm"
 
-#: Chunks of a sequence, and tokens of all sequences with padding.
+#: Number of chunks of a sequence; tokens of all sequences, with padding.
 CHUNKS = ceil(s, CHUNK)
 FILLED = CHUNK * b * CHUNKS
-#: One number for every pair of tokens of a chunk, in every head; the states of all heads.
+#: Elements with one number per head for every pair of tokens of a chunk; elements of the states of all heads.
 PAIRS, STATE = FILLED * CHUNK * A, b * A * D * I
-#: Of one chunk: rows as wide as a key and as a value, and pairs.
+#: Elements of one chunk: rows as wide as a key, rows as wide as a value, and pairs of tokens.
 KEY_ROWS, VALUE_ROWS, CHUNK_PAIRS = CHUNK * b * A * D, CHUNK * b * A * I, CHUNK * CHUNK * b * A
 
-#: 1 where there is a chunk between the first and the last, else 0.
+#: 1 if there is a chunk between the first and the last, else 0.
 BETWEEN = at_most(1, CHUNKS - 2)
 
-#: 1 where a sequence is whole chunks, else 0; 1 where there are several sequences, else 0.
+#: 1 if a sequence is a whole number of chunks, else 0; 1 for several sequences, else 0.
 WHOLE, SEQUENCES = 1 - at_most(1, CHUNK * CHUNKS - s), at_most(1, b - 1)
 
-#: How many iterations a tensor stands for: a number, or an expression of 0 or 1 where a sequence may have too few chunks.
+#: How many iterations a tensor represents: a number, or an expression that is 0 or 1 depending on the number of chunks.
 Times: TypeAlias = Size | int
 
 
@@ -46,7 +46,7 @@ class Given(NamedTuple):
 
 
 def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:
-    """Run ``torch_chunk_gated_delta_rule``. Its variables keep most of its tensors to its end."""
+    """Run ``torch_chunk_gated_delta_rule``. Its variables hold most of its tensors until it returns."""
     ready = _filled_up(tape, given, block)
     inside = _inside_chunks(tape, ready, block)
     several = block.chunks == "several"
@@ -64,19 +64,19 @@ def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:
 
 
 class _Ready(NamedTuple):
-    """Padded tensors. Queries and keys have unit length."""
+    """Padded inputs of the rule. Queries and keys have unit length."""
 
     query: Value
     key: Value
     value: Value
-    """Times beta."""
+    """Values times beta."""
     learning: Value
     """Keys times beta."""
     decay: Value
-    """Its cumulative sum within each chunk."""
+    """Cumulative sum of the decay within each chunk."""
     mask: Store
     held: tuple[Value, ...]
-    """Tensors that variables keep to the end; queries and keys are not among them."""
+    """Tensors that variables hold until the function returns, without queries and keys."""
 
 
 def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
@@ -113,7 +113,7 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
 
 
 def _for_each_head(tape: Tape, value: Value, name: str, *, repeated: bool) -> Value:
-    """Return queries or keys for every head of values: copies, or a view whose gradient is copied."""
+    """Return queries or keys for every head of values: repeated copies, or a view whose gradient is copied."""
     if not repeated:
         return _in_chunks(tape, value, name)
     reason, of = f"{name}, repeated for each head of values", f"gradient of the {name}"
@@ -146,7 +146,7 @@ def _unit_length(tape: Tape, value: Value, name: str) -> Value:
 
 
 def _longer(tape: Tape, value: Value, name: str, shape: Size) -> Value:
-    """``F.pad`` to whole chunks, which copies even where it pads nothing."""
+    """``F.pad`` to whole chunks. It copies even if it pads nothing."""
     reason, of = f"{name}, filled up to whole chunks", f"gradient of the {name}"
     return op.run(tape, value, reason, Site(f"{name}, filled up", RULE), dtype=4, shape=shape, gradient=of)
 
@@ -159,14 +159,14 @@ def _times(tape: Tape, value: Value, factor: Value, reason: str) -> Value:
 
 
 class _Inside(NamedTuple):
-    """What each chunk computes by itself, without the state."""
+    """Tensors that each chunk computes without the state."""
 
     decays: Value
-    """For every pair of tokens."""
+    """Decay between every pair of tokens."""
     system: Value
-    """Triangular, for each chunk."""
+    """The triangular system of each chunk."""
     attention: Value
-    """Within each chunk."""
+    """Attention within each chunk."""
     keys: Value
     """Keys times beta, decayed."""
     values: Value
@@ -225,7 +225,7 @@ def _copied(tape: Tape, block: Block) -> tuple[Size, Size]:
 
 
 def _copied_in_loop(tape: Tape, block: Block) -> Size:
-    """Return the bytes of such copies in the loop's last products, including those that :func:`_copied` subtracts."""
+    """Return the bytes of the operand copies in the loop's last products, including those that :func:`_copied` subtracts."""
     if not (tape.wide and block.grouped):
         return NOTHING
     kept = 2 * CHUNKS if tape.saving and block.chunks == "several" else NOTHING
@@ -244,7 +244,7 @@ def _scores(tape: Tape, first: Value, second: Value, decays: Value, reason: str,
 
 
 def _solved(tape: Tape, system: Value, right: Value, reason: str) -> Value:
-    """``torch.linalg.solve_triangular``. It saves its matrix and its result."""
+    """``torch.linalg.solve_triangular``. Autograd saves its matrix and its result."""
     made = op.tensor(tape, reason, 4, right.shape, RULE)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -260,7 +260,7 @@ def _solved(tape: Tape, system: Value, right: Value, reason: str) -> Value:
 
 
 class _Scan(NamedTuple):
-    """The tensors from which each iteration of the loop takes its chunk."""
+    """The tensors of all chunks that the loop slices."""
 
     values: Value
     reading: Value
@@ -272,7 +272,7 @@ class _Scan(NamedTuple):
     state: Value
     """The first state, zeros."""
     own: tuple[Value, ...]
-    """Tensors that variables keep to the end."""
+    """Tensors that variables hold until the function returns."""
     copied: Size = NOTHING
     """Bytes of operand copies that are alive in the last iteration."""
 
@@ -284,7 +284,7 @@ def _zeros(tape: Tape, reason: str, shape: Size) -> Value:
 
 
 def _decayed(tape: Tape, ready: _Ready, inside: _Inside, state: Value, *, several: bool) -> _Scan:
-    """Return decayed queries, which read the state, and decayed keys, which update it. Nothing reads the state after one chunk."""
+    """Return decayed queries and keys, which read and update the state. With one chunk nothing reads the new state."""
     growth = _exponential(tape, ready.decay, "decay since a chunk's beginning, for queries")
     query = _times(tape, ready.query, growth, "queries, decayed")
     tape.release(ready.query, growth)
@@ -304,25 +304,25 @@ def _decayed(tape: Tape, ready: _Ready, inside: _Inside, state: Value, *, severa
 
 
 def _unfollowed(tape: Tape, value: Value) -> Value:
-    """Return the same tensor without a gradient on this path."""
+    """Return the same tensor, detached from autograd on this path."""
     made = Value(value.store, value.dtype, value.shape)
     tape.untracked.add(made)
     return made
 
 
 class _Iteration(NamedTuple):
-    """What the variables of an iteration hold at its end."""
+    """The tensors that variables hold at the end of an iteration."""
 
     core: Value
     state: Value
     new: tuple[Value, ...] = ()
-    """New values; the next iteration assigns the same variable."""
+    """New values, until the next iteration reassigns the variable."""
     before: tuple[Value, ...] = ()
-    """Attention to earlier chunks, likewise."""
+    """Attention to earlier chunks, until the next iteration reassigns the variable."""
 
 
 def _loop(tape: Tape, scan: _Scan, core: Value, *, several: bool) -> _Iteration:
-    """Run the loop. With two chunks, the iteration between the first and the last counts zero bytes."""
+    """Run the loop over chunks. With two chunks, the iteration between the first and the last has zero bytes."""
     done = _Iteration(core, scan.state)
     if several:
         done = _iteration(tape, scan, done, times=1, after=BETWEEN)
@@ -333,9 +333,9 @@ def _loop(tape: Tape, scan: _Scan, core: Value, *, several: bool) -> _Iteration:
 
 
 def _iteration(tape: Tape, scan: _Scan, done: _Iteration, *, times: Times, after: Times = 1, last: bool = False) -> _Iteration:
-    """Run one chunk: read the state, run attention within the chunk, and make the next state, which the last chunk leaves unused.
+    """Run one chunk: read the state, run attention within the chunk, and make the next state. The last chunk's state stays unused.
 
-    ``after``: how many of the next state there are beside the last iteration's.
+    ``after``: how many next states this iteration represents, without the last iteration's.
     """
     values, reading, state = _part(tape, scan.values, VALUE_ROWS, times), _part(tape, scan.reading, KEY_ROWS, times), done.state
     known = op.matmul(tape, reading, state, _rows("values that the state knows", times), _site("values known"))
@@ -366,7 +366,7 @@ def _iteration(tape: Tape, scan: _Scan, done: _Iteration, *, times: Times, after
 
 
 def _last_state(tape: Tape, scan: _Scan) -> Size:
-    """Return the bytes of the decayed state, what the chunk adds, their sum, and the product's factors: cast, or keys in order."""
+    """Return the bytes of the decayed state, the addition, their sum, and the product's factors: cast, or keys in order."""
     if tape.autocast:
         return (8 + e) * STATE + e * (KEY_ROWS + VALUE_ROWS)
     return 12 * STATE + scan.copied  # an upper bound: with copied keys not all of it is alive at once
@@ -395,7 +395,7 @@ def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, often: tuple[
 
 
 def _other_iterations(tape: Tape, state: Value) -> Value:
-    """Count what the iterations save that are neither the first nor one of the last two."""
+    """Count the tensors that the remaining iterations save: all but the first and the last two."""
     others = at_least(0, CHUNKS - 3)
     size = 4 * STATE + (e * (2 * STATE + 3 * KEY_ROWS + 2 * VALUE_ROWS + CHUNK_PAIRS) if tape.autocast else 4 * VALUE_ROWS)
     kept = tape.make(op.TENSOR, "states and new values of the chunks between", size * others, RULE)
@@ -415,7 +415,7 @@ def _site(name: str) -> Site:
 
 
 def _part(tape: Tape, whole: Value, shape: Size, times: Times) -> Value:
-    """Return one chunk of a tensor, a view. Its backward writes the gradient into zeros of the whole tensor's size."""
+    """Return one chunk of a tensor as a view. Its backward writes the gradient into zeros of the whole tensor's size."""
     made = Value(tape.hold(whole.store), whole.dtype, _repeated(shape, times))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -439,7 +439,7 @@ def _less(tape: Tape, value: Value, known: Value) -> Value:
 
 
 def _written(tape: Tape, core: Value, part: Value, rows: Size) -> Value:
-    """``core[:, :, i] = part`` in place, whose backward copies the whole gradient. It releases ``core``."""
+    """``core[:, :, i] = part`` in place. Its backward copies the whole gradient. It releases ``core``."""
     made = Value(tape.hold(core.store), 4, core.shape)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -458,7 +458,7 @@ def _written(tape: Tape, core: Value, part: Value, rows: Size) -> Value:
 
 
 def _cut(tape: Tape, core: Value) -> Value:
-    """Return the output in the order of tokens, without padding and cast. It releases ``core``."""
+    """Return the output in the order of tokens, unpadded and cast. It releases ``core``."""
     whole = op.run(tape, core, "output of linear attention, in order", Site("output in order", RULE), dtype=4)
     tape.release(core)
     made = op.tensor(tape, "output of linear attention", e, T * A * I, RULE)

@@ -1,9 +1,9 @@
 """The operators after the blocks: the final norm, the head's matrix product, and one of the losses.
 
-*full*: transformers computes the logits of all tokens at once. *chunked*: torchtitan's ``ChunkedLossWrapper`` runs an eighth of the
-tokens forward and backward before the next. *fused*: Liger's fused linear cross-entropy makes the gradients in the forward, and
-never holds more logits than about the bytes of the hidden states. *log-probs*: TRL's fused head makes the labels' log-probabilities
-tile by tile, and makes each tile again in the backward.
+*full*: transformers computes the logits of all tokens at once. *chunked*: torchtitan's ``ChunkedLossWrapper`` runs an eighth of
+the tokens forward and backward before the next. *fused*: Liger's fused linear cross-entropy makes the gradients in the forward,
+and never holds more logits than about the bytes of the hidden states. *log-probs*: TRL's fused head computes the labels'
+log-probabilities tile by tile, and recomputes each tile in the backward.
 
 Leaves out the loss itself and the sum of label weights (4 bytes each), a last chunk smaller than the others, and the fp32
 accumulation of Liger's ``accum_dtype``.
@@ -76,12 +76,12 @@ AT_LOSS = Place(At.LOSS)
 CHUNKS = 8
 """torchtitan 2026-08, ChunkedLossWrapper.Config.num_chunks."""
 BEFORE_LOSS = "before the loss, beyond its peak"
-"""The reason of the line with the bytes by which an earlier moment of the forward is above the loss."""
+"""The reason of the line with the bytes by which an earlier moment of the forward exceeds the loss."""
 _HEAD = Site("head", HEAD, Module.HEAD, At.HEAD)
 
 
 class Ending(NamedTuple):
-    """The structure of what follows the blocks. Equal structures allocate the same tensors."""
+    """The structure of the modules after the blocks. Equal structures allocate the same tensors."""
 
     family: str
     wide: bool
@@ -101,23 +101,23 @@ class Ending(NamedTuple):
     shifts_logits: bool = False
     """The loss copies the logits without the last token of each sequence."""
     narrow_head: bool = False
-    """The frozen head has the compute dtype where the residual stream is fp32."""
+    """The frozen head has the compute dtype while the residual stream is fp32."""
     fused: tuple[str, ...] = ()
-    """What fused kernels replace."""
+    """Parts that fused kernels replace."""
     saves: bool = True
-    """Autograd runs. Without it nothing is saved."""
+    """Autograd runs. Without it no tensor is saved."""
     adapted_head: bool = False
     """The frozen head has an adapter."""
     dropout: bool = False
-    """It drops elements of its input."""
+    """The adapter applies dropout to its input."""
 
 
 class EndingPass(NamedTuple):
-    """The memory of what follows the blocks in one pass.
+    """The memory of the modules after the blocks in one pass.
 
-    ``saved``: what norm and head keep for their backward; ``kept``: what the loss keeps; ``forward``: what is alive at the highest
-    point of the loss, with ``kept`` and without ``saved``; ``points``: the moments of the backward, with everything; ``output``:
-    the logits that the model returns, if any.
+    ``saved``: tensors that norm and head keep for their backward; ``kept``: tensors that the loss keeps; ``forward``: the peak
+    of the loss, with ``kept`` and without ``saved``; ``points``: the moments of the backward, complete; ``output``: the logits
+    that the model returns, if any.
     """
 
     saved: tuple[Line, ...]
@@ -134,9 +134,9 @@ class _Ran(NamedTuple):
 
     loss: Value
     kept: tuple[Store, ...]
-    """What it keeps for its backward."""
+    """Tensors that it keeps for its backward."""
     names: tuple[Store, ...]
-    """What its forward's variables hold."""
+    """Tensors that its forward's variables hold."""
     output: tuple[Store, ...] = ()
     earlier: tuple[Alive, ...] = ()
     """Moments of the backward that a chunked loss runs in its forward."""
@@ -145,7 +145,7 @@ class _Ran(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """The plan of a structure, with indexes of what the loss keeps and of the logits."""
+    """The plan of a structure, with indexes of the loss's kept tensors and of the logits."""
 
     plan: Plan
     kept: Places
@@ -155,7 +155,7 @@ class _Planned(NamedTuple):
 
 
 def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, loss: Loss, *, beside: Int = 0) -> EndingPass:
-    """Return the memory of what follows the blocks, for one batch; ``values``: those of all symbols.
+    """Return the memory of the modules after the blocks, for one batch; ``values`` of all symbols.
 
     ``beside``: bytes that variables of the model's forward hold until it returns, after the final norm.
     """
@@ -166,7 +166,7 @@ def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, l
 
 
 def unsaved(ending: Ending, values: Values) -> tuple[Line, ...]:
-    """Return what is alive at the highest point of the forward without gradients. [bytes]"""
+    """Return the tensors at the peak of a forward without gradients. [bytes]"""
     return _written(ending._replace(saves=False), values, 0).forward
 
 
@@ -193,7 +193,7 @@ def output_bytes(ending: Ending, values: Values) -> Int:
 
 
 def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Ending:
-    """Return the structure of what follows a model's blocks."""
+    """Return the structure of the modules after a model's blocks."""
     frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
     is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
     adapted = model.adapter is not None and Module.HEAD in model.adapter.layers
@@ -208,7 +208,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
 
 
 def _handed_on(sizes: Sizes) -> tuple[BackwardPoint, ...]:
-    """Return the points, with what is alive when a chunk's gradient reaches the head's weight."""
+    """Return the points, with the tensors alive when a chunk's gradient reaches the head's weight."""
     (handed,) = sizes.handed("none")
     return tuple(
         [
@@ -260,7 +260,7 @@ def _source(ending: Ending) -> str:
 
 
 def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive, ...]:
-    """Return the moments that can be the highest, and at least one of the loss, which engines ask for."""
+    """Return the moments that can be the peak, and at least one of the loss, which engines look up."""
     found = highest(moments, **dtypes)
     at_loss = tuple([one for one in moments if one.place.at is At.LOSS])
     return found if any(one in found for one in at_loss) else (*at_loss[-1:], *found)
@@ -286,7 +286,7 @@ def _final_norm(tape: Tape, given: Value, family: str) -> Value:
 
 
 def _name(tape: Tape, normal: Value) -> None:
-    """Give the norm's output the reason of what needs it: the head's product, or only a variable of the model's forward."""
+    """Label the norm's output by its holder: the head's product, or only a variable of the model's forward."""
     store = normal.store
     if store in tape.saved:
         store.reason, store.tag = "input of the head", HEAD_INPUT
@@ -327,9 +327,9 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
 def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
     """Run torchtune's loss in 16 bits: pieces of logits one after the other, whose log-softmax waits for the backward.
 
-    Of the backward's moments of the loss this has the first piece's or, with few tokens, the second's, which has the gradient of
-    the head's weight beside it. Of those of the head it has the second's, where autograd adds up two gradients in a third tensor.
-    Counts as if no label were ignored.
+    The loss's backward moments are the first piece's or, with few tokens, the second's, which exists beside the head's weight
+    gradient. The head's are the second's, where autograd sums two gradients into a third tensor. It assumes that no label is
+    ignored.
     """
     piece, weight = ceil(T, CHUNKS) * V, NOTHING if ending.frozen_head else e * h * V
     tokens = tape.make(LOGITS, "labels, shifted; those that count, and where they are", 24 * T, PIECES, LABELS)
@@ -368,16 +368,16 @@ def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
 
 
 def _returned_wide(tape: Tape, logits: Value) -> Value:
-    """The logits in fp32, instead of those in 16 bits."""
+    """Return the logits in fp32 instead of 16 bits."""
     wide = _wide(tape, logits)
     tape.release(logits)
     return wide
 
 
 def _without_the_last(tape: Tape, logits: Value) -> tuple[Value, tuple[Store, ...]]:
-    """The fp32 logits without the last token of each sequence, and what is held by name; of a single sequence a view of them.
+    """Return fp32 logits without each sequence's last token, and the variables' tensors; for a single sequence a view.
 
-    The gradient is filled up to all tokens in a tensor of its own.
+    The backward pads the gradient to all tokens in a new tensor.
     """
     wide, shape = _wide(tape, logits), (T - b) * V
     shifted = Value(tape.make(LOGITS, "fp32 logits without each sequence's last", 4 * shape * _several(), SHIFTED), 4, shape)
@@ -386,24 +386,24 @@ def _without_the_last(tape: Tape, logits: Value) -> tuple[Value, tuple[Store, ..
 
 
 def _several() -> Size:
-    """1 where a batch has several sequences, else 0."""
+    """1 if a batch has several sequences, else 0."""
     return at_most(1, b - 1)
 
 
 def _shifted_labels(tape: Tape) -> Store:
-    """With one sequence they are a view of the batch's own."""
+    """Return the shifted labels; with one sequence a view of the batch's own."""
     return tape.make(LOGITS, "labels, shifted", 8 * (T - b) * _several(), SHIFTED, LABELS)
 
 
 def _labels(tape: Tape) -> tuple[Store, Store]:
-    """Make padded and shifted labels. With one sequence the shifted ones are a view of the padded ones, which are one longer."""
+    """Return padded and shifted labels. With one sequence the shifted ones are a view of the padded ones, which are one longer."""
     one = at_least(0, 2 - b)
     padded = tape.make(LOGITS, "labels, padded", 8 * (T + b) - 8 * (T + 1) * one, FULL, LABELS)
     return padded, tape.make(LOGITS, "labels, shifted", 8 * T + 8 * one, FULL, LABELS)
 
 
 def _capped(tape: Tape, logits: Value) -> Value:
-    """Cap the logits with ``tanh``, which saves its result."""
+    """Cap the logits with ``tanh``, whose result autograd saves."""
     divided = _logits(tape, logits, "logits, divided", CAP)
     tape.add("cap", (divided,), (), _makes("gradient of the logits", logits), of=(logits,))
     tape.release(logits)
@@ -431,7 +431,7 @@ def _makes(reason: str, value: Value) -> Backward:
 
 
 def _wide(tape: Tape, logits: Value) -> Value:
-    """Return the logits in fp32: a copy, or themselves."""
+    """Return the logits in fp32: a copy, or the logits themselves."""
     if tape.is_wide(logits.dtype):
         tape.hold(logits.store)
         return logits
@@ -445,7 +445,7 @@ def _scalar() -> Value:
 
 
 def cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
-    """Run cross-entropy. Return the loss and what its variables hold. It saves log-softmax in fp32 and the labels.
+    """Run cross-entropy. Return the loss and its variables' tensors. Autograd saves log-softmax in fp32 and the labels.
 
     Its backward frees the labels a moment early. The next moment is higher anyway: a row of logits is longer than a label.
     """
@@ -465,7 +465,7 @@ def cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple
 
 
 def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
-    """Run Unsloth's cross-entropy on fp32 logits, over which its backward writes their gradient."""
+    """Run Unsloth's cross-entropy on fp32 logits, which its backward overwrites with their gradient."""
     rows = tape.make(LOGITS, "loss and log-sum-exp of each token", 8 * T, WRITTEN_OVER)
     loss = _scalar()
 
@@ -477,7 +477,7 @@ def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple
 
 
 def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
-    """Run cross-entropy over a rank's share of the vocabulary. One backward covers log-softmax and loss."""
+    """Run cross-entropy over a rank's shard of the vocabulary. One backward covers log-softmax and loss."""
     wide, each_row = _wide(tape, logits), Exchange("all_reduce", Among.TENSOR, 4 * T)
     tape.send(each_row)  # the largest
     less = _logits(tape, wide, "logits less the largest of their row, fp32", PARALLEL)
@@ -498,10 +498,10 @@ def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[V
 
 
 def _in_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """Run a chunk of tokens at a time forward and backward. Gradients of hidden states fill one fp32 buffer, cast at the end.
+    """Run chunks of tokens forward and backward. Gradients of hidden states fill one fp32 buffer, which is cast at the end.
 
-    The tape runs a later chunk, which adds its gradient of the head to the sum so far. Equal to a run where the head is part of
-    FSDP2's root unit.
+    The tape runs a later chunk, which adds its gradient of the head to the sum. It equals a run with the head in FSDP2's root
+    unit.
     """
     labels = tape.make(LOGITS, "labels", 8 * T, CHUNKED)
     buffer = tape.make(GRADIENT, "gradients of the head's input, fp32 buffer", 4 * T * h, CHUNKED)
@@ -520,7 +520,7 @@ def _in_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
 def _one_chunk(
     tape: Tape, read: Value, ending: Ending, weights: tuple[Size, ...]
 ) -> tuple[list[Alive], tuple[Arrival, ...]]:  # fmt: skip
-    """Run a chunk forward and backward, while earlier gradients of ``weights`` are alive. A variable keeps its logits."""
+    """Run a chunk forward and backward, while earlier gradients of ``weights`` are alive. A variable holds its logits."""
     view = Value(tape.hold(read.store), read.dtype, read.shape)
     logits = _product(tape, view)
     tape.release(view)
@@ -541,7 +541,7 @@ def _added(chunk: Tape) -> list[Action]:
 
 
 def _of_a_chunk(stores: dict[Store, None]) -> None:
-    """Replace all tokens by those of a chunk in the sizes of these tensors."""
+    """Replace all tokens by a chunk's in the sizes of these tensors."""
     for store in stores:
         store.size, store.reason = store.size.replacing({"T": ceil(T, CHUNKS)}), f"{store.reason}, of a chunk"
 
@@ -594,7 +594,7 @@ def _fused_chunk(values: Values) -> Int:
 
 
 class _Tiled(NamedTuple):
-    """What one of TRL's fused heads takes: while it works, in what it returns, and for its backward.
+    """The sizes of one of TRL's fused heads: temporaries, results, and tensors saved for its backward.
 
     ``width``: bytes of an element of a tile; ``graded``: a copy of a tile's gradient in the compute dtype.
     """
@@ -609,9 +609,9 @@ class _Tiled(NamedTuple):
 
 
 def _tiled(tape: Tape, read: Value, ending: Ending, *, kind: _Tiled) -> _Ran:
-    """Run one of TRL's heads on every token but each sequence's prompt. The Triton kernels that fold a tile allocate nothing.
+    """Run one of TRL's heads on every token except each sequence's prompt. The Triton kernels allocate nothing.
 
-    Without autocast a tile's weights and hidden states are views. Of a teacher only the tile of logits is on the tape.
+    Without autocast a tile's weights and hidden states are views. For a teacher only the tile of logits is on the tape.
     """
     mask = tape.make(LOGITS, "which tokens count", T - b, SCORED)
     labels = (tape.make(LOGITS, "labels, masked", 8 * T, SCORED, LABELS),) if kind.labels else ()
@@ -649,7 +649,7 @@ def _tiled(tape: Tape, read: Value, ending: Ending, *, kind: _Tiled) -> _Ran:
 
 
 def _in_place(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """Run verl's loss: all logits, in the compute dtype, over which the backward of flash-attn's cross-entropy writes."""
+    """Run verl's loss: all logits in the compute dtype, which the backward of flash-attn's cross-entropy overwrites."""
     product = _product(tape, read)
     logits = _capped(tape, product) if ending.family in CAPPED else product
     labels = tape.make(LOGITS, "labels", 8 * T, IN_PLACE, LABELS)
@@ -664,7 +664,7 @@ def _in_place(tape: Tape, read: Value, ending: Ending) -> _Ran:
 
 
 def _scored(tape: Tape, read: Value, mask: Store) -> Value:
-    """Return the hidden states of the tokens that count, a copy."""
+    """Return a copy of the hidden states of the counted tokens."""
     most = Value(tape.hold(read.store), read.dtype, read.shape)
     tape.add("all but the last token", (most,), (), op.makes("gradient of all tokens", SCORED, read), of=(read,))
     scored = op.tensor(tape, "hidden states of the tokens that count", read.dtype, _ROWS * h, SCORED)
@@ -674,7 +674,7 @@ def _scored(tape: Tape, read: Value, mask: Store) -> Value:
 
 
 def _casts_of_a_tile(tape: Tape, scored: Value, pieces: int) -> tuple[Store, ...]:
-    """16-bit copies of a tile's hidden states and weights under autocast, with the last tile's, which variables still hold."""
+    """Return autocast's copies of a tile's hidden states and weights, with the previous tile's, which variables still hold."""
     if not tape.autocast or not tape.is_wide(scored.dtype):
         return ()
     columns = e * h * at_most(pieces * TILE_COLUMNS, V)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, the dense models: Llama with positions of neighbours, in fp32."""
+"""ERNIE 4.5, the dense models: Llama with rotary positions on neighbouring elements, in fp32."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ ROTARY = f"{ERNIE}, apply_rotary_pos_emb"
 
 
 def _rotated(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
-    """Return queries and keys in their own dtype. The tables are copied, each angle twice, and the products save the copies."""
+    """Return rotated queries and keys. The tables are copied, each angle twice, and autograd saves the copies."""
     tables: Width = e if block.casts_inputs else 4
     if block.casts_inputs:
         tape.history.input_copies += (tape.make(op.TENSOR, "rotary cos and sin, cast", 2 * e * s * d, CAST),)

@@ -1,7 +1,7 @@
 """Routed experts: the router, the experts of one rank, and experts spread over several ranks.
 
-A pair is a token and one of its experts. ``grouped_mm`` multiplies all pairs at once, so that the pairs are sorted by expert before
-it and put back in the order of tokens after it.
+A pair is a token and one of its experts. ``grouped_mm`` multiplies all pairs at once, so the pairs are sorted by expert before
+it and put back in token order after it.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ class Routing(NamedTuple):
 def router(tape: Tape, normal: Value, *, narrowed: bool, sigmoid: bool = False, divided: bool = True) -> Routing:
     """Run Mixtral's router. ``narrowed``: Qwen3's, which casts its weights to the dtype of its logits.
 
-    ``sigmoid``: MiniMax's scores, to which it adds a bias for the choice. Not ``divided``: the weights of OLMoE do not sum to one.
-    Its input is a view of all tokens in one row. The view comes before the product, so that the router's weight gets its
+    ``sigmoid``: MiniMax's scores, to which it adds a bias for the choice. Not ``divided``: the weights of OLMoE do not sum to
+    one. The router reads a view of all tokens in one row. The view comes before the product, so the router's weight gets its
     gradient before the view's gradient reaches ``normal``.
     """
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
@@ -65,7 +65,7 @@ def _scores(tape: Tape, logits: Value, *, narrowed: bool) -> Value:
 
 
 def _sigmoids(tape: Tape, logits: Value) -> Value:
-    """Return the sigmoids of ``logits.float()``; the experts are chosen by these and a bias."""
+    """Return the sigmoids of ``logits.float()``. The router chooses experts by sigmoid plus bias."""
     wide = op.cast(tape, logits, 4, Site("router: logits", MINIMAX))
     scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: sigmoid", MINIMAX), saves_result=True)
     tape.release(wide)
@@ -74,7 +74,7 @@ def _sigmoids(tape: Tape, logits: Value) -> Value:
 
 
 def divided_by_their_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
-    """``weights /= weights.sum()`` in place. It saves a copy of the old weights, and the sum, which has ``dtype``."""
+    """``weights /= weights.sum()`` in place. Autograd saves a copy of the old weights, and the sum in ``dtype``."""
     total = tape.make(op.TENSOR, "router: sum of the top-k weights", dtype * T, source)
     before = tape.make(op.TENSOR, "router: top-k weights before they are divided by their sum", chosen.dtype * T * t, source)
     made = Value(chosen.store, chosen.dtype, chosen.shape)
@@ -89,14 +89,14 @@ def divided_by_their_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -
 
 
 class Computing(NamedTuple):
-    """What one family's experts compute between their two products."""
+    """The function that one family's experts compute between their two products."""
 
     gate: Callable[[Tape, Value], Value]
-    """From the first product's output to the second's input. It releases its argument."""
+    """Maps the first product's output to the second's input, and releases its argument."""
     biases: bool = False
     """Both products add a bias."""
     gated: bool = True
-    """The first product makes a gate beside the input of the second."""
+    """The first product also makes a gate for the second's input."""
 
 
 def silu_gate(tape: Tape, both: Value) -> Value:
@@ -113,7 +113,7 @@ SILU = Computing(silu_gate)
 
 
 class _Sorting(NamedTuple):
-    """Tensors about the sorted pairs."""
+    """Tensors that describe the sorted pairs."""
 
     experts: Store
     """The expert of each pair."""
@@ -122,7 +122,7 @@ class _Sorting(NamedTuple):
     ends: Store
     """The index of each expert's last pair."""
     beyond: Store | None = None
-    """Booleans: which pairs belong to no expert of this rank. Only with experts on several ranks."""
+    """Boolean mask of the pairs that no expert of this rank computes. Only with experts on several ranks."""
 
 
 def _products(
@@ -145,9 +145,9 @@ def _grouped(
     tape: Tape, value: Value, bias: Value | None, site: tuple[str, Size, Size], sorting: _Sorting, experts: Size, *,
     frees: bool = False,
 ) -> Value:  # fmt: skip
-    """``grouped_mm`` and a bias added in place; rows of no expert are set to zero. It saves its input.
+    """``grouped_mm`` and a bias added in place. Rows without an expert are set to zero. Autograd saves the input.
 
-    ``frees``: it releases ``value`` before it sets rows to zero.
+    ``frees``: release ``value`` before the rows are set to zero.
     """
     made = _grouped_product(tape, value, site, sorting.ends, experts=experts)
     if bias is not None:
@@ -160,9 +160,9 @@ def _grouped(
 
 
 def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], ends: Store, *, experts: Size) -> Value:
-    """``grouped_mm``, which autocast leaves alone. Its backward makes the gradient of ``experts`` weights first.
+    """``grouped_mm``, which autocast ignores. Its backward makes the gradients of ``experts`` weights first.
 
-    Gradients of a rank's own experts (``x``) reach their weights only when operators that ran earlier have run their backward.
+    Gradients of a rank's own experts (``x``) reach their weights only after the backward of operators that ran earlier.
     """
     name, reads, width = site
     made = op.tensor(tape, f"{name}: output", r, P_own * width, EXPERTS)
@@ -177,7 +177,7 @@ def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], end
 
 
 def _bias(tape: Tape, name: str, width: Size, sorting: _Sorting, experts: Size) -> Value:
-    """Return the bias of each pair's expert, a row per pair. It saves the experts of the pairs."""
+    """Return the bias of each pair's expert, one row per pair. Autograd saves the experts' indices."""
     made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", r, P_own * width, EXPERTS)
     backward = op.makes_weight_gradient(experts * width, waits=experts == x)
     tape.add(f"experts: bias of the {name} projection", (made,), (sorting.experts,), backward, of=None)
@@ -188,7 +188,7 @@ def _bias(tape: Tape, name: str, width: Size, sorting: _Sorting, experts: Size) 
 
 
 def experts_here(tape: Tape, normal: Value, weights: Value, computing: Computing = SILU) -> Value:
-    """``grouped_mm_experts_forward``. Its variables keep all but the products' inputs to the end."""
+    """``grouped_mm_experts_forward``. Its variables hold all tensors but the products' inputs until it returns."""
     experts, order = _sorted_experts(tape)
     rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T_own * t, EXPERTS)
     selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", T_own * t * h), rows, EXPERTS)
@@ -218,9 +218,9 @@ def _sorted_experts(tape: Tape) -> tuple[Store, Store]:
 def picked(
     tape: Tape, value: Value, made_as: tuple[str, Size], by: Store, source: str, *, first: bool = False
 ) -> Value:  # fmt: skip
-    """Return the elements or rows of ``value`` at the indices ``by``, which it saves. The backward fills zeros of its size.
+    """Return the elements or rows of ``value`` at the indices ``by``, which autograd saves. The backward fills zeros of its size.
 
-    ``first``: the operator comes first among those of the experts' weights, so that their gradients arrive after its backward.
+    ``first``: the operator runs before those of the experts' weights, so their gradients arrive after its backward.
     """
     reason, shape = made_as
     made = op.tensor(tape, reason, value.dtype, shape, source)
@@ -274,10 +274,10 @@ def _back_in_order(tape: Tape, value: Value, reason: str) -> Value:
 
 
 def dispatched(tape: Tape, normal: Value, weights: Value, computing: Computing = SILU) -> Value:
-    """``AllToAllEP.__call__``. Its variables keep the received pairs and the experts' outputs to the end.
+    """``AllToAllEP.__call__``. Its variables hold the received pairs and the experts' outputs until it returns.
 
-    A rank receives as many pairs as it sends, T·t, or X_r if its experts are visited more often. Tensor-parallel ranks have
-    the same tokens, and each sends those of its share.
+    A rank receives as many pairs as it sends, T·t, or X_r if tokens choose its experts more often. Tensor-parallel ranks have
+    the same tokens, and each sends its share.
     """
     normal, weights, indices = _of_this_rank(tape, normal, weights)
     order, received = _sent(tape, normal)
@@ -293,7 +293,7 @@ def dispatched(tape: Tape, normal: Value, weights: Value, computing: Computing =
 
 
 def _of_this_rank(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tuple[Store, ...]]:
-    """Return tokens, routing weights and copies of indices: of all tokens, or of this rank's share where ranks have the same."""
+    """Return tokens, routing weights and copied indices: of all tokens, or of this rank's share under tensor parallelism."""
     if not tape.mode.sharded:
         tape.hold(normal.store)
         tape.hold(weights.store)
@@ -320,7 +320,7 @@ def _of_all_ranks(value: Value, width: Size) -> Exchange:
 
 
 def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
-    """Sort pairs by expert, and so by rank; exchange counts, then pairs. Return the order and the received pairs."""
+    """Sort pairs by expert, and so by rank. All-to-all the counts, then the pairs. Return the order and the received pairs."""
     order = tape.make(op.TENSOR, "order of the pairs sorted by expert, int64", 8 * T_own * t, DISPATCH)
     rows = tape.make(op.TENSOR, "token of each pair that is sent, int64", 8 * T_own * t, DISPATCH)
     sent = picked(tape, normal, ("tokens sorted by expert, to be sent", T_own * t * h), rows, DISPATCH)
@@ -336,7 +336,7 @@ def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
 
 
 def _exchanged(tape: Tape, value: Value, shape: Size, reason: str, source: str) -> Value:
-    """``all_to_all_single``; its backward is another one. torchtitan's selective recomputation keeps its output."""
+    """``all_to_all_single``. Its backward is another all-to-all. torchtitan's selective recomputation keeps its output."""
     site = Site(f"all-to-all: {reason}", source)
     sends, back = (Exchange("all_to_all", Among.EXPERTS, value.dtype * sent) for sent in (value.shape, shape))
     made = op.run(
@@ -348,7 +348,7 @@ def _exchanged(tape: Tape, value: Value, shape: Size, reason: str, source: str) 
 
 
 def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value:
-    """Send the experts' outputs back, reorder and weight them, and sum over a token's experts."""
+    """Send the experts' outputs back, reorder and weight them, and sum over each token's experts."""
     returned = _exchanged(tape, outputs, T_own * t * h, "outputs that came back from the experts", COMBINE)
     unsorted = op.run(
         tape, returned, "outputs of the experts in the order of tokens", Site("outputs in the order of tokens", COMBINE),
@@ -371,7 +371,7 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
 
 
 def _own_experts(tape: Tape, received: Value, computing: Computing) -> Value:
-    """``grouped_mm_experts_forward`` of this rank's experts. It sets pairs of no expert to zero; there are none, but it asks."""
+    """``grouped_mm_experts_forward`` of this rank's experts. It masks pairs without an expert, although there are none."""
     experts, order = _sorted_experts(tape)
     rows = tape.make(op.TENSOR, "row of each pair, int64", 8 * P_own, EXPERTS)
     selected = picked(tape, received, ("pairs sorted by expert, input of the experts", P_own * h), rows, EXPERTS, first=True)
@@ -388,7 +388,7 @@ def _own_experts(tape: Tape, received: Value, computing: Computing) -> Value:
 
 
 def _zeroed(tape: Tape, value: Value, beyond: Store, name: str, *, in_place: bool = False) -> Value:
-    """``masked_fill`` of the pairs of no expert. It saves the mask, and releases ``value``."""
+    """``masked_fill`` of the pairs without an expert. Autograd saves the mask. It releases ``value``."""
     made = (
         Value(value.store, value.dtype, value.shape)
         if in_place
@@ -402,7 +402,7 @@ def _zeroed(tape: Tape, value: Value, beyond: Store, name: str, *, in_place: boo
 
 
 def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
-    """Multiply the outputs by one, put them back in the order of receipt, and sum each over its single expert."""
+    """Multiply the outputs by one, put them back in the order of receipt, and sum over the single expert of each pair."""
     weighted = op.run(
         tape, outputs, "experts: outputs times one", Site("experts: outputs times one", EXPERTS), shape=P_own * h,
         saved=(ones,), gradient="gradient of the outputs, times one",

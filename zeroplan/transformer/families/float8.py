@@ -1,8 +1,8 @@
-"""Linear layers that torchao runs in float8: what they allocate beside a plain layer's tensors.
+"""Linear layers that torchao runs in float8: the tensors that they allocate beside those of a plain layer.
 
-A layer saves the same as without float8: its input and its weight in 16 bits. Each of its three products casts both factors again,
-so that a backward casts the output's gradient twice. A cast goes through fp32. The product of a backward wants its second factor
-column by column and copies it; scaled by rows it also multiplies its result by a matrix of scales.
+A layer saves the same tensors as without float8: its input and its weight in 16 bits. Each of its three products casts both
+factors again, so a backward casts the output's gradient twice. A cast goes through fp32. A product of the backward copies its
+second factor into column-major order; with row-wise scales it also multiplies its result by a matrix of scales.
 
 Sizes are those of torchao 0.18 without ``torch.compile``, which fuses the steps of a cast.
 """
@@ -29,7 +29,6 @@ def mode_of(recipe: str) -> Mode:
 def _linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, by_rows: bool
 ) -> Value:  # fmt: skip
-    """Run a ``Float8Linear`` from ``reads`` to ``width`` features."""
     if bias:
         raise AssertionError("layers with a bias are refused")
     name, matrix, inputs, outputs = site.name, reads * width, T * reads, T * width
@@ -68,7 +67,7 @@ def _linear(
 
 
 def _in_float8(tape: Tape, what: str, elements: Size, scales: Size | None) -> list[Store]:
-    """Cast a tensor: its largest value, then fp32 copies, scaled and clamped. ``scales``: one per row; None: one in all."""
+    """Cast a tensor to float8 through its scale and fp32 copies. ``scales``: one per row; None: one for the tensor."""
     tape.drop(tape.make(TEMPORARY, f"{what}: absolute values", e * elements, CAST))
     found = [] if scales is None else [tape.make(TEMPORARY, f"{what}: scales of its rows", 4 * scales, CAST)]
     wide = tape.make(TEMPORARY, f"{what} in fp32", 4 * elements, CAST)
@@ -81,7 +80,7 @@ def _in_float8(tape: Tape, what: str, elements: Size, scales: Size | None) -> li
 
 
 def _reciprocals(tape: Tape, scales: Size, *, by_rows: bool, of_result: Size | None = None) -> list[Store]:
-    """Invert the scales of both factors' rows; a product without fast accumulation multiplies its result by their products."""
+    """Return the reciprocals of both factors' row scales, and the matrix of scales for a product without fast accumulation."""
     if not by_rows:
         return []
     made = [tape.make(TEMPORARY, "reciprocals of the scales", 4 * scales, PRODUCT)]

@@ -1,9 +1,9 @@
 """Linear layers that are frozen, have a low-rank adapter from peft, or are held in four bits by bitsandbytes.
 
-A frozen linear layer needs only its weight to make the gradient of its input. It saves its input only where an adapter reads it
-too. A layer before the first trained weight saves nothing and has no backward, unless autograd follows the embedding's output. A
-layer in four bits saves nothing but its packed weight: with many tokens it dequantises the weight into the compute dtype for the
-forward, and again for the backward. A layer in eight bits keeps its input, and writes the weight out for the backward alone.
+A frozen linear layer needs only its weight to make the gradient of its input. It saves its input only if an adapter reads it
+too. A layer before the first trained weight saves nothing and has no backward, unless the embedding's output requires a gradient.
+A layer in four bits saves only its packed weight: with many tokens it dequantises the weight into the compute dtype for the
+forward, and again for the backward. A layer in eight bits saves its input, and dequantises the weight only for the backward.
 """
 
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ CLONE = "peft 0.21, tuners/lora/bnb.py, Linear4bit.forward"
 
 
 def freeze(tape: Tape, given: Value, training: Training) -> None:
-    """Make the tape run a block's linear layers and norms as ``training`` describes, before its program runs over ``given``."""
+    """Set how the tape runs a block's linear layers and norms, as ``training`` describes, before the program runs on ``given``."""
     tape.mode = Mode(partial(linear, training=training), norms_frozen=training.weights != "trained")
     if training.fused and {"q_proj", "k_proj", "v_proj"} <= set(training.layers):
         tape.mode = tape.mode._replace(projections=partial(_projections, training=training))
@@ -43,7 +43,7 @@ def freeze(tape: Tape, given: Value, training: Training) -> None:
 
 
 def _projections(tape: Tape, normal: Value, training: Training) -> tuple[Value, ...]:
-    """Run queries, keys and values in one function."""
+    """Run the q, k and v projections as one autograd function."""
     from zeroplan.transformer.families.fused_lora import Projection, projections  # noqa: PLC0415  few jobs have it
 
     layers = Projection("q projection", q), Projection("k projection", k), Projection("v projection", v)
@@ -90,7 +90,7 @@ def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width:
 def _frozen_linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool, keeps_input: bool
 ) -> Value:  # fmt: skip
-    """Run a frozen linear layer, which saves only its weight. DeepSpeed's stage-3 layer saves its input too, after its product."""
+    """Run a frozen linear layer, which saves only its weight. DeepSpeed's stage-3 layer also saves its input, after its product."""
     made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias:
         tape.matrix_product(made.store)
@@ -105,7 +105,7 @@ def _frozen_linear(
 
 
 def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool) -> Value:
-    """Run a frozen fp32 layer under autocast, which copies the weight for every product. The product saves the copy."""
+    """Run a frozen fp32 layer under autocast, which copies the weight for every product. Autograd saves the copy."""
     wanted = (width, reads * width) if bias else (reads * width,)
     copies = [tape.make(Kind.WEIGHT_CASTS, f"16-bit copy of the frozen {site.name}", e * one, AUTOCAST) for one in wanted]
     given = op.cast(tape, value, e, Site(f"input of the {site.name}", site.source))
@@ -122,7 +122,7 @@ def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: 
 
 
 def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size) -> Value:
-    """Run a layer in four bits and its adapter, if any, whose input autocast casts."""
+    """Run a layer in four bits and its adapter, if any. Autocast casts the adapter's input."""
     adapted = training.adapts(site.module)
     with tape.owning() if adapted else nullcontext():
         if training.quantize == "gptq":
@@ -164,7 +164,7 @@ def _plus_adapter(
 
 
 def _dropped(tape: Tape, given: Value, site: Site) -> Value:
-    """Set elements of an adapter's input to zero, in a copy. CUDA's kernel saves a mask of booleans alone."""
+    """Apply dropout to an adapter's input, in a copy. CUDA's kernel saves only a boolean mask."""
     name = f"input of the {site.name}'s adapter"
     made = op.tensor(tape, f"{name}, after dropout", given.dtype, given.shape, DROPOUT)
     mask = tape.make(op.TENSOR, f"{name}: mask of the dropout", given.shape, DROPOUT)
@@ -181,7 +181,7 @@ def _dropped(tape: Tape, given: Value, site: Site) -> Value:
 def _in_4_bits(
     tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size, clone: bool
 ) -> Value:  # fmt: skip
-    """Run a layer in four bits. ``clone``: it has an adapter, so that peft copies the layer's output."""
+    """Run a layer in four bits. ``clone``: the layer has an adapter, so peft copies its output."""
     name = site.name
     given = op.cast(tape, value, e, Site(f"input of the {name}", LAYER_4BIT))
     made = _product_of_4_bits(tape, given, site, training, width=width, reads=reads, read=value)
@@ -191,7 +191,7 @@ def _in_4_bits(
 
 
 def _product_of_gptq(tape: Tape, given: Value, site: Site, *, width: Size, reads: Size) -> Value:
-    """Write the whole weight out and multiply; save nothing but what the weight is made of."""
+    """Dequantise the whole weight and multiply. Autograd saves only the packed weight."""
     name, matrix = site.name, reads * width
     written = dequantised(tape, name, matrix, GPTQ)
     made = op.tensor(tape, f"output of the {name}", e, T * width, GPTQ, Tag(Role.OUTPUT, site.module))
@@ -208,9 +208,9 @@ def _product_of_gptq(tape: Tape, given: Value, site: Site, *, width: Size, reads
 def _product_of_4_bits(
     tape: Tape, given: Value, site: Site, training: Training, *, width: Size, reads: Size, read: Value
 ) -> Value:  # fmt: skip
-    """Dequantise the whole weight and multiply; save nothing. Only below 1,537 tokens may a kernel do without that.
+    """Dequantise the whole weight and multiply; save nothing. A fused kernel can replace this only below 1,537 tokens.
 
-    ``read``: the layer's input, of which ``given`` is the 16-bit copy.
+    ``read``: the layer's input, whose 16-bit copy is ``given``.
     """
     name, matrix, quantize = site.name, reads * width, training.quantize
     written = written_for_product(tape, name, matrix, read, training)
@@ -231,9 +231,9 @@ def _product_of_4_bits(
 
 
 def written_for_product(tape: Tape, name: str, matrix: Size, read: Value, training: Training) -> list[Store]:
-    """Write a weight out of four bits for the forward, in 16 bits; return what is alive during the product.
+    """Dequantise a weight to 16 bits for the forward; return the tensors alive during the product.
 
-    A layer that follows an input in fp32 makes a copy in fp32, which autocast casts again.
+    A layer that follows an fp32 input makes an fp32 weight, which autocast casts again.
     """
     written = [*scales_written_out(tape, name, matrix, training.quantize, copies=2), dequantised(tape, name, matrix, FORWARD)]
     if not _follows(tape, read, training):
@@ -244,7 +244,7 @@ def written_for_product(tape: Tape, name: str, matrix: Size, read: Value, traini
 
 
 def kept_of_4_bits(tape: Tape, read: Value, given: Value, training: Training) -> tuple[Value, ...]:
-    """What a layer in four bits saves though nothing reads it: before bitsandbytes 0.43.2 its input, in the compute dtype."""
+    """Return the input that bitsandbytes before 0.43.2 saves needlessly for a layer in four bits, in the compute dtype."""
     return ((read if _follows(tape, read, training) else given),) if training.four_bits_keep_inputs else ()
 
 
@@ -253,12 +253,12 @@ def _follows(tape: Tape, read: Value, training: Training) -> bool:
 
 
 def dequantised(tape: Tape, name: str, matrix: Size, source: str) -> Store:
-    """A weight that is written out of four bits."""
+    """Return a weight dequantised from four bits."""
     return tape.make(TEMPORARY, f"weight of the {name}, written out of 4 bits", e * matrix, source)
 
 
 def scales_written_out(tape: Tape, name: str, matrix: Size, quantize: Quantize, *, copies: int) -> list[Store]:
-    """Dequantise scales that are themselves quantised. The forward adds their mean in a copy."""
+    """Dequantise the scales, if they are quantised themselves. The forward adds their mean in a copy."""
     if quantize != "nf4-double":
         return []
     reason, formula = f"scales of the {name}'s weight, fp32", 4 * ceil(matrix, 64)

@@ -1,8 +1,8 @@
-"""Attention's projections of a model in four bits with adapters, as Unsloth's autograd functions run them.
+"""Attention's projections of a 4-bit model with adapters, as Unsloth's autograd functions run them.
 
-fms-acceleration installs them (``fused_lora``), one for queries, keys and values together and one for the output. Each writes its
-weights out of four bits, adds what the adapter makes in place, and keeps its input and, with dropout, the copy that each adapter
-read, but no mask: the backward sees from the zeros what was dropped.
+fms-acceleration installs them (``fused_lora``): one function for q, k and v together and one for the output projection. Each
+dequantises its weights and adds the adapter's output in place. It saves its input and, with dropout, the copy that each adapter
+read. It saves no mask: the backward recognises dropped elements by their zeros.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ LORA = "fms-acceleration 876e2ed, fms_acceleration_foak/fused_ops/unsloth_lora/b
 
 
 class Projection(NamedTuple):
-    """One layer of several that a function runs."""
+    """One of the linear layers that a function runs."""
 
     name: str
     width: Size
@@ -82,7 +82,7 @@ def output(tape: Tape, given: Value, width: Size, site: Site, training: Training
 
 
 def _written_out(tape: Tape, one: Projection, reads: Size, training: Training) -> Store:
-    """A weight in the compute dtype. Scales that are in 8 bits are written out beside it."""
+    """Return a weight in the compute dtype. Scales in 8 bits are dequantised beside it."""
     matrix, reason = reads * one.width, f"weight of the {one.name}, written out of 4 bits"
     if training.quantize == "gptq":
         return tape.make(TEMPORARY, reason, e * matrix, GPTQ)
@@ -92,7 +92,7 @@ def _written_out(tape: Tape, one: Projection, reads: Size, training: Training) -
 
 
 def _dropped(tape: Tape, one: Projection, given: Value) -> tuple[Store]:
-    """The copy that an adapter reads, with zeros in it; the mask goes at once."""
+    """Return the copy with dropout that an adapter reads. The mask is freed at once."""
     reason = f"input of the {one.name}'s adapter, after dropout"
     made = tape.make(op.TENSOR, reason, given.dtype * given.shape, LORA)
     tape.drop(tape.make(TEMPORARY, f"{reason}: mask", given.shape, LORA))
@@ -100,13 +100,13 @@ def _dropped(tape: Tape, one: Projection, given: Value) -> tuple[Store]:
 
 
 def _product_of_adapter(tape: Tape, one: Projection) -> Iterator[Store]:
-    """What an adapter makes, which is added in place."""
+    """Yield the adapter's tensors; its output is added in place."""
     yield tape.make(TEMPORARY, f"{one.name}'s adapter: product with A", e * T * z, LORA)
     yield tape.make(TEMPORARY, f"{one.name}'s adapter: its output", e * T * one.width, LORA)
 
 
 def _weight_gradients(tape: Tape, layers: tuple[Projection, ...], reads: Size) -> None:
-    """Gradients of the adapters' matrices, in 16 bits and then cast."""
+    """Make the gradients of the adapters' matrices, in 16 bits and then cast."""
     for one in layers:
         tape.temporary(f"{one.name}'s adapter: gradients, not yet cast", e * z * (reads + one.width), LORA)
     for one in layers:
@@ -115,12 +115,12 @@ def _weight_gradients(tape: Tape, layers: tuple[Projection, ...], reads: Size) -
 
 
 def _of_one(tape: Tape, one: Projection) -> tuple[Store]:
-    """The gradient through a further layer, which is added in place."""
+    """Return the gradient through a further layer, which is added in place."""
     return (tape.make(Kind.TEMPORARY, f"gradient through the {one.name}", e * T * h, LORA),)
 
 
 def _through_adapter(tape: Tape, one: Projection, reads: Size) -> None:
-    """The gradient through an adapter: a mask of what was kept, the product, and both multiplied."""
+    """Make the gradient through an adapter: a mask of the undropped elements, the product, and the masked product."""
     name = f"{one.name}'s adapter"
     kept = tape.make(TEMPORARY, f"{name}: what was not dropped, booleans", T * reads, LORA)
     inner = tape.make(TEMPORARY, f"{name}: gradient of the product with A", e * T * z, LORA)

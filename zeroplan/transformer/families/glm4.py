@@ -1,4 +1,4 @@
-"""GLM and GLM-4: in GLM-4 norms before and after each branch, rotary positions of half of each head, one matrix for gate and up."""
+"""GLM and GLM-4: rotary positions on half of each head, one matrix for gate and up; GLM-4 adds norms after each branch."""
 
 from functools import partial
 from typing import NamedTuple
@@ -24,7 +24,7 @@ ROTARY = f"{GLM4}, Glm4RotaryEmbedding.forward"
 
 
 def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
-    """Return queries and keys head by head. The tables are copied, each angle twice, and the products save the copies."""
+    """Return queries and keys head by head. The tables are copied, each angle twice, and autograd saves the copies."""
     cos, sin = (tape.make(op.TENSOR, f"{name} of each pair", 2 * r * s * d_4, APPLY) for name in ("cos", "sin"))
     queries, keys = Half("queries", q_4), Half("keys", k_4)
     both = op.slices(tape, query, (queries.shape,) * 2, queries.site), op.slices(tape, key, (keys.shape,) * 2, keys.site)
@@ -45,12 +45,12 @@ class Half(NamedTuple):
 
     @property
     def shape(self) -> Size:
-        """Its elements."""
+        """Its number of elements."""
         return 2 * T * self.quarter
 
     @property
     def site(self) -> Site:
-        """Where it is taken out."""
+        """The operators that slice it."""
         return Site(f"halves of the {self.name}", APPLY)
 
 
@@ -66,7 +66,7 @@ def _half_rotated(tape: Tape, half: Value, cos: Store, sin: Store, of: Half) -> 
 
 
 def times_table(tape: Tape, value: Value, table: Store | None, reason: str) -> Value:
-    """Multiply by cos or sin. It saves a block's own copy of the table."""
+    """Multiply by cos or sin. Autograd saves a block's own copy of the table."""
     made = op.tensor(tape, reason, op.wider(tape, value.dtype, r), value.shape, APPLY)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -78,7 +78,7 @@ def times_table(tape: Tape, value: Value, table: Store | None, reason: str) -> V
 
 
 def exchanged_pairs(tape: Tape, half: Value, of: Half) -> Value:
-    """``stack((-x[1::2], x[::2]))``. The negative is a tensor; the gradients are views of one tensor."""
+    """``stack((-x[1::2], x[::2]))``. The negative half is a new tensor; the gradients are views of one tensor."""
     site = Site(f"even and odd elements of the {of.name}", APPLY)
     even, odd = op.slices(tape, half, (T * of.quarter,) * 2, site)
     name = f"odd elements of the {of.name}, negative"

@@ -1,6 +1,6 @@
-"""GLM-4 MoE (GLM-4.5 to 4.7) and dots.llm1: grouped attention beside DeepSeek-V3's experts.
+"""GLM-4 MoE (GLM-4.5 to 4.7) and dots.llm1: grouped-query attention with DeepSeek-V3's experts.
 
-GLM-4 MoE turns half of each head; its larger models normalise queries and keys over each head.
+GLM-4 MoE rotates half of each head; its larger models also normalise queries and keys over each head.
 """
 
 from functools import partial

@@ -21,7 +21,7 @@ _mlp = partial(two_layer_mlp, source=f"{GPT2}, GPT2MLP.forward", addmm=True)
 
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
-    """Run one layer. Its variables keep attention's output, and the weights of eager attention, to the end."""
+    """Run one layer. Its variables hold attention's output, and eager attention's weights, until it returns."""
     addition = Site("residual addition", LAYER)
     normal = op.norm(tape, given, "norm before attention", LAYER_NORM, place=AT_ATTENTION_NORM)
     attended, weights = _attention(tape, normal, block)

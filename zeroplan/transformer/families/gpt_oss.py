@@ -1,4 +1,4 @@
-"""gpt-oss: eager attention with one learned score per head, the sink, and routed experts with biases and a clamped gate."""
+"""gpt-oss: eager attention with a learned sink score per head, and routed experts with biases and a clamped gate."""
 
 from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec, MoeSpec
@@ -36,7 +36,7 @@ NORM = Norm("weighted, then cast", f"{GPT_OSS}, GptOssRMSNorm.forward")
 
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
-    """Run one decoder layer. The attention weights live until the experts are done, the routing weights to the end."""
+    """Run one decoder layer. The attention weights live until the experts are done, the routing weights until the layer returns."""
     normal = op.norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
     with tape.owning():  # the module of its sinks
         attended, weights = _ATTENTION.run(tape, normal, block)
@@ -58,7 +58,7 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
 
 
 def _one_rotated(tape: Tape, value: Value, name: str) -> Value:
-    """Apply rotary positions half by half, and join the halves head by head. It saves nothing of the block."""
+    """Apply rotary positions to each half, and join the halves head by head. Autograd saves nothing of the block."""
     dtype = op.wider(tape, value.dtype, r)
     halves = tape.make(op.TEMPORARY, f"{name}: both halves turned", dtype * value.shape, ATTENTION)
     made = op.tensor(tape, name, dtype, value.shape, ATTENTION)
@@ -90,7 +90,7 @@ def _routed(tape: Tape, normal: Value, block: Block) -> tuple[Value, Value]:
 
 
 def _gate(tape: Tape, both: Value) -> Value:
-    """``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``; every second element of ``both`` is a gate's. It releases ``both``."""
+    """``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``. Gates are every second element of ``both``, which it releases."""
     gate, up = op.slices(tape, both, (P_own * m, P_own * m), Site("experts: gates and ups", GATE))
     gate_in_limits = _clamped(tape, gate, "experts: clamped gate", masks=1)
     up_in_limits = _clamped(tape, up, "experts: clamped up", masks=2)
@@ -107,7 +107,7 @@ def _gate(tape: Tape, both: Value) -> Value:
 
 
 def _clamped(tape: Tape, value: Value, reason: str, *, masks: int) -> Value:
-    """``clamp``, which saves its input. Its backward makes a boolean mask for each limit."""
+    """``clamp``. Autograd saves its input; its backward makes a boolean mask for each limit."""
     beside = ("where no limit was met", masks * value.shape)
     site = Site(reason, GATE)
     return op.run(tape, value, reason, site, saved=(value.store,), gradient=f"gradient through the {reason}", beside=beside)
@@ -119,7 +119,7 @@ _COMPUTING = Computing(_gate, biases=True)
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    """The sinks come before the parameters of attention's projections. Experts are (experts, in, out), with biases."""
+    """Return the layout. Sinks precede attention's projections; experts are (experts, in, out), with biases."""
     hidden = model.hidden_size
     sinks = Parameter("self_attn.sinks", (model.num_attention_heads,))
 

@@ -30,7 +30,7 @@ ROUTER = f"{GRANITE}, GraniteMoeTopKRouter.forward"
 
 
 def moe(tape: Tape, normal: Value, _block: Block) -> Value:
-    """Run router and experts. The router's logits live to the end of the module."""
+    """Run router and experts. The router's logits live until the module returns."""
     flat = op.view(tape, normal, Site("experts: their input", f"{GRANITE}, GraniteMoeMoE.forward"))
     routing = _router(tape, flat)
     with tape.inside(Module.EXPERTS), tape.owning():
@@ -41,7 +41,7 @@ def moe(tape: Tape, normal: Value, _block: Block) -> Value:
 
 
 def _router(tape: Tape, flat: Value) -> Routing:
-    """Choose experts by the logits in fp32; the weights are the softmax of the chosen ones."""
+    """Choose experts by the logits in fp32. Their weights are the softmax of the chosen logits."""
     with tape.owning(leaf=True):
         bare = op.linear(tape, flat, E, Site("router", ROUTER))
     logits = op.cast(tape, bare, 4, Site("router: logits", ROUTER))

@@ -1,4 +1,4 @@
-"""Granite 4: blocks of Mamba-2 and of attention as the config lists them, Granite's multipliers, a shared MLP beside any experts.
+"""Granite 4: blocks of Mamba-2 or attention in the config's order, Granite's multipliers, and a shared MLP beside any experts.
 
 ``state_space.py`` has Mamba-2. The hybrids have no rotary positions; the dense models have them, and no Mamba-2.
 """
@@ -39,7 +39,7 @@ def _mamba(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _shared_mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    """Return the MLP's output. One variable holds the joint projection, then the gated product."""
+    """Return the MLP's output. One variable holds first the joint projection, then the gated product."""
     joint = op.linear(tape, normal, (f + f), Site("joint gate and up projection", MLP))
     gate, up = op.chunk(tape, joint, (T * f, T * f), Site("gate and up", MLP))
     tape.release(joint)
@@ -52,7 +52,7 @@ def _shared_mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value | Attended:
-    """A variable of the layer keeps the experts' output."""
+    """Run experts and shared MLP. A variable of the layer holds the experts' output."""
     if not block.routed:
         return _shared_mlp(tape, normal, block)
     routed = moe(tape, normal, block)

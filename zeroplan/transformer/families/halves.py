@@ -1,12 +1,12 @@
-"""A backward in two halves, first gradients of inputs and then those of weights: of a block, and of what follows the blocks.
+"""Backward in two halves, first input gradients and then weight gradients, for a block and for the layers after the blocks.
 
-``torch.distributed.pipelining`` splits backwards so under zero-bubble schedules (torch 2.13, ``_backward.py``). The first half
-frees nothing that was saved, and keeps the output gradients of operators with weights. The second half makes the weight gradients
-in the order of ``parameters()``, from the first block to the last. After each weight it frees the output gradient and what the
-operator saved; after the last weight it frees the rest.
+``torch.distributed.pipelining`` splits backwards this way under zero-bubble schedules (torch 2.13, ``_backward.py``). The first
+half frees no saved tensor, and keeps the output gradients of operators with weights. The second half makes the weight gradients
+in the order of ``parameters()``, from the first block to the last. After each weight it frees the output gradient and the
+operator's saved tensors; after the last weight it frees the rest.
 
-The programs are those of an ordinary backward (``tape.py``). Leaves out recomputation, and weights that autograd reaches through
-other operators: routers and experts under autocast, sinks.
+The programs are those of an ordinary backward (``tape.py``). Leaves out recomputation, and weights that autograd reaches
+through other operators: routers and experts under autocast, sinks.
 """
 
 from functools import lru_cache
@@ -32,7 +32,7 @@ SPLIT_BACKWARD = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_b
 
 
 class Point(NamedTuple):
-    """A moment of the first half where memory can peak: what is alive beyond what the forward saved."""
+    """A point of the first half where memory can peak: the live tensors beyond those that the forward saved."""
 
     name: str
     lines: tuple[Line, ...]
@@ -44,13 +44,13 @@ class Weights(NamedTuple):
     name: str
     numel: int
     beside: tuple[Line, ...]
-    """Temporaries beside them."""
+    """Temporaries alive while these gradients are made."""
     freed: Int
-    """Bytes freed after them: the output gradient, and what their operator saved."""
+    """Bytes freed afterwards: the output gradient and the operator's saved tensors."""
 
 
 class Halves(NamedTuple):
-    """One block, or what follows the blocks, in a backward of two halves."""
+    """The two halves of the backward of one block, or of the layers after the blocks."""
 
     held: Int
     """Bytes of gradients that live from the first half to the second, including the gradient of the input."""
@@ -61,7 +61,7 @@ class Halves(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """The plan of a structure. ``weights``: each operator's name, its temporaries, and what is freed after it."""
+    """The plan of a structure. ``weights``: each operator's name, its temporaries, and the tensors freed after it."""
 
     plan: Plan
     is_sharded: bool
@@ -70,7 +70,7 @@ class _Planned(NamedTuple):
 
 
 def why_not(model: ModelSpec, compute: Compute) -> tuple[str, str] | None:
-    """Return what of a job is not modelled, and what to use instead; None where everything is."""
+    """Return what two-half backwards do not cover in a job, and what to use instead; None if they cover it."""
     for unmodelled, instead in (
         (model.moe is not None and "experts", "a dense model"),
         (
@@ -84,7 +84,7 @@ def why_not(model: ModelSpec, compute: Compute) -> tuple[str, str] | None:
 
 
 def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> Halves:
-    """Return one block of a run of dense blocks."""
+    """Return the two halves of one block in a run of dense blocks."""
     x = widths(model, compute, batch)
     planned = _plan_of(*structure_and_order(model, run, compute, batch))
     numel = tuple(_modules(run.parameters).values())
@@ -92,7 +92,7 @@ def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch
 
 
 def structure_and_order(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> tuple[Block, tuple[int, ...]]:
-    """Return a block's structure, and for its modules in the order of the second half their places in the forward."""
+    """Return a block's structure, and the forward position of each module in the order of the second half."""
     x = widths(model, compute, batch)
     is_masked = run.kind != "global" and _for_all(makes_a_mask(model, x))
     structure = structure_of(model, run.kind, compute, x, masked=is_masked)
@@ -102,7 +102,7 @@ def structure_and_order(model: ModelSpec, run: BlockRun, compute: Compute, batch
 
 
 def head_halves(model: ModelSpec, tail: tuple[Parameter, ...], compute: Compute, batch: Batch) -> Halves:
-    """Return final norm, head and loss, with the parameters of the first two."""
+    """Return the two halves of final norm, head and loss, whose parameters are ``tail``."""
     x = widths(model, compute, batch)
     modules = _modules(tail)
     planned = _plan_of(ending_of(model, compute, x, "full"), tuple(range(len(modules))))
@@ -119,7 +119,7 @@ def _modules(parameters: tuple[Parameter, ...]) -> dict[str, int]:
 
 
 def _for_all(found: object) -> bool:
-    """Whether something holds for all batches. No search mixes lengths for which it holds with others."""
+    """Whether something holds for every batch. No search mixes lengths for which it holds with lengths for which it does not."""
     return bool(found.all()) if hasattr(found, "all") else bool(found)
 
 

@@ -1,4 +1,4 @@
-"""Which moments of a tape can be the highest for some batch: those that no other moment covers in every amount."""
+"""Selects the moments of a tape where memory can peak for some batch: those that no other moment exceeds in every amount."""
 
 from itertools import chain
 from typing import NamedTuple
@@ -7,9 +7,9 @@ from zeroplan.expr import Monomial, Size
 from zeroplan.ledger import OffGpu
 from zeroplan.transformer.families.tape import Alive
 
-#: Amounts that are never more than others. A model has at least as many features as heads, and at least one head. Keys are at most
-#: as wide as queries. A norm's weight has a token's width. The rotary part of a head is part of the head. Each pair of a token and
-#: an expert has vectors. A share of the sequence is at most the sequence.
+#: Amounts, each with larger or equal ones. A model has at least as many features as heads, and at least one head. Keys are at
+#: most as wide as queries. A norm's weight has a token's width. The rotary part of a head is part of the head. Each (token,
+#: expert) pair has vectors. A share of the sequence is at most the sequence.
 _AT_MOST: dict[Monomial, tuple[Monomial, ...]] = {
     ("T",): (("T", "h"), ("T", "q"), ("T", "f")),
     ("T", "a"): (("T", "q"), ("T", "h"), ("T", "f")),
@@ -25,7 +25,7 @@ _AT_MOST: dict[Monomial, tuple[Monomial, ...]] = {
     ("T/p",): (("T/p", "h"), ("T", "h")),
     ("T/p", "h"): (("T", "h"),),
 }
-#: Values are as wide as keys, and attention's output as queries, except under latent attention.
+#: Values are as wide as keys, and attention's output as wide as queries, except under latent attention.
 _AS_WIDE = {"v": "k", "c": "q"}
 
 Amounts = dict[Monomial, int]
@@ -65,7 +65,7 @@ class Counting(NamedTuple):
 
 
 def _first_of_equals(amounts: list[Amounts]) -> list[int]:
-    """Return the first of equal moments, such as those of every step of a ring."""
+    """Return the first of equal moments, such as those of a ring's steps."""
     first: dict[frozenset[tuple[Monomial, int]], int] = {}
     for at, one in enumerate(amounts):
         first.setdefault(frozenset(one.items()), at)
@@ -97,7 +97,7 @@ def _counted(size: Size, counting: Counting, mark: Monomial) -> tuple[tuple[Mono
 
 
 def _covers(first: Amounts, second: Amounts) -> bool:
-    """Whether ``first`` is at least ``second``. A surplus of a larger amount makes up for a lack of a smaller one."""
+    """Whether ``first`` is at least ``second``. A surplus of a larger amount offsets a deficit of a smaller one."""
     lacks = False
     for key in chain(second, first):  # the common case: a difference among the first of many
         if first.get(key, 0) < second.get(key, 0):

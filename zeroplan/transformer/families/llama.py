@@ -1,11 +1,11 @@
 """Llama, Mistral, Ministral 3, Qwen2, Qwen3, Seed-OSS, SmolLM3, Hunyuan, Granite: a block, parameters, keys of ``config.json``.
 
-``decoder.py`` has the layer, the attention and the MLP as programs. A trained block keeps, in the order of its forward: its input
-(in fp32) and the result of the first norm; what each of the q, k and v projections read, which is one tensor; for attention's
-kernel queries, keys, values, output and a log-sum-exp per row; the same of the second norm; and the MLP's gate, activated gate,
-up projection and their product. Qwen3 also normalises queries and keys over each head, and keeps the inputs of those two norms;
-Hunyuan does so behind the rotary positions. Every fourth layer of SmolLM3 has no rotary positions. Granite multiplies each
-branch's output by a constant. The families' classes differ in biases, too.
+``decoder.py`` has the layer, the attention and the MLP as programs. A trained block saves, in forward order: its input (in
+fp32) and the first norm's result; the input that the q, k and v projections share; queries, keys, values, output and a
+log-sum-exp per row for the attention kernel; the same for the second norm; and the MLP's gate, activated gate, up projection
+and their product. Qwen3 also normalises queries and keys over each head, and saves the inputs of those two norms; Hunyuan does
+so after the rotary positions. Every fourth layer of SmolLM3 has no rotary positions. Granite multiplies each branch's output by
+a constant. The families differ in biases, too.
 """
 
 from functools import partial
@@ -74,7 +74,7 @@ MINISTRAL = "transformers 5.23, models/ministral3/modeling_ministral3.py"
 
 
 def _rotated_and_scaled(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
-    """Return queries and keys with rotary positions. A number that grows with its place multiplies each token's queries."""
+    """Return rotated queries and keys. A factor that grows with the position scales each token's queries."""
     source = f"{MINISTRAL}, Ministral3Attention.forward"
     turned, key = rotated(tape, query, key, block, source=source)
     scale = tape.make(op.TENSOR, "scale of each token's queries", turned.dtype * s, source)
@@ -166,7 +166,7 @@ _GRANITE = _LLAMA._replace(
     },
 )  # fmt: skip
 
-#: Qwen3's modules of attention, in the order in which they run.
+#: Qwen3's modules of attention, in forward order.
 WITH_NORMS: Names = (
     "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj",
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Mixtral's experts before transformers 5: a loop over experts, each three linear layers that run the tokens routed to it.
 
-Frozen beside adapters in the attention, as fine-tuning has them. Assumes that every expert gets as many tokens as the others: what
-is kept for the backward is the same for all routings, what one expert takes in passing is not.
+They are frozen; adapters are in the attention. Assumes that every expert gets the same number of tokens: the saved tensors have
+the same size for all routings, but one expert's temporaries depend on the routing.
 """
 
 from zeroplan.expr import Size, Values, call
@@ -35,7 +35,7 @@ N = call("ceil(T·t/E)", _share)
 
 
 def looped_experts(tape: Tape, normal: Value, training: Training, experts: int) -> Value:
-    """Run router and experts. Variables keep the router's tensors and the mask of all experts to the end."""
+    """Run router and experts. Variables hold the router's tensors and the mask of all experts until the module returns."""
     flat = op.view(tape, normal, Site("router: its input", MIXTRAL))
     logits = _router(tape, flat, training)
     weights, indices = _weights(tape, logits, flat)
@@ -50,7 +50,7 @@ def looped_experts(tape: Tape, normal: Value, training: Training, experts: int) 
 
 
 def _router(tape: Tape, flat: Value, training: Training) -> Value:
-    """The router's layer, which GPTQ leaves in 16 bits."""
+    """Run the router's layer, which GPTQ leaves in 16 bits."""
     site = Site("router", MIXTRAL)
     if training.quantize != "gptq":
         return op.linear(tape, flat, E, site)
@@ -60,7 +60,7 @@ def _router(tape: Tape, flat: Value, training: Training) -> Value:
 
 
 def _weights(tape: Tape, logits: Value, flat: Value) -> tuple[Value, Store]:
-    """The routing weights in the dtype of the hidden states, and the experts of each token."""
+    """Return the routing weights in the dtype of the hidden states, and the experts of each token."""
     scores = op.run(
         tape,
         logits,
@@ -81,7 +81,7 @@ def _weights(tape: Tape, logits: Value, flat: Value) -> tuple[Value, Store]:
 def _expert(
     tape: Tape, flat: Value, weights: Value, total: Value, held: tuple[Value, ...], training: Training, expert: int
 ) -> tuple[Value, tuple[Value, ...]]:
-    """Run one expert and add what it makes to the output. Return the output, and what variables hold until the next one."""
+    """Run one expert and add its output to the total. Return the total, and the tensors that variables hold meanwhile."""
     name = f"expert {expert}"
     rows = tape.make(TENSOR, f"{name}: its tokens, int64", 16 * N, MIXTRAL)
     given = picked(tape, flat, (f"{name}: its tokens' hidden states", N * h), rows, MIXTRAL)
@@ -123,9 +123,9 @@ def _layer(tape: Tape, value: Value, width: Size, reads: Size, name: str, traini
 
 
 def _product(tape: Tape, given: Value, read: Value, width: Size, reads: Size, name: str, training: Training) -> Value:
-    """Multiply by the weight, which is written out of four bits for it, in the forward and in the backward.
+    """Multiply by the weight, which the forward and the backward each dequantise from four bits.
 
-    ``read``: the layer's input, of which ``given`` is the 16-bit copy.
+    ``read``: the layer's input, whose 16-bit copy is ``given``.
     """
     matrix, quantize = reads * width, training.quantize
     whole, source = quantize == "none", GPTQ if quantize == "gptq" else BACKWARD

@@ -1,4 +1,4 @@
-"""Mixtral, Qwen3-MoE, OLMoE and MiniMax-M2: attention of one kind or another, a router, and experts on this rank or on several."""
+"""Mixtral, Qwen3-MoE, OLMoE and MiniMax-M2: a router, and experts on this rank or spread over several."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +36,6 @@ QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDeco
 
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    """Run router and experts."""
     if block.looped and block.training is not None:
         from zeroplan.transformer.families.looped_experts import looped_experts  # noqa: PLC0415  only adapters need it
 
@@ -75,7 +74,7 @@ def _mixtral(model: ModelSpec) -> Layout:
 
 
 def _single(model: ModelSpec, moe: MoeSpec) -> Parameters:
-    """Each expert's three layers, as transformers before 5 has them; adapters are modelled beside these alone."""
+    """Return each expert's three layers, as transformers before 5 has them. Adapters are modelled only with these."""
     hidden, width = model.hidden_size, moe.moe_intermediate_size
     shapes = (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width))
     every = ((f"mlp.experts.{one}.{name}", n_in, n_out) for one in range(moe.num_experts) for name, n_in, n_out in shapes)
@@ -83,7 +82,7 @@ def _single(model: ModelSpec, moe: MoeSpec) -> Parameters:
 
 
 def _with_joint_norms(model: ModelSpec) -> Layout:
-    """OLMoE and MiniMax-M2. Their class has the norms behind the output projection."""
+    """Return the layout of OLMoE or MiniMax-M2, which register the q and k norms after the output projection."""
 
     def routed(moe: MoeSpec) -> Parameters:
         return (*linear("mlp.gate", model.hidden_size, moe.num_experts), *fused_experts(model, moe))

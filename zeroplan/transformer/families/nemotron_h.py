@@ -1,6 +1,6 @@
-"""Nemotron-H and Nemotron 3: each block is one norm and one module: Mamba-2, attention without positions, an MLP, or experts.
+"""Nemotron-H and Nemotron 3: each block is one norm and one module (Mamba-2, attention without positions, an MLP, or experts).
 
-``state_space.py`` has Mamba-2. The MLPs have no gate, and square their ReLU. DeepSeek-V3's router chooses the experts.
+``state_space.py`` has Mamba-2. The MLPs are ungated, with a squared ReLU. DeepSeek-V3's router chooses the experts.
 """
 
 from zeroplan.expr import Size
@@ -60,7 +60,7 @@ def _mlp(tape: Tape, normal: Value, width: Size, prefix: str, source: str) -> Va
 
 
 def _moe(tape: Tape, normal: Value, block: Block) -> Value:
-    """Run routed experts, then the shared one. The routing tensors live to the module's end."""
+    """Run routed experts, then the shared one. The routing tensors live until the module returns."""
     routing = router(tape, normal, block)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     with tape.inside(Module.EXPERTS), tape.owning():

@@ -1,7 +1,7 @@
-"""OLMo 2 and 3, EXAONE 4: norms after attention and after the MLP, and over queries and keys.
+"""OLMo 2 and 3, EXAONE 4: norms after attention and after the MLP, and norms of queries and keys.
 
-OLMo normalises the queries of all heads together, and has positions in fp32. EXAONE 4 normalises each head; where it has a window,
-layers without it have no rotary positions.
+OLMo normalises the queries of all heads together, and computes positions in fp32. EXAONE 4 normalises each head; if it has
+layers with a window, its layers without one have no rotary positions.
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ NORM = Norm("weighted, then cast", f"{OLMO2}, Olmo2RMSNorm.forward")
 
 
 def _rotated(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
-    """Return queries and keys in their own dtype. Tables in fp32 make fp32 products; FSDP2's cast copies of the tables do not."""
+    """Return queries and keys in their own dtype. fp32 tables make fp32 products; the tables that FSDP2 casts make 16-bit ones."""
     tables: Width = e if block.casts_inputs else 4
     copies = (tape.make(op.TENSOR, "rotary cos and sin, cast", 2 * e * s * d, CAST),) if block.casts_inputs else ()
     tape.history.input_copies += copies
@@ -88,7 +88,7 @@ def _tensors(model: ModelSpec) -> Layout:
 
 
 def _tables(model: ModelSpec) -> Tables:
-    """OLMo 3 has one table for its local layers and one for its global ones."""
+    """Return the position tables. OLMo 3 has one table for its local layers and one for its global layers."""
     if not TRAITS[model.family].angles_of_kinds or kinds_of_layers(model) == 1:
         return Tables(8 * s * d, "rotary cos and sin, fp32", ROTARY, in_32_bits=True)
     return Tables(16 * s * d, "rotary cos and sin, of local and of global layers, fp32", ROTARY, in_32_bits=True)
@@ -99,7 +99,7 @@ _OLMO_3 = _CONFIG._replace(defaults={"max_position_embeddings": 2048, "sliding_w
 _EXAONE_4 = ConfigKeys(
     defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "sliding_window": 4096},
     fixed={"attention_bias": False, "mlp_bias": False},
-    only={"sliding_window_pattern": (4, "LLLG", 0)},  # 0: transformers saves it where there is no window
+    only={"sliding_window_pattern": (4, "LLLG", 0)},  # 0: transformers writes this if there is no window
 )
 _MODULES = (
     "self_attn", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj",

@@ -1,4 +1,4 @@
-"""The operators that blocks are made of: what each allocates, what it saves for the backward, and what its backward allocates.
+"""The operators of blocks: what each allocates, what autograd saves for it, and what its backward allocates.
 
 Sizes are those of the eager operators of torch 2.13. Tensors have the names of transformers' variables.
 """
@@ -51,7 +51,7 @@ def through(value: Value, passed: Store) -> tuple[Value, Store]:
 
 
 def passes(*values: Value) -> Backward:
-    """Return a backward that makes nothing: its gradient is also the gradient of each of ``values``."""
+    """Return a backward that allocates nothing: its gradient is also the gradient of each of ``values``."""
     return lambda _tape, taken: [through(value, taken[0]) for value in values]
 
 
@@ -99,12 +99,12 @@ def run(
 
 
 def stores_of(saved: Saved) -> tuple[Store, ...]:
-    """Return the memory of what an operator saves."""
+    """Return the memory of an operator's saved tensors."""
     return tuple([one.store if isinstance(one, Value) else one for one in saved])
 
 
 def wider(tape: Tape, first: Width, second: Width) -> Width:
-    """Return the dtype of an operator's result for inputs of two dtypes; the first where both are equally wide."""
+    """Return the dtype of an operator's result for inputs of two dtypes; the first if both are equally wide."""
     return second if tape.is_wide(second) and not tape.is_wide(first) else first
 
 
@@ -129,9 +129,9 @@ def view(tape: Tape, value: Value, site: Site) -> Value:
 
 
 def heads_of(tape: Tape, value: Value, name: str, source: str) -> Value:
-    """Heads of a projection's output: a view, which takes the place of ``value``.
+    """Return a view of a projection's output as heads, which replaces ``value``.
 
-    What returns from host memory lies head by head, and so does its gradient, which the view's backward copies.
+    A copy from host memory is in head order, and so is its gradient, which the view's backward copies.
     """
     if not tape.offloading:
         return value
@@ -187,7 +187,7 @@ def _of_terms(tape: Tape, terms: tuple[Value, ...], reason: str, dtype: Width, s
 
 
 def as_narrow(tape: Tape, value: Value, passed: Store, made: Value, source: str) -> Store:
-    """Return the gradient of an input: ``passed``, or a cast copy where the operator made it in its result's wider dtype."""
+    """Return the gradient of an input: ``passed``, or a cast copy if the operator made it in its result's wider dtype."""
     if tape.is_wide(value.dtype) == tape.is_wide(made.dtype):
         return passed
     tape.scratch.append(passed)
@@ -207,7 +207,7 @@ def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) ->
 def linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False
 ) -> Value:  # fmt: skip
-    """``nn.Linear`` from ``reads`` to ``width`` features. It saves its input."""
+    """``nn.Linear`` from ``reads`` to ``width`` features. Autograd saves its input."""
     with tape.owning():
         if tape.mode.linear is not None:
             return tape.mode.linear(tape, value, width, site, reads=reads, bias=bias)
@@ -219,8 +219,8 @@ def trained_linear(
 ) -> Value:  # fmt: skip
     """``nn.Linear`` whose weight is trained.
 
-    Autocast casts the arguments from the last to the first, so that the backward casts the input's gradient first. ``addmm``:
-    the layer calls ``addmm`` with the bias first (transformers' ``Conv1D``), so that the backward casts the bias's gradient first.
+    Autocast casts the arguments from the last to the first, so the backward casts the input's gradient first. ``addmm``: the
+    layer calls ``addmm`` with the bias first (transformers' ``Conv1D``), so the backward casts the bias's gradient first.
     """
     matrix = reads * width
     weights = [width, matrix] if bias else [matrix]
@@ -246,7 +246,7 @@ def trained_linear(
         return [(copy, tape.make(TEMPORARY, reason, e * elements, site.source))]
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        """``mm`` makes the weight's gradient first, ``addmm`` the input's; that sums the bias's up when it is done."""
+        """``mm`` makes the weight's gradient first, ``addmm`` the input's. ``addmm`` sums the bias's gradient last."""
         of_weight = [] if bias else of_parameter(tape, matrix)
         reason = f"gradient through the {site.name}"
         arriving = [(given, gradient(tape, given, reason, site.source))] if tape.follows(given) else []
@@ -327,7 +327,7 @@ Factor = tuple[Value, Saved]
 
 
 def factors(tape: Tape, first: Factor, second: Factor) -> Saved:
-    """Return what a product saves: of each factor only where autograd follows the other."""
+    """Return the tensors that a product saves: each factor only if autograd tracks the other."""
     return (*(first[1] if tape.follows(second[0]) else ()), *(second[1] if tape.follows(first[0]) else ()))
 
 
@@ -353,7 +353,7 @@ def matmul(
 
 
 def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result: bool = False) -> Value:
-    """An activation function in one operator. It saves its input (SiLU, GELU) or its result (ReLU). ``value`` stays."""
+    """An activation function in one operator. Autograd saves its input (SiLU, GELU) or its result (ReLU). ``value`` stays."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
     backward = makes(f"gradient of the input of {site.name}", site.source, value)
     saved = made if saves_result else value
@@ -362,7 +362,7 @@ def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result
 
 
 def softmax_in_32_bits(tape: Tape, value: Value, reason: str, cast_at: Site, site: Site) -> Value:
-    """``softmax(dtype=torch.float32)``, which saves its result. ``value`` stays.
+    """``softmax(dtype=torch.float32)``. Autograd saves its result. ``value`` stays.
 
     It works on a cast copy of 16 bits, except for fp16 on CUDA: there one kernel reads fp16, and its backward writes fp16.
     Source: torch 2.13, aten/src/ATen/native/SoftMax.cpp, softmax.
@@ -379,7 +379,7 @@ def softmax_in_32_bits(tape: Tape, value: Value, reason: str, cast_at: Site, sit
 
 
 def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
-    """``first * second`` in the wider dtype. It saves each factor where autograd follows the other.
+    """``first * second`` in the wider dtype. Autograd saves each factor if it tracks the other.
 
     The backward makes a narrower factor's gradient in the wider dtype, and casts it afterwards.
     """
@@ -422,7 +422,7 @@ def times_per_row(tape: Tape, value: Value, factor: Value, reason: str, dtype: W
 
 
 def plus_constant(tape: Tape, value: Value, reason: str, site: Site) -> Value:
-    """Add a constant. It saves nothing; the gradient passes as it is. ``value`` stays."""
+    """Add a constant. Autograd saves nothing, and the gradient passes unchanged. ``value`` stays."""
     return run(tape, value, reason, site)
 
 
@@ -509,7 +509,7 @@ def norm(
 
 
 def _layer_norm_written_out(tape: Tape, value: Value, weight: Size, rows: Size, site: Site) -> Value:
-    """It subtracts the mean twice, for the variance and for its result, and saves both differences."""
+    """Run a LayerNorm in single operators. It subtracts the mean for the variance and again for the result; both are saved."""
     wide = cast(tape, value, 4, site._replace(name=f"{site.name}: its input"))
     mean = run(
         tape, wide, f"{site.name}: mean", site._replace(name=f"{site.name}: mean"), shape=rows,
@@ -539,7 +539,7 @@ def _less_mean(tape: Tape, wide: Value, mean: Value, site: Site) -> Value:
 
 
 def _norm_by_unsloth(tape: Tape, value: Value, rows: Size, site: Site) -> Value:
-    """It saves its input and a number per row. Its backward writes over the output's gradient, and makes none of the weight."""
+    """Run Unsloth's norm. Autograd saves its input and a number per row; the backward overwrites the output's gradient."""
     made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, FUSED_NORM)
     root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, FUSED_NORM)
     tape.add(site.name, (made,), (value, root), passes(value), of=(value,), place=site.place)
@@ -548,7 +548,7 @@ def _norm_by_unsloth(tape: Tape, value: Value, rows: Size, site: Site) -> Value:
 
 
 def _norm_by_liger(tape: Tape, value: Value, weight: Size, rows: Size, site: Site) -> Value:
-    """As Unsloth's, and each multiprocessor sums a gradient of the weight, in fp32; also of a frozen one."""
+    """Run Liger's norm. Like Unsloth's, but each multiprocessor sums a weight gradient in fp32, even of a frozen weight."""
     made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, LIGER_NORM)
     root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, LIGER_NORM)
 
@@ -565,7 +565,7 @@ def _norm_by_liger(tape: Tape, value: Value, weight: Size, rows: Size, site: Sit
 
 
 def gated_by_liger(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
-    """``silu(gate) * up`` in one kernel. It saves both, and its backward writes their gradients over them."""
+    """``silu(gate) * up`` in one kernel. Autograd saves both, and the backward overwrites them with their gradients."""
     made = tensor(tape, reason, gate.dtype, gate.shape, LIGER_GATE)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -576,7 +576,7 @@ def gated_by_liger(tape: Tape, gate: Value, up: Value, reason: str, name: str) -
 
 
 def _norm_in_one_operator(tape: Tape, value: Value, site: Site, *, is_layer: bool) -> Value:
-    """It saves its input and statistics per token: LayerNorm mean and deviation, in fp32 on CUDA, RMSNorm one fp32 number."""
+    """Run a norm in one operator. Autograd saves its input, and LayerNorm's mean and deviation or RMSNorm's root per token."""
     name = site.name
     made = tensor(tape, f"output of the {name}", value.dtype, value.shape, site.source)
     if is_layer:
@@ -596,7 +596,7 @@ def _norm_in_one_operator(tape: Tape, value: Value, site: Site, *, is_layer: boo
 
 
 def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, site: Site) -> Value:
-    """It saves its input in fp32, the reciprocal root mean square, and what it multiplies by the weight."""
+    """Run an RMSNorm. Autograd saves its input in fp32, the reciprocal root mean square, and the weight's other factor."""
     wide = cast(tape, value, 4, site._replace(name=f"{site.name}: its input"))
     by_power = kind.kind.startswith("power")
     scale, named = _reciprocal_root(tape, wide, rows, site, names_mean=kind.kind != "one plus weight", by_power=by_power)

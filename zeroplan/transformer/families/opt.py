@@ -35,7 +35,7 @@ _LAYER = layer(
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    """Learned positions; the final norm is registered before the blocks."""
+    """Return the layout. Positions are learned; the final norm is registered before the blocks."""
     hidden, token, position = model.hidden_size, "model.decoder.embed_tokens", "model.decoder.embed_positions"
     projections = ("k_proj", "v_proj", "q_proj", "out_proj")
     block = (

@@ -1,7 +1,8 @@
-"""The memory requests and releases of a block, or of what follows the blocks, in order, forward and backward.
+"""The memory requests and releases of a block, or of the modules after the blocks, in order, forward and backward.
 
-The programs behind a block's moments (``traced.py``, ``ending.py``) run once per structure, and their tapes record the requests.
-Sizes have values for every batch. The engine that runs the block decides about its input, its output and its weights' gradients.
+The programs behind a block's moments (``traced.py``, ``ending.py``) run once per structure, and their tapes record the
+requests. Sizes have values for every batch. The engine that runs the block handles its input, its output and its weights'
+gradients.
 """
 
 from collections.abc import Iterable
@@ -67,7 +68,7 @@ class Instruction(NamedTuple):
     kind: Kind = Kind.UNSHARDED_GRADIENTS
     reason: str = "gradient of a weight"
     multiplies: bool = False
-    """A matrix product makes it: the output of a linear layer, or the gradient through one."""
+    """A matrix product makes it: a linear layer's output, or the gradient of its input."""
     sends: Exchange | None = None
     """The collective."""
 
@@ -98,7 +99,7 @@ def block_requests(
 
 
 class HalvesSized(NamedTuple):
-    """A program whose backward is in two halves: forward and gradients of inputs, then gradients of weights."""
+    """A program with a backward in two halves: the forward and input gradients, then weight gradients."""
 
     first: Sized
     second: Sized
@@ -112,7 +113,7 @@ def block_requests_in_halves(model: ModelSpec, run: BlockRun, compute: Compute, 
 
 
 def ending_requests_in_halves(model: ModelSpec, compute: Compute, batch: Batch) -> HalvesSized:
-    """Return those of final norm, head and loss."""
+    """Return the actions of final norm, head and loss with a split backward."""
     x = widths(model, compute, batch)
     return _in_halves(ending_of(model, compute, x, "full"), (0, 1), values_of(model, x, compute.tp))
 
@@ -139,7 +140,7 @@ def _without_labels(whole: Requested) -> Requested:
 
 
 def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recompute: Recompute) -> tuple[Sized, Sized]:
-    """Return the actions of a block of torchtitan's Llama 3, and those of what follows the blocks."""
+    """Return the actions of a block of torchtitan's Llama 3, and of the modules after the blocks."""
     x = widths(model, compute, batch)
     values = values_of(model, x)
     return (
@@ -204,7 +205,7 @@ class _Places:
         self, forward: Iterable[Action], backward: Iterable[Action], *, given: Store, made: Store, incoming: Store,
         outgoing: Store | None, saves_given: bool,
     ) -> Requested:  # fmt: skip
-        """All of it."""
+        """Return the actions of forward and backward with the indexes of the program's ends."""
         both = self.done(forward), self.done(backward)
         ends = self.of(given), self.of(made), self.of(incoming), self.of(outgoing)
         return Requested(tuple(self.places), *both, *ends, saves_given)
@@ -223,7 +224,7 @@ def _of_a_block(
 
 
 def _of_a_rank(whole: Requested) -> Requested:
-    """Return the actions of one tensor-parallel rank: its share of every width that is split."""
+    """Return the actions of one tensor-parallel rank: its share of every split width."""
     for one in whole.things:
         if isinstance(one, Store):
             one.size = one.size.replacing(SHARES)
@@ -297,12 +298,12 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
 
 
 def _is_kept(action: Action) -> bool:
-    """Whether it is a collective whose outcome a selective checkpoint has."""
+    """Whether it is a collective whose result a selective checkpoint keeps."""
     return isinstance(action[1], Exchange) and action[1].kept
 
 
 def _until_last_saved(tape: Tape) -> list[Action]:
-    """Return the actions of a recomputation, which stops at the last operator that saves and frees what nothing has saved."""
+    """Return the actions of a recomputation, which stops at the last operator that saves, and frees unsaved tensors."""
     actions = _without(tape.history.actions[: tape.history.saved_at], *tape.history.outputs_of_saver)
     there: dict[Store, None] = {}
     for do, thing in actions:
@@ -321,7 +322,7 @@ def _of_an_ending(ending: Ending, *, marking: bool) -> Requested:
 
 @lru_cache(maxsize=256)
 def _of_halves(structure: Block | Ending, order: tuple[int, ...]) -> tuple[Requested, Requested]:
-    """A backward to the input; then one through the weights in this order, which releases what they need one by one."""
+    """Return a backward to the input, and one through the weights in this order, which releases each weight's tensors."""
     tape, given, output, incoming = _ran(structure)
     forward = _without(tape.history.actions, given)
     if isinstance(structure, Block):
@@ -350,7 +351,7 @@ def _of_halves(structure: Block | Ending, order: tuple[int, ...]) -> tuple[Reque
 
 
 def _ran(structure: Block | Ending) -> tuple[Tape, Store, Value, Store]:
-    """A program that has run forward: what it was given, what it returns, and the gradient of that."""
+    """Return a program's tape after its forward, its input, its output, and the output's gradient."""
     if isinstance(structure, Block):
         tape, given, output = run_forward(structure, saving=True)
         return tape, given.store, output, _incoming(output, received=False)

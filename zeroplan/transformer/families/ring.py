@@ -1,8 +1,9 @@
 """Ring attention: context-parallel ranks split the sequence, as torch's ``context_parallel`` does. The tape is rank 0's.
 
-Each rank has an early and a late part of the sequence, which balances their work. One all-gather collects keys and values of all
-ranks. The rank runs the kernel for each rank's keys in turn, and merges the outputs in fp32. Rank 0 has the first part, so that
-only its late half of queries sees other ranks' keys. In the backward the ranks pass gradients of keys and values around the ring.
+Each rank has an early and a late part of the sequence, which balances their work. One all-gather collects the keys and values
+of all ranks. The rank runs the kernel for each rank's keys in sequence, and merges the outputs in fp32. Rank 0 has the first
+part, so only its late half of queries attends to other ranks' keys. In the backward the ranks pass gradients of keys and values
+around the ring.
 
 Source: torch 2.13, ``torch/distributed/tensor/experimental/_context_parallel/_attention.py``.
 """
@@ -25,9 +26,10 @@ _PASSED_ON = Exchange("all_to_all", Among.SEQUENCE, 4 * T * (k + v))
 
 
 def ring_attention(tape: Tape, heads: Heads, *, ranks: int, size: HeadSize) -> Attended:
-    """Run the flash kernel once per rank. It saves its operands, the merged output and the merged log-sum-exp.
+    """Run the flash kernel once per rank. Autograd saves its operands, the merged output and the merged log-sum-exp.
 
-    With several heads the merged output lies head by head. A copy is in the order of tokens, and the output projection saves it.
+    With several heads the merged output is laid out head by head. A copy in token order follows, and the output projection
+    saves that copy.
     """
     sums = _forward(tape, heads, ranks)
     made = tensor(tape, "attention output, merged", e, T * c, MERGE)
@@ -63,7 +65,7 @@ def _copies(tape: Tape, heads: Heads, source: str) -> tuple[Store, ...]:
 
 
 def _forward(tape: Tape, heads: Heads, ranks: int) -> Store:
-    """Return the merged log-sum-exp. What lives to the operator's end is in ``tape.scratch``."""
+    """Return the merged log-sum-exp. ``tape.scratch`` holds the tensors that live until the operator ends."""
 
     def make(reason: str, formula: Size) -> Store:
         return tape.make(TEMPORARY, reason, formula, MERGE)
@@ -94,7 +96,7 @@ def _forward(tape: Tape, heads: Heads, ranks: int) -> Store:
 
 
 def _merged(tape: Tape, sums: Store, merged: Store) -> tuple[Store, Store]:
-    """Merge half of an output into the output so far: four tensors weight the half, then a new tensor holds the whole."""
+    """Merge half of an output into the total: four tensors compute the half's weight, then a new tensor holds the result."""
 
     def make(reason: str, formula: Size) -> Store:
         return tape.make(TEMPORARY, reason, formula, MERGE)
@@ -116,7 +118,7 @@ def _merged(tape: Tape, sums: Store, merged: Store) -> tuple[Store, Store]:
 
 
 class _RingBackward:
-    """What the rank holds in the backward, from the kernel for its own keys to that for the last rank's."""
+    """The rank's tensors in the backward, from the kernel for its own keys to the kernel for the last rank's."""
 
     def __init__(self, tape: Tape, heads: Heads, ranks: int, size: HeadSize) -> None:
         """Run the kernel for the rank's own keys."""
@@ -156,7 +158,7 @@ class _RingBackward:
         self.queries = another
 
     def end(self) -> Arriving:
-        """Return the gradients of queries, keys and values in the dtypes of these."""
+        """Return the gradients of queries, keys and values, each in the dtype of its tensor."""
         tape, heads = self.tape, self.heads
         of_queries = gradient(tape, heads.query, "gradient of the queries", BACKWARD)
         tape.drop(self.queries)

@@ -1,8 +1,8 @@
-"""Tensor parallelism: DTensor splits a block's matrices over ranks, and the sequence between them.
+"""Tensor parallelism: DTensor shards a block's matrices, and the sequence between them.
 
-The tape is one rank's. The program writes ``q`` for the rank's share of the heads until the plan replaces it by ``q/p``. Norms and
-the residual stream have a share of the sequence, ``T/p`` tokens. Projections read the whole sequence, which an all-gather makes; a
-reduce-scatter sums the ranks' outputs and cuts the sum.
+The tape is one rank's. The program writes ``q`` for the rank's share of the heads; the plan later replaces it by ``q/p``. Norms
+and the residual stream hold a share of the sequence, ``T/p`` tokens. An all-gather collects the whole sequence for the
+projections; a reduce-scatter sums the ranks' outputs and splits the sum.
 """
 
 from zeroplan.expr import Size, at_most, symbols
@@ -20,12 +20,12 @@ CUT = "torch 2.13, torch/distributed/tensor/placement_types.py, Shard._replicate
 
 SHARES = dict(zip((*SPLIT, "k/d"), symbols("a/p q/p k/p v/p c/p f/p V/p k/p/d"), strict=True))
 _GATHERS, _SCATTERS = (Exchange(operation, Among.TENSOR, e * T * h) for operation in ("all_gather", "reduce_scatter"))
-#: Matrices whose input features are split: the ranks sum their outputs.
+#: Row-parallel matrices, whose input features are split: a reduce-scatter sums their outputs.
 _SUMMED_OVER_RANKS = {Module.O: "output of attention", Module.DOWN: "output of the MLP"}
 
 
 def norm(tape: Tape, given: Value, name: str, kind: Norm, place: Place) -> Value:
-    """Run a norm of the residual stream. Over a share of the sequence it is a DTensor's, so that autograd sums gradients again."""
+    """Run a norm of the residual stream. On a share of the sequence its input is a DTensor, so autograd never adds in place."""
     if not tape.mode.sharded:
         return op.norm(tape, given, name, kind, place=place)
     share = Value(tape.hold(given.store), given.dtype, given.shape)
@@ -37,11 +37,11 @@ def norm(tape: Tape, given: Value, name: str, kind: Norm, place: Place) -> Value
 
 
 def gathered(tape: Tape, value: Value, name: str, *, alike: bool = False) -> Value:
-    """Return a branch's input: gathered along the sequence where ranks split it, else the same tensor. ``value`` stays.
+    """Return a branch's input: all-gathered along the sequence if ranks split it, else the same tensor. ``value`` stays.
 
-    The all-gather returns a batch's sequences rank by rank; a copy reorders them. Each reader's gradient is a DTensor, one rank's
-    term of a sum, and autograd never adds DTensors in place. ``alike``: all ranks compute the same with it, so that each has the
-    whole gradient and takes its share.
+    The all-gather returns a batch's sequences rank by rank; a copy reorders them. Each reader's gradient is a DTensor, one
+    rank's term of a sum, and autograd never adds DTensors in place. ``alike``: all ranks compute the same with it, so each rank
+    has the whole gradient and slices its share.
     """
     if not tape.mode.sharded:
         tape.hold(value.store)
@@ -62,7 +62,7 @@ def gathered(tape: Tape, value: Value, name: str, *, alike: bool = False) -> Val
 
 
 def own_share(tape: Tape, value: Value, name: str) -> Value:
-    """Return this rank's share, along the sequence, of what all ranks have. It releases ``value``."""
+    """Return this rank's share, along the sequence, of a tensor that all ranks have. It releases ``value``."""
     beside = (f"gradient of the {name}, gathered rank by rank", e * T * h * at_most(1, b - 1))
     made = op.run(
         tape, value, f"{name}, a share of the sequence", Site(f"{name}: cut along the sequence", CUT), shape=T_p * h,
@@ -73,7 +73,7 @@ def own_share(tape: Tape, value: Value, name: str) -> Value:
 
 
 def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool) -> Value:
-    """Run a rank's share of a linear layer; reduce and scatter the output of a branch's last one."""
+    """Run a rank's shard of a linear layer. A reduce-scatter sums the output of a branch's last layer."""
     made = op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
     if site.module not in _SUMMED_OVER_RANKS:
         return made
@@ -87,7 +87,7 @@ TENSOR_PARALLEL = Mode(_linear, sharded=True)
 
 
 def _scattered(tape: Tape, value: Value, name: str) -> Value:
-    """Reduce the ranks' outputs and scatter the sum along the sequence."""
+    """Reduce-scatter the ranks' outputs along the sequence."""
     cut = tape.make(Kind.TEMPORARY, f"{name}, cut by ranks", e * T * h, SCATTER)
     made = op.tensor(tape, f"{name}, reduced and scattered along the sequence", value.dtype, T_p * h, SCATTER)
     tape.send(_SCATTERS)

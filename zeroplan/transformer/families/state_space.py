@@ -1,7 +1,8 @@
 """Mamba-2 (a state space) in the torch operators that transformers runs without ``mamba_ssm`` and ``causal-conv1d``.
 
-Tokens are cut into chunks. Within a chunk it is attention with a decay, of which each head has a matrix over all pairs of tokens.
-From chunk to chunk a state carries the rest. All chunks run at once. Everything is in fp32, except products under autocast.
+Tokens are split into chunks. Within a chunk Mamba-2 is attention with a decay, a matrix per head over all pairs of tokens. A
+state carries the rest from chunk to chunk. All chunks run in parallel. Everything is in fp32, except matrix products under
+autocast.
 
 Symbols are those of linear attention: the scan's C, B and x are its queries, keys and values, and a group is a head of B and C.
 """
@@ -25,17 +26,17 @@ FALCON = "transformers 5.23, models/falcon_h1/modeling_falcon_h1.py, FalconH1Mix
 SUM = f"{GRANITE}, segment_sum"
 NORM = LLAMA_NORM._replace(source=f"{GRANITE}, GraniteMoeHybridRMSNormGated.forward")
 
-#: Tokens of all sequences, filled up to whole chunks; rows as wide as all heads of x, and as B and C of every head; states.
+#: Tokens of all sequences, padded to whole chunks; elements of x for all heads, of B or C for every head, and of the states.
 FILLED = Q * b * Z
 VALUES, KEYS, STATES = FILLED * A * I, FILLED * A * D, b * Z * A * D * I
-#: 1 where there are several sequences, else 0.
+#: 1 for several sequences, else 0.
 SEQUENCES = at_most(1, b - 1)
 
 
 def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) -> Value:
-    """Run the whole mixer. Its variables keep what its convolution and its first projection made to its end.
+    """Run the whole mixer. Its variables hold the results of its convolution and its first projection until it returns.
 
-    ``multiplied``: Falcon-H1's, with numbers that multiply its input, and in the residual stream's dtype its first projection.
+    ``multiplied``: Falcon-H1's, with multipliers on its input and, in the residual stream's dtype, on its first projection.
     """
     inner, side = A * I, J * D
     name, site = "input of Mamba-2, scaled", Site("joint projection of gate, x, B, C and dt", MIXER)
@@ -65,7 +66,7 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
 
 
 def _times_vector(tape: Tape, joint: Value, stored: Width) -> Value:
-    """Multiply by one number for each channel, a buffer in the dtype in which the model is ``stored``, and release ``joint``."""
+    """Multiply by one number per channel, a buffer in the dtype in which the model is ``stored``; release ``joint``."""
     made = op.tensor(tape, "joint projection, scaled", op.wider(tape, joint.dtype, stored), joint.shape, FALCON)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -108,7 +109,7 @@ class _Chunked(NamedTuple):
 
 
 def _scan(tape: Tape, given: tuple[Value, ...], decay: tuple[Store, Store], block: Block) -> Value:
-    """Run ``mamba2_chunk_scan`` of x, B, C, dt and A. Its variables keep most of its tensors to its end.
+    """Run ``mamba2_chunk_scan`` on x, B, C, dt and A. Its variables hold most of its tensors until it returns.
 
     ``decay``: the exponential of A's logarithm, and its negative, which is A.
     """
@@ -160,7 +161,7 @@ def _for_each_head(tape: Tape, value: Value, name: str) -> Value:
 
 
 def _skipped(tape: Tape, x: Value) -> Value:
-    """``D * x``, filled up to whole chunks."""
+    """``D * x``, padded to whole chunks."""
     filled = _filled_up(tape, x, "x beside the scan", VALUES)
     made = op.tensor(tape, "x beside the scan, times its weight", 4, VALUES, SCAN)
 
@@ -175,7 +176,7 @@ def _skipped(tape: Tape, x: Value) -> Value:
 
 
 def _times_step(tape: Tape, x: Value, step: Value, decay: tuple[Store, Store]) -> tuple[Value, Value]:
-    """``x * dt`` and ``A * dt``. It releases ``x``, and the rates without their sign, which their exponential saved."""
+    """``x * dt`` and ``A * dt``. It releases ``x`` and ``exp(log(A))``, which autograd has saved."""
     once, again = (op.cast(tape, step, 4, Site(f"dt in fp32, for {name}", SCAN)) for name in ("x", "the decay"))
     stepped = op.times_per_row(tape, x, once, "x times dt", 4, SCAN)
     made = op.tensor(tape, "logarithms of decay", 4, T * A, SCAN)
@@ -192,13 +193,13 @@ def _times_step(tape: Tape, x: Value, step: Value, decay: tuple[Store, Store]) -
 
 
 def _filled_up(tape: Tape, value: Value, name: str, shape: Size) -> Value:
-    """``F.pad``, which copies even where it pads nothing."""
+    """``F.pad``. It copies even if it pads nothing."""
     site = Site(f"{name}, filled up", SCAN)
     return op.run(tape, value, f"{name}, filled up to whole chunks", site, shape=shape, gradient=f"gradient of {name}")
 
 
 def _in_chunks(tape: Tape, bare: _Chunked, block: Block) -> _Chunked:
-    """Fill all four up; what comes in is released afterwards. Gradients of several chunks are copied into the order of tokens."""
+    """Pad all four to whole chunks, then release the inputs. Gradients of several chunks are copied into token order."""
     names = ("x times dt", VALUES), ("logarithms of decay", FILLED * A), ("B", KEYS), ("C", KEYS)
     made = list[Value]()
     for value, (name, shape) in zip(bare, names, strict=True):
@@ -210,7 +211,7 @@ def _in_chunks(tape: Tape, bare: _Chunked, block: Block) -> _Chunked:
 
 
 def _with_gradient_in_order(tape: Tape, value: Value, name: str) -> Value:
-    """Return a view whose gradient lies otherwise in memory and is copied. It takes the place of ``value``."""
+    """Return a view whose gradient has another memory order and is copied. It replaces ``value``."""
     (made,) = op.slices(tape, value, (value.shape,), Site(name, SCAN))
     made.strided = False
     tape.release(value)
@@ -220,7 +221,7 @@ def _with_gradient_in_order(tape: Tape, value: Value, name: str) -> Value:
 # --- products ----------------------------------------------------------------------------------------------------------------
 
 
-#: Which factors of an ``einsum`` are copied into the order in which ``bmm`` reads them, and whether its gradient is.
+#: Whether an ``einsum`` copies its first factor, its second factor, and its gradient into the order that ``bmm`` reads.
 _Copied: TypeAlias = tuple[bool, bool, bool]
 
 
@@ -241,7 +242,7 @@ def _einsum(tape: Tape, first: Value, second: Value, reason: str, shape: Size, c
 
 
 def _segment_sum(tape: Tape, value: Value, n: Size, name: str) -> Value:
-    """``exp(segment_sum(x))`` over rows of ``n``: the decay between each pair. Both masks are saved."""
+    """``exp(segment_sum(x))`` over rows of ``n``: the decay between each pair. Autograd saves both masks."""
     pairs, site = value.shape * n, Site(f"{name}: sums", SUM)
     masks = [tape.make(op.TENSOR, f"{name}: mask, booleans", n * n, SUM) for _ in range(2)]
     spread = Value(tape.hold(value.store), 4, pairs)
@@ -270,7 +271,7 @@ def _exponential(tape: Tape, value: Value, name: str) -> Value:
 
 
 def _inside(tape: Tape, given: _Chunked, block: Block) -> tuple[Value, ...]:
-    """Return attention within each chunk, the decay summed up, and other tensors that variables keep."""
+    """Return attention within each chunk, the cumulative decay, and other tensors that variables hold."""
     several, single = block.chunks == "several", block.chunks == "single"
     summed = op.run(
         tape, given.decay, "decay, summed up within chunks", Site("decay, summed up", SCAN), gradient="gradient of the decay",
@@ -285,7 +286,7 @@ def _inside(tape: Tape, given: _Chunked, block: Block) -> tuple[Value, ...]:
 
 
 def _from_earlier_chunks(tape: Tape, given: _Chunked, summed: Value, block: Block) -> tuple[Value, ...]:
-    """Return what earlier chunks add to each token, and other tensors that variables keep."""
+    """Return the contribution of earlier chunks to each token, and other tensors that variables hold."""
     several, single = block.chunks == "several", block.chunks == "single"
     site = Site("decay to a chunk's end", SCAN)
     rest = op.run(tape, summed, "logarithms of decay to a chunk's end", site, gradient="gradient of the decay to a chunk's end")
@@ -302,7 +303,7 @@ def _from_earlier_chunks(tape: Tape, given: _Chunked, summed: Value, block: Bloc
 
 
 def _states_before(tape: Tape, own: Value, summed: Value, block: Block) -> tuple[Value, ...]:
-    """Return each chunk's first state, and what variables keep. It releases ``own``."""
+    """Return each chunk's first state, and the variables' tensors. It releases ``own``."""
     chunks, of_a_chunk = Z + 1, A * D * I
     first = Value(
         tape.make(op.TENSOR, "state before the first chunk", own.dtype * b * of_a_chunk, SCAN), own.dtype, b * of_a_chunk

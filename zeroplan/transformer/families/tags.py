@@ -1,4 +1,4 @@
-"""Constants that several parts of a model share: tags by which engines recognise tensors, places of norms, and sources."""
+"""Constants that several modules share: tags by which engines recognise tensors, places of norms, and sources."""
 
 from zeroplan.ledger import Kind, Module, OffGpu, Role, Tag
 from zeroplan.transformer.blocks import At, Place
@@ -13,17 +13,17 @@ LABELS = Tag(Role.LABELS)
 OF_THE_BATCH = Tag(Role.BATCH)
 """Token ids and positions, which context-parallel ranks split."""
 HEAD_INPUT = Tag(Role.OPERAND, Module.HEAD)
-"""What the head's matrix product saves; it frees it before its gradient reaches the next operator."""
+"""The input that the head's matrix product saves. It is freed before its gradient reaches the next operator."""
 HELD_NORM = Tag(Role.NAMED, Module.FINAL_NORM)
-"""The final norm's output, where only a Python variable of the model's ``forward`` keeps it alive."""
+"""The final norm's output, if only a Python variable of the model's ``forward`` keeps it alive."""
 
-# A comparison with a CPU run leaves tensors out, or counts them differently, by these tags.
+# By these tags a comparison with a CPU run skips tensors or counts them differently.
 SCRATCH = Tag(off_gpu=OffGpu.NO_TENSOR)
 """Workspace inside a CUDA kernel."""
 CUDA_ALONE = Tag(off_gpu=OffGpu.NOTHING)
 """A tensor that only CUDA makes."""
 TWICE_ON_CPU = Tag(off_gpu=OffGpu.TWICE)
-"""Attention's output where the CPU kernel writes it in another order and copies it."""
+"""Attention's output, if the CPU kernel writes it in another order and copies it."""
 STATISTICS = Tag(off_gpu=OffGpu.COMPUTE_DTYPE)
 """LayerNorm's statistics: fp32 on CUDA, the compute dtype on a CPU."""
 

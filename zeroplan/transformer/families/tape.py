@@ -1,4 +1,4 @@
-"""The tape: it runs a block's operators forward and backward, and records what memory is alive at every moment.
+"""The tape: it runs a block's operators forward and backward, and records the live tensors at every moment.
 
 A family's program calls operators (``operators.py``) in the order of the module's ``forward``. The tape counts each tensor's
 holders: Python variables of the forward, and operators that saved it for their backward. The backward runs the operators in
@@ -20,11 +20,11 @@ from zeroplan.transformer.families.tags import CUDA_ALONE
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
 from zeroplan.transformer.symbols import T, T_p, X_r, b, e, r, t
 
-#: Symbols that only the tape knows: a dtype, fp32 under CUDA's autocast, else the compute dtype; and the tokens whose experts a
-#: rank asks for, its share of them where tensor-parallel ranks have the same tokens.
+#: Symbols that only the tape knows: a dtype (fp32 under CUDA's autocast, else the compute dtype); and the tokens that a rank
+#: routes to experts, which is its share if tensor-parallel ranks have the same tokens; and their (token, expert) pairs.
 CAST_BY_CUDA, T_own, P_own = symbols("F T_own P_own")
 
-#: Why activation offload needs more on the GPU than what it moves.
+#: Source of the extra GPU memory that activation offload needs beyond the moved tensors.
 ON_ITS_WAY = "torch 2.13, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries"
 
 #: Bytes per element: 4 for fp32, or a symbol.
@@ -39,11 +39,10 @@ class Store:
     __slots__ = ("holds", "kind", "pieces", "reason", "size", "source", "tag", "twin")
 
     def __init__(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> None:
-        """Create it with one holder, the variable of its result."""
         self.kind, self.reason, self.size, self.source, self.tag, self.holds = kind, reason, size, source, tag, 1
         self.twin: Store | None = None
         self.pieces = 1
-        """It represents this many tensors of equal size."""
+        """The number of tensors of equal size that it represents."""
 
 
 class Value:
@@ -57,23 +56,23 @@ class Value:
 
 
 class Beside(NamedTuple):
-    """A tensor that an operator saves though the block does not own its memory: a weight, a table of positions."""
+    """A tensor that an operator saves and the block does not own: a weight, or a table of positions."""
 
     reason: str
     size: Size
     """[bytes]"""
     strided: bool = False
-    """A view in another order than that of memory."""
+    """A view whose order differs from that of memory."""
     brief: bool = False
-    """It is read where the operator's backward has less alive than at another moment."""
+    """Its backward reads it when less is alive than at another moment."""
 
 
 Saved: TypeAlias = tuple["Store | Value", ...]
-"""What an operator saves: tensors as wholes, or as the views that it reads."""
+"""The tensors that an operator saves: whole, or as the views that it reads."""
 Arriving = list[tuple[Value, Store]]
-"""What a backward returns: tensors, each with its gradient."""
+"""The return value of a backward: tensors, each with its gradient."""
 Backward = Callable[["Tape", list[Store]], Arriving]
-"""An operator's backward, from the gradients of its outputs."""
+"""The backward of an operator; its argument is the gradients of the operator's outputs."""
 
 # --- operators ---------------------------------------------------------------------------------------------------------------
 
@@ -85,7 +84,7 @@ class Linear(Protocol):
 
 
 class Mode(NamedTuple):
-    """How a program's layers run, where they are not trained as a whole on one rank."""
+    """How a program's layers run, if they are not all trained on one rank."""
 
     linear: Linear | None = None
     norms_frozen: bool = False
@@ -107,7 +106,7 @@ class Mode(NamedTuple):
 
 
 class Site(NamedTuple):
-    """Where an operator runs: the name of its moments, its source, and its module where engines need to know it."""
+    """Where an operator runs: the name of its moments, its source, and its module if engines need to know it."""
 
     name: str
     source: str
@@ -130,20 +129,20 @@ class Operator(NamedTuple):
     cast: Size | None
     """Elements of the weight whose autocast copy it uses."""
     saves_weight: bool
-    """It saves a weight. That is no activation, but a recomputation has to reach the operator."""
+    """It saves a weight. A weight is no activation, but a recomputation still has to run this operator."""
     place: Place
     module: Module
-    """The module whose forward ran, where engines need to know it."""
+    """The module whose forward runs it, if engines need to know it."""
     has_weight: bool
     """Its backward makes the gradient of a weight."""
     owners: tuple["Owner", ...] = ()
-    """The modules with weights whose forward ran, an outer one before those inside it; on a tape that marks them."""
+    """The modules with weights whose forward runs it, outer modules first; only on a tape that marks modules."""
     away: tuple[Store, ...] = ()
-    """Copies in host memory of what it saved, which return for its backward."""
+    """Copies in host memory of its saved tensors. They return to the GPU for its backward."""
 
 
 class Half(Enum):
-    """Which gradients a backward makes: all; those of inputs alone, which frees nothing saved; or those of weights alone."""
+    """The gradients that a backward makes: all; those of inputs only, which frees no saved tensor; or those of weights only."""
 
     WHOLE = 1
     INPUTS = 2
@@ -180,9 +179,9 @@ class Do(Enum):
     RETURN = 9
     """The module begins its backward."""
     DONE = 10
-    """The module ends its backward: its weights have their gradients; the gradient of its input is not passed on yet."""
+    """The module ends its backward: its weights have their gradients, but its input's gradient is not delivered yet."""
     SEND = 11
-    """Ranks that split the model or the batch exchange something."""
+    """Ranks that split the model or the batch run a collective."""
 
 
 class Exchange(NamedTuple):
@@ -193,7 +192,7 @@ class Exchange(NamedTuple):
     size: Size
     """Its largest buffer. [bytes]"""
     kept: bool = False
-    """A selective checkpoint keeps what its operator makes, and does not run the operator again."""
+    """A selective checkpoint keeps its output, so the recomputation skips the collective."""
 
 
 class Owner:
@@ -204,52 +203,52 @@ class Owner:
 
 @dataclass(slots=True)
 class Marks:
-    """The position of a tape that marks modules."""
+    """The modules that run now, on a tape that marks modules."""
 
     owners: tuple[Owner, ...] = ()
-    """Modules with weights that run forward now, an outer one before those inside it."""
+    """Modules with weights whose forward runs now, outer modules first."""
     in_leaf: bool = False
-    """The innermost of them represents all modules inside it."""
+    """The innermost of them stands for all modules inside it."""
     returned: set[Owner] = field(default_factory=set)
     """Modules whose backward has begun."""
 
 
 @dataclass(slots=True)
 class InHost:
-    """What activation offload has moved."""
+    """Tensors that activation offload has moved."""
 
     copies: list[Store] = field(default_factory=list)
-    """Copies in host memory of what operators saved, in order."""
+    """Copies in host memory of the saved tensors, in order."""
     back: list[Store] = field(default_factory=list)
-    """Copies of these on the GPU, which the running operator of the backward reads."""
+    """Copies of these on the GPU, which the current operator of the backward reads."""
 
 
 Action: TypeAlias = tuple[Do, "Store | Size | Owner | Exchange | None"]
-"""An action and its object: a tensor, the elements of a weight, a module, a collective, or nothing."""
+"""An action and its object: a tensor, elements of a weight, a module, a collective, or nothing."""
 
 
 @dataclass(slots=True)
 class History:
-    """All actions of a program, and the numbers of some of them."""
+    """All actions of a program, and the positions of some of them."""
 
     actions: "list[Action]" = field(default_factory=list)
     saved_at: int = 0
-    """How many actions came before the last operator that saves something."""
+    """Number of actions before the last operator that saves something."""
     outputs_of_saver: "tuple[Store, ...]" = ()
-    """Outputs of that operator, which the tape allocates before it saves and torch after it."""
+    """Outputs of that operator. The tape allocates them before the operator saves, torch after it."""
     outgoing: "Store | None" = None
-    """The gradient of the program's input, once the backward is done."""
+    """The gradient of the program's input, after the backward."""
     waiting_at_rerun: "tuple[Store, ...]" = ()
-    """Gradients that wait when the backward first needs a saved tensor: a checkpoint runs its forward again there."""
+    """Gradients that wait when the backward first needs a saved tensor, which is when a checkpoint recomputes."""
     rerun_at: int = 0
-    """How many actions come before that."""
+    """Number of actions before the recomputation."""
     moments_before_rerun: int = 0
     input_copies: "list[Store]" = field(default_factory=list)
-    """Copies of a block's inputs other than the residual stream. The engine makes them before any checkpoint."""
+    """Copies of a block's inputs other than the residual stream, which the engine makes before any checkpoint."""
 
 
 class Alive(NamedTuple):
-    """A moment: the tensors alive; and of the weights the gradients made so far, those being made, and the casts alive."""
+    """A moment: the live tensors, elements of weight gradients made so far and being made, and live autocast copies of weights."""
 
     name: str
     stores: tuple[Store, ...]
@@ -258,11 +257,11 @@ class Alive(NamedTuple):
     casts: tuple[Size, ...]
     place: Place = Place()
     before: tuple[Store, ...] = ()
-    """What is alive before the operator, or its module, allocates anything. Recorded only where engines need it."""
+    """Tensors alive before the operator, or its module, allocates anything. Recorded only if engines need it."""
 
 
 class Arrival(NamedTuple):
-    """An operator's weight gradients reach their weights: the gradients made so far, and what is alive after the operator."""
+    """An operator's weight gradients reach their weights: all gradients so far, and the tensors alive after the operator."""
 
     gradients: tuple[Size, ...]
     stores: tuple[Store, ...]
@@ -278,10 +277,10 @@ class Tape:
         """``wide``: the compute dtype is fp32. ``saving``: operators save tensors, as they do outside a checkpoint.
 
         ``narrow``: weights and residual stream have the compute dtype even under autocast. ``keeps_selected``: a selective
-        checkpoint keeps every second matrix product and attention's output. ``recomputed``: a recomputation saved the tensors, and
-        the backward frees each as soon as it has read it. ``marking``: the history marks modules with weights.
-        ``fused_softmax``: a softmax in fp32 reads 16 bits itself. ``offloading``: autograd copies all that operators save to host
-        memory, each tensor as often as it is saved, and copies it back for the operator's backward.
+        checkpoint keeps every second matrix product and attention's output. ``recomputed``: a recomputation saved the tensors,
+        and the backward frees each right after it reads it. ``marking``: the history marks modules with weights.
+        ``fused_softmax``: a softmax in fp32 reads 16 bits itself. ``offloading``: autograd copies every saved tensor to host
+        memory, once per operator that saves it, and copies it back for the operator's backward.
         """
         self.keeps_selected, self.recomputed = keeps_selected, recomputed
         self.marks, self.host = Marks() if marking else None, InHost() if offloading else None
@@ -291,14 +290,14 @@ class Tape:
         self.untracked: set[Value] = set()
         """Tensors that autograd does not follow."""
         self.summed_anew: set[Value] = set()
-        """Tensors whose gradients autograd never adds in place: DTensors, like all subclasses."""
+        """Tensors whose gradients autograd never adds in place: DTensors, like all tensor subclasses."""
         self.half = Half.WHOLE
         self.deferred: list[Deferred] = []
-        """In the order in which the first half of a backward reached them."""
+        """Operators in the order in which the first half of a backward ran them."""
         self.module = Module.NONE
-        """The module whose forward runs, where engines need to know it."""
+        """The module whose forward runs, if engines need to know it."""
         self._last_saver: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
-        """The last operator that saved something: the number of moments before it, its moment, and outputs it did not save."""
+        """The last operator that saved something: the number of moments before it, its moment, and its unsaved outputs."""
         self.alive: dict[Store, None] = {}
         self.history = History()
         self.operators: list[Operator] = []
@@ -307,7 +306,7 @@ class Tape:
         self.casts: list[Size] = []
         """Elements of the weights whose autocast copies live to the backward."""
         self.cached: list[Size] = []
-        """Elements of the weights whose copies autocast keeps until its context ends."""
+        """Elements of the weights whose copies autocast caches until its context ends."""
         self.products: list[Store] = []
         """Outputs of plain matrix products, in order."""
         self.kernel_outputs: list[Store] = []
@@ -315,19 +314,19 @@ class Tape:
         self.gradients: list[Size] = []
         """Elements of the weight gradients made so far."""
         self.current: list[Size] = []
-        """Those that the running operator made."""
+        """Elements of the weight gradients that the current operator made."""
         self.waiting: list[Size] = []
-        """Those that have not reached their weights yet."""
+        """Elements of the weight gradients that have not reached their weights yet."""
         self.arrivals: list[Arrival] = []
         self.alive_at_forward: dict[Module, tuple[Store, ...]] = {}
-        """What was alive when a module's forward began, for the modules that engines need to know."""
+        """Tensors alive when a module's forward began, for the modules that engines need to know."""
         self.alive_at_backward: dict[Module, tuple[Store, ...]] = {}
         self.scratch: list[Store] = []
         """Temporaries of the running operator."""
         self.name = ""
         self.place = Place()
         self.before: tuple[Store, ...] = ()
-        """What was alive when the operator began, where engines need it."""
+        """Tensors alive when the operator began, if engines need them."""
         self._last_linear = Module.NONE
         """The linear layer whose backward ran last."""
         self.freed = True
@@ -338,7 +337,7 @@ class Tape:
         return dtype == 4 or self.wide or (dtype == r and self.wide_residual) or (dtype == CAST_BY_CUDA and self.autocast)
 
     def in_this_run(self, size: Size) -> Size:
-        """Return a size without the symbols that only the tape knows."""
+        """Return a size with the symbols that only the tape knows replaced."""
         if size.has(P_own):
             size = size.replacing({P_own.text: X_r if self.mode.uneven else T_own * t})
         if size.has(T_own):
@@ -348,7 +347,7 @@ class Tape:
     # --- memory --------------------------------------------------------------------------------------------------------------
 
     def make(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
-        """Allocate a tensor and record the moment. CUDA's autocast runs ``pow`` in fp32, a CPU's does not."""
+        """Allocate a tensor and record the moment. Autocast runs ``pow`` in fp32 on CUDA only."""
         if self.autocast and size.has(CAST_BY_CUDA):
             reason, tag = f"{reason}, fp32 under CUDA's autocast", tag._replace(off_gpu=OffGpu.HALF)
         size = self.in_this_run(size)
@@ -361,11 +360,11 @@ class Tape:
         return store
 
     def send(self, *exchanges: Exchange) -> None:
-        """Begin collectives, which take no memory of their own."""
+        """Record collectives. Their buffers are requested separately."""
         self.history.actions += [(Do.SEND, one._replace(size=self.in_this_run(one.size))) for one in exchanges]
 
     def record(self) -> None:
-        """Record what is alive now. It replaces the last moment where nothing was freed since: that one was lower."""
+        """Record the live tensors as a moment. It replaces the last one if nothing was freed since, because that was lower."""
         made, making = tuple(self.gradients), tuple(self.current)
         moment = Alive(
             self.name, tuple(self.alive), made, making, (*self.casts, *self.cached), place=self.place, before=self.before
@@ -381,7 +380,7 @@ class Tape:
         return store
 
     def drop(self, *stores: Store) -> None:
-        """Remove a holder of each; free those that have none left."""
+        """Remove a holder of each store; free the stores without holders."""
         for store in stores:
             store.holds -= 1
             if not store.holds and store in self.alive:
@@ -393,21 +392,21 @@ class Tape:
         self.freed = True
 
     def release(self, *values: Value) -> None:
-        """End the variables of some tensors."""
+        """End the variables that hold some tensors."""
         for value in values:
             self.drop(value.store)
             if value.store.twin is not None:
                 self.drop(value.store.twin)
 
     def temporary(self, reason: str, size: Size, source: str, tag: Tag = PLAIN, *, pieces: int = 1) -> Store:
-        """Allocate a tensor that is freed when the operator is done."""
+        """Allocate a tensor that is freed when the operator ends."""
         store = self.make(Kind.TEMPORARY, reason, size, source, tag)
         store.pieces = pieces
         self.scratch.append(store)
         return store
 
     def split_by_batch(self, store: Store) -> None:
-        """Split a tensor in two: the tensor of a single sequence, which a product saves, and that of several, which it copies."""
+        """Split a tensor in two: a single sequence's, which a product saves, and several sequences', which it copies."""
         whole, holders = store.size, store.holds
         store.size = whole * at_least(0, 2 - b)
         store.twin = Store(store.kind, store.reason, whole * at_most(1, b - 1), store.source, store.tag)
@@ -422,17 +421,17 @@ class Tape:
     # --- the forward ---------------------------------------------------------------------------------------------------------
 
     def follows(self, *values: Value) -> bool:
-        """Whether autograd follows one of these tensors, and this backward makes gradients of inputs."""
+        """Whether autograd tracks one of these tensors, and this backward makes input gradients."""
         return self.half is not Half.WEIGHTS and not self.untracked.issuperset(values)
 
     @property
     def offloading(self) -> bool:
-        """Whether what operators save moves to host memory."""
+        """Whether saved tensors move to host memory."""
         return self.host is not None
 
     @property
     def keeps_saved(self) -> bool:
-        """Whether what operators save stays on the GPU."""
+        """Whether saved tensors stay on the GPU."""
         return self.saving and not self.offloading
 
     def add(
@@ -440,11 +439,11 @@ class Tape:
         of: tuple[Value, ...] | None, cast: Size | None = None, place: Place | None = None, late: bool = False,
         saves_weight: bool = False, beside: tuple[Beside, ...] = (), strided: tuple[Value, ...] = (),
     ) -> None:  # fmt: skip
-        """Add an operator to the graph. It holds what it saves until its backward is done.
+        """Add an operator to the graph. It holds its saved tensors until its backward is done.
 
-        ``of``: its inputs; None if it has a trained weight. Autograd leaves it out where it follows none of its inputs. ``late``:
-        the operator saves after it computes; torch's own save before. ``beside``: what it saves that is not the block's own.
-        ``strided``: those of ``saved`` that are views in another order than that of memory.
+        ``of``: its inputs; None if it has a trained weight. Autograd skips the operator if it tracks none of its inputs.
+        ``late``: the operator saves after it computes; torch's own save before. ``beside``: saved tensors that the block does
+        not own. ``strided``: those of ``saved`` that are views whose order differs from that of memory.
         """
         if of is not None and not self.follows(*of):
             self.untracked.update(outputs)
@@ -469,10 +468,10 @@ class Tape:
     def _packed(
         self, host: InHost, saved: Saved, beside: tuple[Beside, ...], outputs: tuple[Value, ...], strided: tuple[Value, ...]
     ) -> tuple[Store, ...]:
-        """Return the copies in host memory that an operator's backward reads, and record what the GPU needs to make them.
+        """Return the host copies that an operator's backward reads, and record the GPU memory that making them needs.
 
-        A view in another order is copied on the GPU first, an operand before the operator has made its outputs.
-        Source: torch 2.13, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries.
+        A strided view is first copied on the GPU; an operand is copied before the operator allocates its outputs. Source: torch
+        2.13, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries.
         """
         there = list(self.alive)
         made = there[min((there.index(value.store) for value in outputs if value.store in self.alive), default=len(there)) :]
@@ -494,7 +493,7 @@ class Tape:
         return tuple(copies)
 
     def _in_order(self, copy: Store, not_yet: tuple[Store, ...]) -> None:
-        """Allocate a copy in the order of memory for a moment, at which some tensors are not made yet."""
+        """Allocate a contiguous copy for a moment, before the tensors ``not_yet`` are allocated."""
         there, actions = self.alive.copy(), self.history.actions
         at = min((actions.index((Do.REQUEST, store)) for store in not_yet), default=len(actions))
         later = actions[at:]
@@ -513,7 +512,7 @@ class Tape:
 
     @contextmanager
     def owning(self, *, leaf: bool = False) -> Iterator[None]:
-        """What is put into the graph is that of a module with weights; of a ``leaf`` also what modules in it put there."""
+        """Assign operators added inside to a module with weights. A ``leaf`` also owns the operators of the modules inside it."""
         marks = self.marks
         if marks is None or marks.in_leaf:
             yield
@@ -527,39 +526,39 @@ class Tape:
 
     @contextmanager
     def inside(self, module: Module) -> Iterator[None]:
-        """Tag what is allocated inside as ``module``'s."""
+        """Tag tensors allocated inside as ``module``'s."""
         self.alive_at_forward[module], self.module = tuple(self.alive), module
         yield
         self.module = Module.NONE
 
     def moments_until_last_saved(self) -> list[Alive]:
-        """Return the moments up to the last operator that saves: a recomputation stops there (``early_stop``)."""
+        """Return the moments up to the last operator that saves, where a recomputation stops (``early_stop``)."""
         before, last, outputs = self._last_saver
         made = [value.store for value in outputs]
         return [*self.moments[:before], last._replace(stores=tuple(store for store in last.stores if store not in made))]
 
     def matrix_product(self, made: Store) -> None:
-        """Count a plain matrix product. A selective checkpoint keeps the first, the third, and so on."""
+        """Record the output of a plain matrix product. A selective checkpoint keeps the first, the third, and so on."""
         if self.keeps_selected and len(self.products) % 2 == 0:
             self.hold(made)
         self.products.append(made)
 
     def kernel_output(self, *made: Store) -> None:
-        """Count outputs of attention's kernel, which a selective checkpoint keeps."""
+        """Record outputs of attention's kernel, which a selective checkpoint keeps."""
         if self.keeps_selected:
             for store in made:
                 self.hold(store)
         self.kernel_outputs += made
 
     def selected(self) -> tuple[Store, ...]:
-        """Return what a selective checkpoint keeps."""
+        """Return the tensors that a selective checkpoint keeps."""
         stores = (*self.products[::2], *self.kernel_outputs)
         return tuple([one for store in stores for one in (store, store.twin) if one is not None])
 
     # --- the backward --------------------------------------------------------------------------------------------------------
 
     def used(self, *stores: Store) -> None:
-        """Record the moment; after a recomputation, free what the backward has just read, except a checkpoint's input."""
+        """Record the moment. After a recomputation, free the tensors just read, except a checkpoint's input."""
         self.record()
         self.read()
         for store in stores if self.recomputed else ():
@@ -567,7 +566,7 @@ class Tape:
                 self._free(store)
 
     def read(self) -> None:
-        """End the copies from host memory that an operator has read. Autograd sums its results over broadcast dimensions later."""
+        """Free the copies from host memory that an operator has read. Autograd sums over broadcast dimensions only afterwards."""
         if self.host is not None:
             self.drop(*self.host.back)
             self.host.back.clear()
@@ -577,8 +576,8 @@ class Tape:
     ) -> None:  # fmt: skip
         """Make a weight's gradient of ``size`` elements, which the engine takes over.
 
-        ``waits``: it reaches the weight through operators that ran earlier, and so after their backward. ``unsummed``: the tensor
-        that is summed to the gradient (reason, size, source). The operator no longer needs what it has ``read`` by then.
+        ``waits``: it reaches the weight only after the backward of operators that ran earlier. ``unsummed``: the tensor whose
+        sum is the gradient (reason, size, source). By then the operator no longer needs the tensors that it has ``read``.
         """
         if self.half is Half.INPUTS:
             return
@@ -592,7 +591,7 @@ class Tape:
             self.waiting.append(size)
 
     def run_backward(self, output: Value, incoming: Store) -> None:
-        """Run the backward, from the gradient of ``output``."""
+        """Run the backward from ``incoming``, the gradient of ``output``."""
         self.moments.clear()
         self.cached.clear()
         self.freed = True
@@ -611,13 +610,12 @@ class Tape:
         self.history.outgoing = next(iter(waiting.values()), None)
 
     def _return_to(self, operator: Operator) -> None:
-        """The backward comes to the modules of an operator."""
         if self.marks is not None:
             self.history.actions += [(Do.RETURN, owner) for owner in operator.owners if owner not in self.marks.returned]
             self.marks.returned.update(operator.owners)
 
     def _done(self, operator: Operator) -> None:
-        """An operator was the first of its modules, whose backward ends with it."""
+        """Record the end of the backward of modules whose first forward operator this is."""
         before = self.operators[: self.operators.index(operator)] if operator.owners else ()
         earlier = {owner for one in before for owner in one.owners}
         self.history.actions += [(Do.DONE, owner) for owner in reversed(operator.owners) if owner not in earlier]
@@ -635,7 +633,7 @@ class Tape:
         self.read()
         self.drop(*self.scratch, *self._done_with(operator, taken))
         self.scratch.clear()
-        # Engines ask for the moment of the loss, so that no later one may replace it.
+        # Engines look up the moment of the loss, so no later moment may replace it.
         self.freed = self.freed or bool(self.current) or operator.place.at is At.LOSS
         self.current[:] = self.waiting
         if operator.cast is not None:
@@ -661,7 +659,7 @@ class Tape:
         self.before = {At.LINEAR: tuple(self.alive), At.WEIGHTING: reached}.get(self.place.at, ())
 
     def _done_with(self, operator: Operator, taken: list[Store]) -> tuple[Store, ...]:
-        """Return what the operator no longer needs: its output gradients and what it saved, unless a second half needs them."""
+        """Return the tensors to free: the operator's output gradients and its saved tensors, unless a second half needs them."""
         if self.half is Half.WHOLE:
             return (*taken, *operator.saved)
         if not operator.has_weight:
@@ -670,7 +668,7 @@ class Tape:
         return ()
 
     def _deliver(self, value: Value, gradient: Store, waiting: dict[Value, Store]) -> None:
-        """Add a gradient to one that waits: in place if nothing else holds that (torch, csrc/autograd/input_buffer.cpp)."""
+        """Add a gradient to a waiting one: in place if nothing else holds that one (torch, csrc/autograd/input_buffer.cpp)."""
         if value in self.untracked:
             self.drop(gradient)
             return
@@ -685,12 +683,12 @@ class Tape:
         self.drop(first, gradient)
 
     def run_to_inputs(self, output: Value, incoming: Store) -> None:
-        """Run the first half of a backward, gradients of inputs alone; operators with weights are left for :meth:`run_weights`."""
+        """Run the first half of a backward, which makes input gradients only. :meth:`run_weights` makes the weight gradients."""
         self.half = Half.INPUTS
         self.run_backward(output, incoming)
 
     def run_weights(self, deferred: Deferred) -> tuple[tuple[Store, ...], tuple[Store, ...]]:
-        """Make an operator's weight gradients in the second half. Return its temporaries, and what is freed afterwards."""
+        """Make an operator's weight gradients in the second half. Return its temporaries, and the tensors freed afterwards."""
         self.half = Half.WEIGHTS
         deferred.operator.backward(self, list(deferred.taken))
         beside = tuple(self.scratch)

@@ -1,7 +1,7 @@
 """torchtitan's own Llama 3 (0.2.2): a block, and the operators from the blocks to the loss.
 
-It differs from transformers' modules: the norm is one operator, rotary positions are complex numbers in fp32, and the training loop
-frees the logits before the backward. Its checkpoints recompute the whole block (``early_stop=False``).
+Differences from transformers' modules: the norm is one operator, rotary positions are fp32 complex numbers, and the training
+loop frees the logits before the backward. Its checkpoints recompute the whole block (``early_stop=False``).
 """
 
 from functools import partial
@@ -40,7 +40,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _rotated(tape: Tape, query: Value, key: Value) -> tuple[Value, Value]:
-    """Multiply queries and keys, as pairs of fp32 numbers, by complex numbers. Autograd saves no copy of these."""
+    """Multiply queries and keys, as pairs of fp32 numbers, by complex rotations. Autograd saves no copy of the rotations."""
     names = ("queries", "keys")
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for one, name in zip((query, key), names, strict=True)]
     turned = [
@@ -59,7 +59,7 @@ PROGRAM = layer(Layer(_NORM, _attention, partial(gated_mlp, source=f"{MODEL}, Fe
 
 
 def rotations(x: Widths) -> Line:
-    """Return the complex numbers of all positions of a sequence, a buffer of the model."""
+    """Return the complex rotations of all positions of a sequence, a buffer of the model."""
     return Line(Kind.PARAMETERS, 4 * x.seq_len * x.head_dim, "rotary positions, complex numbers", "4·s·d", ROTARY)
 
 

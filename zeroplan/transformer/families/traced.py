@@ -1,7 +1,7 @@
 """From a family's program to the memory of one block.
 
-:func:`plan_of` runs the program of a structure once and keeps the moments that can be the highest. :class:`Sizes` gives its tensors
-bytes for one batch, or for a column of batches.
+:func:`plan_of` runs the program of a structure once and keeps the moments that can be the peak. :class:`Sizes` computes its
+tensors' bytes for one batch, or for a column of batches.
 """
 
 from collections import Counter
@@ -51,8 +51,8 @@ def program_of(family: str) -> Program:
     return definition_of(family).program
 
 
-#: Reasons of lines for the bytes by which an earlier moment of a forward is above its last one. The second counts those of tensors
-#: that CUDA's autocast makes in fp32.
+#: Reasons of lines for the bytes by which an earlier moment of a forward exceeds its last one. The second counts tensors that
+#: CUDA's autocast makes in fp32.
 EXCESS = "attention, beyond the later peak"
 CUDA_EXCESS = "tensors in fp32 under autocast, beyond the later peak, on CUDA"
 
@@ -73,7 +73,7 @@ class Placed(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A forward: its moments up to its end, what it keeps for the backward, and what is alive when the experts begin."""
+    """A forward: its moments until its end, its kept tensors, and the tensors alive when the experts begin."""
 
     moments: tuple[Placed, ...]
     kept: Places
@@ -102,18 +102,18 @@ class Plan:
     cached: Places
     """Weights whose copies live to the end of the forward."""
     selective: Places
-    """What selective recomputation keeps: every second plain matrix product, and the outputs of attention's kernel."""
+    """Tensors that selective recomputation keeps: every second plain matrix product, and the outputs of attention's kernel."""
     given: Places
     source: str
     again: Mapping[Recompute, tuple[Placed, ...]]
-    """Moments of a recomputation that may be higher than every moment of the backward."""
+    """Moments of a recomputation that may exceed every moment of the backward."""
     arrivals: tuple[PlacedArrival, ...] = ()
     away: Places = ()
-    """Copies in host memory of what the block saves."""
+    """Copies in host memory of the block's saved tensors."""
 
     @property
     def saved(self) -> Places:
-        """What lives from the forward to the backward without a checkpoint."""
+        """Tensors that live from the forward to the backward without a checkpoint."""
         return self.forwards["none"].kept
 
     @property
@@ -139,7 +139,7 @@ class Index:
         return tuple(self.weights.setdefault(size, len(self.weights)) for size in sizes)
 
     def moments(self, moments: Iterable[Alive]) -> tuple[Placed, ...]:
-        """Return moments with indexes. It numbers the later ones of several moments with one name."""
+        """Return moments with indexes. It numbers repeated names."""
         named = Counter[str]()
         placed = list[Placed]()
         for one in moments:
@@ -168,7 +168,7 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
     """Return the memory of one block, by its family's program, on one rank.
 
     The backward's points include moments of a recomputation that may be higher. A block before the first trained weight has no
-    backward and keeps nothing, unless blocks are recomputed: then autograd follows the embedding's output.
+    backward and keeps nothing. With recomputation autograd tracks the embedding's output, so even such a block has one.
 
     A window no longer than the sequence needs a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
     Linear attention over a single chunk runs no loop, and so has another graph.
@@ -199,13 +199,13 @@ def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
 
 
 def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute, replaced: tuple[str, ...] = ()) -> BlockPass:
-    """Return the memory of one block of torchtitan's Llama 3, of which some parts are ``replaced``."""
+    """Return the memory of one block of torchtitan's Llama 3; fused kernels ``replaced`` some of its parts."""
     plan = plan_of(torchtitan_structure(x, replaced), run_again=recompute != "none")
     return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
 def torchtitan_structure(x: Widths, replaced: tuple[str, ...] = ()) -> Block:
-    """Return the structure of a block of torchtitan's Llama 3, of which some parts are ``replaced``."""
+    """Return the structure of a block of torchtitan's Llama 3; fused kernels ``replaced`` some of its parts."""
     attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
     return Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels, fused=replaced)
 
@@ -295,9 +295,9 @@ def _chunks(kind: str, *, one: bool) -> Chunks:
 
 
 def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
-    """Return how a block is trained; None where all of it is trained and autograd follows its input.
+    """Return how a block is trained; None if all of it is trained and autograd tracks its input.
 
-    With recomputation autograd follows the embedding's output: transformers 5.23, modeling_utils.py,
+    With recomputation autograd tracks the embedding's output: transformers 5.23, modeling_utils.py,
     ``_activation_checkpointing_enable``.
     """
     recomputed, adapter = compute.recompute != "none", model.adapter
@@ -318,7 +318,7 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
 
 
 def by_mask(is_masked: Bool, one: Callable[[bool], BlockPass]) -> BlockPass:
-    """Return ``one`` of whether attention has a mask; for a column of batches that differ in this, both in one."""
+    """Return ``one`` with or without a mask; for a column of batches that differ in this, both in one."""
     return one(is_masked) if isinstance(is_masked, bool) else _either(is_masked, one(True), one(False))
 
 
@@ -406,7 +406,7 @@ def _run_backward(
 
 
 def of_a_rank(plan: Plan) -> Plan:
-    """Return the plan of one tensor-parallel rank: its share of every width that is split."""
+    """Return the plan of one tensor-parallel rank: its share of every split width."""
     for store in plan.stores:
         store.size = store.size.replacing(SHARES)
     return replace(plan, weights=tuple(weight.replacing(SHARES) for weight in plan.weights))
@@ -425,7 +425,7 @@ def forwards(
 
 
 def _run_again(moments: list[Alive]) -> list[Alive]:
-    """Return moments of the forward as those of a recomputation, each placed in the module that allocated last."""
+    """Return moments of the forward as those of a recomputation, each in the module that allocated last."""
     return [
         one._replace(name=f"recomputed: {one.stores[-1].reason}", place=Place(At.RUN_AGAIN, one.stores[-1].tag.module))
         for one in moments
@@ -434,7 +434,7 @@ def _run_again(moments: list[Alive]) -> list[Alive]:
 
 
 def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
-    """Return moments of a recomputation in which the selected outputs are alive from the beginning: the forward kept them."""
+    """Return moments of a recomputation with the selected outputs alive from the beginning, since the forward kept them."""
     first = {store: at for at, moment in reversed(list(enumerate(moments))) for store in moment.stores}
     kept = tape.selected()
     return [
@@ -446,9 +446,9 @@ def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
 def _highest_at(
     moments: list[Alive], dtypes: dict[str, bool], *, by_place: bool, scratch_apart: bool = False
 ) -> tuple[Alive, ...]:  # fmt: skip
-    """Return the moments that can be the highest; ``by_place``: of each place, for engines that add different bytes per place.
+    """Return the moments that can be the peak. ``by_place``: per place, for engines that add different bytes per place.
 
-    Frozen weights have no gradients from which to tell what DeepSpeed's stage 3 has gathered; the place tells it.
+    DeepSpeed's stage 3 needs the place, since frozen weights have no gradients that locate its gathers.
     """
     if not by_place:
         return highest(moments, **dtypes, scratch_apart=scratch_apart)
@@ -461,9 +461,9 @@ def _highest_at(
 def _above_the_backward(
     tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool], *, by_place: bool
 ) -> list[Alive]:  # fmt: skip
-    """Return the moments of a recomputation, with the gradients that wait, that the backward's own do not cover.
+    """Return the moments of a recomputation, with the waiting gradients, that no backward moment exceeds.
 
-    The checkpoint holds the block's input, unless the block saves it: it counts apart.
+    The checkpoint holds the block's input, unless the block saves it; it counts separately.
     """
     beside = [
         one._replace(
@@ -478,7 +478,7 @@ def _above_the_backward(
 
 
 def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[Alive]:
-    """Return the backward's moments before it first needs a saved tensor: of those only what the checkpoint keeps is alive."""
+    """Return the backward's moments before the recomputation, with only the checkpoint's kept tensors among the saved ones."""
     kept = tape.selected() if recompute == "selective" else ()
     return [
         one._replace(stores=(*(store for store in one.stores if store is given or store not in tape.saved), *kept))
@@ -567,7 +567,7 @@ def _backward(plan: Plan, recompute: Recompute) -> tuple[Placed, ...]:
 
 @lru_cache(maxsize=256)
 def _arrivals(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, Places], ...]:
-    """Return at each arrival the elements of gradients made so far, and what is alive, with a checkpoint's input."""
+    """Return at each arrival the elements of gradients so far, and the live tensors, with a checkpoint's input."""
     beside = () if recompute == "none" else plan.input_apart
     return tuple((_sum(weights, one.gradients), (*beside, *one.stores)) for one in plan.arrivals)
 
@@ -625,7 +625,7 @@ class Sizes:
         return BackwardPoint(moment.name, lines, made, making, copied, place=moment.place, before=before)
 
     def handed(self, recompute: Recompute) -> tuple[HandedOn, ...]:
-        """Return when weight gradients reach their weights."""
+        """Return the arrivals of weight gradients, with the live tensors."""
         return tuple([HandedOn(made, self.lines(stores)) for made, stores in _arrivals(self.plan, recompute, self._weights)])
 
 
@@ -652,14 +652,14 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
 
 
 class Top(NamedTuple):
-    """A forward as engines need it: what is alive at its end beyond what it keeps, and moments that may be higher."""
+    """A forward as engines need it: the unkept tensors alive at its end, and moments that may be higher."""
 
     last: Places
     end: Places
-    """Everything that is alive at the end."""
+    """All tensors alive at the end."""
     earlier: tuple[Placed, ...]
     narrow: tuple[Placed, ...] | None
-    """Those of them without a tensor that only CUDA's autocast makes in fp32; None where the block has no such tensor."""
+    """The earlier moments without tensors that only CUDA's autocast makes in fp32; None if the block has no such tensor."""
 
 
 @lru_cache(maxsize=256)
@@ -673,7 +673,7 @@ def _top_of(plan: Plan, recompute: Recompute) -> Top:
 
 
 class Within(NamedTuple):
-    """Moments of a forward, and the bytes that are alive then beside the plan's tensors."""
+    """Moments of a forward, and the extra bytes alive then."""
 
     moments: tuple[Placed, ...]
     n_bytes: Int

@@ -1,7 +1,8 @@
-"""The blocks of vision towers: those of Qwen2.5-VL, Qwen3-VL and SigLIP (Gemma 3).
+"""The blocks of vision towers: Qwen2.5-VL's, Qwen3-VL's and SigLIP's (Gemma 3).
 
-They are blocks of a text without a causal mask. Qwen's project queries, keys and values with one matrix, turn them in fp32, and
-run attention for each image, or each window of it, by itself: parts of the queries are views, and the parts' outputs are joined.
+They are text blocks without a causal mask. Qwen's blocks project q, k and v with one matrix, rotate queries and keys in fp32,
+and run attention separately for each image, or each window of an image. Slices of the queries are views; the outputs are
+concatenated.
 """
 
 from functools import partial
@@ -30,7 +31,7 @@ _ROTARY = f"{QWEN}, apply_rotary_pos_emb_vision"
 
 
 def _joint_attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    """Run attention whose queries, keys and values are one projection. Its result keeps their memory: values are a view of it."""
+    """Run attention with one joint q, k and v projection. The values stay a view of its result, which therefore stays alive."""
     joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", _ATTENTION), bias=True)
     parts = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", _ATTENTION))
     query, key = _turned(tape, parts[0], parts[1], block)
@@ -44,9 +45,9 @@ def _joint_attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _turned(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, Value]:
-    """Return queries and keys with rotary positions, turned in fp32.
+    """Return queries and keys with rotary positions, computed in fp32.
 
-    An engine that casts tables makes every block widen its own.
+    If the engine casts the position tables, every block converts them back to fp32.
     """
     wide = [op.cast(tape, one, 4, Site(name, _ROTARY)) for one, name in ((query, "queries"), (key, "keys"))]
     tables: tuple[Store, ...] = ()
@@ -89,7 +90,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def tower_pass(vision: VisionSpec, compute: Compute, batch: Batch, *, frozen: bool) -> BlockPass:
-    """Return the memory of one block of a tower. Where nothing is recomputed, no gradient reaches a frozen one."""
+    """Return the memory of one block of a tower. Without recomputation no gradient reaches a frozen tower."""
     recompute = compute.recompute
     training = Training("frozen", tracked=recompute != "none", keeps_inputs=compute.keeps_inputs) if frozen else None
     x = _widths(vision, compute, batch)
@@ -123,7 +124,7 @@ def _structure(vision: VisionSpec, compute: Compute, x: Widths, training: Traini
 
 
 def _widths(vision: VisionSpec, compute: Compute, batch: Batch) -> Widths:
-    """Return the widths of the tower, whose sequences are the images of a micro-batch."""
+    """Return the widths of the tower. Its sequences are the images of a micro-batch."""
     images: Int = batch.micro_batch_size * vision.images
     width, heads = vision.hidden_size, vision.num_attention_heads
     return Widths(

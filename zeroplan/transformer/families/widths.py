@@ -1,4 +1,4 @@
-"""The value of every symbol in the formulas of a block."""
+"""The value of every symbol in the formulas of a block. ``legend.py`` explains the symbols."""
 
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ CHUNK = 64
 class Widths(NamedTuple):
     """A model's widths, a batch and how the model computes. Comments give the symbols in formulas.
 
-    Query and key widths differ from the hidden width where a config sets ``head_dim``. Value and context widths differ from key and
-    query widths only under multi-head latent attention.
+    Query and key widths differ from the hidden width if a config sets ``head_dim``. Value and context widths differ from key
+    and query widths only under multi-head latent attention.
     """
 
     tokens: Int  # T
@@ -42,16 +42,16 @@ class Widths(NamedTuple):
     attention: Attention
     kernels: Kernels
     recomputed: bool = False
-    """The backward recomputes the block, and frees each tensor that the recomputation saved once it has read it."""
+    """The backward recomputes the block, and frees each tensor of the recomputation right after it reads it."""
     rank: int = 0  # z, of adapters
     expert_ranks: int = 1
     """Ranks that split the experts, so that each has x = E/ep of them."""
     casts_inputs: bool = False
-    """The engine casts a block's inputs to the compute dtype first."""
+    """The engine casts a block's inputs to the compute dtype before the forward."""
     release: Release = NOW
-    """What the release of transformers does otherwise."""
+    """Differences between the job's release of transformers and the release that the formulas follow."""
     imbalance: int = EVEN
-    """Pairs that come to this rank for its experts, in thousandths of those that it sends."""
+    """(token, expert) pairs that this rank receives for its experts, in thousandths of the pairs that it sends."""
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
@@ -91,7 +91,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
 
 
 def kinds_of_layers(model: ModelSpec) -> int:
-    """Return how many kinds of attention alternate: 2 where some layers have a window or linear attention, else 1.
+    """Return how many kinds of attention alternate: 2 if some layers have a window or linear attention, else 1.
 
     Every sixth layer of Gemma 3 is full, every second of Gemma 2, every fourth of Qwen3-Next. Source: transformers 5.23,
     ``configuration_<family>.py``, ``layer_types``.
@@ -101,7 +101,7 @@ def kinds_of_layers(model: ModelSpec) -> int:
 
 
 def makes_a_mask(model: ModelSpec, x: Widths) -> Bool:
-    """Whether layers with a window get a mask for ``sdpa``: where the window is no longer than the sequence.
+    """Whether layers with a window get a mask for ``sdpa``: only if the window is no longer than the sequence.
 
     Some older releases make one for all layers. Eager attention always has a mask.
     Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``.
@@ -115,12 +115,12 @@ def makes_a_mask(model: ModelSpec, x: Widths) -> Bool:
 
 
 def masks_images(model: ModelSpec) -> bool:
-    """Whether all layers get a mask, since tokens of an image attend to each other both ways."""
+    """Whether all layers get a mask because tokens of an image attend to each other in both directions."""
     return model.vision is not None and model.vision.masks_text
 
 
 def in_one_chunk(model: ModelSpec, x: Widths) -> Bool:
-    """Whether linear attention takes the sequence as one chunk. One bool for a column of sequences that agree."""
+    """Whether linear attention handles the sequence as one chunk. One bool for a column of sequences that agree."""
     short = x.seq_len <= (CHUNK if model.linear is None else model.linear.chunk_size)
     return short if isinstance(short, bool) or (short.any() and not short.all()) else bool(short.all())
 
@@ -177,7 +177,7 @@ def of_linear_attention(linear: LinearSpec | None) -> dict[str, int]:
 
 
 def key_parts(x: Widths) -> Int:
-    """Return into how many parts the memory-efficient kernel's backward splits the keys of a sequence, for heads beyond 128.
+    """Return the number of parts into which the memory-efficient kernel's backward splits a sequence's keys, for heads beyond 128.
 
     Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``, ``_efficient_attention_backward``.
     """
@@ -221,5 +221,5 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
 
 
 def pairs_that_come(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:
-    """Return the pairs of a token and an expert that come to one of ``ranks`` that have the same tokens."""
+    """Return the number of (token, expert) pairs that one of ``ranks`` with the same tokens receives."""
     return ceil_div(x.tokens // ranks * moe.num_experts_per_tok * x.imbalance, EVEN) if moe else 0

@@ -1,7 +1,7 @@
-"""What does a rank hold under DeepSpeed's ZeRO-3 (``DeepSpeedZeroOptimizer_Stage3``)?
+"""The memory and traffic of a rank under DeepSpeed's ZeRO-3 (``DeepSpeedZeroOptimizer_Stage3``).
 
-Every parameter is split on its own, each rank holding ``ceil(numel/N)`` elements of it; what a module needs is gathered before
-it runs. Gradients go through one bucket that is reduce-scattered in a copy of its own.
+Every parameter is sharded separately: each rank holds ``ceil(numel/N)`` elements of it. The coordinator gathers a module's
+parameters before it runs. Gradients go through one bucket, which is reduce-scattered in a separate copy.
 """
 
 from zeroplan.engines.account import Account, Symbol
@@ -41,9 +41,9 @@ from zeroplan.transformer.vision import pixels
 
 
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
-    """Answer for stage 3.
+    """Return the account of stage 3.
 
-    Leaves out: leaf modules, the padding of a gathered parameter (fewer than N elements each).
+    Leaves out leaf modules, and the padding of a gathered parameter (fewer than N elements each).
     """
     job = make_job(model, recipe, mesh)
     everything = shares_held(job, impl)
@@ -98,7 +98,7 @@ _FROZEN_BOUND = (
 
 
 def _bound(model: ModelSpec, these: Passes, moments: tuple[Entry, ...]) -> tuple[str, ...]:
-    """Say where the peak is an upper bound: it depends on the order of a set of parameters, or on that of gathers in a block."""
+    """Return a note if the peak is only an upper bound, because it depends on set iteration or on the order of gathers."""
     keeps_nothing = model.frozen is not None and any(not run.kept for run in these.runs)
     totals = [moment.total_bytes for moment in moments] if model.moe or keeps_nothing else []
     if not all(isinstance(total, int) for total in totals) or not totals:
@@ -109,7 +109,7 @@ def _bound(model: ModelSpec, these: Passes, moments: tuple[Entry, ...]) -> tuple
 
 
 def _beside_shards(model: ModelSpec) -> tuple[Line, ...]:
-    """List what weights in four bits need beside themselves, of which DeepSpeed knows nothing."""
+    """Return the tensors that dequantise 4-bit weights, which DeepSpeed does not manage."""
     if not model.is_quantised:
         return ()
     from zeroplan.engines.quantised import scales_of  # noqa: PLC0415  keeps start-up fast

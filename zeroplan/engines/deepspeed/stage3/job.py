@@ -1,4 +1,4 @@
-"""What every part of the account for ZeRO-3 asks for: the job's sizes, what is gathered when, and lines that recur."""
+"""The inputs of every part of ZeRO-3's account: the job's sizes, the trace of gathers, and shared lines."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,29 +35,29 @@ COORDINATOR = "DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py"
 
 
 class Job(NamedTuple):
-    """The sizes of a job, and what is gathered when."""
+    """The sizes of a job, and the trace of its gathers."""
 
     whole: Row
-    """What is trained."""
+    """The trained parameters."""
     every: Row
-    """That and what is frozen, which is shared out and gathered too."""
+    """All parameters, including frozen ones, which are sharded and gathered too."""
     recipe: RecipeSpec
     n_ranks: Int
     element: int
     """Bytes of a weight and of a gradient in the compute dtype."""
     master: int
-    """Bytes of an element of the weights that the optimizer updates."""
+    """Bytes of an element of the optimizer's weights."""
     kept: int
     """Bytes of an element of a gradient kept for the step."""
     partition: Int
     buckets: Schedule
     trace: Gathered
     applies: Bool
-    """Whether the number of micro-batches is the one that ``trace`` belongs to."""
+    """Whether ``trace`` belongs to the job's number of micro-batches."""
 
 
 def make_job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Job:
-    """Size a job, with the trace of a single micro-batch per step."""
+    """Return the sizes of a job, with the trace of a single micro-batch per step."""
     width = widths(recipe.precision)
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32"
     every, whole = row_as_held(model, width.compute), trained_row(model)
@@ -80,7 +80,7 @@ _Replayed = TypeVar("_Replayed", Gathered, Gathered | None)
 
 
 def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: Callable[[Pass], _Replayed]) -> _Replayed:
-    """What is gathered with a single micro-batch per step, or with several."""
+    """Return the gathered elements with a single micro-batch per step, or with several."""
     one = pass_of(whole, recipe, n_ranks)
     found = of(one)
     if one.on_nvme and found is not None:
@@ -90,20 +90,20 @@ def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: Callable[[Pass],
 
 
 def pass_of(whole: Row, recipe: RecipeSpec, n_ranks: Int) -> Pass:
-    """What decides how a job's passes are gathered."""
+    """Return the inputs of the coordinator's decisions in a job's passes."""
     options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
     recomputed, sharing = _recomputed(whole, recipe), sharing_of(recipe, n_ranks)
     return Pass(whole, _of_gathers(options), recomputed, sharing, disk, trains=not recipe.forward_only)
 
 
 def _recomputed(whole: Row, recipe: RecipeSpec) -> int:
-    """How many blocks, from the first, run again in their backward."""
+    """Return how many blocks, from the first, the backward recomputes."""
     first = first_recomputed(whole.model, recipe)
     return 0 if recipe.recompute == "none" else whole.n_blocks if first is None else first
 
 
 def _of_gathers(options: DeepSpeedOptions) -> DeepSpeedOptions:
-    """The options without the size of reductions, which gathers do not ask about: what was found once holds for every size."""
+    """Return the options without the size of reductions, which gathers ignore, so that one cached replay serves every size."""
     return options if options.reduce_bucket_size == _ANY_SIZE else replace(options, reduce_bucket_size=_ANY_SIZE)
 
 
@@ -111,14 +111,14 @@ _ANY_SIZE = DeepSpeedOptions().reduce_bucket_size
 
 
 def trace_of_several(job: Job, micro: Int) -> Gathered:
-    """What is gathered with several micro-batches per step, which takes twice as long to find; often that of one."""
+    """Return the trace with several micro-batches per step, which is twice as slow to find and often equals that of one."""
     if (micro if isinstance(micro, int) else micro.max()) == 1:
         return job.trace
     return _trace(job.every, job.recipe, job.n_ranks, of=gathered_by_several) or job.trace
 
 
 def by_micro_batches(job: Job, batch: Batch) -> tuple[Job, ...]:
-    """Return the job with the trace of a single micro-batch per step, and that of several where it differs."""
+    """Return the job with the trace of a single micro-batch per step, and one with that of several if it differs."""
     several = trace_of_several(job, batch.grad_accum_steps)
     if several is job.trace:
         return (job,)
@@ -128,7 +128,7 @@ def by_micro_batches(job: Job, batch: Batch) -> tuple[Job, ...]:
 
 @lru_cache(maxsize=256)
 def numels(whole: Row) -> tuple[tuple[int, int], ...]:
-    """Sizes of parameters that occur, and how often."""
+    """Return the sizes of parameters and their counts."""
     counts: dict[int, int] = {}
     for each in whole.placed:
         numel = each.end - each.start
@@ -137,30 +137,30 @@ def numels(whole: Row) -> tuple[tuple[int, int], ...]:
 
 
 def gathered_line(job: Job, elements: int) -> Line:
-    """Gathered parameters; a single rank gathers nothing."""
+    """Return the gathered parameters as a line. A single rank gathers nothing."""
     n_bytes = unless_alone(job, where(job.applies, job.element * elements, 0))
     formula = f"{job.element}·{elements}{if_several(job)}" if job.applies is not False else "0"
     return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", formula, COORDINATOR)
 
 
 def unless_alone(job: Job, n_bytes: Int) -> Int:
-    """A single rank gathers nothing, but fetches what is in host memory."""
+    """Return 0 for a single rank, which gathers nothing, unless it fetches parameters from host memory."""
     return n_bytes if offloads_parameters(job.recipe) else where(job.n_ranks > 1, n_bytes, 0)
 
 
 def if_several(job: Job) -> str:
-    """The factor of a formula that is nothing for a single rank, which gathers nothing."""
+    """Return the formula's factor that is 0 for a single rank, which gathers nothing."""
     return "" if offloads_parameters(job.recipe) else "·min(1, N-1)"
 
 
 def gradient_line(job: Job, elements: int, reason: str, symbol: str = "") -> Line:
-    """This many elements of gradients as autograd makes them. [bytes]"""
+    """Return a line of this many elements of gradients as autograd makes them. [bytes]"""
     formula = times(job.element, symbol) if symbol else product(job.element, elements)
     return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, formula, STAGE3)
 
 
 def tied_head_lines(job: Job) -> tuple[Line, ...]:
-    """The gradient of a head that is the embedding too, until the embedding has its own."""
+    """Return a tied head's gradient, which waits for the embedding's."""
     if not has_tied_head(job.whole):
         return ()
     elements = embedding_elements(job.whole)
@@ -170,7 +170,7 @@ def tied_head_lines(job: Job) -> tuple[Line, ...]:
 
 
 def staying_lines(job: Job, *at: int) -> tuple[Line, ...]:
-    """Gradients that wait on the GPU since their buckets were reduced: all, or those before a block and a place in it."""
+    """Return gradients of reduced buckets that wait on the GPU: all, or those before a point of a block."""
     if not swaps_optimizer(job.recipe):
         return ()
     if at:

@@ -1,4 +1,4 @@
-"""What reducing a bucket of gradients takes in the middle of the backward under ZeRO-3, and which buckets take most."""
+"""The memory of reducing a bucket during ZeRO-3's backward, and the buckets that take most."""
 
 from functools import lru_cache
 
@@ -26,9 +26,9 @@ _CAST = f"{STAGE3}, __avg_scatter_grads"
 def highest_flushes(
     buckets: Schedule, trace: Gathered, counts: GradientCounts, beside: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[Flush, int], ...]:
-    """Reduced buckets that take more than every earlier one at the same place of a block, with what is gathered then.
+    """Return reduced buckets that take more than every earlier one at the same place of a block, with the gathered elements.
 
-    Earlier ones find as much running there, and more kept by the blocks before.
+    Earlier ones have as many activations in the running block, and more kept by the blocks before.
     """
     chosen: list[tuple[Flush, int]] = []
     heaviest: dict[tuple[int, ...], int] = {}
@@ -47,7 +47,7 @@ def highest_flushes(
 
 
 def taken_beside(job: Job) -> tuple[tuple[int, ...], ...]:
-    """What each flush takes beside its bucket on the way to host memory, to NVMe or into 4 bits; nothing where it just goes."""
+    """Return each flush's memory beside its bucket, on the way to host memory, to NVMe or to 4 bits; nothing without these."""
     if swaps_optimizer(job.recipe):
         return beside_swapped(job.buckets, job.element, job.kept, job.master)
     if offloads_optimizer(job.recipe):
@@ -71,12 +71,12 @@ def _gathered_at(trace: Gathered, flush: Flush) -> int:
 
 
 def is_all_reduced(options: DeepSpeedOptions, flush: Flush) -> bool:
-    """Whether the bucket itself is all-reduced; a gradient too large for it is reduce-scattered in any case."""
+    """Whether the bucket itself is all-reduced. A gradient too large for it is always reduce-scattered."""
     return not options.reduce_scatter and options.contiguous_gradients and not flush.alone
 
 
 def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
-    """Return what reducing a bucket takes: a copy in the order of the ranks, unless it is one gradient that divides evenly."""
+    """Return the memory of reducing a bucket: a copy in rank order, unless it is one gradient that divides evenly."""
     options = job.recipe.deepspeed
     held = flush.fill if flush.alone or not options.contiguous_gradients else 0
     share = shares(flush.sizes, job.n_ranks)
@@ -108,7 +108,7 @@ def _reduce_formulas(element: int, kept: int, sizes: Sizes) -> tuple[str, str]:
 
 
 def staying_until(job: Job, flush: Flush) -> tuple[Line, ...]:
-    """Gradients that wait on the GPU since earlier buckets were reduced."""
+    """Return the gradients of earlier buckets that wait on the GPU."""
     if not swaps_optimizer(job.recipe):
         return ()
     before = len(job.buckets.flushes) - 1 - job.buckets.flushes.index(flush)
@@ -116,7 +116,7 @@ def staying_until(job: Job, flush: Flush) -> tuple[Line, ...]:
 
 
 def running_at(job: Job, these: Passes, flush: Flush) -> tuple[Line, Line]:
-    """Return the activations of the block that runs; a leaf module passes on when all that flows out of it has been added up."""
+    """Return the running block's activations. A leaf module delivers after its output gradients are summed."""
     saved, flowing = running_lines(these, flush.block, flush.made)
     if flush.made != leaf_elements(job.whole, flush.block):
         return saved, flowing

@@ -1,4 +1,4 @@
-"""What a rank holds from step to step under ZeRO-3, and what its construction allocates."""
+"""The memory that a rank keeps from step to step under ZeRO-3, and the allocations of its construction."""
 
 from zeroplan.engines.deepspeed.offload import kept_as, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.sources import STAGE3
@@ -20,7 +20,7 @@ _PERSISTENT = f"{STAGE3}, _post_step"
 
 
 def shares_held(job: Job, impl: OptimizerImpl) -> tuple[Line, ...]:
-    """Weights, their master copy, gradients and the optimizer's states: of each this rank's share."""
+    """Return this rank's shards of weights, master copy, gradients and the optimizer's states."""
     share, symbol = job.partition, "G_r" if job.every is job.whole else "G_w"
     held = share if job.every is job.whole else shares(numels(job.every), job.n_ranks)
     weights = Line(
@@ -35,7 +35,7 @@ def shares_held(job: Job, impl: OptimizerImpl) -> tuple[Line, ...]:
 
 
 def bucket_line(job: Job) -> Line:
-    """The bucket that gradients are copied into."""
+    """Return the bucket into which gradients are copied."""
     options = job.recipe.deepspeed
     elements = options.reduce_bucket_size if options.contiguous_gradients else 0
     formula = times(job.element, "B") if options.contiguous_gradients else "0"
@@ -43,20 +43,20 @@ def bucket_line(job: Job) -> Line:
 
 
 def persistent_line(job: Job) -> Line:
-    """Parameters that stay gathered."""
+    """Return the parameters that stay gathered."""
     n_bytes = unless_alone(job, job.element * job.trace.persistent)
     reason = "parameters below the persistence threshold, gathered from step to step"
     return Line(Kind.GATHER, n_bytes, reason, times(job.element, f"G_keep{if_several(job)}"), _PERSISTENT)
 
 
 def largest_packed(job: Job) -> int:
-    """Elements of the largest weight in four bits, as it is written out; 0 where there is none."""
+    """Return the elements of the largest weight in four bits before it is packed; 0 if there is none."""
     tree = layout(job.every.model)
     return max((one.numel for run in tree.runs for one in run.parameters if one.quantised), default=0)
 
 
 def _unpacked(job: Job) -> tuple[Line, ...]:
-    """The last weight that transformers puts into four bits, all others there."""
+    """Return the last weight that transformers quantises, when all others are quantised."""
     if not job.every.model.is_quantised:
         return ()
     reason = "largest weight before it is put into four bits"
@@ -64,7 +64,7 @@ def _unpacked(job: Job) -> tuple[Line, ...]:
 
 
 def construction_moments(job: Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """Return the moments of construction: the model whole, or in pieces under ``zero.Init``; then the optimizer's tensors.
+    """Return the moments of construction: the whole model, or its parts under ``zero.Init``; then the optimizer's tensors.
 
     transformers never builds a quantised model under ``zero.Init`` (5.23, modeling_utils.py, ``get_init_context``).
     """

@@ -1,4 +1,4 @@
-"""The moments of the optimizer's step under ZeRO-3, which takes one sub-group of parameters after the other."""
+"""The moments of the optimizer's step under ZeRO-3, which updates one sub-group of parameters after the other."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,22 +17,22 @@ from zeroplan.spec.recipe import OptimizerImpl
 
 
 class Group(NamedTuple):
-    """A sub-group: elements of this rank's shares, and of how many parameters."""
+    """A sub-group: elements of this rank's shards, and its number of parameters."""
 
     elements: int
     parameters: int
 
 
 def largest_group(job: Job) -> Int:
-    """Elements of this rank's shares in the largest sub-group. [elements]"""
+    """Return the elements of this rank's shards in the largest sub-group. [elements]"""
     size = job.recipe.deepspeed.sub_group_size
     return for_each_value(lambda n_ranks: max(group.elements for group in groups_of(job.whole, size, n_ranks)), job.n_ranks)
 
 
 def largest_joined(job: Job) -> Int:
-    """The same of the sub-groups with more than one parameter; 0 where there is none. [elements]
+    """Return the same for sub-groups with more than one parameter; 0 if there is none. [elements]
 
-    Of those alone the gradients are copied when they are laid flat.
+    Only their gradients are copied to be flattened.
     """
     size = job.recipe.deepspeed.sub_group_size
 
@@ -43,27 +43,27 @@ def largest_joined(job: Job) -> Int:
 
 
 def group_count(job: Job) -> Int:
-    """How many sub-groups there are."""
+    """Return the number of sub-groups."""
     size = job.recipe.deepspeed.sub_group_size
     return for_each_value(lambda n_ranks: len(groups_of(job.whole, size, n_ranks)), job.n_ranks)
 
 
 @lru_cache(maxsize=4096)
 def groups_of(whole: Row, size: int, n_ranks: int) -> tuple[Group, ...]:
-    """Return this rank's shares in each sub-group."""
+    """Return this rank's shards in each sub-group."""
     return tuple([Group(sum(shares), len(shares)) for shares in sub_groups(whole, size, n_ranks)])
 
 
 def step_temporaries(job: Job, impl: OptimizerImpl) -> tuple[Line, ...]:
-    """What the optimizer takes for the sub-group that takes most."""
+    """Return the optimizer's temporaries for the sub-group that takes most."""
     tensors = (LocalTensor((_most_taken(job, impl)[0],), in_block=False),)
     return step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="G_g")
 
 
 def _most_taken(job: Job, impl: OptimizerImpl) -> tuple[Int, Int]:
-    """Elements of the sub-group whose update takes most, and those of a copy of its gradients. [elements]
+    """Return the elements of the sub-group whose update takes most, and of the copy of its gradients. [elements]
 
-    Gradients in the optimizer's dtype are copied where several are laid flat, and only then.
+    Gradients in the optimizer's dtype are copied only if several are flattened.
     """
     largest, joined = largest_group(job), largest_joined(job)
     if job.kept != job.master:
@@ -78,7 +78,7 @@ def _most_taken(job: Job, impl: OptimizerImpl) -> tuple[Int, Int]:
 
 
 def step_away_moments(job: Job) -> tuple[Moment, ...]:
-    """The CPU takes the step."""
+    """Return the moments of a step on the CPU."""
     return (
         Moment("optimizer step: begun", Phase.STEP, (*staying_lines(job), persistent_line(job))),
         Moment("optimizer step: on the CPU", Phase.STEP, staying_lines(job)),
@@ -87,7 +87,7 @@ def step_away_moments(job: Job) -> tuple[Moment, ...]:
 
 
 def step_moments(job: Job, impl: OptimizerImpl, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """All parameters are released first; then norm, and one sub-group after the other."""
+    """Return the moments of a step: DeepSpeed releases all parameters, computes norms, and updates each sub-group."""
     part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
     largest = "G_max" if job.every is job.whole else "G_one"
     norm = Line(Kind.OPTIMIZER_TEMPORARY, FP64 * part, "largest share of a gradient in fp64", f"8·ceil({largest}/N)",
@@ -113,7 +113,7 @@ def _taken(job: Job, elements: Int, symbol: str) -> Line:
 
 
 def stepped_symbols(job: Job, impl: OptimizerImpl) -> tuple[Symbol, ...]:
-    """Return what the formulas of this module count."""
+    """Return the symbols in the formulas of this module."""
     what = "elements that one step of the optimizer takes: whole shares, up to sub_group_size"
     return (
         Symbol("G_g", _most_taken(job, impl)[0], what),

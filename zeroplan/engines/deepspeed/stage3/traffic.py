@@ -1,4 +1,4 @@
-"""What is sent under ZeRO-3: parameters gathered in every pass, gradients reduce-scattered bucket by bucket."""
+"""The traffic of ZeRO-3: all-gathers of parameters in every pass, reduce-scatters of gradients bucket by bucket."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ _SCALE = 4
 
 
 def collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
-    """Every collective of a step."""
+    """Return every collective of a step."""
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
     return (
         *_gathered_in_passes(job, micro),
@@ -31,7 +31,7 @@ def collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
 
 
 def _gradients(job: Job, micro: Int) -> Iterator[Collective]:
-    """Gradients, bucket by bucket: reduce-scattered, or all-reduced in the bucket."""
+    """Yield the gradients' collectives, bucket by bucket: reduce-scattered, or all-reduced in the bucket."""
     n, element = job.n_ranks, job.element
     whole = [flush for flush in job.buckets.flushes if is_all_reduced(job.recipe.deepspeed, flush)]
     scattered = [flush for flush in job.buckets.flushes if flush not in whole]
@@ -56,12 +56,11 @@ def _gradients(job: Job, micro: Int) -> Iterator[Collective]:
 
 
 def _padded(sizes: Sizes, n_ranks: Int) -> Int:
-    """Elements that parameters of these sizes take in a gather, where every rank's share of each is alike."""
     return n_ranks * shares(sizes, n_ranks)
 
 
 def _gathered_in_passes(job: Job, micro: Int) -> Iterator[Collective]:
-    """All-gathers of every forward and backward: weights as they are or in 8 bits, and then their scales."""
+    """Yield the all-gathers of every forward and backward: weights, plain or in 8 bits, and then their scales."""
     n, one, quantized = job.n_ranks, job.trace, job.recipe.deepspeed.zero_quantized_weights
     several = trace_of_several(job, micro)
     what, width = ("parameters in 8 bits", 1) if quantized else ("parameters", job.element)

@@ -1,6 +1,6 @@
-"""A micro-batch on its way through the model under ZeRO-3, with what is gathered meanwhile, written into a trace.
+"""A micro-batch through the model under ZeRO-3, with the gathered parameters, written into a trace.
 
-Of each kind of block the last one is gone through, and those before it at which more is gathered.
+For each kind of block it writes the last one, and earlier ones with more gathered.
 """
 
 from functools import lru_cache
@@ -36,25 +36,25 @@ from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
 _GATHERING = -1
-"""Stands, instead of the elements being made, for the moment at which the module is gathered (:func:`_held`)."""
+"""Replaces the elements being made, for the moment at which the module is gathered (:func:`_held`)."""
 _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 _OF_HEAD = {At.LOSS: 0, At.HEAD: 1, At.FINAL_NORM: 2}
-"""Where in the trace's figures of the head a point is, where no gradients tell."""
+"""Index of a point in the trace's figures of the head, where gradients do not locate it."""
 _Place = tuple[int, int, bool, bool]
-"""A point of a block's backward, as :func:`_held` takes it."""
+"""A point of a block's backward, as an argument of :func:`_held`."""
 _Highest = tuple[tuple[int, int], ...]
-"""The last block, and earlier ones where more is gathered; with the elements gathered."""
+"""The last block, and earlier ones with more gathered; each with the gathered elements."""
 
 
 class Training:
-    """Forward and backward, up to the bucket that is left at the end. ``trace`` has what persists already."""
+    """Forward and backward, including the last bucket. ``trace`` already has the persistent lines."""
 
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
         self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
         self.tied, self._kept = tied_head_lines(job), dict[int, Lines]()
 
     def run(self) -> None:
-        """Forward, loss and head backward, blocks, the buckets reduced among them, and the end."""
+        """Run forward, loss and head backward, the blocks with their buckets, and the end."""
         self.forward()
         self.head_backward()
         for run in self.these.runs:
@@ -68,12 +68,12 @@ class Training:
         self.end_of_backward()
 
     def _at(self, name: str, phase: Phase, gathered: int, lines: Lines, beside: Lines = ()) -> None:
-        """Take lines, with this many elements gathered and what is there of gradients beside them."""
+        """Write a moment with these lines, this many gathered elements, and the gradients beside them."""
         self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
         self.trace.pass_by(*lines, gathered_line(self.job, gathered), *beside)
 
     def _enter(self, block: int) -> None:
-        """The blocks before this one keep what they need for their backward."""
+        """Hold the activations that the blocks before this one keep."""
         if block not in self._kept:
             self._kept[block] = kept_before(self.these, block)
         self.trace.hold("kept", *self._kept[block])
@@ -81,7 +81,7 @@ class Training:
     # --- forward ------------------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
-        """Blocks, the final norm, the head and the loss."""
+        """Run blocks, final norm, head and loss."""
         trace, these, head, held, phase = self.trace, self.these, self.these.head, self.gathered, Phase.FORWARD
         trace.hold("shared", *head.shared)
         trace.hold("by name", *head.forward, *head.first_input)
@@ -106,7 +106,7 @@ class Training:
     # --- loss and head, backward --------------------------------------------------------------------------------------------
 
     def head_backward(self) -> None:
-        """Each point of the loss, the head and the final norm."""
+        """Write each point of loss, head and final norm."""
         trace, these, job = self.trace, self.these, self.job
         trace.hold("kept")
         trace.hold("output", *these.output)
@@ -129,14 +129,14 @@ class Training:
         return gathered.head[0 if not point.gradients else 1 if point.gradients == point.current_gradient else 2]
 
     def _unreduced_before(self, point: BackwardPoint) -> Lines:
-        """Without a contiguous bucket, the gradients after the blocks that wait to be reduced, less the one being made."""
+        """Return the gradients after the blocks, except the current one, that wait for a reduction without a contiguous bucket."""
         if self.job.recipe.deepspeed.contiguous_gradients:
             return ()
         elements = self._unreduced(self.these.n_blocks, point) - point.current_gradient
         return (gradient_line(self.job, elements, "gradients that wait to be reduced"),)
 
     def _past_head(self, made: int) -> None:
-        """What the final norm needs is gathered while a gradient too large for the bucket waits."""
+        """Write the gather of the final norm's parameters while a gradient too large for the bucket waits."""
         at_head = self.these.n_blocks
         waits = self._waiting(at_head, _NOWHERE._replace(gradients=made))
         self._enter(at_head)
@@ -146,11 +146,10 @@ class Training:
     # --- blocks, backward ---------------------------------------------------------------------------------------------------
 
     def _is_frozen(self, run: RunPass) -> bool:
-        """Whether blocks of a run have weights that are not trained, beside adapters or alone."""
         return any(each.parameter.frozen for each in self.job.every.placed if each.block == run.first)
 
     def frozen_block_backward(self, run: RunPass) -> None:
-        """Each point, where weights are frozen."""
+        """Write each point of blocks with frozen weights."""
         for point in run.block.points:
             current = point.current_gradient
             for block, held, gathering in highest_places(self.gathered, run.first, run.n_blocks, point.place, current):
@@ -162,7 +161,7 @@ class Training:
                     self._at(f"gathered for the {name}", Phase.BACKWARD, gathering, (*around, *point.before))
 
     def block_backward(self, run: RunPass) -> None:
-        """Each point, and before the first of its experts' the moment at which those are gathered."""
+        """Write each point, and the gather of the experts before their first point."""
         experts = next((point.gradients for point in run.block.points if point.place.at is At.WEIGHTING), None)
         for point in run.block.points:
             before = point.gradients - point.current_gradient
@@ -176,9 +175,9 @@ class Training:
                 self._gather_experts(run, point)
 
     def _highest(self, run: RunPass, at: _Place, point: BackwardPoint) -> _Highest:
-        """Where most is gathered; gradients that wait in no bucket count too.
+        """Return the blocks with most gathered, including gradients that wait outside a bucket.
 
-        Where gradients stay on the GPU, the first block too: they grow towards it, block by block, as activations grow less.
+        If gradients stay on the GPU, also the first block: gradients grow towards it, block by block, as activations shrink.
         """
         first, backward = run.first, self.gathered.backward
         if self.job.recipe.deepspeed.contiguous_gradients:
@@ -191,7 +190,7 @@ class Training:
         return (*found, (first, _held(backward[first], *at)))
 
     def _gather_experts(self, run: RunPass, first: BackwardPoint) -> None:
-        """Experts are gathered for their backward, before its ``first`` point has made anything."""
+        """Write the gather of experts for their backward, before its ``first`` point has made anything."""
         made = first.gradients
         for block, held in _highest_blocks(self.gathered, run.first, run.n_blocks, (made, _GATHERING, True, True)):
             waits = self._waiting(block, _NOWHERE._replace(gradients=made))
@@ -200,14 +199,14 @@ class Training:
             self._at("experts gathered for their backward", Phase.BACKWARD, held, first.before, beside)
 
     def _waiting(self, block: int, point: BackwardPoint) -> Lines:
-        """Return gradients outside the bucket: the one being made, and what waits with it."""
+        """Return gradients outside the bucket: the one being made, and those that wait with it."""
         job = self.job
         if job.recipe.deepspeed.contiguous_gradients:
             return (waiting(job.buckets, job.element, block, point.gradients, point.current_gradient),)
         return (gradient_line(job, self._unreduced(block, point), "gradients that wait to be reduced"),)
 
     def _unreduced(self, block: int, point: BackwardPoint) -> int:
-        """Elements of gradients that wait in no bucket; that of a tied head waits for the embedding's first."""
+        """Return the elements of gradients that wait outside any bucket. A tied head's waits for the embedding's first."""
         job, gradients = self.job, point.gradients
         if block == job.whole.n_blocks and has_tied_head(job.whole):
             gradients = max(point.current_gradient, gradients - embedding_elements(job.whole))
@@ -216,17 +215,17 @@ class Training:
     # --- buckets, and the end -----------------------------------------------------------------------------------------------
 
     def reduce_buckets(self) -> None:
-        """Those that are reduced during the backward."""
+        """Write the buckets that are reduced during the backward."""
         job, these = self.job, self.these
         for flush, held in highest_flushes(job.buckets, job.trace, gradient_counts(these), taken_beside(job)):
             self.trace.hold("shared", *shared_at(these, flush.block))
             self._enter(max(flush.block, 0))
-            tied = self.tied if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
+            tied = self.tied if flush.block >= 0 else ()  # the embedding's gradient includes it from its arrival on
             beside = (*reduce_lines(job, flush), *tied, *staying_until(job, flush))
             self._at("bucket reduced during the backward", Phase.BACKWARD, held, running_at(job, these, flush), beside)
 
     def end_of_backward(self) -> None:
-        """The embedding's gradient, and the bucket that is left."""
+        """Write the embedding's gradient, and the last bucket."""
         trace, job, head, phase = self.trace, self.job, self.these.head, Phase.BACKWARD
         trace.hold("shared", *head.at_embedding)
         trace.hold("kept")
@@ -247,22 +246,19 @@ class Training:
 
 @lru_cache(maxsize=256)
 def _highest_forward(most: tuple[int, ...], first: int, n_blocks: int) -> _Highest:
-    """Return where most is gathered in the forward."""
     return rising(first, n_blocks, lambda block: most[block])
 
 
 @lru_cache(maxsize=4096)
 def _highest_blocks(gathered: Gathered, first: int, n_blocks: int, at: _Place) -> _Highest:
-    """Return where most is gathered at a point of the backward."""
     return rising(first, n_blocks, lambda block: _held(gathered.backward[block], *at))
 
 
 def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, apart: bool) -> int:  # noqa: FBT001  hashed as a tuple above
     """Return the elements gathered at a point after this many gradients, ``current`` elements of which are being made.
 
-    ``ahead`` says that the module that runs has no gradient yet. While parameters are gathered, no gradient of their module is
-    there, which is a moment ``apart``, or one with the point's lines. Of what the module's operators saved of its parameters, that
-    is gone of which gradients are made.
+    ``ahead``: the running module has no gradient yet. While parameters are gathered, their module has no gradient: a moment
+    ``apart``, or one with the point's lines. Saved tensors of the module's parameters are freed as their gradients are made.
     """
     at = next((at for at, note in enumerate(notes) if note.made >= gradients + ahead), len(notes) - 1)
     note, before = notes[at], notes[at - 1].made if at else 0
