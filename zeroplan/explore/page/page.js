@@ -198,28 +198,29 @@ const busy = (asking) => of("answer").setAttribute("aria-busy", String(asking));
 const send = IN_BROWSER ? toWorker() : fetch.bind(window);
 
 function toWorker() {
-  const script = `worker.js?version=${document.currentScript.dataset.version}`, waiting = new Map();
+  const script = `worker.js?version=${document.currentScript.dataset.version}`, waiting = new Map(), workers = {};
   const kept = (name) => fetch(name).then((found) => found.json()).catch(() => ({})); // answers for the page's first job, to show at once
   const first = kept("first.json");
-  let more, worker, asked = 0, broken = false, started = false;
+  let more, asked = 0, broken = false, started = false;
   const settle = (id, how, what) => { started ||= how === "answer"; waiting.get(id)[how](what); waiting.delete(id); };
-  const begin = () => {
-    if (worker) return;
-    worker = new Worker(script, { type: "module" });
+  const made = () => {
+    const worker = new Worker(script, { type: "module" });
     worker.addEventListener("message", ({ data: { id, failed, content, status } }) => (failed ? settle(id, "fail", failed) : settle(id, "answer", new Response(content, { status }))));
     worker.addEventListener("error", () => { broken = true; for (const id of [...waiting.keys()]) settle(id, "fail", GONE); });
+    return worker;
   };
-  for (const event of ["pointerover", "focusin"]) of("controls").addEventListener(event, begin, { once: true }); // who only looks loads no Python
+  const workerOf = (lane) => (workers[lane] ??= made());
+  for (const event of ["pointerover", "focusin"]) of("controls").addEventListener(event, () => workerOf("quick"), { once: true }); // who only looks loads no Python
   return async (address, { body } = {}) => {
     if (body) return new Response(JSON.stringify({ error: NO_FILES }), { status: 422 });
     const known = (await first)[address] || (await (more ??= kept("more.json")))[address];
     if (known) return new Response(known);
-    begin();
     if (!started) of("headline").textContent = STARTING;
+    const lane = /\/(scaling|changes|report)\?/.test(address) ? "slow" : "quick"; // which take seconds, in a Python of their own
     return new Promise((answer, fail) => {
       if (broken) { fail(GONE); return; }
       waiting.set(++asked, { answer, fail });
-      worker.postMessage({ id: asked, address });
+      workerOf(lane).postMessage({ id: asked, address });
     });
   };
 }
