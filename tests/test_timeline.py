@@ -4,7 +4,8 @@ import pytest
 
 from zeroplan import Kind, Line, Moment, Phase, RecipeSpec
 from zeroplan.engines.reserved_shares import Shares, shares_of
-from zeroplan.timeline import expected_bytes, peak, pool_of, reserved, sizes_of, under_pressure
+from zeroplan.timeline import expected_bytes, own_pools, peak, reserved, sizes_of, under_pressure
+from zeroplan.weights import POOLS
 
 PAPER, FSDP2, DDP = RecipeSpec(engine="paper"), RecipeSpec(engine="fsdp2"), RecipeSpec(engine="ddp", zero_stage=0)
 
@@ -52,7 +53,7 @@ def test_fsdp2_makes_what_goes_into_a_reduction_where_it_computes_and_what_comes
     ids=lambda one: one if isinstance(one, str) else f"{one.engine}-{one.zero_stage}",
 )
 def test_buckets_lie_on_the_stream_that_the_engine_fills_them_on(recipe: RecipeSpec, pool: str):
-    assert pool_of(Kind.REDUCE, recipe) == pool
+    assert POOLS[own_pools(recipe).get(Kind.REDUCE, 0)] == pool
 
 
 def test_initialisation_raises_the_band_to_its_peak_and_no_further():

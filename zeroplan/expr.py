@@ -60,19 +60,15 @@ class Size:
         self.text = _text(terms)
 
     def __str__(self) -> str:
-        """Return the formula."""
         return self.text
 
     def __repr__(self) -> str:
-        """Return the formula and the class."""
         return f"Size({self.text})"
 
     def __hash__(self) -> int:
-        """Return the hash of the text."""
         return hash(self.text)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same text."""
         return isinstance(other, Size) and self.text == other.text
 
     def __add__(self, other: "Size | int") -> "Size":

@@ -10,7 +10,7 @@ from zeroplan.measurement import AllocatorSettings
 from zeroplan.numeric import Int, maximum, minimum
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Moments
-from zeroplan.weights import ONE_POOL, POOLS, Pools
+from zeroplan.weights import ONE_POOL, Pools
 
 #: FSDP2 allocates the inputs of a reduce-scatter on the compute stream, and its outputs, the sharded gradients, on the reduce
 #: stream (torch 2.13, _fsdp_collectives.py, foreach_reduce).
@@ -21,16 +21,6 @@ _OF_FSDP1: Pools = {Kind.GATHER: 1, Kind.UNSHARDED_PARAMETERS: 1, Kind.REDUCE: 2
 _OF_STAGE_3: Pools = {Kind.GATHER: 1, Kind.REDUCE: 2}
 #: DeepSpeed's stages 1 and 2 have a stream for reductions if ``overlap_comm`` is on (stage_1_and_2.py, reduction_stream).
 _OVERLAPPED: Pools = {Kind.REDUCE: 2}
-
-
-def pool_of(kind: Kind, recipe: RecipeSpec) -> str:
-    """The name of the allocator's pool for a kind of memory: that of the stream on which the engine allocates it.
-
-    >>> fsdp2, ddp = RecipeSpec(engine="fsdp2"), RecipeSpec(engine="ddp", zero_stage=0)
-    >>> pool_of(Kind.GATHER, fsdp2), pool_of(Kind.PARAMETERS, fsdp2), pool_of(Kind.REDUCE, ddp)
-    ('gather', 'compute', 'compute')
-    """
-    return POOLS[own_pools(recipe).get(kind, 0)]
 
 
 def own_pools(recipe: RecipeSpec) -> Pools:

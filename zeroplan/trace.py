@@ -98,7 +98,6 @@ class Moments(Sequence[Moment]):
         return self._made
 
     def __len__(self) -> int:
-        """Return the number of moments."""
         return sum(entry.n_moments for entry in self.entries)
 
     @overload
@@ -106,23 +105,18 @@ class Moments(Sequence[Moment]):
     @overload
     def __getitem__(self, at: slice) -> tuple[Moment, ...]: ...
     def __getitem__(self, at: int | slice) -> Moment | tuple[Moment, ...]:
-        """Return one moment, or a slice of them."""
         return self.made[at]
 
     def __iter__(self) -> Iterator[Moment]:
-        """Iterate over all moments."""
         return iter(self.made)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all moments are equal."""
         return isinstance(other, (tuple, Moments)) and self.made == tuple(other)
 
     def __hash__(self) -> int:
-        """Return the hash of the moments."""
         return hash(self.made)
 
     def __repr__(self) -> str:
-        """Return the moments as a tuple's text."""
         return repr(self.made)
 
     @property
@@ -202,7 +196,6 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        """Start with nothing alive."""
         self._alive: dict[Hashable, tuple[Line, ...]] = {}
         self._together: tuple[tuple[Line, ...], ...] | None = ()
         self._entries: list[Entry] = []

@@ -107,7 +107,9 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     of_one_module = TRAITS[family].one_module
     own_patterns = ("*M*", "*-M", "M*M", "-EM") if of_one_module else ("*M*", "*MM", "**M")
     pattern = draw.choice(("H", "N") if TRAITS[family].one_kind else own_patterns) if patterned else ""
-    routed = "E" in pattern if of_one_module else family in MOE_FAMILIES and not (patterned and draw.randint(0, 1))
+    routed = (
+        "E" in pattern if of_one_module else family in MOE_FAMILIES and not (TRAITS[family].may_be_dense and draw.randint(0, 1))
+    )
     spec = ModelSpec(
         family=family,
         hidden_size=hidden,

@@ -138,7 +138,8 @@ def test_heads_that_the_flash_kernel_fills_up(family: str, *, recompute: bool) -
 @pytest.mark.parametrize("recompute", [False, True])
 def test_activation_functions(activation: Activation, *, recompute: bool) -> None:
     draw = Random(f"{activation} {recompute}")  # noqa: S311  draws tests
-    for family in draw.sample(FREE_ACTIVATION, len(FREE_ACTIVATION) if every_case() else 1):
+    families = [one for one in FREE_ACTIVATION if one != "gemma4_text"]  # drawn_blocks draws its heads, and activations too
+    for family in draw.sample(families, len(families) if every_case() else 1):
         spec, size = drawn(draw, family)
         compute = Compute(draw.choice((2, 4)), autocast=False, attention=draw.choice(("sdpa", "eager")))
         assert_runs_as_is_said(replace(spec, hidden_act=activation), compute, size, recompute=recompute)

@@ -71,6 +71,9 @@ TINY: dict[str, dict[str, object]] = {
     "gemma4_text, biases, untied, wide heads": _GEMMA_4 | {
         "attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 12, "global_head_dim": 264,
     },
+    "gemma4_text, experts": _GEMMA_4 | {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
+    },
     "phi3": _LLAMA,
     "phi3, tied": _LLAMA | {"tie_word_embeddings": True},
     "olmo2": _LLAMA,

@@ -436,6 +436,8 @@ def _moe(source: _Source) -> MoeSpec | None:
 
 
 def _some_layers_have_experts(source: _Source) -> bool:
+    if source.family == "gemma4_text":
+        return source.flag("enable_moe_block")
     return "E" in _letters(source) if TRAITS[source.family].one_module else source.value("num_experts") != 0
 
 

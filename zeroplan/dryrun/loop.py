@@ -294,7 +294,8 @@ class Loop:
     def _step_ends(self, optimizer: Optimizer, *_: object) -> None:
         self._tracker.claim(Kind.OPTIMIZER_STATE, tensors_in(optimizer.state), over=False)
         self._tracker.updated(tensors_in([group.get("params") for group in optimizer.param_groups]))
-        self._tracker.claim(Kind.OPTIMIZER_STATE, tensors_in(_own_attributes(optimizer)), over=False)
+        own = [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")]
+        self._tracker.claim(Kind.OPTIMIZER_STATE, tensors_in(own), over=False)  # such as master copies
         self._optimizers -= 1
         if not self._engines and not self._optimizers:
             self._stepped = True
@@ -356,8 +357,3 @@ def _reduces_elsewhere(root: nn.Module) -> bool:
     if isinstance(root, DistributedDataParallel):
         return bool(root.gradient_as_bucket_view)
     return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in root.modules())
-
-
-def _own_attributes(optimizer: Optimizer) -> list[object]:
-    """An optimizer's attributes beside states and groups, such as master copies."""
-    return [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")]

@@ -29,7 +29,8 @@ def change_torch(stand_ins: StandIns) -> None:
     _give_addresses()
     _let_kinds_be_fake()
     _let_parameters_be_made_again()
-    _let_optimizers_take_lists()
+    # By default optimizers use lists if they know the class of every parameter (torch 2.13, ``_default_to_fused_or_foreach``).
+    optimizer._foreach_supported_types.append(FakeTensor)
     _let_values_be_read(stand_ins)
     _load_in_this_process()
     _leave_out_randomness()
@@ -127,15 +128,6 @@ def _let_parameters_be_made_again() -> None:
         return make(kind, *args, **kwargs)
 
     put(FakeTensor, __new__=staticmethod(new))
-
-
-def _let_optimizers_take_lists() -> None:
-    """Let optimizers use foreach on fake parameters.
-
-    By default they do so if they know the class of every parameter (torch 2.13, ``optim/optimizer.py``,
-    ``_default_to_fused_or_foreach``).
-    """
-    optimizer._foreach_supported_types.append(FakeTensor)
 
 
 @cache

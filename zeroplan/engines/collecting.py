@@ -45,7 +45,6 @@ class Collecting:
     """Gradients stay where autograd makes them until the backward ends. Subclasses reduce them earlier."""
 
     def __init__(self, plan: GradientPlan, memory: Memory, ranks: int = 1) -> None:
-        """Begin with no gradient."""
         self.plan, self.memory, self.ranks = plan, memory, ranks
         self.last = True
         """The micro-batch is the step's last."""

@@ -25,7 +25,6 @@ class MicroBatch(ABC):
     """The phase of the loss's and the head's backward."""
 
     def __init__(self, trace: Trace, recipe: RecipeSpec, these: Passes, whole: Row) -> None:
-        """Store the memory of blocks and of the rest of the model, and the parameters that get gradients."""
         self.trace, self.recipe, self.these, self.whole = trace, recipe, these, whole
 
     # --- what an engine says: lines of gradients and of copies of weights ---------------------------------------------------

@@ -16,7 +16,17 @@ from zeroplan.transformer.vision import MODULES
 LEAF_FAMILIES = ("mixtral", "qwen3_moe")
 
 #: Name endings of modules without parameters. A model has any other module if it, or a module inside it, owns parameters.
-_WITHOUT_PARAMETERS = ("act", "act_fn", "activation", "activation_fn", "dropout", "gelu_impl", "latent_proj", "v_norm")
+_WITHOUT_PARAMETERS = (
+    "act",
+    "act_fn",
+    "activation",
+    "activation_fn",
+    "dropout",
+    "gelu_impl",
+    "latent_proj",
+    "router.norm",
+    "v_norm",
+)
 
 
 def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:

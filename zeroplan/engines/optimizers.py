@@ -249,27 +249,6 @@ def check_engine(recipe: RecipeSpec) -> None:
         raise SpecError(f"optimizer {recipe.optimizer!r} in host memory is not modelled; use optimizer 'adamw'")
 
 
-def bytes_per_parameter(optimizer: Optimizer, element_bytes: int) -> str:
-    """Return a text with the state per updated parameter, in bytes.
-
-    >>> bytes_per_parameter("adamw", 4)
-    'momentum and variance in fp32: 4 + 4'
-    """
-    dtype = "fp32" if element_bytes == 4 else "16 bits"
-    if optimizer in PUBLISHED:
-        return PUBLISHED[optimizer].words.format(dtype=dtype, w=element_bytes)
-    if optimizer == "adafactor":
-        return f"row and column variance in {dtype}: {element_bytes} per row and per column of a matrix"
-    if optimizer == "muon":
-        return (
-            f"momentum in {dtype}: {element_bytes}; outside the blocks and for vectors AdamW: {element_bytes} + {element_bytes}"
-        )
-    states = _ELEMENTWISE_STATES[optimizer]
-    if not states:
-        return "no state"
-    return f"{' and '.join(states)} in {dtype}: {' + '.join([str(element_bytes)] * len(states))}"
-
-
 def state_lines(
     optimizer: Optimizer,
     impl: OptimizerImpl,
@@ -327,10 +306,11 @@ def step_temporary_lines(
     before, current = _FORLOOP_COPIES[optimizer]
     if not current:
         return ()
-    n_bytes = element_bytes * _largest_in_turn(tensors, before=before, current=current)
+    largest = maximum(0, *(before * previous + current * tensor.numel for previous, tensor in _in_turn(tensors)))
     formula = times(element_bytes, "U_t")
     source = PUBLISHED[optimizer].source if optimizer in PUBLISHED else _SOURCE
-    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, "for-loop step: temporaries of two tensors in turn", formula, source),)
+    reason = "for-loop step: temporaries of two tensors in turn"
+    return (Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, formula, source),)
 
 
 def total_elements(tensors: Sequence[LocalTensor]) -> Int:
@@ -470,10 +450,6 @@ def _first_of_block(tensors: Sequence[LocalTensor], last: int) -> LocalTensor:
     while first and tensors[first - 1].repeat == tensors[last].repeat:
         first -= 1
     return tensors[first]
-
-
-def _largest_in_turn(tensors: Sequence[LocalTensor], *, before: int, current: int) -> Int:
-    return maximum(0, *(before * previous + current * tensor.numel for previous, tensor in _in_turn(tensors)))
 
 
 def _adafactor_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:

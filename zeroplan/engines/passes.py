@@ -19,7 +19,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
 from zeroplan.transformer.blocks import BlockPass, HeadPass
-from zeroplan.transformer.parameters import BlockRun, Parameter
+from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
 
@@ -71,7 +71,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     kinds = tuple(run.kind for run in runs)
     output = head.output if recipe.keep_logits else ()
     table = model.vocab_size * model.hidden_size
-    return Passes(tuple(runs), kinds, head, recipe.recompute, output, table, _numel(parts.embeddings))
+    return Passes(tuple(runs), kinds, head, recipe.recompute, output, table, sum(one.numel for one in parts.embeddings))
 
 
 def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch) -> RunPass:
@@ -115,11 +115,6 @@ def _in_stretches(kinds: list[str], order: tuple[int, ...], *, alike: bool) -> t
     for kind, layers in found[_FIRST:-_LAST]:
         middle[kind] = middle.get(kind, 0) + layers
     return (*found[:_FIRST], *middle.items(), *found[-_LAST:])
-
-
-@lru_cache(maxsize=256)
-def _numel(parameters: tuple[Parameter, ...]) -> int:
-    return sum(parameter.numel for parameter in parameters)
 
 
 def kept_before(these: Passes, block: Int) -> tuple[Line, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from zeroplan.engines.muon import updated_by_muon
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.recipe import Optimizer
 
@@ -36,8 +37,6 @@ class Published(NamedTuple):
 
     states: tuple[Held, ...]
     source: str
-    words: str
-    """A text on the state per parameter; ``dtype`` is the parameter's, of ``w`` bytes."""
     scratch: Callable[["LocalTensor", Int, int], Int] | None = None
     """Temporaries of one tensor's step: arguments are the tensor, the previous tensor's elements, and bytes per element. [bytes]"""
     scratch_source: str = ""
@@ -61,10 +60,6 @@ _COMPILED = "torch 2.13, torch/_inductor: buffers of torchao's step as it is com
 
 def _elements(tensor: "LocalTensor") -> Int:
     return tensor.numel
-
-
-def _matrix(tensor: "LocalTensor") -> bool:
-    return tensor.in_block and len(tensor.shape) == 2
 
 
 # bitsandbytes
@@ -98,7 +93,6 @@ def _bitsandbytes(states: tuple[str, ...], bits: int, *, paged: bool = False) ->
     if bits == 32:
         main: tuple[Held, ...] = (Held(f"{named} in fp32", "U", _elements, 4 * copies, copies),)
         beside: tuple[Held, ...] = ()
-        words = f"{named} in fp32: {' + '.join(['4'] * copies)}"
     else:
         main = (Held(f"{named}, 8 bits each" if copies > 1 else f"{named} in 8 bits", "U_q", _wide, copies, copies),)
         for_what = " and ".join(states)
@@ -106,7 +100,6 @@ def _bitsandbytes(states: tuple[str, ...], bits: int, *, paged: bool = False) ->
             Held(f"fp32 scale per block of 256, for {for_what}", "U_256", _blocks, 4 * copies, copies),
             Held(f"{named} in fp32 for tensors below 4096 elements", "U_s", _narrow, 4 * copies, copies),
         )
-        words = f"{named} in 8 bits: {' + '.join(['1'] * copies)}, and {' + '.join(['4'] * copies)} per block of 256"
     in_pages: tuple[Held, ...] = ()
     if paged:
         in_pages = tuple(one._replace(units=_in_pages(one.units, inside=True), symbol="U_p") for one in main)
@@ -115,7 +108,7 @@ def _bitsandbytes(states: tuple[str, ...], bits: int, *, paged: bool = False) ->
             one._replace(what=f"{one.what}, {below}", units=_in_pages(one.units, inside=False), symbol="U_l") for one in main
         )
     return Published(
-        (*main, *beside), source, words, tables=_BNB_MAP_BYTES * copies if bits == 8 else 0, paged=in_pages,
+        (*main, *beside), source, tables=_BNB_MAP_BYTES * copies if bits == 8 else 0, paged=in_pages,
         engines=("paper", "ddp") if paged else ("paper", "ddp", "fsdp1", "fsdp2", "deepspeed"),
         note=_PAGES if paged else "",
     )  # fmt: skip
@@ -158,9 +151,8 @@ def _torchao(bits: int, *, floating: bool = False, block: int = 256) -> Publishe
     ]
     if tables:
         states.append(Held("quantization maps of every tensor", "U_k", _quantised_tensors(block), tables, 2))
-    narrow = f"{codes / 2:g}"
     return Published(
-        tuple(states), _TORCHAO, f"momentum and variance, {kind}: {narrow} + {narrow}, and 4 + 4 per block of {block}",
+        tuple(states), _TORCHAO,
         lambda tensor, _, __: _compiled_scratch(tensor, bits, block, floating=floating), _COMPILED,
         engines=("paper", "ddp", "fsdp2"),
     )  # fmt: skip
@@ -195,20 +187,16 @@ _RANK = 128  # transformers 5.23, trainer_optimizer.py, _get_galore_optimizer an
 
 def _projected(tensor: "LocalTensor") -> Int:
     """Return the elements of one moment of a matrix, whose shorter side is projected to the rank."""
-    return _RANK * maximum(*tensor.shape) if _matrix(tensor) else 0
+    return _RANK * maximum(*tensor.shape) if updated_by_muon(tensor) else 0
 
 
 def _projector(tensor: "LocalTensor") -> Int:
-    return _RANK * minimum(*tensor.shape) if _matrix(tensor) else 0
+    return _RANK * minimum(*tensor.shape) if updated_by_muon(tensor) else 0
 
 
 def _smaller_factor(tensor: "LocalTensor") -> Int:
     """Return the elements of the smaller factor of a matrix's SVD. GaLore's projection is a view of it unless it needs a cast."""
-    return minimum(*tensor.shape) * minimum(*tensor.shape) if _matrix(tensor) else 0
-
-
-def _not_projected(tensor: "LocalTensor") -> Int:
-    return 0 if _matrix(tensor) else tensor.numel
+    return minimum(*tensor.shape) * minimum(*tensor.shape) if updated_by_muon(tensor) else 0
 
 
 def _of_apollo(tensor: "LocalTensor", before: Int, width: int) -> Int:
@@ -217,7 +205,7 @@ def _of_apollo(tensor: "LocalTensor", before: Int, width: int) -> Int:
     Every 200 steps the projection is made again, in fp32, from an fp32 copy of the gradient. Tensors without projection have
     denominators and quotients, together with those of the previous tensor.
     """
-    if not _matrix(tensor):
+    if not updated_by_muon(tensor):
         return width * maximum(2 * before + tensor.numel, before + 2 * tensor.numel)
     scaled = width * maximum(before + tensor.numel, 2 * tensor.numel) + 3 * width * _projected(tensor)
     copied: Int = 0 if width == 4 else 4 * tensor.numel + width * _projector(tensor)
@@ -227,7 +215,9 @@ def _of_apollo(tensor: "LocalTensor", before: Int, width: int) -> Int:
 _APOLLO = (
     Held("momentum and variance of the blocks' matrices in rank 128", "U_r", _projected, 0, 2),
     Held("projections of the blocks' matrices to rank 128", "U_j", _projector, 0, 1),
-    Held("momentum and variance of all other tensors", "U_o", _not_projected, 0, 2),
+    Held(
+        "momentum and variance of all other tensors", "U_o", lambda tensor: 0 if updated_by_muon(tensor) else tensor.numel, 0, 2
+    ),
 )
 
 
@@ -236,7 +226,7 @@ def _of_galore(tensor: "LocalTensor", before: Int, width: int) -> Int:
 
     Every 200 steps an SVD decomposes the gradient in fp32: a copy and both factors, beside the rest of the previous matrix.
     """
-    if not _matrix(tensor):
+    if not updated_by_muon(tensor):
         return width * maximum(2 * before + tensor.numel, before + 2 * tensor.numel)
     factors = 4 * ((2 if width == 4 else 3) * tensor.numel + _smaller_factor(tensor))
     stepping = width * (3 * _projected(tensor) + maximum(2 * tensor.numel, before))
@@ -258,10 +248,6 @@ def _sides(tensor: "LocalTensor") -> list[Int]:
     return [where(side <= _SOAP_SIDE, side * side, 0) for side in tensor.shape]
 
 
-def _squares(tensor: "LocalTensor") -> Int:
-    return sum(_sides(tensor))
-
-
 def _of_soap(tensor: "LocalTensor", before: Int, width: int) -> Int:
     """Return the gradient, momentum and update in the eigenbases, the denominators, and the products with two sides.
 
@@ -281,7 +267,6 @@ def _of_soap(tensor: "LocalTensor", before: Int, width: int) -> Int:
 _ADAM_STATES = ("momentum", "variance")
 _ON_DTENSORS_TOO = ("paper", "ddp", "fsdp2")
 _ALONE = ("paper", "ddp")
-_TWO_STATES = "{dtype}: {w} + {w}"
 _SCHEDULE_FREE = "schedulefree 1.4.1, adamw_schedulefree.py, AdamWScheduleFree.step"
 _ADAM_MINI = "Adam-mini 1.1.1, adam_mini.py, Adam_mini.step"
 _APOLLO_SOURCE = "APOLLO 1.0.3, apollo_torch/apollo.py, AdamW.step"
@@ -304,19 +289,16 @@ PUBLISHED: dict[Optimizer, Published] = {
     "torchao-adamw": Published(
         (Held("momentum and variance", "U", _elements, 0, 2),),
         _TORCHAO,
-        f"momentum and variance in {_TWO_STATES}",
         engines=_ON_DTENSORS_TOO,
     ),
     "schedule-free-adamw": Published(
         (Held("variance", "U", _elements), Held("the points that are averaged (z)", "U", _elements)),
         _SCHEDULE_FREE,
-        f"variance and averaged points in {_TWO_STATES}",
         engines=_ON_DTENSORS_TOO,
     ),
     "adam-mini": Published(
         (Held("momentum", "U", _elements), Held(_MEANS, "U_w", _rows)),
         _ADAM_MINI,
-        "momentum in {dtype}: {w}, and {w} per row of a matrix",
         _of_adam_mini,
         _ADAM_MINI,
         engines=_ALONE,
@@ -324,7 +306,6 @@ PUBLISHED: dict[Optimizer, Published] = {
     "apollo": Published(
         _APOLLO,
         _APOLLO_SOURCE,
-        f"momentum and variance in {_TWO_STATES}, of the blocks' matrices in rank {_RANK}",
         _of_apollo,
         _APOLLO_SOURCE,
         engines=_ALONE,
@@ -332,7 +313,6 @@ PUBLISHED: dict[Optimizer, Published] = {
     "galore": Published(
         _GALORE,
         _GALORE_SOURCE,
-        f"momentum and variance in {_TWO_STATES}, of the blocks' matrices in rank {_RANK}",
         _of_galore,
         _GALORE_SOURCE,
         engines=_ALONE,
@@ -341,10 +321,15 @@ PUBLISHED: dict[Optimizer, Published] = {
     "soap": Published(
         (
             Held("momentum and variance", "U", _elements, 0, 2),
-            Held("products of the sides up to 10,000 of matrices, and their eigenbases", "U_g", _squares, 0, 2),
+            Held(
+                "products of the sides up to 10,000 of matrices, and their eigenbases",
+                "U_g",
+                lambda tensor: sum(_sides(tensor)),
+                0,
+                2,
+            ),
         ),
         _SOAP,
-        f"momentum and variance in {_TWO_STATES}, and twice the square of a matrix's rows and of its columns",
         _of_soap,
         _SOAP,
         engines=_ALONE,

@@ -266,12 +266,8 @@ def _at_one(moment: SameMoment, unit: Unit) -> str:
         "B", "A", moment.after, moment.before)  # fmt: skip
     apart = there.n_bytes - at.n_bytes
     less = "as much" if not apart else f"{unit.size(abs(apart))} {'more' if apart > 0 else 'less'}"
-    where = "" if there.name == at.name else f" ({there.name})"
-    return f"At {letter}'s ({at.name}){_and(where)} {other} has {unit.size(there.n_bytes)}, {less}{_largest(moment, unit)}."
-
-
-def _and(where: str) -> str:
-    return f", or what is most like it{where}," if where else ""
+    where = "" if there.name == at.name else f", or what is most like it ({there.name}),"
+    return f"At {letter}'s ({at.name}){where} {other} has {unit.size(there.n_bytes)}, {less}{_largest(moment, unit)}."
 
 
 def _largest(moment: SameMoment, unit: Unit) -> str:

@@ -103,7 +103,8 @@ def _of_job(said: Message, answer: Estimate, found: Found | None) -> Iterator[st
         )
         return
     yield f"The request: {found.reason} ({found.kind}), {_size(found.n_bytes)}"
-    yield f"made in the {found.phase}, {found.module}{_which_step(found.step)}"
+    step = "the first step" if found.step <= 0 else f"step {found.step + 1} and later"
+    yield f"made in the {found.phase}, {found.module} {'before' if found.step < 0 else 'of'} {step}"
     yield f"predicted in tensors before it: {_size(found.live_bytes)}; the message says {_size(said.allocated_bytes)}"
     if found.replayed:
         yield "A replay of this job's requests on a GPU with as much memory fails at the same request."
@@ -127,10 +128,6 @@ def _judged(said: Message, found: Found) -> Iterator[str]:
             f"The run had {_size(apart)} more in tensors than this job: your program keeps something else, or the job differs from "
             "what ran. `zeroplan dryrun -- your_script.py` runs your own script."
         )
-
-
-def _which_step(step: int) -> str:
-    return " of the first step" if step == 0 else " before the first step" if step < 0 else f" of step {step + 1} and later"
 
 
 def _other_jobs(others: Sequence[Other]) -> Iterator[str]:

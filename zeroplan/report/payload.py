@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TypedDict
 
 from zeroplan.engines.account import PipelineRank
 from zeroplan.estimator import Estimate
@@ -12,32 +11,6 @@ from zeroplan.remedies import Remedy
 from zeroplan.traffic import Traffic
 
 SCHEMA_VERSION = 1
-
-
-class BandPayload(TypedDict):
-    """A figure with its least, expected and largest value."""
-
-    low_bytes: int
-    expected_bytes: int
-    high_bytes: int
-
-
-class LinePayload(TypedDict):
-    """One line of a ledger."""
-
-    kind: str
-    bytes: int
-    reason: str
-    formula: str
-    source: str
-
-
-class MomentPayload(TypedDict):
-    """One named moment of the step."""
-
-    moment: str
-    phase: str
-    allocated_bytes: int
 
 
 def estimate_payload(
@@ -125,16 +98,16 @@ def _communication(traffic: Traffic) -> dict[str, object]:
     }
 
 
-def _line(line: Line) -> LinePayload:
+def _line(line: Line) -> dict[str, object]:
     return {"kind": line.kind.value, "bytes": int(line.n_bytes), "reason": line.reason, "formula": line.formula,
             "source": line.source}  # fmt: skip
 
 
-def _moment(moment: Moment) -> MomentPayload:
+def _moment(moment: Moment) -> dict[str, object]:
     return {"moment": moment.name, "phase": moment.phase.value, "allocated_bytes": int(moment.total_bytes)}
 
 
-def _band(band: Band) -> BandPayload:
+def _band(band: Band) -> dict[str, object]:
     return {"low_bytes": int(band.low_bytes), "expected_bytes": int(band.expected_bytes), "high_bytes": int(band.high_bytes)}
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from zeroplan.ledger import Kind, Phase
 from zeroplan.snapshots.frames import KIND_OF_BLOCK, PHASE
 from zeroplan.snapshots.lives import BEFORE, Life, Lives
-from zeroplan.snapshots.reading import Event, Frame, Snapshot, Stack
+from zeroplan.snapshots.reading import Frame, Snapshot, Stack
 from zeroplan.units import KIB, MIB
 
 UNKNOWN = "held before the history began"
@@ -86,15 +86,11 @@ def _parts(snapshot: Snapshot) -> tuple[Part, ...]:
     found, now = [], Part.OTHER
     for event in snapshot.events:
         if event.action in ("requested", "out of memory"):
-            now = _in_a_step(event, snapshot) or (
-                read.get(event.stack) or read.setdefault(event.stack, _part(event.stack, named=named))
-            )
+            in_a_step = any(start <= event.time_us <= end for start, end in snapshot.steps)
+            known = Part.STEP if in_a_step else read.get(event.stack)
+            now = known or read.setdefault(event.stack, _part(event.stack, named=named))
         found.append(now)
     return tuple(found)
-
-
-def _in_a_step(event: Event, snapshot: Snapshot) -> Part | None:
-    return Part.STEP if any(start <= event.time_us <= end for start, end in snapshot.steps) else None
 
 
 def _part(stack: Stack, *, named: bool) -> Part:

@@ -94,7 +94,10 @@ TRAITS: Mapping[str, Traits] = {
     "gemma": Traits("gemma", "gelu_pytorch_tanh"),
     "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
     "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
-    "gemma4_text": Traits("gemma4", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
+    "gemma4_text": Traits(
+        "gemma4", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True, experts="on this rank",
+        may_be_dense=True,
+    ),
     "phi3": Traits("phi3", window=True),
     "olmo2": Traits("olmo2"),
     "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True),

@@ -148,11 +148,7 @@ class JobSpec(Spec):
             raise SpecError(
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
-        widest = max(self.model.head_dim, self.model.global_head_dim)
-        if self.recipe.attention == "flash" and widest > _WIDEST_OF_FLASH:
-            raise SpecError(
-                f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'"
-            )
+        self._check_heads()
         self._check_fused_loss()
         self._check_resharding()
         if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
@@ -211,6 +207,13 @@ class JobSpec(Spec):
         ):
             if asked:
                 raise SpecError(f"ddp.step_in_backward with {asked} is not modelled; use {instead}, or leave it out")
+
+    def _check_heads(self) -> None:
+        widest = max(self.model.head_dim, self.model.global_head_dim)
+        if self.recipe.attention == "flash" and widest > _WIDEST_OF_FLASH:
+            raise SpecError(
+                f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'"
+            )
 
     def _check_fused_loss(self) -> None:
         """Raise SpecError without a fused loss of Liger (transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``)."""

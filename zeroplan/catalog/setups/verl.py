@@ -79,7 +79,7 @@ def _loop(reading: Reading, *, alone: bool) -> None:
     names = ("actor.fsdp_config.param_offload", "actor.fsdp_config.optimizer_offload", "actor.use_kl_loss",
              "actor.entropy_from_logits_with_chunking")  # fmt: skip
     params, states, kl_loss, chunked = (table.switch(f"actor_rollout_ref.{name}") or None for name in names)
-    frees, budget = table.switch(f"{_ROLLOUT}free_cache_engine"), table.count(f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384
+    frees = table.switch(f"{_ROLLOUT}free_cache_engine")
     estimator = str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower()
     reading.tell_loop(
         "algorithm.adv_estimator", "ppo", alone=alone, adv_estimator="gae" if estimator == "gae" else "grpo",
@@ -88,7 +88,6 @@ def _loop(reading: Reading, *, alone: bool) -> None:
         free_cache_engine="false" if frees is False else None, param_offload=params, optimizer_offload=states,
         use_kl_loss=kl_loss or table.switch("algorithm.use_kl_in_reward") or None, entropy_from_logits_with_chunking=chunked,
         log_prob_micro_batch_size_per_gpu=table.count(f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu"),
-        ppo_max_token_len_per_gpu=budget if table.switch(f"{_ACTOR}use_dynamic_bsz") else None,
         **(_critic(reading) if estimator == "gae" else {}),
     )  # fmt: skip
 

@@ -73,7 +73,7 @@ class Observer:
     def _called(self, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self._calls += 1
         self.most_calls = max(self.most_calls, self._calls)
-        self._leave()
+        self.step_begins()
         found, form = tree_flatten_with_path((args, kwargs))
         leaves = [one for _, one in found]
         self._arguments = {at: weakref.ref(one) for at, one in enumerate(leaves) if isinstance(one, torch.Tensor)}
@@ -102,10 +102,6 @@ class Observer:
         if self.tape is not None and self.tape.open:
             self.tape.close(roots[0])
 
-    def step_begins(self) -> None:
-        """Stop recording at the optimizer's step."""
-        self._leave()
-
     def step_ended(self, optimizer: Optimizer | None, root: nn.Module | None, *, last: bool) -> None:
         """Note a whole step by this optimizer, or by an engine."""
         if optimizer is not None and optimizer.state:
@@ -114,8 +110,8 @@ class Observer:
         if last:
             self.root = root
 
-    def _leave(self) -> None:
-        """Remove the tape from torch's stack of modes, at any depth."""
+    def step_begins(self) -> None:
+        """Stop recording at the optimizer's step: remove the tape from torch's stack of modes, at any depth."""
         if self.tape is None:
             return
         self.tape.open = False

@@ -242,7 +242,8 @@ def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -
     payload, calls = width * total, accum if recipe.sync_every_micro_batch else 1
     share = ceil_div(payload, ranks) * (ranks - 1)
     moved = where(ranks > 1, total, 0)
-    what = _in_buckets(bucket_count(model, width, recipe.ddp.bucket_cap_mb))
+    count = bucket_count(model, width, recipe.ddp.bucket_cap_mb)
+    what = f"gradients, in {count} bucket{'s' if count > 1 else ''}"
     reduce = Collective(
         "all_reduce", what, "backward", ranks, calls, payload, 2 * share * calls, 2 * moved * calls, _ALL_REDUCE
     )
@@ -293,8 +294,3 @@ def filled_buckets(sizes: Iterable[int], cap_mb: int | None) -> tuple[int, ...]:
             closed.append(filled)
             filled, limit = 0, others
     return (*closed, *((filled,) if filled else ()))
-
-
-@lru_cache(maxsize=256)
-def _in_buckets(count: int) -> str:
-    return f"gradients, in {count} bucket{'s' if count > 1 else ''}"

@@ -4,7 +4,6 @@ Over the blocks of a run every size changes by the same amount per block, so mem
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
 
@@ -170,7 +169,8 @@ class Training(MicroBatch):
             return ()
         elements, formula = self._casts_of(blocks, in_context)
         n_bytes, reason = 2 * (elements + beside), "autocast's 16-bit copies of the weights"
-        return (Line(Kind.WEIGHT_CASTS, n_bytes, reason, _twice(formula, beside), _AUTOCAST),)
+        formula = f"2·({formula} + {beside})" if beside else f"2·({formula})"
+        return (Line(Kind.WEIGHT_CASTS, n_bytes, reason, formula, _AUTOCAST),)
 
     def _casts_of(self, blocks: int, in_context: bool) -> tuple[int, str]:  # noqa: FBT001  part of a key
         found = self._known.get((blocks, in_context))
@@ -185,8 +185,3 @@ class Training(MicroBatch):
         """Return all runs, or only those at both ends if kinds alternate."""
         runs = list(enumerate(self.these.runs))
         return runs if len(runs) <= 2 * _ENDS + 1 else (*runs[:_ENDS], *runs[-_ENDS:])
-
-
-@lru_cache(maxsize=4096)
-def _twice(formula: str, beside: int) -> str:
-    return f"2·({formula} + {beside})" if beside else f"2·({formula})"

@@ -119,7 +119,6 @@ class Partitioned(Collecting):
     plan: Plan
 
     def __init__(self, plan: Plan, memory: Memory, ranks: int = 1) -> None:
-        """Begin with empty buckets."""
         super().__init__(plan, memory, ranks)
         self.inside: list[Placed] = []
         """The gradients of the next reduction, in the bucket or where autograd made them."""

@@ -86,7 +86,6 @@ class Taking:
     """Takes notes while the steps of a pass run."""
 
     def __init__(self, n_blocks: int) -> None:
-        """Begin with nothing gathered."""
         self.forward = [0] * n_blocks
         self.before_experts = [0] * n_blocks
         self.blocks: list[list[Noted]] = [[] for _ in range(n_blocks)]

@@ -90,7 +90,6 @@ class Memory:
     """Live bytes, and their peak. [bytes]"""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self.held = self.most = 0
         self._names: dict[str, int] = {}
 

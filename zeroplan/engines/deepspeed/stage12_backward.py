@@ -76,7 +76,6 @@ class Training(MicroBatch):
     """The forward and backward passes, until the last backward ends."""
 
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
-        """Store the job, and its courses."""
         super().__init__(trace, job.recipe, these, job.whole)
         self.job, self.courses = job, _courses(job, these)
         self._kept: dict[int, Int] = {}

@@ -101,12 +101,10 @@ def own_gradients(job: Job) -> Line:
 def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Line:
     """Return whole gradients of ``elements`` elements, with ``symbol`` in the formula if given. [bytes]"""
     formula = times(job.element, symbol) if symbol else product(job.element, elements)
-    return Line(whole_gradients(job), job.element * elements, reason, formula, STAGE12)
-
-
-def whole_gradients(job: Job) -> Kind:
-    """Return the kind of whole gradients, which at stage 0 the optimizer reads directly; at others it reads this rank's shard."""
-    return Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
+    kind = (
+        Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
+    )  # at stage 0 the optimizer reads them directly
+    return Line(kind, job.element * elements, reason, formula, STAGE12)
 
 
 @lru_cache(maxsize=4096)

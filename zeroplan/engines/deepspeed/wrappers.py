@@ -47,7 +47,6 @@ class Wrapper:
     """How one of DeepSpeed's wrappers handles a rank's gradients."""
 
     def __init__(self, job: Job, impl: OptimizerImpl, around: Around) -> None:
-        """Store the job and the optimizer's implementation."""
         self.job, self.impl = job, impl
         self.memory, self.update, self.zero_grad = around
 
@@ -183,17 +182,13 @@ def all_reduces(whole: Row) -> tuple[int, ...]:
     return (*closed, *((fill,) if fill else ()))
 
 
-def _is_one_slice(job: Job) -> Bool:
-    """Whether the shard is a slice of one gradient, which is flattened without a copy (torch, ``flatten``)."""
-    return job.whole.placed[0].end >= job.partition
-
-
 def laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
     """Return the flattened gradients, their copy for the optimizer, and the kept gradients if the former are a view of them.
 
     If they have the optimizer's dtype, the optimizer takes the flattened gradients themselves.
     """
-    one, same = _is_one_slice(job), job.element == job.master
+    one: Bool = job.whole.placed[0].end >= job.partition  # a slice of one gradient is flattened without a copy (torch, ``flatten``)
+    same = job.element == job.master
     copied = where(one, 0, job.partition)
     flat_bytes: Int = 0 if same else job.element * copied
     taken_bytes = job.master * (copied if same else job.partition)

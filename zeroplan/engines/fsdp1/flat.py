@@ -73,14 +73,10 @@ class FlatPlan(Plan):
         for count, group in zip(layers, self.trained_blocks, strict=True):
             elements = elements + count * self.flat(group)
         width = self.width.compute
-        formula = _left_formula(width, self.letter, layers, self.trained_kinds, sum_of(self.letter, outside))
+        elements_of = blocks_sum(self.letter, layers, self.trained_kinds, sum_of(self.letter, outside))
         reason = "flat gradients accumulated by earlier micro-batches"
-        return (Line(Kind.UNSHARDED_GRADIENTS, self.several * width * elements, reason, formula, ACCUMULATE),)
-
-
-@lru_cache(maxsize=4096)
-def _left_formula(width: int, letter: str, layers: tuple[int, ...], kinds: tuple[str, ...], outside: str) -> str:
-    return f"{width}·M·({blocks_sum(letter, layers, kinds, outside)})"
+        n_bytes, formula = self.several * width * elements, f"{width}·M·({elements_of})"
+        return (Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, formula, ACCUMULATE),)
 
 
 def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> FlatPlan:

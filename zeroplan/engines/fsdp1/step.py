@@ -46,7 +46,6 @@ class FlatMicroBatch(MicroBatch):
     """A micro-batch through the model, forward and backward."""
 
     def __init__(self, plan: FlatPlan, trace: Trace, units: Units) -> None:
-        """Store the plan's units."""
         super().__init__(plan, trace, units)
         in_order = (self.root, *(unit for _, unit in self.layers))
         following = {unit.name: after for unit, after in pairwise(in_order)}

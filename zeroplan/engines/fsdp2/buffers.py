@@ -1,7 +1,5 @@
 """FSDP2's buffers, one line each: gathered and unsharded parameters, kept activations, reduce-scatter inputs and outputs."""
 
-from functools import lru_cache
-
 from zeroplan.engines.formulas import blocks_sum, kept_by, product
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
@@ -44,15 +42,9 @@ def still_unsharded(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
     for count, group in zip(layers, gathered, strict=True):
         elements = elements + count * (group.padded if plan.reshard is False else smaller_shard(plan, group))
     reason = "blocks unsharded until their backward" if plan.reshard is False else "blocks' smaller shards until their backward"
-    formula = _still_formula(
-        plan.width.compute, "P" if plan.reshard is False and not plan.has_experts_apart else "Q", layers, kinds
-    )
-    return (Line(Kind.UNSHARDED_PARAMETERS, plan.width.compute * elements, reason, formula, POST_FORWARD),)
-
-
-@lru_cache(maxsize=4096)
-def _still_formula(width: int, letter: str, layers: tuple[int, ...], kinds: tuple[str, ...]) -> str:
-    return f"{width}·({blocks_sum(letter, layers, kinds)})"
+    letter, width = "P" if plan.reshard is False and not plan.has_experts_apart else "Q", plan.width.compute
+    formula = f"{width}·({blocks_sum(letter, layers, kinds)})"
+    return (Line(Kind.UNSHARDED_PARAMETERS, width * elements, reason, formula, POST_FORWARD),)
 
 
 def smaller_shard(plan: Plan, group: Group) -> Int:

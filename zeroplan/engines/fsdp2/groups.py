@@ -1,5 +1,6 @@
 """The groups of ``fully_shard``: which parameters each has, and each rank's chunks of them."""
 
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import NamedTuple
@@ -246,11 +247,16 @@ def _shards(cut: Cut, *, trained: bool) -> Int:
     outside, blocks = [cut.trained_root if trained else cut.root], cut.trained_blocks if trained else cut.blocks
     if cut.ends is not None:
         outside += cut.ends[2:] if trained else cut.ends[:2]
+    return shards_of(outside, blocks, [run.layers for run in cut.tree.runs])
+
+
+def shards_of(outside: Iterable[Group], blocks: Iterable[Group], layers: Iterable[int]) -> Int:
+    """This rank's chunks of units outside the blocks, and of this many layers of each run. [elements]"""
     elements: Int = 0
     for group in outside:
         elements = elements + group.shard
-    for run, group in zip(cut.tree.runs, blocks, strict=True):
-        elements = elements + run.layers * group.shard
+    for count, group in zip(layers, blocks, strict=True):
+        elements = elements + count * group.shard
     return elements
 
 

@@ -1,7 +1,5 @@
 """The lines of one parameter group in an FSDP2 step: its buffers, its gradients and their reduction."""
 
-from functools import lru_cache
-
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import ALONE, COPY_OUT, GATHER, POST_FORWARD, reduce_output_width, smaller_shard
 from zeroplan.engines.fsdp2.groups import Group, ParamGroup
@@ -25,14 +23,14 @@ def gathered_ahead(plan: Plan, group: ParamGroup) -> tuple[Line]:
 def _buffer(plan: Plan, group: ParamGroup, words: str) -> tuple[Line]:
     width = plan.width.compute
     n_bytes = group.gathers * width * group.padded
-    formula = group.said(n_bytes, _formula(width, group.whole, group.gate))
+    formula = group.said(n_bytes, f"{width}·{group.whole}{group.gate}")
     return (Line(Kind.GATHER, n_bytes, f"{group.words}, {words}", formula, GATHER),)
 
 
 def unsharded(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """Return a group's parameters, copied out of the buffer. [bytes]"""
     n_bytes = plan.width.compute * group.padded
-    formula = group.said(n_bytes, _formula(plan.width.compute, group.whole))
+    formula = group.said(n_bytes, f"{plan.width.compute}·{group.whole}")
     return (Line(Kind.UNSHARDED_PARAMETERS, n_bytes, f"{group.words}, copied out for use", formula, COPY_OUT),)
 
 
@@ -45,7 +43,7 @@ def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[
     if not (plan.width.mixed or plan.offloaded) or not copied.numel:
         return ()
     n_bytes = group.gathers * plan.width.compute * copied.shard
-    formula = group.said(n_bytes, _formula(plan.width.compute, copied.share, group.gate))
+    formula = group.said(n_bytes, f"{plan.width.compute}·{copied.share}{group.gate}")
     return (Line(Kind.GATHER, n_bytes, f"{group.words}, this rank's chunk, cast", formula, GATHER),)
 
 
@@ -123,9 +121,7 @@ def own_smaller_shard(plan: Plan, unit: Group) -> tuple[Line, ...]:
 def reduce_input(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """Return the input of a reduce-scatter: the whole group in the reduction's dtype. [bytes]"""
     width = plan.reduce_bytes
-    return (
-        Line(Kind.REDUCE, width * group.padded, f"{group.words}, reduce-scatter input", _formula(width, group.whole), REDUCE),
-    )
+    return (Line(Kind.REDUCE, width * group.padded, f"{group.words}, reduce-scatter input", f"{width}·{group.whole}", REDUCE),)
 
 
 def copied_width(plan: Plan) -> tuple[Int, str]:
@@ -136,12 +132,7 @@ def copied_width(plan: Plan) -> tuple[Int, str]:
     compute, reduced = plan.width.compute, plan.reduce_bytes
     if plan.recipe.sync_every_micro_batch or reduced == compute:
         return compute, f"{compute}"
-    return where(plan.several > 0, reduced, compute), _widths(reduced, compute)
-
-
-@lru_cache(maxsize=256)
-def _widths(reduced: int, compute: int) -> str:
-    return f"({reduced}·M + {compute}·(1-M))"
+    return where(plan.several > 0, reduced, compute), f"({reduced}·M + {compute}·(1-M))"
 
 
 def copied_or_reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
@@ -154,7 +145,7 @@ def copied_or_reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
     out = reduce_output_width(plan)
     made = maximum(copied * group.numel, out * group.shard)
     reason = f"{group.words}, while copied in, or the reduce-scatter output"
-    return (Line(Kind.UNSHARDED_GRADIENTS, made, reason, _larger(f"{formula}·{group.plain}", f"{out}·{group.share}"), REDUCE),)
+    return (Line(Kind.UNSHARDED_GRADIENTS, made, reason, f"max({formula}·{group.plain}, {out}·{group.share})", REDUCE),)
 
 
 def experts_copied_or_reduced(plan: Plan, group: ParamGroup, copied: Int) -> Int:
@@ -197,7 +188,7 @@ _EXPERTS_REDUCED = "the experts' while copied in, or the reduce-scatter output"
 def _of_experts(plan: Plan, group: ParamGroup, copied: str) -> str:
     out = reduce_output_width(plan)
     if plan.of_torch_2_15:
-        return _larger(f"{copied}·{group.plain}", f"{out}·{group.share}")
+        return f"max({copied}·{group.plain}, {out}·{group.share})"
     if not isinstance(group.narrow, int):
         return ""
     last, named = f"{group.narrow}·{copied}·{group.last}", f"min(1, F-1)·{copied}·{group.last}"
@@ -226,13 +217,3 @@ def fresh_shard(plan: Plan, group: ParamGroup) -> tuple[Line]:
     stored = plan.width.stored
     reason = f"{group.words}, this rank's chunk of the gradients"
     return (Line(Kind.GRADIENTS, once * stored * group.shard, reason, f"{first}{stored}·{group.share}", REDUCE),)
-
-
-@lru_cache(maxsize=1024)
-def _formula(width: int, name: str, gate: str = "") -> str:
-    return f"{width}·{name}{gate}"
-
-
-@lru_cache(maxsize=1024)
-def _larger(one: str, other: str) -> str:
-    return f"max({one}, {other})"

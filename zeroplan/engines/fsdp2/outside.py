@@ -1,7 +1,5 @@
 """The lines of an FSDP2 step outside the blocks, all gradients, and the end of the backward."""
 
-from functools import lru_cache
-
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2 import buffers, lines
 from zeroplan.engines.fsdp2.groups import Ends, Group
@@ -41,14 +39,12 @@ def reduced(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = ()
         return (shards,)
     apart = plan.replicated * (plan.several if is_the_shard else 1)
     words = "R·M" if is_the_shard else "R"
-    formula = _replicas_formula(words, plan.reduce_bytes, layers, plan.trained_kinds, sum_of("P", outside))
+    shards_held = shards_formula(plan.reduce_bytes, layers, plan.trained_kinds, outside=sum_of("P", outside))
     held = apart * plan.reduce_bytes * plan.trained_shards(layers, outside)
-    return (shards, Line(Kind.REDUCE, held, "all-reduces over replicas, held until backward ends", formula, _REPLICAS))
-
-
-@lru_cache(maxsize=4096)
-def _replicas_formula(where_apart: str, width: int, layers: tuple[int, ...], kinds: tuple[str, ...], outside: str) -> str:
-    return f"{where_apart}·{shards_formula(width, layers, kinds, outside=outside)}"
+    return (
+        shards,
+        Line(Kind.REDUCE, held, "all-reduces over replicas, held until backward ends", f"{words}·{shards_held}", _REPLICAS),
+    )
 
 
 def made_in_a_block(plan: Plan, point: BackwardPoint) -> Line:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
-from zeroplan.engines.fsdp2.groups import Cut, Ends, Group, cut_of, local_tensors, on_host, parameter_lines
+from zeroplan.engines.fsdp2.groups import Cut, Ends, Group, cut_of, local_tensors, on_host, parameter_lines, shards_of
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines
 from zeroplan.engines.outside import outside
 from zeroplan.engines.pinned import rounding
@@ -185,7 +185,7 @@ class Plan(NamedTuple):
     @property
     def padded(self) -> Int:
         """All parameters with their padding. [elements]"""
-        return self.n * _shards(self.outside, self.blocks, self.every_layer)
+        return self.n * shards_of(self.outside, self.blocks, self.every_layer)
 
     @property
     def numel(self) -> int:
@@ -205,7 +205,7 @@ class Plan(NamedTuple):
 
     def trained_shards(self, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> Int:
         """Return this rank's chunks of the trained parameters in these layers of each run, and in units outside them. [elements]"""
-        return _shards(outside, self.trained_blocks, layers)
+        return shards_of(outside, self.trained_blocks, layers)
 
     def gradient_shards(self, layers: tuple[int, ...], when: str, outside: tuple[Group, ...] = ()) -> Line:
         """Return this rank's gradient shards of these layers; of all layers, if earlier micro-batches have left theirs."""
@@ -243,16 +243,7 @@ class Plan(NamedTuple):
         if not self.adds_up or (isinstance(self.several, int) and not self.several):
             return width * (made + waiting), product(width, made + waiting)
         beside = (1 - self.several) * made + self.several * current + waiting
-        return width * beside, _fresh_formula(width, made, current, waiting)
-
-
-def _shards(outside: tuple[Group, ...], blocks: tuple[Group, ...], layers: tuple[int, ...]) -> Int:
-    elements: Int = 0
-    for group in outside:
-        elements = elements + group.shard
-    for count, group in zip(layers, blocks, strict=True):
-        elements = elements + count * group.shard
-    return elements
+        return width * beside, f"{width}·((1-M)·{made} + M·{current} + {waiting})"
 
 
 def sum_of(letter: str, outside: tuple[Group, ...]) -> str:
@@ -426,11 +417,6 @@ def _reduced_in_words(
 ) -> tuple[str, str]:  # fmt: skip
     formula = shards_formula(width, layers, kinds, outside=outside)
     return f"this rank's chunk of the gradients, {when}", f"max({formula}, {earlier})" if earlier else formula
-
-
-@lru_cache(maxsize=4096)
-def _fresh_formula(width: int, made: int, current: int, waiting: int) -> str:
-    return f"{width}·((1-M)·{made} + M·{current} + {waiting})"
 
 
 @lru_cache(maxsize=4096)

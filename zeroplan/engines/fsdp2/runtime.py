@@ -62,7 +62,6 @@ class EndUnits:
     """Embedding and head as units of their own."""
 
     def __init__(self, plan: Plan, groups: Ends) -> None:
-        """Store the parameters of both."""
         last = groups.trained_embedding.numel
         self.embedding = Unit(
             "the embedding", Parts(plan, groups.embedding, groups.trained_embedding, "the embedding's", last=last)

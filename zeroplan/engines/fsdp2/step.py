@@ -32,7 +32,6 @@ class MicroBatch:
     """A micro-batch through the model, forward and backward."""
 
     def __init__(self, plan: Plan, trace: Trace, units: Units) -> None:
-        """Store the plan's units."""
         self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace, units.made)
         self.root, self.ends, self.layers, self._inside = units.root, units.ends, units.layers, units.inside
         self._keeps_input = any(line.tag.role is Role.BLOCK_INPUT for line in plan.head.shared)

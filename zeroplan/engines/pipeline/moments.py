@@ -7,7 +7,7 @@ after a backward (torch 2.13, ``torch/distributed/pipelining/stage.py``, ``backw
 
 from collections.abc import Callable, Iterable, Iterator
 
-from zeroplan.engines.pipeline.passes import backward, forward
+from zeroplan.engines.pipeline.passes import through
 from zeroplan.engines.pipeline.reducing import reducing
 from zeroplan.engines.pipeline.waiting import Rank, most_waits
 from zeroplan.engines.pipeline.walk import State
@@ -27,7 +27,7 @@ def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Entry]:
 
 def makers_of(*, splits: bool) -> dict[str, Maker]:
     """Return the function that makes the moments of each kind of pass; ``splits``: backwards are split in two halves."""
-    makers: dict[str, Maker] = {"forward": forward, "backward": backward, "reducing": reducing}
+    makers: dict[str, Maker] = {"forward": through, "backward": through, "reducing": reducing}
     if splits:
         from zeroplan.engines.pipeline.halves import first_half, second_half  # noqa: PLC0415  the other schedules' answers need not wait
 

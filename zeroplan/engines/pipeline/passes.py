@@ -36,20 +36,16 @@ from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Phase, Role
 from zeroplan.trace import Entry, Trace
 from zeroplan.transformer.blocks import At, BlockPass
-from zeroplan.transformer.families.tags import AT_MLP_NORM
+from zeroplan.transformer.families.tags import AT_MLP_NORM, HELD_NORM
 
 
-def forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
-    """Return every moment of a forward at which memory can peak; ``waiting`` are the rank's other lines."""
+def through(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
+    """Return every moment of a forward or backward at which memory can peak; ``waiting``: the rank's other lines."""
     one = StagePass(rank, state, waiting)
-    one.forward_through()
-    return one.trace.finished()
-
-
-def backward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
-    """Return every moment of a backward at which memory can peak."""
-    one = StagePass(rank, state, waiting)
-    one.backward_through()
+    if state.kind == "forward":
+        one.forward_through()
+    else:
+        one.backward_through()
     return one.trace.finished()
 
 
@@ -67,7 +63,6 @@ class StagePass(MicroBatch):
     """A micro-batch in one stage, with everything that waits on the rank."""
 
     def __init__(self, rank: Rank, state: State, waiting: tuple[Line, ...]) -> None:
-        """Store the stage of the rank that runs."""
         self.rank, self.state, self.stage = rank, state, rank.stages[state.chunk]
         self.whole, self.earlier = state.whole[state.chunk], bool(state.earlier[state.chunk])
         self.output_made: int | None = None
@@ -189,7 +184,7 @@ class StagePass(MicroBatch):
             self._loss_in_chunks()
             return
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
-        self.trace.pass_by(*tensor.after_the_forward(plan.head.loss_forward))
+        self.trace.pass_by(*(line for line in plan.head.loss_forward if line.tag != HELD_NORM))
 
     def _loss_in_chunks(self) -> None:
         """Run the chunked loss, whose backward goes through the head before the stage's backward. Labels are alive anyway."""

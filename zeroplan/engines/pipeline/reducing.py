@@ -67,8 +67,10 @@ class _Reducing:
     def blocks(self, after_outside: int) -> Iterator[Moment]:
         """Yield the first and the last block of each kind."""
         plan = self.plan
+        # A reduction can add memory: shards in a wider dtype, beside all-reduces over replicas.
+        may_grow = plan.has_experts_apart or plan.reduce_bytes < plan.width.stored
         for run, count in enumerate(plan.every_layer):
-            for block in sorted({0, count - 1}) if _may_grow(plan) else (0,):
+            for block in sorted({0, count - 1}) if may_grow else (0,):
                 after = tuple(0 if at < run else here - (at == run) * (block + 1) for at, here in enumerate(plan.every_layer))
                 done = tuple(here if at < run else block * (at == run) for at, here in enumerate(plan.every_layer))
                 if plan.trained_blocks[run].numel:
@@ -105,11 +107,6 @@ class _Reducing:
         made = in_elements(Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, source=REDUCE), plan.width.compute)
         into = in_elements(buffers.reduce_input(plan, group, "reduce-scatter input"), plan.reduce_bytes)
         return Moment(f"reducing {name}", Phase.BACKWARD, (*alive, into, made))
-
-
-def _may_grow(plan: Plan) -> bool:
-    """Whether a reduction can add memory: shards in a wider dtype, beside all-reduces over replicas."""
-    return plan.has_experts_apart or plan.reduce_bytes < plan.width.stored
 
 
 def _done(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...]) -> Iterator[Line]:

@@ -57,8 +57,3 @@ def head_forward(plan: Plan, by_rank: Line, trace: Trace) -> None:
     trace.pass_by(*named, by_rank)
     trace.at("head, forward", Phase.FORWARD)
     trace.pass_by(*named, *plan.head.output)
-
-
-def after_the_forward(lines: tuple[Line, ...]) -> tuple[Line, ...]:
-    """Return the lines of a loss that runs after the stage's forward, whose variables are gone."""
-    return tuple(line for line in lines if line.tag != HELD_NORM)

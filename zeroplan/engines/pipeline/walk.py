@@ -146,7 +146,6 @@ class Counted:
     """Counts the tensors that a stage's micro-batches have left."""
 
     def __init__(self, walk: _Walk, chunk: int, *, is_first: bool, whole: bool) -> None:
-        """Begin with nothing."""
         self.walk, self.chunk, self.is_first, self.whole = walk, chunk, is_first, whole
         self.flying = self.between = self.earlier = self.fresh = 0
         self.outputs, self.sends = set[int](), set[int]()

@@ -9,11 +9,11 @@ DeepSpeed's stages 0 to 2; tensors of a few bytes; buffers of the process group.
 """
 
 from importlib import import_module
-from typing import Protocol, cast
 
 from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.errors import SpecError
+from zeroplan.spec.adapter import HEAD
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.spec.releases import is_reentrant, release_of
@@ -22,14 +22,6 @@ from zeroplan.transformer.params import has_frozen, trained_layout
 
 STEPS = {"fsdp1": 2, "fsdp2": 2, "ddp": 3, "deepspeed": 3}
 """Steps until an engine repeats itself: DDP builds its buckets in the second, DeepSpeed's coordinator settles in the third."""
-
-
-class _Engine(Protocol):
-    """The interface of every module of this package that is named after an engine."""
-
-    def step_of(self, job: JobSpec, log: Log) -> ModelPass:
-        """Return the object that runs a rank's micro-batches and steps."""
-        ...
 
 
 def requests_of(
@@ -45,8 +37,8 @@ def requests_of(
     if job.mesh.pp > 1:
         return _of_a_pipeline(job, STEPS["fsdp2"] if steps is None else steps, pipeline_rank)
     name = job.recipe.engine if (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3) else "deepspeed_stage3"
-    engine = cast("_Engine", import_module(f"zeroplan.engines.requests.{name}"))
-    return engine.step_of(job, Log(starts)).run(STEPS[job.recipe.engine] if steps is None else steps)
+    one: ModelPass = import_module(f"zeroplan.engines.requests.{name}").step_of(job, Log(starts))
+    return one.run(STEPS[job.recipe.engine] if steps is None else steps)
 
 
 def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:
@@ -111,6 +103,7 @@ def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         (bool(recipe.fused_parts), "fused kernels"),
         (adapter is not None and adapter.quantize == "gptq", "GPTQ's weights"),
         (adapter is not None and adapter.quantize == "int8", "weights in 8 bits"),
+        (adapter is not None and HEAD in adapter.layers, "an adapter of the head"),
         (adapter is not None and adapter.compute == "fp32", "adapters that compute in fp32"),
         (adapter is not None and adapter.four_bits_keep_inputs, "bitsandbytes before 0.43.2"),
         (adapter is not None and job.model.moe is not None, "adapters beside experts"),

@@ -20,7 +20,6 @@ class Step(WholePass):
     """A rank's micro-batches and steps. The reducer builds its final buckets in the second forward."""
 
     def __init__(self, job: JobSpec, log: Log) -> None:
-        """Take the job."""
         self.wrapped = job.recipe.wraps_one_rank or job.mesh.dp_shard > 1
         plan = plan_of(job.model, job.recipe, wrapped=self.wrapped)
         super().__init__(job, log, plan)

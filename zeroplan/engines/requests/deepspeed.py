@@ -27,7 +27,6 @@ class Step(WholePass):
     """Rank 0's micro-batches and steps."""
 
     def __init__(self, job: JobSpec, log: Log) -> None:
-        """Take the job."""
         one = self.job = job_of(job.model, job.recipe, job.mesh, job.batch)
         plan = plan_of(job.recipe, one.whole, partition=int(one.partition))
         super().__init__(job, log, plan)

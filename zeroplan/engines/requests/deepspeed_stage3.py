@@ -33,7 +33,6 @@ class Step(OneByOne):
     marks_modules = True
 
     def __init__(self, job: JobSpec, log: Log) -> None:
-        """Take the job."""
         self.job, self.options = make_job(job.model, job.recipe, job.mesh), job.recipe.deepspeed
         super().__init__(job, log, self.job.whole)
         self.overlaps = self.options.overlap_comm is not False  # the default of stage 3

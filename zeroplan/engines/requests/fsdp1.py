@@ -37,7 +37,6 @@ class Step(ModelPass):
     holds_batch = False
 
     def __init__(self, job: JobSpec, plan: FlatPlan, log: Log) -> None:
-        """Take a job and its plan."""
         super().__init__(
             job.model, plan.recipe, job.batch, log, compute=compute_of(plan.recipe), tree=plan.tree, head=plan.head
         )

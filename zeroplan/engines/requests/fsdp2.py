@@ -47,7 +47,6 @@ class Cutting:
     """Splits parameters into this rank's chunks."""
 
     def __init__(self, plan: Plan) -> None:
-        """Take the job's plan."""
         self.plan, self.n, self.tp, self.ep = plan, int(plan.n), plan.tp, int(plan.ep)
 
     def sizes(self, parameters: tuple[Parameter, ...]) -> tuple[Sizes, ...]:
@@ -96,7 +95,6 @@ class Step(Runtime, ModelPass):
     """A rank's micro-batches and steps."""
 
     def __init__(self, model: ModelSpec, mesh: Mesh, plan: Plan, batch: Batch, log: Log) -> None:
-        """Take a model's plan, and the rank's batch."""
         compute = compute_of(plan.recipe, tp=int(mesh.tp), ep=int(mesh.ep), cp=int(mesh.cp))
         ModelPass.__init__(self, model, plan.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
         Runtime.__init__(self, plan, log, {})

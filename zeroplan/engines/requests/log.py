@@ -55,7 +55,6 @@ class Log:
     """
 
     def __init__(self, starts: Starts = "loaded") -> None:
-        """Begin with nothing."""
         self.starts: Starts = starts
         self.requests: list[Request] = []
         self.deeds: list[int] = []

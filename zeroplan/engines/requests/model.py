@@ -28,11 +28,6 @@ ENDING = -2
 _OF_MODULES = frozenset({Do.ENTER, Do.LEAVE, Do.RETURN, Do.DONE})
 
 
-def is_final_norm(parameter: Parameter) -> bool:
-    """Whether a parameter registered before the blocks belongs to the final norm, as in OPT."""
-    return "final_layer_norm" in parameter.name
-
-
 class ModelPass:
     """One micro-batch through the model, forward and backward. Engines override the hooks."""
 
@@ -399,7 +394,7 @@ class ModelPass:
         """Make the gradients of the tables below the blocks. The token embedding's is the last."""
         for parameter in reversed(below_blocks(self.tree)):
             self._hand_over()
-            if not parameter.frozen and not is_final_norm(parameter):
+            if not parameter.frozen and "final_layer_norm" not in parameter.name:  # OPT's comes before the blocks
                 self.make_gradient(parameter.numel)
         self.log.release(self.flow)
         if not self.holds_batch:

@@ -39,7 +39,7 @@ class Update:
         """Request the states of these tensors, unless they exist."""
         for tensor in () if self.has_states else _each(tensors):
             log.put("states", *self._states(tensor))
-        if self._one_for_all and not self.has_states:
+        if self.optimizer in PUBLISHED and PUBLISHED[self.optimizer].tables and not self.has_states:  # all tensors share them
             maps = state_lines(self.optimizer, self.impl, list(_each(tensors)), self.width)[-1]
             log.put("states", maps)
         self.has_states = True
@@ -74,11 +74,6 @@ class Update:
             if not updated_by_muon(tensor):
                 log.request("temporaries", self.width * int(tensor.numel), kind, "step: AdamW's denominators")
         log.release("temporaries")
-
-    @property
-    def _one_for_all(self) -> bool:
-        """Whether all tensors' states share tables."""
-        return self.optimizer in PUBLISHED and PUBLISHED[self.optimizer].tables > 0
 
     def _states(self, tensor: LocalTensor) -> tuple[Line, ...]:
         """Return the states of one tensor, cached because layers have tensors of the same shapes."""

@@ -46,7 +46,6 @@ class Held(dict[Hashable, list[int]]):
     """The requests that a micro-batch holds in a stage, with a fall-back to the stage's own."""
 
     def __init__(self, of_stage: dict[Hashable, list[int]]) -> None:
-        """Begin without requests of its own."""
         super().__init__()
         self.of_stage = of_stage
 
@@ -56,7 +55,6 @@ class Held(dict[Hashable, list[int]]):
         return key in _NAMED
 
     def __contains__(self, key: object) -> bool:
-        """Whether the micro-batch or the stage holds a key."""
         return super().__contains__(key) or key in self.of_stage
 
     def get(self, key: Hashable, default: Any = None) -> Any:  # noqa: ANN401  as dict has it
@@ -76,7 +74,6 @@ class StageStep(fsdp2.Step):
     """A stage of the rank. Micro-batches run through it alternately; it reduces gradients after all of them."""
 
     def __init__(self, stage: StagePlan, model: ModelSpec, mesh: Mesh, batch: Batch, log: Log) -> None:
-        """Take the stage's plan, and its layers as a model."""
         super().__init__(model, mesh, stage.plan, batch, log)
         self.stage = stage.stage
         self.of_stage: dict[Hashable, list[int]] = {}
@@ -90,7 +87,7 @@ class StageStep(fsdp2.Step):
         """For micro-batches between two halves, the gradients that flowed into each layer."""
         self.second: tuple[Sized, ...] = ()
         """Programs of the second halves of split backwards: one per run, and the ending's."""
-        if plan_is_split(stage):
+        if stage.halves is not None and not self.stage.is_first:  # the model's first stage runs its backwards whole
             self._split(model, batch)
 
     def _split(self, model: ModelSpec, batch: Batch) -> None:
@@ -330,16 +327,10 @@ class StageStep(fsdp2.Step):
         self.post_backward(self.outside[0])
 
 
-def plan_is_split(stage: StagePlan) -> bool:
-    """Whether a stage's backwards are split. The model's first stage runs whole backwards."""
-    return stage.halves is not None and not stage.stage.is_first
-
-
 class RankStep:
     """A pipeline rank with its stages and its schedule."""
 
     def __init__(self, job: JobSpec, rank: int, log: Log) -> None:
-        """Split the model, and build the rank's stages."""
         here = arranged(job.model, job.recipe, job.mesh)
         batch = of_a_rank(job.batch, here.cp)
         mine = tuple(here.stages[at] for at in here.indices(rank))

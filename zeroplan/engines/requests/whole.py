@@ -14,7 +14,6 @@ class OneByOne(ModelPass):
     """A rank's micro-batches, in which the engine needs to know each gradient's parameter."""
 
     def __init__(self, job: JobSpec, log: Log, whole: Row) -> None:
-        """Store the job and the parameters that get gradients."""
         super().__init__(job.model, job.recipe, job.batch, log)
         self.ranks, self.whole = int(job.mesh.dp_shard), whole
         self.of_block: dict[int, list[Placed]] = defaultdict(list)
@@ -44,7 +43,6 @@ class WholePass(OneByOne):
     """
 
     def __init__(self, job: JobSpec, log: Log, plan: GradientPlan) -> None:
-        """Store the job and the engine's program of gradients."""
         super().__init__(job, log, plan.whole)
         self.gradients = plan.program(log, self.ranks)
 

@@ -1,7 +1,8 @@
-"""Gemma 4, the dense text models without embeddings of each layer: five layers with a window, then one of full attention.
+"""Gemma 4, the text models without embeddings of each layer: five layers with a window, then one of full attention.
 
 Layers of full attention have wider heads and fewer of them for keys, and one projection makes keys and values. Values are
-normalised over each head, without a weight. A number multiplies each layer's output in place.
+normalised over each head, without a weight. A number multiplies each layer's output in place. Where there are experts, they read
+the residual stream beside the MLP.
 """
 
 from functools import partial
@@ -10,6 +11,7 @@ from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import Layer, gated_mlp
 from zeroplan.transformer.families.definition import (
@@ -21,16 +23,18 @@ from zeroplan.transformer.families.definition import (
     Tables,
     gated_modules,
 )
+from zeroplan.transformer.families.experts import EXPERTS, Computing, Routing, divided_by_their_sum, experts_here, picked
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTENTION_NORM
-from zeroplan.transformer.families.tape import Site, Tape, Value
-from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout
-from zeroplan.transformer.params_gated import alternating, attention_of, gated, head_norms
-from zeroplan.transformer.params_modules import Parameters, rms_norm
-from zeroplan.transformer.symbols import T, a, c, d, h, k, k_d, q, r, s, v
+from zeroplan.transformer.families.tape import Arriving, P_own, Site, Store, Tape, Value
+from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
+from zeroplan.transformer.params_gated import alternating, attention_of, fused_experts, gated, head_norms
+from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
+from zeroplan.transformer.symbols import E, T, a, c, d, h, k, k_d, m, q, r, s, t, v
 
 GEMMA = "transformers 5.23, models/gemma4/modeling_gemma4.py"
 LAYER = f"{GEMMA}, Gemma4TextDecoderLayer.forward"
+ROUTER = f"{GEMMA}, Gemma4TextRouter.forward"
 ATTENTION = f"{GEMMA}, Gemma4TextAttention.forward"
 NORM = Norm("power", f"{GEMMA}, Gemma4RMSNorm.forward")
 _BARE = NORM._replace(kind="power, no weight")
@@ -75,11 +79,98 @@ _LAYER = Layer(
 
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
-    bare = _LAYER.run(tape, given, block)
+    bare = (_with_experts if block.routed else _LAYER.run)(tape, given, block)
     made = Value(bare.store, bare.dtype, bare.shape)
     backward = op.makes("gradient through the layer's number", LAYER, bare)
     tape.add("the layer's number", (made,), (), backward, of=(bare,))
     return made
+
+
+# --- experts -----------------------------------------------------------------------------------------------------------------
+
+
+def _with_experts(tape: Tape, given: Value, block: Block) -> Value:
+    """Run a layer whose experts read the residual stream beside the MLP. Its variables keep their inputs and results to its end."""
+    normal = op.norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
+    attended, weights = _attention(tape, normal, block)
+    tape.release(normal)
+    middle = _added(tape, given, attended, "norm after attention", "residual stream between attention and MLP")
+    normal = op.norm(tape, middle, "norm before the MLP", NORM)
+    dense = gated_mlp(tape, normal, block, f"{GEMMA}, Gemma4TextMLP.forward")
+    tape.release(normal)
+    first = op.norm(tape, dense, "norm after the dense MLP", NORM)
+    flat = op.view(tape, middle, Site("experts: the residual stream", LAYER))
+    routing = _router(tape, flat)
+    tape.release(*(() if weights is None else (weights,)))  # the router's scores take its variable
+    second = _experts(tape, flat, routing.weights, block)
+    both = op.add(tape, first, second, "output of MLP and experts", Site("sum of MLP and experts", LAYER))
+    tape.release(dense)
+    made = _added(tape, middle, both, "norm after the MLP", "block output")
+    tape.drop(routing.indices)
+    tape.release(middle, first, second, flat, routing.weights, routing.logits)
+    return made
+
+
+def _added(tape: Tape, given: Value, branch: Value, norm: str, reason: str) -> Value:
+    normal = op.norm(tape, branch, norm, NORM)
+    tape.release(branch)
+    made = op.add(tape, given, normal, reason, Site("residual addition", LAYER))
+    tape.release(normal)
+    return made
+
+
+def _experts(tape: Tape, flat: Value, weights: Value, block: Block) -> Value:
+    entry = op.norm(tape, flat, "norm before the experts", NORM)
+    with tape.inside(Module.EXPERTS), tape.owning():
+        routed = experts_here(tape, entry, weights, Computing(partial(_gated, block=block)))
+    tape.release(entry)
+    made = op.norm(tape, routed, "norm after the experts", NORM)
+    tape.release(routed)
+    return made
+
+
+def _gated(tape: Tape, both: Value, block: Block) -> Value:
+    gate, up = op.chunk(tape, both, (P_own * m, P_own * m), Site("experts: gates and ups", EXPERTS))
+    active = activated(tape, gate, block.activation, f"experts: {block.activation} of the gate", EXPERTS)
+    reason = "experts: gated product, input of the down projection"
+    made = op.product(tape, active, up, reason, Site("experts: gated product", EXPERTS))
+    tape.release(active, gate, up, both)
+    return made
+
+
+def _router(tape: Tape, flat: Value) -> Routing:
+    """Choose experts by a softmax in fp32. A learned number of each expert multiplies its weight."""
+    bare = op.norm(tape, flat, "router: norm", _BARE)
+    wide = _times_weight(tape, bare)
+    entry = op.scaled(tape, wide, "router: its input", Site("router: scale", ROUTER))
+    logits = op.linear(tape, entry, E, Site("router", ROUTER))
+    reason, cast_at, at = "router: scores of all experts", Site("router: logits", ROUTER), Site("router: softmax", ROUTER)
+    scores = op.softmax_in_32_bits(tape, logits, reason, cast_at, at)
+    indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
+    chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
+    bare_weights = divided_by_their_sum(tape, chosen, 4, ROUTER)
+    numbers = op.tensor(tape, "router: number of each chosen expert", r, T * t, ROUTER)
+    tape.add("router: numbers", (numbers,), (indices,), op.makes_weight_gradient(E), of=None)
+    weights = op.product(tape, bare_weights, numbers, "router: weights", Site("router: weights", ROUTER))
+    tape.release(numbers, bare_weights, entry, logits)
+    return Routing(scores, weights, indices)
+
+
+def _times_weight(tape: Tape, bare: Value) -> Value:
+    """Multiply by a learned number of each channel, and release ``bare``."""
+    made = op.tensor(tape, "router: its input, weighted", op.wider(tape, bare.dtype, r), bare.shape, ROUTER)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        passed = op.gradient(tape, bare, "gradient of the router's normalised input", ROUTER)
+        tape.weight_gradient(h, unsummed=("gradient of the router's scale, not yet summed", made.dtype * made.shape, ROUTER))
+        return [(bare, passed)]
+
+    tape.add("router: weights of its input", (made,), (bare,), backward, of=None)
+    tape.release(bare)
+    return made
+
+
+# --- parameters, and the keys of config.json ---------------------------------------------------------------------------------
 
 
 def _tensors(model: ModelSpec) -> Layout:
@@ -92,7 +183,22 @@ def _block(model: ModelSpec, *, keys_are_values: bool = False) -> Parameters:
     queries = tuple([one for one in attention if ".q_proj." in one.name])
     others = [one for one in attention if one not in queries and not (keys_are_values and ".v_proj." in one.name)]
     norms = (norm for name in names for norm in rms_norm(name, model.hidden_size))
-    return (*queries, *head_norms(model), *others, *gated("mlp", model, model.intermediate_size), *norms)
+    return (*queries, *head_norms(model), *others, *gated("mlp", model, model.intermediate_size), *norms, *_of_experts(model))
+
+
+def _of_experts(model: ModelSpec) -> Parameters:
+    if model.moe is None:
+        return ()
+    hidden, experts = model.hidden_size, model.moe.num_experts
+    names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+    fused = fused_experts(model, model.moe)
+    return (
+        Parameter("router.scale", (hidden,)),
+        Parameter("router.per_expert_scale", (experts,)),
+        *linear("router.proj", hidden, experts),
+        *(one._replace(name=one.name.removeprefix("mlp.")) for one in fused),
+        *(norm for name in names for norm in rms_norm(name, hidden)),
+    )
 
 
 def _tables(model: ModelSpec) -> Tables:
@@ -107,18 +213,19 @@ _CONFIG = ConfigKeys(
     },
     fixed={"mlp_bias": False},
     required=("hidden_size", "intermediate_size", "num_hidden_layers", "global_key_value_heads", "sliding_window"),
-    keys={"global_key_value_heads": ("num_global_key_value_heads",)},
+    keys={
+        "global_key_value_heads": ("num_global_key_value_heads",), "num_experts_per_tok": ("top_k_experts", "num_experts_per_tok"),
+    },
     activation="hidden_activation",
     only={
         "use_bidirectional_attention": ("vision",), "hidden_size_per_layer_input": (0,), "attention_k_eq_v": (True,),
-        "num_kv_shared_layers": (0,), "enable_moe_block": (False,), "use_double_wide_mlp": (False,),
+        "num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
     },
     not_null=("final_logit_softcapping",),
-    read=("num_global_key_value_heads", "global_head_dim"),
+    read=("num_global_key_value_heads", "global_head_dim", "enable_moe_block"),
     harmless={
-        "of embeddings of each layer and of experts, which these models have not": (
-            "vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size",
-        ),
+        "of embeddings of each layer, which these models have not": ("vocab_size_per_layer_input",),
+        "of experts, read where there are some": ("num_experts", "moe_intermediate_size", "expert_intermediate_size"),
     },
 )  # fmt: skip
 _MODULES = (
@@ -126,8 +233,14 @@ _MODULES = (
     "self_attn.k_norm", "self_attn.v_norm", "self_attn.o_proj", "post_attention_layernorm", "pre_feedforward_layernorm",
     *gated_modules("mlp"), "post_feedforward_layernorm",
 )  # fmt: skip
+_OF_EXPERTS = (
+    "post_feedforward_layernorm_1", "router", "router.norm", "router.proj", "pre_feedforward_layernorm_2", "experts",
+    "experts.act_fn",
+    "post_feedforward_layernorm_2",
+)  # fmt: skip
 FAMILIES = {
     "gemma4_text": Definition(
-        Program(_layer, LAYER, NORM), _tensors, _CONFIG, _MODULES, tables=_tables, around=Around(masks=2),
+        Program(_layer, LAYER, NORM), _tensors, _CONFIG, _MODULES, (*_MODULES[:-1], *_OF_EXPERTS, _MODULES[-1]), tables=_tables,
+        around=Around(masks=2),
     )
 }  # fmt: skip

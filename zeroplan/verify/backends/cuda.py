@@ -118,13 +118,11 @@ class OnGpu(Profiled):
         self._since = 0.0
 
     def __enter__(self) -> Self:
-        """Begin to record."""
         super().__enter__()
         self._begin(-1, Phase.INIT)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the recording unless it has ended."""
         if self._watching:
             self._watching = False
             super().__exit__(kind, error, trace)

@@ -161,12 +161,7 @@ def holders(index: int) -> list[Holder]:
         table = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return []
-    return holders_of(table, uuid_of(index))
-
-
-def uuid_of(index: int) -> str:
-    """The GPU's UUID as nvidia-smi prints it, without prefix."""
-    return str(torch.cuda.get_device_properties(index).uuid)
+    return holders_of(table, str(torch.cuda.get_device_properties(index).uuid))
 
 
 def holders_of(table: str, uuid: str) -> list[Holder]:

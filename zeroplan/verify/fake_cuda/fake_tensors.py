@@ -101,8 +101,4 @@ def _grouped_mm_shapes() -> AbstractContextManager[None]:
 
 def _skip_trunc_normal() -> AbstractContextManager[None]:
     """Skip the sampling of ``trunc_normal_``, as torch does for meta tensors: since 2.13 it reads values to resample."""
-
-    def untouched(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return tensor
-
-    return replaced(torch.nn.init, "_no_grad_trunc_normal_", untouched)
+    return replaced(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)

@@ -91,5 +91,4 @@ class Graph:
     instantiate = register_generator_state = enable_debug_mode = debug_dump = always(None)
 
     def __del__(self) -> None:
-        """Release the pool."""
         self.reset()

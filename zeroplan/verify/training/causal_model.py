@@ -86,6 +86,7 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
     if spec.family == "gemma4_text":
         made |= {"num_global_key_value_heads": spec.global_key_value_heads, "global_head_dim": spec.global_head_dim}
         made |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0}
+        made |= {"enable_moe_block": spec.moe is not None}
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
     if spec.family == "glm4_moe_lite" and spec.moe is not None:

@@ -91,13 +91,10 @@ def _units(work: Workload, options: Fsdp1Options) -> Callable[[nn.Module], bool]
     """Whether a module becomes an FSDP unit: blocks, and with ``wraps_adapters`` also peft's trained adapter layers."""
     blocks = {id(block) for block in work.blocks}
 
-    def is_a_unit(module: nn.Module) -> bool:
-        return id(module) in blocks or (options.wraps_adapters and id(module) in adapters)
-
     adapters = {
         id(module) for name, module in work.module.named_modules() if ".lora_" in name and _has_a_trained_weight(module)
     }
-    return is_a_unit
+    return lambda module: id(module) in blocks or (options.wraps_adapters and id(module) in adapters)
 
 
 def _has_a_trained_weight(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ CUDA alone.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn

@@ -22,7 +22,6 @@ class ModulesAtWork:
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
-        """Register the hooks."""
         for handle in (
             register_module_forward_pre_hook(self._entered),
             register_module_forward_hook(self._left, always_call=True),
@@ -30,7 +29,6 @@ class ModulesAtWork:
             self._hooks.callback(handle.remove)
 
     def __exit__(self, *error: object) -> None:
-        """Remove the hooks."""
         self._hooks.close()
 
     @property

@@ -25,12 +25,10 @@ class Places:
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
-        """Register the hooks."""
         for handle in (register_module_forward_pre_hook(self._entered), register_module_forward_hook(self._left)):
             self._hooks.callback(handle.remove)
 
     def __exit__(self, *error: object) -> None:
-        """Remove the hooks."""
         self._hooks.close()
 
     def name(self, root: nn.Module) -> None:

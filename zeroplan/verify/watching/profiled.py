@@ -72,7 +72,6 @@ class Profiled(AbstractContextManager["Profiled"]):
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """Begin to record."""
         self._stack.enter_context(manual_garbage_collection())
         self._everything = self._stack.enter_context(recorded(self._device))
         self._stack.enter_context(self._modules)

@@ -139,13 +139,8 @@ def numels(whole: Row) -> tuple[tuple[int, int], ...]:
 def gathered_line(job: Job, elements: int) -> Line:
     """Return the gathered parameters as a line. A single rank gathers nothing."""
     n_bytes = unless_alone(job, where(job.applies, job.element * elements, 0))
-    formula = _gathered_formula(job.element, elements, if_several(job)) if job.applies is not False else "0"
+    formula = f"{job.element}·{elements}{if_several(job)}" if job.applies is not False else "0"
     return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", formula, COORDINATOR)
-
-
-@lru_cache(maxsize=4096)
-def _gathered_formula(width: int, elements: int, if_several: str) -> str:
-    return f"{width}·{elements}{if_several}"
 
 
 def unless_alone(job: Job, n_bytes: Int) -> Int:

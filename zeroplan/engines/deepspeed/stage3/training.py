@@ -50,7 +50,6 @@ class Training:
     """Forward and backward, including the last bucket. ``trace`` already has the persistent lines."""
 
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
-        """Store the job, and the memory of blocks and of the rest of the model."""
         self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
         self.tied, self._kept = tied_head_lines(job), dict[int, Lines]()
 
