@@ -1,6 +1,7 @@
 """Defaults for settings that a user leaves out, and refusals of settings that would be ignored."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,14 @@ def test_a_file_that_cannot_be_read_is_not_blamed_on_the_answer(
 def test_bf16_on_a_gpu_without_matrix_units_for_it_is_noted(said: dict[str, str], is_noted: bool):
     notes = resolve(Request(model="gpt2", **said)).notes  # type: ignore[arg-type]  # words of options
     assert any("no tensor cores for bf16" in note for note in notes) is is_noted
+    assert any("no fused attention for bf16" in note for note in notes) is is_noted
+
+
+def test_what_torch_or_peft_accept_and_few_expect_is_noted():
+    grouped = Request(model="llama-3.2-1b", gpu="t4", precision="fp16-mixed")
+    assert any("no fused attention for fp16 with grouped heads" in note for note in resolve(grouped).notes)
+    for rank, is_noted in ((512, False), (513, True)):  # llama-3.2-1b has 8 key/value heads of 64
+        assert any("the smaller side of k_proj" in note for note in resolve(replace(grouped, lora_rank=rank)).notes) is is_noted
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,15 @@ def unknown_name(what: str, name: str, known: Iterable[str], way_out: str) -> Un
     >>> str(unknown_name("GPU", "h10", ["h100-sxm-80gb", "a10"], "`zeroplan gpus` lists all"))
     "unknown GPU 'h10'; nearest: a10, h100-sxm-80gb; `zeroplan gpus` lists all"
     """
+    near = nearest(name, known)
+    return UnknownNameError(f"unknown {what} {name!r}; {near}{'; ' * bool(near)}{way_out}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the nearest known names as words, such as ``nearest: a10, a100``; empty if none is near."""
     import difflib  # noqa: PLC0415  only errors need it
 
     names = sorted(known)
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.3)
     near += [known_name for known_name in names if name.strip() and name.lower() in known_name and known_name not in near]
-    hint = f"nearest: {', '.join(near[:5])}; " if near else ""
-    return UnknownNameError(f"unknown {what} {name!r}; {hint}{way_out}")
+    return f"nearest: {', '.join(near[:5])}" if near else ""

@@ -175,7 +175,7 @@ def test_what_leaves_the_parameters_alone_is_ignored():
 def test_an_unknown_architecture_is_counted_as_another_only_where_the_user_says_so():
     strange = LLAMA | {"model_type": "foo"}
     line = refusal(strange)
-    assert line.startswith("model_type 'foo' has no formulas (there are some for llama, ")
+    assert line.startswith("model_type 'foo' has no formulas (nearest: ")
     assert line.endswith("; `zeroplan profile --config` traces it, --treat-as llama counts a Llama of its sizes")
     assert refusal(strange | {"mamba_d_state": 128}).endswith("a Llama of its sizes and ignores mamba_d_state")
     assert model_from_config(strange, treat_as="llama") == model_from_config(LLAMA)

@@ -24,6 +24,7 @@ from zeroplan.cli.app import main
 from zeroplan.estimator import Estimate
 from zeroplan.report.payload import estimate_payload
 from zeroplan.resolve import Request, resolve
+from zeroplan.workflow import loop_of_file
 
 JOBS: dict[str, dict[str, Any]] = {
     "fsdp2": {"model": "llama-3.1-8b", "gpu": "h100-sxm-80gb", "gpus": 8, "stage": 3, "seq_len": 4096, "recompute": "full"},
@@ -34,15 +35,22 @@ JOBS: dict[str, dict[str, Any]] = {
                  "seq_len": 4096},
     "experts": {"model": "qwen3-30b-a3b", "gpu": "h200-sxm-141gb", "gpus": 16, "stage": 3, "expert_parallel": 8, "seq_len": 4096},
 }  # fmt: skip
-FILES = {"tune.yaml": TUNE, "auto.yaml": AUTO, "nano.yaml": NANO, "lit.yaml": LIT, "swift.yaml": SWIFT, "verl.sh": VERL,
+TRL = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "per_device_train_batch_size": 2, "bf16": True, "max_length": 1024}
+FILES = {"sft.yaml": TRL | {"packing": True}, "dpo.yaml": TRL | {"loss_type": ["sigmoid"], "fsdp": "full_shard"},
+         "grpo.yaml": TRL | {"num_generations": 2}, "swift-dpo.yaml": SWIFT | {"rlhf_type": "dpo"}, "tune.yaml": TUNE,
+         "auto.yaml": AUTO, "nano.yaml": NANO, "lit.yaml": LIT, "swift.yaml": SWIFT, "verl.sh": VERL,
          "megatron.sh": MEGATRON, "rlhf.sh": RLHF}  # fmt: skip
 
 
 def printed(*words: str) -> str:
+    return as_text(json.loads(whole(*words, "--json")))
+
+
+def whole(*words: str) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        main([*words, "--json"])
-    return as_text(json.loads(out.getvalue()))
+        main([*words])
+    return out.getvalue()
 
 
 def as_text(payload: object) -> str:
@@ -72,7 +80,7 @@ def test_a_job_in_flags_a_file_python_the_page_and_an_agent(said: dict[str, Any]
 
 @pytest.mark.parametrize("name", FILES)
 def test_another_programs_file_with_its_flag_and_in_python_and_written_out(name: str, tmp_path: Path):
-    """The complete job, written as a job file, is the same job."""
+    """The complete job, written as a job file, is the same job, and the one that a check and the file's loop count."""
     file, content = tmp_path / name, FILES[name]
     file.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
     found = resolve(Request(from_file=str(file), gpu="h100-sxm-80gb"))
@@ -81,3 +89,21 @@ def test_another_programs_file_with_its_flag_and_in_python_and_written_out(name:
     assert of_python(estimate(job(from_file=str(file), gpu="h100-sxm-80gb"))) == expected
     agent = called("estimate", {"job": {"from_file": str(file), "gpu": "h100-sxm-80gb"}})
     assert agent["peak_allocated_bytes"] == json.loads(expected)["peak"]["allocated_bytes"]
+    (tmp_path / "again.json").write_text(json.dumps(json.loads(expected)["job"]))
+    again = json.loads(printed("estimate", str(tmp_path / "again.json")))
+    assert again == json.loads(expected)  # but for 80 and 80.0 among the GPU's figures
+    asked = (str(file), "--gpu", "h100-sxm-80gb")
+    checked = json.loads(whole("check", *asked, "--format", "json"))["checks"][0]
+    least = estimate(found.job).least_bytes
+    assert checked["needed_bytes"] == least if not found.loop else checked["needed_bytes"] >= least
+    if found.loop:
+        assert of_python(loop_of_file(found.job, found.loop).answer) == expected
+        trained = trained_bytes(whole("workflow", str(found.loop["workflow"]), "--from", *asked, "--json"))
+        alone = json.loads(expected)["peak"]["allocated_bytes"]
+        assert trained == alone if found.loop["workflow"] == "sft" else trained >= alone
+
+
+def trained_bytes(loop: str) -> int:
+    """Return the training phase's peak of a loop's JSON. [bytes]"""
+    of_training = ("training step", "update of the actor")
+    return next(int(one["peak_bytes"]) for one in json.loads(loop)["phases"] if one["phase"] in of_training)

@@ -120,6 +120,14 @@ def test_every_control_moves_the_answer_or_is_refused_in_words(page: Page):
         assert page.is_hidden("#error") or page.text_content("#error")
 
 
+def test_one_gpu_has_no_stage_until_one_is_chosen(page: Page):
+    for gpus, stage in (("1", "0"), ("8", "3")):
+        moved(page, gpus=gpus)
+        assert page.is_checked(f"#c-stage-{stage}")
+    moved(page, stage="2", gpus="1")
+    assert page.is_checked("#c-stage-2")
+
+
 def test_the_address_brings_the_state_back(page: Page, address: str):
     moved(page, model="gpt2", gpus="16", stage="1", seq_len="256")
     shown = page.text_content("#figure-peak")

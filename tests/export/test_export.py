@@ -81,7 +81,7 @@ def test_deepspeeds_own_parser_takes_its_file(said: dict, monkeypatch: pytest.Mo
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("said", JOBS)
+@pytest.mark.parametrize("said", [one for one in JOBS if "optimizer" not in one])  # the Trainer's own is `optim`
 def test_transformers_takes_deepspeeds_file_beside_its_own_arguments(said: dict, tmp_path: Path):
     """`HfArgumentParser` parses arguments that name the file; where they contradict it, transformers refuses, and so do we."""
     pytest.importorskip("deepspeed")

@@ -249,3 +249,13 @@ def test_series_load_no_matplotlib():
         "print(sorted({'torch', 'matplotlib', 'numpy', 'rich', 'typer'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_charts_judge_a_tight_job_as_estimate_does(monkeypatch: pytest.MonkeyPatch):
+    """By its peak it fits tightly; a replay of its requests runs out of memory."""
+    one = job(model="llama-3.1-8b", gpus=52, gpu="h100", seq_len=8192, stage=2)
+    assert estimate(one).verdict == "tight"
+    assert stages(one).columns[2].verdict == "does not fit"
+    monkeypatch.setattr("zeroplan.report.series.scaling._multiples", lambda _: [52])
+    found = scaling(one)
+    assert (found.own.verdict, found.lines[2].fits_words) == ("does not fit", "does not fit")

@@ -22,7 +22,7 @@ from zeroplan.catalog.config_rest import (
     unknown_keys,
 )
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
-from zeroplan.errors import NoFormulasError, SpecError, unknown_name
+from zeroplan.errors import NoFormulasError, SpecError, nearest, unknown_name
 from zeroplan.spec.family import (
     FAMILIES,
     LATENT_FAMILIES,
@@ -244,7 +244,8 @@ def _family(config: Config, treat_as: str | None) -> str:
     family = SAME_AS.get(model_type, model_type)
     if family not in FAMILIES:
         raise NoFormulasError(
-            f"model_type {shown(model_type)} has no formulas (there are some for {', '.join(FAMILIES)}); "
+            f"model_type {shown(model_type)} has no formulas ({nearest(model_type, FAMILIES) or 'none is near'}; "
+            "`zeroplan models` lists all architectures that have); "
             f"`zeroplan profile --config` traces it, --treat-as llama counts a Llama of its sizes{_ignored(config)}"
         )
     return family
@@ -257,7 +258,7 @@ def _ignored(config: Config) -> str:
 
 def _known_family(treat_as: str) -> str:
     if treat_as not in FAMILIES:
-        raise unknown_name("architecture", treat_as, FAMILIES, f"--treat-as accepts one of {', '.join(FAMILIES)}")
+        raise unknown_name("architecture", treat_as, FAMILIES, "`zeroplan models` lists all")
     return treat_as
 
 

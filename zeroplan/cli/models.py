@@ -8,7 +8,7 @@ import typer
 from zeroplan.catalog.model import ModelEntry, model_entry, models
 from zeroplan.cli import json_text
 from zeroplan.cli.flags import Catalog, folder
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, unknown_name
 from zeroplan.report.catalog import model_table, model_text
 from zeroplan.resolve import own_folder
 from zeroplan.spec.family import FAMILIES
@@ -36,7 +36,7 @@ def list_models(
     if context.invoked_subcommand is not None:
         return
     if family is not None and family not in FAMILIES:
-        raise SpecError(f"--family {family!r} is not one of {', '.join(FAMILIES)}")
+        raise unknown_name("architecture", family, FAMILIES, "`zeroplan models` lists all")
     least = 0 if min_params is None else parse_count(min_params, what="--min-params")
     if min_params is not None and min_params.isdigit() and least < MB:
         raise SpecError(

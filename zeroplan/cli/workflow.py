@@ -28,7 +28,7 @@ def _command(name: Any) -> Any:  # noqa: ANN401  a Name, and click's command
 
     def command(*, resolved: Resolved, explain: bool, as_json: bool, check: bool, **said: str | bool | None) -> int:
         mine = {field: _value(field, flag_of(field, name), said[field]) for field in own}
-        values = {field: resolved.loop.get(field) if value is None else value for field, value in mine.items()}
+        values: dict[str, Any] = {field: resolved.loop.get(field) if value is None else value for field, value in mine.items()}
         asked = Asked(workflow=name, **values)
         is_step = _is_the_step(resolved, asked, any(mine.get(field) is not None for field in _OF_THE_STEP))
         return _answered(resolved, asked, is_step=is_step, explain=explain, as_json=as_json, check=check)

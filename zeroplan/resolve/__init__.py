@@ -19,7 +19,7 @@ from zeroplan.catalog.text import is_there
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import names_in, with_images
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
-from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.adapter import PEFT_DEFAULT, PEFT_TARGETS, AdapterSpec
 from zeroplan.spec.base import nearest_fields
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec
@@ -27,7 +27,7 @@ from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
-from zeroplan.spec.recipe import LIGER_FAMILIES, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
+from zeroplan.spec.recipe import LIGER_FAMILIES, ON_PAPER, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
 from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
 
@@ -145,7 +145,8 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
         *ignored,
         _ONE_GPU if read.kind and request.gpus is None else "",
-        _without_bf16(complete),
+        *_without_fused_attention(complete),
+        _wide_adapters(complete.model),
     )
     keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
     return Resolved(complete, tuple(note for note in notes if note), varying, read.loop, read.pairs, keys)
@@ -222,6 +223,10 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         "dropout": request.lora_dropout, "compute": request.lora_compute, "upcast": request.upcast,
         "bitsandbytes": request.bitsandbytes, "group_size": request.group_size,
     }  # fmt: skip
+    if request.lora_targets == PEFT_DEFAULT:
+        if model.family not in PEFT_TARGETS:
+            raise SpecError(f"peft has no default layers for {model.family}; name them with --lora-targets, such as all-linear")
+        asked["targets"] = PEFT_TARGETS[model.family]
     said = {name: value for name, value in asked.items() if value is not None}
     if not said or (model.adapter is None and said == {"quantize": "none"}):
         return model
@@ -425,15 +430,44 @@ def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
     return replace(request, fused_kernels=None), note
 
 
-def _without_bf16(job: JobSpec) -> str:
-    """Return a note if the job uses bf16 and the GPU has no tensor cores for it."""
-    gpu = job.cluster.gpu
-    if gpu is None or "bf16" not in job.recipe.precision or "bf16" in gpu.dense_flops_per_s:
+def _wide_adapters(model: ModelSpec) -> str:
+    """Return a note if the adapters' rank is beyond the smaller side of a layer that they adapt, which peft 0.21 accepts."""
+    if model.adapter is None:
+        return ""
+    hidden, query, key = (
+        model.hidden_size,
+        model.num_attention_heads * model.head_dim,
+        model.num_key_value_heads * model.head_dim,
+    )
+    wide = {"q_proj": query, "o_proj": query, "k_proj": key, "v_proj": key}
+    sides = {name: min(hidden, wide.get(name, model.intermediate_size)) for name in model.adapter.layers}
+    name = min(sides, key=lambda one: sides[one])
+    if model.adapter.rank <= sides[name]:
         return ""
     return (
-        f"{gpu.full_name} has no tensor cores for bf16: steps are slow, and torch's fused attention does not run in bf16 there; "
-        "its scores are not counted, so that the answer is too low unless it is eager; use --precision fp16-mixed"
+        f"rank {model.adapter.rank:,} is more than {sides[name]:,}, the smaller side of {name}: peft accepts it, but its adapter "
+        f"can express no more than with rank {sides[name]:,}, and has more parameters than the layer itself"
     )
+
+
+def _without_fused_attention(job: JobSpec) -> Iterator[str]:
+    """Yield notes on a GPU before compute capability 8.0: it has no tensor cores for bf16, and torch few kernels of attention.
+
+    Source: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash needs capability 8.0, and below it the
+    memory-efficient kernel takes fp16 and fp32 alone, with as many heads of keys as of queries. What is left keeps scores in fp32.
+    """
+    gpu, model, half = job.cluster.gpu, job.model, job.recipe.precision.partition("-")[0]
+    if gpu is None or half == "fp32" or "bf16" in gpu.dense_flops_per_s:
+        return
+    if half == "bf16":
+        yield f"{gpu.full_name} has no tensor cores for bf16: steps are slow; use --precision fp16-mixed"
+    grouped = model.num_key_value_heads != model.num_attention_heads
+    if job.recipe.attention == "sdpa" and job.recipe.engine not in (*ON_PAPER, "megatron") and (half == "bf16" or grouped):
+        what = "bf16" if half == "bf16" else "fp16 with grouped heads"
+        yield (
+            f"torch has no fused attention for {what} on {gpu.full_name} and keeps scores in fp32; they are not counted, so that "
+            "the answer is too low; --attention eager counts them in 16 bits"
+        )
 
 
 def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:

@@ -14,6 +14,11 @@ HEAD = "lm_head"
 #: Names for several linear layers; ``all-linear`` is peft's own.
 GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 
+#: The targets of a file that names no layers, and the layers that peft then adapts, by model type; it has no default for others.
+#: Source: peft 0.21.2, utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
+PEFT_DEFAULT = "peft-default"
+PEFT_TARGETS = dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text"), "q_proj,v_proj")
+
 Quantize = Literal["none", "nf4", "nf4-double", "gptq", "int8"]
 Compute = Literal["autocast", "fp32"]
 Upcast = Literal["none", "norms", "all"]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zeroplan.catalog.setups.reading import read_setup
+from zeroplan.cli.app import main
+from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
 from zeroplan.resolve import Request, resolve
+from zeroplan.spec.adapter import PEFT_TARGETS
 from zeroplan.workflow import WORKFLOWS, Asked, preference, verl
 from zeroplan.workflow.loop import loop_of_file
 
@@ -91,6 +95,33 @@ def test_a_files_job_is_the_training_step_of_its_loop(tmp_path: Path, name: str,
     made = verl.trained_job if workflow == "ppo" else preference.trained_job
     assert made(replace(found.job, batch=batch), asked) == found.job
     assert loop_of_file(found.job, found.loop).answer.peak_bytes == estimate(found.job).peak_bytes
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-7B-Instruct", "allenai/OLMo-2-1124-7B"])
+def test_adapters_without_layers_are_pefts_default_where_it_has_one(tmp_path: Path, model: str):
+    (tmp_path / "mine.yaml").write_text(f"{FILE.replace('Qwen/Qwen2.5-7B-Instruct', model)}use_peft: true\nlora_r: 8\n")
+    peft = pytest.importorskip("peft.utils.constants").TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    asked = Request(from_file=str(tmp_path / "mine.yaml"))
+    if "OLMo" in model:
+        assert "olmo2" not in peft
+        with pytest.raises(SpecError, match="peft has no default layers for olmo2"):
+            resolve(asked)
+        return
+    adapter = resolve(asked).job.model.adapter
+    assert adapter is not None
+    assert adapter.layers == tuple(peft["qwen2"])
+    assert {tuple(one.split(",")) for one in PEFT_TARGETS.values()} == {tuple(peft[family]) for family in PEFT_TARGETS}
+
+
+def test_a_suggestion_names_the_key_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine.yaml").write_text(
+        f"{FILE.replace('size: 8', 'size: 64')}fsdp: full_shard\nmax_length: 8192\ngradient_checkpointing: true\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["estimate", "--from", str(tmp_path / "mine.yaml"), "--gpus", "8", "--gpu", "h100", "--json"])
+    flags = [one["flags"] for one in json.loads(capsys.readouterr().out)["changes"]]
+    assert any("per_device_train_batch_size in the file, as --micro-batch" in one for one in flags)
+    assert not any(one.startswith("--micro-batch") for one in flags)
 
 
 def test_a_loss_beside_a_file_of_sft_is_taken(tmp_path: Path):

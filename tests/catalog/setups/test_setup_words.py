@@ -201,8 +201,6 @@ def test_the_trainers_degrees_and_adapters():
          "attn_implementation='flex_attention' {changes} use one of flash_attention_2, flash_attention_3, sdpa, eager"),
         ({"load_in_4bit": True}, "load_in_4bit=True {changes} weights in four bits are modelled under adapters: add use_peft"),
         ({"lora_r": 8, "lora_target_modules": {"q_proj": 1}}, "lora_target_modules={{'q_proj': 1}} is not a list of names"),
-        ({"lora_r": 8},
-         "lora_target_modules is left out, and peft's default depends on the model; name the layers, or write all-linear"),
         ({"lora_r": 8, "lora_target_modules": "q_proj", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
          "bnb_4bit_quant_type='fp4' {changes} use nf4"),
     ],

@@ -8,9 +8,20 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.reading import deepspeed_beside, named_file
-from zeroplan.catalog.setups.told import LIGER, DeepSpeedPart, Reading, Setup, Table, Told, number_of, own_tensor_parallelism
+from zeroplan.catalog.setups.told import (
+    LIGER,
+    DeepSpeedPart,
+    Reading,
+    Setup,
+    Table,
+    Told,
+    TranslatedTable,
+    number_of,
+    own_tensor_parallelism,
+)
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
+from zeroplan.spec.adapter import PEFT_DEFAULT
 
 #: zeroplan's optimizer and implementation for each ``optim`` (trainer_optimizer.py); ``None`` leaves the choice to torch.
 _OPTIMIZERS: dict[str, tuple[str, str | None]] = {
@@ -458,11 +469,14 @@ def _adapter(reading: Reading) -> None:
         if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
             raise table.wrong("lora_target_modules", "a list of names")
         reading.tell("lora_targets", "lora_target_modules", ",".join(names))
-    else:
+    elif isinstance(table, TranslatedTable):  # not TRL, which hands None to peft
         raise SpecError(
             f"{table.where}: lora_target_modules is left out, and peft's default depends on the model; "
             "name the layers, or write all-linear"
         )
+    else:
+        left_out = "lora_target_modules is left out: the layers that peft adapts by default are counted"
+        reading.tell("lora_targets", "lora_target_modules", PEFT_DEFAULT, filled=True, note=left_out)
     dropout = table.get("lora_dropout")
     if not (dropout is None or (isinstance(dropout, int | float) and not isinstance(dropout, bool))):
         raise table.wrong("lora_dropout", "a number")

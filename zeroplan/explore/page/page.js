@@ -120,12 +120,20 @@ function build(told) {
   addEventListener("hashchange", () => { if (!namesAPlace()) { restore(); ask(addressed()); } });
 }
 
+/** Until a stage is chosen, one GPU has none and several share everything, as on the command line. */
+function stageOfGpus(control) {
+  if (control.name === "stage") state.stageChosen = true;
+  const alone = of("controls").elements.gpus.value.trim() === "1";
+  if (!state.stageChosen && ["c-gpus", "c-gpus-slide"].includes(control.id)) of(`c-stage-${alone ? 0 : 3}`).checked = true;
+}
+
 /**
  * Ask: at once after a choice or a move of a slider, and a moment later while a text is typed, which is not yet a name or a number.
  * The first move after a control was left begins a new entry of the browser's history, for Back to return from.
  */
 function moved(event) {
   busy(true);
+  stageOfGpus(event.target);
   if (state.settled) Object.assign(state, { settled: false, pushing: true });
   clearTimeout(state.timer);
   if (event.target.type !== "text") { soon(); return; }
@@ -149,6 +157,7 @@ const inAddress = () => new URLSearchParams(namesAPlace() ? "" : location.hash.s
 /** Set the controls to the job of the address. */
 function restore() {
   const said = inAddress();
+  state.stageChosen = said.has("stage");
   for (const control of state.controls) {
     const left = said.size && control.default && (control.choices.includes("") || (control.name === "model" && said.has("config")));
     const value = said.has(control.name) ? said.get(control.name) : left ? "" : control.default;
@@ -272,7 +281,7 @@ function details(query, mine) {
   if (["does not fit", "tight"].includes(state.told.estimate.verdict)) changes(query, mine);
 }
 
-/** The job on other numbers of GPUs, which takes half a second: once its place is nearly in sight. */
+/** The job on other numbers of GPUs, which takes a second or more near the limit: once its place is nearly in sight. */
 async function moreGpus(query, mine) {
   state.later = undefined;
   if (mine !== state.asked) return;
