@@ -36,9 +36,9 @@ class Counts(NamedTuple):
     packed: int
     """Bytes."""
     blocks: int
-    """Of 64 elements, each with a scale."""
+    """Number of blocks of 64 elements, each with a scale."""
     scales_blocks: int
-    """Of 256 scales."""
+    """Number of blocks of 256 scales."""
     weights: int
     biases: int
     """Biases of quantised layers, which bitsandbytes casts to the compute dtype."""

@@ -86,15 +86,15 @@ class Place(NamedTuple):
 class BackwardPoint(NamedTuple):
     """A moment inside the backward pass of one block where memory can peak.
 
-    ``lines``: the block's activations alive then: tensors still saved, gradients of activations with the one from the block above,
-    and temporaries. Engines decide how long weight gradients and weight casts live, so that these are counts of elements:
-    ``gradients``: weight gradients of this block made so far, including the current one; ``current_gradient``: those being made at
-    this moment, which the engine has not yet added or moved; ``live_casts``: weights whose autocast copy is still alive. Under
-    autocast a weight gradient is made in the compute dtype and then cast to fp32. The first, short-lived tensor is a line, the
-    second counts in ``gradients``. ``place``: where in the model it is; ``name`` is for readers alone. ``handed_on``: only in the
-    chunked loss: what is alive when the gradient reaches its weight, after the operator has freed what it read and saved.
-    ``before``: what is alive before the operator allocates anything, at places where an engine gathers its module: frozen linear
-    layers, and the weighting of experts.
+    ``lines``: the block's live activations: tensors still saved, gradients of activations including the one from the block
+    above, and temporaries. Engines decide how long weight gradients and weight casts live, so these are counts of elements:
+    ``gradients``: weight gradients of this block made so far, including the current one; ``current_gradient``: those being made
+    now, which the engine has not yet added or moved; ``live_casts``: weights whose autocast copy is still alive. Under autocast
+    a weight gradient is made in the compute dtype and then cast to fp32. The first, short-lived tensor is a line, the second
+    counts in ``gradients``. ``place``: its position in the model; ``name`` is for readers only. ``handed_on``, only in the
+    chunked loss: the live tensors when the gradient reaches its weight, after the operator's inputs are freed. ``before``: the
+    live tensors before the operator allocates anything, at places where an engine gathers its module: frozen linear layers, and
+    the weighting of experts.
     """
 
     name: str
@@ -121,11 +121,11 @@ class BlockPass(NamedTuple):
     """The memory of one block in one forward and backward pass.
 
     ``saved``: tensors that autograd saves from its forward to its backward, in program order, without recomputation and without
-    weight casts; ``checkpoint``: what it keeps under full recomputation (its input); ``selective``: what it keeps under
-    per-operation selective recomputation; ``forward``: what is alive beyond ``saved`` at the highest point of its forward;
-    ``forward_recompute``: the same beyond what it keeps, under recomputation; ``cast_elements``: elements of the weights whose
-    autocast copy lives to their backward (matrices; copies of biases live to the end of the forward); ``away``: what is in host
-    memory between its forward and its backward, where activations are offloaded.
+    weight casts; ``checkpoint``: tensors kept under full recomputation (its input); ``selective``: tensors kept under
+    per-operation selective recomputation; ``forward``: live tensors beyond ``saved`` at the peak of its forward;
+    ``forward_recompute``: live tensors beyond the kept ones, under recomputation; ``cast_elements``: elements of the weights
+    whose autocast copy lives until their backward (matrices; copies of biases live until the end of the forward); ``away``:
+    tensors in host memory between its forward and its backward, with offloaded activations.
 
     For block i (counted from 0) an engine adds to its own memory and to ``HeadPass``:
 
@@ -175,14 +175,14 @@ class HeadPass(NamedTuple):
 
     ``shared``: alive in the whole pass: rotary cos and sin, input ids; with recomputation an eager attention mask; ``forward``:
     alive while the blocks run forward and freed before the loss: an eager attention mask, and embeddings that variables of the
-    model's forward hold, except block 0's input; ``first_input``: block 0's input, where a variable holds it; it counts from
-    block 1 on; ``saved``: what final norm and head keep until their backward, without the loss's own tensors; ``loss``: what
-    the loss keeps from its forward to its backward; ``loss_forward``: logits and the loss's own tensors at its highest point,
-    beyond ``saved``, with ``loss``; ``points``: every moment of the backward outside the blocks where memory can peak (the
-    loss, the head's product, the final norm): all that is alive beyond the blocks and ``shared``, and the weight gradients
-    made; ``output``: logits that stay alive if the training loop keeps the model's output; ``below_blocks``: what the backward
-    of the part before the blocks adds at its peak to ``shared`` and its incoming gradient; empty where that part is a plain
-    embedding.
+    model's forward hold, except block 0's input; ``first_input``: block 0's input, if a variable holds it; it counts from block
+    1 on; ``saved``: tensors that final norm and head keep until their backward, without the loss's own; ``loss``: tensors that
+    the loss keeps from its forward to its backward; ``loss_forward``: logits and the loss's own tensors at its peak, beyond
+    ``saved``, with ``loss``; ``points``: every moment of the backward outside the blocks where memory can peak (the loss, the
+    head's product, the final norm): all live tensors beyond the blocks and ``shared``, and the weight gradients made;
+    ``output``: logits that stay alive if the training loop keeps the model's output; ``below_blocks``: the tensors that the
+    backward of the part before the blocks adds at its peak to ``shared`` and its incoming gradient; empty if that part is a
+    plain embedding.
     """
 
     shared: tuple[Line, ...]

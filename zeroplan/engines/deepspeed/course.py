@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 
 Place: TypeAlias = tuple[str | int, ...]
-"""Where something is seen:
+"""The place of a note:
 
 - ``("forward",)``: before the first gradient of a micro-batch
 - ``("between", run, count)``: in the last block of a run (-1: embedding; the number of runs: head), when the engine has received so

@@ -73,21 +73,21 @@ class _Swapped(NamedTuple):
     """Elements of one rank, by location."""
 
     buffer: int = 0
-    """Of one optimizer buffer: the largest sub-group."""
+    """Elements of one optimizer buffer: the largest sub-group."""
     resident: int = 0
-    """Of sub-groups too small for NVMe, which stay in host memory with their states."""
+    """Elements of sub-groups too small for NVMe, which stay in host memory with their states."""
     states: int = 0
-    """Of the files of the optimizer's weights; each of Adam's states has as many."""
+    """Elements of the files of the optimizer's weights; each of Adam's states has as many."""
     gradients: int = 0
-    """Of the files of gradients."""
+    """Elements of the files of gradients."""
     in_host: int = 0
-    """Of weights in one tensor in host memory, filled or not."""
+    """Elements of weights in one tensor in host memory, filled or not."""
     alone: int = 0
-    """Of shards of weights too small for NVMe, each a tensor in host memory."""
+    """Elements of shards of weights too small for NVMe, each a tensor in host memory."""
     weights: int = 0
-    """Of the files of weights, including those of weights that fit in host memory."""
+    """Elements of the files of weights, including those of weights that fit in host memory."""
     written: int = 0
-    """Of the buffer through which updated weights are written."""
+    """Elements of the buffer through which updated weights are written."""
     pinned: int = 0
     """Bytes of pinned blocks beyond the tensors in them. [bytes]"""
 

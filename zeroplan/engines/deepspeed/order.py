@@ -87,7 +87,7 @@ class _Module(NamedTuple):
     inside: tuple[int, int] = (0, 0)
     leaf: bool = False
     viewed: tuple[int, ...] = ()
-    """Its parameters of which operators save views."""
+    """Its parameters whose views operators save."""
     borrows: bool = False
     """It reads the parameters of a module inside it, so they are gathered and released with it.
 

@@ -101,9 +101,7 @@ def own_gradients(job: Job) -> Line:
 def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Line:
     """Return whole gradients of ``elements`` elements, with ``symbol`` in the formula if given. [bytes]"""
     formula = times(job.element, symbol) if symbol else product(job.element, elements)
-    kind = (
-        Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
-    )  # at stage 0 the optimizer takes them as they are
+    kind = Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS  # at stage 0 the optimizer reads them directly
     return Line(kind, job.element * elements, reason, formula, STAGE12)
 
 

@@ -187,7 +187,9 @@ def laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
 
     If they have the optimizer's dtype, the optimizer takes the flattened gradients themselves.
     """
-    one: Bool = job.whole.placed[0].end >= job.partition  # a slice of one gradient is laid flat as it is (torch, ``flatten``)
+    one: Bool = (
+        job.whole.placed[0].end >= job.partition
+    )  # a slice of one gradient is flattened without a copy (torch, ``flatten``)
     same = job.element == job.master
     copied = where(one, 0, job.partition)
     flat_bytes: Int = 0 if same else job.element * copied

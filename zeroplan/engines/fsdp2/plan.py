@@ -307,7 +307,7 @@ def plan_of(
 def _states(
     cut: Cut, tensors: tuple[LocalTensor, ...], recipe: RecipeSpec, frozen_width: int, updated: str | None
 ) -> tuple[Line, ...]:  # fmt: skip
-    """Return this rank's parameters, what stands beside them, its optimizer state and the model's buffers."""
+    """Return this rank's parameters, quantised weights' scales and tables, its optimizer state and the model's buffers."""
     width = widths(recipe.precision)
     parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
     optimizer = state_lines(recipe.optimizer, implementation_of(recipe), tensors, width.stored, symbol=updated or symbol)

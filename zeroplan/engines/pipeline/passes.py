@@ -40,7 +40,7 @@ from zeroplan.transformer.families.tags import AT_MLP_NORM, HELD_NORM
 
 
 def through(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
-    """Return every moment of a forward or backward at which memory can peak; ``waiting`` are the rank's other lines."""
+    """Return every moment of a forward or backward at which memory can peak; ``waiting``: the rank's other lines."""
     one = StagePass(rank, state, waiting)
     if state.kind == "forward":
         one.forward_through()

@@ -67,7 +67,7 @@ class _Reducing:
     def blocks(self, after_outside: int) -> Iterator[Moment]:
         """Yield the first and the last block of each kind."""
         plan = self.plan
-        # What a reduction leaves can be more than what it takes: shards in a wider dtype, beside all-reduces over replicas.
+        # A reduction can add memory: shards in a wider dtype, beside all-reduces over replicas.
         may_grow = plan.has_experts_apart or plan.reduce_bytes < plan.width.stored
         for run, count in enumerate(plan.every_layer):
             for block in sorted({0, count - 1}) if may_grow else (0,):

@@ -1,4 +1,4 @@
-"""Bamba: blocks of Mamba-2 and of attention that turns half of each head, and an MLP with a gate behind each.
+"""Bamba: blocks of Mamba-2, and of attention with rotary positions on half of each head, each followed by a gated MLP.
 
 ``state_space.py`` has Mamba-2.
 """
@@ -31,7 +31,7 @@ LAYER = f"{BAMBA}, BambaDecoderLayer.forward"
 
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
-    """Run one layer. It returns its attention weights too, which the model holds while the next one runs, one of Mamba-2."""
+    """Run one layer. It also returns its attention weights, which the model holds while the next layer, one of Mamba-2, runs."""
     is_held = block.attention == "eager" and block.chunks != "none" and not tape.saving
     size = r * a * T * s
     below = (tape.make(op.TENSOR, "attention weights of a block below, one of its outputs", size, LAYER),) if is_held else ()
@@ -45,7 +45,7 @@ def _mixed(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
-    """Return queries and keys, the first half of each head turned. Both halves are turned before either is joined."""
+    """Return queries and keys with the first half of each head rotated. Both are rotated before either is concatenated."""
     of_queries, of_keys = Half("queries", q_4), Half("keys", k_4)
     both = [(op.slices(tape, one, (of.shape,) * 2, of.site), of) for one, of in ((query, of_queries), (key, of_keys))]
     turned = [op.rotary(tape, halves[0], of.site, per_token=2 * d_4) for halves, of in both]

@@ -24,7 +24,7 @@ COMBINE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._combin
 
 
 class Routing(NamedTuple):
-    """What a router returns: logits, the weight of each pair, and the index of each pair's expert."""
+    """A router's outputs: logits, the weight of each pair, and the index of each pair's expert."""
 
     logits: Value
     weights: Value

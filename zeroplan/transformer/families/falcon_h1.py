@@ -1,4 +1,4 @@
-"""Falcon-H1: Mamba-2 and attention read the same norm side by side, and numbers multiply what goes in and out of every part.
+"""Falcon-H1: Mamba-2 and attention read the same norm in parallel, and multipliers scale the inputs and outputs of every part.
 
 ``state_space.py`` has Mamba-2, whose output some models normalise and others only gate.
 """
@@ -33,7 +33,7 @@ _ATTENTION = Attention(f"{FALCON}, FalconH1Attention.forward", scaled_keys=True)
 
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
-    """Run one layer. Variables keep both branches and the attention weights to its end."""
+    """Run one layer. Variables hold both branches and the attention weights until it returns."""
     normal = op.norm(tape, given, "norm before both branches", NORM, place=AT_ATTENTION_NORM)
     mixed = _scaled(tape, mixer(tape, normal, block, multiplied=True), "output of Mamba-2, scaled")
     entry = op.multiplied(tape, normal, "input of attention, scaled", Site("input of attention, scaled", LAYER))

@@ -1,8 +1,8 @@
 """Gemma 4, the text models without embeddings of each layer: five layers with a window, then one of full attention.
 
-Layers of full attention have wider heads and fewer of them for keys, and one projection makes keys and values. Values are
-normalised over each head, without a weight. A number multiplies each layer's output in place. Where there are experts, they read
-the residual stream beside the MLP.
+Layers with full attention have wider heads, fewer key/value heads, and one projection for keys and values. Values are
+normalised over each head, without a weight. A constant multiplies each layer's output in place. Experts, if any, read the
+residual stream in parallel with the MLP.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ _BARE = NORM._replace(kind="power, no weight")
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    """Run attention. Queries, keys and values each keep their variable through projection, norm and rotation."""
+    """Run attention. Queries, keys and values each keep one variable through projection, norm and rotation."""
     bias = block.attention_bias
     query = op.linear(tape, normal, q, Site("q projection", ATTENTION, Module.Q), bias=bias)
     query = _turned(tape, _normed(tape, query, "queries", NORM, Module.Q_NORM), "queries")
@@ -90,7 +90,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 
 
 def _with_experts(tape: Tape, given: Value, block: Block) -> Value:
-    """Run a layer whose experts read the residual stream beside the MLP. Its variables keep their inputs and results to its end."""
+    """Run a layer whose experts run in parallel with the MLP. Its variables hold their inputs and results until it returns."""
     normal = op.norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
     attended, weights = _attention(tape, normal, block)
     tape.release(normal)
@@ -139,7 +139,7 @@ def _gated(tape: Tape, both: Value, block: Block) -> Value:
 
 
 def _router(tape: Tape, flat: Value) -> Routing:
-    """Choose experts by a softmax in fp32. A learned number of each expert multiplies its weight."""
+    """Choose experts by a softmax in fp32. Each expert's weight is multiplied by a learned number."""
     bare = op.norm(tape, flat, "router: norm", _BARE)
     wide = _times_weight(tape, bare)
     entry = op.scaled(tape, wide, "router: its input", Site("router: scale", ROUTER))
@@ -157,7 +157,7 @@ def _router(tape: Tape, flat: Value) -> Routing:
 
 
 def _times_weight(tape: Tape, bare: Value) -> Value:
-    """Multiply by a learned number of each channel, and release ``bare``."""
+    """Multiply by a learned number per channel, and release ``bare``."""
     made = op.tensor(tape, "router: its input, weighted", op.wider(tape, bare.dtype, r), bare.shape, ROUTER)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:

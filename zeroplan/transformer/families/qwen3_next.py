@@ -1,9 +1,9 @@
-"""Qwen3-Next and Qwen3.5: three blocks of linear attention to each of gated full attention; routed experts and a gated shared one.
+"""Qwen3-Next and Qwen3.5: three linear-attention blocks per gated full-attention block; routed experts, a gated shared expert.
 
 Qwen2-MoE has the same experts behind Qwen2's attention.
 
-Qwen3.5 has a matrix for each input of linear attention, and models with a plain MLP.
-``delta_rule.py`` has the recurrence of the linear attention.
+Qwen3.5 has a matrix for each input of linear attention, and models with a plain MLP. ``delta_rule.py`` has the recurrence of
+linear attention.
 """
 
 from functools import partial
@@ -71,7 +71,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 
 
 def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    """Run ``Qwen3NextGatedDeltaNet``. Its variables keep its projections to its end."""
+    """Run ``Qwen3NextGatedDeltaNet``. Its variables hold its projections until it returns."""
     if block.family != "qwen3_next":
         return _of_four_projections(tape, normal, block)
     wide = 2 * J * D + 2 * A * I
@@ -80,7 +80,7 @@ def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     heads, keys = T * A * I, T * J * D
     query, key, value, gate = op.chunk(tape, joint, (keys, keys, heads, heads), Site("parts q, k, v and z", LINEAR))
     beta, decay = op.chunk(tape, rates, (T * A, T * A), Site("parts beta and decay", LINEAR))
-    if block.grouped and not block.one_key:  # heads of values that share one of several key heads lie apart
+    if block.grouped and not block.one_key:  # value heads that share one of several key heads are not contiguous
         together = (gate, "z"), (beta, "beta"), (decay, "decay")
         apart, (gate, beta, decay) = (gate, beta, decay), [_in_order(tape, one, name) for one, name in together]
         tape.release(*apart)
@@ -140,7 +140,7 @@ def _convolved(tape: Tape, joined: Value) -> Value:
 
 
 def _decay(tape: Tape, given: Value) -> Value:
-    """Return ``-exp(A) * softplus(a + bias)`` in fp32: the logarithms of the states' rates of decay."""
+    """Return ``-exp(A) * softplus(a + bias)`` in fp32: the logarithms of the states' decay rates."""
     wide = op.cast(tape, given, 4, Site("decay", LINEAR))
     raised = op.tensor(tape, "decay and its bias", 4, T * A, LINEAR)
 
@@ -210,7 +210,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _moe(tape: Tape, normal: Value, block: Block) -> Value:
-    """Run the MLP, or the gated shared expert and the routed experts. The routing tensors live to the module's end."""
+    """Run the MLP, or the gated shared expert and the routed experts. The routing tensors live until the module returns."""
     if not block.routed:
         return gated_mlp(tape, normal, block, MLP)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
@@ -230,7 +230,7 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
 
 
 def _weighted(tape: Tape, shared: Value, gate: Value) -> Value:
-    """Multiply the shared expert's output by its gate, one number per token. It saves both."""
+    """Multiply the shared expert's output by its gate, one number per token. Autograd saves both."""
     return op.times_per_row(tape, shared, gate, "output of the shared expert, gated", e, MOE)
 
 

@@ -98,7 +98,7 @@ class Mode(NamedTuple):
     liger_norms: bool = False
     """One kernel of Liger's runs a whole norm."""
     fused_gates: bool = False
-    """One kernel makes a gated product of SiLU, and writes both gradients over what it has saved."""
+    """One kernel makes a gated product of SiLU, and overwrites its saved tensors with both gradients."""
     uneven: bool = False
     """More pairs of a token and an expert come to this rank than it sends."""
     fused_rotary: bool = False

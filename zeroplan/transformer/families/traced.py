@@ -89,7 +89,7 @@ class PlacedArrival(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)  # compared by identity, so that caches keyed on it are fast
 class Plan:
-    """What the runs of one structure recorded, with expressions for sizes."""
+    """The record of one structure's runs, with expressions for sizes."""
 
     stores: tuple[Store, ...]
     weights: tuple[Size, ...]
