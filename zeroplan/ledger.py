@@ -184,8 +184,11 @@ class Band(NamedTuple):
     """A range for a figure that cannot be known to the byte: lowest, expected and highest value. [bytes]"""
 
     low_bytes: Int
+    """The lowest value."""
     expected_bytes: Int
+    """The expected value."""
     high_bytes: Int
+    """The highest value."""
 
     def plus(self, n_bytes: Int) -> "Band":
         """Return the band shifted by ``n_bytes``.

@@ -18,10 +18,13 @@ class Changed(NamedTuple):
     what: str
     """The tensor, module or place in code; empty if kinds are compared."""
     before_bytes: int
+    """Its size in A."""
     after_bytes: int
+    """Its size in B."""
     before_blocks: tuple[tuple[int, int], ...] = ()
-    """For snapshots: each size of block, and the number of blocks of that size."""
+    """For snapshots: each size of block in A, and the number of blocks of that size."""
     after_blocks: tuple[tuple[int, int], ...] = ()
+    """The same for B."""
     elsewhere: str = ""
     """For lines that came or went: the moment at which the other side has the most of it, outside its peak."""
 
@@ -69,7 +72,9 @@ class Difference(NamedTuple):
     """The result of a comparison. Its ``changes`` add up to the difference of the peaks. [bytes]"""
 
     before: Side
+    """A."""
     after: Side
+    """B."""
     grain: Grain
     """The unit of comparison: ``tensor``, ``module``, ``place`` in the code, or ``kind``."""
     changes: tuple[Changed, ...]

@@ -53,6 +53,7 @@ class GpuSpec(Spec):
     full_name: str
     """Its name in answers."""
     vendor: Literal["nvidia", "amd"]
+    """Its maker."""
     architecture: str
     """Its generation: ``Hopper``, ``CDNA 3``."""
     compute_capability: str
