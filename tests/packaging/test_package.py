@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: Packages that are imported by another name than they are installed by.
 IMPORTED_AS = {"liger-kernel": "liger_kernel", "pyyaml": "yaml"}
 #: What those that are asked for bring along by their own metadata, being nothing without.
-BROUGHT_ALONG = {"starlette": "fastapi", "huggingface_hub": "transformers", "anyio": "mcp"}
+BROUGHT_ALONG = {"megatron": "megatron-core", "starlette": "fastapi", "huggingface_hub": "transformers", "anyio": "mcp"}
 #: What a user's own script may have imported, which is then there.
 #: Lightning is the user's, whose Trainer calls the callback.
 OF_SCRIPTS = {"accelerate", "triton", "lightning", "pytorch_lightning"}

@@ -75,7 +75,7 @@ def test_where_a_stage_begins_to_fit_is_said():
     assert text[-4:] == [
         "stage 0, DDP: does not fit",
         "stage 1, DDP + ZeroRedundancyOptimizer: does not fit",
-        "stage 2, FSDP2, reshard_after_forward=False: fits tightly from 52 GPUs",
+        "stage 2, FSDP2, reshard_after_forward=False: fits tightly from 64 GPUs",
         "stage 3, FSDP2: fits tightly from 7 GPUs",
     ]
 

@@ -242,7 +242,7 @@ def test_a_ring_is_where_a_stage_begins_to_fit():
     series, axes = made("scaling"), drawn("scaling").axes[0]
     begins = {line.fits_from.gpus for line in series.lines if line.fits_from}
     rings = {line.get_xdata()[0] for line in axes.lines if line.get_markerfacecolor() == "none"}
-    assert rings == begins == {7, 52}
+    assert rings == begins == {7, 64}
     assert "fits from 8 GPUs, but not on 64" in "\n".join(text.get_text() for text in texts(drawn("scaling experts")))
 
 

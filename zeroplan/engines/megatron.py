@@ -963,8 +963,8 @@ def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
     yield _logits(e, model, recipe, mesh, batch, "gradient of the logits", CROSS_ENTROPY)
     read = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
     yield Line(Kind.ACTIVATION_GRADIENTS, read, "gradient of the head's input", "ceil(e·T·h/C)", HEAD)
-    if recipe.sequence_parallel:
-        part = where(mesh.tp > 1, own_part(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, recipe, mesh), 0)
+    if recipe.sequence_parallel and mesh.tp > 1:
+        part = own_part(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, recipe, mesh)
         reason = "this rank's part of it, which ranks add up"
         yield Line(Kind.ACTIVATION_GRADIENTS, part, reason, own_part_formula("e·T·h", recipe), HEAD)
     if not keeps_placeholders(recipe):

@@ -71,7 +71,7 @@ def scaling(job: JobSpec) -> ScalingSeries:
     >>> from zeroplan import job
     >>> found = scaling(job(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=8192))
     >>> [line.fits_from.gpus for line in found.lines if line.fits_from]
-    [52, 7]
+    [64, 7]
     """
     answer = judged(job)
     words = "the batch per GPU stays as it is; needed is the allocated peak with context and communicators"

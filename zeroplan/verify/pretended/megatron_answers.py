@@ -6,6 +6,7 @@ with ``torch.compile`` is one kernel, which requests its result alone.
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
@@ -66,7 +67,8 @@ def import_megatron() -> None:
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(functions)
     hold_sent_tensors()
-    with replaced(torch, "compile", _one_kernel):
+    with replaced(torch, "compile", _one_kernel), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron-Core warns that Transformer Engine and Apex are absent
         import megatron.core.optimizer as optimizers  # noqa: PLC0415  nothing of it may be imported before
         from megatron.core.distributed import param_and_grad_buffer  # noqa: PLC0415
         from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401, PLC0415
