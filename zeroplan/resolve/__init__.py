@@ -132,7 +132,8 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     )
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
-    notes = (
+    notes = (  # first the one that may say that the answer is too low
+        *_without_fused_attention(complete),
         *model_notes,
         *image_notes,
         seq_note,
@@ -145,7 +146,6 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
         *ignored,
         _ONE_GPU if read.kind and request.gpus is None else "",
-        *_without_fused_attention(complete),
         _wide_adapters(complete.model),
     )
     keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
@@ -451,7 +451,7 @@ def _wide_adapters(model: ModelSpec) -> str:
 
 
 def _without_fused_attention(job: JobSpec) -> Iterator[str]:
-    """Yield notes on a GPU before compute capability 8.0: it has no tensor cores for bf16, and torch few kernels of attention.
+    """Yield notes on a GPU before compute capability 8.0: torch has few kernels of attention, and it has no tensor cores for bf16.
 
     Source: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash needs capability 8.0, and below it the
     memory-efficient kernel takes fp16 and fp32 alone, with as many heads of keys as of queries. What is left keeps scores in fp32.
@@ -459,8 +459,6 @@ def _without_fused_attention(job: JobSpec) -> Iterator[str]:
     gpu, model, half = job.cluster.gpu, job.model, job.recipe.precision.partition("-")[0]
     if gpu is None or half == "fp32" or "bf16" in gpu.dense_flops_per_s:
         return
-    if half == "bf16":
-        yield f"{gpu.full_name} has no tensor cores for bf16: steps are slow; use --precision fp16-mixed"
     grouped = model.num_key_value_heads != model.num_attention_heads
     if job.recipe.attention == "sdpa" and job.recipe.engine not in (*ON_PAPER, "megatron") and (half == "bf16" or grouped):
         what = "bf16" if half == "bf16" else "fp16 with grouped heads"
@@ -468,6 +466,8 @@ def _without_fused_attention(job: JobSpec) -> Iterator[str]:
             f"torch has no fused attention for {what} on {gpu.full_name} and keeps scores in fp32; they are not counted, so that "
             "the answer is too low; --attention eager counts them in 16 bits"
         )
+    if half == "bf16":
+        yield f"{gpu.full_name} has no tensor cores for bf16: steps are slow; use --precision fp16-mixed"
 
 
 def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:
