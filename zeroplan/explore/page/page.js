@@ -7,7 +7,7 @@ const of = (id) => document.getElementById(id);
 const state = { colours: {}, controls: [], asked: 0, timer: 0, settled: true, pushing: false };
 const IN_BROWSER = document.body.classList.contains("in-browser");
 const GONE = IN_BROWSER ? "Python did not start in this browser. Reload the page, or install zeroplan." : "The zeroplan server does not answer. Start `zeroplan explore` again.";
-const STARTING = "Starting Python in your browser, some 7 MB, once…";
+const STARTING = "Starting Python (7 MB, once)…";
 const NO_FILES = "In the browser alone, zeroplan opens only a model's config.json. Install it and run `zeroplan explore` for snapshots and traces.";
 const BROKEN = "zeroplan itself failed on these settings. Please report it with the address of this page.";
 
