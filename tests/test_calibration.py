@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
 SAID: dict[str, Any] = {"model": "llama-3.2-1b", "gpu": "h100", "gpus": 8, "seq_len": 4096, "micro_batch": 2}
-#: Most rows of one machine that calibrate the others, spread evenly over the file.
+#: At most this many rows of a machine calibrate; they are spread evenly over the file.
 MOST = 8
 
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from zeroplan import job_time
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate, account_of, judged
+from zeroplan.estimator import Estimate, judged
 from zeroplan.remedies import Change, single_changes
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import SMALL_BUCKET
-from zeroplan.steptime import StepTime, step_time
+from zeroplan.steptime import StepTime
 
 #: Changes that free a smaller share of the peak are dropped; a smaller slowdown counts as free. Estimates are no more accurate.
 _LEAST_FREED, _FREE = 0.002, 0.005
@@ -102,7 +103,7 @@ def time_of(job: JobSpec) -> StepTime | None:
     if job.cluster.gpu is None:
         return None
     try:
-        return step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster)
+        return job_time.time_of(job)
     except SpecError:
         return None
 

@@ -1,4 +1,4 @@
-"""Keys of any family's ``config.json`` that are not sizes of tensors: which matter for memory, and why do the others not?
+"""Keys of ``config.json`` in any family that are no sizes of tensors. Which of them matter for memory, and why?
 
 A family's own keys are in its file (``zeroplan/transformer/families``). A test compares both with every key of every class.
 """

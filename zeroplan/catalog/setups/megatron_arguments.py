@@ -127,7 +127,7 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
 
 
 def _precision(reading: Reading, *, own: bool) -> None:
-    """Say fp32 unless a half precision is asked for; ``own``: a program on Megatron-Core, whose default is bf16."""
+    """Read the precision. The default is fp32 in Megatron-LM, and bf16 in programs on Megatron-Core, which ``own`` marks."""
     half = "fp16" if reading.table.switch("fp16") else "bf16" if reading.table.switch("bf16") or own else None
     reading.tell("precision", half or "bf16", f"{half}-mixed" if half else "fp32", filled=own)
 
