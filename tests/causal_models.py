@@ -98,7 +98,7 @@ def adapted_model(spec: ModelSpec, compute: Compute, *, layers: int | None = Non
 def weight_dtype(compute: Compute) -> torch.dtype:
     if compute.autocast or compute.element_bytes == 4:
         return torch.float32
-    return torch.float16 if compute.fused_softmax else torch.bfloat16
+    return torch.float16 if compute.is_fp16 else torch.bfloat16
 
 
 def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from zeroplan import ModelSpec, SpecError
 from zeroplan.cli.app import main
+from zeroplan.estimator import estimate
 from zeroplan.resolve import Request, resolve
 from zeroplan.resolve.inferred import infer_model
 from zeroplan.transformer.params import parameter_count
@@ -130,6 +131,17 @@ def test_bf16_on_a_gpu_without_matrix_units_for_it_is_noted(said: dict[str, str]
     notes = resolve(Request(model="gpt2", **said)).notes  # type: ignore[arg-type]  # words of options
     assert any("no tensor cores for bf16" in note for note in notes) is is_noted
     assert any("no fused attention for bf16" in note for note in notes) is is_noted
+
+
+def test_an_old_gpu_keeps_the_scores_of_attention():
+    """Heads times the square of the length, in fp32, in each block; a newer GPU of the same size keeps none."""
+    said = {"model": "gpt2", "gpus": 1, "engine": "ddp", "stage": 0, "micro_batch": 1, "seq_len": 1024}
+    old, new = (estimate(resolve(Request(gpu=gpu, **said)).job) for gpu in ("v100-sxm2-32gb", "a100-sxm-40gb"))  # type: ignore[arg-type]
+    assert old.peak_bytes - new.peak_bytes > 12 * 12 * 1024**2 * 4
+    fp16 = estimate(resolve(Request(gpu="v100-sxm2-32gb", precision="fp16-mixed", **said)).job)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"needs compute capability 8\.0, .* has 7\.0; use --attention sdpa"):
+        resolve(Request(gpu="v100-sxm2-32gb", attention="flash", **said))  # type: ignore[arg-type]
+    assert abs(fp16.peak_bytes - new.peak_bytes) < 2**24  # the memory-efficient kernel takes fp16
 
 
 def test_what_torch_or_peft_accept_and_few_expect_is_noted():

@@ -8,7 +8,8 @@ from zeroplan.engines.precisions import compute_of
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Band, Kind, Line, Moment, OffGpu, Phase, Tag, bytes_by_kind, total_bytes
 from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, Measurement, OnCardMeasured, StepMeasured, Tensors
-from zeroplan.spec.recipe import Kernels, Loss
+from zeroplan.spec.hardware import Kernels
+from zeroplan.spec.recipe import Loss
 from zeroplan.timeline import Sizes, reserved, sizes_of
 from zeroplan.transformer.blocks import Compute
 
@@ -199,7 +200,7 @@ class _AsRun(NamedTuple):
         if of_library or (line.tag.off_gpu is OffGpu.NO_TENSOR and not self.has_scratch):
             return 0
         n_bytes = int(line.n_bytes) + self._of_blocks(line.tag)
-        return n_bytes if self.kernels == "cuda" else self._on_cpu(line.tag.off_gpu, n_bytes)
+        return n_bytes if self.kernels != "cpu" else self._on_cpu(line.tag.off_gpu, n_bytes)
 
     def _of_blocks(self, tag: Tag) -> int:
         """How much more the blocks of a line keep than it states. [bytes]"""

@@ -57,7 +57,7 @@ class FromRun:
         """Compare the prediction for these flags with another run of the script that used them."""
         job = resolve(self.overridden_by(flags)).job
         measured = Measurement(
-            job=job, backend="simulate", tensors="fake", kernels="cuda", process_group="fake", rank=run.rank,
+            job=job, backend="simulate", tensors="fake", kernels=job.cluster.kernels, process_group="fake", rank=run.rank,
             environment=run.environment, initialisation=run.initialisation, steps=run.steps, collectives=run.collectives,
             allocator=run.allocator,
         )  # fmt: skip

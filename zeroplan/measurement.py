@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
+from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import Kernels
 
 SCHEMA_VERSION = 1
 

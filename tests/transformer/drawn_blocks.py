@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 import torch
 
 from tests.transformer.fake_blocks import BlockRun, Passage
+from zeroplan.catalog.gpu import gpu
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
@@ -31,6 +32,7 @@ from zeroplan.spec.family import (
     WINDOWED_FAMILIES,
     Activation,
 )
+from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
@@ -88,6 +90,13 @@ def drawn(draw: Random, family: str) -> Case:
     compute = Compute(element, autocast=autocast, attention=attention, recompute=recompute)
     micro, tokens = draw.choice((1, 1, 2, 3, 4)), draw.choice((16, 31, 32, 64, 65, 96, 100, 128, 200, 256))
     return Case(spec, compute, BatchSpec(micro_batch_size=micro, seq_len=tokens), block)
+
+
+def on_an_old_gpu(draw: Random, family: str) -> Case:
+    """The same on a GPU before compute capability 8.0, where torch has few kernels; autocast's dtype may be fp16."""
+    case = drawn(draw, family)
+    is_fp16 = case.compute.autocast and draw.random() < 0.5
+    return case._replace(compute=case.compute._replace(kernels="cuda-7", attention="sdpa", is_fp16=is_fp16))
 
 
 def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
@@ -208,9 +217,10 @@ def _state_space(draw: Random, hidden: int) -> LinearSpec:
 def run_of(case: Case) -> BlockRun:
     """Run forward and backward once on the fake GPU, where this process believes in one."""
     spec, compute, size, number = case
-    install_node()
+    install_node(ClusterSpec(gpu=gpu("t4-16gb" if compute.kernels == "cuda-7" else "h100-sxm-80gb")))
     tracker, at = Tracker(device=CUDA), dict[str, int]()
-    precision = "bf16-mixed" if compute.autocast else {2: "bf16", 4: "fp32"}[compute.element_bytes]
+    half, mixed = (torch.float16, "fp16-mixed") if compute.is_fp16 else (torch.bfloat16, "bf16-mixed")
+    precision = mixed if compute.autocast else {2: "bf16", 4: "fp32"}[compute.element_bytes]
     recipe = RecipeSpec(
         engine="ddp", zero_stage=0, precision=precision, attention=compute.attention, recompute=compute.recompute
     )  # fmt: skip
@@ -224,7 +234,7 @@ def run_of(case: Case) -> BlockRun:
             block.register_forward_pre_hook(_before(tracker, at, index))
             block.register_forward_hook(_after(tracker, at, index))
         ids = torch.randint(0, spec.vocab_size, (size.micro_batch_size, size.seq_len))
-        with torch.autocast(CUDA, dtype=torch.bfloat16) if compute.autocast else nullcontext():
+        with torch.autocast(CUDA, dtype=half) if compute.autocast else nullcontext():
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         live = Timeline(tracker.recording).live
@@ -331,11 +341,13 @@ def main() -> None:
     asked.add_argument("families", nargs="?", default=",".join(FAMILIES))
     asked.add_argument("--cases", type=int, default=300)
     asked.add_argument("--seed", type=int, default=0)
+    asked.add_argument("--old-gpu", action="store_true", help="before compute capability 8.0")
     options = asked.parse_args()
+    draws = on_an_old_gpu if options.old_gpu else drawn
     for family in options.families.split(","):
         found = 0
         for number in range(options.seed, options.seed + options.cases):
-            case = drawn(Random(f"{family} {number}"), family)  # noqa: S311  draws tests
+            case = draws(Random(f"{family} {number}"), family)  # noqa: S311  draws tests
             if beyond := differences(case):
                 found += 1
                 print(f"{family} {number}: {beyond} of {case}")  # noqa: T201

@@ -30,7 +30,7 @@ RANDOM_STATE = 16
 FP32 = Compute(4, autocast=False, attention="sdpa")
 BF16 = FP32._replace(element_bytes=2)
 AUTOCAST = BF16._replace(autocast=True)
-FP16 = BF16._replace(attention="eager", fused_softmax=True)
+FP16 = BF16._replace(attention="eager", is_fp16=True)
 #: As in test_activations; of the last the scores weigh more than the experts.
 GPT_OSS = {
     "grouped heads": (2, 40, 4, 2, 16, 176, 104, 72),

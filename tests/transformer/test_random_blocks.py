@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from tests.causal_models import tiny_spec
 from tests.combined import every_case
 from tests.simulated import on_the_fake_gpu
-from tests.transformer.drawn_blocks import RANDOM_STATE, differences
+from tests.transformer.drawn_blocks import RANDOM_STATE, differences, on_an_old_gpu
 from tests.transformer.drawn_blocks import drawn as drawn_block
 from tests.transformer.fake_blocks import BlockRun, block_run
 from tests.transformer.moe_models import moe_spec
@@ -60,6 +60,14 @@ def assert_runs_as_is_said(
 def test_blocks_drawn_of_every_family(family: str, number: int) -> None:
     """In 16 and 32 bits and under autocast, with every kernel of attention and every kind of recomputation."""
     case = drawn_block(Random(f"{family} {number}"), family)  # noqa: S311  draws tests
+    assert on_the_fake_gpu(differences, case) == (), case
+
+
+@pytest.mark.parametrize("family", FAMILIES if every_case() else ("llama", "mistral", "deepseek_v3"))
+@pytest.mark.parametrize("number", range(10 if every_case() else 2))
+def test_blocks_on_a_gpu_with_few_kernels(family: str, number: int) -> None:
+    """Before compute capability 8.0, in bf16, fp16 and fp32."""
+    case = on_an_old_gpu(Random(f"{family} {number}"), family)  # noqa: S311  draws tests
     assert on_the_fake_gpu(differences, case) == (), case
 
 

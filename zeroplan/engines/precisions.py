@@ -64,7 +64,7 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         cp,
         recipe.engine == "fsdp2" and width.mixed,
         release_of(recipe.transformers),
-        recipe.precision == "fp16-mixed" and recipe.kernels == "cuda",
+        recipe.precision == "fp16-mixed" and recipe.kernels != "cpu",
         (*recipe.fused_parts, *((f"float8-{recipe.float8_recipe}",) if recipe.float8_recipe else ())),
         recipe.imbalance_in_thousandths if ep > 1 else EVEN,
         recipe.prompt_len,

@@ -101,7 +101,7 @@ def _shape(model: ModelSpec, options: MegatronOptions) -> Iterator[str]:
     yield f"--hidden-size {model.hidden_size}"
     yield f"--ffn-hidden-size {model.intermediate_size}"
     yield f"--num-attention-heads {model.num_attention_heads}"
-    if model.num_key_value_heads != model.num_attention_heads:
+    if model.has_grouped_heads:
         yield "--group-query-attention"
         yield f"--num-query-groups {model.num_key_value_heads}"
     yield f"--kv-channels {model.head_dim}"

@@ -126,7 +126,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     complete = JobSpec(
         model=model,
         cluster=cluster,
-        recipe=_scored(_on_nodes(_recipe(request, stage), cluster, chosen), read, seq_len),
+        recipe=_scored(_on_device(_on_nodes(_recipe(request, stage), cluster, chosen), cluster, request), read, seq_len),
         mesh=mesh_of(request, gpus),
         batch=batch,
     )
@@ -336,6 +336,21 @@ def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec, chosen: Sequence[str]) -
     return replace(recipe, deepspeed=replace(options, gpus_per_node=known))
 
 
+def _on_device(recipe: RecipeSpec, cluster: ClusterSpec, request: Request) -> RecipeSpec:
+    """Return the recipe with the attention kernels of the GPU, unless a complete job says which kernels it has.
+
+    Raises SpecError for FlashAttention on a GPU that cannot run it (github.com/Dao-AILab/flash-attention, README).
+    """
+    gpu = cluster.gpu
+    if gpu is None or recipe.engine in (*ON_PAPER, "megatron") or cluster.kernels == "cuda":
+        return recipe
+    if recipe.attention == "flash":
+        raise SpecError(
+            f"FlashAttention needs compute capability 8.0, {gpu.full_name} has {gpu.compute_capability}; use --attention sdpa"
+        )
+    return recipe if request.device_kernels is not None else replace(recipe, kernels=cluster.kernels)
+
+
 def mesh_of(request: Request, gpus: int) -> MeshSpec:
     """Return the degrees of parallelism; raises :class:`~zeroplan.errors.SpecError` if they do not divide the GPUs."""
     ways = {
@@ -451,21 +466,13 @@ def _wide_adapters(model: ModelSpec) -> str:
 
 
 def _without_fused_attention(job: JobSpec) -> Iterator[str]:
-    """Yield notes on a GPU before compute capability 8.0: torch has few kernels of attention, and it has no tensor cores for bf16.
-
-    Source: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash needs capability 8.0, and below it the
-    memory-efficient kernel takes fp16 and fp32 alone, with as many heads of keys as of queries. What is left keeps scores in fp32.
-    """
-    gpu, model, half = job.cluster.gpu, job.model, job.recipe.precision.partition("-")[0]
+    """Yield notes on a GPU before compute capability 8.0: on scores that attention keeps, and on bf16 without tensor cores."""
+    gpu, recipe, half = job.cluster.gpu, job.recipe, job.recipe.precision.partition("-")[0]
     if gpu is None or half == "fp32" or "bf16" in gpu.dense_flops_per_s:
         return
-    grouped = model.num_key_value_heads != model.num_attention_heads
-    if job.recipe.attention == "sdpa" and job.recipe.engine not in (*ON_PAPER, "megatron") and (half == "bf16" or grouped):
+    if recipe.attention == "sdpa" and recipe.writes_out_attention(grouped=job.model.has_grouped_heads):
         what = "bf16" if half == "bf16" else "fp16 with grouped heads"
-        yield (
-            f"torch has no fused attention for {what} on {gpu.full_name} and keeps scores in fp32; they are not counted, so that "
-            "the answer is too low; --attention eager counts them in 16 bits"
-        )
+        yield f"torch has no fused attention for {what} on {gpu.full_name}: it keeps the scores of all heads in fp32"
     if half == "bf16":
         yield f"{gpu.full_name} has no tensor cores for bf16: steps are slow; use --precision fp16-mixed"
 

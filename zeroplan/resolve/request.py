@@ -26,7 +26,7 @@ from zeroplan.resolve.options import (
 from zeroplan.spec.adapter import Compute as AdapterCompute
 from zeroplan.spec.adapter import Quantize, Upcast
 from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
-from zeroplan.spec.hardware import GpuSpec, SharesSpec
+from zeroplan.spec.hardware import GpuSpec, Kernels, SharesSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import PipelineSchedule
@@ -39,7 +39,6 @@ from zeroplan.spec.recipe import (
     Float8Recipe,
     Fsdp1Options,
     Fsdp2Options,
-    Kernels,
     LogProbs,
     Loss,
     MegatronOptions,

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, Range, Spec
 
+Kernels = Literal["cuda", "cuda-7", "cpu"]
+"""``cuda-7``: a GPU before compute capability 8.0, for which torch has few attention kernels."""
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 
 
@@ -129,6 +131,15 @@ class ClusterSpec(Spec):
     """Network cards of a node; None for one per GPU."""
     shares: SharesSpec | None = None
     """Shares of the rates that a measured step reached; None for the fitted shares."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """The attention kernels that torch has for the GPU: few before compute capability 8.0.
+
+        Source: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+        """
+        gpu = self.gpu
+        return "cuda-7" if gpu is not None and gpu.vendor == "nvidia" and float(gpu.compute_capability) < 8 else "cuda"
 
 
 def node_size(cluster: ClusterSpec) -> int | None:

@@ -80,7 +80,7 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
     yield whole and "fused kernels of adapters and such weights", "quantize 'nf4-double' or 'gptq'"
     beyond = fused and not set(adapter.layers) <= set(ATTENTION)
     yield beyond and "fused kernels of adapters in the MLP", "targets 'attention'"
-    yield adapter.dropout and recipe.kernels != "cuda" and "dropout and a CPU's kernels", "no dropout"
+    yield adapter.dropout and recipe.kernels == "cpu" and "dropout and a CPU's kernels", "no dropout"
     older = adapter.four_bits_keep_inputs and recipe.recompute != "full"
     yield older and "bitsandbytes before 0.43.2 and no full recomputation", "recompute 'full', or a later release"
 

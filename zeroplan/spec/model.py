@@ -206,6 +206,11 @@ class ModelSpec(Spec):
         return self.use_qk_norm or self.family in HEAD_NORMS
 
     @property
+    def has_grouped_heads(self) -> bool:
+        """Whether several query heads share a key/value head."""
+        return self.num_key_value_heads != self.num_attention_heads
+
+    @property
     def letters(self) -> str:
         """``layer_pattern`` repeated to one letter per layer."""
         repeated = self.layer_pattern * -(-self.num_hidden_layers // max(1, len(self.layer_pattern)))

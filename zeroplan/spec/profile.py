@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, CountOrZero, Dimension, Range, Spec
+from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import ModelSpec, Profiled
-from zeroplan.spec.recipe import Attention, Kernels, Recompute
+from zeroplan.spec.recipe import Attention, Recompute
 
 SCHEMA_VERSION: Literal[2] = 2
 

@@ -6,9 +6,9 @@ from typing import Annotated, Final, Literal
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, CountOrZero, Degree, Range, Spec
+from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.pipeline import PipelineSchedule
 
-Kernels = Literal["cuda", "cpu"]
 StepKernels = Literal["eager", "fused", "compiled"]
 Engine = Literal["paper", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron"]
 #: Engines with closed formulas only; `zeroplan verify` cannot run them.
@@ -539,8 +539,19 @@ class RecipeSpec(Spec):
             raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
         if "loss-in-pieces" in parts and self.precision != "bf16":
             raise SpecError(f"fused_kernels 'loss-in-pieces' with precision {self.precision!r} is not modelled; use 'bf16'")
-        if self.kernels != "cuda":
+        if self.kernels == "cpu":
             raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
+
+    def writes_out_attention(self, *, grouped: bool) -> bool:
+        """Whether attention runs as single operators, which keep the scores.
+
+        ``grouped``: several query heads share a key/value head. Source: torch 2.13,
+        aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash needs compute capability 8.0. Below it the memory-efficient
+        kernel takes fp16 and fp32 alone, with as many heads of keys as of queries.
+        """
+        if self.kernels != "cuda-7" or self.attention != "sdpa":
+            return self.attention == "eager"
+        return grouped or self.precision.startswith("bf16")
 
     def _check_recompute_layers(self, layers: int) -> None:
         """Raise SpecError for recipes without recomputation, and for options that are not modelled."""

@@ -128,7 +128,7 @@ def _refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[
     yield recipe.engine in ON_PAPER and f"engine {recipe.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"
     yield recipe.fsdp2.modules == "torchtitan" and "modules of torchtitan", "--modules transformers"
     yield recipe.loss in ("chunked", "log-probs") and f"loss {recipe.loss!r}", "loss 'full' or 'fused'"
-    yield recipe.kernels != "cuda" and "a CPU's kernels", "kernels 'cuda'"
+    yield recipe.kernels == "cpu" and "a CPU's kernels", "kernels 'cuda'"
     tables = model.family in release_of(recipe.transformers).tables_in_layers
     yield recipe.engine == "deepspeed" and tables and "engine 'deepspeed'", "a release without tables in every layer, from 4.45"
     windowed = model.sliding_window is not None and recipe.attention == "sdpa"

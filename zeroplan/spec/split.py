@@ -62,6 +62,7 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
     for asked, instead in (
         (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
         (in_32_bits and "precision 'fp32', for which no kernel accepts grouped heads,", "bf16-mixed"),
+        (recipe.kernels == "cuda-7" and "a GPU before compute capability 8.0, which has no flash kernel,", "a newer GPU"),
         (recipe.fsdp2.cpu_offload and "offload to host memory", "no offload"),
         (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false for it"),
         *_of_model_and_batch(model, recipe, batch),

@@ -41,7 +41,7 @@ def _of_the_recipe(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
     yield bool(recipe.keep_logits) and "keep_logits (it lets go of them)", "no keep_logits"
     yield recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "attention 'sdpa'"
-    yield recipe.kernels != "cuda" and "a CPU's kernels", "kernels 'cuda'"
+    yield recipe.kernels == "cpu" and "a CPU's kernels", "kernels 'cuda'"
     yield recipe.recompute_layers is not None and "recompute_layers", "all layers"
     yield recipe.offloads and "offload to host memory", "no offload"
     yield not recipe.sync_every_micro_batch and "no_sync", "sync_every_micro_batch"

@@ -91,7 +91,7 @@ def _busy(
     split = recipe.engine == "fsdp2"
     tp, cp, ep = int(mesh.tp) if split else 1, int(mesh.cp) if split else 1, int(mesh.ep)
     sequence = as_key(batch.seq_len)
-    kernels = recipe.attention, recipe.loss == "fused", recipe.fused_parts, rates.running
+    kernels = recipe.attention, recipe.kernels, recipe.loss == "fused", recipe.fused_parts, rates.running
     key = model, recipe.engine, recipe.precision, kernels, sequence, tp, cp, ep, rates.share
 
     def work_of(one: BatchSpec) -> Work:

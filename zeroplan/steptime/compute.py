@@ -368,11 +368,11 @@ _DEEP = 1024.0
 
 def _core_seconds(asked: Work, rates: Rates) -> Passes:
     """Return the time of attention. Eager attention runs narrow matrix products, and its scores go through memory. [s]"""
-    core, recipe = asked.core, rates.recipe
+    core = asked.core
     if not core.flops:
         return Passes(0.0, 0.0)
     on = rates.machine(None)
-    if recipe.attention == "eager":
+    if core.moved != Moved():
         one = Product(core.tokens, _DEEP, 1.0, frozen=True)  # its reads and writes are in ``core.moved``
         each = seconds((one,), core.tokens, on, accumulates=False).forward
         products = core.flops / (one.flops * core.tokens) * each

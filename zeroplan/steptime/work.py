@@ -143,7 +143,7 @@ def multiplying(products: tuple[Product, ...]) -> Moved:
 
 def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks, layers: float) -> Core:
     """Return the attention of ``layers`` layers on one rank."""
-    eager, seq_len = recipe.attention == "eager", 1.0 * batch.seq_len
+    eager, seq_len = recipe.writes_out_attention(grouped=model.has_grouped_heads), 1.0 * batch.seq_len
     tokens = batch.micro_batch_size * seq_len / ranks.cp
     keys = seq_len if eager else (seq_len + 1) / 2.0
     scores = 2.0 * attention_widths(model) * keys * tokens / ranks.tp

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Line, Module
 from zeroplan.numeric import Int
-from zeroplan.spec.recipe import EVEN, Attention, Kernels, LogProbs, Recompute
+from zeroplan.spec.hardware import Kernels
+from zeroplan.spec.recipe import EVEN, Attention, LogProbs, Recompute
 from zeroplan.spec.releases import NOW, Release
 
 
@@ -38,8 +39,8 @@ class Compute(NamedTuple):
     """The engine casts a block's inputs to the compute dtype before the forward, position tables included, as FSDP2 does."""
     release: Release = NOW
     """Differences between the job's release of transformers and the release that the formulas follow."""
-    fused_softmax: bool = False
-    """CUDA's softmax reads fp16 and writes fp32 in one kernel. No other dtype has such a kernel."""
+    is_fp16: bool = False
+    """The compute dtype is fp16, on a GPU."""
     fused: tuple[str, ...] = ()
     """Parts of the model that fused kernels replace (``RecipeSpec.fused_parts``)."""
     imbalance: int = EVEN

@@ -56,6 +56,8 @@ class Heads(NamedTuple):
     """Rotary positions copied queries and keys head by head, so they are contiguous."""
     joint: bool = False
     """The values are a view of a joint projection's output."""
+    spread: bool = False
+    """Keys and values are views that show a single head once per query head. A cast of these lays them out head by head."""
 
 
 class Attended(NamedTuple):
@@ -107,10 +109,11 @@ def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     return Attended(_kernel(tape, heads, operands, _scratch(tape, size), padded=True, twice=heads.joined))
 
 
-def efficient_of_repeated(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
-    """Run the memory-efficient kernel on keys and values that transformers has repeated for each query head."""
+def of_repeated(tape: Tape, heads: Heads, *, kernel: Attend) -> Attended:
+    """Run a kernel on keys and values that transformers has repeated for each query head."""
     key, value = _repeated(tape, heads, SDPA)
-    made = efficient(tape, heads._replace(key=key, value=value, grouped=False, one_key=False), size=size)
+    spread = heads.grouped and heads.one_key
+    made = kernel(tape, heads._replace(key=key, value=value, grouped=False, one_key=False, spread=spread))
     if heads.grouped:
         tape.release(key, value)
     return made
@@ -304,11 +307,12 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
     return Attended(context, weights)
 
 
-def in_32_bits(tape: Tape, heads: Heads) -> Attended:
-    """Run torch's attention in fp32 operators, for heads that no kernel supports.
+def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False) -> Attended:
+    """Run torch's attention in fp32 operators, for heads that no kernel supports. ``has_mask``: the model passes a boolean mask.
 
-    On CUDA these are grouped heads in fp32, on a CPU heads of two sizes in any dtype. It multiplies queries, and keys repeated
-    for each query head, by the root of the scale. Leaves out the temporaries of ``_safe_softmax``.
+    On CUDA these are grouped heads in fp32, before compute capability 8.0 also heads in bf16 and grouped heads in fp16, on a CPU
+    heads of two sizes in any dtype. It multiplies queries, and keys repeated for each query head, by the root of the scale.
+    Leaves out the temporaries of ``_safe_softmax``.
     """
     names = ("queries", "keys", "values")
     copies, operands = Copies([], []), _cast_heads(tape, heads.query, heads.key, heads.value)
@@ -316,26 +320,33 @@ def in_32_bits(tape: Tape, heads: Heads) -> Attended:
         cast(tape, one, 4, Site(f"{name}, fp32", MATH)) for name, one in zip(names, operands, strict=True)
     ]
     query = _multiplied(tape, query_32, "queries, scaled")
-    mask = _causal(tape)
+    mask = _in_numbers(tape) if has_mask else _causal(tape)
     if heads.grouped:
         by_key = [_cloned(tape, one, name) for name, one in zip(names[1:], by_key, strict=True)]
     key = _multiplied(tape, by_key[0], "keys, repeated and scaled" if heads.grouped else "keys, scaled")
-    given = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4), (key, (key,))
-    scores = _product(tape, given, copies, "scores", a * T * s, MATH)
+    in_order, of_keys = heads.grouped or heads.spread, Copies([], [])  # the scaled keys have no variable
+    factors_of_scores = (
+        _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4),
+        _operand(tape, key, of_keys, Site("keys", MATH), contiguous=in_order or heads.joined, dtype=4),
+    )
+    scores = _product(tape, factors_of_scores, copies, "scores", a * T * s, MATH)
+    tape.drop(*of_keys.in_place)
     tape.release(key)
     with_mask = masked(tape, scores, Site("attention: scores", MATH))
     tape.release(scores)
     weights = softmax(tape, with_mask, 4, MATH)
     tape.release(with_mask)
+    unused = tape.make(
+        TEMPORARY, "attention weights in 16 bits, which nothing reads", (e * at_most(1, 4 - e)) * a * T * s, MATH
+    )
     beside_keys = heads.joint and by_key[1].store is heads.value.store
-    contiguous = heads.grouped
     value = _operand(
-        tape, by_key[1], copies, Site("values", MATH), contiguous=contiguous, copied_for_several=beside_keys, dtype=4
+        tape, by_key[1], copies, Site("values", MATH), contiguous=in_order, copied_for_several=beside_keys, dtype=4
     )
     made = _product(tape, ((weights, (weights,)), value), copies, "attention output, head by head", T * c, MATH)
     narrow = cast(tape, made, e, Site("attention output, head by head", MATH))
     tape.release(made, weights, *(by_key if heads.grouped else ()), query, *bare, *operands)
-    tape.drop(mask, *copies.in_place)
+    tape.drop(unused, mask, *copies.in_place)
     return Attended(in_order_of_tokens(tape, narrow, "attention output"))
 
 
@@ -345,6 +356,14 @@ def _causal(tape: Tape) -> Store:
     tape.drop(ones)
     mask = tape.make(TEMPORARY, "causal mask in numbers", 4 * s * s, MATH)
     tape.drop(booleans)
+    return mask
+
+
+def _in_numbers(tape: Tape) -> Store:
+    """Convert a boolean mask to numbers."""
+    inverted = tape.make(TEMPORARY, "mask, inverted", b * s * s, MATH)
+    mask = tape.make(TEMPORARY, "mask in numbers", e * b * s * s, MATH)
+    tape.drop(inverted)
     return mask
 
 

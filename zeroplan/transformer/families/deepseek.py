@@ -70,7 +70,9 @@ def _attend(block: Block) -> Attend:
         return partial(_by_head, attend=partial(eager, source=EAGER))
     if block.one_size:
         return partial(_by_head, attend=block.attend)
-    return partial(_by_head, attend=in_32_bits) if block.kernels == "cpu" else partial(efficient, size=block.head_size)
+    if block.kernels == "cpu" or block.has_no_kernel:
+        return partial(_by_head, attend=in_32_bits)
+    return partial(efficient, size=block.head_size)
 
 
 def _by_head(tape: Tape, heads: Heads, *, attend: Attend) -> Attended:

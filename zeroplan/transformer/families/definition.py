@@ -9,8 +9,9 @@ from zeroplan.expr import Size, Values
 from zeroplan.ledger import PLAIN, Kind, Line, Module, Tag
 from zeroplan.spec.adapter import Quantize
 from zeroplan.spec.family import TRAITS, Activation
+from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Attention, Kernels, Recompute
+from zeroplan.spec.recipe import Attention, Recompute
 from zeroplan.spec.releases import NOW, Release
 from zeroplan.transformer.families import attention as kernels_of
 from zeroplan.transformer.families.attention import Attend, HeadSize
@@ -129,8 +130,8 @@ class Block(NamedTuple):
     chunks: Chunks = "none"
     release: Release = NOW
     """Differences between the job's release of transformers and the release that the formulas follow."""
-    fused_softmax: bool = False
-    """A softmax in fp32 reads 16 bits itself."""
+    is_fp16: bool = False
+    """The compute dtype is fp16, on a GPU, whose softmax reads fp16 and writes fp32 in one kernel. No other dtype has one."""
     fused: tuple[str, ...] = ()
     """Parts that fused kernels replace."""
     offloaded: bool = False
@@ -165,17 +166,30 @@ class Block(NamedTuple):
             repeats = self.grouped and self.family in self.release.flash_repeats
             return partial(kernels_of.flash_of_repeated, size=self.head_size) if repeats else self._flash
         if self.masked:
-            kernel: Attend = partial(kernels_of.with_mask, size=self.head_size)
+            kernel = self._with_mask
         elif self.too_wide:
-            kernel = partial(kernels_of.efficient_of_repeated, size=self.head_size)
+            kernel = partial(kernels_of.of_repeated, kernel=self._kernel(grouped=False))
         else:
             kernel = self._kernel(grouped=self.grouped and not self.release.repeats_keys)
         return kernel if self.release == NOW else partial(kernels_of.of_a_release, release=self.release, kernel=kernel)
 
+    @property
+    def has_no_kernel(self) -> bool:
+        """Whether no kernel takes the compute dtype: bf16 before compute capability 8.0."""
+        return self.kernels == "cuda-7" and not (self.wide or self.is_fp16)
+
     def _kernel(self, *, grouped: bool) -> Attend:
-        if self.wide and self.kernels == "cuda":
-            return kernels_of.in_32_bits if grouped else partial(kernels_of.efficient, size=self.head_size)
-        return self._flash
+        if self.kernels == "cpu" or not (self.wide or self.too_wide or self.kernels == "cuda-7"):
+            return self._flash
+        if grouped or self.has_no_kernel:
+            return kernels_of.in_32_bits
+        return partial(kernels_of.efficient, size=self.head_size)
+
+    @property
+    def _with_mask(self) -> Attend:
+        if self.has_no_kernel:
+            return partial(kernels_of.of_repeated, kernel=partial(kernels_of.in_32_bits, has_mask=True))
+        return partial(kernels_of.with_mask, size=self.head_size)
 
     @property
     def _flash(self) -> Attend:

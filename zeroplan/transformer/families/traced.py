@@ -270,7 +270,7 @@ def structure_of(
         compute.recompute if apart else "none",
         "single" if single else _chunks(kind, one=masked),
         compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
-        compute.fused_softmax,
+        compute.is_fp16,
         tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
         compute.offloaded and compute.recompute == "none",
         model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
@@ -500,7 +500,7 @@ def run_forward(
         keeps_selected=keeps_selected,
         recomputed=recomputed,
         marking=marking,
-        fused_softmax=structure.fused_softmax,
+        fused_softmax=structure.is_fp16,
         offloading=structure.offloaded and saving,
     )
     dtype = e if training is not None and training.narrow else r

@@ -5,8 +5,9 @@ from typing import NamedTuple
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import GLOBAL_LAYERS, WITHOUT_SDPA
+from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
-from zeroplan.spec.recipe import EVEN, Attention, Kernels
+from zeroplan.spec.recipe import EVEN, Attention
 from zeroplan.spec.releases import NOW, Release
 from zeroplan.transformer.blocks import Compute
 

@@ -66,7 +66,7 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
         job=job,
         backend="cuda",
         tensors="cuda",
-        kernels="cuda",
+        kernels=job.cluster.kernels,
         process_group=transport,
         rank=rank,
         environment=environment(device=gpu.words()),

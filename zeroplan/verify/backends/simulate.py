@@ -80,7 +80,7 @@ def simulate(
         job=job,
         backend="simulate",
         tensors="fake",
-        kernels="cuda",
+        kernels=job.cluster.kernels,
         process_group="fake",
         rank=rank,
         environment=environment(),

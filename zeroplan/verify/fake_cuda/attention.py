@@ -36,8 +36,11 @@ def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
 
     Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash needs 16 bits, one head size of 256 at
     most and no mask; the memory-efficient kernel needs as many heads of keys as of queries (not so in later versions). Flash
-    has precedence. Left out: cuDNN's kernel, which newer libraries prefer on Hopper and Blackwell.
+    has precedence. Before compute capability 8.0 there is no flash, and the memory-efficient kernel takes no bf16. Left out:
+    cuDNN's kernel, which newer libraries prefer on Hopper and Blackwell.
     """
+    if torch.cuda.get_device_capability()[0] < 8:
+        return "efficient" if query.size(1) == key.size(1) and query.dtype != torch.bfloat16 else "math"
     same_size = query.size(-1) == key.size(-1) == value.size(-1) <= _FLASH_HEAD_DIM
     if mask is None and same_size and query.dtype in (torch.float16, torch.bfloat16):
         return "flash"
@@ -59,9 +62,12 @@ def _attention(
             query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
         )
         return out[0]  # type: ignore[no-any-return]
-    out = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = _numbers(query, attn_mask)
+    with torch.autocast("cuda", enabled=False):  # autocast has cast the operands, and leaves what runs inside alone
+        out = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     return out[0]  # type: ignore[no-any-return]
 
 
@@ -92,7 +98,12 @@ def _bias(query: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        mask = _numbers(query, mask)
     rest = -mask.size(-1) % 16
     mask = torch.nn.functional.pad(mask, (0, rest))[..., : mask.size(-1)] if rest else mask
     return mask.expand(query.size(0), query.size(1), query.size(2), -1)
+
+
+def _numbers(query: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mask as numbers to add, in the dtype of the queries."""
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from zeroplan.spec.recipe import Kernels, Recompute
+from zeroplan.spec.hardware import Kernels
+from zeroplan.spec.recipe import Recompute
 
 
 class Manner(NamedTuple):
