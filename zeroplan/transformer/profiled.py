@@ -52,13 +52,18 @@ def _is_cast(profile: Profile) -> bool:
     return next(tensor.autocast for tensor in profile.embeddings if tensor.name == profile.tied_head)
 
 
-_OTHER_KERNELS = "the module was traced with a GPU's kernels, and this estimate is for a CPU's"
+_OTHER_KERNELS = {
+    "cuda": "the module was traced with a CPU's kernels, and this estimate is for a GPU's",
+    "cuda-7": "the module was traced with the attention kernels of newer GPUs: scores that this GPU keeps are not counted, so "
+    "that the answer is too low",
+    "cpu": "the module was traced with a GPU's kernels, and this estimate is for a CPU's",
+}
 
 
 def profiled_remarks(profile: Profile, compute: Compute) -> str:
     """Return sentences on what the profile does not cover exactly for ``compute``; empty if it covers everything."""
     variant = _variant(profile, compute)
-    others = (_OTHER_KERNELS,) if variant.kernels != compute.kernels else ()
+    others = (_OTHER_KERNELS[compute.kernels],) if variant.kernels != compute.kernels else ()
     return " ".join(f"{remark}." for remark in dict.fromkeys((*variant.one.remarks, *variant.more.remarks, *others)))
 
 
