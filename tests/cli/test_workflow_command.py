@@ -47,6 +47,18 @@ def test_a_phase_that_breaks_is_named(run: Run):
     assert "training step" in text.partition("\n\n")[0]
 
 
+def test_a_loss_that_is_asked_for_is_counted_or_refused(run: Run):
+    job = ("--model", "llama-3.2-1b", "--gpus", "2", "--seq-len", "4096", "--json")
+    peak = {}
+    for words in ((), ("--loss", "fused"), ("--full-logits",)):
+        code, text, err = run("workflow", "sft", *job, *words)
+        assert code == 0, err
+        peak[words] = max(one["peak_bytes"] for one in json.loads(text)["phases"])
+    assert peak["--loss", "fused"] != peak[()] < peak[("--full-logits",)] > peak["--loss", "fused"]
+    code, _, err = run("workflow", "dpo", *job, "--loss", "fused")
+    assert (code, err) == (2, "zeroplan: --loss fused: the loss of workflow dpo is log-probs; leave --loss out\n")
+
+
 def test_help_has_the_flags_of_the_workflow_alone(run: Run):
     every = {name: run("workflow", name, "--help")[1] for name in WORKFLOWS}
     for name, option in OPTIONS.items():

@@ -78,7 +78,7 @@ def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, explain: bool,
     if pairs and not is_step:  # loop_of makes two sequences of a pair
         job = replace(job, batch=replace(job.batch, micro_batch_size=job.batch.micro_batch_size // 2))
     loop = loop_of_step(job, asked) if is_step else loop_of(job, asked)
-    notes = (*resolved.notes, *_another_loss(job.recipe.loss, loop.answer.job.recipe.loss))
+    notes = (*resolved.notes, *_another_loss(job.recipe.loss, loop.answer.job.recipe.loss, asked))
     if as_json:
         from zeroplan.report.workflow import loop_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
@@ -91,11 +91,12 @@ def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, explain: bool,
     return NO if check and loop.verdict == "does not fit" else 0
 
 
-def _another_loss(asked: str, counted: str) -> tuple[str, ...]:
+def _another_loss(of_job: str, counted: str, asked: Asked) -> tuple[str, ...]:
     """A note if the trainer computes another loss than the job's."""
-    if asked == counted:
+    if of_job == counted:
         return ()
-    return (f"this trainer's loss is {counted}; `zeroplan estimate` counts {asked} unless you add --loss {counted}",)
+    instead = ", and --full-logits makes this command count it" if asked.workflow in OPTIONS["full_logits"].of else ""
+    return (f"this trainer's loss is {counted}; `zeroplan estimate` counts {of_job} unless you add --loss {counted}{instead}",)
 
 
 workflow_app = group_of("workflow", tuple(WORKFLOWS), _command, "Estimate each phase of a fine-tuning loop on shared GPUs: "

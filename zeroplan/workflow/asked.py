@@ -76,7 +76,7 @@ class Asked:
         ("dpo", "kto"), "", "Score the data once before training. Training then has no reference model.")
     beta: float | None = _said(("grpo",), "X", "Weight of the KL term. Above 0 there is a reference model. (default: 0)")
     full_logits: bool | None = _said(
-        ("dpo", "kto", "grpo"), "",
+        ("sft", "dpo", "kto", "grpo"), "",
         "The trainer makes the logits of all tokens at once, as ms-swift's and LLaMA-Factory's do; counted as cross-entropy's.")
     max_completion_length: int | None = _said(
         ("sft", "dpo", "kto", "distill", "grpo"), "N",

@@ -9,6 +9,7 @@ from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.resolve import COMPLETION
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import as_scorer
+from zeroplan.spec.recipe import Loss
 from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.forward import held_after_forward
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
@@ -18,7 +19,7 @@ from zeroplan.workflow.reference import Reference
 def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     """Return the job of the training step: with TRL's loss, and two sequences per example for pairs."""
     kind = WORKFLOWS[asked.workflow]
-    model, loss = job.model, "full" if asked.full_logits else kind.loss
+    model, loss = job.model, _loss(job, asked)
     kept = job.recipe.keep_logits if loss == "full" else False  # in tiles, logits are never whole
     recipe = replace(job.recipe, loss=loss, prompt_len=prompt_len(job, asked), log_probs=kind.log_probs, keep_logits=kept)
     if (
@@ -27,10 +28,22 @@ def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
         recipe = replace(recipe, precision="fp32")
     model = as_scorer(model, kind.head_rows)
     if recipe.engine == "fsdp2":  # like accelerate 1.15, which TRL's trainers use
-        apart = not (model.positions or model.family == "bloom")
+        apart = not (model.positions or model.family == "bloom" or loss == "fused")  # one unit is an upper bound
         recipe = replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=apart, reduce_dtype="param"))
     batch = replace(job.batch, micro_batch_size=kind.sequences * job.batch.micro_batch_size)
     return replace(job, model=model, recipe=recipe, batch=batch)
+
+
+def _loss(job: JobSpec, asked: Asked) -> Loss:
+    """Return the loss of the training step; raises SpecError for a job's loss that the trainer does not have."""
+    usual, said = WORKFLOWS[asked.workflow].loss, job.recipe.loss
+    if asked.full_logits:
+        return "full"
+    if said in ("full", usual):
+        return usual
+    if asked.workflow == "sft":
+        return said
+    raise SpecError(f"--loss {said}: the loss of workflow {asked.workflow} is {usual}; leave --loss out")
 
 
 def prompt_len(job: JobSpec, asked: Asked) -> int:
