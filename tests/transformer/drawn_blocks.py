@@ -92,6 +92,12 @@ def drawn(draw: Random, family: str) -> Case:
     return Case(spec, compute, BatchSpec(micro_batch_size=micro, seq_len=tokens), block)
 
 
+def with_padding(draw: Random, family: str) -> Case:
+    """The same with padding in the batch, for which attention gets a mask."""
+    case = drawn(draw, family)
+    return case._replace(compute=case.compute._replace(padded=True, attention="sdpa"))
+
+
 def on_an_old_gpu(draw: Random, family: str) -> Case:
     """The same on a GPU before compute capability 8.0, where torch has few kernels; autocast's dtype may be fp16."""
     case = drawn(draw, family)
@@ -235,7 +241,7 @@ def run_of(case: Case) -> BlockRun:
             block.register_forward_hook(_after(tracker, at, index))
         ids = torch.randint(0, spec.vocab_size, (size.micro_batch_size, size.seq_len))
         with torch.autocast(CUDA, dtype=half) if compute.autocast else nullcontext():
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids) if compute.padded else None).loss
         loss.backward()
         live = Timeline(tracker.recording).live
     begun, back = (live[at[f"{phase} {number}"]] for phase in ("forward", "backward"))
@@ -341,9 +347,10 @@ def main() -> None:
     asked.add_argument("families", nargs="?", default=",".join(FAMILIES))
     asked.add_argument("--cases", type=int, default=300)
     asked.add_argument("--seed", type=int, default=0)
+    asked.add_argument("--padded", action="store_true", help="sequences that end in padding")
     asked.add_argument("--old-gpu", action="store_true", help="before compute capability 8.0")
     options = asked.parse_args()
-    draws = on_an_old_gpu if options.old_gpu else drawn
+    draws = on_an_old_gpu if options.old_gpu else with_padding if options.padded else drawn
     for family in options.families.split(","):
         found = 0
         for number in range(options.seed, options.seed + options.cases):

@@ -69,4 +69,5 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         recipe.imbalance_in_thousandths if ep > 1 else EVEN,
         recipe.prompt_len,
         recipe.log_probs,
+        recipe.padded,
     )

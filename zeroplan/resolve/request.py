@@ -228,6 +228,10 @@ class Request(Spec):
         "The kernel of attention: sdpa, flash or eager. (default: sdpa)", RECIPE, "NAME", "recipe.attention",
         control=Control("Attention", OF_RECIPE, "sdpa"),
     )})
+    padded: bool | None = field(default=None, metadata={"option": Option(
+        "Sequences of a batch end in padding. Attention (sdpa) then gets a mask, and each block keeps its own copy in numbers. The "
+        "padding counts as tokens.", SWITCHES, sets="recipe.padded",
+    )})
     loss: Loss | None = field(default=None, metadata={"option": Option(
         "How the loss is computed: full (all logits at once), chunked (in pieces, as in torchtitan), fused (Liger's "
         "kernel) or log-probs (in tiles, as in TRL's trainers). (default: full)", RECIPE, "NAME", "recipe.loss",

@@ -15,6 +15,7 @@ from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
+from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import ON_PAPER, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.releases import check_release, is_reentrant
@@ -148,7 +149,7 @@ class JobSpec(Spec):
             raise SpecError(
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
-        self._check_heads()
+        self._check_attention()
         self._check_fused_loss()
         self._check_resharding()
         if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
@@ -208,7 +209,10 @@ class JobSpec(Spec):
             if asked:
                 raise SpecError(f"ddp.step_in_backward with {asked} is not modelled; use {instead}, or leave it out")
 
-    def _check_heads(self) -> None:
+    def _check_attention(self) -> None:
+        """Raise SpecError for heads that are too wide for a kernel, and for padding that is not modelled."""
+        if self.recipe.padded:
+            check_padded(self.model, self.recipe, self.mesh)
         widest = max(self.model.head_dim, self.model.global_head_dim)
         if self.recipe.attention == "flash" and widest > _WIDEST_OF_FLASH:
             raise SpecError(

@@ -398,6 +398,8 @@ class RecipeSpec(Spec):
     checkpoint."""
     attention: Attention = "sdpa"
     """The implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or eager operators."""
+    padded: bool = False
+    """Some sequences of a batch end in padding, so that attention gets a mask. The padding counts as tokens."""
     activation_model: ActivationModel = "module"
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
     sequence_parallel: bool = False

@@ -49,6 +49,8 @@ class Compute(NamedTuple):
     """Tokens of each sequence that loss ``log-probs`` does not score."""
     log_probs: LogProbs = "tiles"
     """How loss ``log-probs`` computes its log-probabilities."""
+    padded: bool = False
+    """Some sequences of the batch end in padding, so attention gets a mask."""
 
 
 class At(StrEnum):

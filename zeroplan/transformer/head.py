@@ -12,7 +12,7 @@ from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.definition import Around, Held, definition_of
 from zeroplan.transformer.families.tags import OF_THE_BATCH, SAVED, TEMPORARY
-from zeroplan.transformer.families.widths import Widths, makes_a_mask, masks_images, values_of, widths
+from zeroplan.transformer.families.widths import Widths, is_masked, masks_images, values_of, widths
 from zeroplan.transformer.params import is_frozen, layout
 from zeroplan.transformer.symbols import T, T_p, V, V_p, b, h, r, s
 from zeroplan.transformer.vision import with_images
@@ -38,6 +38,9 @@ _PACKED = Held(
     b * s * s,
     "attention mask, booleans for each sequence",
     "transformers 4.57.3, masking_utils.py, packed_sequence_mask_function",
+)
+_PADDED = Held(
+    b * s * s, "attention mask with padding, booleans for each sequence", "transformers 5.23, masking_utils.py, sdpa_mask"
 )
 _IMAGES = Held(
     2 * b * s * s,
@@ -146,7 +149,7 @@ def _whole(question: _Question, *, recomputed: bool) -> HeadPass:
     leaf = (_LEAF.line(SAVED, values),) if is_frozen(model, "embedding") and _is_leaf_apart(question, recomputed) else ()
     named = around.names_input and not (leaf and away) and (away or not recomputed) and (away or not _first_saves_it(question))
     return HeadPass(
-        (*(one.line(SAVED, values) for one in (_IDS, *around.kept)), *tables, *leaf, *kept),
+        (*(one.line(SAVED, values) for one in (_IDS, *_given(x), *around.kept)), *tables, *leaf, *kept),
         (),
         (),
         (),
@@ -205,18 +208,30 @@ def _tables(question: _Question, *, recomputed: bool) -> tuple[tuple[Line, ...],
     return ((), lines) if cast or gone else (lines, ())
 
 
+def _given(x: Widths) -> tuple[Held, ...]:
+    """Return what the batch has beside token ids: with padding, a mask of whole numbers."""
+    return (Held(8 * T, "attention mask of the batch, int64", HEAD, OF_THE_BATCH),) if x.padded else ()
+
+
+def _mask_of_all_layers(question: _Question) -> Held | None:
+    if question.x.release.masks_all:
+        return _PACKED
+    if masks_images(question.model):
+        return _IMAGES
+    return _PADDED if question.x.padded else None
+
+
 def _masks(question: _Question) -> tuple[Line, ...]:
     """Return the masks that the model's forward builds: a boolean mask only if a sequence is as long as a sliding window."""
     if question.x.attention == "flash":
         return ()
     if question.x.attention == "eager":
         return (_EAGER[question.around.masks].line(TEMPORARY, question.values),)
-    if question.x.release.masks_all:
-        return (_PACKED.line(TEMPORARY, question.values),)
-    if masks_images(question.model):
-        return (_IMAGES.line(TEMPORARY, question.values),)
-    is_masked = makes_a_mask(question.model, question.x)
-    if is_masked is False:
+    of_all = _mask_of_all_layers(question)
+    if of_all is not None:
+        return (of_all.line(TEMPORARY, question.values),)
+    masked = is_masked(question.model, question.x)
+    if masked is False:
         return ()
     mask = _WINDOW.line(TEMPORARY, question.values)
-    return (mask._replace(n_bytes=where(is_masked, mask.n_bytes, 0)),)
+    return (mask._replace(n_bytes=where(masked, mask.n_bytes, 0)),)

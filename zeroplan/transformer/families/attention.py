@@ -56,8 +56,8 @@ class Heads(NamedTuple):
     """Rotary positions copied queries and keys head by head, so they are contiguous."""
     joint: bool = False
     """The values are a view of a joint projection's output."""
-    spread: bool = False
-    """Keys and values are views that show a single head once per query head. A cast of these lays them out head by head."""
+    repeated: bool = False
+    """Keys and values were repeated for each query head. Copies of these are laid out head by head."""
 
 
 class Attended(NamedTuple):
@@ -112,8 +112,7 @@ def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
 def of_repeated(tape: Tape, heads: Heads, *, kernel: Attend) -> Attended:
     """Run a kernel on keys and values that transformers has repeated for each query head."""
     key, value = _repeated(tape, heads, SDPA)
-    spread = heads.grouped and heads.one_key
-    made = kernel(tape, heads._replace(key=key, value=value, grouped=False, one_key=False, spread=spread))
+    made = kernel(tape, heads._replace(key=key, value=value, grouped=False, one_key=False, repeated=heads.grouped))
     if heads.grouped:
         tape.release(key, value)
     return made
@@ -324,7 +323,7 @@ def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False) -> Attended:
     if heads.grouped:
         by_key = [_cloned(tape, one, name) for name, one in zip(names[1:], by_key, strict=True)]
     key = _multiplied(tape, by_key[0], "keys, repeated and scaled" if heads.grouped else "keys, scaled")
-    in_order, of_keys = heads.grouped or heads.spread, Copies([], [])  # the scaled keys have no variable
+    in_order, of_keys = heads.grouped or heads.repeated, Copies([], [])  # the scaled keys have no variable
     factors_of_scores = (
         _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4),
         _operand(tape, key, of_keys, Site("keys", MATH), contiguous=in_order or heads.joined, dtype=4),

@@ -24,7 +24,7 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.tags import INCOMING
 from zeroplan.transformer.families.tape import Store, Tape, Value
 from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, of_a_rank, program_of, run_forward, structure_of
-from zeroplan.transformer.families.widths import makes_a_mask, values_of, widths
+from zeroplan.transformer.families.widths import is_masked, values_of, widths
 from zeroplan.transformer.parameters import BlockRun, Parameter
 from zeroplan.transformer.symbols import r
 
@@ -94,8 +94,7 @@ def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch
 def structure_and_order(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> tuple[Block, tuple[int, ...]]:
     """Return a block's structure, and the forward position of each module in the order of the second half."""
     x = widths(model, compute, batch)
-    is_masked = run.kind != "global" and _for_all(makes_a_mask(model, x))
-    structure = structure_of(model, run.kind, compute, x, masked=is_masked)
+    structure = structure_of(model, run.kind, compute, x, masked=_for_all(is_masked(model, x, run.kind)))
     modules = _modules(run.parameters)
     as_run = [name for name in definition_of(structure.family).modules if name in modules]
     return structure, tuple([as_run.index(name) for name in modules])

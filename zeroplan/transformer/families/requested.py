@@ -23,7 +23,7 @@ from zeroplan.transformer.families.sharded import SHARES
 from zeroplan.transformer.families.tags import INCOMING
 from zeroplan.transformer.families.tape import Action, Do, Exchange, Owner, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
-from zeroplan.transformer.families.widths import in_one_chunk, makes_a_mask, values_of, widths
+from zeroplan.transformer.families.widths import in_one_chunk, is_masked, values_of, widths
 from zeroplan.transformer.parameters import WITH_STATES, BlockRun
 from zeroplan.transformer.symbols import r
 
@@ -91,7 +91,7 @@ def block_requests(
     autograd adds nothing to it in place.
     """
     x = widths(model, compute, batch)
-    masked = _one(in_one_chunk(model, x) if kind in WITH_STATES else kind != "global" and makes_a_mask(model, x))
+    masked = _one(in_one_chunk(model, x) if kind in WITH_STATES else is_masked(model, x, kind))
     single = kind in WITH_STATES and masked and bool(model.layer_pattern) and _one(x.micro_batch == 1)
     structure = structure_of(model, kind, compute, x, masked=masked, single=single)
     made = _of_a_block(structure, recompute, offloaded=compute.offloaded, marking=marking, received=received)

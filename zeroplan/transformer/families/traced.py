@@ -29,8 +29,7 @@ from zeroplan.transformer.families.widths import (
     Widths,
     grouped_heads,
     in_one_chunk,
-    makes_a_mask,
-    masks_images,
+    is_masked,
     quantities,
     values_of,
 )
@@ -184,15 +183,14 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
                 lambda single: _of(model, kind, compute, x, recompute, masked=one, single=single),
             ),
         )
-    is_masked = (kind != "global" or masks_images(model)) and makes_a_mask(model, x)
-    made = by_mask(is_masked, lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
+    made = by_mask(is_masked(model, x, kind), lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
     if kind == "frozen" and compute.recompute == "none":
         return BlockPass((), (), (), made.forward, made.forward, (), 0)
     return made
 
 
 def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
-    beyond = makes_a_mask(model, x)
+    beyond = is_masked(model, x)
     if beyond if isinstance(beyond, bool) else beyond.any():
         ways = f"cp={compute.cp}" if compute.tp == 1 else f"tp={compute.tp}"
         raise SpecError(f"{ways} with a sliding window shorter than the sequence is not modelled; use {ways[:2]}=1")

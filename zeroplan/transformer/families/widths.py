@@ -53,6 +53,8 @@ class Widths(NamedTuple):
     """Differences between the job's release of transformers and the release that the formulas follow."""
     imbalance: int = EVEN
     """(token, expert) pairs that this rank receives for its experts, in thousandths of the pairs that it sends."""
+    padded: bool = False
+    """Some sequences of the batch end in padding."""
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
@@ -88,6 +90,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         compute.casts_inputs,
         compute.release,
         compute.imbalance,
+        compute.padded,
     )
 
 
@@ -101,15 +104,15 @@ def kinds_of_layers(model: ModelSpec) -> int:
     return 1 if every is None or model.num_hidden_layers < every else 2
 
 
-def makes_a_mask(model: ModelSpec, x: Widths) -> Bool:
-    """Whether layers with a window get a mask for ``sdpa``: only if the window is no longer than the sequence.
+def is_masked(model: ModelSpec, x: Widths, kind: str = "") -> Bool:
+    """Whether a layer of this kind gets a mask for ``sdpa``: with padding, or with a window no longer than the sequence.
 
     Some older releases make one for all layers. Eager attention always has a mask.
     Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``.
     """
-    if x.attention == "sdpa" and (x.release.masks_all or masks_images(model)):
+    if x.attention == "sdpa" and (x.padded or x.release.masks_all or masks_images(model)):
         return True
-    if x.attention != "sdpa" or model.sliding_window is None:
+    if x.attention != "sdpa" or model.sliding_window is None or kind == "global":
         return False
     beyond = x.seq_len >= model.sliding_window
     return beyond if isinstance(beyond, bool) or (beyond.any() and not beyond.all()) else bool(beyond.all())

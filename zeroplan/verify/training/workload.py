@@ -55,21 +55,29 @@ def workload(
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
     with torch.device(batch_device or device):
         ids = torch.randint(0, job.model.vocab_size, shape)
+        inputs = {"input_ids": ids, **({"attention_mask": _padded(ids)} if job.recipe.padded else {})}
         if job.recipe.loss == "chunked":
             if job.model.vision is not None:
                 raise MeasurementError("loss 'chunked' with images is not run; use loss 'full'")
             labels = torch.randint(0, job.model.vocab_size, shape)
             loss = chunked_loss(module, labels)
-            return Workload(module, {"input_ids": ids}, loss, find_blocks(module), loss_goes_backward=True)
+            return Workload(module, inputs, loss, find_blocks(module), loss_goes_backward=True)
         if "loss-in-pieces" in job.recipe.fused_parts:
             labels = torch.randint(0, job.model.vocab_size, shape)
-            return Workload(module, {"input_ids": ids}, loss_in_pieces(module, labels), find_blocks(module))
+            return Workload(module, inputs, loss_in_pieces(module, labels), find_blocks(module))
         if job.model.vision is not None:
             from zeroplan.verify.training import vision  # noqa: PLC0415  few models have images
 
             more = vision.images(module, job.model.vision, job.batch)
-            return Workload(module, {"input_ids": ids, "labels": ids, **more}, loss_of_output, blocks_of(module, job))
-    return Workload(module, {"input_ids": ids, "labels": ids}, loss_of_output, find_blocks(module))
+            return Workload(module, {**inputs, "labels": ids, **more}, loss_of_output, blocks_of(module, job))
+    return Workload(module, {**inputs, "labels": ids}, loss_of_output, find_blocks(module))
+
+
+def _padded(ids: torch.Tensor) -> torch.Tensor:
+    """The mask of a batch whose sequences end in a token of padding, as tokenizers make it."""
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0
+    return mask
 
 
 def blocks_of(module: nn.Module, job: JobSpec) -> tuple[nn.Module, ...]:

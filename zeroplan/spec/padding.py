@@ -1,0 +1,27 @@
+"""Which jobs may have padding in their batches?"""
+
+from collections.abc import Iterator
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
+from zeroplan.spec.releases import NOW, release_of
+
+
+def check_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
+    """Raise SpecError if padding is not modelled for the job."""
+    for asked, instead in not_padded(model, recipe, mesh):
+        if asked:
+            raise SpecError(f"padded with {asked} is not modelled; use {instead}, or leave padded out")
+
+
+def not_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled with padding, or False, and what to use instead."""
+    yield recipe.engine in (*ON_PAPER, "megatron") and f"engine {recipe.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"
+    yield recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "attention 'sdpa'"
+    yield model.profile is not None and "a profile", "a model of a known family"
+    yield recipe.fsdp2.modules == "torchtitan" and "modules of torchtitan", "--modules transformers"
+    yield release_of(recipe.transformers) != NOW and f"transformers {recipe.transformers}", "a release from 5.0 on"
+    for name, degree in (("tp", mesh.tp), ("cp", mesh.cp), ("pp", mesh.pp)):
+        yield degree > 1 and f"{name}={degree}", f"{name}=1"
