@@ -28,6 +28,18 @@ def test_padding_makes_a_micro_batch_as_long_as_the_longest_sequence(tmp_path: P
     assert (batch.micro_batch_size, batch.seq_len) == (2, 700)
 
 
+def test_padding_gives_attention_a_mask(tmp_path: Path) -> None:
+    """Of two bytes per pair of tokens in each block, and repeated keys and values; sequences of one length have none."""
+    padded, even = (job(**MODEL, gpus=8, micro_batch=8, lengths=_file(tmp_path, 700, other)) for other in (699, 700))
+    assert (padded.recipe.padded, even.recipe.padded) == (True, False)
+    more = estimate(padded).peak_bytes - estimate(even).peak_bytes
+    assert more >= 16 * 2 * 8 * 700 * 704
+    split = resolve(Request(**MODEL, gpus=2, tensor_parallel=2, micro_batch=2, lengths=_file(tmp_path, 700, 699)))  # type: ignore[arg-type]
+    assert any("not counted with tp=2, so that the answer is too low" in note for note in split.notes)
+    with pytest.raises(SpecError, match="padded with attention 'flash' is not modelled"):
+        job(**MODEL, padded=True, attention="flash")
+
+
 def test_sequences_are_cut_at_seq_len(tmp_path: Path) -> None:
     assert job(**MODEL, micro_batch=2, lengths=_file(tmp_path, 10, 9_000)).batch.seq_len == 2048
 

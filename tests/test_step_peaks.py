@@ -114,7 +114,7 @@ def test_peaks_are_those_of_the_estimator(tmp_path: Path, more: dict[str, object
 
 def test_a_longer_sequence_that_needs_less_is_not_counted_on(tmp_path: Path) -> None:
     """Phi-3's peak drops at 2,047 tokens, where its window ends; but a step may also contain shorter sequences."""
-    resolved = resolve(Request(model="phi-3-mini", gpus=8, micro_batch=3, lengths=_file(tmp_path, 2046, 2047, 2047)))
+    resolved = resolve(Request(model="phi-3-mini", gpus=8, micro_batch=1, lengths=_file(tmp_path, 2046, 2047, 2047)))
     shorter = estimate(replace(resolved.job, batch=replace(resolved.job.batch, seq_len=2046)))
     assert shorter.peak_bytes > estimate(resolved.job).peak_bytes
     assert _found(resolved).own.highest_bytes == shorter.peak_bytes

@@ -121,7 +121,8 @@ def _job_of(job: JobSpec, varying: Varying, tokens: int) -> JobSpec:
         job.batch, micro_batch_size=batching.micro_batch if padded else 1, seq_len=tokens, longest_seq_len=None,
         grad_accum_steps=largest(varying)[1] if batching.way == "budget" else batching.accumulated,
     )  # fmt: skip
-    return replace(job, recipe=job.recipe if padded else replace(job.recipe, attention="flash"), batch=batch)
+    recipe = job.recipe if padded else replace(job.recipe, attention="flash", padded=False)
+    return replace(job, recipe=recipe, batch=batch)
 
 
 def _needed(job: JobSpec, sequences: int, tokens: Column) -> Column:

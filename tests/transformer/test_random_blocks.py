@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from tests.causal_models import tiny_spec
 from tests.combined import every_case
 from tests.simulated import on_the_fake_gpu
-from tests.transformer.drawn_blocks import RANDOM_STATE, differences, on_an_old_gpu
+from tests.transformer.drawn_blocks import RANDOM_STATE, differences, on_an_old_gpu, with_padding
 from tests.transformer.drawn_blocks import drawn as drawn_block
 from tests.transformer.fake_blocks import BlockRun, block_run
 from tests.transformer.moe_models import moe_spec
@@ -60,6 +60,12 @@ def assert_runs_as_is_said(
 def test_blocks_drawn_of_every_family(family: str, number: int) -> None:
     """In 16 and 32 bits and under autocast, with every kernel of attention and every kind of recomputation."""
     case = drawn_block(Random(f"{family} {number}"), family)  # noqa: S311  draws tests
+    assert on_the_fake_gpu(differences, case) == (), case
+
+
+@pytest.mark.parametrize("family", FAMILIES if every_case() else ("llama", "gemma2"))
+def test_blocks_with_padding(family: str) -> None:
+    case = with_padding(Random(f"{family} 0"), family)  # noqa: S311  draws tests
     assert on_the_fake_gpu(differences, case) == (), case
 
 

@@ -27,6 +27,7 @@ from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
+from zeroplan.spec.padding import not_padded
 from zeroplan.spec.recipe import LIGER_FAMILIES, ON_PAPER, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
 from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
@@ -130,6 +131,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         mesh=mesh_of(request, gpus),
         batch=batch,
     )
+    complete, padding_note = _with_padding(complete, varying)
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (  # first the one that may say that the answer is too low
@@ -138,6 +140,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         *image_notes,
         seq_note,
         lengths_note,
+        padding_note,
         imbalance_note,
         liger_note,
         *read.notes,
@@ -369,6 +372,18 @@ def mesh_of(request: Request, gpus: int) -> MeshSpec:
 
 #: TRL's default (1.16, trl/trainer/grpo_config.py, GRPOConfig.max_completion_length).
 COMPLETION = 512
+
+
+def _with_padding(job: JobSpec, varying: "Varying | None") -> tuple[JobSpec, str]:
+    """Return the job with padding if its sequences have different lengths, or a note that it is not counted."""
+    if varying is None or varying.batching.way != "padded" or job.batch.micro_batch_size == 1 or len(set(varying.tokens)) == 1:
+        return job, ""
+    if job.recipe.padded or job.recipe.attention == "eager":  # which always has a mask
+        return job, ""
+    beside = next((asked for asked, _ in not_padded(job.model, job.recipe, job.mesh) if asked), "")
+    if not beside:
+        return replace(job, recipe=replace(job.recipe, padded=True)), ""
+    return job, f"what attention needs for padding is not counted with {beside}, so that the answer is too low"
 
 
 def _scored(recipe: RecipeSpec, read: SetupRead, seq_len: int) -> RecipeSpec:
