@@ -122,9 +122,10 @@ def most(weights: Iterable[Weight]) -> Highest:
     gather: Int = 0
     reduce: Int = 0
     found = EMPTY
+    alike: dict[tuple[tuple[int, tuple[int, ...]], ...], list[dict[tuple[int, tuple[int, ...]], Int]]] = {}
     for weight in weights:
         if isinstance(weight, dict):
-            found = found.or_of(Highest(total(weight), in_pools(weight)))
+            alike.setdefault(tuple(weight), []).append(weight)
             continue
         one, two, three = weight
         highest = maximum(highest, one + two + three)
@@ -134,7 +135,25 @@ def most(weights: Iterable[Weight]) -> Highest:
             gather = maximum(gather, two)
         if three != reduce:
             reduce = maximum(reduce, three)
+    for columns in alike.values():
+        found = found.or_of(_most_of_columns(columns))
     return found.or_of(Highest(highest, (computing, gather, reduce)))
+
+
+def _most_of_columns(weights: list[dict[tuple[int, tuple[int, ...]], Int]]) -> Highest:
+    """Return the same of sums with the same pools and shapes, all at once. [bytes]"""
+    if len(weights) == 1:
+        return Highest(total(weights[0]), in_pools(weights[0]))
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    axes = max(len(shape) for _, shape in weights[0])
+    by_pool: list[list[Int]] = [[], [], []]
+    for pool, shape in weights[0]:
+        stacked = np.array([weight[pool, shape] for weight in weights], dtype=np.int64)
+        by_pool[pool].append(stacked.reshape(len(weights), *(1,) * (axes - len(shape)), *shape))
+    pools = [summed(stacks) if stacks else 0 for stacks in by_pool]
+    highest = [pool if isinstance(pool, int) else pool.max(axis=0) for pool in (summed(pools), *pools)]
+    return Highest(highest[0], tuple(highest[1:]))
 
 
 def summed(values: Collection[Int]) -> Int:

@@ -12,10 +12,11 @@ import pytest
 from tests.profiles import by_hand
 from zeroplan import JobSpec, MeshSpec, RecipeSpec, SpecError, estimate, job
 from zeroplan.job_time import time_of
-from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan
+from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, questions
 from zeroplan.planner.asking import Question, _that_goes_through, ask
 from zeroplan.planner.explain import binding
 from zeroplan.planner.objectives import OBJECTIVES
+from zeroplan.planner.rules import NoLayoutError
 from zeroplan.planner.search import weights_alone_are_too_large
 from zeroplan.planner.space import WHOLE, numbers
 from zeroplan.resolve import Request
@@ -273,6 +274,22 @@ def test_the_fewest_gpus_are_without_offload_and_a_note_says_what_offload_would_
     assert answer.base.mesh.world_size > 1
     assert any(note.startswith("with offload to host memory it fits on 1, ") for note in answer.notes)
     assert any(note.startswith("numbers of GPUs that were tried: ") for note in answer.notes)
+
+
+def test_larger_numbers_of_gpus_on_which_nothing_fits_are_named(monkeypatch: pytest.MonkeyPatch):
+    """Nothing fits on 8 here, as if its shards were too uneven."""
+    planned, fits = questions._on, questions._fits
+    asked = Request(model="llama-3.2-1b", gpu="a10-24gb", seq_len=512, engine="fsdp2", stage=3, recompute="full")
+    monkeypatch.setattr(
+        questions, "_fits", lambda base, *more, **settings: base.mesh.world_size != 8 and fits(base, *more, **settings)
+    )
+    monkeypatch.setattr(
+        questions, "_on", lambda gpus, base, **more: NoLayoutError("none") if gpus == 8 else planned(gpus, base, **more)
+    )  # fmt: skip
+    answer = ask(asked, Question(min_gpus=True))
+    assert answer.base.mesh.world_size < 8
+    (said,) = (note for note in answer.notes if note.startswith("of the next numbers of GPUs"))
+    assert re.fullmatch(r"of the next numbers of GPUs, up to \d+, nothing fits on 8", said)
 
 
 def test_the_longest_sequence_that_fits_tightly_is_longer_and_named():

@@ -265,24 +265,7 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
         states,
         moments,
         tuple(collectives_of(rank, model, recipe, mesh, batch)),
-        symbols=(
-            Symbol("D_rank", rank.elements, "parameters of this pipeline rank beside experts"),
-            Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts"),
-            *_symbols_of_muon(rank, model, recipe, mesh),
-            Symbol("N_opt", _sharers(recipe, mesh), "ranks that share the optimizer's states"),
-            Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts"),
-            Symbol("K", rank.chunks, "chunks of layers in flight"),
-            *_symbols_of_flying(rank, layers, model, recipe, batch),
-            Symbol("H", rank.embeds, "micro-batches whose embedding is kept"),
-            *_symbols_of_left(_left(rank, recipe, mesh, batch)),
-            Symbol("M", _of_each_shape(rank, model, recipe, mesh), "elements of one matrix of each shape"),
-            Symbol("B", batch.grad_accum_steps, "micro-batches of a step"),
-            Symbol("C", mesh.cp, "context-parallel ranks"),
-            Symbol("p", mesh.tp, "tensor-parallel ranks"),
-            Symbol("V_p", padded_vocabulary(model, recipe, mesh), "vocabulary, padded"),
-            *(Symbol(*one) for one in layers.symbols),
-            *_sums(layers),
-        ),
+        symbols=tuple(_symbols(rank, layers, model, recipe, mesh, batch)) if isinstance(batch.micro_batch_size, int) else (),
         notes=(
             NOTE,
             *((_EXPERTS_NOTE if recipe.imbalance == 1 else _UNEVEN_NOTE,) if model.moe is not None else ()),
@@ -295,6 +278,26 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
         kept=tuple((kind, one.kept) for kind, one in layers.kinds.items()),
         pipeline=(_shown(rank, moments),),
     )
+
+
+def _symbols(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
+    """Symbols of one job's formulas; columns show none."""
+    yield Symbol("D_rank", rank.elements, "parameters of this pipeline rank beside experts")
+    yield Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts")
+    yield from _symbols_of_muon(rank, model, recipe, mesh)
+    yield Symbol("N_opt", _sharers(recipe, mesh), "ranks that share the optimizer's states")
+    yield Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts")
+    yield Symbol("K", rank.chunks, "chunks of layers in flight")
+    yield from _symbols_of_flying(rank, layers, model, recipe, batch)
+    yield Symbol("H", rank.embeds, "micro-batches whose embedding is kept")
+    yield from _symbols_of_left(_left(rank, recipe, mesh, batch))
+    yield Symbol("M", _of_each_shape(rank, model, recipe, mesh), "elements of one matrix of each shape")
+    yield Symbol("B", batch.grad_accum_steps, "micro-batches of a step")
+    yield Symbol("C", mesh.cp, "context-parallel ranks")
+    yield Symbol("p", mesh.tp, "tensor-parallel ranks")
+    yield Symbol("V_p", padded_vocabulary(model, recipe, mesh), "vocabulary, padded")
+    yield from (Symbol(*one) for one in layers.symbols)
+    yield from _sums(layers)
 
 
 def _symbols_of_muon(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Symbol]:

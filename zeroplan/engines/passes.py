@@ -3,9 +3,10 @@
 Engines walk through it, and add weights, gradients and buffers.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.block_runs import recompute_of, run_pass
@@ -14,13 +15,17 @@ from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import PLAIN, Kind, Line, Tag, total_bytes
-from zeroplan.numeric import Int, maximum, minimum, where
+from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
 from zeroplan.transformer.blocks import BlockPass, HeadPass
 from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class RunPass(NamedTuple):
@@ -140,10 +145,22 @@ def kept_bytes(these: Passes, block: Int) -> Int:
         for run in later:
             n_bytes = n_bytes + min(max(block - run.first, 0), run.n_blocks) * run.kept_bytes
         return n_bytes
-    n_bytes = (minimum(block, first.n_blocks) if later else block) * first.kept_bytes
-    for run in later:
-        n_bytes = n_bytes + minimum(maximum(block - run.first, 0), run.n_blocks) * run.kept_bytes
-    return n_bytes
+    if not later:
+        return block * first.kept_bytes
+    each = {id(run.kept_bytes): run.kept_bytes for run in these.runs}
+    counts = _blocks_before(tuple([(id(run.kept_bytes), run.first, run.n_blocks) for run in these.runs]), these.n_blocks)
+    return sum(count[block] * each[kept] for kept, count in counts.items())
+
+
+@lru_cache(maxsize=64)
+def _blocks_before(runs: tuple[tuple[int, int, int], ...], n_blocks: int) -> "Mapping[int, NDArray[np.int64]]":
+    """Return how many blocks of each kind are before each block. ``runs``: kind, first block and number of each."""
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    before: dict[int, NDArray[np.int64]] = {}
+    for kind, first, count in runs:
+        before[kind] = before.get(kind, 0) + np.clip(np.arange(n_blocks + 1) - first, 0, count)
+    return before
 
 
 def _kept_by(these: Passes, block: int) -> tuple[str, Tag]:

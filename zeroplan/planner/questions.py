@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -44,33 +45,36 @@ SEQUENCE_STEP = 128
 def fewest_gpus(
     base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None = None
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return the plan on the fewest GPUs on which anything fits, and notes on the tried numbers and on offload.
+    """Return the plan on the fewest GPUs on which anything fits, and notes on the tried numbers, exceptions and offload.
 
     Unless requested, offload to host memory is used only if nothing fits without it.
     """
 
+    def on_each(fixed: Fixed) -> Callable[[int], Plan | NoLayoutError]:
+        return partial(_on, base=base, fixed=fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
+
     def fewest(fixed: Fixed, most: int = _MOST_GPUS) -> Plan:
-        def on(gpus: int) -> Plan | NoLayoutError:
-            return _on(gpus, base, fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
+        return _fewest_of(base, fixed, on_each(fixed), most, inexpressible)
 
-        return _fewest_of(base, fixed, on, most, inexpressible)
+    def noted(answer: Plan, fixed: Fixed) -> tuple[str, ...]:
+        tried = f"numbers of GPUs that were tried: powers of two up to a node of {gpus_per_node(base)}, then whole nodes"
+        return tried, *_exceptions(answer, base, fixed, on_each(fixed), inexpressible)
 
-    tried = f"numbers of GPUs that were tried: powers of two up to a node of {gpus_per_node(base)}, then whole nodes"
     without = _without_offload(base, fixed)
-    if without is fixed:
-        return fewest(fixed), (tried,)
     alone = fewest(without)
-    if alone.best is not None and alone.base.mesh.world_size == 1:
-        return alone, (tried,)
-    if alone.best is None:
-        return fewest(fixed), (tried,)
+    if without is not fixed and alone.best is None:
+        alone = fewest(fixed)
+        return alone, noted(alone, fixed)
+    tried = noted(alone, without)
+    if without is fixed or alone.base.mesh.world_size == 1:
+        return alone, tried
     away = fewest(replace(fixed, offload_optimizer="cpu"), alone.base.mesh.world_size)
     fewer = away.base.mesh.world_size
     if away.best is None or fewer == alone.base.mesh.world_size:
-        return alone, (tried,)
+        return alone, tried
     host = GIBIBYTES.size(away.best.estimate.host_bytes_per_node or 0)
     return alone, (
-        tried,
+        *tried,
         f"with offload to host memory it fits on {fewer:,}, with {host} of a node: `plan` with --offload-optimizer cpu finds it",
     )
 
@@ -98,15 +102,13 @@ def _fewest_of(
     It doubles the number until something fits, then bisects: with more GPUs no GPU needs more memory. Numbers on which not even the
     states fit are skipped.
     """
-    per_node = gpus_per_node(base)
-    every = (*_parts_of_a_node(per_node), *range(per_node, _MOST_GPUS + 1, per_node))
-    counts = [gpus for gpus in every if gpus <= most and _divides(gpus, base, fixed)]
+    counts = _tried(base, fixed, most)
     counts = counts[
         min(bisect_left(counts, True, key=lambda gpus: not _states_are_too_large(gpus, base, fixed)), len(counts) - 1) :
     ]
     if not counts:
         raise SpecError(
-            f"model and batch divide no number of GPUs that is tried (whole nodes of {per_node}, up to {_MOST_GPUS:,}); "
+            f"model and batch divide no number of GPUs that is tried (whole nodes of {gpus_per_node(base)}, up to {_MOST_GPUS:,}); "
             "use other degrees, or another batch"
         )
 
@@ -122,6 +124,36 @@ def _fewest_of(
         below = below if isinstance(answer, NoLayoutError) else gpus
         answers += [] if answer is None else [answer]
     return _plans(answers)[-1]
+
+
+def _tried(base: JobSpec, fixed: Fixed, most: int = _MOST_GPUS) -> list[int]:
+    """Return the numbers of GPUs to try, the smallest first."""
+    per_node = gpus_per_node(base)
+    every = (*_parts_of_a_node(per_node), *range(per_node, most + 1, per_node))
+    return [gpus for gpus in every if gpus <= most and _divides(gpus, base, fixed)]
+
+
+#: So many larger numbers of GPUs are tried, too: on some nothing fits, because degrees or shards divide less evenly.
+_LATER = 4
+
+
+def _exceptions(
+    answer: Plan, base: JobSpec, fixed: Fixed, on: Callable[[int], Plan | NoLayoutError], inexpressible: Inexpressible | None
+) -> Iterator[str]:
+    """Yield a note that names the next larger numbers of GPUs on which nothing fits, if there are any."""
+    later = [gpus for gpus in _tried(base, fixed) if gpus > answer.base.mesh.world_size][:_LATER]
+    if answer.best is None or not later:
+        return
+
+    def fits(gpus: int) -> bool:
+        if _fits(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, inexpressible):
+            return True
+        found = on(gpus)
+        return isinstance(found, Plan) and found.best is not None
+
+    fewer = [f"{gpus:,}" for gpus in later if not fits(gpus)]
+    if fewer:
+        yield f"of the next numbers of GPUs, up to {later[-1]:,}, nothing fits on {' and '.join(fewer)}"
 
 
 def _states_are_too_large(gpus: int, base: JobSpec, fixed: Fixed) -> bool:

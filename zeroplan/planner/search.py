@@ -30,7 +30,7 @@ from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import step_time
 from zeroplan.timeline import expected_bytes, own_pools
 from zeroplan.trace import Moments, entry_of, highest_of
-from zeroplan.transformer.params import parameter_count
+from zeroplan.transformer.params import parameter_count, trained_count
 from zeroplan.weights import Highest
 
 if TYPE_CHECKING:
@@ -287,7 +287,8 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, rank
 def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:
     """Whether a rank's unsharded weights, which every stage below 3 holds, exceed the GPU's memory.
 
-    Megatron also holds unsharded main gradients.
+    Megatron also holds unsharded main gradients. DDP and stage 0 hold gradients whole, too: those that need over twice
+    the GPU's memory are left out, like Megatron's pipelines (``reach``).
     """
     gpu = base.cluster.gpu
     if base.model.is_quantised:
@@ -297,7 +298,11 @@ def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degree
         options = recipe.megatron
         width += 2 if options.grad_reduce_in_bf16 or options.main_grads_dtype == "bf16" else 4
     whole = width * parameter_count(base.model) // (split.tp * split.pp * split.ep)
-    return gpu is not None and recipe.zero_stage < 3 and whole > gpu.memory_bytes.value
+    if gpu is None or recipe.zero_stage == 3:
+        return False
+    keeps_all = (recipe.zero_stage == 0 or recipe.engine == "ddp") and not recipe.offloads
+    stepped = (width + widths(recipe.precision).stored) * trained_count(base.model) if keeps_all else 0
+    return whole > gpu.memory_bytes.value or stepped > 2 * gpu.memory_bytes.value
 
 
 def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
@@ -343,11 +348,16 @@ def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float
     from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
     from zeroplan.engines.megatron_chunks import ranks_in_question  # noqa: PLC0415  as above
 
-    ranks = [account_of_rank(at, base.model, recipe, grid, grid) for at in ranks_in_question(base.model, recipe, grid)]
-    needs = [_needed(highest(one.moments, recipe), recipe, base) for one in ranks]
+    ranks, needs, card = list[Account](), list[Needed](), grid.row(outside_column(grid, base.cluster.gpu))
+    most = 2 * room_of(base) - card
+    for at in ranks_in_question(base.model, recipe, grid):
+        ranks.append(account_of_rank(at, base.model, recipe, grid, grid))
+        needs.append(_needed(highest(ranks[-1].moments, recipe), recipe, base))
+        if reach and (grid.row(needs[-1].least_bytes) > most).all():
+            return Found(recipe, grid.with_batches(np.zeros((1, grid.layouts), np.bool_)), card[:0], card[:0], np.zeros(0))
     least = np.array([grid.row(need.least_bytes) for need in needs])
     comfortable = np.array([grid.row(need.comfortable_bytes) for need in needs])
-    fullest, card = least.argmax(axis=0)[None, :], grid.row(outside_column(grid, base.cluster.gpu))
+    fullest = least.argmax(axis=0)[None, :]
     least, comfortable = (np.take_along_axis(each, fullest, axis=0)[0] + card for each in (least, comfortable))
     if reach:
         kept = least <= 2 * room_of(base)

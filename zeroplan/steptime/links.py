@@ -8,6 +8,7 @@ two trees of nodes with half of the data each. It has fewer hops, and sends half
 from typing import NamedTuple
 
 from zeroplan.ledger import Collective
+from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import (
     Float,
     Int,
@@ -127,6 +128,11 @@ def seconds(call: Collective, group: Group, here: Links) -> Float:
     tree where that is faster, as NCCL chooses. Leaves out NVLS and in-network reduction, which make all-reduces faster;
     protocols for small messages; and other traffic.
     """
+    counts = call.calls, call.n_bytes, call.sent_bytes, *group
+    return recalled(lambda: (seconds, call.operation, here, tuple(map(as_key, counts))), lambda: _seconds(call, group, here))
+
+
+def _seconds(call: Collective, group: Group, here: Links) -> Float:
     if call.operation not in COLLECTIVES:
         return _across_seconds(call, group, here)
     over = crosses(group)

@@ -5,12 +5,13 @@ four times the hidden width, no gate, ungrouped heads, dropout and 16 bits, the 
 34·s·b·h + 5·a·s²·b of Korthikanti et al. 2022. Experts assume even routing.
 """
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Hashable
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
+from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import HEAD_NORMS, UNROTATED
@@ -251,8 +252,14 @@ def _of_kind(
         values |= {"u": model.mla.q_lora_rank or 0, "w": model.mla.kv_lora_rank, "o": model.mla.qk_rope_head_dim}
     fused = keeps_placeholders(recipe)
     if not all(isinstance(value, int) for value in values.values()):
-        return _cost(structure, values, fused=fused)
+        key = partial(_key_of_columns, structure, values, fused=fused)
+        return recalled(key, partial(_cost, structure, values, fused=fused))
     return _cost_of(structure, tuple(values), tuple(map(int, values.values())), fused=fused)
+
+
+def _key_of_columns(structure: program.Layer, values: Values, *, fused: bool) -> Hashable:
+    """What a layer's memory depends on; pipeline ranks and schedules share it."""
+    return _cost, structure, tuple(values), tuple(map(as_key, values.values())), fused
 
 
 def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Layer:

@@ -189,10 +189,13 @@ def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:
 
 
 def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
-    found = _beyond_blocks(these, block, made)
-    for run in (one for one in these.runs if one.block.handed):
-        here = (block >= run.first) & (block < run.first + run.n_blocks)
-        found = _either(here, _handed_when(run.block.handed, made), found)
+    low, high = (block, block) if isinstance(block, int) else (block.min(), block.max())
+    inside = low >= 0 and high < these.n_blocks
+    found = Running(0, 0) if inside else _beyond_blocks(these, block, made)
+    for run in these.runs:
+        if run.block.handed and run.first <= high and low < run.first + run.n_blocks:
+            here = (block >= run.first) & (block < run.first + run.n_blocks)
+            found = _either(here, _handed_when(run.block.handed, made), found)
     return found
 
 

@@ -42,15 +42,31 @@ def highest(
     counting = Counting((4 if wide else 2, 4 if wide or autocast else 2), {} if latent else _AS_WIDE, {})
     amounts = [_amounts(moment, counting, scratch_apart=scratch_apart) for moment in moments]
     kept = _first_of_equals(amounts)
+    strict = _strict(amounts)
     for at in reversed(kept.copy()):
-        if _is_covered(at, kept, amounts):
+        if _is_covered(at, kept, amounts, strict):
             kept.remove(at)
     return tuple([moments[at] for at in kept])
 
 
-def _is_covered(at: int, kept: list[int], amounts: list[Amounts]) -> bool:
-    for other in kept:  # noqa: SIM110  a generator would double the calls here, where a tape spends most of its time
-        if other != at and _covers(amounts[other], amounts[at]):
+def _strict(amounts: list[Amounts]) -> list[tuple[int, int]]:
+    """Return of each moment which amounts it has that no larger amount makes up for, as bits, and their sum."""
+    bits: dict[Monomial, int] = {}
+    found = []
+    for one in amounts:
+        positive = [key for key, times in one.items() if times > 0 and key not in _AT_MOST]
+        mask = sum(bits.setdefault(key, 1 << len(bits)) for key in positive)
+        found.append((mask, sum(times for key, times in one.items() if key not in _AT_MOST)))
+    return found
+
+
+def _is_covered(at: int, kept: list[int], amounts: list[Amounts], strict: list[tuple[int, int]]) -> bool:
+    mask, total = strict[at]
+    for other in kept:
+        has, sums_to = strict[other]
+        if mask & ~has or sums_to < total or other == at:  # most pairs: it lacks an amount that nothing makes up for
+            continue
+        if _covers(amounts[other], amounts[at]):
             return True
     return False
 
