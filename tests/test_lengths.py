@@ -36,8 +36,8 @@ def test_padding_gives_attention_a_mask(tmp_path: Path) -> None:
     assert more >= 16 * 2 * 8 * 700 * 704
     split = resolve(Request(**MODEL, gpus=2, tensor_parallel=2, micro_batch=2, lengths=_file(tmp_path, 700, 699)))  # type: ignore[arg-type]
     assert any("not counted with tp=2, so that the answer is too low" in note for note in split.notes)
-    with pytest.raises(SpecError, match="padded with attention 'flash' is not modelled"):
-        job(**MODEL, padded=True, attention="flash")
+    with pytest.raises(SpecError, match="padded with attention 'eager', which always has a mask, is not modelled"):
+        job(**MODEL, padded=True, attention="eager")
 
 
 def test_sequences_are_cut_at_seq_len(tmp_path: Path) -> None:

@@ -10,6 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.dryrun.running import SCRIPTS, dry_run
+from zeroplan.estimator import estimate
+from zeroplan.ledger import Kind
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
 
 pytestmark = pytest.mark.torch
 pytest.importorskip("transformers")
@@ -54,6 +60,22 @@ def test_flash_attn_takes_what_torchs_own_takes(tmp_path: Path):
     replaced = {one["what"]: one["count"] for one in flash.answer["stood_in"]}
     assert replaced == {"flash-attn": (2 + 2) * 2}
     assert own.answer["stood_in"] == []
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed, and needs no double")
+def test_flash_attn_with_padding_takes_what_is_estimated(tmp_path: Path):
+    """The estimate counts the padding as tokens: here one of 512."""
+    run = dry_run("--", str(SCRIPTS / "padded_flash.py"), folder=tmp_path)
+    model = ModelSpec(
+        family="llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, vocab_size=128,
+    )  # fmt: skip
+    recipe = RecipeSpec(
+        engine="ddp", zero_stage=0, precision="bf16", optimizer_impl="fused", attention="flash", padded=True
+    )  # fmt: skip
+    answer = estimate(JobSpec(model=model, recipe=recipe, batch=BatchSpec(micro_batch_size=4, seq_len=512)))
+    estimated = sum(int(line.n_bytes) for line in answer.peak.lines if line.kind is not Kind.WORKSPACE)
+    assert 1 <= estimated / run.peak_bytes < 1.002
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed, and needs no double")

@@ -19,7 +19,7 @@ def check_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
 def not_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled with padding, or False, and what to use instead."""
     yield recipe.engine in (*ON_PAPER, "megatron") and f"engine {recipe.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"
-    yield recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "attention 'sdpa'"
+    yield recipe.attention == "eager" and "attention 'eager', which always has a mask,", "attention 'sdpa' or 'flash'"
     yield model.profile is not None and "a profile", "a model of a known family"
     yield recipe.fsdp2.modules == "torchtitan" and "modules of torchtitan", "--modules transformers"
     yield release_of(recipe.transformers) != NOW and f"transformers {recipe.transformers}", "a release from 5.0 on"

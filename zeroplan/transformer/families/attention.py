@@ -23,6 +23,7 @@ EAGER = "transformers 5.23, models/llama/modeling_llama.py, eager_attention_forw
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
 SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
 CHOICE = "torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention"
+UNPADDED = "transformers 5.23, modeling_flash_attention_utils.py, _flash_attention_forward"
 FILLED = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, pad_last_dim"
 MATH = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math"
 EFFICIENT_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size"
@@ -101,6 +102,32 @@ def flash_of_filled(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     made = _kernel(tape, heads._replace(joined=True), operands, scratch, copied=True, width=a * head)
     tape.release(*bare)
     return Attended(in_order_of_tokens(tape, made, "attention output, cut", of="gradient of the output, filled up"))
+
+
+def flash_with_padding(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
+    """Run the flash kernel on copies without the padding, and put its output where the tokens were.
+
+    Counts as many tokens without padding as with it.
+    """
+    bare = _cast_heads(tape, heads.query, heads.key, heads.value)
+    places = tape.make(TENSOR, "places of the tokens that are no padding, int64", 8 * T, UNPADDED)
+    query, key, value = (
+        run(
+            tape, one, f"{name} without padding", Site(f"{name} without padding", UNPADDED), saved=(places,),
+            gradient=f"gradient of the {name}",
+        )
+        for one, name in zip(bare, ("queries", "keys", "values"), strict=True)
+    )  # fmt: skip
+    scratch = (FLASH_SCRATCH, flash_scratch(size, grouped=heads.grouped), FLASH_BACKWARD)
+    made = _kernel(tape, heads, (query, key, value), scratch, copied=True)
+    tape.release(*bare)
+    padded = run(
+        tape, made, "attention output with padding, input of the output projection", Site("padding", UNPADDED), saved=(places,),
+        gradient="gradient of the attention output without padding",
+    )  # fmt: skip
+    tape.drop(places)
+    tape.release(made)
+    return Attended(padded)
 
 
 def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:

@@ -150,6 +150,8 @@ class Block(NamedTuple):
     """No norm follows the output of Mamba-2."""
     keys_are_values: bool = False
     """One projection makes keys and values."""
+    padded: bool = False
+    """Some sequences end in padding, which FlashAttention leaves out."""
     too_wide: bool = False
     """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
 
@@ -162,6 +164,8 @@ class Block(NamedTuple):
             return partial(ring_attention, ranks=self.ring, size=self.head_size)
         if self.attention == "eager":
             return kernels_of.EAGER_OF.get(self.family, kernels_of.eager)
+        if self.attention == "flash" and self.padded:
+            return partial(kernels_of.flash_with_padding, size=self.head_size)
         if self.attention == "flash":
             repeats = self.grouped and self.family in self.release.flash_repeats
             return partial(kernels_of.flash_of_repeated, size=self.head_size) if repeats else self._flash

@@ -278,6 +278,7 @@ def structure_of(
         kind == "mlp",
         kind == "beside",
         kind == "global" and model.global_head_dim > 0,
+        x.padded and x.attention == "flash",
         model.mla is None and x.head_dim > WIDEST_OF_FLASH,
     )
 
