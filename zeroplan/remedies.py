@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate, estimate, step_implementation
+from zeroplan.estimator import Estimate, judged, step_implementation
 from zeroplan.spec.adapter import AdapterSpec, Quantize
 from zeroplan.spec.job import JobSpec, engine_at
 from zeroplan.spec.recipe import ADAM, DdpOptions, RecipeSpec, Stage
@@ -169,7 +169,7 @@ def _flags_of(changes: Sequence[_Candidate]) -> str:
 def _needs_of(job: JobSpec) -> _Needs | None:
     """Return a job's needs; None if the engine does not support it. Cached, since combinations try the same job repeatedly."""
     try:
-        answer = estimate(job)
+        answer = judged(job)
     except SpecError:
         return None
     there = (answer.host_bytes_per_node or answer.host_bytes) <= MOST_HOST_BYTES
@@ -178,9 +178,9 @@ def _needs_of(job: JobSpec) -> _Needs | None:
 
 
 def _can_free_enough(answer: Estimate) -> bool:
-    """Whether the peak fits beside the cache that the allocator could not free in similar jobs; faster than a replay."""
+    """Whether the peak fits beside the cache that the allocator could not free in similar jobs; a replay has counted that."""
     room = answer.allocator_room_bytes
-    return room is None or int(answer.under_pressure()[1]) <= room
+    return room is None or answer.replay is not None or int(answer.under_pressure()[1]) <= room
 
 
 def _combined(job: JobSpec, kinds: Sequence[_Kind]) -> Remedy | None:

@@ -92,7 +92,7 @@ def _of_message(text: str, where: str, resolved: Resolved | None, *, as_json: bo
     said = read_message(text, where="standard input" if where == "-" else f"{where[:40]!r}")
     if resolved is None:
         return json_text(message_payload(said)) if as_json else message_text(said)
-    from zeroplan.estimator import estimate  # noqa: PLC0415
+    from zeroplan.estimator import estimate, judged  # noqa: PLC0415
     from zeroplan.remedies import remedies  # noqa: PLC0415
     from zeroplan.snapshots.jobs_of_message import agrees, other_jobs  # noqa: PLC0415
     from zeroplan.snapshots.request_of_message import request_of  # noqa: PLC0415
@@ -102,7 +102,7 @@ def _of_message(text: str, where: str, resolved: Resolved | None, *, as_json: bo
     others = () if found is not None and agrees(found, said) else other_jobs(said, answer.job)
     shown = message_payload if as_json else message_text
     told = shown(
-        said, answer=answer, found=found, others=others, changes=remedies(estimate(_on_a_card(answer.job, said.capacity_bytes)))
+        said, answer=answer, found=found, others=others, changes=remedies(judged(_on_a_card(answer.job, said.capacity_bytes)))
     )
     return json_text(told) if isinstance(told, dict) else told
 

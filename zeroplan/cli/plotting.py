@@ -15,6 +15,7 @@ from zeroplan.cli.flags import TOLERANCE, Force, flag, parse_tolerance, switch
 from zeroplan.cli.job_flags import Asked, takes_a_job, takes_a_request
 from zeroplan.cli.plan import GlobalBatch, MaxBatch, MaxParams, MaxSeq, Mfu, MinGpus, ObjectiveName, question_of
 from zeroplan.cli.quick import QuickCommand
+from zeroplan.cli.searching import shown_if_slow
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 from zeroplan.report.palette import THEMES
@@ -107,7 +108,8 @@ def _job_picture(kind: str) -> Callable[..., int | None]:
     ) -> None:
         where = _where(out, theme, text=text, force=force)
         series: Callable[[Any], object] = getattr(import_module(f"zeroplan.report.series.{kind}"), kind)
-        made = series(resolved.job)
+        with shown_if_slow():
+            made = series(resolved.job)
         say_notes(resolved.notes)
         _drawn(kind, made, where)
 
@@ -138,7 +140,8 @@ def _pareto(
     question = question_of(
         global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
     )
-    answer = ask(asked.request, question, extra=asked.extra)
+    with shown_if_slow():
+        answer = ask(asked.request, question, extra=asked.extra)
     _drawn("pareto", pareto(answer), where)
     return NO if answer.best is None else 0
 
