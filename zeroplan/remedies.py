@@ -1,9 +1,10 @@
-"""Which small changes would make a job fit its GPU?
+"""Which small changes would make a job fit its GPU? And how long may its sequences be?
 
 Each candidate is one change that a person would try, the cheapest first, with a full estimate. If no single change is enough,
 changes are combined in that order until the job fits. Then each change is removed or weakened if the job still fits.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -110,6 +111,38 @@ class Change(NamedTuple):
     job: JobSpec
     kind: str
     """The kind of change, such as ``recompute`` or ``more_gpus``."""
+
+
+class Longest(NamedTuple):
+    """The longest sequences with which a job fits its GPU, in multiples of 128; 0 where none does. [tokens]"""
+
+    fits: int
+    """With room for what the allocator caches."""
+    tightly: int
+    most: int
+    """The longest that was tried: the positions of the model."""
+
+
+_SEQUENCE_STEP = 128
+
+
+def longest_sequences(job: JobSpec) -> Longest:
+    """Return how long the sequences of this job may be on its GPU; everything else stays as it is.
+
+    It bisects, since longer sequences need more memory. Raises SpecError for a job without a GPU.
+    """
+    if job.cluster.gpu is None:
+        raise SpecError("the longest sequence needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
+    most = max(job.model.max_position_embeddings, 1)
+    lengths = [*range(_SEQUENCE_STEP, most, _SEQUENCE_STEP), most]
+
+    def needs(length: int) -> _Needs | None:
+        return _needs_after(job, [_with_batch("", "", seq_len=length)])
+
+    tightly = bisect_left(lengths, True, key=lambda length: (of := needs(length)) is None or not of.fits)
+    within = lengths[:tightly]
+    fits = bisect_left(within, True, key=lambda length: (of := needs(length)) is None or of.is_tight)
+    return Longest(within[fits - 1] if fits else 0, within[-1] if within else 0, most)
 
 
 def single_changes(job: JobSpec) -> Iterator[Change]:
