@@ -23,6 +23,8 @@ from zeroplan.resolve import Resolved
 from zeroplan.whole import refuse_target
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from zeroplan.report.bars import Row
     from zeroplan.report.series.timeline import TimelineSeries
     from zeroplan.spec.job import JobSpec
@@ -77,14 +79,19 @@ def _drawn(kind: str, series: object, where: _Where) -> None:
         from zeroplan.report.plots import frame  # noqa: PLC0415  only pictures need matplotlib
     except (ImportError, ValueError) as error:  # a broken installation, or invalid settings of matplotlib
         raise MeasurementError(f"matplotlib cannot be loaded: {error}; fix that, or use --text") from error
-    draw: Callable[..., None] = getattr(import_module(f"zeroplan.report.plots.{kind}"), f"draw_{kind}")
+    drawing: Callable[..., None] = getattr(import_module(f"zeroplan.report.plots.{kind}"), f"draw_{kind}")
     theme = THEMES[where.theme]
+
+    def draw(figure: "Figure") -> None:
+        drawing(figure, series, theme)
+        frame.stamped(figure, theme)
+
     with frame.style(theme):
         if where.out is None:
-            frame.shown(lambda figure: draw(figure, series, theme))
+            frame.shown(draw)
             return
         figure = frame.blank()
-        draw(figure, series, theme)
+        draw(figure)
         frame.written(figure, where.out, force=where.force)
     typer.echo(f"wrote {where.out}")
 

@@ -8,7 +8,7 @@ from zeroplan.estimator import Needed, Verdict, estimate, judged, needed, verdic
 from zeroplan.numeric import Int
 from zeroplan.progress import counted
 from zeroplan.report.series.parts import Caption, caption
-from zeroplan.report.words import engine_words
+from zeroplan.report.words import stage_words
 from zeroplan.spec.batch import Columns
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.profiled import profile_of
@@ -64,7 +64,7 @@ def heat(job: JobSpec) -> HeatSeries:
     grid = grid[: len(micro_batches)]
     series = HeatSeries(
         caption=caption(
-            answer, f"Memory of one GPU by batch and sequence: {engine_words(job)}", *_accumulated(job), batch=False
+            answer, f"Memory of one GPU by batch and sequence: {stage_words(job)}", *_accumulated(job), batch=False
         ),
         micro_batches=micro_batches,
         seq_lens=seq_lens,
