@@ -34,10 +34,23 @@ class Remedy(NamedTuple):
     is_tight: bool = False
     """Whether the job then fits only if the allocator's cache stays small."""
 
+    slower: float | None = None
+    """The share of tokens/s per GPU that the change costs, negative if it gains some; None without a GPU or a known time."""
+
     @property
     def how(self) -> str:
-        """``", tightly"`` for a tight fit, else empty; messages append it to the needed bytes."""
-        return ", tightly" * self.is_tight
+        """Whether it fits tightly, and its price in speed: ``, tightly, 6 % slower``. Messages append it to the needed bytes."""
+        tightly, slower = ", tightly" * self.is_tight, self.slower
+        if slower is None:
+            return tightly
+        if abs(slower) < _AS_FAST:
+            return f"{tightly}, as fast"
+        each = " per GPU" if "--gpus " in self.flags else ""
+        return f"{tightly}, {100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}{each}"
+
+
+_AS_FAST = 0.005
+"""Modelled speeds that differ by less are called equal."""
 
 
 class _Needs(NamedTuple):
@@ -188,7 +201,18 @@ def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
         needs.least_bytes,
         needs.room_bytes,
         is_tight=needs.is_tight,
+        slower=_slower(job, _all_applied(job, changes)),
     )
+
+
+def _slower(before: JobSpec, after: JobSpec) -> float | None:
+    """The relative loss of tokens/s per GPU; None if a step's time is unknown."""
+    from zeroplan.job_time import time_of  # noqa: PLC0415  a job that fits needs no times
+
+    try:
+        return 1 - float(time_of(after).tokens_per_s / time_of(before).tokens_per_s)
+    except SpecError:
+        return None
 
 
 def _flags_of(changes: Sequence[_Candidate]) -> str:
