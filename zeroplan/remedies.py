@@ -1,16 +1,17 @@
-"""Which small changes would make a job fit its GPU?
+"""Which small changes would make a job fit its GPU? And how long may its sequences be?
 
 Each candidate is one change that a person would try, the cheapest first, with a full estimate. If no single change is enough,
 changes are combined in that order until the job fits. Then each change is removed or weakened if the job still fits.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate, estimate, step_implementation
+from zeroplan.estimator import Estimate, judged, step_implementation
 from zeroplan.spec.adapter import AdapterSpec, Quantize
 from zeroplan.spec.job import JobSpec, engine_at
 from zeroplan.spec.recipe import ADAM, DdpOptions, RecipeSpec, Stage
@@ -33,10 +34,23 @@ class Remedy(NamedTuple):
     is_tight: bool = False
     """Whether the job then fits only if the allocator's cache stays small."""
 
+    slower: float | None = None
+    """The share of tokens/s per GPU that the change costs, negative if it gains some; None without a GPU or a known time."""
+
     @property
     def how(self) -> str:
-        """``", tightly"`` for a tight fit, else empty; messages append it to the needed bytes."""
-        return ", tightly" * self.is_tight
+        """Whether it fits tightly, and its price in speed: ``, tightly, 6 % slower``. Messages append it to the needed bytes."""
+        tightly, slower = ", tightly" * self.is_tight, self.slower
+        if slower is None:
+            return tightly
+        if abs(slower) < _AS_FAST:
+            return f"{tightly}, as fast"
+        each = " per GPU" if "--gpus " in self.flags else ""
+        return f"{tightly}, {100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}{each}"
+
+
+_AS_FAST = 0.005
+"""Modelled speeds that differ by less are called equal."""
 
 
 class _Needs(NamedTuple):
@@ -112,6 +126,38 @@ class Change(NamedTuple):
     """The kind of change, such as ``recompute`` or ``more_gpus``."""
 
 
+class Longest(NamedTuple):
+    """The longest sequences with which a job fits its GPU, in multiples of 128; 0 where none does. [tokens]"""
+
+    fits: int
+    """With room for what the allocator caches."""
+    tightly: int
+    most: int
+    """The longest that was tried: the positions of the model."""
+
+
+_SEQUENCE_STEP = 128
+
+
+def longest_sequences(job: JobSpec) -> Longest:
+    """Return how long the sequences of this job may be on its GPU; everything else stays as it is.
+
+    It bisects, since longer sequences need more memory. Raises SpecError for a job without a GPU.
+    """
+    if job.cluster.gpu is None:
+        raise SpecError("the longest sequence needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
+    most = max(job.model.max_position_embeddings, 1)
+    lengths = [*range(_SEQUENCE_STEP, most, _SEQUENCE_STEP), most]
+
+    def needs(length: int) -> _Needs | None:
+        return _needs_after(job, [_with_batch("", "", seq_len=length)])
+
+    tightly = bisect_left(lengths, True, key=lambda length: (of := needs(length)) is None or not of.fits)
+    within = lengths[:tightly]
+    fits = bisect_left(within, True, key=lambda length: (of := needs(length)) is None or of.is_tight)
+    return Longest(within[fits - 1] if fits else 0, within[-1] if within else 0, most)
+
+
 def single_changes(job: JobSpec) -> Iterator[Change]:
     """Yield every single change that a person would try, the mildest of each kind first."""
     for one in _free_changes(job.recipe):
@@ -155,7 +201,18 @@ def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
         needs.least_bytes,
         needs.room_bytes,
         is_tight=needs.is_tight,
+        slower=_slower(job, _all_applied(job, changes)),
     )
+
+
+def _slower(before: JobSpec, after: JobSpec) -> float | None:
+    """The relative loss of tokens/s per GPU; None if a step's time is unknown."""
+    from zeroplan.job_time import time_of  # noqa: PLC0415  a job that fits needs no times
+
+    try:
+        return 1 - float(time_of(after).tokens_per_s / time_of(before).tokens_per_s)
+    except SpecError:
+        return None
 
 
 def _flags_of(changes: Sequence[_Candidate]) -> str:
@@ -169,7 +226,7 @@ def _flags_of(changes: Sequence[_Candidate]) -> str:
 def _needs_of(job: JobSpec) -> _Needs | None:
     """Return a job's needs; None if the engine does not support it. Cached, since combinations try the same job repeatedly."""
     try:
-        answer = estimate(job)
+        answer = judged(job)
     except SpecError:
         return None
     there = (answer.host_bytes_per_node or answer.host_bytes) <= MOST_HOST_BYTES
@@ -178,9 +235,9 @@ def _needs_of(job: JobSpec) -> _Needs | None:
 
 
 def _can_free_enough(answer: Estimate) -> bool:
-    """Whether the peak fits beside the cache that the allocator could not free in similar jobs; faster than a replay."""
+    """Whether the peak fits beside the cache that the allocator could not free in similar jobs; a replay has counted that."""
     room = answer.allocator_room_bytes
-    return room is None or int(answer.under_pressure()[1]) <= room
+    return room is None or answer.replay is not None or int(answer.under_pressure()[1]) <= room
 
 
 def _combined(job: JobSpec, kinds: Sequence[_Kind]) -> Remedy | None:

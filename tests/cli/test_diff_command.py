@@ -158,7 +158,7 @@ def test_markdown_and_units(run: Run):
     (("job.toml", "other.toml", "--fail-above", "-1"), "is not a fraction"),
     (("job.toml", "other.toml", "--fail-above", "nan"), "is not a fraction"),
     (("job.toml", "other.toml", "--json", "--markdown"), "choose one"), (("job.toml", "other.toml", "--unit", "mb"), "--unit"),
-    (("ds.json", "job.toml"), "--model"),
+    (("ds.json", "job.toml"), "--model"), (("--", "--stage", "2", "--", "--stage", "3"), "-- is there twice"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
 def test_wrong_input_is_one_line_and_two(run: Run, arguments: tuple[str, ...], said: str):

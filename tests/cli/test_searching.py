@@ -3,7 +3,7 @@
 import pytest
 
 from zeroplan.cli import searching
-from zeroplan.planner.progress import counted
+from zeroplan.progress import counted
 
 
 def search_twice() -> None:

@@ -77,11 +77,11 @@ def test_a_name_behind_a_list_is_shown_how_to_look_it_up(run: Run):
     assert run("estimate", "-h")[1] == run("estimate", "--help")[1] != ""
 
 
-@pytest.mark.parametrize("command", ["estimate", "plan", "verify", "diff"])
+@pytest.mark.parametrize("command", ["estimate", "plan", "verify", "diff", "plot heat"])
 def test_the_help_explains_what_people_need_and_names_the_rest(run: Run, command: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "200")
-    _, short, _ = run(command, "--help")
-    _, whole, _ = run(command, "--help-all")
+    _, short, _ = run(*command.split(), "--help")
+    _, whole, _ = run(*command.split(), "--help-all")
     flags = {one.flag for one in FLAGS}
     assert flags <= set(re.findall(r"--[\w-]+", short))
     assert flags <= set(re.findall(r"--[\w-]+", whole))

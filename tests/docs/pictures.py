@@ -10,6 +10,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from tests.docs.pages import PAGES, ROOT, commands, furnish, printed, text_of
 from tests.measured import stored
@@ -66,6 +67,11 @@ def _is_shown(name: str) -> bool:
 
 def draw(command: str, theme: str) -> str:
     """Draw the picture of a command in this folder, and return its name, which says so if it is dark."""
+    with mock.patch("zeroplan.report.plots.frame.stamped"):  # which has the date
+        return _draw(command, theme)
+
+
+def _draw(command: str, theme: str) -> str:
     name = str(drawn_by(command))
     words = shlex.split(command)[1:]
     if theme == "light":

@@ -28,7 +28,12 @@ JOBS = (
     "model=7e9&gpu=h100-sxm-80gb&gpus=16&stage=1&engine=megatron&tensor_parallel=2&pipeline_parallel=2&grad_accum=8",
     "model=gpt2&gpus=8&gpus=9",
 )
-ADDRESSES = [f"/api/{what}?{job}" for job in JOBS for what in ("answer", "step", "changes", "scaling")]
+ADDRESSES = [f"/api/{what}?{job}" for job in JOBS for what in ("answer", "step", "changes", "scaling", "longest")]
+ADDRESSES.append(
+    f"/api/message?{JOBS[0]}&message=CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.18 GiB of "
+    "which 1.00 GiB is free. Of the allocated memory 70.10 GiB is allocated by PyTorch, and 1.05 GiB is reserved by PyTorch but "
+    "unallocated."
+)
 #: What a browser's Python lacks, refused before zeroplan is imported.
 STRIPPED = """
 import json, sys
@@ -77,7 +82,7 @@ def test_what_needs_numpy_is_refused_with_the_way_out(monkeypatch: pytest.Monkey
 def test_the_first_answers_are_those_of_python(site: Path):
     first, more = (json.loads((site / name).read_text(encoding="utf-8")) for name in ("first.json", "more.json"))
     assert [address.partition("?")[0] for address in first] == ["/api/controls", "/api/answer"]
-    assert len(more) == 4 * 4 - 1  # four questions under four stages
+    assert len(more) == 5 * 4 - 1  # five questions under four stages; the message is the reader's
     assert all(in_browser(address) == (200, content) for address, content in first.items())
 
 

@@ -269,7 +269,7 @@ def test_a_report_hands_out_too_moves_its_stage_and_plans_nothing(browser: Any, 
     assert "stage 0: DDP" in (page.text_content("#headline") or "")
     assert "--stage 0" in (page.text_content("#command") or "")
     assert page.locator("#bar .piece").count() > 3
-    assert f"zeroplan {__version__} on " in (page.text_content("#made") or "")
+    assert f"zeroplan {__version__}, " in (page.text_content("#made") or "")
     page.close()
 
 
@@ -347,7 +347,7 @@ def test_a_fix_is_a_button_with_its_price(page: Page):
     moved(page, model="llama-3.1-8b", gpus="8", seq_len="8192", stage="2")
     button = page.get_by_role("button", name="recompute selectively")
     button.wait_for()
-    assert "fewer tokens per second" in (button.text_content() or "")
+    assert "88.6 GiB → 55.1 GiB, 6 % slower" in (button.text_content() or "")
     button.click()
     page.wait_for_selector("#verdict.fits")
     assert page.input_value("#c-recompute") == "selective"
@@ -397,6 +397,36 @@ def test_a_broken_config_json_is_refused_as_one(page: Page, tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
     page.set_input_files("#file", tmp_path / "config.json")
     page.locator("#error", has_text="is not JSON").wait_for()
+
+
+def test_the_longest_sequence_that_fits_is_set_and_one_step_more_is_tight(page: Page):
+    moved(page, model="llama-3.1-8b", gpus="8", seq_len="8192", stage="2")
+    page.click("#longest")
+    page.locator("#longest-said", has_text="Up to 5,504 tokens fit; tightly, up to 6,784").wait_for()
+    page.locator("#verdict.fits", has_text="In a replay").wait_for()
+    assert page.input_value("#c-seq_len") == "5504"
+    moved(page, seq_len="6912")
+    page.locator("#verdict.not").wait_for()
+
+
+OUT_OF_MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 79.18 GiB of which "
+    "2.30 GiB is free. Including non-PyTorch memory, this process has 76.87 GiB memory in use. Of the allocated memory 74.50 GiB "
+    "is allocated by PyTorch, and 1.05 GiB is reserved by PyTorch but unallocated."
+)
+
+
+def test_a_message_that_is_pasted_or_in_a_log_names_the_request_of_this_job_or_of_another(page: Page, tmp_path: Path):
+    moved(page, model="llama-3.1-8b", gpus="8", seq_len="8192", stage="2")
+    page.fill("#message", OUT_OF_MEMORY)
+    page.click("#explain")
+    page.locator("#why", has_text="it ran out as described").wait_for()
+    moved(page, seq_len="4096")
+    (tmp_path / "train.log").write_text(f"step 1\n{OUT_OF_MEMORY}\n")
+    page.set_input_files("#file", tmp_path / "train.log")
+    page.get_by_role("button", name="--seq-len 8192").click(timeout=90_000)
+    page.wait_for_selector(ANSWERED)
+    assert page.input_value("#c-seq_len") == "8192"
 
 
 def test_a_point_on_more_gpus_loads_its_job(page: Page):

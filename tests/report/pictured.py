@@ -40,7 +40,7 @@ def _column(stage: int, engine: str, **gib: float) -> StageColumn:
 
 
 def stages() -> StagesSeries:
-    """One column that is torn, one that fits tightly, one that is refused."""
+    """One column that is far higher, one that fits tightly, one that is refused."""
     return StagesSeries(
         caption=_about("Memory of one GPU at the peak, by ZeRO stage"),
         columns=(

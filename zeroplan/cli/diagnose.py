@@ -1,7 +1,6 @@
 """``zeroplan diagnose``: what held the memory? Reads a snapshot of torch's allocator, or torch's message. Needs no torch."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,6 @@ from zeroplan.units import parse_count
 if TYPE_CHECKING:
     from zeroplan.comparison import Compared
     from zeroplan.snapshots.diagnosis import Diagnosis
-    from zeroplan.spec.job import JobSpec
 
 _PICKLE = b"\x80"
 """The first byte of a snapshot, which is a pickle."""
@@ -86,37 +84,12 @@ def _text(name: str) -> str | None:
 
 def _of_message(text: str, where: str, resolved: Resolved | None, *, as_json: bool) -> str:
     """Return the explanation of torch's message; with a job also the request that failed."""
-    from zeroplan.report.out_of_memory import message_payload, message_text  # noqa: PLC0415  only a message pays for it
+    from zeroplan.report.out_of_memory import explained, message_payload, message_text  # noqa: PLC0415  only a message pays for it
     from zeroplan.snapshots.message import read_message  # noqa: PLC0415  the same
 
     said = read_message(text, where="standard input" if where == "-" else f"{where[:40]!r}")
-    if resolved is None:
-        return json_text(message_payload(said)) if as_json else message_text(said)
-    from zeroplan.estimator import estimate  # noqa: PLC0415
-    from zeroplan.remedies import remedies  # noqa: PLC0415
-    from zeroplan.snapshots.jobs_of_message import agrees, other_jobs  # noqa: PLC0415
-    from zeroplan.snapshots.request_of_message import request_of  # noqa: PLC0415
-
-    answer = estimate(resolved.job)
-    found = request_of(said, answer)
-    others = () if found is not None and agrees(found, said) else other_jobs(said, answer.job)
-    shown = message_payload if as_json else message_text
-    told = shown(
-        said, answer=answer, found=found, others=others, changes=remedies(estimate(_on_a_card(answer.job, said.capacity_bytes)))
-    )
-    return json_text(told) if isinstance(told, dict) else told
-
-
-def _on_a_card(job: "JobSpec", capacity_bytes: int) -> "JobSpec":
-    """Return the job with a GPU: its own, or the catalogue's GPU whose memory is within 1 % of the message's."""
-    from zeroplan.catalog.gpu import gpu, gpu_names  # noqa: PLC0415
-
-    if job.cluster.gpu is not None:
-        return job
-    nearest = min(map(gpu, gpu_names()), key=lambda one: abs(int(one.memory_bytes.value) - capacity_bytes))
-    if abs(int(nearest.memory_bytes.value) - capacity_bytes) > 0.01 * capacity_bytes:
-        return job
-    return replace(job, cluster=replace(job.cluster, gpu=nearest))
+    found = explained(said, None if resolved is None else resolved.job)
+    return json_text(message_payload(found)) if as_json else message_text(found)
 
 
 def _device(text: str | None) -> int | None:

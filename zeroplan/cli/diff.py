@@ -47,7 +47,8 @@ def _diff(
 ) -> int:
     """Compare the peaks of A and B tensor by tensor, what is held between steps and sent, and which settings differ.
 
-    B is a second file, or A with the flags after --: zeroplan diff job.toml -- --stage 2
+    B is a second file, or A with the flags after --: zeroplan diff job.toml -- --stage 2,
+    zeroplan diff --model gpt2 -- --seq-len 512
     """
     refuse_two_renderings(as_json=as_json, as_markdown=as_markdown)
     sizes, limit = unit_named(unit), _limit(fail_above)
@@ -111,6 +112,8 @@ def _sides(words: list[str], shared: Shared) -> "tuple[Side, Side]":
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Return the files, and the flags of B, which begin at the first flag."""
     at = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    if "--" in words:
+        raise SpecError("-- is there twice; write the flags of A before one --, and those of B after it")
     for word in words[at:]:
         if word.partition("=")[0] in _BEFORE:
             raise SpecError(f"{word} is not a flag of a job, and only those of B come after --; write it before --")

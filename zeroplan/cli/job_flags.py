@@ -37,7 +37,12 @@ _OFTEN_NEEDED = frozenset({
     "--recompute", "--lora-rank",
 })  # fmt: skip
 """The flags that ``--help`` explains; ``--help-all`` explains all flags."""
-_RARELY_NEEDED = frozenset({"--from-run", "--set", "--catalog", *(one.flag for one in FLAGS)}) - _OFTEN_NEEDED
+_OF_COMMANDS = frozenset({
+    "--search-optimizer", "--mfu", "--margin", "--calibrate", "--measured", "--measured-job", "--slurm", "--partition", "--account",
+    "--time-limit", "--slurm-option", "--resume", "--as-rank", "--of", "--timeout",
+})  # fmt: skip
+"""Flags of ``plan`` and ``verify`` beside the job's that few people need."""
+_RARELY_NEEDED = frozenset({"--from-run", "--set", "--catalog", *_OF_COMMANDS, *(one.flag for one in FLAGS)}) - _OFTEN_NEEDED
 
 
 def takes_a_job(

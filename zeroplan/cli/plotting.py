@@ -15,6 +15,7 @@ from zeroplan.cli.flags import TOLERANCE, Force, flag, parse_tolerance, switch
 from zeroplan.cli.job_flags import Asked, takes_a_job, takes_a_request
 from zeroplan.cli.plan import GlobalBatch, MaxBatch, MaxParams, MaxSeq, Mfu, MinGpus, ObjectiveName, question_of
 from zeroplan.cli.quick import QuickCommand
+from zeroplan.cli.searching import shown_if_slow
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 from zeroplan.report.palette import THEMES
@@ -22,6 +23,8 @@ from zeroplan.resolve import Resolved
 from zeroplan.whole import refuse_target
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from zeroplan.report.bars import Row
     from zeroplan.report.series.timeline import TimelineSeries
     from zeroplan.spec.job import JobSpec
@@ -76,14 +79,19 @@ def _drawn(kind: str, series: object, where: _Where) -> None:
         from zeroplan.report.plots import frame  # noqa: PLC0415  only pictures need matplotlib
     except (ImportError, ValueError) as error:  # a broken installation, or invalid settings of matplotlib
         raise MeasurementError(f"matplotlib cannot be loaded: {error}; fix that, or use --text") from error
-    draw: Callable[..., None] = getattr(import_module(f"zeroplan.report.plots.{kind}"), f"draw_{kind}")
+    drawing: Callable[..., None] = getattr(import_module(f"zeroplan.report.plots.{kind}"), f"draw_{kind}")
     theme = THEMES[where.theme]
+
+    def draw(figure: "Figure") -> None:
+        drawing(figure, series, theme)
+        frame.stamped(figure, theme)
+
     with frame.style(theme):
         if where.out is None:
-            frame.shown(lambda figure: draw(figure, series, theme))
+            frame.shown(draw)
             return
         figure = frame.blank()
-        draw(figure, series, theme)
+        draw(figure)
         frame.written(figure, where.out, force=where.force)
     typer.echo(f"wrote {where.out}")
 
@@ -107,7 +115,8 @@ def _job_picture(kind: str) -> Callable[..., int | None]:
     ) -> None:
         where = _where(out, theme, text=text, force=force)
         series: Callable[[Any], object] = getattr(import_module(f"zeroplan.report.series.{kind}"), kind)
-        made = series(resolved.job)
+        with shown_if_slow():
+            made = series(resolved.job)
         say_notes(resolved.notes)
         _drawn(kind, made, where)
 
@@ -138,7 +147,8 @@ def _pareto(
     question = question_of(
         global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
     )
-    answer = ask(asked.request, question, extra=asked.extra)
+    with shown_if_slow():
+        answer = ask(asked.request, question, extra=asked.extra)
     _drawn("pareto", pareto(answer), where)
     return NO if answer.best is None else 0
 

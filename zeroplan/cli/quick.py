@@ -28,8 +28,10 @@ class _AsTyped:
 class QuickCommand(TyperCommand):
     """A typer command without conversions. Its ``--help`` leaves out rarely needed flags; ``--help-all`` has all."""
 
-    rarely_needed: frozenset[str] = frozenset()
-    """Flags that ``--help`` only names and ``--help-all`` explains."""
+    @property
+    def rarely_needed(self) -> frozenset[str]:
+        """Flags that ``--help`` only names and ``--help-all`` explains."""
+        return getattr(self.callback, "rarely_needed", frozenset())
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401  click's context and formatter
         """Write the help; after ``--help-all`` for all flags."""
@@ -114,6 +116,8 @@ def _as_typed(parameters: list[Any]) -> list[Any]:
     for parameter in parameters:
         if hasattr(parameter, "_runtime_param"):
             parameter._runtime_param = _AsTyped()  # noqa: SLF001  typer offers no public way
+        if getattr(parameter, "is_flag", False):
+            parameter.display_type_rich = lambda **_: None  # "<bool>" in the help would read as a value to be typed
     return parameters
 
 
@@ -145,6 +149,4 @@ def as_command(name: str, written: Any) -> Any:  # noqa: ANN401  click's command
         return group
     alone = typer.Typer(add_completion=False)
     alone.command(name, cls=QuickCommand)(written)
-    command: Any = typer.main.get_command(alone)
-    command.rarely_needed = getattr(written, "rarely_needed", frozenset())
-    return command
+    return typer.main.get_command(alone)

@@ -7,7 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zeroplan.planner.progress import Listener
+    from zeroplan.progress import Listener
 
 #: How long an answer may take without a sign of progress. [s]
 AFTER_S = 2.0
@@ -16,7 +16,7 @@ AFTER_S = 2.0
 @contextmanager
 def shown_if_slow() -> Iterator[None]:
     """Show a bar on stderr for the searches within this block, one after the other; in a pipe or a file nothing."""
-    from zeroplan.planner.progress import heard_by  # noqa: PLC0415  no other command pays for the planner
+    from zeroplan.progress import heard_by  # noqa: PLC0415  keeps start-up fast
 
     if not sys.stderr.isatty():
         yield

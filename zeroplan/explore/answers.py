@@ -15,7 +15,8 @@ from zeroplan.explore.configurations import configurations
 from zeroplan.explore.controls import Control, controls
 from zeroplan.job_time import time_of
 from zeroplan.memo import remembering
-from zeroplan.remedies import Remedy, remedies
+from zeroplan.remedies import longest_sequences, remedies
+from zeroplan.report.out_of_memory import explained, message_text
 from zeroplan.report.palette import ENGINES, LOOKS
 from zeroplan.report.palette import STAGES as STAGE_LOOKS
 from zeroplan.report.payload import estimate_payload
@@ -27,11 +28,15 @@ from zeroplan.report.words import NAME_A_GPU, headline, job_lines, verdict_sente
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.resolve.options import KEEP_LOGITS, SWITCH
 from zeroplan.settings import with_setting
+from zeroplan.snapshots.message import read_message
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import Stage
 from zeroplan.units import GIBIBYTES, parse_count, parse_tokens
 
 SCHEMA_VERSION = 1
+
+MESSAGE = "message"
+"""The field of a question that has torch's out-of-memory message, beside the controls."""
 
 #: The controls that the planner reads; its search decides the others.
 DESCRIBE = ("model", "config", "lora_rank", "quantize", "gpu", "gpus", "precision", "optimizer", "attention", "seq_len")
@@ -140,8 +145,26 @@ def changes_payload(said: Mapping[str, str]) -> dict[str, object]:
     """
     resolved = resolved_of(said)
     answer = replayed_if_tight(estimate(resolved.job))
-    changes = [{**change._asdict(), **_priced(change, said, resolved.job)} for change in remedies(answer)]
+    changes = [{**change._asdict(), "said": with_flags(said, change.flags)} for change in remedies(answer)]
     return {"schema_version": SCHEMA_VERSION, **_judged(answer), "changes": changes}
+
+
+def longest_payload(said: Mapping[str, str]) -> dict[str, object]:
+    """Return the longest sequences with which the controls' job fits its GPU. [tokens]"""
+    return {"schema_version": SCHEMA_VERSION, **longest_sequences(resolved_of(said).job)._asdict()}
+
+
+def message_payload(said: Mapping[str, str]) -> dict[str, object]:
+    """Return what torch's out-of-memory message means for the controls' job; the key ``message`` has its text.
+
+    Jobs that agree better, and changes that would fit, have the values of the controls.
+    """
+    job = {name: text for name, text in said.items() if name != MESSAGE}
+    found = explained(read_message(said.get(MESSAGE, ""), where="the text"), resolved_of(job).job)
+    others = [{"flags": one.flags, "said": with_flags(job, one.flags)} for one in found.others]
+    changes = [{**one._asdict(), "said": with_flags(job, one.flags)} for one in found.changes]
+    text = message_text(found, with_changes=False)
+    return {"schema_version": SCHEMA_VERSION, "text": text, "others": others, "changes": changes}
 
 
 def _judged(answer: Estimate) -> dict[str, object]:
@@ -153,18 +176,6 @@ def changes_of(resolved: Resolved) -> dict[str, object]:
     """Return the verdict and changes for a complete job, without values of controls."""
     answer = replayed_if_tight(estimate(resolved.job))
     return {"schema_version": SCHEMA_VERSION, **_judged(answer), "changes": [one._asdict() for one in remedies(answer)]}
-
-
-def _priced(change: Remedy, said: Mapping[str, str], job: JobSpec) -> dict[str, object]:
-    """Return the controls' values after a change (None if a flag has no control), and the relative loss of tokens/s."""
-    after = with_flags(said, change.flags)
-    if after is None:
-        return {"said": None, "slower": None}
-    try:
-        before, then = time_of(job), time_of(resolved_of(after).job)
-    except ZeroplanError:
-        return {"said": after, "slower": None}
-    return {"said": after, "slower": 1 - float(then.tokens_per_s / before.tokens_per_s)}
 
 
 def with_flags(said: Mapping[str, str], flags: str) -> dict[str, str] | None:

@@ -10,7 +10,16 @@ from urllib.parse import parse_qsl, urlsplit
 
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError, ZeroplanError
-from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload, scaling_payload, step_payload, text_of
+from zeroplan.explore.answers import (
+    answer_payload,
+    changes_payload,
+    controls_payload,
+    longest_payload,
+    message_payload,
+    scaling_payload,
+    step_payload,
+    text_of,
+)
 
 Said = tuple[tuple[str, str], ...]
 """The fields of a question, sorted."""
@@ -18,6 +27,7 @@ OK, REFUSED = 200, 422
 """The HTTP status of an answer, and of a question whose fields are no job."""
 ANSWERS: dict[str, Callable[[Mapping[str, str]], dict[str, object]]] = {
     "answer": answer_payload, "step": step_payload, "changes": changes_payload, "scaling": scaling_payload,
+    "longest": longest_payload, "message": message_payload,
 }  # fmt: skip
 
 

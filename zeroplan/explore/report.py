@@ -5,14 +5,13 @@ The file also contains the answers under the other ZeRO stages; its only control
 
 import json
 import shlex
-from datetime import date
 from importlib.resources import files
 from itertools import pairwise
 
-from zeroplan import __version__
 from zeroplan.errors import SpecError
 from zeroplan.explore.answers import answer_of, changes_of, controls_payload, step_of
 from zeroplan.report.series.stages import STAGES, at_stage
+from zeroplan.report.words import made
 from zeroplan.resolve import Resolved
 from zeroplan.spec.job import JobSpec
 
@@ -28,7 +27,7 @@ def report_html(resolved: Resolved, command: str) -> str:
     """
     told = {
         **{name: controls_payload()[name] for name in ("colours", "hatches")},
-        "made": _made(date.today()),  # noqa: DTZ011  the reader's own day
+        "made": f"Made by {made()}.",
         "own": resolved.job.recipe.zero_stage,
         "answers": _answers(resolved, command),
     }
@@ -44,15 +43,6 @@ def report_html(resolved: Resolved, command: str) -> str:
     for what, instead in parts.items():
         page = page.replace(what, instead)
     return page
-
-
-def _made(day: date) -> str:
-    """Return a sentence with zeroplan's version and the date.
-
-    >>> _made(date(2026, 3, 1)).partition(" on ")[2]
-    '1 March 2026.'
-    """
-    return f"Made by zeroplan {__version__} on {day.day} {day:%B %Y}."
 
 
 def _answers(resolved: Resolved, command: str) -> dict[int, object]:

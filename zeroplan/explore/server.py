@@ -15,12 +15,12 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from zeroplan.errors import ZeroplanError
-from zeroplan.explore.answers import controls_payload, text_of
+from zeroplan.explore.answers import MESSAGE, controls_payload, text_of
 from zeroplan.explore.controls import controls
 from zeroplan.explore.handed_out import PICTURES, picture_of, report_of
 from zeroplan.explore.opened import LARGEST_BYTES, Opening
 from zeroplan.explore.planning import ASKED, planned_payload
-from zeroplan.explore.questions import Said, answered, once
+from zeroplan.explore.questions import ANSWERS, Said, answered, once
 
 _Scope = MutableMapping[str, object]
 _Receive = Callable[[], Awaitable[MutableMapping[str, object]]]
@@ -57,7 +57,7 @@ def explore_app(run: bytes | None = None) -> _App:
     plan = Planning(
         planned_payload
     ).__call__  # a method, since older releases do not see that an object is awaitable when called
-    questions: dict[str, _Question] = {"answer": _answer, "step": _step, "changes": _changes, "scaling": _scaling, "plan": plan}
+    questions: dict[str, _Question] = {**{name: _question(name) for name in ANSWERS}, "plan": plan}
     for name, question in questions.items():
         app.add_api_route(
             f"/api/{name}", question, methods=["GET"], name=name, responses=_REFUSED, openapi_extra=_said_of(name)
@@ -93,6 +93,7 @@ def _said_of(question: str) -> dict[str, object]:
     said = [(control.name, control.label, control.choices) for control in controls() if control.name not in ("model", "set")]
     said += [("model", "Model", ()), ("set", "Options of the engine", ())]
     said += [(name, label, ()) for name, (label, _) in ASKED.items()] if question == "plan" else []
+    said += [(MESSAGE, "torch's message, from 'CUDA out of memory' on", ())] if question == "message" else []
     said += [("picture", "Which picture", tuple(PICTURES))] if question == "picture" else []
     return {"parameters": [_parameter(*one) for one in said]}
 
@@ -124,20 +125,16 @@ async def _controls() -> Response:
     return Response(text_of(controls_payload()), media_type=_JSON)
 
 
-async def _answer(request: Request) -> Response:
-    return _answered("answer", request)
+def _question(what: str) -> _Question:
+    """Return the route of a question; one that takes tenths of a second is answered in a thread, so that others need not wait."""
+
+    async def ask(request: Request) -> Response:
+        return await run_in_threadpool(_answered, what, request) if what in _SLOW else _answered(what, request)
+
+    return ask
 
 
-async def _step(request: Request) -> Response:
-    return _answered("step", request)
-
-
-async def _changes(request: Request) -> Response:
-    return _answered("changes", request)
-
-
-async def _scaling(request: Request) -> Response:
-    return await run_in_threadpool(_answered, "scaling", request)  # takes half a second, so it runs in a thread
+_SLOW = ("changes", "scaling", "longest", "message")
 
 
 async def _report(request: Request) -> Response:

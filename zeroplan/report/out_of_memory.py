@@ -1,13 +1,17 @@
 """What does torch's out-of-memory message mean? Which request failed, why, and what would help."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from zeroplan.estimator import Estimate
-from zeroplan.remedies import Remedy
+from zeroplan.catalog.gpu import gpu, gpu_names
+from zeroplan.estimator import Estimate, estimate, judged
+from zeroplan.remedies import Remedy, remedies
 from zeroplan.report.words import EXPANDABLE, headline, paragraphs
-from zeroplan.snapshots.jobs_of_message import Other, agrees
+from zeroplan.snapshots.jobs_of_message import Other, agrees, other_jobs
 from zeroplan.snapshots.message import Message
-from zeroplan.snapshots.request_of_message import Found
+from zeroplan.snapshots.request_of_message import Found, request_of
+from zeroplan.spec.job import JobSpec
 from zeroplan.units import GIB, GIBIBYTES
 
 SCHEMA_VERSION = 1
@@ -16,45 +20,60 @@ _MUCH = GIB // 2
 """Memory of other processes is mentioned if it exceeds this; a desktop or the driver needs less. [bytes]"""
 
 
-def message_text(
-    said: Message,
-    *,
-    answer: Estimate | None = None,
-    found: Found | None = None,
-    others: Sequence[Other] = (),
-    changes: Sequence[Remedy] = (),
-) -> str:
-    """Return the message's meaning and advice; with a job also its failed request, and changes that would make it fit.
+class Explained(NamedTuple):
+    """A message, and what a job explains of it: its failed request, other jobs that agree better, and changes that would fit."""
 
-    ``others`` are jobs that agree with the message if this job does not.
-    """
-    parts = [_head(said), _card(said), _advice(said)]
-    if answer is not None:
-        parts += [_of_job(said, answer, found), _other_jobs(others), _changes(said, answer, changes)]
+    said: Message
+    answer: Estimate | None = None
+    found: Found | None = None
+    others: Sequence[Other] = ()
+    """Jobs that agree with the message, if the described job does not."""
+    changes: Sequence[Remedy] = ()
+
+
+def explained(said: Message, job: JobSpec | None) -> Explained:
+    """Return what a message means; with a job also its failed request, which takes up to some seconds."""
+    if job is None:
+        return Explained(said)
+    answer = estimate(job)
+    found = request_of(said, answer)
+    others = () if found is not None and agrees(found, said) else other_jobs(said, job)
+    return Explained(said, answer, found, others, remedies(judged(_on_a_card(job, said.capacity_bytes))))
+
+
+def _on_a_card(job: JobSpec, capacity_bytes: int) -> JobSpec:
+    """Return the job with a GPU: its own, or the catalogue's GPU whose memory is within 1 % of the message's."""
+    if job.cluster.gpu is not None:
+        return job
+    nearest = min(map(gpu, gpu_names()), key=lambda one: abs(int(one.memory_bytes.value) - capacity_bytes))
+    if abs(int(nearest.memory_bytes.value) - capacity_bytes) > 0.01 * capacity_bytes:
+        return job
+    return replace(job, cluster=replace(job.cluster, gpu=nearest))
+
+
+def message_text(one: Explained, *, with_changes: bool = True) -> str:
+    """Return the message's meaning and advice; ``with_changes`` adds other jobs and changes, as flags."""
+    parts = [_head(one.said), _card(one.said), _advice(one.said)]
+    if one.answer is not None:
+        parts.append(_of_job(one.said, one.answer, one.found))
+        parts += [_other_jobs(one.others), _changes(one.said, one.answer, one.changes)] if with_changes else []
     return paragraphs([lines for part in parts if (lines := list(part))])
 
 
-def message_payload(
-    said: Message,
-    *,
-    answer: Estimate | None = None,
-    found: Found | None = None,
-    others: Sequence[Other] = (),
-    changes: Sequence[Remedy] = (),
-) -> dict[str, object]:
+def message_payload(one: Explained) -> dict[str, object]:
     """Return the message, the advice and the job's request as data for JSON. [bytes]"""
     return {
         "schema_version": SCHEMA_VERSION,
-        **said._asdict(),
-        "reserved_bytes": said.reserved_bytes,
-        "outside_bytes": said.outside_bytes,
-        "others_bytes": said.others_bytes,
-        "fragmented": said.fragmented,
-        "advice": list(_advice(said)),
-        "request": None if found is None else found._asdict(),
-        "predicted_peak_bytes": None if answer is None else answer.peak_bytes,
-        "jobs_that_agree": [{"flags": one.flags, "request": one.found._asdict()} for one in others],
-        "changes": [change._asdict() for change in changes],
+        **one.said._asdict(),
+        "reserved_bytes": one.said.reserved_bytes,
+        "outside_bytes": one.said.outside_bytes,
+        "others_bytes": one.said.others_bytes,
+        "fragmented": one.said.fragmented,
+        "advice": list(_advice(one.said)),
+        "request": None if one.found is None else one.found._asdict(),
+        "predicted_peak_bytes": None if one.answer is None else one.answer.peak_bytes,
+        "jobs_that_agree": [{"flags": other.flags, "request": other.found._asdict()} for other in one.others],
+        "changes": [change._asdict() for change in one.changes],
     }
 
 

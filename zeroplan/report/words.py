@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -78,6 +79,14 @@ def spread(front: Sequence[T], most: int) -> list[T]:
     return list(front) if last < most else [front[round(last * at / (most - 1))] for at in range(most)]
 
 
+def made() -> str:
+    """Return zeroplan's version and the user's date, for pictures and reports: ``zeroplan 0.1.0, 1 March 2026``."""
+    from zeroplan import __version__  # noqa: PLC0415  the package imports this module
+
+    day = date.today()  # noqa: DTZ011  the user's own day
+    return f"zeroplan {__version__}, {day.day} {day:%B %Y}"
+
+
 def headline(answer: Estimate) -> str:
     """Return the model, the GPUs and the recipe in words."""
     return headline_of(answer.job)
@@ -85,9 +94,13 @@ def headline(answer: Estimate) -> str:
 
 def headline_of(job: JobSpec) -> str:
     """Return the model, the GPUs and the recipe of a job in words."""
+    return f"{subject(job)}, {stage_words(job)}"
+
+
+def stage_words(job: JobSpec) -> str:
+    """Return the ZeRO stage and its engine: ``ZeRO stage 3: FSDP2``."""
     engine = engine_words(job)
-    stage = "" if "DeepSpeed stage" in engine else f"ZeRO stage {job.recipe.zero_stage}: "
-    return f"{subject(job)}, {stage}{engine}"
+    return engine if "DeepSpeed stage" in engine else f"ZeRO stage {job.recipe.zero_stage}: {engine}"
 
 
 def engine_words(job: JobSpec) -> str:

@@ -48,6 +48,7 @@ function fieldOf(control) {
   else if (control.kind === "text") field.append(...textField(control, id));
   else field.append(...numberField(control, id));
   if (control.name !== "stage") field.prepend(node("label", { for: id }, control.label));
+  if (control.name === "seq_len") field.append(node("button", { type: "button", id: "longest", "aria-describedby": "longest-said" }, "Longest that fits"), node("p", { class: "hint", id: "longest-said", role: "status" }));
   if (control.hint) {
     field.append(node("p", { class: "hint", id: `${id}-hint` }, control.hint));
     field.querySelector(`#${id}`).setAttribute("aria-describedby", `${id}-hint`);
@@ -116,6 +117,8 @@ function build(told) {
   of("controls").addEventListener("change", () => { state.settled = true; });
   of("controls").addEventListener("submit", (event) => event.preventDefault());
   of("asked").addEventListener("submit", (event) => { event.preventDefault(); plan(); });
+  of("asked-why").addEventListener("submit", (event) => { event.preventDefault(); explain(); });
+  of("longest").addEventListener("click", longest);
   of("skip").addEventListener("click", (event) => { event.preventDefault(); of("answer").focus(); });
   addEventListener("hashchange", () => { if (!namesAPlace()) { restore(); ask(addressed()); } });
 }
@@ -216,7 +219,7 @@ function toWorker() {
     const known = (await first)[address] || (await (more ??= kept("more.json")))[address];
     if (known) return new Response(known);
     if (!started) of("headline").textContent = STARTING;
-    const lane = /\/(scaling|changes|report)\?/.test(address) ? "slow" : "quick"; // which take seconds, in a Python of their own
+    const lane = /\/(scaling|changes|longest|message|report)\?/.test(address) ? "slow" : "quick"; // which take seconds, in a Python of their own
     return new Promise((answer, fail) => {
       if (broken) { fail(GONE); return; }
       waiting.set(++asked, { answer, fail });
@@ -318,6 +321,59 @@ async function changes(query, mine) {
   showChanges(told.changes);
 }
 
+/** Set the sequence to the longest that fits this job. */
+async function longest() {
+  const query = said(), mine = state.asked;
+  of("longest-said").textContent = "Searching…";
+  const told = await fetched(`/api/longest?${query}`);
+  if (mine !== state.asked) { of("longest-said").textContent = ""; return; } // the job is another by now
+  of("longest-said").textContent = told.error ? worded(told.error) : lengthsWords(told);
+  if (told.error || !told.tightly) return;
+  query.set("seq_len", told.fits || told.tightly);
+  location.hash = query;
+}
+
+function lengthsWords({ fits, tightly, most }) {
+  const tokens = (count) => `${count.toLocaleString("en")} tokens`;
+  if (!tightly) return "No length fits.";
+  if (fits === most) return `All ${tokens(most)} of the model fit.`;
+  return fits ? `Up to ${tokens(fits)} fit${tightly > fits ? `; tightly, up to ${tightly.toLocaleString("en")}` : ""}.` : `Up to ${tokens(tightly)} fit, tightly.`;
+}
+
+/** What torch's message means for the job of the controls. */
+async function explain() {
+  const text = messageIn(of("message").value);
+  if (!text) { of("why-said").textContent = "Paste the message first; it has the words “out of memory”."; return; }
+  const query = said();
+  query.set("message", text);
+  of("why-said").textContent = "Comparing it with the job…";
+  const told = await fetched(`/api/message?${query}`);
+  of("why-said").textContent = told.error ? worded(told.error) : "";
+  of("why").hidden = Boolean(told.error);
+  of("why").textContent = told.error ? "" : worded(told.text);
+  listed("why-others", (told.others || []).filter((one) => one.said).map(other));
+  listed("why-changes", of("fixes").hidden ? (told.changes || []).map(change) : []); // those above are the same
+}
+
+function listed(id, found) {
+  of(id).hidden = !found.length;
+  of(id).querySelector("ul").replaceChildren(...found.map((one) => node("li", {}, one)));
+}
+
+function other(one) {
+  const made = node("button", { type: "button" }, node("code", {}, one.flags));
+  made.addEventListener("click", () => loaded(one.said));
+  return made;
+}
+
+const LONGEST_MESSAGE = 1500;
+
+/** The last message of torch in a text, short enough for an address; empty if there is none. */
+function messageIn(text) {
+  const at = text.toLowerCase().lastIndexOf("out of memory");
+  return at < 0 ? "" : text.slice(Math.max(0, at - 40), at + LONGEST_MESSAGE);
+}
+
 const described = (query) => state.describe.map((name) => query.get(name) || "").join(" ");
 
 async function plan() {
@@ -405,12 +461,20 @@ function judge(words, fits, provisional = false) {
 /** Changes that would make it fit: a button that makes each, with what it costs. */
 function showChanges(found) {
   of("fixes").hidden = !found.length;
-  of("changes").replaceChildren(...found.map((one) => node("li", {}, one.said ? fix(one) : node("p", { class: "note" }, one.change, node("small", {}, `${short(one.needed_bytes)} needed`), node("code", {}, one.flags)))));
+  of("changes").replaceChildren(...found.map((one) => node("li", {}, change(one))));
+}
+
+const change = (one) => (one.said ? fix(one) : node("p", { class: "note" }, ...priced(one)));
+
+/** A change in words, what it costs, and its flags. */
+function priced(one) {
+  const speed = one.slower === null || one.slower === undefined ? "" : Math.abs(one.slower) < 0.005 ? ", as fast" : `, ${Math.abs(100 * one.slower).toFixed(0)} % ${one.slower > 0 ? "slower" : "faster"}${one.flags.includes("--gpus ") ? " per GPU" : ""}`;
+  const now = state.told.stages.columns[state.told.estimate.job.recipe.zero_stage].needed_bytes;
+  return [one.change, node("small", {}, `${short(now)} → ${short(one.needed_bytes)}${one.is_tight ? ", tightly" : ""}${speed}`), node("code", {}, one.flags)];
 }
 
 function fix(one) {
-  const price = one.slower === null || one.slower === undefined ? "" : Math.abs(one.slower) < 0.005 ? ", as fast" : `, ${Math.abs(100 * one.slower).toFixed(0)} % ${one.slower > 0 ? "fewer" : "more"} tokens per second`;
-  const made = node("button", { type: "button" }, one.change, node("small", {}, `${short(one.needed_bytes)} needed${price}`), node("code", {}, one.flags));
+  const made = node("button", { type: "button" }, ...priced(one));
   made.addEventListener("click", () => loaded(one.said));
   return made;
 }
@@ -439,13 +503,14 @@ function bar(told, before) {
     left.delete(made);
     paint(made, one.what);
     put(made, percent(at), percent(one.n_bytes));
-    label(made, one, (of("bar").clientWidth * one.n_bytes) / scale);
+    const clear = capacity > at && capacity < at + one.n_bytes ? capacity - at : one.n_bytes; // words lie left of the capacity's line
+    label(made, one, (of("bar").clientWidth * clear) / scale);
     made.title = `${one.what}: ${size(one.n_bytes)}`;
     at += one.n_bytes;
   }
   ghosts(had, at, percent, left);
   limit(capacity, percent, scale, left);
-  ticks(scale, percent, left);
+  ticks(scale, capacity, percent, left);
   for (const gone of left) gone.remove();
   const said = now.map((one) => `${one.what} ${short(one.n_bytes)}`).join(", ");
   of("bar").setAttribute("aria-label", `${said}${capacity ? `; the GPU has ${short(capacity)}` : ""}`);
@@ -494,12 +559,12 @@ function limit(capacity, percent, scale, left) {
   made.firstChild.textContent = `the GPU has ${short(capacity)}`;
 }
 
-function ticks(scale, percent, left) {
+function ticks(scale, capacity, percent, left) {
   for (let at = 0, by = niceStep(scale / GIB, 6); at * GIB < scale * 0.97; at += by) {
     const made = piece(`tick-${at}`, at ? "scale" : "scale zero");
     left.delete(made);
     made.style.left = percent(at * GIB);
-    made.firstChild.textContent = at ? String(Number(at.toPrecision(4))) : "0 GiB";
+    made.firstChild.textContent = Math.abs(at * GIB - capacity) < scale / 60 ? "" : at ? String(Number(at.toPrecision(4))) : "0 GiB"; // else below the line
   }
 }
 
@@ -660,11 +725,14 @@ function axis(svg, top, y, left, right) {
   svg.append(drawn("text", { x: left - 6, y: 12, "text-anchor": "end", class: "faint" }, "GiB"));
 }
 
-/** The line of what there is, and its words `off` it, where `taken`, the heights at the left and at the right, leaves them room. */
+/** The line of what there is, and its words `off` it, or above the picture where something as high as the line, of the heights `taken`, would be below them. */
 function capacityLine(svg, words, at, left, right, taken = [], off = -5) {
   svg.append(drawn("line", { x1: left, x2: right, y1: at, y2: at, class: "limit" }));
-  const near = (height) => Math.abs(height - 6 - at) < 16, first = near(taken.at(-1) ?? -99) && !near(taken[0]);
-  svg.append(drawn("text", { x: first ? left + 2 : right - 2, y: at + off, "text-anchor": first ? "start" : "end", class: "limit-text" }, words));
+  if (taken.some((height) => height < at + 4)) { // something is as high as the line: the words go above the picture
+    svg.append(drawn("line", { x1: right - 6.4 * words.length - 34, x2: right - 6.4 * words.length - 8, y1: 8, y2: 8, class: "limit" }));
+    [at, off] = [12, 0];
+  }
+  svg.append(drawn("text", { x: right - 2, y: at + off, "text-anchor": "end", class: "limit-text" }, words));
 }
 
 function stages(series, speeds, own) {
@@ -806,7 +874,7 @@ function drawStep() {
   const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Memory over one step; highest in the ${peak.phase}${peak.name && `, ${peak.name}`}: ${size(series.totals[series.peak])}` });
   axis(svg, tall, y, left, width - 8);
   const kinds = layers(svg, series, x, y);
-  if (series.room_bytes) capacityLine(svg, `the GPU leaves ${short(series.room_bytes)} to the allocator`, y(series.room_bytes), left, width - 8);
+  if (series.room_bytes) capacityLine(svg, `the GPU leaves ${short(series.room_bytes)} to the allocator`, y(series.room_bytes), left, width - 8, series.totals.map(y));
   svg.append(drawn("path", { d: `M ${x(series.peak + 0.5)} ${y(series.totals[series.peak]) - 4} l -5 -9 h 10 z`, class: "mark" }));
   lanes.forEach((operation, at) => lane(svg, series.calls.filter((one) => one.operation === operation), operation, x, height - bottom + 6 + LANE * at, left));
   phases(series, x, svg, height - 8);
@@ -904,6 +972,8 @@ async function openFile(file) {
   if (!file) return;
   clearTimeout(state.calm);
   const config = await configOf(file);
+  const message = config ? "" : await messageOf(file);
+  if (message) { of("file").value = ""; of("message").value = message; of("ran-out").scrollIntoView(); explain(); return; }
   if (config) { const there = said(); there.delete("model"); there.set("config", config); of("file").value = ""; loaded(there); return; }
   const mine = ++state.asked, headed = of("headline").textContent;
   of("headline").textContent = `Reading ${file.name}…`;
@@ -932,6 +1002,14 @@ async function configOf(file) {
   } catch {
     return named ? text : "";
   }
+}
+
+const LOG_END = 2 ** 22;
+
+/** Torch's message at the end of a log; empty for a snapshot, a trace or a run. */
+async function messageOf(file) {
+  if (/\.(pickle|pkl|gz|json)$/.test(file.name)) return "";
+  return messageIn(await file.slice(-LOG_END).text());
 }
 
 function closeFile() {

@@ -1,8 +1,10 @@
 """Shared by all pictures: fonts and theme, the caption with the job, legends, writing files."""
 
+import io
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -16,6 +18,7 @@ from matplotlib.patches import Patch
 from zeroplan.errors import SpecError
 from zeroplan.report.palette import LOOKS, Theme, on
 from zeroplan.report.series.parts import Caption
+from zeroplan.report.words import made
 from zeroplan.whole import unwritten, whole
 
 ENDINGS = ("png", "svg", "pdf")
@@ -33,6 +36,7 @@ _SETTINGS: dict[str, object] = {
     "font.family": "DejaVu Sans", "font.size": PLAIN, "axes.labelsize": SMALL + 0.5, "legend.fontsize": SMALL,
     "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "axes.spines.top": False, "axes.spines.right": False,
     "axes.axisbelow": True, "legend.frameon": False, "hatch.linewidth": 0.5, "svg.hashsalt": "zeroplan", "pdf.fonttype": 42,
+    "svg.fonttype": "none",
 }  # fmt: skip
 _Corner = Literal["upper left", "lower left"]
 LegendEntry = tuple[tuple[Artist, ...], str]
@@ -66,6 +70,11 @@ def framed(figure: Figure, caption: Caption, *, width: float, height: float) -> 
     )  # fmt: skip
 
 
+def stamped(figure: Figure, theme: Theme) -> None:
+    """Write zeroplan's version and the date into the upper right corner, for whoever meets the picture later."""
+    figure.text(0.988, 0.985, made(), fontsize=SMALL, va="top", ha="right", color=theme.faint)
+
+
 def legend(
     axes: Axes,
     entries: Sequence[LegendEntry],
@@ -96,9 +105,26 @@ def hatched(what: str) -> Patch:
 
 
 def saved(figure: Figure, to: Path | BinaryIO, ending: str) -> None:
-    """Save the figure without date and version, so that equal pictures give equal files."""
+    """Save the figure without date and version in its metadata, so that equal pictures give equal files."""
     nothing = {"png": {"Software": ""}, "svg": {"Date": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
-    figure.savefig(to, format=ending, dpi=_DOTS_PER_INCH, metadata=nothing[ending])
+    held = io.BytesIO()
+    figure.savefig(held, format=ending, dpi=_DOTS_PER_INCH, metadata=nothing[ending])
+    content = _described(held.getvalue(), figure) if ending == "svg" else held.getvalue()
+    if isinstance(to, Path):
+        to.write_bytes(content)
+    else:
+        to.write(content)
+
+
+def _described(svg: bytes, figure: Figure) -> bytes:
+    """The SVG with a title and a description for screen readers, and with fonts as wide as DejaVu Sans where that is missing."""
+    legends = [found for axes in figure.axes if (found := axes.get_legend()) is not None]
+    said = [figure.texts, *(axes.texts for axes in figure.axes), *(one.get_texts() for one in legends)]
+    lines = [" ".join(text.get_text().split()) for texts in said for text in texts]
+    words = "; ".join(line for line in lines if any(map(str.isalpha, line)) and line != figure.get_suptitle())
+    head = f'version="1.1" role="img">\n <title>{escape(figure.get_suptitle())}</title>\n <desc>{escape(words)}</desc>'
+    svg = svg.replace(b'version="1.1">', head.encode(), 1)
+    return svg.replace(b"'DejaVu Sans'", b"'DejaVu Sans', Verdana, sans-serif")
 
 
 def written(figure: Figure, path: Path, *, force: bool) -> None:

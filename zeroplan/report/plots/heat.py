@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -23,6 +24,8 @@ _LIMIT, _SHADOW = VERMILLION, "#333333"
 _SPAN = 8
 """The middle shade is the GPU's memory, or the job's; the colour bar ends at this factor below and above."""
 
+_CROSSED: dict[str, Any] = {"facecolor": "none", "edgecolor": "#FFFFFF", "linewidth": 0, "hatch": "xxxx"}
+"""The look of sizes that run out of memory in a replay."""
 _EDGE = 0.06
 """Closer to an edge than this fraction of the axes, a contour's label would be cut off."""
 
@@ -119,10 +122,19 @@ def _limits(axes: Axes, series: HeatSeries, needed: Surface) -> None:
         )
         over.set_edgecolor("#FFFFFF")
         over.set_linewidth(0)
+    _runs_out(axes, series)
     for surface, dashes in _crossing(series):
         axes.contour(
             series.seq_lens, series.micro_batches, surface, levels=[limit], colors=_LIMIT, linewidths=2.2, linestyles=dashes
         )
+
+
+def _runs_out(axes: Axes, series: HeatSeries) -> None:
+    """Cross-hatch the sizes whose peak fits, and which run out of memory in a replay."""
+    across, up = _edges(series.seq_lens), _edges(series.micro_batches)
+    for row, at in series.runs_out:
+        left, low = across[at], up[row]
+        axes.add_patch(Rectangle((left, low), across[at + 1] - left, up[row + 1] - low, **_CROSSED))
 
 
 def _crossing(series: HeatSeries) -> Iterator[tuple[Surface, str]]:
@@ -149,3 +161,5 @@ def _entries(series: HeatSeries) -> Iterator[LegendEntry]:
     if _ends(_surface(series.needed_bytes))[1] > series.capacity_bytes / GIB:
         hatched = Patch(facecolor="#3D4A6B", edgecolor="#FFFFFF", linewidth=0, hatch="////")
         yield (hatched,), f"does not fit the GPU's {series.capacity_bytes / GIB:.1f} GiB"
+    if series.runs_out:
+        yield (Patch(**{**_CROSSED, "facecolor": "#3D4A6B"}),), "runs out of memory: pieces of the cache are too small"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from zeroplan.report.palette import THEMES, Theme
-from zeroplan.report.plots.frame import blank, saved, style
+from zeroplan.report.plots.frame import blank, saved, stamped, style
 from zeroplan.report.plots.heat import draw_heat
 from zeroplan.report.plots.pareto import draw_pareto
 from zeroplan.report.plots.run import draw_run
@@ -63,6 +63,7 @@ def svg(series: Series) -> bytes:
     with style(look):
         figure = blank()
         draw(figure, series, look)
+        stamped(figure, look)
         saved(figure, held, "svg")
     return held.getvalue()
 

@@ -18,8 +18,6 @@ _WIDTH, _HEIGHT = 11.0, 4.6
 """[inches]"""
 _LANES = 16
 """The height of the memory axes, in rows of operations."""
-_NARROW = 12
-"""If a phase is shorter than 1/12 of the axis, names alternate between two levels."""
 _LETTER = 0.0085
 """Width of a letter in a phase's name, as a fraction of the axis."""
 
@@ -85,9 +83,7 @@ def _bands(axes: Axes, series: RunSeries, theme: Theme, unit: int) -> None:
 def _phases(axes: Axes, series: RunSeries, theme: Theme) -> None:
     """Name the phases above, with a line where one begins."""
     whole = max(series.n_bytes.shape[1] - 1, 1)
-    for one, (name, level) in zip(
-        series.stretches, _phase_names(series.stretches, _LETTER * whole, whole / _NARROW), strict=True
-    ):
+    for one, (name, level) in zip(series.stretches, _phase_names(series.stretches, _LETTER * whole), strict=True):
         axes.annotate(
             name, ((one.first + one.last) / 2, 1.0), (0, 3 + 11 * level), xycoords=("data", "axes fraction"),
             textcoords="offset points", ha="center", fontsize=SMALL, color=theme.ink, annotation_clip=False,
@@ -96,13 +92,13 @@ def _phases(axes: Axes, series: RunSeries, theme: Theme) -> None:
             axes.axvline(one.first, color=theme.faint, linewidth=0.8, linestyle=":", zorder=3)
 
 
-def _phase_names(stretches: Sequence[Stretch], letter: float, narrow: float) -> list[tuple[str, int]]:
-    """Return each phase's name and level: two levels if some are short; only F and B, as in schedules, if names still overlap."""
-    levels = 2 if any(one.last - one.first < narrow for one in stretches) else 1
+def _phase_names(stretches: Sequence[Stretch], letter: float) -> list[tuple[str, int]]:
+    """Return each phase's name and level: two levels if names overlap in one; only F and B, as in schedules, if they still do."""
     reach = [((one.first + one.last) / 2, len(one.name) * letter / 2) for one in stretches]
-    neighbours = zip(reach, reach[levels:], strict=False)
-    if all(middle + half <= after - half_after for (middle, half), (after, half_after) in neighbours):
-        return [(one.name, at % levels) for at, one in enumerate(stretches)]
+    for levels in (1, 2):
+        neighbours = zip(reach, reach[levels:], strict=False)
+        if all(middle + half <= after - half_after for (middle, half), (after, half_after) in neighbours):
+            return [(one.name, at % levels) for at, one in enumerate(stretches)]
     last = len(stretches) - 1  # the last name may extend beyond the axis
     has_room = [at == last or one.last - one.first >= len(one.name) * letter for at, one in enumerate(stretches)]
     return [(one.name if room else one.name[0].upper(), 0) for one, room in zip(stretches, has_room, strict=True)]

@@ -24,7 +24,7 @@ def draw_scaling(figure: Figure, series: ScalingSeries, theme: Theme) -> None:
     """Draw all stages into the figure."""
     framed(figure, series.caption, width=8.0, height=4.4)
     axes = figure.subplots()
-    axes.set(xscale="log", yscale="log", xlabel="GPUs, N", ylabel=UNIT)
+    axes.set(xscale="log", yscale="log", xlabel="GPUs, N (each line doubles)", ylabel=f"{UNIT}, logarithmic")
     drawn = [line for line in series.lines if line.points]
     for line in drawn:
         look = STAGES[line.stage]

@@ -1,14 +1,11 @@
 """Draws a column of bands per ZeRO stage, and a line at the GPU's capacity."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 
 from zeroplan.report.palette import LOOKS, Theme, on
@@ -17,130 +14,93 @@ from zeroplan.report.series.parts import Part, kinds_of
 from zeroplan.report.series.stages import StageColumn, StagesSeries
 from zeroplan.units import GIB
 
-_ZIGZAG = Path([(-2.0, -0.4), (-1.0, 0.4), (0.0, -0.4), (1.0, 0.4), (2.0, -0.4)])
 _WIDTH = 0.62
 _HIGHEST = 4.0
-"""High columns are torn if one exceeds this many times the capacity, or the lowest column; else the others are unreadable."""
+"""If a column exceeds this many times the capacity, or the lowest column, a second panel shows the others larger."""
 _WHOLE = 2.0
-"""A column of up to twice that height stays whole."""
+"""In that panel, a column of up to twice that height is whole."""
 _UNDER = 22
 """Characters per line below a column."""
-_TEAR, _GAP = 0.64, 0.045
-"""The height of the tear, and its width, as fractions of a torn column."""
 _SPARE = 1.06
-"""The tear's height relative to the highest whole column."""
+"""The height of the second panel relative to the highest column that is whole there."""
 _ABOVE = 1.13
 """The axis's height relative to the columns, with room for the sizes above them."""
 READABLE = 0.045
 """A band below this fraction of the axis has no room for its number."""
 
 
-class _Axis(NamedTuple):
-    """The height of the highest column, and of the tear; ``tear`` equals ``top`` if no column is torn. [GiB]"""
-
-    top: float
-    tear: float
-
-    @property
-    def rest(self) -> float:
-        """The height at which a torn column continues above the tear."""
-        return self.tear + _GAP * self.top
-
-    def tears(self, column: StageColumn) -> bool:
-        """Whether a column is too high to be drawn to scale."""
-        return self.tear < self.top and column.needed_bytes / GIB > self.tear
-
-
-class _Band(NamedTuple):
-    """A drawn piece of a column: its kind with all its bytes, its bottom and its height. [GiB]"""
-
-    part: Part
-    bottom: float
-    tall: float
-
-
 def draw_stages(figure: Figure, series: StagesSeries, theme: Theme) -> None:
-    """Draw all stages into the figure."""
-    framed(figure, series.caption, width=8.0, height=4.6)
-    axes, scale = figure.subplots(), _axis(series)
-    axes.set(xlim=(-0.5, len(series.columns) - 0.5), ylim=(0, scale.top * _ABOVE), ylabel=UNIT)
+    """Draw all stages into the figure; if one is far higher than the GPU, in a narrow panel, and zoomed in beside it."""
+    tallest, top = _heights(series)
+    framed(figure, series.caption, width=8.0 if top == tallest else 9.6, height=4.6)
+    if top < tallest:
+        small, axes = figure.subplots(1, 2, width_ratios=(1, 5))
+        _overview(small, series, tallest, theme)
+        axes.set_title(f"zoomed in: the lowest {top:,.0f} GiB", fontsize=SMALL, pad=26, loc="left")
+    else:
+        axes = figure.subplots()
+        axes.set_ylabel(UNIT)
+    axes.set(xlim=(-0.5, len(series.columns) - 0.5), ylim=(0, top if top < tallest else top * _ABOVE))
     for at, column in enumerate(series.columns):
-        _column(axes, at, column, scale, theme)
+        _column(axes, at, column, top, theme)
     axes.set_xticks(range(len(series.columns)), [_under(column) for column in series.columns], fontsize=SMALL - 0.5)
     axes.tick_params(axis="x", length=0)
-    if scale.tear < scale.top:
-        _end_of_scale(axes, scale)
     kinds = kinds_of(tuple(column.parts for column in series.columns))
-    legend(axes, [*_lines(axes, series, scale, theme), *kind_entries(kinds, theme)])
+    legend(axes, [*_lines(axes, series, theme), *kind_entries(kinds, theme)])
 
 
-def _axis(series: StagesSeries) -> _Axis:
-    """A scale for the lowest column, the GPU's capacity, and columns of similar height."""
+def _heights(series: StagesSeries) -> tuple[float, float]:
+    """The tallest column, and the height that shows the lowest, the GPU's capacity, and columns of similar height. [GiB]"""
     columns = [column for column in series.columns if column.parts]
     heights = [max(column.needed_bytes / GIB, _comfortable(column)) for column in columns]
     lines = [] if series.capacity_bytes is None else [series.capacity_bytes / GIB]
     reference = max([min(heights, default=1.0), *lines])
     tallest = max([*heights, *lines], default=1.0)
     if tallest <= _HIGHEST * reference:
-        return _Axis(top=tallest, tear=tallest)
+        return tallest, tallest
     whole = [tall for one, tall in zip(columns, heights, strict=True) if one.needed_bytes / GIB <= _WHOLE * reference]
-    tear = _SPARE * max([reference, *whole])
-    return _Axis(top=tear / _TEAR, tear=tear)
+    return tallest, _SPARE * max([reference, *whole])
 
 
-def _end_of_scale(axes: Axes, scale: _Axis) -> None:
-    """End the vertical axis at the tear, since heights above it are not to scale."""
-    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= scale.tear])
-    axes.spines["left"].set_bounds(0, scale.tear)
-    axes.yaxis.label.set_y(_TEAR / _ABOVE / 2)
+def _overview(axes: Axes, series: StagesSeries, tallest: float, theme: Theme) -> None:
+    """Draw all columns to one scale, without their numbers."""
+    axes.set(xlim=(-0.5, len(series.columns) - 0.5), ylim=(0, tallest * 1.02), ylabel=UNIT)
+    for at, column in enumerate(series.columns):
+        for part, bottom in _bands(column):
+            band(axes, at, bottom, part.n_bytes / GIB, part.what, theme)
+    axes.set_xticks(range(len(series.columns)), [str(column.stage) for column in series.columns])
+    axes.set_xlabel("stage")
+    axes.tick_params(axis="x", length=0)
+    if series.capacity_bytes is not None:
+        axes.axhline(series.capacity_bytes / GIB, color=theme.warn, linewidth=1.4, linestyle="--", zorder=4)
 
 
-def _column(axes: Axes, at: int, column: StageColumn, scale: _Axis, theme: Theme) -> None:
+def _column(axes: Axes, at: int, column: StageColumn, top: float, theme: Theme) -> None:
     if not column.parts:
         words = "\n".join(textwrap.wrap(column.refusal, _UNDER))
-        axes.text(at, scale.top * 0.03, words, ha="center", va="bottom", fontsize=SMALL - 1, style="italic", color=theme.faint)
+        axes.text(at, top * 0.03, words, ha="center", va="bottom", fontsize=SMALL - 1, style="italic", color=theme.faint)
         return
-    torn = scale.tears(column)
-    bands = list(_torn(column, scale) if torn else _whole(column))
-    for one in bands:
-        band(axes, at, one.bottom, one.tall, one.part.what, theme)
-    for one in _largest_of_each(bands):
-        if one.tall > READABLE * scale.top:
-            _number(axes, at, one)
-    if torn:
-        _tear(axes, at, scale, theme)
-    else:
-        _cache(axes, at, column, theme)
-    _above(axes, at, column, scale.top if torn else max(column.needed_bytes / GIB, _comfortable(column)), theme)
+    for part, bottom in _bands(column):
+        tall = part.n_bytes / GIB
+        band(axes, at, bottom, tall, part.what, theme)
+        shown = min(tall, top - bottom)
+        if shown > READABLE * top:
+            _number(axes, at, part, bottom + shown / 2)
+    _cache(axes, at, column, theme)
+    _above(axes, at, column, min(top, max(column.needed_bytes / GIB, _comfortable(column))), theme)
 
 
-def _whole(column: StageColumn) -> Iterator[_Band]:
+def _bands(column: StageColumn) -> Iterator[tuple[Part, float]]:
+    """Every part of a column with its bottom. [GiB]"""
     bottom = 0.0
     for part in column.parts:
-        yield _Band(part, bottom, part.n_bytes / GIB)
+        yield part, bottom
         bottom += part.n_bytes / GIB
 
 
-def _torn(column: StageColumn, scale: _Axis) -> Iterator[_Band]:
-    """Bands to scale up to the tear; the rest above it, to a smaller scale."""
-    shrunk = (scale.top - scale.rest) / (column.needed_bytes / GIB - scale.tear)
-    for part, bottom, tall in _whole(column):
-        if bottom < scale.tear:
-            yield _Band(part, bottom, min(tall, scale.tear - bottom))
-        left = min(tall, bottom + tall - scale.tear)
-        if left > 0:
-            yield _Band(part, scale.rest + max(bottom - scale.tear, 0.0) * shrunk, left * shrunk)
-
-
-def _largest_of_each(bands: Sequence[_Band]) -> Iterator[_Band]:
-    """The piece of each kind that carries its number: the larger one if the tear cuts it in two."""
-    for _, pieces in groupby(bands, key=lambda one: one.part.what):
-        yield max(pieces, key=lambda one: one.tall)
-
-
-def _number(axes: Axes, at: int, one: _Band) -> None:
-    colour = LOOKS[one.part.what].colour
-    axes.text(at, one.bottom + one.tall / 2, _figure(one.part.n_bytes), ha="center", va="center", fontsize=SMALL, color=on(colour),
+def _number(axes: Axes, at: int, part: Part, height: float) -> None:
+    colour = LOOKS[part.what].colour
+    axes.text(at, height, _figure(part.n_bytes), ha="center", va="center", fontsize=SMALL, color=on(colour),
               zorder=5, bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0})  # fmt: skip
 
 
@@ -150,15 +110,6 @@ def band(axes: Axes, at: int, bottom: float, tall: float, what: str, theme: Them
     axes.bar(at, tall, _WIDTH, bottom, color=look.colour, edgecolor=theme.paper, linewidth=0.6, label=what)
     if look.hatch:
         axes.bar(at, tall, _WIDTH, bottom, color="none", edgecolor=on(look.colour), linewidth=0, hatch=look.hatch)
-
-
-def _tear(axes: Axes, at: int, scale: _Axis, theme: Theme) -> None:
-    """Draw both edges of the tear as zigzags."""
-    steps = [at - _WIDTH / 2 + _WIDTH * step / 8 for step in range(9)]
-    for edge in (scale.tear, scale.rest):
-        waves = [edge + 0.012 * scale.top * (-1) ** step for step in range(9)]
-        inside = scale.tear + _GAP * scale.top / 2
-        axes.fill_between(steps, waves, [inside] * len(steps), color=theme.paper, linewidth=0, zorder=3)
 
 
 def _comfortable(column: StageColumn) -> float:
@@ -196,13 +147,10 @@ def _wrapped(engine: str) -> list[str]:
     return [line.replace("_ ", "_") for line in textwrap.wrap(engine.replace("_", "_ "), _UNDER, break_long_words=False)]
 
 
-def _lines(axes: Axes, series: StagesSeries, scale: _Axis, theme: Theme) -> Iterator[LegendEntry]:
+def _lines(axes: Axes, series: StagesSeries, theme: Theme) -> Iterator[LegendEntry]:
     if series.capacity_bytes is not None:
         gib = series.capacity_bytes / GIB
         capacity = axes.axhline(gib, color=theme.warn, linewidth=1.4, linestyle="--", zorder=4)
         yield (capacity,), f"the GPU's {gib:.1f} GiB"
-    if any(scale.tears(column) for column in series.columns):
-        torn = Line2D([], [], color=theme.ink, linewidth=1.0, marker=_ZIGZAG, markersize=12, linestyle="none")
-        yield (torn,), "torn: above the tear, bands\nare in proportion only"
     cache = Line2D([], [], color=theme.faint, linewidth=1.0, marker="|", markersize=6)
     yield (cache,), "up to here with the\nallocator's freed blocks"

@@ -1,13 +1,14 @@
 """How large may micro-batch and sequence be? One GPU's memory for every pair, and whether it fits."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Needed, Verdict, estimate, needed, verdict
+from zeroplan.estimator import Needed, Verdict, estimate, judged, needed, verdict
 from zeroplan.numeric import Int
+from zeroplan.progress import counted
 from zeroplan.report.series.parts import Caption, caption
-from zeroplan.report.words import engine_words
+from zeroplan.report.words import stage_words
 from zeroplan.spec.batch import Columns
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.profiled import profile_of
@@ -23,7 +24,8 @@ _WORTH_A_LOOK = 4
 class HeatSeries:
     """The least and the comfortable memory, indexed by ``[micro-batch][sequence length]``. [bytes]
 
-    ``own`` is the job's micro-batch and sequence length; the axes contain both.
+    ``own`` is the job's micro-batch and sequence length; the axes contain both. ``runs_out`` has the indices of the pairs that run
+    out of memory in a replay, although their peak fits.
     """
 
     caption: Caption
@@ -34,9 +36,12 @@ class HeatSeries:
     own: tuple[int, int]
     own_bytes: int
     capacity_bytes: int | None
+    runs_out: frozenset[tuple[int, int]] = frozenset()
 
     def verdict(self, at_batch: int, at_seq: int) -> Verdict:
-        """Whether this pair fits, like :attr:`zeroplan.estimator.Estimate.verdict`."""
+        """Whether this pair fits, as :func:`zeroplan.estimator.judged` has it; a replay may call a tight pair ``fits``."""
+        if (at_batch, at_seq) in self.runs_out:
+            return "does not fit"
         return verdict(self.needed_bytes[at_batch][at_seq], self.comfortable_bytes[at_batch][at_seq], self.capacity_bytes)
 
 
@@ -57,9 +62,9 @@ def heat(job: JobSpec) -> HeatSeries:
     batches = [_ints(row.least_bytes, len(seq_lens))[0] for row in grid]
     micro_batches = _within(micro_batches, batches, beyond, own=job.batch.micro_batch_size)
     grid = grid[: len(micro_batches)]
-    return HeatSeries(
+    series = HeatSeries(
         caption=caption(
-            answer, f"Memory of one GPU by batch and sequence: {engine_words(job)}", *_accumulated(job), batch=False
+            answer, f"Memory of one GPU by batch and sequence: {stage_words(job)}", *_accumulated(job), batch=False
         ),
         micro_batches=micro_batches,
         seq_lens=seq_lens,
@@ -69,6 +74,20 @@ def heat(job: JobSpec) -> HeatSeries:
         own_bytes=answer.least_bytes,
         capacity_bytes=answer.capacity_bytes,
     )
+    return replace(series, runs_out=frozenset(_running_out(job, series)))
+
+
+def _running_out(job: JobSpec, series: HeatSeries) -> Iterator[tuple[int, int]]:
+    """The pairs that fit tightly and run out of memory in a replay. [indices]
+
+    Each row is replayed from its longest tight sequence down to the first that runs: shorter ones request less.
+    """
+    for row in counted(range(len(series.micro_batches))):
+        for at in reversed([at for at in range(len(series.seq_lens)) if series.verdict(row, at) == "tight"]):
+            batch = replace(job.batch, micro_batch_size=series.micro_batches[row], seq_len=series.seq_lens[at])
+            if judged(replace(job, batch=batch)).fits:
+                break
+            yield row, at
 
 
 def _row(job: JobSpec, micro_batch: int, seq_lens: tuple[int, ...]) -> Needed:

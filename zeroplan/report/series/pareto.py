@@ -95,8 +95,9 @@ def _caption(plan: Plan, gpu: str) -> Caption:
     recipe = f"{base.recipe.precision}, {base.recipe.optimizer}, {plural(base.batch.seq_len, 'token')} per sequence"
     fitting = "" if plan.best is not None else "; nothing fits"
     counted = f"{plural(plan.considered, 'layout')} considered, {plan.evaluated:,} of them computed{fitting}"
+    tight = "tight: the allocator's cache may not fit; of these only layouts that may be the best are replayed"
     about = "; ".join(part for part in (job, partly_trained(base.model), recipe) if part)
-    return Caption(title="Speed against memory: every layout", lines=(about, counted, *plan.notes))
+    return Caption(title="Speed against memory: every layout", lines=(about, counted, tight, *plan.notes))
 
 
 def _named(one: Layout) -> Named:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Verdict, judged
+from zeroplan.progress import counted
 from zeroplan.remedies import MOST_GPUS
 from zeroplan.report.series.parts import Caption, caption
 from zeroplan.report.series.stages import STAGES, at_stage, left_behind
@@ -86,7 +87,7 @@ def scaling(job: JobSpec) -> ScalingSeries:
 def _line(job: JobSpec, stage: Stage) -> ScalingLine:
     found: list[Point] = []
     refusal = ""
-    for multiple in _multiples(job):
+    for multiple in counted(_multiples(job)):
         try:
             found.append(_point(job, stage, multiple))
         except SpecError as error:

@@ -11,7 +11,7 @@ from zeroplan.ledger import Moment, Phase
 from zeroplan.measurement import CourseMeasured, Measurement
 from zeroplan.report.series.levels import Level, block_named, levels_of
 from zeroplan.report.series.parts import Caption, Part, caption, parts
-from zeroplan.report.words import engine_words, plural
+from zeroplan.report.words import plural, stage_words
 from zeroplan.resolve import OPTIONS
 from zeroplan.resolve.options import value_of
 from zeroplan.spec.job import JobSpec
@@ -103,7 +103,7 @@ def _series(answer: Estimate, moments: tuple[Moment, ...], *more: str) -> Timeli
     capacity = answer.capacity_bytes
     order = (_NO_ORDER,) if answer.job.recipe.engine == "deepspeed" else ()
     return TimelineSeries(
-        caption=caption(answer, f"Memory over one step: {engine_words(answer.job)}", *order, *more),
+        caption=caption(answer, f"Memory over one step: {stage_words(answer.job)}", *order, *more),
         instants=instants,
         peak=totals.index(max(totals)),
         room_bytes=None if capacity is None else capacity - int(answer.outside_band.expected_bytes),
