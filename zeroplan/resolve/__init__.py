@@ -27,7 +27,7 @@ from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
-from zeroplan.spec.recipe import LIGER_FAMILIES, ON_PAPER, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
+from zeroplan.spec.recipe import AUTOMODEL_DENSE, AUTOMODEL_NORMS, LIGER_FAMILIES, ON_PAPER, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
 from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
 
@@ -117,6 +117,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
     request, config_notes, config_keys = _with_deepspeed_config(read, model, chosen)
     request, liger_note = (request, "") if read.kind is None else _liger(request, model)
+    request = _automodel(request, model) if read.kind == "automodel" else request
     request, imbalance_note = _with_imbalance(request, model)
     gpus = request.gpus or 1
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
@@ -428,6 +429,23 @@ def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
         return request, ""
     note = f"Liger's kernels are not modelled with family {model.family!r}: transformers' own operators are counted"
     return replace(request, fused_kernels=None), note
+
+
+def _automodel(request: Request, model: ModelSpec) -> Request:
+    """Return the request of a file of NeMo AutoModel with the kernels and checkpoints that its model of the family has.
+
+    In blocks with experts a checkpoint keeps the router's outputs (components/moe/parallelizer.py, apply_ac). Of transformers' own
+    models it recomputes whole blocks, and their norms are transformers' (components/distributed/parallelizer.py).
+    """
+    parts = [one for one in (request.fused_kernels or "").split(",") if one]
+    if model.family not in AUTOMODEL_NORMS:
+        parts = [one for one in parts if one != "norm-in-one"]
+    if model.moe is not None and model.family in AUTOMODEL_NORMS:
+        parts = ["router-kept" if one == "inputs-kept" else one for one in parts]
+    elif "inputs-kept" in parts and model.family not in AUTOMODEL_DENSE:
+        parts.remove("inputs-kept")
+        request = replace(request, recompute="full") if request.recompute == "selective" else request
+    return replace(request, fused_kernels=",".join(parts) or None)
 
 
 def _wide_adapters(model: ModelSpec) -> str:

@@ -32,13 +32,24 @@ Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
 LogProbs = Literal["tiles", "divergence", "in place"]
 #: The names that ``fused_kernels`` accepts.
-FUSED = ("cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces")
+FUSED = (
+    "cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces", "norm-in-one", "deepep",
+    "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts",
+)  # fmt: skip
+#: Kernels that send tokens to their experts; the experts weight what they compute between their two products.
+SENDING = frozenset({"deepep", "hybridep"})
 #: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
 #: Families whose Liger kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) were compared, or that keep their own operators.
 LIGER_FAMILIES = frozenset({
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "smollm3", "gemma", "gemma2", "gemma3", "olmo2",
 })  # fmt: skip
+#: Families whose norms NeMo AutoModel's own models (36044ad3, _transformers/registry.py) run in one kernel.
+AUTOMODEL_NORMS = frozenset({
+    "llama", "qwen2", "ministral3", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "minimax_m2", "nemotron_h",
+})  # fmt: skip
+#: Families of which AutoModel has a model of its own, in whose blocks it recomputes norms, attention and MLP one by one.
+AUTOMODEL_DENSE = frozenset({"llama", "qwen2", "qwen3", "ministral3"})
 ActivationModel = Literal["module", "megatron"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
 WhoseModules = Literal["transformers", "torchtitan"]
@@ -440,7 +451,12 @@ class RecipeSpec(Spec):
     """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``
     (writes the gradient over the logits), ``rms-norm``, ``rope``, and ``lora`` (attention projections of QLoRA). Liger's are
     ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
-    ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward."""
+    ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward.
+
+    NeMo AutoModel's: ``norm-in-one`` (one kernel per norm, Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
+    (which send tokens to experts on other ranks). With recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what its
+    checkpoints keep beside a block's input: the router's outputs, or the inputs of norms, attention and MLP. ``output-copied``: its
+    attention copies its output. ``te-linear``, ``te-experts``: Transformer Engine's products, which have workspaces of their own."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row."""
     transformers: str | None = None
@@ -539,6 +555,8 @@ class RecipeSpec(Spec):
             raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
         if "loss-in-pieces" in parts and self.precision != "bf16":
             raise SpecError(f"fused_kernels 'loss-in-pieces' with precision {self.precision!r} is not modelled; use 'bf16'")
+        if SENDING & set(parts) and self.engine != "fsdp2":
+            raise SpecError("kernels that send tokens to experts are modelled with engine 'fsdp2' alone; use it, or leave them out")
         if self.kernels != "cuda":
             raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
 

@@ -171,10 +171,17 @@ _AUTO_ADDS = """
     model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype distributed.enable_fsdp2_prefetch
     distributed.moe.lm_head_precision distributed.bucket_cap_mb
 """
-#: Modules of AutoModel's backends that save as much as transformers', or less: FlashAttention's kernels, a norm that keeps its
-#: input in 16 bits (components/models/common/utils.py), Transformer Engine's linear layers in 16 bits, and its rotary positions.
-_NARROW_PARTS = ("attn", "linear", "rms_norm", "rope", "rope_fusion")
-_AUTO_BACKEND = "{} {}; what these parts of AutoModel's own keep is not counted: {}"
+#: Values of AutoModel's backends (components/models/common/utils.py, BackendConfig) that are counted: attention kernels that save
+#: what FlashAttention saves, linear layers that save their input, norms that save theirs and a number per row, and grouped products
+#: that save theirs. Rotary positions save small tables; their fusion is switched off, whatever the file says. Empty: all values.
+_AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
+    "attn": ("te", "sdpa"), "linear": ("te", "torch"), "rms_norm": ("te", "torch", "torch_fp32"), "rope": ("torch",),
+    "experts": ("gmm", "torch_mm", "te"), "dispatcher": ("deepep", "hybridep"), "rope_fusion": (), "dispatcher_num_sms": (),
+    "dispatcher_share_token_dispatcher": (True,), "dispatcher_async_dispatch": (False,), "fake_balanced_gate": (), "fake_gate_noise": (),
+}  # fmt: skip
+_AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
+#: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
+_AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
 _AUTO_SAVES = """
     peft.moe_rank_scaling distributed.offload_policy* optimizer.store_param_remainders freeze_config.*
     peft.use_memory_efficient_lora
@@ -207,8 +214,8 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.notes.append(_NO_LENGTH)
     own = "full" if table.data.get("parallelizer.activation_checkpointing") is True else None
     again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
-    kinds = {"false": "none", "selective": "selective"}
-    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "full"))
+    kinds = {"false": "none"}
+    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
     flash = table.get("model.attn_implementation") == "flash_attention_2"
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
     _optimizer(reading, "optimizer._target_")
@@ -220,8 +227,8 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     for key in ("compile.enabled", "distributed.enable_compile"):
         if table.switch(key):
             reading.tell_compiled(table, key)
-    _auto_backend(table)
-    if kinds.get(again, "full") != "full" and table.data.get("model.output_hidden_states"):
+    _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again not in ("false", "selective"))
+    if again in ("false", "selective") and table.data.get("model.output_hidden_states"):
         reading.unmodelled(adds="*output_hidden_states")  # with recomputation each block's input is kept anyway
     table.like("ci.* benchmark.* _* *output_hidden_states")
     return reading.setup("automodel")
@@ -269,19 +276,26 @@ def _auto_pipeline(reading: Reading) -> int | None:
     return reading.number("micro_batch", keys[1], default=1)
 
 
-def _auto_backend(table: Table) -> None:
-    """Note the parts whose kernels ``model.backend`` chooses: transformers' are counted in their place."""
-    parts = {key: str(table.data[key]) for key in table.like("model.backend.*") if not key.endswith("_") and table.data[key]}
-    chosen = {key.rpartition(".")[2]: value for key, value in parts.items() if key.count(".") == 2}
-    chosen = {key: value for key, value in chosen.items() if key[:1] != "_" and not key.startswith("enable_")}
-    chosen.pop("fake_balanced_gate", None)  # equal shares of tokens, which is what is counted
-    if chosen:
-        narrow = chosen.keys() <= set(_NARROW_PARTS)
-        names = ", ".join(f"{key} {value}" for key, value in chosen.items())
-        table.matters["model.backend"] = _AUTO_BACKEND.format(
-            "model.backend", f"({names})", "they keep no more" if narrow else "it may be more or less"
-        )
-        table.saves.update(["model.backend"] * narrow)
+def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
+    """Read the kernels that ``model.backend`` chooses, and what AutoModel's checkpoints keep (:func:`zeroplan.resolve.resolve`).
+
+    ``spread``: experts are on several ranks; ``again``: blocks are recomputed, except what their checkpoints keep.
+    """
+    table, parts = _flat(reading), ["norm-in-one"]
+    chosen = {key.rpartition(".")[2]: table.data[key] for key in table.like("model.backend.*") if key.count(".") == 2}
+    chosen = {key: one for key, one in chosen.items() if key[:1] != "_" and not key.startswith("enable_") and one is not None}
+    for key, one in chosen.items():
+        counted = _AUTO_BACKENDS.get(key)
+        if counted is None or (counted and one not in counted):
+            whole = f"model.backend.{key}"
+            alone = key in ("experts", "dispatcher") and not spread
+            table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_BACKEND).format(whole, one)
+            table.saves.update([whole] * alone)
+    if spread and (sender := str(chosen.get("dispatcher") or "deepep")) in ("deepep", "hybridep"):
+        parts.append(sender)
+    parts += ["inputs-kept"] * again + ["output-copied"] * (spread and chosen.get("attn") == "sdpa")
+    parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (spread and chosen.get("experts") == "te")
+    reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
 
 
 def _auto_adapter(reading: Reading) -> None:

@@ -129,10 +129,11 @@ def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelS
     sizes = [pairs * model.hidden_size for pairs in _pairs(model, plan.recipe, mesh, batch)]
     calls, again = batch.grad_accum_steps * run.layers, "none" if run.plain else plan.recipe.recompute
     width, name = plan.width.compute, f"{run.words} blocks"
+    twice = again == "full" or (again == "selective" and "router-kept" in plan.recipe.fused_parts)
     each, ranks = 2 // len(sizes) * calls, mesh.ep
     for elements in sizes:
         yield _exchange(f"tokens of {name}", Phase.FORWARD, ranks, each, width, elements)
-        yield _exchange(f"tokens of {name}", Phase.BACKWARD, ranks, (2 if again == "full" else 1) * each, width, elements)
+        yield _exchange(f"tokens of {name}", Phase.BACKWARD, ranks, (2 if twice else 1) * each, width, elements)
     yield _exchange(f"counts of {name}", Phase.FORWARD, ranks, calls, 8, model.moe.num_experts)
     if again != "none":
         yield _exchange(f"counts of {name}", Phase.BACKWARD, ranks, calls, 8, model.moe.num_experts)

@@ -169,6 +169,7 @@ def router(tape: Tape, normal: Value, block: Block) -> Routing:
     indices = _top_experts(tape)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
+    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     shares = divided_by_their_sum(tape, chosen, CAST_BY_CUDA if block.autocast else 4, ROUTER)
     weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", ROUTER))
     return Routing(logits, weights, indices)

@@ -202,7 +202,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1,
         release.wide_logits or model.family == "nemotron_h",
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
-        tuple(one for one in compute.fused if one in ("cross-entropy", "loss-in-pieces", "rms-norm", "liger-rms-norm")),
+        tuple(one for one in compute.fused if one in ("cross-entropy", "loss-in-pieces", "rms-norm", "liger-rms-norm", "norm-in-one")),
         adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
     )  # fmt: skip
 
@@ -277,7 +277,8 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
         else:
             training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
-    tape.mode = tape.mode._replace(fused_norms="rms-norm" in ending.fused, liger_norms="liger-rms-norm" in ending.fused)
+    tape.mode = tape.mode._replace(fused_norms="rms-norm" in ending.fused, liger_norms="liger-rms-norm" in ending.fused,
+                                   norm_in_one="norm-in-one" in ending.fused)  # fmt: skip
     return tape
 
 

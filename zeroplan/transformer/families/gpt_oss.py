@@ -79,6 +79,7 @@ def _routed(tape: Tape, normal: Value, block: Block) -> tuple[Value, Value]:
     logits = op.linear(tape, normal, E, Site("router", ROUTER), bias=True)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, logits, ("router: top-k logits", T * t), indices, ROUTER)
+    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     reason = "router: softmax of the top-k logits"
     scores = op.pointwise(tape, chosen, reason, Site("router: softmax", ROUTER), saves_result=True)
     tape.release(chosen)

@@ -6,7 +6,7 @@ from zeroplan.numeric import round_up
 from zeroplan.script_run import OutsideBuffer
 from zeroplan.units import MIB
 
-from .config import PEERS
+from zeroplan.engines.deep_ep import PEERS
 
 _WORKSPACE = 32 * MIB
 _PAGE = 2 * MIB
