@@ -175,7 +175,8 @@ _AUTO_ADDS = """
 #: what FlashAttention saves, linear layers that save their input, norms that save theirs and a number per row, and grouped products
 #: that save theirs. Rotary positions save small tables; their fusion is switched off, whatever the file says. Empty: all values.
 _AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
-    "attn": ("te", "sdpa"), "linear": ("te", "torch"), "rms_norm": ("te", "torch", "torch_fp32"), "rope": ("torch",),
+    "attn": ("te", "sdpa"), "linear": ("te", "torch", "quack"), "rms_norm": ("te", "torch", "torch_fp32", "quack"),
+    "rope": ("torch", "quack"),
     "experts": ("gmm", "torch_mm", "te"), "dispatcher": ("deepep", "hybridep"), "rope_fusion": (), "dispatcher_num_sms": (),
     "dispatcher_share_token_dispatcher": (True,), "dispatcher_async_dispatch": (False,), "fake_balanced_gate": (), "fake_gate_noise": (),
 }  # fmt: skip
@@ -268,10 +269,7 @@ def _auto_pipeline(reading: Reading) -> int | None:
     if word not in _AUTO_SCHEDULES:
         raise table.refused(keys[0], f"use one of {', '.join(_AUTO_SCHEDULES)}")
     reading.tell("pipeline_schedule", keys[0], _AUTO_SCHEDULES[word], filled=keys[0] not in table.data)
-    if word != "1f1b" and table.data.get(keys[2]) is not None:
-        table.matters[keys[2]] = (
-            f"{keys[2]}={table.data[keys[2]]}: two stages on each rank are counted, whatever it makes of them"
-        )
+    reading.layers_per_stage = table.count(keys[2]), str(table.get(f"{before}round_virtual_stages_to_pp_multiple") or "")
     table.get("step_scheduler.local_batch_size")
     return reading.number("micro_batch", keys[1], default=1)
 
