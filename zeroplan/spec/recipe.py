@@ -227,6 +227,8 @@ class MegatronOptions(Spec):
     """The vocabulary is padded to a multiple of this times the tensor-parallel ranks."""
     swiglu: bool | None = None
     """``--swiglu``: MLPs and experts have a gate. ``None``: as the model's family has it."""
+    apply_rope_fusion: bool = True
+    """False is ``--no-rope-fusion``: rotary positions are torch's operators, with tables and intermediate results of their own."""
     qk_layernorm: bool | None = None
     """``--qk-layernorm``: queries and keys are normalised over each head. ``None``: as the model's family has it."""
     expert_tensor_parallel_size: Degree | None = None
