@@ -28,7 +28,7 @@ from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
 from zeroplan.spec.pipeline import stages_per_rank
-from zeroplan.spec.recipe import AUTOMODEL_DENSE, AUTOMODEL_NORMS, LIGER_FAMILIES, ON_PAPER, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
+from zeroplan.spec.recipe import AUTOMODEL_BLOCKS, AUTOMODEL_NORMS, LIGER_FAMILIES, ON_PAPER, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
 from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
 
@@ -436,15 +436,15 @@ def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
 def _automodel(request: Request, model: ModelSpec) -> Request:
     """Return the request of a file of NeMo AutoModel with the kernels and checkpoints that its model of the family has.
 
-    In blocks with experts a checkpoint keeps the router's outputs (components/moe/parallelizer.py, apply_ac). Of transformers' own
-    models it recomputes whole blocks, and their norms are transformers' (components/distributed/parallelizer.py).
+    With experts on several ranks a checkpoint keeps the router's outputs (components/moe/parallelizer.py, apply_ac). Of
+    transformers' own models it recomputes whole blocks, and their norms are transformers' (components/distributed/parallelizer.py).
     """
     parts = [one for one in (request.fused_kernels or "").split(",") if one]
     if model.family not in AUTOMODEL_NORMS:
         parts = [one for one in parts if one != "norm-in-one"]
-    if model.moe is not None and model.family in AUTOMODEL_NORMS:
+    if (request.expert_parallel or 1) > 1:
         parts = ["router-kept" if one == "inputs-kept" else one for one in parts]
-    elif "inputs-kept" in parts and model.family not in AUTOMODEL_DENSE:
+    elif "inputs-kept" in parts and model.family not in AUTOMODEL_BLOCKS:
         parts.remove("inputs-kept")
         request = replace(request, recompute="full") if request.recompute == "selective" else request
     return replace(request, fused_kernels=",".join(parts) or None)

@@ -34,7 +34,7 @@ LogProbs = Literal["tiles", "divergence", "in place"]
 #: The names that ``fused_kernels`` accepts.
 FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces", "norm-in-one", "deepep",
-    "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts",
+    "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
 )  # fmt: skip
 #: Kernels that send tokens to their experts; the experts weight what they compute between their two products.
 SENDING = frozenset({"deepep", "hybridep"})
@@ -48,8 +48,8 @@ LIGER_FAMILIES = frozenset({
 AUTOMODEL_NORMS = frozenset({
     "llama", "qwen2", "ministral3", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "minimax_m2", "nemotron_h",
 })  # fmt: skip
-#: Families of which AutoModel has a model of its own, in whose blocks it recomputes norms, attention and MLP one by one.
-AUTOMODEL_DENSE = frozenset({"llama", "qwen2", "qwen3", "ministral3"})
+#: Families of AutoModel's own models in whose blocks it recomputes norms, attention and MLP one by one.
+AUTOMODEL_BLOCKS = (AUTOMODEL_NORMS | {"qwen3"}) - {"nemotron_h"}
 ActivationModel = Literal["module", "megatron"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
 WhoseModules = Literal["transformers", "torchtitan"]
@@ -200,6 +200,8 @@ class MegatronOptions(Spec):
     ``--apply-query-key-layer-scaling``)."""
     create_attention_mask_in_dataloader: bool = True
     """False is ``--no-create-attention-mask-in-dataloader``: the batch has no mask (one byte per pair of tokens)."""
+    gradients_beside: CountOrZero = 0
+    """Copies of all gradients in 16 bits beside the main gradients, as nanotron has: its own, and those in DDP's buckets."""
     deterministic_mode: bool = False
     """``--deterministic-mode``: the experts' outputs are kept and added in a fixed order."""
     gradient_accumulation_fusion: bool = True
@@ -458,7 +460,7 @@ class RecipeSpec(Spec):
     NeMo AutoModel's: ``norm-in-one`` (one kernel per norm, Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
     (which send tokens to experts on other ranks). With recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what its
     checkpoints keep beside a block's input: the router's outputs, or the inputs of norms, attention and MLP. ``output-copied``: its
-    attention copies its output. ``te-linear``, ``te-experts``: Transformer Engine's products, which have workspaces of their own."""
+    attention copies its output. ``router-in-fp32``: the router multiplies fp32 copies. ``te-linear``, ``te-experts``: Transformer Engine's products, which have workspaces of their own."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row."""
     transformers: str | None = None

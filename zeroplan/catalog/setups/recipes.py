@@ -179,6 +179,7 @@ _AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
     "rope": ("torch", "quack"),
     "experts": ("gmm", "torch_mm", "te"), "dispatcher": ("deepep", "hybridep"), "rope_fusion": (), "dispatcher_num_sms": (),
     "dispatcher_share_token_dispatcher": (True,), "dispatcher_async_dispatch": (False,), "fake_balanced_gate": (), "fake_gate_noise": (),
+    "gate_precision": ("float32", "torch.float32"),
 }  # fmt: skip
 _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
@@ -224,7 +225,8 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell_cut_loss("loss_fn._target_")
     _auto_adapter(reading)
     reading.notes.append(_NOT_THEIR_MODULES.format("AutoModel"))
-    reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="fp8.enabled model.backend.te_fp8.recipe")
+    reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="model.backend.te_fp8.recipe model.backend.cuda_graph.*")
+    _auto_float8(reading)
     for key in ("compile.enabled", "distributed.enable_compile"):
         if table.switch(key):
             reading.tell_compiled(table, key)
@@ -260,7 +262,8 @@ def _auto_pipeline(reading: Reading) -> int | None:
 
     Several runs of the pipeline per step are counted as one.
     """
-    table, before = reading.table, "distributed.pipeline."
+    table = reading.table
+    before = "autopipeline." if table.like("autopipeline.*") else "distributed.pipeline."  # its older name
     keys = [f"{before}{key}" for key in ("pp_schedule", "pp_microbatch_size", "layers_per_stage", "dtype", "pp_seq_len")]
     word = str(table.get(keys[0]) or "1f1b").lower().replace("_", "")
     table.leave((*keys[1:], f"{before}round_virtual_stages_to_pp_multiple"))
@@ -272,6 +275,21 @@ def _auto_pipeline(reading: Reading) -> int | None:
     reading.layers_per_stage = table.count(keys[2]), str(table.get(f"{before}round_virtual_stages_to_pp_multiple") or "")
     table.get("step_scheduler.local_batch_size")
     return reading.number("micro_batch", keys[1], default=1)
+
+
+def _auto_float8(reading: Reading) -> None:
+    """Read torchao's float8 (components/quantization/fp8.py); rowwise_with_gw_hp makes one product of three in 16 bits."""
+    table = reading.table
+    if table.switch("fp8.enabled") and reading.flags["engine"].value != "fsdp2":
+        reading.unmodelled(either="fp8.enabled")
+    if not table.switch("fp8.enabled") or table.matters.get("fp8.enabled"):
+        return
+    name = str(table.get("fp8.recipe_name") or "tensorwise")
+    reading.tell("float8_recipe", "fp8.enabled", "rowwise" if name.startswith("rowwise") else "tensorwise")
+    table.get("fp8.filter_fqns")
+    reading.notes.append("float8 is counted for all linear layers of the blocks; filter_fqns is ignored")
+    if table.switch("fp8.enable_fsdp_float8_all_gather"):
+        reading.unmodelled(saves="fp8.enable_fsdp_float8_all_gather")
 
 
 def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
@@ -293,6 +311,7 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
         parts.append(sender)
     parts += ["inputs-kept"] * again + ["output-copied"] * (spread and chosen.get("attn") == "sdpa")
     parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (spread and chosen.get("experts") == "te")
+    parts += ["router-in-fp32"] * ("gate_precision" in chosen)
     reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
 
 
@@ -316,9 +335,8 @@ def _auto_adapter(reading: Reading) -> None:
 
 # nanotron
 
-_BUCKETS = (
-    "buckets that nanotron's DDP may keep beside gradients (nanotron/trainer.py) are not counted: the answer may be too low"
-)
+_NARROW = "accumulate_grad_in_fp32 is false: gradients are counted in fp32, which is the most they take"
+_BESIDE = "gradients in 16 bits, which nanotron adds to fp32 gradients after a backward, are counted during all of it: the most"
 _OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees and fp32 gradients, are counted"
 
 
@@ -334,8 +352,12 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     reading.tell("stage", "optimizer.zero_stage", 1 if table.count("optimizer.zero_stage", least=0) else 0)
     word = table.text("model.dtype") or "bfloat16"
     reading.tell("precision", "model.dtype", "bf16-mixed" if word == "bfloat16" else "fp32")
-    if table.switch("optimizer.accumulate_grad_in_fp32") is False:
-        reading.notes.append("accumulate_grad_in_fp32 is false: gradients are counted in fp32, which is the most they take")
+    wide = table.switch("optimizer.accumulate_grad_in_fp32") is not False
+    buckets = (table.count("parallelism.dp") or 1) > 1 or (cp > 1 and not (wide and table.count("optimizer.zero_stage", least=0)))
+    beside = wide + buckets if word == "bfloat16" else 0
+    reading.options["megatron.gradients_beside"] = Told("optimizer.accumulate_grad_in_fp32", beside)
+    table.matters["accumulate_grad_in_fp32"] = _BESIDE if wide else _NARROW
+    table.saves.add("accumulate_grad_in_fp32")
     mode, schedule = (str(table.get(f"parallelism.{key}") or "") for key in ("tp_mode", "pp_engine"))
     reading.tell("sequence_parallel", "parallelism.tp_mode", tp > 1 and mode.upper() == "REDUCE_SCATTER")
     if pp > 1 and schedule != "1f1b":  # config/parallelism_config.py: all forwards before all backwards
@@ -351,8 +373,6 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
         ("grad_accum", "batch_accumulation_per_replica"),
     ):
         reading.number(flag, f"tokens.{key}")
-    if (table.count("parallelism.dp") or 1) > 1:
-        table.matters["model.ddp_bucket_cap_mb"] = _BUCKETS
     table.leave(("model.ddp_bucket_cap_mb",))
     reading.notes.append(_OWN_LAYERS)
     config = _nanotron_config(whole.table("model").table("model_config").data)

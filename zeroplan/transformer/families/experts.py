@@ -41,7 +41,7 @@ def router(tape: Tape, normal: Value, *, narrowed: bool, sigmoid: bool = False, 
     gradient before the view's gradient reaches ``normal``.
     """
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
-    logits = op.linear(tape, flat, E, Site("router", ROUTER))
+    logits = logits_in_32_bits(tape, flat) if tape.mode.wide_router else op.linear(tape, flat, E, Site("router", ROUTER))
     tape.release(flat)
     scores = _sigmoids(tape, logits) if sigmoid else _scores(tape, logits, narrowed=narrowed)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
@@ -54,6 +54,20 @@ def router(tape: Tape, normal: Value, *, narrowed: bool, sigmoid: bool = False, 
     narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
     tape.release(weights)
     return Routing(logits, narrow, indices)
+
+
+def logits_in_32_bits(tape: Tape, flat: Value) -> Value:
+    """Multiply fp32 copies of the router's input and weight. Autograd saves both copies."""
+    given = op.cast(tape, flat, 4, Site("input of the router", ROUTER))
+    weight = Value(tape.make(op.TENSOR, "router's weight in fp32", 4 * E * h, ROUTER), 4, E * h)
+    tape.add("router: cast of the weight gradient", (weight,), (), op.makes_weight_gradient(E * h), of=None)
+    made = op.run(
+        tape, (given, weight), "output of the router", Site("router", ROUTER), dtype=4, shape=T * E,
+        saved=(given.store, weight.store), gradient="gradient of a factor of the router",
+    )  # fmt: skip
+    tape.matrix_product(made.store)
+    tape.release(given, weight)
+    return made
 
 
 def _scores(tape: Tape, logits: Value, *, narrowed: bool) -> Value:
