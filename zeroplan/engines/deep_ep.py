@@ -113,7 +113,9 @@ def _of_deep_ep(ep: int, token: int) -> Outside:
     near = max(one.get_nvl_buffer_size_hint(token, ep) for one in both)
     far = int(round_up(max(one.get_rdma_buffer_size_hint(token, ep) for one in both), _HEAP))
     sure = near + _WORKSPACE
-    return Outside("DeepEP's buffers", Band(sure + far, sure + far, sure + far + (_HEAP if far else 0)), "DeepEP, csrc/legacy/buffer.hpp")
+    return Outside(
+        "DeepEP's buffers", Band(sure + far, sure + far, sure + far + (_HEAP if far else 0)), "DeepEP, csrc/legacy/buffer.hpp"
+    )
 
 
 def _of_hybrid_ep(job: JobSpec) -> Outside:

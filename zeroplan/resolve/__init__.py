@@ -28,7 +28,17 @@ from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
 from zeroplan.spec.pipeline import stages_per_rank
-from zeroplan.spec.recipe import AUTOMODEL_BLOCKS, AUTOMODEL_NORMS, LIGER_FAMILIES, ON_PAPER, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
+from zeroplan.spec.recipe import (
+    AUTOMODEL_BLOCKS,
+    AUTOMODEL_NORMS,
+    LIGER_FAMILIES,
+    ON_PAPER,
+    DeepSpeedOptions,
+    Engine,
+    Fsdp2Options,
+    RecipeSpec,
+    Stage,
+)
 from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
 
@@ -442,6 +452,8 @@ def _automodel(request: Request, model: ModelSpec) -> Request:
     parts = [one for one in (request.fused_kernels or "").split(",") if one]
     if model.family not in AUTOMODEL_NORMS:
         parts = [one for one in parts if one != "norm-in-one"]
+    if model.family not in AUTOMODEL_NORMS or model.moe is None:  # other models have torch's linear layers
+        parts = [one for one in parts if not one.startswith("te-")]
     if (request.expert_parallel or 1) > 1:
         parts = ["router-kept" if one == "inputs-kept" else one for one in parts]
     elif "inputs-kept" in parts and model.family not in AUTOMODEL_BLOCKS:
@@ -461,7 +473,9 @@ def _in_stages(request: Request, layers: int, each: int | None, rounded: str) ->
     stages = ranks * stages_per_rank(request.pipeline_schedule or "1f1b", None) if each is None else -(-layers // each)
     stages += -stages % ranks if rounded == "up" else -(stages % ranks) if rounded == "down" else 0
     if stages % ranks or not ranks <= stages <= layers:
-        raise SpecError(f"{each} layers per stage make {stages} stages, which {ranks} pipeline ranks cannot share; use another number")
+        raise SpecError(
+            f"{each} layers per stage make {stages} stages, which {ranks} pipeline ranks cannot share; use another number"
+        )
     cut = ",".join(str(layers // stages + (at < layers % stages)) for at in range(stages))
     return replace(request, pipeline_stages_per_rank=stages // ranks, pipeline_layers=cut)
 

@@ -457,10 +457,11 @@ class RecipeSpec(Spec):
     ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
     ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward.
 
-    NeMo AutoModel's: ``norm-in-one`` (one kernel per norm, Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
-    (which send tokens to experts on other ranks). With recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what its
-    checkpoints keep beside a block's input: the router's outputs, or the inputs of norms, attention and MLP. ``output-copied``: its
-    attention copies its output. ``router-in-fp32``: the router multiplies fp32 copies. ``te-linear``, ``te-experts``: Transformer Engine's products, which have workspaces of their own."""
+    NeMo AutoModel's: ``norm-in-one`` (one kernel per norm: Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
+    (which send tokens to experts on other ranks), ``output-copied`` (attention copies its output), ``router-in-fp32`` (the router
+    multiplies fp32 copies), ``te-linear`` and ``te-experts`` (Transformer Engine's products, with workspaces of their own). With
+    recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's
+    outputs, or the inputs of norms, attention and MLP."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row."""
     transformers: str | None = None
@@ -560,7 +561,7 @@ class RecipeSpec(Spec):
         if "loss-in-pieces" in parts and self.precision != "bf16":
             raise SpecError(f"fused_kernels 'loss-in-pieces' with precision {self.precision!r} is not modelled; use 'bf16'")
         if SENDING & set(parts) and self.engine != "fsdp2":
-            raise SpecError("kernels that send tokens to experts are modelled with engine 'fsdp2' alone; use it, or leave them out")
+            raise SpecError("kernels that send tokens to experts need engine 'fsdp2'; use it, or leave them out")
         if self.kernels != "cuda":
             raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
 

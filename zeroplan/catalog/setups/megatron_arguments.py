@@ -56,9 +56,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     data = whole.data.get("MODEL_ARGS", whole.data)
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
     # Megatron-Bridge has the same names inside the tables model and train; dashes and underscores are the same
-    plain = {
-        _PREFIXES.sub("", key).lstrip("-").replace("-", "_"): one for key, one in flat.data.items()
-    }
+    plain = {_PREFIXES.sub("", key).lstrip("-").replace("-", "_"): one for key, one in flat.data.items()}
     pattern, _, predicting = str(plain.pop("hybrid_layer_pattern", "")).partition("/")
     if pattern:
         plain["num_layers"] = len(pattern.replace("|", ""))

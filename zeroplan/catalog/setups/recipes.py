@@ -353,7 +353,9 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     word = table.text("model.dtype") or "bfloat16"
     reading.tell("precision", "model.dtype", "bf16-mixed" if word == "bfloat16" else "fp32")
     wide = table.switch("optimizer.accumulate_grad_in_fp32") is not False
-    buckets = (table.count("parallelism.dp") or 1) > 1 or (cp > 1 and not (wide and table.count("optimizer.zero_stage", least=0)))
+    buckets = (table.count("parallelism.dp") or 1) > 1 or (
+        cp > 1 and not (wide and table.count("optimizer.zero_stage", least=0))
+    )
     beside = wide + buckets if word == "bfloat16" else 0
     reading.options["megatron.gradients_beside"] = Told("optimizer.accumulate_grad_in_fp32", beside)
     table.matters["accumulate_grad_in_fp32"] = _BESIDE if wide else _NARROW
