@@ -84,6 +84,9 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     keeps = table.switch("fsdp_reshard_after_forward") is False
     table.get("data_parallel_shard_dim")
     _sharded(reading, "fsdp2", gpus, key="nproc_per_node", ways=ways * replicas, stage=2 if keeps else 3)
+    apart = table.data.get("custom_sharded_layers")
+    if isinstance(apart, list) and "output" in apart and reading.flags["engine"].value == "fsdp2":
+        reading.options["fsdp2.ends_apart"] = Told("custom_sharded_layers", value=True)
     if (table.switch("fsdp_cpu_offload") or table.switch("fsdp.cpu_offload")) and reading.flags["engine"].value == "fsdp2":
         reading.tell_offload("fsdp_cpu_offload")
     # training/precision.py, get_dtype: float32 by default
@@ -178,7 +181,8 @@ _AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
     "attn": ("te", "sdpa"), "linear": ("te", "torch", "quack"), "rms_norm": ("te", "torch", "torch_fp32", "quack"),
     "rope": ("torch", "quack"),
     "experts": ("gmm", "torch_mm", "te"), "dispatcher": ("deepep", "hybridep"), "rope_fusion": (), "dispatcher_num_sms": (),
-    "dispatcher_share_token_dispatcher": (True,), "dispatcher_async_dispatch": (False,), "fake_balanced_gate": (), "fake_gate_noise": (),
+    "dispatcher_share_token_dispatcher": (True,), "dispatcher_async_dispatch": (False,), "fake_balanced_gate": (),
+    "fake_gate_noise": (),
     "gate_precision": ("float32", "torch.float32"),
 }  # fmt: skip
 _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
