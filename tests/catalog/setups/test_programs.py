@@ -21,6 +21,7 @@ from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
 from zeroplan.catalog.setups.script import launches
 from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.export.megatron import megatron_arguments
+from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, Resolved, resolve
 
 if TYPE_CHECKING:
@@ -146,7 +147,12 @@ def test_automodels_experts_and_the_kernels_that_send_tokens(read: Callable[...,
         "attn": "sdpa", "linear": "te", "experts": "te", "dispatcher": "hybridep", "gate_precision": "float32"}}  # fmt: skip
     spread = {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8, "activation_checkpointing": True}
     parts = ("norm-in-one", "hybridep", "router-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32")
-    assert read(AUTO | {"model": experts, "distributed": spread}).job.recipe.fused_parts == parts
+    job = read(AUTO | {"model": experts, "distributed": spread}).job
+    assert job.recipe.fused_parts == parts
+    answer = estimate(job)
+    assert answer.outside[-1].what == "HybridEP's buffers"
+    gathered = [line for line in answer.peak.lines if line.kind is Kind.UNSHARDED_PARAMETERS]
+    assert sum(line.n_bytes for line in gathered) < 2 * answer.parameters // 8  # no copies of this rank's own experts
     theirs = {"pretrained_model_name_or_path": "microsoft/phi-4"}  # transformers' own model: whole blocks, and its own norms
     phi = read(AUTO | {"model": theirs, "distributed": {"activation_checkpointing": True}}).job.recipe
     assert (phi.recompute, phi.fused_parts) == ("full", ())

@@ -95,6 +95,17 @@ def block_group(run: BlockRun, n: Int, tp: int, ep: int) -> Group:
     return Group(shard, (shard - apart) * n + experts.padded, numel, run.name, experts=experts)
 
 
+def used_as_they_are(group: Group) -> Group:
+    """Return a block whose experts no other rank has, in 16 bits, as AutoModel leaves them out of FSDP: nothing is gathered.
+
+    Source: NeMo AutoModel 36044ad3, components/moe/parallelizer.py, apply_fsdp (``ep_shard_enabled``, ``ignored_params``).
+    """
+    one = group.experts
+    if one is None or not isinstance(one.ranks, int) or one.ranks > 1:
+        return group
+    return group._replace(padded=group.padded - one.padded, experts=one._replace(padded=0, by_the_way=0, last=0))
+
+
 def symbols(plan: Plan) -> Iterator[Symbol]:
     """Yield the symbols of the two groups of a block with experts."""
     for group in plan.blocks:
