@@ -107,6 +107,8 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     own = before != "" or "tuner_type" in table.data or "model" in table.data
     if table.switch(f"{before}use_torch_fsdp2"):
         reading.tell("engine", "use_torch_fsdp2", "fsdp2")
+        reading.unmodelled(saves="transformer_impl")  # transformers' layers are counted, which keep more
+        table.leave(("no_gradient_accumulation_fusion",))  # FSDP2 has a gradient of its own for each weight
         reading.tell("stage", "use_torch_fsdp2", 2 if table.switch(f"{before}torch_fsdp2_no_reshard_after_forward") else 3)
         _precision(reading, own=own)
         _recomputation(reading, override if before else "")

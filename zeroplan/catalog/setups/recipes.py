@@ -458,6 +458,7 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         table.matters["precision"] = _IN_FP32
     if is_lit:
         reading.notes.append(_NOT_THEIR_MODULES.format("litgpt"))
+        reading.unmodelled(saves="train.tie_embeddings")  # pretrain.py: one tensor, where two are counted
         _lit(reading, gpus or 1)
     else:
         _lightning_batch(reading)
