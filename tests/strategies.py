@@ -292,7 +292,9 @@ def _megatron_options(draw: Random, attention: str) -> MegatronOptions:
     release = _mostly(apart, options.transformer_engine_release, "2.2")
     dispatcher = _mostly(apart, options.moe_token_dispatcher_type, "flex")
     core = "0.13" if dispatcher == "flex" else _mostly(apart, "0.13", "0.12")
-    return replace(options, transformer_engine_release=release, moe_token_dispatcher_type=dispatcher, core_release=core)
+    turns, beside = _mostly(apart, True, False), _mostly(apart, 0, 2)
+    return replace(options, transformer_engine_release=release, moe_token_dispatcher_type=dispatcher, core_release=core,
+                   apply_rope_fusion=turns, gradients_beside=beside)  # fmt: skip
 
 
 def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:

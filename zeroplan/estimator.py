@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
-from zeroplan.engines.device import Outside, allocator_room, outside, reserved_as_seen, total_band, workspace_lines
+from zeroplan.engines.deep_ep import expert_buffers
+from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.reserved_shares import with_missed
@@ -83,7 +84,7 @@ class Estimate:
     peak: Moment
     """The largest moment, workspaces included; its total is what ``torch.cuda.max_memory_allocated`` would return."""
     outside: tuple[Outside, ...]
-    """GPU memory outside the allocator: CUDA's context and communicators."""
+    """GPU memory outside the allocator: CUDA's context, communicators, and buffers of kernels that send tokens to experts."""
     host: tuple[Line, ...]
     """Host memory per rank; empty without offload."""
     nvme: tuple[Line, ...]
@@ -176,7 +177,8 @@ class Estimate:
     @property
     def allocator_room_bytes(self) -> int | None:
         """The GPU's memory minus context and communicators; None if the job names no GPU."""
-        return allocator_room(self.job.mesh, self.job.cluster.gpu)
+        gpu = self.job.cluster.gpu
+        return None if gpu is None else int(gpu.memory_bytes.value) - int(self.outside_band.expected_bytes)
 
     @property
     def held(self) -> tuple[Line, ...]:
@@ -322,7 +324,7 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
         engine_moments=account.moments,
         workspaces=workspaces,
         peak=highest._replace(lines=(*highest.lines, *workspaces)),
-        outside=outside(job.mesh, job.cluster.gpu),
+        outside=_outside(job),
         host=account.host,
         nvme=account.nvme,
         traffic=_traffic(job, account, trained_count(job.model) if has_frozen(job.model) else parameters),
@@ -417,10 +419,14 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
     return Needed(least, comfortable)
 
 
+def _outside(job: JobSpec) -> tuple[Outside, ...]:
+    return (*outside(job.mesh, job.cluster.gpu), *expert_buffers(job))
+
+
 def needed_by(account: Account, job: JobSpec) -> Needed:
     """The memory that a GPU with this account of the job needs. [bytes]"""
     workspaces = _workspaces(job)
-    beside = total_band(outside(job.mesh, job.cluster.gpu)).expected_bytes
+    beside = total_band(_outside(job)).expected_bytes
     moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account.moments)
     highest: Int = 0
     for moment in moments:
@@ -507,7 +513,7 @@ def account_of(job: JobSpec, batch: Batch) -> Account:
     gpu = job.cluster.gpu
     if gpu is None or not flattens_on_the_gpu(job.recipe):
         return account
-    room = int(gpu.memory_bytes.value) - int(total_band(outside(job.mesh, gpu)).expected_bytes)
+    room = int(gpu.memory_bytes.value) - int(total_band(_outside(job)).expected_bytes)
     if all(int(moment.total_bytes) <= room for moment in account.moments if moment.phase is Phase.INIT):
         return account
     account = engine.account(job.model, flattened_through_the_host(job.recipe), job.mesh, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,12 +34,13 @@ BF16 = Compute(2, autocast=False, attention="sdpa")
 BATCH = BatchSpec(micro_batch_size=2, seq_len=40)
 RANDOM_STATE = 5056
 """Each checkpoint's copy of the CPU generator; host memory on a GPU machine."""
+EXPERTS = 4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "phi3", "granite", "gemma3_text", "gpt_neox", "opt"])
 def test_keeps_the_input_attention_outputs_and_every_second_product(family: str) -> None:
     spec = tiny_spec(family, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=104, hidden=None if family in PLAIN_HEADS else 72)
-    kept = _kept(spec, layers=3) - _kept(spec, layers=2) - RANDOM_STATE
+    kept = _kept(spec, 3) - _kept(spec, 2) - RANDOM_STATE
     selective = block_pass(spec, "dense", BF16, BATCH).selective
     constants = {"gpt2": 3 * 8, "opt": 8, "granite": 2 * 8}.get(
         family, 0
@@ -46,12 +48,42 @@ def test_keeps_the_input_attention_outputs_and_every_second_product(family: str)
     assert kept - constants == cpu_bytes(selective, BF16)
 
 
-def _kept(spec: ModelSpec, *, layers: int) -> int:
+@pytest.mark.parametrize("keeps", ["inputs-kept", "router-kept"])
+def test_checkpoints_of_automodel_keep_parts_inputs_or_the_routers_outputs(keeps: str) -> None:
+    spec = tiny_spec("mixtral", heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=104, hidden=64)
+    if keeps == "router-kept":  # Mixtral divides the best scores in place, which such a checkpoint refuses
+        spec = replace(spec, family="olmoe")
+    compute = BF16._replace(fused=(keeps,))
+    parts = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp") if keeps == "inputs-kept" else ()
+    kept = _kept(spec, 3, parts, _router) - _kept(spec, 2, parts, _router) - max(1, len(parts)) * RANDOM_STATE
+    assert kept == cpu_bytes(block_pass(spec, "moe", compute, BATCH).selective, compute)
+
+
+def _router() -> tuple[object, object]:
+    """Keep what AutoModel's components/moe/parallelizer.py, apply_ac, names: the router's product and the best experts."""
+
+    def policy(_context: object, operator: object, *arguments: object, **_: object) -> CheckpointPolicy:
+        routes = operator is torch.ops.aten.mm.default and arguments[1].shape[1] == EXPERTS  # type: ignore[attr-defined]
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if routes or operator is torch.ops.aten.topk.default
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _kept(
+    spec: ModelSpec, layers: int, parts: tuple[str, ...] = (), contexts: Callable[[], tuple[object, object]] | None = None
+) -> int:  # fmt: skip
     model = causal_model(spec, BF16, layers=layers)
     decoder = model.get_decoder()
     blocks = decoder.h if hasattr(decoder, "h") else decoder.layers
     for index in range(layers):
-        blocks[index] = checkpoint_wrapper(blocks[index], context_fn=_contexts, early_stop=False)
+        for name in parts:
+            setattr(blocks[index], name, checkpoint_wrapper(getattr(blocks[index], name), early_stop=False))
+        if not parts:
+            blocks[index] = checkpoint_wrapper(blocks[index], context_fn=contexts or _contexts, early_stop=False)
     ids = torch.randint(0, spec.vocab_size, (BATCH.micro_batch_size, BATCH.seq_len))
     model(input_ids=ids, labels=ids).loss.backward()
     with recorded() as timeline:

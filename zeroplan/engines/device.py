@@ -62,6 +62,8 @@ def workspace_lines(recipe: RecipeSpec, gpu: GpuSpec | None, *, experts: bool = 
     """
     if recipe.engine == "paper":
         return ()
+    if "te-linear" in recipe.fused_parts or "te-experts" in recipe.fused_parts:
+        return workspace_line(gpu), transformer_engine_line(gpu, experts="te-experts" in recipe.fused_parts)
     if recipe.engine != "megatron" or recipe.megatron.transformer_impl == "local":
         return (workspace_line(gpu),)
     return workspace_line(gpu), transformer_engine_line(gpu, experts=experts and recipe.megatron.moe_grouped_gemm)

@@ -66,6 +66,7 @@ CROSS_ENTROPY = "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entrop
 TARGETS = (
     "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy.calculate_predicted_logits"
 )
+NANOTRON = "nanotron 2411b022, optim/gradient_accumulator.py, FP32GradientAccumulator.backward, and trainer.py, _init_model"
 FUSED = "Megatron-LM 2026-08, megatron/core/fusions/fused_cross_entropy.py, calculate_predicted_logits"
 FUSED_BY_TRITON = "Transformer Engine 2026-08, pytorch/triton/cross_entropy.py, cross_entropy_forward"
 IN_PLACE = "Transformer Engine 2.17, pytorch/triton/cross_entropy.py, cross_entropy_forward"
@@ -509,6 +510,9 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
         Kind.GRADIENTS, width.gradient * whole, "main gradients, which micro-batches add up in",
         f"{width.gradient}·(D_rank + X_rank)", STATES,
     )  # fmt: skip
+    if count := recipe.megatron.gradients_beside:
+        reason = "gradients in 16 bits, and buckets of them"
+        yield Line(Kind.GRADIENTS, 2 * count * whole, reason, f"{2 * count}·(D_rank + X_rank)", NANOTRON)
     if width.master:
         reason = "fp32 copy of the weights" if width.master == 4 else "main weights in 16 bits, or what they have beyond bf16"
         yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)

@@ -105,6 +105,8 @@ def _shape(model: ModelSpec, options: MegatronOptions) -> Iterator[str]:
         yield "--group-query-attention"
         yield f"--num-query-groups {model.num_key_value_heads}"
     yield f"--kv-channels {model.head_dim}"
+    if not options.apply_rope_fusion:
+        yield "--no-rope-fusion"
     if options.swiglu is not False:
         yield "--swiglu"
     yield from ("--normalization RMSNorm", "--position-embedding-type rope", "--disable-bias-linear")

@@ -24,6 +24,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.recipe import (
     ADAM,
+    SENDING,
     SMALL_BUCKET,
     DdpOptions,
     DeepSpeedOptions,
@@ -208,6 +209,8 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool, wide: bool = False
     """
     if base.recipe.fsdp2.modules == "torchtitan":
         raise SpecError("--modules torchtitan is not searched: its layouts are few; use `zeroplan estimate`, or leave it out")
+    if SENDING & set(base.recipe.fused_parts):
+        raise SpecError("kernels that send tokens to experts are not searched; use `zeroplan estimate`, or leave them out")
     decided = (fixed.offload_optimizer, fixed.offload_param)
     if decided != (None, None) or base.recipe.fsdp2.cpu_offload or base.recipe.deepspeed.offloads:
         if offload:

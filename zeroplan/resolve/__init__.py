@@ -28,7 +28,18 @@ from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
 from zeroplan.spec.padding import not_padded
-from zeroplan.spec.recipe import LIGER_FAMILIES, ON_PAPER, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
+from zeroplan.spec.pipeline import stages_per_rank
+from zeroplan.spec.recipe import (
+    AUTOMODEL_BLOCKS,
+    AUTOMODEL_NORMS,
+    LIGER_FAMILIES,
+    ON_PAPER,
+    DeepSpeedOptions,
+    Engine,
+    Fsdp2Options,
+    RecipeSpec,
+    Stage,
+)
 from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
 
@@ -118,6 +129,8 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
     request, config_notes, config_keys = _with_deepspeed_config(read, model, chosen)
     request, liger_note = (request, "") if read.kind is None else _liger(request, model)
+    if read.kind == "automodel":
+        request = _in_stages(_automodel(request, model), model.num_hidden_layers, *read.layers_per_stage)
     request, imbalance_note = _with_imbalance(request, model)
     gpus = request.gpus or 1
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
@@ -458,6 +471,43 @@ def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
         return request, ""
     note = f"Liger's kernels are not modelled with family {model.family!r}: transformers' own operators are counted"
     return replace(request, fused_kernels=None), note
+
+
+def _automodel(request: Request, model: ModelSpec) -> Request:
+    """Return the request of a file of NeMo AutoModel with the kernels and checkpoints that its model of the family has.
+
+    With experts on several ranks a checkpoint keeps the router's outputs (components/moe/parallelizer.py, apply_ac). Of
+    transformers' own models it recomputes whole blocks, and their norms are transformers' (components/distributed/parallelizer.py).
+    """
+    parts = [one for one in (request.fused_kernels or "").split(",") if one]
+    if model.family not in AUTOMODEL_NORMS:
+        parts = [one for one in parts if one != "norm-in-one"]
+    if model.family not in AUTOMODEL_NORMS or model.moe is None:  # other models have torch's linear layers
+        parts = [one for one in parts if not one.startswith("te-")]
+    if (request.expert_parallel or 1) > 1:
+        parts = ["router-kept" if one == "inputs-kept" else one for one in parts]
+    elif "inputs-kept" in parts and model.family not in AUTOMODEL_BLOCKS:
+        parts.remove("inputs-kept")
+        request = replace(request, recompute="full") if request.recompute == "selective" else request
+    return replace(request, fused_kernels=",".join(parts) or None)
+
+
+def _in_stages(request: Request, layers: int, each: int | None, rounded: str) -> Request:
+    """Return the request with the layers of each pipeline stage, as AutoModel cuts them: the first stages get those left over.
+
+    Source: components/distributed/pipelining/functional.py, calculate_virtual_stages and generate_hf_model_fqn_per_model_part.
+    """
+    ranks = request.pipeline_parallel or 1
+    if ranks == 1 or request.pipeline_layers is not None or request.pipeline_stages_per_rank is not None:
+        return request
+    stages = ranks * stages_per_rank(request.pipeline_schedule or "1f1b", None) if each is None else -(-layers // each)
+    stages += -stages % ranks if rounded == "up" else -(stages % ranks) if rounded == "down" else 0
+    if stages % ranks or not ranks <= stages <= layers:
+        raise SpecError(
+            f"{each} layers per stage make {stages} stages, which {ranks} pipeline ranks cannot share; use another number"
+        )
+    cut = ",".join(str(layers // stages + (at < layers % stages)) for at in range(stages))
+    return replace(request, pipeline_stages_per_rank=stages // ranks, pipeline_layers=cut)
 
 
 def _wide_adapters(model: ModelSpec) -> str:

@@ -406,6 +406,8 @@ class SetupRead(NamedTuple):
     """The file counts its micro-batch in pairs; a pair is two sequences here."""
     loop: Mapping[str, object] = {}
     """The file's fine-tuning loop, as :class:`~zeroplan.catalog.setups.told.Setup` has it."""
+    layers_per_stage: tuple[int | None, str] = (None, "")
+    """The same of the layers of a stage."""
 
     @property
     def complete(self) -> Request:

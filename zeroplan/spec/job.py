@@ -17,7 +17,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
-from zeroplan.spec.recipe import ON_PAPER, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
+from zeroplan.spec.recipe import ON_PAPER, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.releases import check_release, is_reentrant
 from zeroplan.spec.split import (
     check_context_parallel,
@@ -265,6 +265,7 @@ class JobSpec(Spec):
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
+            (self.mesh.tp > 1 and bool(SENDING & set(recipe.fused_parts)) and "kernels that send tokens and tp", "tp=1"),
             (ways_of_resharding(recipe.fsdp2) is not None and "a number for reshard_after_forward", "true or false"),
         ):
             if asked:

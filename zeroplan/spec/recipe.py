@@ -32,13 +32,24 @@ Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
 LogProbs = Literal["tiles", "divergence", "in place"]
 #: The names that ``fused_kernels`` accepts.
-FUSED = ("cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces")
+FUSED = (
+    "cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces", "norm-in-one", "deepep",
+    "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
+)  # fmt: skip
+#: Kernels that send tokens to their experts; the experts weight what they compute between their two products.
+SENDING = frozenset({"deepep", "hybridep"})
 #: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
 #: Families whose Liger kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) were compared, or that keep their own operators.
 LIGER_FAMILIES = frozenset({
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "smollm3", "gemma", "gemma2", "gemma3", "olmo2",
 })  # fmt: skip
+#: Families whose norms NeMo AutoModel's own models (36044ad3, _transformers/registry.py) run in one kernel.
+AUTOMODEL_NORMS = frozenset({
+    "llama", "qwen2", "ministral3", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "minimax_m2", "nemotron_h",
+})  # fmt: skip
+#: Families of AutoModel's own models in whose blocks it recomputes norms, attention and MLP one by one.
+AUTOMODEL_BLOCKS = (AUTOMODEL_NORMS | {"qwen3"}) - {"nemotron_h"}
 ActivationModel = Literal["module", "megatron"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
 WhoseModules = Literal["transformers", "torchtitan"]
@@ -189,6 +200,8 @@ class MegatronOptions(Spec):
     ``--apply-query-key-layer-scaling``)."""
     create_attention_mask_in_dataloader: bool = True
     """False is ``--no-create-attention-mask-in-dataloader``: the batch has no mask (one byte per pair of tokens)."""
+    gradients_beside: CountOrZero = 0
+    """Copies of all gradients in 16 bits beside the main gradients, as nanotron has: its own, and those in DDP's buckets."""
     deterministic_mode: bool = False
     """``--deterministic-mode``: the experts' outputs are kept and added in a fixed order."""
     gradient_accumulation_fusion: bool = True
@@ -216,6 +229,8 @@ class MegatronOptions(Spec):
     """The vocabulary is padded to a multiple of this times the tensor-parallel ranks."""
     swiglu: bool | None = None
     """``--swiglu``: MLPs and experts have a gate. ``None``: as the model's family has it."""
+    apply_rope_fusion: bool = True
+    """False is ``--no-rope-fusion``: rotary positions are torch's operators, with tables and intermediate results of their own."""
     qk_layernorm: bool | None = None
     """``--qk-layernorm``: queries and keys are normalised over each head. ``None``: as the model's family has it."""
     expert_tensor_parallel_size: Degree | None = None
@@ -442,7 +457,13 @@ class RecipeSpec(Spec):
     """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``
     (writes the gradient over the logits), ``rms-norm``, ``rope``, and ``lora`` (attention projections of QLoRA). Liger's are
     ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
-    ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward."""
+    ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward.
+
+    NeMo AutoModel's: ``norm-in-one`` (one kernel per norm: Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
+    (which send tokens to experts on other ranks), ``output-copied`` (attention copies its output), ``router-in-fp32`` (the router
+    multiplies fp32 copies), ``te-linear`` and ``te-experts`` (Transformer Engine's products, with workspaces of their own). With
+    recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's
+    outputs, or the inputs of norms, attention and MLP."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row."""
     transformers: str | None = None
@@ -541,6 +562,8 @@ class RecipeSpec(Spec):
             raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
         if "loss-in-pieces" in parts and self.precision != "bf16":
             raise SpecError(f"fused_kernels 'loss-in-pieces' with precision {self.precision!r} is not modelled; use 'bf16'")
+        if SENDING & set(parts) and self.engine != "fsdp2":
+            raise SpecError("kernels that send tokens to experts need engine 'fsdp2'; use it, or leave them out")
         if self.kernels == "cpu":
             raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
 

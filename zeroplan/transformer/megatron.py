@@ -285,6 +285,7 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
         masks_in_place=masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
         exchanged=options.cp_comm_type == "a2a", of_t5=of_t5, predicts=kind == PREDICTS,
         part=_PARTS.get(kind, "whole"), grouped=model.num_key_value_heads < model.num_attention_heads,
+        torch_rotary=not options.apply_rope_fusion and options.transformer_impl != "local",
         makes_mask=masks_in_place(recipe) and options.pretrains == "gpt" and not options.create_attention_mask_in_dataloader,
         padded=options.transformer_impl == "transformer_engine" and (options.pretrains == "bert" or of_t5 == "encoder"),
     )  # fmt: skip

@@ -21,6 +21,7 @@ from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
 from zeroplan.catalog.setups.script import launches
 from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.export.megatron import megatron_arguments
+from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, Resolved, resolve
 
 if TYPE_CHECKING:
@@ -130,18 +131,31 @@ def test_the_notes_say_which_keys_are_used_and_what_is_taken_for_granted(read: C
 def test_an_automodel_recipe(read: Callable[..., Resolved]):
     job, notes, *_ = read(AUTO)
     assert (job.mesh.dp_shard, job.mesh.tp, job.batch.grad_accum_steps) == (4, 2, 8)
-    assert (job.recipe.engine, job.recipe.precision, job.recipe.optimizer, job.recipe.recompute) == (
-        "fsdp2",
-        "bf16",
-        "adam",
-        "full",
-    )
+    assert (job.recipe.engine, job.recipe.precision, job.recipe.optimizer) == ("fsdp2", "bf16", "adam")
+    # AutoModel's own Llama: norms, attention and MLP in a checkpoint each, and every norm in one operator
+    assert (job.recipe.recompute, job.recipe.fused_parts) == ("selective", ("norm-in-one", "inputs-kept"))
     assert not any("not known" in note for note in notes)
-    told = read(AUTO | {"fp8": {"enabled": True}}).notes
-    assert any("fp8.enabled=True changes memory in a way that is not modelled" in note for note in told)
+    alone = AUTO | {"distributed": {"dp_size": 8, "strategy": "fsdp2"}, "fp8": {"enabled": True, "recipe_name": "rowwise"}}
+    assert read(alone).job.recipe.float8_recipe == "rowwise"
     adapted = read(AUTO | {"peft": {"_target_": "x", "target_modules": "*_proj", "dim": 16}, "distributed": {"dp_size": 4}}).job
     assert adapted.model.adapter is not None
     assert (adapted.model.adapter.rank, adapted.model.adapter.targets) == (16, "all-linear")
+
+
+def test_automodels_experts_and_the_kernels_that_send_tokens(read: Callable[..., Resolved]):
+    experts = {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B", "backend": {
+        "attn": "sdpa", "linear": "te", "experts": "te", "dispatcher": "hybridep", "gate_precision": "float32"}}  # fmt: skip
+    spread = {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8, "activation_checkpointing": True}
+    parts = ("norm-in-one", "hybridep", "router-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32")
+    job = read(AUTO | {"model": experts, "distributed": spread}).job
+    assert job.recipe.fused_parts == parts
+    answer = estimate(job)
+    assert answer.outside[-1].what == "HybridEP's buffers"
+    gathered = [line for line in answer.peak.lines if line.kind is Kind.UNSHARDED_PARAMETERS]
+    assert sum(line.n_bytes for line in gathered) < 2 * answer.parameters // 8  # no copies of this rank's own experts
+    theirs = {"pretrained_model_name_or_path": "microsoft/phi-4"}  # transformers' own model: whole blocks, and its own norms
+    phi = read(AUTO | {"model": theirs, "distributed": {"activation_checkpointing": True}}).job.recipe
+    assert (phi.recompute, phi.fused_parts) == ("full", ())
 
 
 def test_a_nanotron_configuration_is_answered_with_megatrons_engine(read: Callable[..., Resolved]):
@@ -149,6 +163,7 @@ def test_a_nanotron_configuration_is_answered_with_megatrons_engine(read: Callab
     assert (job.recipe.engine, job.recipe.zero_stage, job.mesh.tp, job.mesh.dp_shard) == ("megatron", 1, 2, 2)
     assert (job.model.hidden_size, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2048, 3, 2)
     assert any("nanotron's own layers are not modelled" in note for note in notes)
+    assert job.recipe.megatron.gradients_beside == 2
 
 
 def test_lightning_and_litgpt(read: Callable[..., Resolved]):
@@ -362,8 +377,8 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
 @pytest.mark.parametrize(
     ("data", "key", "value"),
     [
-        (AUTO, "model.backend.experts", "gmm"), (AUTO, "distributed.enable_fsdp2_prefetch", True), (AUTO, "model.dlm_dtype", "x"),
-        (TUNE, "model.num_layers", 22), (NANO, "model.ddp_bucket_cap_mb", 25), (LIT, "train.tie_embeddings", True),
+        (AUTO, "model.backend.attn", "tilelang"), (AUTO, "distributed.enable_fsdp2_prefetch", True), (AUTO, "model.dlm_dtype", "x"),
+        (TUNE, "model.num_layers", 22), (LIT, "train.tie_embeddings", True),
         (SWIFT, "freeze_vit", False), (SWIFT, "moe_shared_expert_overlap", True),
     ],
 )  # fmt: skip
@@ -378,7 +393,7 @@ def test_a_key_that_may_change_memory_is_noted_though_its_program_knows_it(
         yaml.safe_dump(data | {first: {**table, parts[0]: {parts[1]: value} if len(parts) > 1 else value} if rest else value})
     )
     noted = read_setup(tmp_path / "mine.yaml", gpus=None).matters
-    assert key.removesuffix(".experts") in noted
+    assert key in noted
 
 
 def test_no_word_that_may_change_memory_counts_as_known():
@@ -393,8 +408,11 @@ def test_automodels_pipeline_splits_the_local_batch(read: Callable[..., Resolved
     job, *_ = read(said)
     assert (job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2, 8)
     assert (job.recipe.pipeline_schedule, job.recipe.zero_stage) == ("interleaved-1f1b", 2)
-    pipeline["layers_per_stage"] = 4
-    assert any("two stages on each rank are counted" in note for note in read(said).notes)
+    pipeline |= {"layers_per_stage": 7, "round_virtual_stages_to_pp_multiple": "down"}  # 32 layers: 5 stages, rounded to 4
+    assert read(said).job.recipe.pipeline_layers == "8,8,8,8"
+    pipeline |= {"layers_per_stage": 5, "round_virtual_stages_to_pp_multiple": None}
+    with pytest.raises(SpecError, match="5 layers per stage make 7 stages, which 2 pipeline ranks cannot share"):
+        read(said)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ core/transformer/transformer_config.py) and of ms-swift (megatron/arguments/mega
 docs/from-a-file.md lists. The arguments also give the model's shape, unless they name a model.
 """
 
+import re
 from dataclasses import fields
 from math import lcm
 from pathlib import Path
@@ -31,6 +32,8 @@ _ADDS = """
     *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16 *optimizer_offload_fraction
     peft.dim kd_config.*
 """
+#: Tables in which Megatron-Bridge and NeMo have the same names.
+_PREFIXES = re.compile(r"^(model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\.")
 _GENERATES = ("incoming_requests_per_sec", "incoming_requests_per_step", "num_tokens_to_generate")
 #: The attention for each ``--attention-backend`` (AttnBackend); with "auto" Transformer Engine chooses by the GPU.
 _BACKENDS = {"flash": "flash", "fused": "sdpa", "unfused": "eager", "local": "eager"}
@@ -43,9 +46,8 @@ _LAYERS = {
 }
 _NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
 _SAVES = """
-    *use_megatron_fsdp *fine_grained_activation_offloading *optimizer_cpu_offload *num_layers_in_first_pipeline_stage
-    *cpu_offloading *num_layers_in_last_pipeline_stage *decoder_first_pipeline_num_layers *decoder_last_pipeline_num_layers
-    *account_for_*_in_pipeline_split
+    *use_megatron_fsdp *fine_grained_activation_offloading *optimizer_cpu_offload *cpu_offloading
+    *num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split
 """
 
 
@@ -54,9 +56,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     data = whole.data.get("MODEL_ARGS", whole.data)
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
     # Megatron-Bridge has the same names inside the tables model and train; dashes and underscores are the same
-    plain = {
-        key.removeprefix("model.").removeprefix("train.").lstrip("-").replace("-", "_"): one for key, one in flat.data.items()
-    }
+    plain = {_PREFIXES.sub("", key).lstrip("-").replace("-", "_"): one for key, one in flat.data.items()}
     pattern, _, predicting = str(plain.pop("hybrid_layer_pattern", "")).partition("/")
     if pattern:
         plain["num_layers"] = len(pattern.replace("|", ""))
@@ -107,6 +107,8 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     own = before != "" or "tuner_type" in table.data or "model" in table.data
     if table.switch(f"{before}use_torch_fsdp2"):
         reading.tell("engine", "use_torch_fsdp2", "fsdp2")
+        reading.unmodelled(saves="transformer_impl")  # transformers' layers are counted, which keep more
+        table.leave(("no_gradient_accumulation_fusion",))  # FSDP2 has a gradient of its own for each weight
         reading.tell("stage", "use_torch_fsdp2", 2 if table.switch(f"{before}torch_fsdp2_no_reshard_after_forward") else 3)
         _precision(reading, own=own)
         _recomputation(reading, override if before else "")
@@ -154,9 +156,30 @@ def _schedule(reading: Reading, before: str, pp: int) -> None:
         each = layers // pp // share
     if layout := table.text(f"{before}pipeline_model_parallel_layout"):
         each = _laid_out(reading, layout) // pp
+    elif pp > 1 and layers and (cut := _unevenly(table, layers, pp, each or 1)):
+        reading.tell("pipeline_layers", "pipeline split", ",".join(map(str, cut)))
     if pp > 1 and (each or 1) > 1:
         reading.tell("pipeline_schedule", "virtual stages", "interleaved-1f1b")
         reading.tell("pipeline_stages_per_rank", "virtual stages", each)
+
+
+def _unevenly(table: Table, layers: int, pp: int, chunks: int) -> list[int] | None:
+    """Return the layers of each chunk where the first and the last stage have others (``get_num_layers_to_build``); None if even.
+
+    The embedding, or the loss, may count as a layer of its stage.
+    """
+    first, last = (table.count(f"decoder_{end}_pipeline_num_layers", least=0) for end in ("first", "last"))
+    counts = [int(bool(table.switch(f"account_for_{part}_in_pipeline_split"))) for part in ("embedding", "loss")]
+    said = [one for one in (first, last) if one is not None]
+    if not said and not any(counts):
+        return None
+    rest, ranks = layers + sum(counts) - sum(said), pp - len(said)
+    each = [rest // ranks] * pp if ranks else [0] * pp
+    each = [each[0] if first is None else first, *each[1:-1], each[-1] if last is None else last]
+    if sum(each) != layers + sum(counts) or any(one % chunks for one in each):
+        raise SpecError(f"{layers} layers cannot be cut as asked over {pp} pipeline ranks with {chunks} chunks each")
+    cut = [one // chunks for one in each] * chunks
+    return [cut[0] - counts[0], *cut[1:-1], cut[-1] - counts[1]]
 
 
 def _laid_out(reading: Reading, layout: str) -> int:
@@ -181,6 +204,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
         options["moe_token_dispatcher_type"] = _dispatcher(table, before)
     if table.switch(f"{before}no_overlap_p2p_communication"):
         options["overlap_p2p_comm"] = False
+    if table.switch(f"{before}no_rope_fusion"):
+        options["apply_rope_fusion"] = False
     if table.switch(f"{before}apply_query_key_layer_scaling"):
         options["attention_softmax_in_fp32"] = True
     if str(table.get(f"{before}moe_aux_loss_coeff") or "0").strip("0.e-") != "":

@@ -84,6 +84,9 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     keeps = table.switch("fsdp_reshard_after_forward") is False
     table.get("data_parallel_shard_dim")
     _sharded(reading, "fsdp2", gpus, key="nproc_per_node", ways=ways * replicas, stage=2 if keeps else 3)
+    apart = table.data.get("custom_sharded_layers")
+    if isinstance(apart, list) and "output" in apart and reading.flags["engine"].value == "fsdp2":
+        reading.options["fsdp2.ends_apart"] = Told("custom_sharded_layers", value=True)
     if (table.switch("fsdp_cpu_offload") or table.switch("fsdp.cpu_offload")) and reading.flags["engine"].value == "fsdp2":
         reading.tell_offload("fsdp_cpu_offload")
     # training/precision.py, get_dtype: float32 by default
@@ -171,10 +174,20 @@ _AUTO_ADDS = """
     model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype distributed.enable_fsdp2_prefetch
     distributed.moe.lm_head_precision distributed.bucket_cap_mb
 """
-#: Modules of AutoModel's backends that save as much as transformers', or less: FlashAttention's kernels, a norm that keeps its
-#: input in 16 bits (components/models/common/utils.py), Transformer Engine's linear layers in 16 bits, and its rotary positions.
-_NARROW_PARTS = ("attn", "linear", "rms_norm", "rope", "rope_fusion")
-_AUTO_BACKEND = "{} {}; what these parts of AutoModel's own keep is not counted: {}"
+#: Values of AutoModel's backends (components/models/common/utils.py, BackendConfig) that are counted: attention kernels that save
+#: what FlashAttention saves, linear layers that save their input, norms that save theirs and a number per row, and grouped products
+#: that save theirs. Rotary positions save small tables; their fusion is switched off, whatever the file says. Empty: all values.
+_AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
+    "attn": ("te", "sdpa"), "linear": ("te", "torch", "quack"), "rms_norm": ("te", "torch", "torch_fp32", "quack"),
+    "rope": ("torch", "quack"),
+    "experts": ("gmm", "torch_mm", "te"), "dispatcher": ("deepep", "hybridep"), "rope_fusion": (), "dispatcher_num_sms": (),
+    "dispatcher_share_token_dispatcher": (True,), "dispatcher_async_dispatch": (False,), "fake_balanced_gate": (),
+    "fake_gate_noise": (),
+    "gate_precision": ("float32", "torch.float32"),
+}  # fmt: skip
+_AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
+#: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
+_AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
 _AUTO_SAVES = """
     peft.moe_rank_scaling distributed.offload_policy* optimizer.store_param_remainders freeze_config.*
     peft.use_memory_efficient_lora
@@ -207,8 +220,8 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.notes.append(_NO_LENGTH)
     own = "full" if table.data.get("parallelizer.activation_checkpointing") is True else None
     again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
-    kinds = {"false": "none", "selective": "selective"}
-    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "full"))
+    kinds = {"false": "none"}
+    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
     flash = table.get("model.attn_implementation") == "flash_attention_2"
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
     _optimizer(reading, "optimizer._target_")
@@ -216,12 +229,13 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell_cut_loss("loss_fn._target_")
     _auto_adapter(reading)
     reading.notes.append(_NOT_THEIR_MODULES.format("AutoModel"))
-    reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="fp8.enabled model.backend.te_fp8.recipe")
+    reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="model.backend.te_fp8.recipe model.backend.cuda_graph.*")
+    _auto_float8(reading)
     for key in ("compile.enabled", "distributed.enable_compile"):
         if table.switch(key):
             reading.tell_compiled(table, key)
-    _auto_backend(table)
-    if kinds.get(again, "full") != "full" and table.data.get("model.output_hidden_states"):
+    _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again not in ("false", "selective"))
+    if again in ("false", "selective") and table.data.get("model.output_hidden_states"):
         reading.unmodelled(adds="*output_hidden_states")  # with recomputation each block's input is kept anyway
     table.like("ci.* benchmark.* _* *output_hidden_states")
     return reading.setup("automodel")
@@ -252,7 +266,8 @@ def _auto_pipeline(reading: Reading) -> int | None:
 
     Several runs of the pipeline per step are counted as one.
     """
-    table, before = reading.table, "distributed.pipeline."
+    table = reading.table
+    before = "autopipeline." if table.like("autopipeline.*") else "distributed.pipeline."  # its older name
     keys = [f"{before}{key}" for key in ("pp_schedule", "pp_microbatch_size", "layers_per_stage", "dtype", "pp_seq_len")]
     word = str(table.get(keys[0]) or "1f1b").lower().replace("_", "")
     table.leave((*keys[1:], f"{before}round_virtual_stages_to_pp_multiple"))
@@ -261,27 +276,47 @@ def _auto_pipeline(reading: Reading) -> int | None:
     if word not in _AUTO_SCHEDULES:
         raise table.refused(keys[0], f"use one of {', '.join(_AUTO_SCHEDULES)}")
     reading.tell("pipeline_schedule", keys[0], _AUTO_SCHEDULES[word], filled=keys[0] not in table.data)
-    if word != "1f1b" and table.data.get(keys[2]) is not None:
-        table.matters[keys[2]] = (
-            f"{keys[2]}={table.data[keys[2]]}: two stages on each rank are counted, whatever it makes of them"
-        )
+    reading.layers_per_stage = table.count(keys[2]), str(table.get(f"{before}round_virtual_stages_to_pp_multiple") or "")
     table.get("step_scheduler.local_batch_size")
     return reading.number("micro_batch", keys[1], default=1)
 
 
-def _auto_backend(table: Table) -> None:
-    """Note the parts whose kernels ``model.backend`` chooses: transformers' are counted in their place."""
-    parts = {key: str(table.data[key]) for key in table.like("model.backend.*") if not key.endswith("_") and table.data[key]}
-    chosen = {key.rpartition(".")[2]: value for key, value in parts.items() if key.count(".") == 2}
-    chosen = {key: value for key, value in chosen.items() if key[:1] != "_" and not key.startswith("enable_")}
-    chosen.pop("fake_balanced_gate", None)  # equal shares of tokens, which is what is counted
-    if chosen:
-        narrow = chosen.keys() <= set(_NARROW_PARTS)
-        names = ", ".join(f"{key} {value}" for key, value in chosen.items())
-        table.matters["model.backend"] = _AUTO_BACKEND.format(
-            "model.backend", f"({names})", "they keep no more" if narrow else "it may be more or less"
-        )
-        table.saves.update(["model.backend"] * narrow)
+def _auto_float8(reading: Reading) -> None:
+    """Read torchao's float8 (components/quantization/fp8.py); rowwise_with_gw_hp makes one product of three in 16 bits."""
+    table = reading.table
+    if table.switch("fp8.enabled") and reading.flags["engine"].value != "fsdp2":
+        reading.unmodelled(either="fp8.enabled")
+    if not table.switch("fp8.enabled") or table.matters.get("fp8.enabled"):
+        return
+    name = str(table.get("fp8.recipe_name") or "tensorwise")
+    reading.tell("float8_recipe", "fp8.enabled", "rowwise" if name.startswith("rowwise") else "tensorwise")
+    table.get("fp8.filter_fqns")
+    reading.notes.append("float8 is counted for all linear layers of the blocks; filter_fqns is ignored")
+    if table.switch("fp8.enable_fsdp_float8_all_gather"):
+        reading.unmodelled(saves="fp8.enable_fsdp_float8_all_gather")
+
+
+def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
+    """Read the kernels that ``model.backend`` chooses, and what AutoModel's checkpoints keep (:func:`zeroplan.resolve.resolve`).
+
+    ``spread``: experts are on several ranks; ``again``: blocks are recomputed, except what their checkpoints keep.
+    """
+    table, parts = _flat(reading), ["norm-in-one"]
+    chosen = {key.rpartition(".")[2]: table.data[key] for key in table.like("model.backend.*") if key.count(".") == 2}
+    chosen = {key: one for key, one in chosen.items() if key[:1] != "_" and not key.startswith("enable_") and one is not None}
+    for key, one in chosen.items():
+        counted = _AUTO_BACKENDS.get(key)
+        if counted is None or (counted and one not in counted):
+            whole = f"model.backend.{key}"
+            alone = key in ("experts", "dispatcher") and not spread
+            table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_BACKEND).format(whole, one)
+            table.saves.update([whole] * alone)
+    if spread and (sender := str(chosen.get("dispatcher") or "deepep")) in ("deepep", "hybridep"):
+        parts.append(sender)
+    parts += ["inputs-kept"] * again + ["output-copied"] * (spread and chosen.get("attn") == "sdpa")
+    parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (spread and chosen.get("experts") == "te")
+    parts += ["router-in-fp32"] * ("gate_precision" in chosen)
+    reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
 
 
 def _auto_adapter(reading: Reading) -> None:
@@ -304,9 +339,8 @@ def _auto_adapter(reading: Reading) -> None:
 
 # nanotron
 
-_BUCKETS = (
-    "buckets that nanotron's DDP may keep beside gradients (nanotron/trainer.py) are not counted: the answer may be too low"
-)
+_NARROW = "accumulate_grad_in_fp32 is false: gradients are counted in fp32, which is the most they take"
+_BESIDE = "gradients in 16 bits, which nanotron adds to fp32 gradients after a backward, are counted during all of it: the most"
 _OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees and fp32 gradients, are counted"
 
 
@@ -322,8 +356,14 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     reading.tell("stage", "optimizer.zero_stage", 1 if table.count("optimizer.zero_stage", least=0) else 0)
     word = table.text("model.dtype") or "bfloat16"
     reading.tell("precision", "model.dtype", "bf16-mixed" if word == "bfloat16" else "fp32")
-    if table.switch("optimizer.accumulate_grad_in_fp32") is False:
-        reading.notes.append("accumulate_grad_in_fp32 is false: gradients are counted in fp32, which is the most they take")
+    wide = table.switch("optimizer.accumulate_grad_in_fp32") is not False
+    buckets = (table.count("parallelism.dp") or 1) > 1 or (
+        cp > 1 and not (wide and table.count("optimizer.zero_stage", least=0))
+    )
+    beside = wide + buckets if word == "bfloat16" else 0
+    reading.options["megatron.gradients_beside"] = Told("optimizer.accumulate_grad_in_fp32", beside)
+    table.matters["accumulate_grad_in_fp32"] = _BESIDE if wide else _NARROW
+    table.saves.add("accumulate_grad_in_fp32")
     mode, schedule = (str(table.get(f"parallelism.{key}") or "") for key in ("tp_mode", "pp_engine"))
     reading.tell("sequence_parallel", "parallelism.tp_mode", tp > 1 and mode.upper() == "REDUCE_SCATTER")
     if pp > 1 and schedule != "1f1b":  # config/parallelism_config.py: all forwards before all backwards
@@ -339,8 +379,6 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
         ("grad_accum", "batch_accumulation_per_replica"),
     ):
         reading.number(flag, f"tokens.{key}")
-    if (table.count("parallelism.dp") or 1) > 1:
-        table.matters["model.ddp_bucket_cap_mb"] = _BUCKETS
     table.leave(("model.ddp_bucket_cap_mb",))
     reading.notes.append(_OWN_LAYERS)
     config = _nanotron_config(whole.table("model").table("model_config").data)
@@ -420,6 +458,7 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         table.matters["precision"] = _IN_FP32
     if is_lit:
         reading.notes.append(_NOT_THEIR_MODULES.format("litgpt"))
+        reading.unmodelled(saves="train.tie_embeddings")  # pretrain.py: one tensor, where two are counted
         _lit(reading, gpus or 1)
     else:
         _lightning_batch(reading)

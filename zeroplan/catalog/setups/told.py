@@ -68,6 +68,8 @@ class Setup(NamedTuple):
     """Outputs of the head, if the model classifies."""
     pairs: bool = False
     """The file counts its micro-batch in pairs, each of two sequences."""
+    layers_per_stage: tuple[int | None, str] = (None, "")
+    """Layers of a pipeline's stage in NeMo AutoModel, and whether the number of stages is rounded up or down."""
     used: tuple[str, ...] = ()
     """The file's keys that set a flag or an option."""
     loop: Mapping[str, object] = {}
@@ -408,6 +410,7 @@ class Reading:
         self.own_units = ""
         self.head_rows: int | None = None
         self.pairs = False
+        self.layers_per_stage: tuple[int | None, str] = (None, "")
         self.loop: dict[str, object] = {}
 
     def tell(
@@ -516,6 +519,7 @@ class Reading:
         return Setup(
             kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
             saves=frozenset(self.table.saves), head_rows=self.head_rows, pairs=self.pairs, loop=self.loop,
+            layers_per_stage=self.layers_per_stage,
             used=tuple(dict.fromkeys(one.key for one in (*self.flags.values(), *self.options.values()) if self._says(one.key))),
         )  # fmt: skip
 

@@ -95,6 +95,17 @@ def block_group(run: BlockRun, n: Int, tp: int, ep: int) -> Group:
     return Group(shard, (shard - apart) * n + experts.padded, numel, run.name, experts=experts)
 
 
+def used_as_they_are(group: Group) -> Group:
+    """Return a block whose experts no other rank has, in 16 bits, as AutoModel leaves them out of FSDP: nothing is gathered.
+
+    Source: NeMo AutoModel 36044ad3, components/moe/parallelizer.py, apply_fsdp (``ep_shard_enabled``, ``ignored_params``).
+    """
+    one = group.experts
+    if one is None or not isinstance(one.ranks, int) or one.ranks > 1:
+        return group
+    return group._replace(padded=group.padded - one.padded, experts=one._replace(padded=0, by_the_way=0, last=0))
+
+
 def symbols(plan: Plan) -> Iterator[Symbol]:
     """Yield the symbols of the two groups of a block with experts."""
     for group in plan.blocks:
@@ -129,10 +140,11 @@ def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelS
     sizes = [pairs * model.hidden_size for pairs in _pairs(model, plan.recipe, mesh, batch)]
     calls, again = batch.grad_accum_steps * run.layers, "none" if run.plain else plan.recipe.recompute
     width, name = plan.width.compute, f"{run.words} blocks"
+    twice = again == "full" or (again == "selective" and "router-kept" in plan.recipe.fused_parts)
     each, ranks = 2 // len(sizes) * calls, mesh.ep
     for elements in sizes:
         yield _exchange(f"tokens of {name}", Phase.FORWARD, ranks, each, width, elements)
-        yield _exchange(f"tokens of {name}", Phase.BACKWARD, ranks, (2 if again == "full" else 1) * each, width, elements)
+        yield _exchange(f"tokens of {name}", Phase.BACKWARD, ranks, (2 if twice else 1) * each, width, elements)
     yield _exchange(f"counts of {name}", Phase.FORWARD, ranks, calls, 8, model.moe.num_experts)
     if again != "none":
         yield _exchange(f"counts of {name}", Phase.BACKWARD, ranks, calls, 8, model.moe.num_experts)

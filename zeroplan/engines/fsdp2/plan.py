@@ -16,7 +16,7 @@ from zeroplan.numeric import Int, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec, Recompute
+from zeroplan.spec.recipe import SENDING, OptimizerImpl, RecipeSpec, Recompute
 from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
 from zeroplan.transformer.buffers import tables_in_layers
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
@@ -261,6 +261,11 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     cut = cut_of(
         model, widths(recipe.precision), n, part=part, first=first, tp=tp, ep=ep, ends_apart=recipe.fsdp2.shards_ends
     )  # fmt: skip
+    if recipe.precision == "bf16" and SENDING & set(recipe.fused_parts):
+        from zeroplan.engines.fsdp2.experts import used_as_they_are  # noqa: PLC0415  keeps start-up fast
+
+        blocks = tuple(map(used_as_they_are, cut.blocks))
+        cut = cut._replace(blocks=blocks, trained_blocks=blocks if cut.trained_blocks is cut.blocks else cut.trained_blocks)
     frozen = local_tensors(only_frozen(cut.tree), n, tp, ep) if cut.is_partly_frozen else ()
     return plan_of(cut, local_tensors(cut.learning, n, tp, ep), frozen, model, recipe, mesh, batch, part=part)
 

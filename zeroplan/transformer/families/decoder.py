@@ -46,6 +46,7 @@ class Layer(NamedTuple):
         """Run the layer on ``given``; return its output. Attention weights, if any, live until it returns."""
         attended, weights = self._attention_branch(tape, given, block)
         middle = self._added(tape, given, attended, "residual stream between attention and MLP")
+        tape.kernel_output(middle.store, of="inputs-kept")
         branch, beside = self._mlp_branch(tape, middle, block)
         made = self._added(tape, middle, branch, "block output")
         tape.release(middle, *(one for one in (weights, beside) if one is not None))
@@ -72,7 +73,9 @@ class Layer(NamedTuple):
         if self.before is None:
             tape.hold(given.store)
             return given
-        return norm(tape, given, name, self.norm, self.before[branch])
+        normal = norm(tape, given, name, self.norm, self.before[branch])
+        tape.kernel_output(normal.store, of="inputs-kept")
+        return normal
 
     def _norm_after(self, tape: Tape, made: Value, name: str, branch: int) -> Value:
         if self.after is None:
@@ -149,6 +152,10 @@ class Attention(NamedTuple):
             key, value = (op.heads_of(tape, one, name, self.source) for one, name in ((key, "keys"), (value, "values")))
         turned = self._turned(tape, query, key, block)
         context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, self.joined))
+        if tape.mode.copies_output:
+            kernels, name = context, "attention output in the order of tokens"
+            context = op.run(tape, kernels, name, Site(name, self.source), gradient="gradient of the attention's output")
+            tape.release(kernels)
         site = Site("output projection", self.source, Module.O)
         made = op.linear(tape, context, h, site, reads=c, bias=block.output_bias)
         tape.release(value, *turned, context)

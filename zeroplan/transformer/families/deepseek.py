@@ -18,7 +18,7 @@ from zeroplan.transformer.families.definition import (
     before_and_after,
     gated_modules,
 )
-from zeroplan.transformer.families.experts import Routing, divided_by_their_sum, experts_here, picked
+from zeroplan.transformer.families.experts import Routing, divided_by_their_sum, experts_here, logits_in_32_bits, picked
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -165,29 +165,16 @@ def router(tape: Tape, normal: Value, block: Block) -> Routing:
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     in_32_bits = not (block.wide or block.autocast)
     with tape.owning(leaf=True):
-        logits = _logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", ROUTER))
+        logits = logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", ROUTER))
     tape.release(flat)
     scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", ROUTER), saves_result=True)
     indices = _top_experts(tape)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
+    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     shares = divided_by_their_sum(tape, chosen, CAST_BY_CUDA if block.autocast else 4, ROUTER)
     weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", ROUTER))
     return Routing(logits, weights, indices)
-
-
-def _logits_in_32_bits(tape: Tape, flat: Value) -> Value:
-    """Multiply fp32 copies of the router's input and weight. Autograd saves both copies."""
-    given = op.cast(tape, flat, 4, Site("input of the router", ROUTER))
-    weight = Value(tape.make(TENSOR, "router's weight in fp32", 4 * E * h, ROUTER), 4, E * h)
-    tape.add("router: cast of the weight gradient", (weight,), (), op.makes_weight_gradient(E * h), of=None)
-    made = op.run(
-        tape, (given, weight), "output of the router", Site("router", ROUTER), dtype=4, shape=T * E,
-        saved=(given.store, weight.store), gradient="gradient of a factor of the router",
-    )  # fmt: skip
-    tape.matrix_product(made.store)
-    tape.release(given, weight)
-    return made
 
 
 def _top_experts(tape: Tape) -> Store:

@@ -192,6 +192,10 @@ def output_bytes(ending: Ending, values: Values) -> Int:
     return n_bytes
 
 
+#: Fused kernels of the final norm and of the loss.
+_FUSED = ("cross-entropy", "loss-in-pieces", "rms-norm", "liger-rms-norm", "norm-in-one")
+
+
 def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Ending:
     """Return the structure of the modules after a model's blocks."""
     frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
@@ -202,7 +206,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1,
         release.wide_logits or model.family == "nemotron_h",
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
-        tuple(one for one in compute.fused if one in ("cross-entropy", "loss-in-pieces", "rms-norm", "liger-rms-norm")),
+        tuple(one for one in compute.fused if one in _FUSED),
         adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
     )  # fmt: skip
 
@@ -277,7 +281,11 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
         else:
             training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
-    tape.mode = tape.mode._replace(fused_norms="rms-norm" in ending.fused, liger_norms="liger-rms-norm" in ending.fused)
+    tape.mode = tape.mode._replace(
+        fused_norms="rms-norm" in ending.fused,
+        liger_norms="liger-rms-norm" in ending.fused,
+        norm_in_one="norm-in-one" in ending.fused,
+    )
     return tape
 
 

@@ -19,6 +19,8 @@ MINIMAX = "transformers 5.23, models/minimax_m2/modeling_minimax_m2.py, MiniMaxM
 EXPERTS = "transformers 5.23, integrations/moe.py, grouped_mm_experts_forward"
 DISPATCH = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._dispatch_tokens"
 COMBINE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._combine_tokens"
+AUTOMODEL = "NeMo AutoModel 36044ad3, components/moe/experts.py, GroupedExpertsDeepEP.forward"
+SENT = "NeMo AutoModel 36044ad3, components/moe/megatron/token_dispatcher.py, MoEFlexTokenDispatcher.token_permutation2"
 
 # --- the router --------------------------------------------------------------------------------------------------------------
 
@@ -39,18 +41,33 @@ def router(tape: Tape, normal: Value, *, narrowed: bool, sigmoid: bool = False, 
     gradient before the view's gradient reaches ``normal``.
     """
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
-    logits = op.linear(tape, flat, E, Site("router", ROUTER))
+    logits = logits_in_32_bits(tape, flat) if tape.mode.wide_router else op.linear(tape, flat, E, Site("router", ROUTER))
     tape.release(flat)
     scores = _sigmoids(tape, logits) if sigmoid else _scores(tape, logits, narrowed=narrowed)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
+    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     weights = divided_by_their_sum(tape, chosen, 4, ROUTER) if divided else chosen
     if not narrowed:
         return Routing(logits, weights, indices)
     narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
     tape.release(weights)
     return Routing(logits, narrow, indices)
+
+
+def logits_in_32_bits(tape: Tape, flat: Value) -> Value:
+    """Multiply fp32 copies of the router's input and weight. Autograd saves both copies."""
+    given = op.cast(tape, flat, 4, Site("input of the router", ROUTER))
+    weight = Value(tape.make(op.TENSOR, "router's weight in fp32", 4 * E * h, ROUTER), 4, E * h)
+    tape.add("router: cast of the weight gradient", (weight,), (), op.makes_weight_gradient(E * h), of=None)
+    made = op.run(
+        tape, (given, weight), "output of the router", Site("router", ROUTER), dtype=4, shape=T * E,
+        saved=(given.store, weight.store), gradient="gradient of a factor of the router",
+    )  # fmt: skip
+    tape.matrix_product(made.store)
+    tape.release(given, weight)
+    return made
 
 
 def _scores(tape: Tape, logits: Value, *, narrowed: bool) -> Value:
@@ -279,6 +296,8 @@ def dispatched(tape: Tape, normal: Value, weights: Value, computing: Computing =
     A rank receives as many pairs as it sends, T·t, or X_r if tokens choose its experts more often. Tensor-parallel ranks have
     the same tokens, and each sends its share.
     """
+    if tape.mode.sends_by:
+        return _sent_by_kernels(tape, normal, weights, computing, packs=tape.mode.sends_by == "hybridep")
     normal, weights, indices = _of_this_rank(tape, normal, weights)
     order, received = _sent(tape, normal)
     tape.drop(*indices)
@@ -410,4 +429,85 @@ def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
     back = _back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
     made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=P_own * h)
     tape.release(back)
+    return made
+
+
+# --- experts on several ranks, with kernels that send tokens (NeMo AutoModel) -------------------------------------------------
+
+
+def _sent_by_kernels(tape: Tape, normal: Value, weights: Value, computing: Computing, *, packs: bool) -> Value:
+    """``GroupedExpertsDeepEP.forward``, whose variables hold the experts' input and output until it returns.
+
+    ``packs``: HybridEP, whose kernel also sorts the pairs by expert. DeepEP sends a token once to each rank that has one of its
+    experts, at most once per pair, which is counted; tokens are then sorted in a step of its own. Leaves out DeepEP's handle, some
+    numbers per token and rank. Experts are multiplied by torch, grouped_gemm or Transformer Engine, which save the same tensors.
+    """
+    indices = tape.make(op.TENSOR, "experts of the pairs, with masked ones, int64", 8 * T_own * t, AUTOMODEL)
+    given, chosen, kept = (_packed if packs else _sorted_after)(tape, normal, weights)
+    ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * x, AUTOMODEL)
+    width, name = (m + m, "gate and up projections") if computing.gated else (m, "up projection")
+    both = _with_bias(tape, _grouped_product(tape, given, (f"experts: {name}", h, width), ends, experts=x), width, computing)
+    gated = op.run(
+        tape, (both, chosen), "experts: weighted activation, input of the down projection", Site("experts: activation", AUTOMODEL),
+        shape=P_own * m, saved=(both, chosen), gradient="gradient of the experts' first product, or of the weights",
+    )  # fmt: skip
+    tape.release(both)
+    outputs = _with_bias(tape, _grouped_product(tape, gated, ("experts: down projection", m, h), ends, experts=x), h, computing)
+    made = _returned_by_kernels(tape, outputs, packs=packs)
+    tape.release(gated, outputs, given, chosen)
+    tape.drop(indices, ends, *kept)
+    return made
+
+
+def _packed(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tuple[Store, ...]]:
+    """Return the sorted pairs, their weights in fp32, and what HybridEP's backward needs: a map of all experts."""
+    maps = tape.make(op.TENSOR, "which experts a token has, and their weights", 5 * T_own * E, SENT)
+    return *_pairs_that_came(tape, normal, weights, (maps,)), (maps,)
+
+
+def _sorted_after(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tuple[Store, ...]]:
+    """Return the same for DeepEP: it sends tokens with their experts, which Transformer Engine's ``permute`` then sorts."""
+    came = op.tensor(tape, "tokens that came for this rank's experts", e, P_own * h, SENT)
+    site = Site("dispatch", SENT)
+    tape.add(site.name, (came,), (), op.makes("gradient of this rank's tokens", SENT, normal), of=(normal,))
+    maps = tape.make(op.TENSOR, "rows of the sorted pairs, and their experts", (8 * x + 4) * P_own + 5 * P_own * x, SENT)
+    given, chosen = _pairs_that_came(tape, came, weights, (maps,))
+    tape.release(came)
+    return given, chosen, (maps,)
+
+
+def _pairs_that_came(tape: Tape, value: Value, weights: Value, maps: tuple[Store, ...]) -> tuple[Value, Value]:
+    given = op.tensor(tape, "pairs sorted by expert, input of the experts", e, P_own * h, SENT)
+    chosen = op.tensor(tape, "weight of each pair, fp32", 4, P_own, SENT)
+    backward = op.makes("gradient of the tokens, or of the routing weights", SENT, value, weights)
+    tape.add("pairs sorted by expert", (given, chosen), maps, backward, of=(value, weights))
+    return given, chosen
+
+
+def _with_bias(tape: Tape, product: Value, width: Size, computing: Computing) -> Value:
+    """Add each expert's bias, of which a row per pair is made and freed. It releases ``product``."""
+    if not computing.biases:
+        return product
+    rows = tape.make(op.TEMPORARY, "experts: bias for each pair", e * P_own * width, AUTOMODEL)
+    made = op.tensor(tape, "experts: product and bias", e, P_own * width, AUTOMODEL)
+    tape.drop(rows)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.weight_gradient(x * width, waits=True)
+        return [op.through(product, taken[0])]
+
+    tape.add("experts: bias", (made,), (), backward, of=(product,))
+    tape.release(product)
+    return made
+
+
+def _returned_by_kernels(tape: Tape, outputs: Value, *, packs: bool) -> Value:
+    """Send outputs back; the kernel sums over a token's experts. With DeepEP a step before it sums over those of one rank."""
+    summed = outputs
+    if not packs:
+        reason = "outputs of this rank's experts, by token"
+        summed = op.run(tape, outputs, reason, Site(reason, SENT), gradient="gradient of the sorted outputs")
+    reason = "outputs that came back from the experts"
+    made = op.run(tape, summed, reason, Site(reason, SENT), shape=T_own * h, gradient="gradient of this rank's outputs")
+    tape.release(*(() if packs else (summed,)))
     return made

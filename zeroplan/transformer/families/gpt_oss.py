@@ -38,12 +38,14 @@ NORM = Norm("weighted, then cast", f"{GPT_OSS}, GptOssRMSNorm.forward")
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
     """Run one decoder layer. The attention weights live until the experts are done, the routing weights until the layer returns."""
     normal = op.norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
+    tape.kernel_output(normal.store, of="inputs-kept")
     with tape.owning():  # the module of its sinks
         attended, weights = _ATTENTION.run(tape, normal, block)
     tape.release(normal)
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
     tape.release(attended)
     normal = op.norm(tape, middle, "norm before the MLP", NORM, place=AT_MLP_NORM)
+    tape.kernel_output(middle.store, normal.store, of="inputs-kept")
     branch, scores = _routed(tape, normal, block)
     tape.release(normal)
     if weights is not None:
@@ -79,6 +81,7 @@ def _routed(tape: Tape, normal: Value, block: Block) -> tuple[Value, Value]:
     logits = op.linear(tape, normal, E, Site("router", ROUTER), bias=True)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, logits, ("router: top-k logits", T * t), indices, ROUTER)
+    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     reason = "router: softmax of the top-k logits"
     scores = op.pointwise(tape, chosen, reason, Site("router: softmax", ROUTER), saves_result=True)
     tape.release(chosen)

@@ -144,6 +144,8 @@ class Layer(NamedTuple):
     """What a layer of a hybrid pattern has of the whole."""
     grouped: bool = False
     """Several query heads share a key head."""
+    torch_rotary: bool = False
+    """Torch's operators turn queries and keys, not Transformer Engine's kernel."""
     makes_mask: bool = False
     """Torch's softmax of local layers gets no mask, and makes a causal one."""
 
@@ -315,15 +317,15 @@ def _attention(tape: Tape, normal: Value, structure: Layer) -> Value:
 def _joint(tape: Tape, normal: Value, structure: Layer) -> Value:
     """Queries, keys and values as core attention takes them."""
     if structure.latent != "no":
-        return _latent(tape, normal, compressed=structure.latent == "compressed")
+        return _latent(tape, normal, structure)
     joint = _column(tape, normal, q_r + k_r + v_r, "the matrix of queries, keys and values")
     joint.store.reason = "queries, keys and values"
     return joint if structure.local else _heads(tape, joint, structure)
 
 
-def _latent(tape: Tape, normal: Value, *, compressed: bool) -> Value:
+def _latent(tape: Tape, normal: Value, structure: Layer) -> Value:
     """Queries, and keys with values, from latents of their own: each is normalised, made wide, and joined with rotary parts."""
-    query = _queries(tape, normal) if compressed else _column(tape, normal, q_r, "the matrix of queries")
+    query = _queries(tape, normal) if structure.latent == "compressed" else _column(tape, normal, q_r, "the matrix of queries")
     both = _duplicated(tape, normal, w + o, "the matrix of the latent")
     latent = op.tensor(tape, "latent of keys and values", e, T_n * w, LATENT)
     tape.add("latent, apart", (latent,), (), op.makes("gradient of the latent and rotary keys", LATENT, both), of=(both,))
@@ -332,9 +334,11 @@ def _latent(tape: Tape, normal: Value, *, compressed: bool) -> Value:
     tape.release(latent)
     wide = _column(tape, ready, n_r, "the matrix of keys and values", reads=w)
     tape.release(ready)
+    tables, beside = _by_torch(tape, structure)
     made = op.tensor(tape, "queries, keys and values", e, T_m * (q_r + k_r + v_r), LATENT)
-    backward = op.makes("gradient of queries, or of keys and values", LATENT, query, wide)
-    tape.add("queries, keys and values, joined", (made,), (), backward, of=(query, wide))
+    backward = op.makes("gradient of queries, or of keys and values", LATENT, query, wide, beside=beside)
+    tape.add("queries, keys and values, joined", (made,), tables, backward, of=(query, wide))
+    tape.drop(*tables)
     tape.release(query, wide)
     return made
 
@@ -354,10 +358,25 @@ def _heads(tape: Tape, joint: Value, structure: Layer) -> Value:
         joint = _normal_heads(tape, joint)
     if not (structure.turned or structure.attention == "flash"):
         return joint
+    tables, beside = _by_torch(tape, structure)
     made = op.tensor(tape, "queries, keys and values", e, joint.shape, LAYOUT)
-    tape.add("layout of queries, keys and values", (made,), (), op.makes("their gradient, joined", LAYOUT, joint), of=(joint,))
+    backward = op.makes("their gradient, joined", LAYOUT, joint, beside=beside)
+    tape.add("layout of queries, keys and values", (made,), tables, backward, of=(joint,))
+    tape.drop(*tables)
     tape.release(joint)
     return made
+
+
+def _by_torch(tape: Tape, structure: Layer) -> tuple[tuple[Store, ...], tuple[str, Size] | None]:
+    """Return the tables that torch's rotary positions keep, and what their backward makes meanwhile; nothing with a fused kernel.
+
+    Two products as large as the queries are alive beside the sum and its copy, in the forward and in the backward.
+    """
+    if not (structure.turned and structure.torch_rotary):
+        return (), None
+    products = "products of queries with cosines and sines", 2 * e * T_m * q_r
+    tape.temporary(*products, ROTARY)
+    return (tape.make(op.TENSOR, "cosines and sines of queries and keys", 4 * e * R_r, ROTARY),), products
 
 
 def _normal_heads(tape: Tape, joint: Value) -> Value:

@@ -467,7 +467,10 @@ def rotary(
 
     read = tuple(Beside(f"rotary {one}", tables * s * per_token, brief=True) for one in ("cos", "sin"))
     own = () if tape.offloading else saved
+    if tape.mode.sends_by:  # AutoModel, models/gpt_oss/rope_utils.py, apply_rotary_emb: narrow tables for each call
+        own = (*own, tape.make(TENSOR, f"rotary cos and sin of the {site.name}", e * T * per_token, site.source))
     tape.add(f"rotary positions of the {site.name}", (made,), own, backward, of=(value,), beside=read)
+    tape.drop(*(one for one in own if tape.mode.sends_by and isinstance(one, Store)))
     return made
 
 
@@ -490,6 +493,10 @@ class Norm(NamedTuple):
     source: str
 
 
+#: Norms that multiply by their weight, in whichever order they cast.
+_PLAIN_RMS_NORMS = ("cast, then weighted", "weighted, then cast", "copied weight, then cast")
+
+
 def norm(
     tape: Tape, value: Value, name: str, kind: Norm, *, weight: Size = h, rows: Size = T, place: Place | None = None
 ) -> Value:  # fmt: skip
@@ -501,8 +508,8 @@ def norm(
             return _norm_by_unsloth(tape, value, rows, site)
         if tape.mode.liger_norms and kind.kind == "cast, then weighted":
             return _norm_by_liger(tape, value, weight, rows, site)
-        if kind.kind in ("layer", "fused"):
-            return _norm_in_one_operator(tape, value, site, is_layer=kind.kind == "layer")
+        if kind.kind in ("layer", "fused") or (tape.mode.norm_in_one and kind.kind in _PLAIN_RMS_NORMS):
+            return _norm_in_one_operator(tape, value, weight, rows, site, is_layer=kind.kind == "layer")
         if kind.kind == "layer, written out":
             return _layer_norm_written_out(tape, value, weight, rows, site)
         return _rms_norm(tape, value, kind, weight, rows, site)
@@ -575,22 +582,23 @@ def gated_by_liger(tape: Tape, gate: Value, up: Value, reason: str, name: str) -
     return made
 
 
-def _norm_in_one_operator(tape: Tape, value: Value, site: Site, *, is_layer: bool) -> Value:
+def _norm_in_one_operator(tape: Tape, value: Value, weight: Size, rows: Size, site: Site, *, is_layer: bool) -> Value:
     """Run a norm in one operator. Autograd saves its input, and LayerNorm's mean and deviation or RMSNorm's root per token."""
     name = site.name
     made = tensor(tape, f"output of the {name}", value.dtype, value.shape, site.source)
     if is_layer:
-        kept = tape.make(TENSOR, f"{name}: mean and reciprocal standard deviation", 8 * T, site.source, STATISTICS)
+        kept = tape.make(TENSOR, f"{name}: mean and reciprocal standard deviation", 8 * rows, site.source, STATISTICS)
     else:
-        kept = tape.make(TENSOR, f"{name}: reciprocal root mean square", 4 * T, site.source)
+        kept = tape.make(TENSOR, f"{name}: reciprocal root mean square", 4 * rows, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        for _ in range(1 + is_layer):
-            tape.weight_gradient(h)
+        for _ in range(0 if tape.mode.norms_frozen else 1 + is_layer):
+            tape.weight_gradient(weight)
         return [(value, gradient(tape, value, f"gradient through the {name}", site.source))] if tape.follows(value) else []
 
-    read = tuple(Beside(f"{name}: its {one}", r * h) for one in (("weight", "bias") if is_layer else ("weight",)))
-    tape.add(name, (made,), (value, kept), backward, of=None, place=site.place, beside=read)
+    read = tuple(Beside(f"{name}: its {one}", r * weight) for one in (("weight", "bias") if is_layer else ("weight",)))
+    followed = (value,) if tape.mode.norms_frozen else None
+    tape.add(name, (made,), (value, kept), backward, of=followed, place=site.place, beside=read)
     tape.drop(kept)
     return made
 

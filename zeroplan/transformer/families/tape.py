@@ -101,6 +101,16 @@ class Mode(NamedTuple):
     """One kernel makes a gated product of SiLU, and overwrites its saved tensors with both gradients."""
     uneven: bool = False
     """More pairs of a token and an expert come to this rank than it sends."""
+    norm_in_one: bool = False
+    """One operator runs a whole norm, and makes a gradient of its input."""
+    sends_by: str = ""
+    """The kernels that send tokens to their experts, if these are not torch's all-to-all: deepep or hybridep."""
+    wide_router: bool = False
+    """The router multiplies fp32 copies of its input and its weight."""
+    copies_output: bool = False
+    """Attention copies its output into the order of tokens."""
+    keeps: str = ""
+    """What a selective checkpoint keeps: by default products and kernels' outputs; router-kept or inputs-kept."""
     fused_rotary: bool = False
     """One kernel rotates queries, or keys, in place."""
 
@@ -539,12 +549,16 @@ class Tape:
 
     def matrix_product(self, made: Store) -> None:
         """Record the output of a plain matrix product. A selective checkpoint keeps the first, the third, and so on."""
+        if self.mode.keeps:
+            return
         if self.keeps_selected and len(self.products) % 2 == 0:
             self.hold(made)
         self.products.append(made)
 
-    def kernel_output(self, *made: Store) -> None:
-        """Record outputs of attention's kernel, which a selective checkpoint keeps."""
+    def kernel_output(self, *made: Store, of: str = "") -> None:
+        """Record outputs of attention's kernel, or the tensors that mode ``of`` keeps, which a selective checkpoint keeps."""
+        if self.mode.keeps != of:
+            return
         if self.keeps_selected:
             for store in made:
                 self.hold(store)

@@ -6,8 +6,9 @@ version 2 keeps beside a new one.
 
 import torch
 
+from zeroplan.engines.deep_ep import Config
+
 from .buffer import Buffer
-from .config import Config
 from .utils import EventHandle, EventOverlap
 
 topk_idx_t = torch.int64

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroplan.dryrun import outside_buffers
 from zeroplan.dryrun.replacements import note
+from zeroplan.engines import deep_ep as sizes
+from zeroplan.engines.deep_ep import ALIGNMENT, PEERS, Config
 from zeroplan.verify.fake_cuda.known_values import Sure, keep
 
-from . import config as sizes
-from .config import ALIGNMENT, PEERS, Config
 from .memory import allocations
 from .routes import Layout, Ranks, layout, per_local_expert, received
 from .utils import EventHandle, EventOverlap

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
+from zeroplan.engines.deep_ep import PEERS
 from zeroplan.numeric import round_up
 from zeroplan.script_run import OutsideBuffer
 from zeroplan.units import MIB
-
-from .config import PEERS
 
 _WORKSPACE = 32 * MIB
 _PAGE = 2 * MIB

@@ -1,8 +1,17 @@
-"""The sizes of DeepEP's buffers, by its own arithmetic (``csrc/legacy/config.hpp``)."""
+"""The buffers of DeepEP and HybridEP, which are outside torch's allocator, by their own arithmetic.
+
+DeepEP: ``csrc/legacy/config.hpp``; HybridEP: DeepEP's branch hybrid-ep of 2026-07, ``csrc/hybrid_ep/buffer/``.
+"""
 
 from typing import NamedTuple
 
+from zeroplan.engines.device import Outside
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Band
 from zeroplan.numeric import round_up
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import SENDING
+from zeroplan.units import MIB
 
 PEERS = 8
 """Ranks of one node, connected by NVLink."""
@@ -77,3 +86,47 @@ def low_latency_bytes(tokens: int, hidden: int, experts: int) -> int:
 def low_latency_hint(tokens: int, hidden: int, experts: int) -> int:
     """``low_latency_bytes``, rounded up by one more alignment unit. [bytes]"""
     return (low_latency_bytes(tokens, hidden, experts) + ALIGNMENT) // ALIGNMENT * ALIGNMENT
+
+
+_WORKSPACE = 32 * MIB
+_HEAP = 512 * MIB
+"""NVSHMEM's heap grows in pieces of this size. [bytes]"""
+_AUTOMODEL_SMS = 20
+"""``BackendConfig.dispatcher_num_sms``."""
+
+
+def expert_buffers(job: JobSpec) -> tuple[Outside, ...]:
+    """Return the buffers through which kernels send tokens to experts on other ranks; none without such kernels. [bytes]
+
+    Raises SpecError for a number of ranks for which DeepEP has no settings.
+    """
+    ep, kernels = job.mesh.ep, SENDING & set(job.recipe.fused_parts)
+    if ep == 1 or not kernels:
+        return ()
+    return (_of_hybrid_ep(job) if "hybridep" in kernels else _of_deep_ep(ep, 2 * job.model.hidden_size),)
+
+
+def _of_deep_ep(ep: int, token: int) -> Outside:
+    if ep not in _TUNED:
+        raise SpecError(f"DeepEP has no settings for ep={ep}; use one of {', '.join(map(str, _TUNED))}")
+    both = [tuned(ep, _AUTOMODEL_SMS, combines=combines) for combines in (False, True)]
+    near = max(one.get_nvl_buffer_size_hint(token, ep) for one in both)
+    far = int(round_up(max(one.get_rdma_buffer_size_hint(token, ep) for one in both), _HEAP))
+    sure = near + _WORKSPACE
+    return Outside(
+        "DeepEP's buffers", Band(sure + far, sure + far, sure + far + (_HEAP if far else 0)), "DeepEP, csrc/legacy/buffer.hpp"
+    )
+
+
+def _of_hybrid_ep(job: JobSpec) -> Outside:
+    """Return HybridEP's: room for all tokens of all ranks, and copies to and from other nodes of eight ranks. [bytes]
+
+    The lowest value has all ranks in one NVLink domain.
+    """
+    ep, hidden, experts = job.mesh.ep, job.model.hidden_size, 0 if job.model.moe is None else job.model.moe.num_experts
+    tokens = int(job.batch.micro_batch_size * job.batch.seq_len) // job.mesh.cp
+    whole = tokens * ep * (2 * hidden + 4 * experts + 4 * (hidden // 128))
+    others = max(ep // PEERS, 1) - 1
+    beyond = tokens * (2 * hidden + 4 * experts) * (1 + 3 * others) if others else 0
+    source = "DeepEP, branch hybrid-ep, csrc/hybrid_ep/buffer/intranode.cu and internode_doca.cu"
+    return Outside("HybridEP's buffers", Band(whole, whole + beyond, whole + beyond), source)
