@@ -80,6 +80,13 @@ _HARMLESS = {
     "liger_fused_linear_cross_entropy": (True,),
 }  # fmt: skip
 _POLICIES = {"dpo": 2, "ipo": 2, "orpo": 2, "simpo": 2, "kto": 1, "gdpo": 1, "grpo": 1}
+#: Keys that act on experts alone, and how their plugins are named. Source: loaders/model.py, integrations/kernels/args.py,
+#: integrations/expert_parallel/, monkeypatch/moe_quant.py (parameters with three axes and "expert" in their name).
+_OF_EXPERTS = (
+    "quantize_moe_experts", "lora_target_parameters", "use_scattermoe", "use_sonicmoe", "experts_implementation",
+    "expert_parallel_size", "llama4_linearized_experts", "plugins: KernelsPlugin", "plugins: ExpertParallelPlugin",
+)  # fmt: skip
+_BESIDE_EXPERTS = "{}: of experts alone; adapters in a model with experts of that kind are not modelled, and the job is refused"
 _RL = "preferences and rewards are counted as {} of the batch; reference model and generation are not counted (`zeroplan workflow`)"
 
 
@@ -119,9 +126,19 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
             whole.matters[asked] = _OWN_KERNELS
             whole.saves.add(asked)
     _loss(reading, whole)
+    if made["use_peft"]:
+        _beside_experts(reading, whole)
     _goal(reading, whole)
     reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
     return reading.setup("axolotl")
+
+
+def _beside_experts(reading: Reading, whole: Table) -> None:
+    """Note keys of experts once: with adapters such a model is refused, and a dense model has nothing that they change."""
+    said = [key for key in _OF_EXPERTS if whole.matters.pop(key, None)]
+    if {"use_scattermoe", "use_sonicmoe"} & set(said) and whole.matters.pop("use_kernels", None):
+        said.append("use_kernels")  # which the plugin for these two sets (integrations/kernels/args.py, check_use_kernels)
+    reading.notes += [_BESIDE_EXPERTS.format(", ".join(said))] if said else []
 
 
 def _goal(reading: Reading, whole: Table) -> None:

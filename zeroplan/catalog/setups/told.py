@@ -6,11 +6,14 @@ from fnmatch import fnmatchcase
 from functools import cache
 from glob import escape
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.text import shown
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, ZeroplanError
+
+if TYPE_CHECKING:
+    from zeroplan.spec.model import ModelSpec
 
 Kind = Literal[
     "deepspeed", "accelerate", "trainer", "torchtitan", "llama-factory", "axolotl", "verl", "ms-swift", "openrlhf", "torchtune",
@@ -494,6 +497,16 @@ class Reading:
         is_path = named.startswith(("/", ".", "~")) or named.count("/") > 1
         note = f"{self.table.name(key)} is a path without a config.json here, and its last part is taken for the model's name"
         self.tell("model", key, last if is_path else named, note=note if is_path else "")
+
+    def known_model(self) -> "ModelSpec | None":
+        """Return the file's model if it is in the package's catalogue; None if it is not, or is given by a ``config.json``."""
+        from zeroplan.catalog.model import model  # noqa: PLC0415  few keys depend on the model
+
+        named = self.flags.get("model", Told("", None)).value
+        try:
+            return model(named) if isinstance(named, str) else None
+        except ZeroplanError:
+            return None
 
     def unmodelled(self, *, saves: str = "", adds: str = "", either: str = "") -> None:
         """Note the keys whose effect on memory is not modelled, as Table.unmodelled."""
