@@ -113,7 +113,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     read = with_setup(request, chosen)
     model, model_notes = _model(read.request, extra)
     model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
-    freezes = read.kind == "llama-factory"
+    freezes = read.kind in ("llama-factory", "ms-swift")
     model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
     request, config_notes, config_keys = _with_deepspeed_config(read, model, chosen)
     request, liger_note = (request, "") if read.kind is None else _liger(request, model)

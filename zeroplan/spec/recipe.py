@@ -30,7 +30,7 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place"]
+LogProbs = Literal["tiles", "divergence", "in place", "entropy"]
 #: The names that ``fused_kernels`` accepts.
 FUSED = ("cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces")
 #: The names that Liger has.
@@ -410,7 +410,8 @@ class RecipeSpec(Spec):
     """Tokens of each sequence that loss ``log-probs`` does not score: its prompt, at least its first token."""
     log_probs: LogProbs = "tiles"
     """How loss ``log-probs`` is computed: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from
-    all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl)."""
+    all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl), or beside the policy's
+    compiled entropy does not (``entropy``)."""
     forward_only: bool = False
     """No backward follows, so stage 3 keeps nothing gathered for it. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False

@@ -85,7 +85,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading.unmodelled(
         saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format moe_shared_expert_overlap"
     )
-    _stages(reading)
+    tell_stages(reading)
     _of_megatron_alone(reading)
     if _is_swift(table):
         _loop(reading)
@@ -325,21 +325,25 @@ _MEGATRONS = ("moe_shared_expert_overlap", "moe_expert_capacity_factor", "fp8_fo
 _NONE_SHARED = ("mixtral", "qwen3_moe")
 
 
-_ENDS = [[f"decoder_{end}_pipeline_num_layers", f"num_layers_in_{end}_pipeline_stage"] for end in ("first", "last")]
+_FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+_LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
 
 
-def _stages(reading: Reading) -> None:
+def tell_stages(reading: Reading, before: str = "") -> None:
     """Read pipelines whose first or last stage has its own number of layers (get_num_layers_to_build)."""
     table, model = reading.table, reading.known_model()
-    first, last = (next((found for key in keys if (found := table.count(key))), 0) for keys in _ENDS)
+    keys = [[f"{before}{key}" for key in end] for end in (_FIRST, _LAST)]
+    first, last = (next((found for key in end if (found := table.count(key))), 0) for end in keys)
     layers = table.count("num_layers") or (0 if model is None else model.num_hidden_layers)
-    told = reading.flags.get("pipeline_parallel", Told("", 1))
-    rest, left = int(str(told.value)) - (first > 0) - (last > 0), layers - first - last
+    stages = int(str(reading.flags.get("pipeline_parallel", Told("", 1)).value))
+    rest, left = stages - (first > 0) - (last > 0), layers - first - last
     if not (first or last) or "pipeline_stages_per_rank" in reading.flags or rest < 1 or left <= 0 or left % rest:
+        table.read.difference_update(*keys)
         return
-    between = ([first] if first else []) + [left // rest] * rest + ([last] if last else [])
-    reading.tell("pipeline_layers", next(key for keys in _ENDS for key in keys if key in table.data), ",".join(map(str, between)))
-    for key in sum(_ENDS, []):
+    chunks = ([first] if first else []) + [left // rest] * rest + ([last] if last else [])
+    said = [key for end in keys for key in end if key in table.data]
+    reading.tell("pipeline_layers", said[0], ",".join(map(str, chunks)))
+    for key in said:
         table.matters.pop(key, None)
         table.saves.discard(key)
 

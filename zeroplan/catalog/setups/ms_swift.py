@@ -22,7 +22,7 @@ _SAVES = """
     freeze_llm freeze_parameters* use_logits_to_keep use_galore use_muon lisa_activated_layers
 """
 _ADDS = """
-    rlhf_type teacher_model reward_model modules_to_save use_dora enable_dft_loss neftune_noise_alpha
+    rlhf_type teacher_model reward_model modules_to_save use_dora
     new_special_tokens label_smoothing_factor llamapro_num_new_blocks log_entropy top_entropy_quantile target_regex
     lora_bias optim_target_modules torch_compile fp8 activation_cpu_offload router_aux_loss_coef
 """
@@ -39,7 +39,7 @@ _KNOWN = """
     write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora
     use_hf tau_* fipo_* advantage_estimator *_logprobs off_policy_* cosine_* gkd_* seq_kd offload_teacher_model use_ray
     label_names sequence_parallel_size galore_* norm_bbox reft_* model_kwargs custom_*
-    include interleave_prob MAX_*_SAMPLES
+    enable_dft_loss include interleave_prob MAX_*_SAMPLES
 """
 
 
@@ -88,9 +88,10 @@ def _task(reading: Reading, whole: Table) -> None:
         from zeroplan.catalog.setups.megatron_arguments import tell_task  # noqa: PLC0415  few files have another task
 
         tell_task(reading, whole)
-    for key in ("freeze_vit", "freeze_aligner"):
-        if whole.switch(key) is False:
-            whole.matters[key] = f"{key}=False: gradients and states of a tower are not counted"
+    parts = {"tower": "freeze_vit", "projector": "freeze_aligner"}
+    frozen = [part for part, key in parts.items() if whole.switch(key) is not False]
+    if len(frozen) < len(parts):
+        reading.tell("freeze", next(key for part, key in parts.items() if part not in frozen), ",".join(frozen) or "none")
     if whole.switch("padding_free"):
         reading.notes.append(_PADDING)
 

@@ -295,6 +295,7 @@ class Table:
 
     def suspects(self) -> None:
         """Note keys that no reader used and that may change memory, by their names."""
+        self.leave(key for key, value in self.data.items() if str(key).endswith("parallel_size") and str(value) == "1")
         unread = {str(key): may_matter(str(key)) for key in self.data if key not in self.read}
         self.leave(key for key, matters in unread.items() if matters is None)
         self.unmodelled(either=" ".join(escape(key) for key, matters in unread.items() if matters))
@@ -445,6 +446,12 @@ class Reading:
             self.tell("fused_kernels", key, ",".join(parts), note=f"{self.table.name(key)}: {_LIGER}")
         if loss:
             self.tell("loss", key, "fused", filled=True)
+
+    def tell_frozen_tower(self, key: str) -> None:
+        """Freeze vision tower and projector if a switch says so and the model is not known to have none."""
+        model = self.known_model()
+        if self.table.switch(key) and (model is None or model.vision is not None):
+            self.tell("freeze", key, "tower,projector")
 
     def tell_loop(self, key: str, workflow: str, *, alone: bool = False, **options: object) -> None:
         """Set the loop that the training step belongs to; the trainer's default replaces an option that is None.

@@ -6,8 +6,8 @@ GRPO, the job is the actor's update.
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.megatron_arguments import tell_megatron
-from zeroplan.catalog.setups.told import FILLED, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
+from zeroplan.catalog.setups.megatron_arguments import tell_megatron, tell_stages
+from zeroplan.catalog.setups.told import FILLED, LIGER, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _UPDATE = (
@@ -17,8 +17,9 @@ _UPDATE = (
 _MOVED = (
     "what param_offload and optimizer_offload keep on the host returns to the GPU for the update, so that it is counted there"
 )
-_SAVES = "*.use_liger *.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
-_ADDS = "*.entropy_coeff *.calculate_entropy *.mtp.enable_train *.mtp.enable"
+_SAVES = "*.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
+_ADDS = "*.mtp.enable_train *.mtp.enable"
+_ENTROPY = f"{_ACTOR}entropy_coeff {_ACTOR}calculate_entropy"
 
 
 def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
@@ -31,6 +32,8 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     named = next((key for key in (f"{_MODEL}path", "model.partial_pretrain", "model.path") if table.text(key)), None)
     if named is not None:
         reading.tell_model(named, str(table.data[named]))
+    table.leave(["optim"] * (table.data.get("optim") in ("fsdp", "megatron")))  # which of its files Hydra reads
+    reading.tell_frozen_tower(f"{_ACTOR}freeze_vision_tower")
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
     reading.tell("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
@@ -42,11 +45,15 @@ def _policy(reading: Reading, gpus: int) -> None:
     table = reading.table
     length = (table.count("data.max_prompt_length") or 512) + (table.count("data.max_response_length") or 512)
     ways = table.count(f"{_ACTOR}ulysses_sequence_parallel_size") or 1
-    uses_megatron = table.text(f"{_ACTOR}strategy") == "megatron" or "megatron" in str(table.get("config_name")) or any(
-        key.startswith(f"{_ACTOR}megatron.") for key in table.data
+    said = table.text(f"{_ACTOR}strategy") or table.text(f"{_ACTOR}fsdp_config.strategy")
+    uses_megatron = said == "megatron" or "megatron" in str(table.get("config_name")) or (
+        said is None and any(key.startswith(f"{_ACTOR}megatron.") for key in table.data)
     )  # fmt: skip
     ranks = tell_megatron(reading, gpus, f"{_ACTOR}megatron.") if uses_megatron else gpus // ways
     if uses_megatron:
+        table.unmodelled(adds=_ENTROPY)
+        table.leave((f"{_MODEL}enable_gradient_checkpointing",))  # of FSDP's workers alone; Megatron has its own keys
+        tell_stages(reading, f"{_ACTOR}megatron.override_transformer_config.")
         reading.tell("seq_len", "data.max_response_length", length)
     else:
         _fsdp(reading, f"{_ACTOR}fsdp_config.", str(table.get(f"{_ACTOR}strategy") or "fsdp"), gpus)
@@ -58,13 +65,28 @@ def _policy(reading: Reading, gpus: int) -> None:
     told = not (uses_megatron or ways > 1 or gpus == 1) and table.text(f"{_ROLLOUT}name") in (None, "vllm")
     if not uses_megatron:
         reading.own_units = "verl"
-        reading.tell_log_probs("algorithm.adv_estimator", how="in place")
+        reading.tell_log_probs("algorithm.adv_estimator", how="entropy" if _has_entropy(reading) else "in place")
         _loop(reading, alone=not told)
     if not told:
         reading.notes.append(_UPDATE)
     parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
     if any(table.switch(f"{_ACTOR}{part}") for part in parts):
         reading.notes.append(_MOVED)
+
+
+def _has_entropy(reading: Reading) -> bool:
+    """Whether the update computes the entropy and its gradient, compiled (workers/actor/dp_actor.py); notes other ways to do so.
+
+    Checkpoints of the compiled entropy save the same logits (entropy_checkpointing).
+    """
+    table = reading.table
+    table.leave((f"{_ACTOR}entropy_checkpointing",))
+    asked = bool(table.switch(f"{_ACTOR}calculate_entropy")) or number_of(table.get(f"{_ACTOR}entropy_coeff"), 0) != 0
+    compiled = table.switch(f"{_ACTOR}use_torch_compile") is not False
+    chunked = table.switch(f"{_ACTOR}entropy_from_logits_with_chunking")
+    if asked and (chunked or not compiled):
+        table.unmodelled(adds=_ENTROPY)
+    return asked
 
 
 _ROLLOUT = "actor_rollout_ref.rollout."
@@ -163,6 +185,8 @@ def _model(reading: Reading, before: str) -> None:
     recomputes = table.switch(f"{before}enable_gradient_checkpointing") is not False
     reading.tell("recompute", f"{before}enable_gradient_checkpointing", "full" if recomputes else "none")
     rank = next((found for key in ("lora_rank", "lora.rank") if (found := table.count(f"{before}{key}", least=0))), 0)
+    if table.switch(f"{before}use_liger"):  # workers/fsdp_workers.py: Liger's own loss needs labels, which the model does not get
+        reading.tell_liger(*LIGER, key=f"{before}use_liger", loss=False)
     targets = table.get(f"{before}target_modules") or table.get(f"{before}lora.target_modules")
     if rank:
         reading.tell("lora_rank", f"{before}lora_rank", rank)

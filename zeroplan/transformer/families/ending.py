@@ -648,16 +648,28 @@ def _tiled(tape: Tape, read: Value, ending: Ending, *, kind: _Tiled) -> _Ran:
     return _Ran(loss, (saved, *targets), (mask, *labels, *targets, rows, made, saved))
 
 
-def _in_place(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """Run verl's loss: all logits in the compute dtype, which the backward of flash-attn's cross-entropy overwrites."""
+def _in_place(tape: Tape, read: Value, ending: Ending, *, entropy: bool = False) -> _Ran:
+    """Run verl's loss: all logits in the compute dtype, which the backward of flash-attn's cross-entropy overwrites.
+
+    A division by the temperature is in place, and its backward is not. With ``entropy`` both losses make a gradient of their own,
+    and the compiled entropy saves the logits and four fp32 numbers of a token (torch 2.13, min_cut_rematerialization_partition).
+    """
     product = _product(tape, read)
-    logits = _capped(tape, product) if ending.family in CAPPED else product
+    hot = _capped(tape, product) if ending.family in CAPPED else product
+    logits = Value(tape.hold(hot.store), hot.dtype, hot.shape)
+    tape.add("division by the temperature", (logits,), (), _makes("gradient of the undivided logits", hot), of=(hot,))
+    tape.release(hot)
     labels = tape.make(LOGITS, "labels", 8 * T, IN_PLACE, LABELS)
-    rows = tape.make(LOGITS, "log-probability and log-sum-exp of each token", 8 * T, IN_PLACE)
+    rows = tape.make(LOGITS, "log-probability and log-sum-exp of each token", (24 if entropy else 8) * T, IN_PLACE)
     loss = _scalar()
 
-    def backward(_tape: Tape, _taken: list[Store]) -> Arriving:
-        return [op.through(logits, logits.store)]
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        if not entropy:
+            return [op.through(logits, logits.store)]
+        reasons = (f"gradient of the logits by the {one}" for one in ("log-probabilities", "entropy"))
+        first, second = (tape.make(LOGITS, reason, logits.dtype * logits.shape, IN_PLACE) for reason in reasons)
+        tape.scratch.append(second)
+        return [(logits, first)]
 
     tape.add("log-probabilities", (loss,), (logits.store, rows, labels), backward, of=(logits,), place=AT_LOSS)
     return _Ran(loss, (logits.store, rows, labels), (labels, rows, logits.store), (logits.store,))
@@ -698,4 +710,5 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, tiles": partial(_tiled, kind=_SCORES),
     "log-probs, divergence": partial(_tiled, kind=_DISTILLS),
     "log-probs, in place": _in_place,
+    "log-probs, entropy": partial(_in_place, entropy=True),
 }
