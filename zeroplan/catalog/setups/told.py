@@ -450,7 +450,8 @@ class Reading:
     def tell_frozen_tower(self, key: str) -> None:
         """Freeze vision tower and projector if a switch says so and the model is not known to have none."""
         model = self.known_model()
-        if self.table.switch(key) and (model is None or model.vision is not None):
+        said = self.table.get(key)
+        if said and str(said).lower() != "false" and (model is None or model.vision is not None):
             self.tell("freeze", key, "tower,projector")
 
     def tell_loop(self, key: str, workflow: str, *, alone: bool = False, **options: object) -> None:
