@@ -27,7 +27,7 @@ from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
-from zeroplan.spec.recipe import LIGER_FAMILIES, ON_PAPER, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
+from zeroplan.spec.recipe import LIGER_FAMILIES, OF_LIGER, ON_PAPER, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
 from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
 
@@ -427,7 +427,8 @@ def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
     if "liger-" not in (request.fused_kernels or "") or (model.profile is None and model.family in LIGER_FAMILIES):
         return request, ""
     note = f"Liger's kernels are not modelled with family {model.family!r}: transformers' own operators are counted"
-    return replace(request, fused_kernels=None), note
+    others = [one for one in (request.fused_kernels or "").split(",") if one.strip() not in OF_LIGER]
+    return replace(request, fused_kernels=",".join(others) or None), note
 
 
 def _wide_adapters(model: ModelSpec) -> str:

@@ -32,7 +32,7 @@ Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
 LogProbs = Literal["tiles", "divergence", "in place", "entropy"]
 #: The names that ``fused_kernels`` accepts.
-FUSED = ("cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces")
+FUSED = ("cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces")
 #: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
 #: Families whose Liger kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) were compared, or that keep their own operators.
@@ -42,6 +42,17 @@ LIGER_FAMILIES = frozenset({
 ActivationModel = Literal["module", "megatron"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
 WhoseModules = Literal["transformers", "torchtitan"]
+
+
+def kernels_under(engine: str | None, kernels: str | None) -> str | None:
+    """Return fused kernels without those that are modelled with DDP alone; all of them for ``ddp``.
+
+    >>> kernels_under("fsdp2", "rope,axolotl-lora"), kernels_under("ddp", "axolotl-lora"), kernels_under("fsdp2", "axolotl-lora")
+    ('rope', 'axolotl-lora', None)
+    """
+    if kernels is None or engine == "ddp":
+        return kernels
+    return ",".join(one for one in kernels.split(",") if one.strip() != "axolotl-lora") or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,8 +450,9 @@ class RecipeSpec(Spec):
     default, reentrant before 5.0."""
     fused_kernels: str | None = None
     """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``
-    (writes the gradient over the logits), ``rms-norm``, ``rope``, and ``lora`` (attention projections of QLoRA). Liger's are
-    ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
+    (writes the gradient over the logits), ``rms-norm``, ``rope``, and ``lora`` (attention projections of QLoRA). Axolotl's are
+    ``axolotl-lora``: attention's projections and gated MLPs with adapters. Liger's are ``rope`` (with the same memory),
+    ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
     ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row."""

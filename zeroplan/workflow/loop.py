@@ -236,7 +236,10 @@ def _check(job: JobSpec, asked: Asked) -> None:
     on_megatron = recipe.engine == "megatron" and bool(asked.full_logits)  # a file of ms-swift's
     for refused, instead in (
         (recipe.engine not in _ENGINES and not on_megatron and f"engine {recipe.engine!r}", f"one of {', '.join(_ENGINES)}"),
-        (mesh.tp * mesh.cp * mesh.pp * mesh.ep > 1 and not on_megatron and "ranks that split the model or a sequence", "--gpus alone"),
+        (
+            mesh.tp * mesh.cp * mesh.pp * mesh.ep > 1 and not on_megatron and "ranks that split the model or a sequence",
+            "--gpus alone",
+        ),
         (job.model.profile is not None and "a profile", "a model of a known family"),
     ):
         if refused:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, Told, TranslatedTable, own_tensor_parallelism
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
@@ -38,8 +38,8 @@ _ON_GPU = "they are counted on the GPU, which is the most it takes"
 _IN_FP16 = "float16 without fp16 trains in 16 bits without autocast, which is counted as bf16: the same widths"
 _MASK = "sample_packing without FlashAttention makes a mask of all pairs of tokens, not counted: the answer is too low by that"
 _OWN_KERNELS = (
-    "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel) unless all are false; these are not "
-    "modelled, and peft's layers are counted in their place"
+    "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel), which are modelled together and with "
+    "DDP: peft's layers are counted in their place, which take more"
 )
 #: DeepSpeed files that Axolotl ships (`axolotl fetch deepspeed_configs`), by the number in their name.
 _SHIPPED: dict[str, dict[str, object]] = {
@@ -124,20 +124,38 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         ways = whole.count("tensor_parallel_size") or 1
         reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
     reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
-    if made["use_peft"] and not all(whole.switch(key) is False for key in _KERNELS[:3]):
-        asked = next((key for key in _KERNELS if whole.switch(key)), None)
-        if asked is None:
-            reading.notes.append(_OWN_KERNELS)
-        else:  # they make again what peft's layers keep (kernels/lora.py)
-            whole.matters[asked] = _OWN_KERNELS
-            whole.saves.add(asked)
     _loss(reading, whole)
+    if made["use_peft"]:
+        _kernels(reading, whole)
     _tower(reading, whole, adapted=bool(made["use_peft"]))
     if made["use_peft"]:
         _beside_experts(reading, whole)
     _goal(reading, whole)
     reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
     return reading.setup("axolotl")
+
+
+def _kernels(reading: Reading, whole: Table) -> None:
+    """Read Axolotl's functions for adapters, which are on unless the file says otherwise (utils/schemas/config.py).
+
+    Source: check_auto_enable_lora_kernels. They are modelled under DDP if they run all projections.
+    """
+    asked = [key for key in _KERNELS if whole.switch(key)]
+    off = whole.text("rl") or whole.switch("nvfp4_merge_aware") or whole.switch("trust_remote_code")
+    eight = whole.text("adapter") == "lora" and whole.switch("load_in_8bit")
+    by_default = not (off or eight or any(whole.data.get(key) is not None for key in _KERNELS))
+    if not (asked or by_default):
+        return
+    flags = reading.flags
+    if (by_default or set(_KERNELS[:3]) <= set(asked)) and flags.get("engine", Told("", "")).value == "ddp" and not eight:
+        told = flags.get("fused_kernels", Told("", ""))
+        both = ",".join(filter(None, (str(told.value), "axolotl-lora")))
+        reading.tell("fused_kernels", asked[0] if asked else "adapter", both, filled=True, note=told.note)
+    elif by_default:
+        reading.notes.append(_OWN_KERNELS)
+    else:  # they make again what peft's layers keep (kernels/lora.py)
+        whole.matters[asked[0]] = _OWN_KERNELS
+        whole.saves.add(asked[0])
 
 
 def _tower(reading: Reading, whole: Table, *, adapted: bool) -> None:
@@ -160,7 +178,7 @@ _OF_TEXT = ("model.language_model.", "lm_head", "embed_tokens")
 
 
 def _beside_experts(reading: Reading, whole: Table) -> None:
-    """Note keys of experts and of some families once: with adapters such a model is refused, and others have nothing of the kind."""
+    """Note keys of experts and of some families once: with adapters such a model is refused, and others have no such parts."""
     said = [key for key in (*_OF_EXPERTS, *_OF_FAMILIES) if whole.matters.pop(key, None)]
     model = reading.known_model()
     if model is not None and model.family not in ADAPTED_FAMILIES and whole.matters.pop("fused_attn_kernel", None):

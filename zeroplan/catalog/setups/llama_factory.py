@@ -38,9 +38,7 @@ _EITHER = """
     pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
 """
 _TWICE = "pref_loss={} reads the logits a second time, which is not counted: the answer is too low by that"
-_VALUES = (
-    "a reward model's loss reads a value head, and none of the logits beside it: a loss of all logits is counted, which takes more"
-)
+_VALUES = "a reward model's loss reads a value head, not the logits beside it: a loss of all logits is counted, which takes more"
 
 
 def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> Setup:
@@ -62,13 +60,13 @@ def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> 
         reading.tell_loop("stage", stage, full_logits=True)
     elif stage in ("dpo", "rm"):
         reading.table.matters["stage"] = _TWICE.format(loses) if stage == "dpo" else _VALUES
-        reading.table.saves.update(["stage"] * (stage == "rm"))  # train/rm/trainer.py; trl's head is a vector of the hidden size
+        reading.table.saves.update(
+            ["stage"] * (stage == "rm")
+        )  # train/rm/trainer.py; trl's head is a vector of the hidden size
     if whole.get("ref_model") is not None:
         whole.matters["ref_model"] = "ref_model: a reference model of the trained model's own size is counted"
     _tower(reading, whole)
-    if whole.switch("use_adam_mini"):  # train/trainer_utils.py, _create_adam_mini_optimizer
-        reading.tell("optimizer", "use_adam_mini", "adam-mini")
-        reading.flags.pop("optimizer_impl", None)
+    _adam_mini(reading)
     whole.leave(("use_dft_loss",))  # weights of each token's loss: a few numbers per token (train/trainer_utils.py)
     if whole.switch("enable_liger_kernel"):  # model/model_utils/liger_kernel.py: other losses need logits
         reading.tell_liger(*LIGER, key="enable_liger_kernel", loss=stage in (None, "pt", "sft"))
@@ -78,6 +76,12 @@ def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> 
     if (workers := whole.count("ray_num_workers")) is not None and workers > 1:
         reading.tell("gpus", "ray_num_workers", workers, filled=True)
     return reading.setup("llama-factory")
+
+
+def _adam_mini(reading: Reading) -> None:
+    if reading.table.switch("use_adam_mini"):  # train/trainer_utils.py, _create_adam_mini_optimizer
+        reading.tell("optimizer", "use_adam_mini", "adam-mini")
+        reading.flags.pop("optimizer_impl", None)
 
 
 def _refuse(whole: Table) -> None:

@@ -43,7 +43,8 @@ _LAYERS = {
 }
 _NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
 _SAVES = """
-    *use_megatron_fsdp *optimizer_offload_fraction *fine_grained_activation_offloading *optimizer_cpu_offload *num_layers_in_first_pipeline_stage
+    *use_megatron_fsdp *optimizer_offload_fraction *fine_grained_activation_offloading *optimizer_cpu_offload
+    *num_layers_in_first_pipeline_stage
     *cpu_offloading *num_layers_in_last_pipeline_stage *decoder_first_pipeline_num_layers *decoder_last_pipeline_num_layers
     *account_for_*_in_pipeline_split
 """
@@ -82,9 +83,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _hybrid(reading, pattern.split("|"), ranks_of_pipeline=table.count("pipeline_model_parallel_size") or 1)
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
-    reading.unmodelled(
-        saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format moe_shared_expert_overlap"
-    )
+    reading.unmodelled(saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format moe_shared_expert_overlap")
     tell_stages(reading)
     _of_megatron_alone(reading)
     if _is_swift(table):

@@ -185,7 +185,9 @@ def _model(reading: Reading, before: str) -> None:
     recomputes = table.switch(f"{before}enable_gradient_checkpointing") is not False
     reading.tell("recompute", f"{before}enable_gradient_checkpointing", "full" if recomputes else "none")
     rank = next((found for key in ("lora_rank", "lora.rank") if (found := table.count(f"{before}{key}", least=0))), 0)
-    if table.switch(f"{before}use_liger"):  # workers/fsdp_workers.py: Liger's own loss needs labels, which the model does not get
+    if table.switch(
+        f"{before}use_liger"
+    ):  # workers/fsdp_workers.py: Liger's own loss needs labels, which the model does not get
         reading.tell_liger(*LIGER, key=f"{before}use_liger", loss=False)
     targets = table.get(f"{before}target_modules") or table.get(f"{before}lora.target_modules")
     if rank:
