@@ -38,7 +38,9 @@ _EITHER = """
     pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
 """
 _TWICE = "pref_loss={} reads the logits a second time, which is not counted: the answer is too low by that"
-_VALUES = "a reward model's loss reads a value head, not the logits beside it: a loss of all logits is counted, which takes more"
+_VALUES = (
+    "a reward model's loss reads a value head, not the logits beside it: a loss of all logits is counted, which takes more"
+)
 
 
 def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> Setup:

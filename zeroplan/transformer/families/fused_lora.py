@@ -168,10 +168,10 @@ def gated_mlp(tape: Tape, given: Value, training: Training) -> Value:
         wide = [_product(tape, one, h, training).store for one in (gate, up)]
         hidden = tape.make(TEMPORARY, "gated product, input of the down projection", e * T * f, AXOLOTL)
         made = _product(tape, down._replace(width=h), f, training)
-        tape.drop(hidden)
         sizes = ((h, f), (h, f), (f, h))
         names = tuple(one.name for one in (gate, up, down))
         copies = _copies(tape, tuple((name, *size) for name, size in zip(names, sizes, strict=True)))
+        tape.drop(hidden)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         weight = _written(tape, down, h, training)
@@ -201,8 +201,7 @@ def _product(tape: Tape, one: Projection, reads: Size, training: Training) -> Va
     made = op.tensor(tape, f"output of the {one.name} and its adapter", e, T * one.width, AXOLOTL)
     tape.drop(*weight)
     casts = _copies(tape, ((one.name, reads, one.width),))
-    tape.temporary(f"{one.name}'s adapter: product with A", e * T * z, AXOLOTL)
-    tape.drop(*casts)
+    tape.drop(*casts, tape.make(TEMPORARY, f"{one.name}'s adapter: product with A", e * T * z, AXOLOTL))
     return made
 
 
@@ -223,8 +222,9 @@ def _copies(tape: Tape, sizes: tuple[tuple[str, Size, Size], ...]) -> tuple[Stor
 def _of_adapter(tape: Tape, name: str, reads: Size, width: Size) -> tuple[Store, Store]:
     """The gradient of the product with A, and the gradients of both matrices in 16 bits, until the function returns."""
     inner = tape.make(TEMPORARY, f"{name}'s adapter: gradient of the product with A", e * T * z, AXOLOTL)
-    tape.temporary(f"{name}'s adapter: product of its input and A", e * T * z, AXOLOTL)
-    return inner, tape.make(TEMPORARY, f"{name}'s adapter: gradients, not yet cast", e * z * (reads + width), AXOLOTL)
+    both = tape.make(TEMPORARY, f"{name}'s adapter: gradients, not yet cast", e * z * (reads + width), AXOLOTL)
+    tape.drop(tape.make(TEMPORARY, f"{name}'s adapter: product of its input and A", e * T * z, AXOLOTL))
+    return inner, both
 
 
 def _input_gradients(
