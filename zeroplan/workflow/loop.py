@@ -85,14 +85,16 @@ def loop_of_file(job: JobSpec, said: Mapping[str, object]) -> Loop:
 
 
 def _of_megatron(job: JobSpec, asked: Asked) -> Loop:
-    """The loop of ms-swift's trainers on Megatron-Core (megatron/trainers/rlhf_mixin.py, MegatronRLHFTrainer.prepare_model).
+    """The loop of ms-swift's and verl's trainers on Megatron-Core.
 
-    Every rank holds the reference model's share in 16 bits, whatever ``beta`` is. Models score with the layers of the training
-    step and save nothing, so that a scoring forward never needs more than the step.
+    Every rank holds the reference model's share in 16 bits: ms-swift's always (megatron/trainers/rlhf_mixin.py,
+    MegatronRLHFTrainer.prepare_model), verl's unless it is offloaded (workers/megatron_workers.py). Models score with the layers
+    of the training step and save nothing, so that a scoring forward never needs more than the step.
     """
     answer, split = estimate(job), job.mesh.pp
     weights = [line for line in answer.states if line.kind is Kind.PARAMETERS]
-    copy = [line._replace(reason=f"reference model: {line.reason}") for line in weights]
+    kept = WORKFLOWS[asked.workflow].compares or asked.keeps_reference
+    copy = [line._replace(reason=f"reference model: {line.reason}") for line in weights if kept]
     if split > 1 and not WORKFLOWS[asked.workflow].generates:  # outputs of all models travel and wait together
         if (job.recipe.pipeline_stages_per_rank or 1) > 1:
             raise SpecError(f"workflow {asked.workflow} with several pipeline stages on a rank is not modelled; use one")
@@ -104,14 +106,16 @@ def _of_megatron(job: JobSpec, asked: Asked) -> Loop:
     resident, stays = (*copy, *answer.held, *answer.workspaces), () if rollout is None else rollout.while_training
     made = [loading(answer, tuple(copy), efficient=False)]
     if rollout is not None:
-        made += [synchronisation(answer, resident, rollout)]
-        made += [LoopPhase("rollout", "vLLM generates", (*resident, *rollout.awake))]
+        here = resident if not asked.offloads_between_updates else (*copy, *answer.workspaces)
+        sending = (*here, *(weights if asked.offloads_between_updates else ()))
+        made += [synchronisation(answer, sending, rollout)]
+        made += [LoopPhase("rollout", "vLLM generates", (*here, *rollout.awake))]
     batch_line = [_buffered(job, asked, compares=True)] if WORKFLOWS[asked.workflow].generates else []
     made += [preference.training(answer, (*copy, *stays, *batch_line)), saving(answer, (*resident, *stays), full=False)]
     phases = tuple(one._replace(compared_with="") for one in made)
-    memory = (*host(answer, beside=answer.parameters, efficient=False, full=False),
+    memory = (*host(answer, beside=answer.parameters * kept, efficient=False, full=False),
               *(() if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)))  # fmt: skip
-    notes = ("ms-swift's trainers on Megatron-Core, read and not run.",
+    notes = ("ms-swift's and verl's trainers on Megatron-Core, read and not run.",
              *(() if rollout is None else _of_the_engine(rollout, answer.job, asked)))  # fmt: skip
     return Loop(asked.workflow, answer, phases, resident, memory, notes)
 
@@ -244,7 +248,7 @@ def _check(job: JobSpec, asked: Asked) -> None:
     ):
         if refused:
             raise SpecError(f"workflow {asked.workflow} with {refused} is not modelled; use {instead}")
-    if asked.workflow == "grpo":
+    if asked.workflow == "grpo" and not on_megatron:  # whose programs count a step's rollouts in their own ways
         _check_rollout(job, asked)
 
 

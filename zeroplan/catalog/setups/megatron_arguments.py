@@ -247,7 +247,10 @@ def _loop(reading: Reading) -> None:
     """Read ms-swift's methods on Megatron-Core (megatron/trainers/): pairs, the head of a reward model, and the loop."""
     table, flags = reading.table, reading.flags
     tell_task(reading, table)
-    if {table.text("rlhf_type"), table.text("task_type")} & {"rm", "seq_cls", "reranker", "generative_reranker"}:
+    if table.text("task_type") == "seq_cls":
+        reading.head_rows = table.count("num_labels") or 2
+    few = {table.text("rlhf_type"), table.text("task_type")} & {"rm", "seq_cls", "reranker", "generative_reranker"}
+    if few and "lora_rank" not in flags:
         table.matters["task_type"] = _ALL_LOGITS
         table.saves.add("task_type")
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
@@ -263,7 +266,7 @@ def _loop(reading: Reading) -> None:
         completion = table.count("max_completion_length") or 512
         if "seq_len" in flags:
             flags["seq_len"] = flags["seq_len"]._replace(value=int(str(flags["seq_len"].value)) + completion)
-        rolls_out(reading, table, completion)
+        rolls_out(reading, table, completion, keeps_reference="lora_rank" not in flags)
 
 
 _ALL_LOGITS = "a head of few outputs is counted with the logits of the whole vocabulary, which take more"
@@ -287,21 +290,29 @@ def tell_task(reading: Reading, table: Table) -> None:
         table.matters["task_type"] = _NEGATIVES
     if task == "reranker":
         reading.head_rows = 1
-    elif task in ("generative_reranker", "embedding") and reading.flags.get("engine", size).value != "megatron":
+    elif task in ("generative_reranker", "embedding") and not _on_megatron_alone(reading):
         reading.tell("loss", "task_type", "fused", filled=True, note=_FEW)
 
 
-def rolls_out(reading: Reading, table: Table, completion: int | None) -> None:
+def _on_megatron_alone(reading: Reading) -> bool:
+    """Whether only Megatron-Core's engine answers the job; with adapters only others do."""
+    engine = reading.flags.get("engine")
+    return engine is not None and engine.value == "megatron" and "lora_rank" not in reading.flags
+
+
+def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_reference: bool | None = None) -> None:
     """Read the rollouts of ms-swift's GRPO with vLLM (arguments/rlhf_args.py)."""
     level, beta, memory = (table.get(key) for key in ("sleep_level", "beta", "vllm_gpu_memory_utilization"))
     here = table.text("vllm_mode") != "server"
+    away = keeps_reference is not None and table.switch("offload_model") and table.switch("offload_optimizer")
     sleeps = here and str(level or 0) in ("1", "2")
     reading.tell_loop(
         "rlhf_type", "grpo", full_logits=True, beta=number_of(beta, 0.04), num_generations=table.count("num_generations"),
         max_completion_length=completion, steps_per_generation=table.count("steps_per_generation"),
         vllm_mode=table.text("vllm_mode"), vllm_gpu_memory_utilization=number_of(memory, 0.9) if here else None,
         vllm_tensor_parallel_size=table.count("vllm_tensor_parallel_size"), vllm_enable_sleep_mode=sleeps or None,
-        vllm_sleep_level=int(str(level)) if sleeps else None,
+        vllm_sleep_level=int(str(level)) if sleeps else None, keeps_reference=keeps_reference or None,
+        offloads_between_updates=away or None,
     )  # fmt: skip
 
 

@@ -67,6 +67,8 @@ def _policy(reading: Reading, gpus: int) -> None:
         reading.own_units = "verl"
         reading.tell_log_probs("algorithm.adv_estimator", how="entropy" if _has_entropy(reading) else "in place")
         _loop(reading, alone=not told)
+    else:
+        told = _loop_on_megatron(reading)
     if not told:
         reading.notes.append(_UPDATE)
     parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
@@ -112,6 +114,31 @@ def _loop(reading: Reading, *, alone: bool) -> None:
         log_prob_micro_batch_size_per_gpu=table.count(f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu"),
         **(_critic(reading) if estimator == "gae" else {}),
     )  # fmt: skip
+
+
+def _loop_on_megatron(reading: Reading) -> bool:
+    """Read the loop on Megatron-Core's workers; returns whether all of its phases are counted.
+
+    A reference model, and a critic, stay on the GPU unless they are offloaded (workers/megatron_workers.py).
+    """
+    table, stays = reading.table, "{}.megatron.{}_offload"
+    compares = table.switch(f"{_ACTOR}use_kl_loss") or table.switch("algorithm.use_kl_in_reward")
+    key = stays.format("actor_rollout_ref.ref", "param")
+    away = table.switch(key if key in table.data else f"{_ACTOR}megatron.param_offload")
+    if str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower() == "gae":
+        if not all(table.switch(stays.format("critic", part)) for part in ("param", "optimizer")):
+            table.matters["algorithm.adv_estimator"] = "adv_estimator=gae: a critic stays on the GPU, and is not counted"
+        return False
+    here = table.text(f"{_ROLLOUT}name") in (None, "vllm")
+    reading.tell_loop(
+        "algorithm.adv_estimator", "grpo", full_logits=True, keeps_reference=(compares and not away) or None,
+        max_completion_length=table.count("data.max_response_length"), vllm_mode=None if here else "server",
+        vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5) if here else None,
+        vllm_tensor_parallel_size=(table.count(f"{_ROLLOUT}tensor_model_parallel_size") or 2) if here else None,
+        offloads_between_updates=all(table.switch(stays.format(_ACTOR[:-1], part)) for part in ("param", "optimizer")) or None,
+        vllm_enable_sleep_mode=(here and table.switch(f"{_ROLLOUT}free_cache_engine") is not False) or None,
+    )  # fmt: skip
+    return here
 
 
 def _critic(reading: Reading) -> dict[str, object]:
