@@ -116,6 +116,8 @@ class Asked:
 
     keeps_reference: bool = False
     """A file's program on Megatron-Core keeps a reference model's weights on the GPU, whatever ``beta`` is."""
+    reward_engine: bool = False
+    """verl's reward model runs in a second vLLM on the same GPUs, which sleeps while models train."""
     offloads_between_updates: bool = False
     """It moves the trained model and its optimizer to host memory while vLLM generates."""
 

@@ -141,6 +141,8 @@ def _of_verl(job: JobSpec, asked: Asked) -> Loop:
     actor = tuple(line for line in answer.held if line.kind is Kind.PARAMETERS)
     first = first._replace(lines=(*actor, *first.lines) if len(models) > 1 else first.lines)
     made = (first, *verl.phases(models, asked, rollout), saving(answer, (*stays, *models[0].comes_back), full=full))
+    if asked.reward_engine:
+        made = verl.with_rewards(made)
     here = answer.ranks_per_node or job.mesh.world_size
     memory = [*host(answer, beside=others, efficient=efficient, full=full), *asleep(rollout, here)]
     reference = [models[0]._replace(name="reference model", offloaded=frozenset({Kind.PARAMETERS}))] * verl.has_reference(
@@ -149,7 +151,10 @@ def _of_verl(job: JobSpec, asked: Asked) -> Loop:
     memory += [use for one in (*models, *reference) for use in one.host(here)]
     notes = (
         "verl 0.9.1 with its FSDP workers, read and not run.",
-        "A reward model of verl's is an engine of its own, and is not counted.",
+        (
+            "A reward model of verl's is an engine of its own. Asleep on the same GPUs it is counted as vLLM asleep; while it scores, "
+            "it takes its share of the GPU, and that phase is not counted."
+        ),
         *_of_the_engine(rollout, answer.job, asked),
     )
     phases = tuple(one._replace(compared_with="") for one in made)

@@ -71,9 +71,23 @@ def _policy(reading: Reading, gpus: int) -> None:
         told = _loop_on_megatron(reading)
     if not told:
         reading.notes.append(_UPDATE)
+    _rewards(reading, counted=told and not uses_megatron)
     parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
     if any(table.switch(f"{_ACTOR}{part}") for part in parts):
         reading.notes.append(_MOVED)
+
+
+def _rewards(reading: Reading, *, counted: bool) -> None:
+    """Read a reward model on the actor's GPUs: a second vLLM, or FSDP with parameters in host memory (workers/fsdp_workers.py)."""
+    table, before = reading.table, "reward_model."
+    if not table.switch(f"{before}enable") or table.switch(f"{before}enable_resource_pool"):
+        return
+    if table.switch(f"{before}use_reward_loop") is False:
+        return
+    if counted and table.text(f"{before}rollout.name") in (None, "vllm"):
+        reading.loop["reward_engine"] = True
+    else:
+        table.matters[f"{before}enable"] = "reward_model.enable: an engine of its own on the same GPUs is not counted"
 
 
 def _has_entropy(reading: Reading) -> bool:
