@@ -423,5 +423,5 @@ class SetupRead(NamedTuple):
         if engine != "ddp" or (request.recompute or left.get("recompute")) != "full":
             left.pop("reentrant", None)
         if "fused_kernels" in left:
-            left["fused_kernels"] = kernels_under(engine, str(left["fused_kernels"]))
+            left["fused_kernels"] = kernels_under(str(engine), str(left["fused_kernels"]))
         return replace(request, **left)  # type: ignore[arg-type]  # Request checks every field

@@ -30,7 +30,7 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place", "entropy"]
+LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks"]
 #: The names that ``fused_kernels`` accepts.
 FUSED = ("cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces")
 #: The names that Liger has.
@@ -422,7 +422,7 @@ class RecipeSpec(Spec):
     log_probs: LogProbs = "tiles"
     """How loss ``log-probs`` is computed: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from
     all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl), or beside the policy's
-    compiled entropy does not (``entropy``)."""
+    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch)."""
     forward_only: bool = False
     """No backward follows, so stage 3 keeps nothing gathered for it. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False

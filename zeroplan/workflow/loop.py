@@ -152,8 +152,8 @@ def _of_verl(job: JobSpec, asked: Asked) -> Loop:
     notes = (
         "verl 0.9.1 with its FSDP workers, read and not run.",
         (
-            "A reward model of verl's is an engine of its own. Asleep on the same GPUs it is counted as vLLM asleep; while it scores, "
-            "it takes its share of the GPU, and that phase is not counted."
+            "A reward model of verl's is an engine of its own. Asleep on the same GPUs it is counted as vLLM asleep; while it "
+            "scores, it takes its share of the GPU, and that phase is not counted."
         ),
         *_of_the_engine(rollout, answer.job, asked),
     )

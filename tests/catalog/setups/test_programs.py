@@ -576,7 +576,10 @@ def test_a_first_pipeline_stage_with_its_own_layers(read: Callable[..., Resolved
 @pytest.mark.parametrize(
     ("said", "how", "noted"),
     [("", "in place", False), ("actor_rollout_ref.actor.entropy_coeff=0.001", "entropy", False),
-     ("actor_rollout_ref.actor.calculate_entropy=True actor_rollout_ref.actor.use_torch_compile=False", "entropy", True)],
+     ("actor_rollout_ref.actor.calculate_entropy=True actor_rollout_ref.actor.use_torch_compile=False", "entropy", True),
+     ("actor_rollout_ref.model.use_fused_kernels=True", "chunks", False),
+     ("actor_rollout_ref.model.use_fused_kernels=True actor_rollout_ref.model.fused_kernel_options.impl_backend=triton",
+      "in place", True)],
 )  # fmt: skip
 def test_verls_entropy_has_a_gradient_of_its_own(
     read: Callable[..., Resolved], tmp_path: Path, said: str, how: str, noted: bool

@@ -179,11 +179,11 @@ _OF_TEXT = ("model.language_model.", "lm_head", "embed_tokens")
 
 def _beside_experts(reading: Reading, whole: Table) -> None:
     """Note keys of experts and of some families once: with adapters such a model is refused, and others have no such parts."""
-    said = [key for key in (*_OF_EXPERTS, *_OF_FAMILIES) if whole.matters.pop(key, None)]
+    said = [key for key in (*_OF_EXPERTS, *_OF_FAMILIES) if whole.matters.pop(key, "")]
     model = reading.known_model()
-    if model is not None and model.family not in ADAPTED_FAMILIES and whole.matters.pop("fused_attn_kernel", None):
-        said.append("fused_attn_kernel")  # one attention for each family (loaders/patch_manager.py)
-    if {"use_scattermoe", "use_sonicmoe"} & set(said) and whole.matters.pop("use_kernels", None):
+    if model is not None and model.family not in ADAPTED_FAMILIES:  # fused_attn_kernel: loaders/patch_manager.py, by family
+        said += [key for key in ("fused_attn_kernel", *_KERNELS) if whole.matters.pop(key, "")]
+    if {"use_scattermoe", "use_sonicmoe"} & set(said) and whole.matters.pop("use_kernels", ""):
         said.append("use_kernels")  # which the plugin for these two sets (integrations/kernels/args.py, check_use_kernels)
     reading.notes += [_BESIDE.format(", ".join(said))] if said else []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.megatron_arguments import tell_megatron, tell_stages
 from zeroplan.catalog.setups.told import FILLED, LIGER, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
+from zeroplan.spec.recipe import LogProbs
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _UPDATE = (
@@ -37,6 +38,11 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
     reading.tell("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
+    if reading.flags.get("log_probs", Told("", "")).value == "chunks":
+        for key in (f"{_MODEL}use_fused_kernels", f"{_MODEL}fused_kernel_options.impl_backend"):
+            table.leave((key,))
+            table.matters.pop(key, None)
+            table.saves.discard(key)
     table.like("*engine_kwargs.* *metadata_kwargs.* *reward_kwargs.* *val_kwargs.* hydra.* config_path")
     return reading.setup("verl")
 
@@ -65,7 +71,7 @@ def _policy(reading: Reading, gpus: int) -> None:
     told = not (uses_megatron or ways > 1 or gpus == 1) and table.text(f"{_ROLLOUT}name") in (None, "vllm")
     if not uses_megatron:
         reading.own_units = "verl"
-        reading.tell_log_probs("algorithm.adv_estimator", how="entropy" if _has_entropy(reading) else "in place")
+        reading.tell_log_probs("algorithm.adv_estimator", how=_log_probs(reading))
         _loop(reading, alone=not told)
     else:
         told = _loop_on_megatron(reading)
@@ -88,6 +94,16 @@ def _rewards(reading: Reading, *, counted: bool) -> None:
         reading.loop["reward_engine"] = True
     else:
         table.matters[f"{before}enable"] = "reward_model.enable: an engine of its own on the same GPUs is not counted"
+
+
+def _log_probs(reading: Reading) -> LogProbs:
+    """Return how the update computes its loss; verl's fused head in Triton is not modelled."""
+    table, entropy = reading.table, _has_entropy(reading)
+    in_torch = table.text(f"{_MODEL}fused_kernel_options.impl_backend") in (None, "torch")
+    if table.switch(f"{_MODEL}use_fused_kernels") and in_torch and reading.flags["engine"].value != "ddp":
+        return "chunks"
+    table.read.discard(f"{_MODEL}fused_kernel_options.impl_backend")
+    return "entropy" if entropy else "in place"
 
 
 def _has_entropy(reading: Reading) -> bool:
