@@ -14,7 +14,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, judged, step_implementation
 from zeroplan.spec.adapter import AdapterSpec, Quantize
 from zeroplan.spec.job import JobSpec, engine_at
-from zeroplan.spec.recipe import ADAM, DdpOptions, RecipeSpec, Stage
+from zeroplan.spec.recipe import ADAM, DdpOptions, RecipeSpec, Stage, kernels_under
 from zeroplan.units import TIB
 
 MOST_GPUS = 4096
@@ -377,7 +377,10 @@ def _at_stage(recipe: RecipeSpec, stage: Stage) -> _Candidate:
     other = "" if engine == recipe.engine else f", which takes {engine} instead of {recipe.engine}"
     flags = f"--stage {stage} --engine {engine}"
     reentrant = recipe.reentrant if engine == "ddp" else None  # modelled for DDP only
-    return _with_recipe(f"shard more: ZeRO stage {stage}{other}", flags, zero_stage=stage, engine=engine, reentrant=reentrant)
+    return _with_recipe(
+        f"shard more: ZeRO stage {stage}{other}", flags, zero_stage=stage, engine=engine, reentrant=reentrant,
+        fused_kernels=kernels_under(engine, recipe.fused_kernels),
+    )  # fmt: skip
 
 
 def _arranged(job: JobSpec, *, gpus: int, replicas: int) -> JobSpec:

@@ -29,6 +29,7 @@ from zeroplan.planner.space import Fixed, gpu_of
 from zeroplan.resolve import OPTIONS, Request, Resolved, beyond_positions, mesh_of, resolve, with_setup
 from zeroplan.spec.hardware import SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+from zeroplan.spec.recipe import kernels_under
 from zeroplan.transformer.params import parameter_count
 
 #: Fields of a request that the search decides unless the user gives them.
@@ -65,6 +66,8 @@ def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
         )
     decided = {*SEARCHED, "reentrant"}  # a search goes through engines and recomputations that have no such checkpoints
     kept = {name: value for name, value in found.filled.items() if name not in decided and getattr(found.request, name) is None}
+    if "fused_kernels" in kept:
+        kept["fused_kernels"] = kernels_under(None, str(kept["fused_kernels"]))
     instead = () if found.own is None else found.own.instead
     held = (_HELD,) * bool(found.filled.get("reentrant"))
     return replace(found.request, **kept), (*instead, *held, *found.notes)  # type: ignore[arg-type]  # Request checks every field

@@ -33,6 +33,7 @@ from zeroplan.spec.recipe import (
     AUTOMODEL_BLOCKS,
     AUTOMODEL_NORMS,
     LIGER_FAMILIES,
+    OF_LIGER,
     ON_PAPER,
     DeepSpeedOptions,
     Engine,
@@ -125,7 +126,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     read = with_setup(request, chosen)
     model, model_notes = _model(read.request, extra)
     model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
-    freezes = read.kind == "llama-factory"
+    freezes = read.kind in ("llama-factory", "ms-swift")
     model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
     request, config_notes, config_keys = _with_deepspeed_config(read, model, chosen)
     request, liger_note = (request, "") if read.kind is None else _liger(request, model)
@@ -470,7 +471,8 @@ def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
     if "liger-" not in (request.fused_kernels or "") or (model.profile is None and model.family in LIGER_FAMILIES):
         return request, ""
     note = f"Liger's kernels are not modelled with family {model.family!r}: transformers' own operators are counted"
-    return replace(request, fused_kernels=None), note
+    others = [one for one in (request.fused_kernels or "").split(",") if one.strip() not in OF_LIGER]
+    return replace(request, fused_kernels=",".join(others) or None), note
 
 
 def _automodel(request: Request, model: ModelSpec) -> Request:

@@ -34,7 +34,9 @@ def with_images(
     vision = model.vision
     if request.freeze is not None:
         vision = replace(vision, freeze_tower="tower" in frozen, freeze_projector="projector" in frozen)
-    elif freezes:  # LLaMA-Factory, hparams/finetuning_args.py, FreezeArguments
+    elif (
+        freezes
+    ):  # LLaMA-Factory, hparams/finetuning_args.py, FreezeArguments; ms-swift, arguments/tuner_args.py, TunerArguments
         vision = replace(vision, freeze_tower=True, freeze_projector=True)
     if vision.has_blocks:
         vision = _with_images(vision, request)
@@ -85,4 +87,4 @@ def _notes(model: ModelSpec, vision: VisionSpec, request: "Request", seq_len: in
     elif not vision.frozen_names and request.freeze is None:
         yield "the vision tower is trained, as by a plain Trainer; --freeze tower,projector where it is not"
     elif vision.frozen_names and request.freeze is None:
-        yield "LLaMA-Factory freezes the vision tower and what joins it to the text unless its file says otherwise"
+        yield "LLaMA-Factory and ms-swift freeze the vision tower and what joins it to the text unless the file says otherwise"

@@ -50,6 +50,7 @@ from zeroplan.spec.recipe import (
     Stage,
     StepKernels,
     WhoseModules,
+    kernels_under,
 )
 
 if TYPE_CHECKING:
@@ -253,7 +254,8 @@ class Request(Spec):
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
         "Parts of the model that run in Unsloth's Triton kernels, as fms-acceleration installs them, separated by commas:"
         " cross-entropy (writes the gradient over the logits), rms-norm, rope, lora (attention's projections with QLoRA);"
-        " Liger's are rope, liger-rms-norm and liger-swiglu; torchtune's is loss-in-pieces. (default: none)", RECIPE, "NAMES",
+        " Axolotl's are axolotl-lora (all projections with adapters); Liger's are rope, liger-rms-norm and liger-swiglu;"
+        " torchtune's is loss-in-pieces. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(
@@ -425,4 +427,6 @@ class SetupRead(NamedTuple):
         engine = request.engine or left.get("engine") or ("ddp" if request.stage in (0, 1) else None)
         if engine != "ddp" or (request.recompute or left.get("recompute")) != "full":
             left.pop("reentrant", None)
+        if "fused_kernels" in left:
+            left["fused_kernels"] = kernels_under(str(engine), str(left["fused_kernels"]))
         return replace(request, **left)  # type: ignore[arg-type]  # Request checks every field

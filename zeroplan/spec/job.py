@@ -68,6 +68,12 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
         int8 and held and "weights in 8 bits, whose layers keep inputs through such checkpoints,",
         "reentrant true, or recompute 'none'",
     )
+    if "axolotl-lora" in recipe.fused_parts:
+        yield recipe.engine != "ddp" and f"Axolotl's kernels and engine {recipe.engine!r}", "engine 'ddp'"
+        ours = adapter.quantize in ("none", "nf4", "nf4-double") and not adapter.four_bits_follow_inputs
+        yield not ours and "Axolotl's kernels and such weights", "quantize 'none' or 'nf4-double'"
+        wide = adapter.compute == "fp32" or (adapter.quantize != "none" and adapter.upcast != "none")
+        yield wide and "Axolotl's kernels on inputs in fp32", "upcast 'none', and compute 'autocast'"
     head = HEAD in adapter.layers
     yield (
         head and recipe.engine not in ("ddp", "fsdp2") and f"an adapter of the head and engine {recipe.engine!r}",

@@ -30,10 +30,10 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place"]
+LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks"]
 #: The names that ``fused_kernels`` accepts.
 FUSED = (
-    "cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces", "norm-in-one", "deepep",
+    "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces", "norm-in-one", "deepep",
     "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
 )  # fmt: skip
 #: Kernels that send tokens to their experts; the experts weight what they compute between their two products.
@@ -53,6 +53,17 @@ AUTOMODEL_BLOCKS = (AUTOMODEL_NORMS | {"qwen3"}) - {"nemotron_h"}
 ActivationModel = Literal["module", "megatron"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
 WhoseModules = Literal["transformers", "torchtitan"]
+
+
+def kernels_under(engine: str | None, kernels: str | None) -> str | None:
+    """Return fused kernels without those that are modelled with DDP alone; all of them for ``ddp``.
+
+    >>> kernels_under("fsdp2", "rope,axolotl-lora"), kernels_under("ddp", "axolotl-lora"), kernels_under("fsdp2", "axolotl-lora")
+    ('rope', 'axolotl-lora', None)
+    """
+    if kernels is None or engine == "ddp":
+        return kernels
+    return ",".join(one for one in kernels.split(",") if one.strip() != "axolotl-lora") or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,7 +438,8 @@ class RecipeSpec(Spec):
     """Tokens of each sequence that loss ``log-probs`` does not score: its prompt, at least its first token."""
     log_probs: LogProbs = "tiles"
     """How loss ``log-probs`` is computed: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from
-    all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl)."""
+    all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl), or beside the policy's
+    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch)."""
     forward_only: bool = False
     """No backward follows, so stage 3 keeps nothing gathered for it. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False
@@ -455,7 +467,8 @@ class RecipeSpec(Spec):
     default, reentrant before 5.0."""
     fused_kernels: str | None = None
     """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``
-    (writes the gradient over the logits), ``rms-norm``, ``rope``, and ``lora`` (attention projections of QLoRA). Liger's are
+    (writes the gradient over the logits), ``rms-norm``, ``rope``, and ``lora`` (attention projections of QLoRA). Axolotl's are
+    ``axolotl-lora``: attention's projections and gated MLPs with adapters. Liger's are
     ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
     ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward.
 

@@ -114,6 +114,13 @@ class Asked:
     full_state_dict: bool | None = _said(_EVERY, "", "Save a gathered full state dict instead of shards.")
     # fmt: on
 
+    keeps_reference: bool = False
+    """A file's program on Megatron-Core keeps a reference model's weights on the GPU, whatever ``beta`` is."""
+    reward_engine: bool = False
+    """verl's reward model runs in a second vLLM on the same GPUs, which sleeps while models train."""
+    offloads_between_updates: bool = False
+    """It moves the trained model and its optimizer to host memory while vLLM generates."""
+
     def __post_init__(self) -> None:
         """Raise SpecError for options of another workflow, and for impossible numbers."""
         if self.workflow not in WORKFLOWS:

@@ -50,12 +50,14 @@ def loop_of_step(job: JobSpec, asked: Asked) -> Loop:
     _check(job, asked)
     if asked.workflow == "ppo":
         return _of_verl(job, asked)
+    if job.recipe.engine == "megatron":
+        return _of_megatron(job, asked)
     answer = estimate(job)
     kind = WORKFLOWS[asked.workflow]
     compares = kind.compares or bool(asked.beta)
     teacher = teacher_of(answer.job, asked.teacher_model) if kind.log_probs == "divergence" else None
     reference = reference_of(answer.job, all_logits=bool(asked.full_logits)) if compares else teacher and teacher.model
-    rollout = rollout_of(job, asked, answer.parameters) if kind.generates and asked.vllm_mode != "server" else None
+    rollout = rollout_of(job, asked, answer.parameters) if _generates_here(asked) else None
     parts = _Parts(answer, reference, rollout, teacher)
     resident = _resident(parts, asked)
     made = _of_rollouts(parts, asked, resident) if kind.generates else preference.phases(answer, reference, asked)
@@ -82,6 +84,49 @@ def loop_of_file(job: JobSpec, said: Mapping[str, object]) -> Loop:
     return loop_of_step(job, Asked(**{name: value for name, value in said.items() if name != "alone"}))  # type: ignore[arg-type]
 
 
+def _of_megatron(job: JobSpec, asked: Asked) -> Loop:
+    """The loop of ms-swift's and verl's trainers on Megatron-Core.
+
+    Every rank holds the reference model's share in 16 bits: ms-swift's always (megatron/trainers/rlhf_mixin.py,
+    MegatronRLHFTrainer.prepare_model), verl's unless it is offloaded (workers/megatron_workers.py). Models score with the layers
+    of the training step and save nothing, so that a scoring forward never needs more than the step.
+    """
+    answer, split = estimate(job), job.mesh.pp
+    weights = [line for line in answer.states if line.kind is Kind.PARAMETERS]
+    kept = WORKFLOWS[asked.workflow].compares or asked.keeps_reference
+    copy = [line._replace(reason=f"reference model: {line.reason}") for line in weights if kept]
+    if split > 1 and not WORKFLOWS[asked.workflow].generates:  # outputs of all models travel and wait together
+        if (job.recipe.pipeline_stages_per_rank or 1) > 1:
+            raise SpecError(f"workflow {asked.workflow} with several pipeline stages on a rank is not modelled; use one")
+        width, batch, others = widths(job.recipe.precision).compute, job.batch, 3 if asked.workflow == "kto" else 1
+        each = width * batch.micro_batch_size * batch.seq_len * job.model.hidden_size // job.mesh.cp
+        reason = "inputs of the other models' layers, received with the trained model's"
+        copy.append(Line(Kind.ACTIVATIONS, (split - 1) * others * each, reason, "", _TOGETHER))
+    rollout = rollout_of(job, asked, answer.parameters) if _generates_here(asked) else None
+    resident, stays = (*copy, *answer.held, *answer.workspaces), () if rollout is None else rollout.while_training
+    made = [loading(answer, tuple(copy), efficient=False)]
+    if rollout is not None:
+        here = resident if not asked.offloads_between_updates else (*copy, *answer.workspaces)
+        sending = (*here, *(weights if asked.offloads_between_updates else ()))
+        made += [synchronisation(answer, sending, rollout)]
+        made += [LoopPhase("rollout", "vLLM generates", (*here, *rollout.awake))]
+    batch_line = [_buffered(job, asked, compares=True)] if WORKFLOWS[asked.workflow].generates else []
+    made += [preference.training(answer, (*copy, *stays, *batch_line)), saving(answer, (*resident, *stays), full=False)]
+    phases = tuple(one._replace(compared_with="") for one in made)
+    memory = (*host(answer, beside=answer.parameters * kept, efficient=False, full=False),
+              *(() if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)))  # fmt: skip
+    notes = ("ms-swift's and verl's trainers on Megatron-Core, read and not run.",
+             *(() if rollout is None else _of_the_engine(rollout, answer.job, asked)))  # fmt: skip
+    return Loop(asked.workflow, answer, phases, resident, memory, notes)
+
+
+def _generates_here(asked: Asked) -> bool:
+    return WORKFLOWS[asked.workflow].generates and asked.vllm_mode != "server"
+
+
+_TOGETHER = "ms-swift 3602360a, megatron/trainers/dpo_trainer.py and kto_trainer.py, forward_step"
+
+
 def _of_verl(job: JobSpec, asked: Asked) -> Loop:
     """The loop of verl's PPO; its training step is the actor's."""
     if not job.recipe.engine.startswith("fsdp") or job.mesh.dp_shard == 1:
@@ -96,6 +141,8 @@ def _of_verl(job: JobSpec, asked: Asked) -> Loop:
     actor = tuple(line for line in answer.held if line.kind is Kind.PARAMETERS)
     first = first._replace(lines=(*actor, *first.lines) if len(models) > 1 else first.lines)
     made = (first, *verl.phases(models, asked, rollout), saving(answer, (*stays, *models[0].comes_back), full=full))
+    if asked.reward_engine:
+        made = verl.with_rewards(made)
     here = answer.ranks_per_node or job.mesh.world_size
     memory = [*host(answer, beside=others, efficient=efficient, full=full), *asleep(rollout, here)]
     reference = [models[0]._replace(name="reference model", offloaded=frozenset({Kind.PARAMETERS}))] * verl.has_reference(
@@ -104,7 +151,10 @@ def _of_verl(job: JobSpec, asked: Asked) -> Loop:
     memory += [use for one in (*models, *reference) for use in one.host(here)]
     notes = (
         "verl 0.9.1 with its FSDP workers, read and not run.",
-        "A reward model of verl's is an engine of its own, and is not counted.",
+        (
+            "A reward model of verl's is an engine of its own. Asleep on the same GPUs it is counted as vLLM asleep; while it "
+            "scores, it takes its share of the GPU, and that phase is not counted."
+        ),
         *_of_the_engine(rollout, answer.job, asked),
     )
     phases = tuple(one._replace(compared_with="") for one in made)
@@ -192,14 +242,18 @@ def _of_the_engine(rollout: Rollout, job: JobSpec, asked: Asked) -> Iterator[str
 
 def _check(job: JobSpec, asked: Asked) -> None:
     recipe, mesh = job.recipe, job.mesh
+    on_megatron = recipe.engine == "megatron" and bool(asked.full_logits)  # a file of ms-swift's
     for refused, instead in (
-        (recipe.engine not in _ENGINES and f"engine {recipe.engine!r}", f"one of {', '.join(_ENGINES)}"),
-        (mesh.tp * mesh.cp * mesh.pp * mesh.ep > 1 and "ranks that split the model or a sequence", "--gpus alone"),
+        (recipe.engine not in _ENGINES and not on_megatron and f"engine {recipe.engine!r}", f"one of {', '.join(_ENGINES)}"),
+        (
+            mesh.tp * mesh.cp * mesh.pp * mesh.ep > 1 and not on_megatron and "ranks that split the model or a sequence",
+            "--gpus alone",
+        ),
         (job.model.profile is not None and "a profile", "a model of a known family"),
     ):
         if refused:
             raise SpecError(f"workflow {asked.workflow} with {refused} is not modelled; use {instead}")
-    if asked.workflow == "grpo":
+    if asked.workflow == "grpo" and not on_megatron:  # whose programs count a step's rollouts in their own ways
         _check_rollout(job, asked)
 
 

@@ -32,7 +32,7 @@ STILL_THERE_BYTES = round(6.95 * GIB)
 """The GPU memory that a sleeping engine still uses, CUDA context included: the larger figure of two public logs, vLLM issues 47654
 and 17117 (4.75 GiB). The logs are of other models and GPUs, and no formula is known, so the larger figure is the safe one."""
 _ASLEEP = "vLLM asleep: CUDA graphs, libraries, its allocator's cache"
-_STILL_THERE = Line(Kind.TEMPORARY, STILL_THERE_BYTES, _ASLEEP, "", "vLLM issue 47654")
+STILL_THERE = Line(Kind.TEMPORARY, STILL_THERE_BYTES, _ASLEEP, "", "vLLM issue 47654")
 
 
 class Rollout(NamedTuple):
@@ -71,12 +71,12 @@ class Rollout(NamedTuple):
     @property
     def while_training(self) -> tuple[Line, ...]:
         """The engine's lines while the model trains: all, or with sleep mode what a sleeping engine still uses."""
-        return (_STILL_THERE,) if self.sleeps else self.awake
+        return (STILL_THERE,) if self.sleeps else self.awake
 
     @property
     def while_synchronising(self) -> tuple[Line, ...]:
         """The engine's lines while it receives new weights; a sleeping engine wakes up only its weights for that."""
-        return (self.weights, _STILL_THERE) if self.sleeps else self.awake
+        return (self.weights, STILL_THERE) if self.sleeps else self.awake
 
 
 def rollout_of(job: JobSpec, asked: Asked, parameters: int) -> Rollout:

@@ -18,7 +18,7 @@ from zeroplan.workflow.asked import Asked
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.phases import HostUse, LoopPhase, renamed
 from zeroplan.workflow.preference import training
-from zeroplan.workflow.rollout import Rollout, synchronisation
+from zeroplan.workflow.rollout import STILL_THERE, Rollout, synchronisation
 
 ENTROPY = "verl 0.9.1, utils/torch_functional.py, entropy_from_logits"
 BUCKET = "verl 0.9.1, workers/rollout/vllm_rollout/bucketed_weight_transfer.py, BucketedWeightSender"
@@ -109,6 +109,15 @@ def phases(models: tuple[Trained, ...], asked: Asked, rollout: Rollout) -> Itera
         others = tuple(line for other in models if other is not one for line in other.stays)
         step = training(one.answer, (*others, *rollout.while_training))
         yield step._replace(name=f"update of the {one.name}", compared_with="")
+
+
+def with_rewards(phases: tuple[LoopPhase, ...]) -> tuple[LoopPhase, ...]:
+    """Return the phases beside a second vLLM with the reward model, asleep. Leaves out the phase in which it scores. [bytes]
+
+    Source: verl b178a3cd, experimental/reward_loop/reward_model.py, RewardModelManager.
+    """
+    asleep = STILL_THERE._replace(reason=f"reward model: {STILL_THERE.reason}")
+    return (phases[0], *(one._replace(lines=(*one.lines, asleep)) for one in phases[1:]))
 
 
 def _forward(name: str, one: Trained, job: JobSpec, held: tuple[Line, ...], at_head: tuple[Line, ...]) -> LoopPhase:

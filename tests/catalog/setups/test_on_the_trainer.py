@@ -142,12 +142,22 @@ def test_axolotl_with_qlora(read: Callable[..., Resolved]):
     assert (job.batch.seq_len, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (1024, 2, 4)
     recipe = job.recipe
     assert (recipe.engine, recipe.precision, recipe.attention, recipe.recompute) == ("ddp", "bf16-mixed", "flash", "full")
-    assert (recipe.optimizer_impl, recipe.reentrant) == (None, True)
-    assert [any(word in note for note in notes) for word in ("sample_packing", "own kernels", "not known")] == [
-        True,
-        True,
-        False,
-    ]
+    assert (recipe.optimizer_impl, recipe.reentrant, recipe.fused_kernels) == (None, True, "axolotl-lora")
+    assert [any(word in note for note in notes) for word in ("sample_packing", "not known")] == [True, False]
+
+
+@pytest.mark.parametrize("more", [{"lora_qkv_kernel": False}, {"rl": "dpo"}, {"trust_remote_code": True}])
+def test_axolotls_kernels_are_off_where_it_leaves_them_off(read: Callable[..., Resolved], more: dict[str, Any]):
+    assert read(AXOLOTL | more, gpus=1).job.recipe.fused_kernels is None
+
+
+def test_axolotls_keys_of_experts_change_nothing_beside_adapters(read: Callable[..., Resolved], tmp_path: Path):
+    """Adapters in a model with experts are refused, and a dense model has no experts."""
+    said = {"quantize_moe_experts": True, "lora_target_parameters": ["experts.down_proj"], "liger_rms_norm_gated": True}
+    assert any("of experts, or of layers of some families" in note for note in read(AXOLOTL | said, gpus=1).notes)
+    assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
+    with pytest.raises(SpecError, match="LoRA in a qwen3_moe model is not modelled"):
+        read(AXOLOTL | said | {"base_model": "Qwen/Qwen3-30B-A3B"}, gpus=1)
 
 
 def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..., Resolved]):
@@ -279,7 +289,7 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
         (FACTORY | {"torch_compile": True}, "torch_compile", "the step is counted without torch.compile"),
         (FACTORY | {"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode", "takes memory that is not counted"),
         (FACTORY | {"stage": "dpo", "pref_loss": "orpo"}, "stage", "pref_loss=orpo reads the logits a second time"),
-        (FACTORY | {"stage": "rm"}, "stage", "without its value head"),
+        (FACTORY | {"stage": "rm"}, "stage", "reads a value head, not the logits beside it"),
         (AXOLOTL | {"rl": "orpo"}, "rl", "rl=orpo: .* reference model and generation are not counted"),
         (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "counted on the GPU, which is the most"),
         (without(AXOLOTL, "flash_attention"), "sample_packing", "a mask of all pairs of tokens, .* too low by that"),
@@ -288,7 +298,8 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
         (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins: KDPlugin", "the plugin 'KDPlugin' does to memory"),
         (AXOLOTL | {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True, "fsdp_config": {"fsdp_version": 2}},
          "load_in_8bit", "changes memory in a way that is not modelled"),
-        (AXOLOTL | {"liger_rms_norm_gated": True}, "liger_rms_norm_gated", "liger_rms_norm_gated=True may save memory"),
+        (without(AXOLOTL, "adapter", "load_in_4bit") | {"liger_rms_norm_gated": True}, "liger_rms_norm_gated", "may save memory"),
+        (AXOLOTL | {"fsdp_config": {"fsdp_version": 2}, "lora_mlp_kernel": True}, "lora_mlp_kernel", "peft's layers are counted"),
     ],
 )  # fmt: skip
 def test_a_key_that_matters_and_is_not_modelled_is_named(
@@ -319,7 +330,7 @@ def test_a_preference_is_a_loop_of_phases(read: Callable[..., Resolved], data: d
     [
         (FACTORY | {"enable_liger_kernel": True}, "rope,liger-rms-norm,liger-swiglu", "fused"),
         (FACTORY | {"enable_liger_kernel": True, "stage": "kto"}, "rope,liger-rms-norm,liger-swiglu", "full"),
-        (AXOLOTL | {"liger_rms_norm": True, "liger_glu_activation": True}, "liger-rms-norm,liger-swiglu", "full"),
+        (AXOLOTL | {"liger_rms_norm": True, "liger_glu_activation": True}, "liger-rms-norm,liger-swiglu,axolotl-lora", "full"),
         ({"model_name_or_path": "Qwen/Qwen3-8B", "per_device_train_batch_size": 1, "use_liger_kernel": True,
           "liger_kernel_config": {"rope": False}}, "liger-rms-norm,liger-swiglu", "fused"),
     ],

@@ -23,6 +23,7 @@ from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.export.megatron import megatron_arguments
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.workflow import loop_of_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -379,7 +380,7 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
     [
         (AUTO, "model.backend.attn", "tilelang"), (AUTO, "distributed.enable_fsdp2_prefetch", True), (AUTO, "model.dlm_dtype", "x"),
         (TUNE, "model.num_layers", 22), (LIT, "train.tie_embeddings", True),
-        (SWIFT, "freeze_vit", False), (SWIFT, "moe_shared_expert_overlap", True),
+        (SWIFT, "rlhf_type", "gkd"), (SWIFT, "moe_shared_expert_overlap", True),
     ],
 )  # fmt: skip
 def test_a_key_that_may_change_memory_is_noted_though_its_program_knows_it(
@@ -548,3 +549,58 @@ def test_examples_of_others_are_read():
         told = f"{folder.name}: {found} configurations of trainings, {readable} read, {plain} with all that matters modelled"
         sys.stderr.write(f"{told}\n")
         assert readable >= 0.8 * found, folder.name
+
+
+SWIFT_ON_MEGATRON = (
+    "NPROC_PER_NODE=8 MAX_NEGATIVE_SAMPLES=3 megatron {} --model Qwen/Qwen3-30B-A3B --tensor_model_parallel_size 2 "
+    "--expert_model_parallel_size 4 --micro_batch_size 2 --global_batch_size 16 --max_length 1024 "
+    "--sequence_parallel true --moe_shared_expert_overlap true {}\n"
+)
+
+
+def test_ms_swifts_loops_on_megatron_core(read: Callable[..., Resolved], tmp_path: Path):
+    """Pairs, a reference model on every rank, and vLLM; Qwen3's experts have no shared one whose overlap would matter."""
+    found = read(SWIFT_ON_MEGATRON.format("rlhf", "--rlhf_type dpo"), "mine.sh", gpu="h100")
+    assert (found.job.batch.micro_batch_size, found.loop) == (4, {"workflow": "dpo", "full_logits": True})
+    assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
+    answer, loop = estimate(found.job), loop_of_file(found.job, found.loop)
+    weights = sum(int(line.n_bytes) for line in answer.states if line.kind is Kind.PARAMETERS)
+    step = next(one for one in loop.phases if one.name == "training step")
+    assert step.total_bytes == int(answer.peak.total_bytes) + weights
+    more = "--rlhf_type grpo --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 --max_completion_length 512"
+    grpo = read(SWIFT_ON_MEGATRON.format("rlhf", f"{more} --vllm_tensor_parallel_size 4"), "mine.sh", gpu="h100")
+    assert grpo.job.batch.seq_len == 1024 + 512
+    names = [one.name for one in loop_of_file(grpo.job, grpo.loop).phases]
+    assert names == ["loading", "weight synchronisation", "rollout", "training step", "saving"]
+
+
+@pytest.mark.parametrize(("task", "each"), [("generative_reranker", 4), ("embedding", 2), ("causal_lm", 1)])
+def test_ms_swifts_tasks_have_several_sequences_to_an_example(read: Callable[..., Resolved], task: str, each: int):
+    said = f"--task_type {task}"
+    assert read(SWIFT_ON_MEGATRON.format("sft", said), "mine.sh").job.batch.micro_batch_size == 2 * each
+    plain = f"MAX_NEGATIVE_SAMPLES=3 swift sft --model Qwen/Qwen3-4B --per_device_train_batch_size 2 --max_length 512 {said}\n"
+    job = read(plain, "mine.sh").job
+    assert (job.batch.micro_batch_size, job.recipe.loss) == (2 * each, "full" if task == "causal_lm" else "fused")
+
+
+def test_a_first_pipeline_stage_with_its_own_layers(read: Callable[..., Resolved], tmp_path: Path):
+    cut = "--pipeline_model_parallel_size 2 --decoder_first_pipeline_num_layers {}"
+    assert read(SWIFT_ON_MEGATRON.format("sft", cut.format(25)), "mine.sh").job.recipe.pipeline_layers == "25,23"
+    read(SWIFT_ON_MEGATRON.format("sft", cut.format(48)), "mine.sh")
+    assert "decoder_first_pipeline_num_layers" in read_setup(tmp_path / "mine.sh", gpus=None).matters
+
+
+@pytest.mark.parametrize(
+    ("said", "how", "noted"),
+    [("", "in place", False), ("actor_rollout_ref.actor.entropy_coeff=0.001", "entropy", False),
+     ("actor_rollout_ref.actor.calculate_entropy=True actor_rollout_ref.actor.use_torch_compile=False", "entropy", True),
+     ("actor_rollout_ref.model.use_fused_kernels=True", "chunks", False),
+     ("actor_rollout_ref.model.use_fused_kernels=True actor_rollout_ref.model.fused_kernel_options.impl_backend=triton",
+      "in place", True)],
+)  # fmt: skip
+def test_verls_entropy_has_a_gradient_of_its_own(
+    read: Callable[..., Resolved], tmp_path: Path, said: str, how: str, noted: bool
+):
+    recipe = read(VERL.replace(" $@", f" {said}"), "mine.sh").job.recipe
+    assert recipe.log_probs == how
+    assert bool(read_setup(tmp_path / "mine.sh", gpus=None).matters) == noted

@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, Told, TranslatedTable, own_tensor_parallelism
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
+from zeroplan.spec.adapter import ADAPTED_FAMILIES
 
 #: Axolotl's key for each key of TrainingArguments and TRL.
 _INSTEAD = {
@@ -34,10 +35,11 @@ _PLUGINS = ("SwanLabPlugin", "LigerPlugin", "CutCrossEntropyPlugin")
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _PACKED = "sample_packing fills one row with micro_batch_size x sequence_len tokens: as many full sequences are counted"
 _ON_GPU = "they are counted on the GPU, which is the most it takes"
+_IN_FP16 = "float16 without fp16 trains in 16 bits without autocast, which is counted as bf16: the same widths"
 _MASK = "sample_packing without FlashAttention makes a mask of all pairs of tokens, not counted: the answer is too low by that"
 _OWN_KERNELS = (
-    "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel) unless all are false; these are not "
-    "modelled, and peft's layers are counted in their place"
+    "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel), which are modelled together and with "
+    "DDP: peft's layers are counted in their place, which take more"
 )
 #: DeepSpeed files that Axolotl ships (`axolotl fetch deepspeed_configs`), by the number in their name.
 _SHIPPED: dict[str, dict[str, object]] = {
@@ -58,7 +60,7 @@ _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
 #: Patterns of keys that change memory in a way that is not modelled.
 _SAVES = """
     layer_offloading activation_offloading selective_checkpointing tiled_mlp lisa_n_layers lisa_step_interval
-    quantize_moe_experts lora_on_cpu chunked_cross_entropy unfrozen_parameters freeze_mm_modules flash_attn_cross_entropy
+    quantize_moe_experts lora_on_cpu chunked_cross_entropy unfrozen_parameters flash_attn_cross_entropy
     flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv deepcompile shrink_embeddings spectrum_top_fraction
     liger_rms_norm_gated liger_cross_entropy
     train_attn train_mlp train_unembed context_parallel_size sequence_parallel_degree expert_parallel_size
@@ -70,7 +72,7 @@ _ADDS = """
 """
 _EITHER = """
     quantization use_kernels use_scattermoe use_sonicmoe fp8 fp8_enable_fsdp_float8_all_gather batch_flattening
-    llama4_linearized_experts use_onebitllms flash_optimum fused_attn_kernel float16 lora_model_dir pretrain_multipack_attn
+    llama4_linearized_experts use_onebitllms flash_optimum fused_attn_kernel lora_model_dir
     sdpa_varlen cls_model_config overrides_of_model_config use_dsv4_kernels use_glm_dsa_kernels
     flash_attn_d512 gemma4_hybrid_attn_impl overrides_of_model_kwargs experts_implementation bnb_config_kwargs
 """
@@ -80,6 +82,16 @@ _HARMLESS = {
     "liger_fused_linear_cross_entropy": (True,),
 }  # fmt: skip
 _POLICIES = {"dpo": 2, "ipo": 2, "orpo": 2, "simpo": 2, "kto": 1, "gdpo": 1, "grpo": 1}
+#: Keys that act on experts alone, and how their plugins are named. Source: loaders/model.py, integrations/kernels/args.py,
+#: integrations/expert_parallel/, monkeypatch/moe_quant.py (parameters with three axes and "expert" in their name).
+_OF_EXPERTS = (
+    "quantize_moe_experts", "lora_target_parameters", "use_scattermoe", "use_sonicmoe", "experts_implementation",
+    "expert_parallel_size", "llama4_linearized_experts", "plugins: KernelsPlugin", "plugins: ExpertParallelPlugin",
+)  # fmt: skip
+#: Keys that act on layers of some families alone: gated norms and Gemma 4's attention. Source: integrations/liger/plugin.py,
+#: loaders/patch_manager.py.
+_OF_FAMILIES = ("liger_rms_norm_gated", "gemma4_hybrid_attn_impl")
+_BESIDE = "{}: of experts, or of layers of some families; adapters in such a model are not modelled, and the job is refused"
 _RL = "preferences and rewards are counted as {} of the batch; reference model and generation are not counted (`zeroplan workflow`)"
 
 
@@ -101,27 +113,79 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     degrees = {"dp_shard_size": "dp_shard_size", "dp_replicate_size": "dp_replicate_size", "tensor_parallel_size": "tp_size"}
     made["parallelism_config"] = {theirs: whole.count(own) for own, theirs in degrees.items()}
     reading = arguments_read(TranslatedTable(whole, _INSTEAD, made), folder)
-    if whole.switch("bfloat16") and not made["bf16"]:
+    plain = next((key for key in ("bfloat16", "float16") if whole.switch(key)), None)
+    if plain and not (made["bf16"] or made["fp16"]):
         if made["use_peft"]:
-            raise whole.refused("bfloat16", "use bf16 beside adapters")
-        reading.tell("precision", "bfloat16", "bf16")
+            raise whole.refused(plain, "use bf16 or fp16 beside adapters")
+        reading.tell("precision", plain, "bf16", note=_IN_FP16 if plain == "float16" else "")
     if "quantize" in reading.flags:  # loaders/model.py, _configure_embedding_dtypes: all else is 16 bits
         reading.tell("upcast", "adapter", "none", filled=True)
     if "tensor_parallel" in reading.asks:
         ways = whole.count("tensor_parallel_size") or 1
         reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
     reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
-    if made["use_peft"] and not all(whole.switch(key) is False for key in _KERNELS[:3]):
-        asked = next((key for key in _KERNELS if whole.switch(key)), None)
-        if asked is None:
-            reading.notes.append(_OWN_KERNELS)
-        else:  # they make again what peft's layers keep (kernels/lora.py)
-            whole.matters[asked] = _OWN_KERNELS
-            whole.saves.add(asked)
     _loss(reading, whole)
+    if made["use_peft"]:
+        _kernels(reading, whole)
+    _tower(reading, whole, adapted=bool(made["use_peft"]))
+    if made["use_peft"]:
+        _beside_experts(reading, whole)
     _goal(reading, whole)
     reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
     return reading.setup("axolotl")
+
+
+def _kernels(reading: Reading, whole: Table) -> None:
+    """Read Axolotl's functions for adapters, which are on unless the file says otherwise (utils/schemas/config.py).
+
+    Source: check_auto_enable_lora_kernels. They are modelled under DDP if they run all projections.
+    """
+    asked = [key for key in _KERNELS if whole.switch(key)]
+    off = whole.text("rl") or whole.switch("nvfp4_merge_aware") or whole.switch("trust_remote_code")
+    eight = whole.text("adapter") == "lora" and whole.switch("load_in_8bit")
+    by_default = not (off or eight or any(whole.data.get(key) is not None for key in _KERNELS))
+    if not (asked or by_default):
+        return
+    flags = reading.flags
+    if (by_default or set(_KERNELS[:3]) <= set(asked)) and flags.get("engine", Told("", "")).value == "ddp" and not eight:
+        told = flags.get("fused_kernels", Told("", ""))
+        both = ",".join(filter(None, (str(told.value), "axolotl-lora")))
+        reading.tell("fused_kernels", asked[0] if asked else "adapter", both, filled=True, note=told.note)
+    elif by_default:
+        reading.notes.append(_OWN_KERNELS)
+    else:  # they make again what peft's layers keep (kernels/lora.py)
+        whole.matters[asked[0]] = _OWN_KERNELS
+        whole.saves.add(asked[0])
+
+
+def _tower(reading: Reading, whole: Table, *, adapted: bool) -> None:
+    """Read whether the vision tower is frozen: by its own switch, or because only the language model's parameters train.
+
+    Beside adapters it is frozen already. Patterns match the beginning of a name (utils/freeze.py, LayerNamePattern).
+    """
+    whole.leave(("freeze_mm_modules", "pretrain_multipack_attn"))  # the latter: positions of packed rows (data/streaming.py)
+    said = whole.data.get("unfrozen_parameters")
+    names = [str(one).removeprefix("^") for one in said] if isinstance(said, list) else []
+    if not adapted:
+        reading.tell_frozen_tower("freeze_mm_modules")
+    if not adapted and "model.language_model.*" in names and all(one.startswith(_OF_TEXT) for one in names):
+        reading.tell_frozen_tower("unfrozen_parameters")
+        whole.matters.pop("unfrozen_parameters", None)
+        whole.saves.discard("unfrozen_parameters")
+
+
+_OF_TEXT = ("model.language_model.", "lm_head", "embed_tokens")
+
+
+def _beside_experts(reading: Reading, whole: Table) -> None:
+    """Note keys of experts and of some families once: with adapters such a model is refused, and others have no such parts."""
+    said = [key for key in (*_OF_EXPERTS, *_OF_FAMILIES) if whole.matters.pop(key, "")]
+    model = reading.known_model()
+    if model is not None and model.family not in ADAPTED_FAMILIES:  # fused_attn_kernel: loaders/patch_manager.py, by family
+        said += [key for key in ("fused_attn_kernel", *_KERNELS) if whole.matters.pop(key, "")]
+    if {"use_scattermoe", "use_sonicmoe"} & set(said) and whole.matters.pop("use_kernels", ""):
+        said.append("use_kernels")  # which the plugin for these two sets (integrations/kernels/args.py, check_use_kernels)
+    reading.notes += [_BESIDE.format(", ".join(said))] if said else []
 
 
 def _goal(reading: Reading, whole: Table) -> None:

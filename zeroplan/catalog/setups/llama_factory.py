@@ -26,11 +26,11 @@ _ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_a
 _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(("use_kt", "use_mca", "use_megatron_bridge", "use_hyper_parallel"), ())
 #: Patterns of keys that change memory in a way that is not modelled.
 _SAVES = """
-    use_unsloth use_unsloth_gc shift_attn use_galore use_apollo use_badam use_adam_mini use_muon
+    use_unsloth use_unsloth_gc shift_attn use_galore use_apollo use_badam use_muon
     freeze_language_model neat_packing
 """
 _ADDS = """
-    mixture_of_depths use_llama_pro use_dft_loss use_asft_loss use_eaft_loss upcast_lmhead_output resize_vocab
+    mixture_of_depths use_llama_pro use_asft_loss use_eaft_loss upcast_lmhead_output resize_vocab
     additional_target add_tokens add_special_tokens new_special_tokens_config moe_aux_loss_coef adapter_name_or_path
 """
 _EITHER = """
@@ -39,7 +39,7 @@ _EITHER = """
 """
 _TWICE = "pref_loss={} reads the logits a second time, which is not counted: the answer is too low by that"
 _VALUES = (
-    "a reward model is counted without its value head (trl's, beside the head of the vocabulary): the answer is too low by that"
+    "a reward model's loss reads a value head, not the logits beside it: a loss of all logits is counted, which takes more"
 )
 
 
@@ -62,9 +62,14 @@ def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> 
         reading.tell_loop("stage", stage, full_logits=True)
     elif stage in ("dpo", "rm"):
         reading.table.matters["stage"] = _TWICE.format(loses) if stage == "dpo" else _VALUES
+        reading.table.saves.update(
+            ["stage"] * (stage == "rm")
+        )  # train/rm/trainer.py; trl's head is a vector of the hidden size
     if whole.get("ref_model") is not None:
         whole.matters["ref_model"] = "ref_model: a reference model of the trained model's own size is counted"
     _tower(reading, whole)
+    _adam_mini(reading)
+    whole.leave(("use_dft_loss",))  # weights of each token's loss: a few numbers per token (train/trainer_utils.py)
     if whole.switch("enable_liger_kernel"):  # model/model_utils/liger_kernel.py: other losses need logits
         reading.tell_liger(*LIGER, key="enable_liger_kernel", loss=stage in (None, "pt", "sft"))
     if adapted and "quantize" in reading.flags:  # model/model_utils/checkpointing.py, instead of peft's preparation
@@ -73,6 +78,12 @@ def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> 
     if (workers := whole.count("ray_num_workers")) is not None and workers > 1:
         reading.tell("gpus", "ray_num_workers", workers, filled=True)
     return reading.setup("llama-factory")
+
+
+def _adam_mini(reading: Reading) -> None:
+    if reading.table.switch("use_adam_mini"):  # train/trainer_utils.py, _create_adam_mini_optimizer
+        reading.tell("optimizer", "use_adam_mini", "adam-mini")
+        reading.flags.pop("optimizer_impl", None)
 
 
 def _refuse(whole: Table) -> None:
@@ -161,6 +172,7 @@ _V1_KNOWN = """
     sample_backend max_new_tokens mp_replicate_size mp_shard_size dp_size
 """
 _COPIED = "v1's loss holds fp32 logits beside their shifted copy (core/base_trainer.py, compute_log_probs): --keep-logits fp32"
+_BATCHED = "batching_strategy={}: a batch has at most micro_batch_size x cutoff_len tokens, which are counted"
 _IN_16_BITS = "bf16 is false: {} are computed in fp32, and what is frozen keeps the dtype of the model's files; set --precision"
 
 
@@ -191,7 +203,8 @@ def _v1_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         raise whole.refused("optim_config", "leave it out, which is AdamW")
     if whole.table("kernel_config").text("name") == "liger_kernel":
         reading.tell_liger(*LIGER, key="kernel_config", loss=False)
-    whole.unmodelled(either="batching_strategy", harmless={"batching_strategy": ("normal",)})
+    if (strategy := whole.text("batching_strategy")) not in (None, "normal"):
+        reading.notes.append(_BATCHED.format(strategy))
     whole.leave(_V1_KNOWN.split())
     return reading.setup("llama-factory")
 

@@ -12,7 +12,7 @@ from math import lcm
 from pathlib import Path
 from typing import cast
 
-from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told
+from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told, number_of
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.megatron import layers_of_layout
@@ -29,7 +29,7 @@ _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tok
 _ADDS = """
     *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
     *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup *moe_expert_capacity_factor
-    *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16 *optimizer_offload_fraction
+    *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16
     peft.dim kd_config.*
 """
 #: Tables in which Megatron-Bridge and NeMo have the same names.
@@ -46,7 +46,7 @@ _LAYERS = {
 }
 _NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
 _SAVES = """
-    *use_megatron_fsdp *fine_grained_activation_offloading *optimizer_cpu_offload *cpu_offloading
+    *use_megatron_fsdp *optimizer_offload_fraction *fine_grained_activation_offloading *optimizer_cpu_offload *cpu_offloading
     *num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split
 """
 
@@ -82,7 +82,12 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _hybrid(reading, pattern.split("|"), ranks_of_pipeline=table.count("pipeline_model_parallel_size") or 1)
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
-    reading.unmodelled(saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format")
+    reading.unmodelled(saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format moe_shared_expert_overlap")
+    if "pipeline_layers" not in reading.flags:
+        tell_stages(reading)
+    _of_megatron_alone(reading)
+    if _is_swift(table):
+        _loop(reading)
     return reading.setup("ms-swift" if _is_swift(table) else "megatron")
 
 
@@ -261,6 +266,121 @@ def _optimizer(reading: Reading) -> None:
 def _is_swift(table: Table) -> bool:
     """Whether the arguments are those of ms-swift's ``megatron sft``, which has its own defaults."""
     return "model" in table.data or "tuner_type" in table.data
+
+
+def _loop(reading: Reading) -> None:
+    """Read ms-swift's methods on Megatron-Core (megatron/trainers/): pairs, the head of a reward model, and the loop."""
+    table, flags = reading.table, reading.flags
+    tell_task(reading, table)
+    if table.text("task_type") == "seq_cls":
+        reading.head_rows = table.count("num_labels") or 2
+    few = {table.text("rlhf_type"), table.text("task_type")} & {"rm", "seq_cls", "reranker", "generative_reranker"}
+    if few and "lora_rank" not in flags:
+        table.matters["task_type"] = _ALL_LOGITS
+        table.saves.add("task_type")
+    if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
+        return
+    table.matters.pop("rlhf_type")
+    if kind in ("dpo", "rm"):
+        reading.tell_pairs()
+    if kind == "rm":
+        reading.head_rows = 1
+    elif kind in ("dpo", "kto"):
+        reading.tell_loop("rlhf_type", kind, full_logits=True)
+    else:
+        completion = table.count("max_completion_length") or 512
+        if "seq_len" in flags:
+            flags["seq_len"] = flags["seq_len"]._replace(value=int(str(flags["seq_len"].value)) + completion)
+        rolls_out(reading, table, completion, keeps_reference="lora_rank" not in flags)
+
+
+_ALL_LOGITS = "a head of few outputs is counted with the logits of the whole vocabulary, which take more"
+_RANKED = "an example is a question with up to {} answers, each a sequence of its own: that many are counted"
+_NEGATIVES = "an embedding's examples are counted as two sequences each; every negative of an example is one more"
+_FEW = "the logits of few tokens or none are needed: Liger's fused loss is counted, which has a piece of all logits beside"
+
+
+def tell_task(reading: Reading, table: Table) -> None:
+    """Read the sequences of an example and the head of ms-swift's tasks beside the usual one (template/base.py, model/patcher.py).
+
+    ``_reranker_data_collator`` has MAX_POSITIVE_SAMPLES answers, and MAX_NEGATIVE_SAMPLES more for each.
+    """
+    task, size = table.text("task_type"), reading.flags["micro_batch"]
+    right, wrong = table.count("MAX_POSITIVE_SAMPLES") or 1, table.count("MAX_NEGATIVE_SAMPLES", least=0)
+    if task in ("reranker", "generative_reranker"):
+        each = right * (1 + (7 if wrong is None else wrong))
+        reading.flags["micro_batch"] = size._replace(value=int(str(size.value)) * each, note=_RANKED.format(each))
+    elif task == "embedding":
+        reading.tell_pairs()
+        table.matters["task_type"] = _NEGATIVES
+    if task == "reranker":
+        reading.head_rows = 1
+    elif task in ("generative_reranker", "embedding") and not _on_megatron_alone(reading):
+        reading.tell("loss", "task_type", "fused", filled=True, note=_FEW)
+
+
+def _on_megatron_alone(reading: Reading) -> bool:
+    """Whether only Megatron-Core's engine answers the job; with adapters only others do."""
+    engine = reading.flags.get("engine")
+    return engine is not None and engine.value == "megatron" and "lora_rank" not in reading.flags
+
+
+def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_reference: bool | None = None) -> None:
+    """Read the rollouts of ms-swift's GRPO with vLLM (arguments/rlhf_args.py)."""
+    level, beta, memory = (table.get(key) for key in ("sleep_level", "beta", "vllm_gpu_memory_utilization"))
+    here = table.text("vllm_mode") != "server"
+    away = keeps_reference is not None and table.switch("offload_model") and table.switch("offload_optimizer")
+    sleeps = here and str(level or 0) in ("1", "2")
+    reading.tell_loop(
+        "rlhf_type", "grpo", full_logits=True, beta=number_of(beta, 0.04), num_generations=table.count("num_generations"),
+        max_completion_length=completion, steps_per_generation=table.count("steps_per_generation"),
+        vllm_mode=table.text("vllm_mode"), vllm_gpu_memory_utilization=number_of(memory, 0.9) if here else None,
+        vllm_tensor_parallel_size=table.count("vllm_tensor_parallel_size"), vllm_enable_sleep_mode=sleeps or None,
+        vllm_sleep_level=int(str(level)) if sleeps else None, keeps_reference=keeps_reference or None,
+        offloads_between_updates=away or None,
+    )  # fmt: skip
+
+
+def _of_megatron_alone(reading: Reading) -> None:
+    """Drop the notes on switches that change nothing: of shared experts without any, and of Megatron-Core with adapters.
+
+    A job with adapters is refused under Megatron-Core, and no engine that answers it instead has these switches.
+    """
+    table, model = reading.table, reading.known_model()
+    none = model is not None and model.family in _NONE_SHARED
+    if none and "megatron.moe_shared_expert_intermediate_size" not in reading.options:
+        table.matters.pop("moe_shared_expert_overlap", None)
+    for key in _MEGATRONS if "lora_rank" in reading.flags else ():
+        table.matters.pop(key, None)
+        table.saves.discard(key)
+
+
+_MEGATRONS = ("moe_shared_expert_overlap", "moe_expert_capacity_factor", "fp8_format", "fp8_param_gather")
+#: Families of experts that have no shared ones.
+_NONE_SHARED = ("mixtral", "qwen3_moe")
+
+
+_FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+_LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+
+
+def tell_stages(reading: Reading, before: str = "") -> None:
+    """Read pipelines whose first or last stage has its own number of layers (get_num_layers_to_build)."""
+    table, model = reading.table, reading.known_model()
+    keys = [[f"{before}{key}" for key in end] for end in (_FIRST, _LAST)]
+    first, last = (next((found for key in end if (found := table.count(key))), 0) for end in keys)
+    layers = table.count("num_layers") or (0 if model is None else model.num_hidden_layers)
+    stages = int(str(reading.flags.get("pipeline_parallel", Told("", 1)).value))
+    rest, left = stages - (first > 0) - (last > 0), layers - first - last
+    if not (first or last) or "pipeline_stages_per_rank" in reading.flags or rest < 1 or left <= 0 or left % rest:
+        table.read.difference_update(*keys)
+        return
+    chunks = ([first] if first else []) + [left // rest] * rest + ([last] if last else [])
+    said = [key for end in keys for key in end if key in table.data]
+    reading.tell("pipeline_layers", said[0], ",".join(map(str, chunks)))
+    for key in said:
+        table.matters.pop(key, None)
+        table.saves.discard(key)
 
 
 def _adapter(reading: Reading) -> None:

@@ -22,15 +22,12 @@ _SAVES = """
     freeze_llm freeze_parameters* use_logits_to_keep use_galore use_muon lisa_activated_layers
 """
 _ADDS = """
-    rlhf_type teacher_model reward_model modules_to_save use_dora enable_dft_loss neftune_noise_alpha
+    rlhf_type teacher_model reward_model modules_to_save use_dora
     new_special_tokens label_smoothing_factor llamapro_num_new_blocks log_entropy top_entropy_quantile target_regex
     lora_bias optim_target_modules torch_compile fp8 activation_cpu_offload router_aux_loss_coef
 """
 #: Methods that train on pairs, and methods that train on a prompt with its completion (arguments/rlhf_args.py).
 _PAIRED, _COMPLETED = ("dpo", "orpo", "simpo", "cpo", "rm"), ("grpo", "ppo", "gkd")
-_TASK = (
-    "{} has a loss of its own on several sequences of an example: as many sequences as examples, and all logits, are counted"
-)
 _PADDING = "padding_free puts a batch into one row: as many full sequences are counted"
 _KNOWN = """
     model_author enable_thinking add_non_thinking_prefix packing* max_completion_length* beta lmbda sleep_level
@@ -42,7 +39,7 @@ _KNOWN = """
     write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora
     use_hf tau_* fipo_* advantage_estimator *_logprobs off_policy_* cosine_* gkd_* seq_kd offload_teacher_model use_ray
     label_names sequence_parallel_size galore_* norm_bbox reft_* model_kwargs custom_*
-    include interleave_prob
+    enable_dft_loss include interleave_prob MAX_*_SAMPLES
 """
 
 
@@ -88,10 +85,13 @@ def _task(reading: Reading, whole: Table) -> None:
     if kind == "rm" or task == "seq_cls":
         reading.head_rows = 1 if kind == "rm" else whole.count("num_labels") or 2
     elif task not in (None, "causal_lm"):
-        whole.matters["task_type"] = _TASK.format(f"task_type={task}")
-    for key in ("freeze_vit", "freeze_aligner"):
-        if whole.switch(key) is False:
-            whole.matters[key] = f"{key}=False: gradients and states of a tower are not counted"
+        from zeroplan.catalog.setups.megatron_arguments import tell_task  # noqa: PLC0415  few files have another task
+
+        tell_task(reading, whole)
+    parts = {"tower": "freeze_vit", "projector": "freeze_aligner"}
+    frozen = [part for part, key in parts.items() if whole.switch(key) is not False]
+    if len(frozen) < len(parts):
+        reading.tell("freeze", next(key for part, key in parts.items() if part not in frozen), ",".join(frozen) or "none")
     if whole.switch("padding_free"):
         reading.notes.append(_PADDING)
 
@@ -102,16 +102,9 @@ def _loop(reading: Reading, whole: Table) -> None:
     if kind in ("dpo", "kto"):
         reading.tell_loop("rlhf_type", kind, full_logits=True)
     elif kind == "grpo" and whole.switch("use_vllm"):
-        level, beta, memory = (whole.get(key) for key in ("sleep_level", "beta", "vllm_gpu_memory_utilization"))
-        here = whole.text("vllm_mode") != "server"
-        sleeps = here and str(level or 0) in ("1", "2")
-        reading.tell_loop(
-            "rlhf_type", "grpo", full_logits=True, beta=number_of(beta, 0.04), num_generations=whole.count("num_generations"),
-            max_completion_length=whole.count("max_completion_length"), steps_per_generation=whole.count("steps_per_generation"),
-            vllm_mode=whole.text("vllm_mode"), vllm_gpu_memory_utilization=number_of(memory, 0.9) if here else None,
-            vllm_tensor_parallel_size=whole.count("vllm_tensor_parallel_size"), vllm_enable_sleep_mode=sleeps or None,
-            vllm_sleep_level=int(str(level)) if sleeps else None,
-        )  # fmt: skip
+        from zeroplan.catalog.setups.megatron_arguments import rolls_out  # noqa: PLC0415  few files roll out
+
+        rolls_out(reading, whole, whole.count("max_completion_length"))
     if kind is not None and "fused_kernels" in reading.flags:  # Liger has another loss for these
         for flag in ("fused_kernels", "loss"):
             reading.flags.pop(flag, None)

@@ -40,6 +40,7 @@ def openrlhf_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     named = next((key for key in (f"{part}.model_name_or_path", "model.model_name_or_path") if table.text(key)), None)
     if named is not None:
         reading.tell_model(named, str(table.data[named]))
+    reading.tell_frozen_tower("actor.freeze_visual_encoder")
     _batch(reading, gpus or 1, twice=compares and not is_policy, each=1 if is_policy else 8)
     recomputes = table.switch(f"{part}.gradient_checkpointing_enable") or table.switch("model.gradient_checkpointing_enable")
     reading.tell("recompute", f"{part}.gradient_checkpointing_enable", "full" if recomputes else "none")

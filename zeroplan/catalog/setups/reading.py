@@ -177,6 +177,8 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     told = one.gpus
     if told is not None and kind in ("openrlhf", "ms-swift", "megatron", "torchtune", "automodel"):
         data["launched_gpus"] = told
+    if kind == "ms-swift":
+        data |= {name: one.variables[name] for name in _SAMPLES if name in one.variables}
     if kind == "trainer" and _runs(one.words, "dpo"):
         data.setdefault("beta", _DPO_BETA)
     if kind == "trainer" and _runs(one.words, "sft"):
@@ -190,6 +192,8 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     return setup
 
 
+#: Variables of a script that say how many answers of an example ms-swift's rerankers take (template/base.py).
+_SAMPLES = ("MAX_POSITIVE_SAMPLES", "MAX_NEGATIVE_SAMPLES")
 #: TRL's default (1.16, DPOConfig.beta).
 _DPO_BETA = 0.1
 

@@ -6,11 +6,14 @@ from fnmatch import fnmatchcase
 from functools import cache
 from glob import escape
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.text import shown
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, ZeroplanError
+
+if TYPE_CHECKING:
+    from zeroplan.spec.model import ModelSpec
 
 Kind = Literal[
     "deepspeed", "accelerate", "trainer", "torchtitan", "llama-factory", "axolotl", "verl", "ms-swift", "openrlhf", "torchtune",
@@ -294,6 +297,7 @@ class Table:
 
     def suspects(self) -> None:
         """Note keys that no reader used and that may change memory, by their names."""
+        self.leave(key for key, value in self.data.items() if str(key).endswith("parallel_size") and str(value) == "1")
         unread = {str(key): may_matter(str(key)) for key in self.data if key not in self.read}
         self.leave(key for key, matters in unread.items() if matters is None)
         self.unmodelled(either=" ".join(escape(key) for key, matters in unread.items() if matters))
@@ -446,6 +450,13 @@ class Reading:
         if loss:
             self.tell("loss", key, "fused", filled=True)
 
+    def tell_frozen_tower(self, key: str) -> None:
+        """Freeze vision tower and projector if a switch says so and the model is not known to have none."""
+        model = self.known_model()
+        said = self.table.get(key)
+        if said and str(said).lower() != "false" and (model is None or model.vision is not None):
+            self.tell("freeze", key, "tower,projector")
+
     def tell_loop(self, key: str, workflow: str, *, alone: bool = False, **options: object) -> None:
         """Set the loop that the training step belongs to; the trainer's default replaces an option that is None.
 
@@ -497,6 +508,16 @@ class Reading:
         is_path = named.startswith(("/", ".", "~")) or named.count("/") > 1
         note = f"{self.table.name(key)} is a path without a config.json here, and its last part is taken for the model's name"
         self.tell("model", key, last if is_path else named, note=note if is_path else "")
+
+    def known_model(self) -> "ModelSpec | None":
+        """Return the file's model if it is in the package's catalogue; None if it is not, or is given by a ``config.json``."""
+        from zeroplan.catalog.model import model  # noqa: PLC0415  few keys depend on the model
+
+        named = self.flags.get("model", Told("", None)).value
+        try:
+            return model(named) if isinstance(named, str) else None
+        except ZeroplanError:
+            return None
 
     def unmodelled(self, *, saves: str = "", adds: str = "", either: str = "") -> None:
         """Note the keys whose effect on memory is not modelled, as Table.unmodelled."""

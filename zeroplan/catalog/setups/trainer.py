@@ -55,13 +55,14 @@ _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
 #: Patterns of keys that change memory in a way that is not modelled.
 _SAVES = "optim_target_modules activation_offloading precompute_ref_log_probs padding_free"
 _ADDS = """
-    neftune_noise_alpha label_smoothing_factor use_dora modules_to_save lora_modules_to_save beta num_generations
+    label_smoothing_factor use_dora modules_to_save lora_modules_to_save beta num_generations
     max_completion_length
 """
 _EITHER = "torchdynamo half_precision_backend bf16_full_eval fp16_full_eval"
 _HARMLESS = {"half_precision_backend": ("auto", "cpu_amp", "cuda_amp")}
 
-#: Keys that change no memory of a training step.
+#: Keys that change no memory of a training step. NEFTune's noise is added to the embeddings before the first block, which needs
+#: more than three tensors of their size (integrations/neftune.py, neftune_post_forward_hook).
 _KNOWN_WORDS = """
     output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
     warmup_steps warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon average_tokens_across_devices
@@ -87,7 +88,7 @@ _KNOWN_WORDS = """
     low_cpu_mem_usage keep_linebreaks packing packing_strategy eval_packing eos_token pad_token chat_template_path
     max_prompt_length dataset_mixture dataset_mixer dataset_splits chat_template loss_type hub_model_revision
     completion_only_loss assistant_only_loss lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage
-    bnb_4bit_compute_dtype
+    bnb_4bit_compute_dtype neftune_noise_alpha
 """
 _KNOWN = frozenset(_KNOWN_WORDS.split())
 _FSDP_WORDS = """

@@ -6,8 +6,9 @@ GRPO, the job is the actor's update.
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.megatron_arguments import tell_megatron
-from zeroplan.catalog.setups.told import FILLED, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
+from zeroplan.catalog.setups.megatron_arguments import tell_megatron, tell_stages
+from zeroplan.catalog.setups.told import FILLED, LIGER, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
+from zeroplan.spec.recipe import LogProbs
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _UPDATE = (
@@ -17,8 +18,9 @@ _UPDATE = (
 _MOVED = (
     "what param_offload and optimizer_offload keep on the host returns to the GPU for the update, so that it is counted there"
 )
-_SAVES = "*.use_liger *.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
-_ADDS = "*.entropy_coeff *.calculate_entropy *.mtp.enable_train *.mtp.enable"
+_SAVES = "*.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
+_ADDS = "*.mtp.enable_train *.mtp.enable"
+_ENTROPY = f"{_ACTOR}entropy_coeff {_ACTOR}calculate_entropy"
 
 
 def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
@@ -31,9 +33,16 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     named = next((key for key in (f"{_MODEL}path", "model.partial_pretrain", "model.path") if table.text(key)), None)
     if named is not None:
         reading.tell_model(named, str(table.data[named]))
+    table.leave(["optim"] * (table.data.get("optim") in ("fsdp", "megatron")))  # which of its files Hydra reads
+    reading.tell_frozen_tower(f"{_ACTOR}freeze_vision_tower")
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
     reading.tell("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
+    if reading.flags.get("log_probs", Told("", "")).value == "chunks":
+        for key in (f"{_MODEL}use_fused_kernels", f"{_MODEL}fused_kernel_options.impl_backend"):
+            table.leave((key,))
+            table.matters.pop(key, None)
+            table.saves.discard(key)
     table.like("*engine_kwargs.* *metadata_kwargs.* *reward_kwargs.* *val_kwargs.* hydra.* config_path")
     return reading.setup("verl")
 
@@ -42,11 +51,15 @@ def _policy(reading: Reading, gpus: int) -> None:
     table = reading.table
     length = (table.count("data.max_prompt_length") or 512) + (table.count("data.max_response_length") or 512)
     ways = table.count(f"{_ACTOR}ulysses_sequence_parallel_size") or 1
-    uses_megatron = table.text(f"{_ACTOR}strategy") == "megatron" or "megatron" in str(table.get("config_name")) or any(
-        key.startswith(f"{_ACTOR}megatron.") for key in table.data
+    said = table.text(f"{_ACTOR}strategy") or table.text(f"{_ACTOR}fsdp_config.strategy")
+    uses_megatron = said == "megatron" or "megatron" in str(table.get("config_name")) or (
+        said is None and any(key.startswith(f"{_ACTOR}megatron.") for key in table.data)
     )  # fmt: skip
     ranks = tell_megatron(reading, gpus, f"{_ACTOR}megatron.") if uses_megatron else gpus // ways
     if uses_megatron:
+        table.unmodelled(adds=_ENTROPY)
+        table.leave((f"{_MODEL}enable_gradient_checkpointing",))  # of FSDP's workers alone; Megatron has its own keys
+        tell_stages(reading, f"{_ACTOR}megatron.override_transformer_config.")
         reading.tell("seq_len", "data.max_response_length", length)
     else:
         _fsdp(reading, f"{_ACTOR}fsdp_config.", str(table.get(f"{_ACTOR}strategy") or "fsdp"), gpus)
@@ -58,13 +71,54 @@ def _policy(reading: Reading, gpus: int) -> None:
     told = not (uses_megatron or ways > 1 or gpus == 1) and table.text(f"{_ROLLOUT}name") in (None, "vllm")
     if not uses_megatron:
         reading.own_units = "verl"
-        reading.tell_log_probs("algorithm.adv_estimator", how="in place")
+        reading.tell_log_probs("algorithm.adv_estimator", how=_log_probs(reading))
         _loop(reading, alone=not told)
+    else:
+        told = _loop_on_megatron(reading)
     if not told:
         reading.notes.append(_UPDATE)
+    _rewards(reading, counted=told and not uses_megatron)
     parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
     if any(table.switch(f"{_ACTOR}{part}") for part in parts):
         reading.notes.append(_MOVED)
+
+
+def _rewards(reading: Reading, *, counted: bool) -> None:
+    """Read a reward model on the actor's GPUs: a second vLLM, or FSDP with parameters in host memory (workers/fsdp_workers.py)."""
+    table, before = reading.table, "reward_model."
+    if not table.switch(f"{before}enable") or table.switch(f"{before}enable_resource_pool"):
+        return
+    if table.switch(f"{before}use_reward_loop") is False:
+        return
+    if counted and table.text(f"{before}rollout.name") in (None, "vllm"):
+        reading.loop["reward_engine"] = True
+    else:
+        table.matters[f"{before}enable"] = "reward_model.enable: an engine of its own on the same GPUs is not counted"
+
+
+def _log_probs(reading: Reading) -> LogProbs:
+    """Return how the update computes its loss; verl's fused head in Triton is not modelled."""
+    table, entropy = reading.table, _has_entropy(reading)
+    in_torch = table.text(f"{_MODEL}fused_kernel_options.impl_backend") in (None, "torch")
+    if table.switch(f"{_MODEL}use_fused_kernels") and in_torch and reading.flags["engine"].value != "ddp":
+        return "chunks"
+    table.read.discard(f"{_MODEL}fused_kernel_options.impl_backend")
+    return "entropy" if entropy else "in place"
+
+
+def _has_entropy(reading: Reading) -> bool:
+    """Whether the update computes the entropy and its gradient, compiled (workers/actor/dp_actor.py); notes other ways to do so.
+
+    Checkpoints of the compiled entropy save the same logits (entropy_checkpointing).
+    """
+    table = reading.table
+    table.leave((f"{_ACTOR}entropy_checkpointing",))
+    asked = bool(table.switch(f"{_ACTOR}calculate_entropy")) or number_of(table.get(f"{_ACTOR}entropy_coeff"), 0) != 0
+    compiled = table.switch(f"{_ACTOR}use_torch_compile") is not False
+    chunked = table.switch(f"{_ACTOR}entropy_from_logits_with_chunking")
+    if asked and (chunked or not compiled):
+        table.unmodelled(adds=_ENTROPY)
+    return asked
 
 
 _ROLLOUT = "actor_rollout_ref.rollout."
@@ -90,6 +144,31 @@ def _loop(reading: Reading, *, alone: bool) -> None:
         log_prob_micro_batch_size_per_gpu=table.count(f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu"),
         **(_critic(reading) if estimator == "gae" else {}),
     )  # fmt: skip
+
+
+def _loop_on_megatron(reading: Reading) -> bool:
+    """Read the loop on Megatron-Core's workers; returns whether all of its phases are counted.
+
+    A reference model, and a critic, stay on the GPU unless they are offloaded (workers/megatron_workers.py).
+    """
+    table, stays = reading.table, "{}.megatron.{}_offload"
+    compares = table.switch(f"{_ACTOR}use_kl_loss") or table.switch("algorithm.use_kl_in_reward")
+    key = stays.format("actor_rollout_ref.ref", "param")
+    away = table.switch(key if key in table.data else f"{_ACTOR}megatron.param_offload")
+    if str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower() == "gae":
+        if not all(table.switch(stays.format("critic", part)) for part in ("param", "optimizer")):
+            table.matters["algorithm.adv_estimator"] = "adv_estimator=gae: a critic stays on the GPU, and is not counted"
+        return False
+    here = table.text(f"{_ROLLOUT}name") in (None, "vllm")
+    reading.tell_loop(
+        "algorithm.adv_estimator", "grpo", full_logits=True, keeps_reference=(compares and not away) or None,
+        max_completion_length=table.count("data.max_response_length"), vllm_mode=None if here else "server",
+        vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5) if here else None,
+        vllm_tensor_parallel_size=(table.count(f"{_ROLLOUT}tensor_model_parallel_size") or 2) if here else None,
+        offloads_between_updates=all(table.switch(stays.format(_ACTOR[:-1], part)) for part in ("param", "optimizer")) or None,
+        vllm_enable_sleep_mode=(here and table.switch(f"{_ROLLOUT}free_cache_engine") is not False) or None,
+    )  # fmt: skip
+    return here
 
 
 def _critic(reading: Reading) -> dict[str, object]:
@@ -163,6 +242,10 @@ def _model(reading: Reading, before: str) -> None:
     recomputes = table.switch(f"{before}enable_gradient_checkpointing") is not False
     reading.tell("recompute", f"{before}enable_gradient_checkpointing", "full" if recomputes else "none")
     rank = next((found for key in ("lora_rank", "lora.rank") if (found := table.count(f"{before}{key}", least=0))), 0)
+    if table.switch(
+        f"{before}use_liger"
+    ):  # workers/fsdp_workers.py: Liger's own loss needs labels, which the model does not get
+        reading.tell_liger(*LIGER, key=f"{before}use_liger", loss=False)
     targets = table.get(f"{before}target_modules") or table.get(f"{before}lora.target_modules")
     if rank:
         reading.tell("lora_rank", f"{before}lora_rank", rank)

@@ -213,6 +213,8 @@ def gated_mlp(tape: Tape, normal: Value, block: Block, source: str, *, width: Si
 
     ``prefix`` begins the names of its moments if a layer has several MLPs.
     """
+    if tape.mode.mlp is not None and block.activation == "silu" and not prefix:
+        return tape.mode.mlp(tape, normal)
     bias, modules = block.mlp_bias, (Module.NONE,) * 3 if prefix else (Module.GATE, Module.UP, Module.DOWN)
     gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0]), bias=bias)
     if tape.mode.fused_gates and block.activation == "silu":

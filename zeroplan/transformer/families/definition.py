@@ -59,8 +59,9 @@ class Training(NamedTuple):
     """Norms of a quantised model are fp32 under autocast."""
     narrow: bool = False
     """Frozen weights have the compute dtype under autocast anyway; of a block, what comes into it."""
-    fused: bool = False
-    """One function runs the q, k and v projections with their adapters, another one the output projection."""
+    fused: str = ""
+    """Whose functions run the projections and their adapters, by RecipeSpec's names: one for q, k and v, one for the output
+    projection, and Axolotl's also one for a gated MLP."""
     wide_adapters: bool = False
     """Adapters compute in fp32, without autocast."""
     four_bits_keep_inputs: bool = False

@@ -62,6 +62,7 @@ CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
 FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
 TILED = "trl 1.16, kernels/chunked_logprob.py, ChunkedLogProbFunction"
 IN_PLACE = "verl 0.9.1, utils/torch_functional.py, logprobs_from_logits_flash_attn"
+OF_CHUNKS = "verl b178a3cd, utils/experimental/torch_functional.py, FusedLinearForPPOFunction"
 COMPARED = "trl 1.16, kernels/chunked_divergence.py, ChunkedDivergenceFunction"
 SCORED = "trl 1.16, trainer/utils.py, add_fused_lm_head"
 WRITTEN_OVER = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/cross_entropy_loss.py, FastForCausalLMLoss"
@@ -656,19 +657,65 @@ def _tiled(tape: Tape, read: Value, ending: Ending, *, kind: _Tiled) -> _Ran:
     return _Ran(loss, (saved, *targets), (mask, *labels, *targets, rows, made, saved))
 
 
-def _in_place(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """Run verl's loss: all logits in the compute dtype, which the backward of flash-attn's cross-entropy overwrites."""
+def _in_place(tape: Tape, read: Value, ending: Ending, *, entropy: bool = False) -> _Ran:
+    """Run verl's loss: all logits in the compute dtype, which the backward of flash-attn's cross-entropy overwrites.
+
+    A division by the temperature is in place, and its backward is not. With ``entropy`` both losses make a gradient of their own,
+    and the compiled entropy saves the logits and four fp32 numbers of a token (torch 2.13, min_cut_rematerialization_partition).
+    """
     product = _product(tape, read)
-    logits = _capped(tape, product) if ending.family in CAPPED else product
+    hot = _capped(tape, product) if ending.family in CAPPED else product
+    logits = Value(tape.hold(hot.store), hot.dtype, hot.shape)
+    tape.add("division by the temperature", (logits,), (), _makes("gradient of the undivided logits", hot), of=(hot,))
+    tape.release(hot)
     labels = tape.make(LOGITS, "labels", 8 * T, IN_PLACE, LABELS)
-    rows = tape.make(LOGITS, "log-probability and log-sum-exp of each token", 8 * T, IN_PLACE)
+    rows = tape.make(LOGITS, "log-probability and log-sum-exp of each token", (24 if entropy else 8) * T, IN_PLACE)
     loss = _scalar()
 
-    def backward(_tape: Tape, _taken: list[Store]) -> Arriving:
-        return [op.through(logits, logits.store)]
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        if not entropy:
+            return [op.through(logits, logits.store)]
+        reasons = (f"gradient of the logits by the {one}" for one in ("log-probabilities", "entropy"))
+        first, second = (tape.make(LOGITS, reason, logits.dtype * logits.shape, IN_PLACE) for reason in reasons)
+        tape.scratch.append(second)
+        return [(logits, first)]
 
     tape.add("log-probabilities", (loss,), (logits.store, rows, labels), backward, of=(logits,), place=AT_LOSS)
     return _Ran(loss, (logits.store, rows, labels), (labels, rows, logits.store), (logits.store,))
+
+
+def _by_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
+    """Run verl's fused head in torch: 512 tokens at a time, whose logits the backward makes again, with an entropy or without.
+
+    A chunk of the backward also makes a gradient of the whole weight of the head, even of a frozen one, which is named until the
+    next chunk has its own.
+    """
+    labels = tape.make(LOGITS, "labels", 8 * T, OF_CHUNKS, LABELS)
+    scores = tape.make(LOGITS, "log-probability and entropy of each token", 2 * e * T, OF_CHUNKS)
+    rows = (V + 1) * at_most(512, T)
+    tape.drop(tape.make(LOGITS, "a chunk's logits, two softmaxes and a product, fp32", 16 * rows, OF_CHUNKS))
+    loss = _scalar()
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        made = [tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, OF_CHUNKS)]
+        total = [] if ending.frozen_head else [tape.make(WEIGHT, "gradient of the head's weight, so far", e * h * V, OF_CHUNKS)]
+        before = tape.make(WEIGHT, "gradients from the previous chunk", e * h * (V + at_most(512, T)), OF_CHUNKS)
+        tape.drop(tape.make(LOGITS, "a chunk's logits and six tensors of their size, fp32", 28 * rows, OF_CHUNKS))
+        beside = tape.make(
+            LOGITS, "a chunk's logits, both softmaxes and labels, fp32, and gradient", (16 + e) * rows, OF_CHUNKS
+        )
+        tape.drop(
+            beside, tape.make(WEIGHT, "gradient of the head's weight, from a chunk", e * h * V, OF_CHUNKS), before, *total
+        )
+        if not ending.frozen_head:
+            tape.weight_gradient(h * V)
+        if tape.follows(read):
+            return [(read, made[0])]
+        tape.drop(*made)
+        return []
+
+    tape.add("log-probabilities", (loss,), (read, labels), backward, of=None, place=AT_LOSS)
+    return _Ran(loss, (labels,), (labels, scores))
 
 
 def _scored(tape: Tape, read: Value, mask: Store) -> Value:
@@ -706,4 +753,6 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, tiles": partial(_tiled, kind=_SCORES),
     "log-probs, divergence": partial(_tiled, kind=_DISTILLS),
     "log-probs, in place": _in_place,
+    "log-probs, chunks": _by_chunks,
+    "log-probs, entropy": partial(_in_place, entropy=True),
 }

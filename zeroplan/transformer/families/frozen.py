@@ -11,7 +11,7 @@ from functools import partial
 
 from zeroplan.expr import Size, ceil
 from zeroplan.ledger import Kind, Module, Role, Tag
-from zeroplan.spec.adapter import Quantize
+from zeroplan.spec.adapter import MLP, Quantize
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
@@ -38,17 +38,22 @@ def freeze(tape: Tape, given: Value, training: Training) -> None:
     tape.mode = Mode(partial(linear, training=training), norms_frozen=training.weights != "trained")
     if training.fused and {"q_proj", "k_proj", "v_proj"} <= set(training.layers):
         tape.mode = tape.mode._replace(projections=partial(_projections, training=training))
+    if training.fused == "axolotl-lora" and set(MLP) <= set(training.layers):
+        from zeroplan.transformer.families.fused_lora import gated_mlp  # noqa: PLC0415  few jobs have it
+
+        tape.mode = tape.mode._replace(mlp=partial(gated_mlp, training=training))
     if not training.tracked:
         tape.untracked.add(given)
 
 
 def _projections(tape: Tape, normal: Value, training: Training) -> tuple[Value, ...]:
     """Run the q, k and v projections as one autograd function."""
-    from zeroplan.transformer.families.fused_lora import Projection, projections  # noqa: PLC0415  few jobs have it
+    from zeroplan.transformer.families.fused_lora import Projection, by_axolotl, projections  # noqa: PLC0415  few jobs have it
 
     layers = Projection("q projection", q), Projection("k projection", k), Projection("v projection", v)
     with tape.owning():
-        return projections(tape, normal, layers, training)
+        run = by_axolotl if training.fused == "axolotl-lora" else projections
+        return run(tape, normal, layers, training)
 
 
 def linear(
@@ -142,7 +147,7 @@ def _plus_adapter(
 ) -> Value:  # fmt: skip
     """Run the adapter on ``given`` and add its scaled output to ``made``; release both."""
     name, module = site.name, site.module
-    read = _dropped(tape, given, site) if training.dropout else given
+    read = dropped(tape, given, site) if training.dropout else given
     product = op.wide_linear if training.wide_adapters else op.trained_linear
     with tape.owning():
         inner = product(tape, read, z, Site(f"{name}'s adapter, A", LORA, module, At.ADAPTER_A), reads=reads)
@@ -163,7 +168,7 @@ def _plus_adapter(
     return narrow
 
 
-def _dropped(tape: Tape, given: Value, site: Site) -> Value:
+def dropped(tape: Tape, given: Value, site: Site) -> Value:
     """Apply dropout to an adapter's input, in a copy. CUDA's kernel saves only a boolean mask."""
     name = f"input of the {site.name}'s adapter"
     made = op.tensor(tape, f"{name}, after dropout", given.dtype, given.shape, DROPOUT)

@@ -3,6 +3,9 @@
 fms-acceleration installs them (``fused_lora``): one function for q, k and v together and one for the output projection. Each
 dequantises its weights and adds the adapter's output in place. It saves its input and, with dropout, the copy that each adapter
 read. It saves no mask: the backward recognises dropped elements by their zeros.
+
+Axolotl's functions (``by_axolotl``, ``gated_mlp``) also run unquantised weights and gated MLPs. They save their input, the input
+after dropout (a mask for all layers), 16-bit copies of fp32 adapters and of an MLP the gate and the up projection.
 """
 
 from collections.abc import Iterator
@@ -15,10 +18,11 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
-from zeroplan.transformer.symbols import T, e, h, z
+from zeroplan.transformer.symbols import T, e, f, h, z
 
 BITS = "fms-acceleration 876e2ed, fms_acceleration_foak/fused_ops/unsloth_lora/utils.py, fast_dequantize"
 GPTQ = "fms-acceleration 876e2ed, fms_acceleration_foak/fused_ops/unsloth_lora/gptq/triton/kernels.py, dequant248"
+AXOLOTL = "axolotl 067b021c, kernels/lora.py, LoRA_QKV, LoRA_O and LoRA_MLP"
 LORA = "fms-acceleration 876e2ed, fms_acceleration_foak/fused_ops/unsloth_lora/bnb/fast_lora.py, LoRA_QKV"
 
 
@@ -62,6 +66,8 @@ def projections(tape: Tape, given: Value, layers: tuple[Projection, ...], traini
 def output(tape: Tape, given: Value, width: Size, site: Site, training: Training, *, reads: Size) -> Value:
     """Run the output projection and its adapter."""
     one = Projection(site.name, width)
+    if training.fused == "axolotl-lora":
+        return by_axolotl(tape, given, (one,), training, reads=reads, module=site.module)[0]
     weight = _written_out(tape, one, reads, training)
     made = op.tensor(tape, f"output of the {one.name} and its adapter", e, T * width, LORA)
     tape.drop(weight)
@@ -128,3 +134,117 @@ def _through_adapter(tape: Tape, one: Projection, reads: Size) -> None:
     tape.drop(inner)
     masked = tape.make(TEMPORARY, f"gradient through the {name}, with zeros", e * T * reads, LORA)
     tape.drop(kept, through, masked)
+
+
+# --- Axolotl's ---------------------------------------------------------------------------------------------------------------
+
+
+def by_axolotl(
+    tape: Tape, given: Value, layers: tuple[Projection, ...], training: Training, *, reads: Size = h, module: Module = Module.Q
+) -> tuple[Value, ...]:  # fmt: skip
+    """Run layers that read the same input, and their adapters, as one of Axolotl's functions."""
+    names = f"fused {', '.join(one.name for one in layers)}"
+    read = _read_by_adapters(tape, given, names, training)
+    made = tuple(_product(tape, one, reads, training) for one in layers)
+    copies = _copies(tape, tuple((one.name, reads, one.width) for one in layers))
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        beside = [_of_adapter(tape, one.name, reads, one.width) for one in layers]
+        arriving = _input_gradients(tape, given, read, layers, reads, training)
+        _gradients_of(tape, beside, tuple((reads, one.width) for one in layers))
+        return arriving
+
+    saved = (given.store, *(() if read is given else (read.store,)), *copies)
+    tape.add(names, made, saved, backward, of=None, place=Place(At.ADAPTED, module))
+    tape.drop(*copies, *(() if read is given else (read.store,)))
+    return made
+
+
+def gated_mlp(tape: Tape, given: Value, training: Training) -> Value:
+    """Run a gated MLP and its adapters. The backward writes the activation and both gradients over what it gets and saved."""
+    gate, up, down = (Projection(f"{name} projection", f) for name in ("gate", "up", "down"))
+    with tape.owning():
+        read = _read_by_adapters(tape, given, "fused gated MLP", training)
+        wide = [_product(tape, one, h, training).store for one in (gate, up)]
+        hidden = tape.make(TEMPORARY, "gated product, input of the down projection", e * T * f, AXOLOTL)
+        made = _product(tape, down._replace(width=h), f, training)
+        sizes = ((h, f), (h, f), (f, h))
+        names = tuple(one.name for one in (gate, up, down))
+        copies = _copies(tape, tuple((name, *size) for name, size in zip(names, sizes, strict=True)))
+        tape.drop(hidden)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        weight = _written(tape, down, h, training)
+        through = tape.make(GRADIENT, "gradient through the down projection, then the gated product", e * T * f, AXOLOTL)
+        tape.drop(*weight)
+        beside = [_of_adapter(tape, name, *size) for name, size in zip(names, sizes, strict=True)]
+        arriving = _input_gradients(tape, given, read, (up, gate), h, training)
+        _gradients_of(tape, beside, sizes)
+        tape.drop(through)
+        return arriving
+
+    saved = (given.store, *(() if read is given else (read.store,)), *wide, *copies)
+    tape.add("fused gated MLP", (made,), saved, backward, of=None, place=Place(At.ADAPTED, Module.GATE))
+    tape.drop(*wide, *copies, *(() if read is given else (read.store,)))
+    return made
+
+
+def _read_by_adapters(tape: Tape, given: Value, name: str, training: Training) -> Value:
+    from zeroplan.transformer.families.frozen import dropped  # noqa: PLC0415  frozen.py imports this module
+
+    return dropped(tape, given, Site(name, AXOLOTL)) if training.dropout else given
+
+
+def _product(tape: Tape, one: Projection, reads: Size, training: Training) -> Value:
+    """Multiply with a layer's weight, and add its adapter's output in place."""
+    weight = _written(tape, one, reads, training)
+    made = op.tensor(tape, f"output of the {one.name} and its adapter", e, T * one.width, AXOLOTL)
+    tape.drop(*weight)
+    casts = _copies(tape, ((one.name, reads, one.width),))
+    tape.drop(*casts, tape.make(TEMPORARY, f"{one.name}'s adapter: product with A", e * T * z, AXOLOTL))
+    return made
+
+
+def _written(tape: Tape, one: Projection, reads: Size, training: Training) -> tuple[Store, ...]:
+    return () if training.quantize == "none" else (_written_out(tape, one, reads, training),)
+
+
+def _copies(tape: Tape, sizes: tuple[tuple[str, Size, Size], ...]) -> tuple[Store, ...]:
+    """The adapters' matrices in the compute dtype: copies if they are fp32."""
+    if not tape.autocast:
+        return ()
+    return tuple(
+        tape.make(op.TENSOR, f"{name}'s adapter: matrices in 16 bits", e * z * (reads + width), AXOLOTL)
+        for name, reads, width in sizes
+    )
+
+
+def _of_adapter(tape: Tape, name: str, reads: Size, width: Size) -> tuple[Store, Store]:
+    """The gradient of the product with A, and the gradients of both matrices in 16 bits, until the function returns."""
+    inner = tape.make(TEMPORARY, f"{name}'s adapter: gradient of the product with A", e * T * z, AXOLOTL)
+    both = tape.make(TEMPORARY, f"{name}'s adapter: gradients, not yet cast", e * z * (reads + width), AXOLOTL)
+    tape.drop(tape.make(TEMPORARY, f"{name}'s adapter: product of its input and A", e * T * z, AXOLOTL))
+    return inner, both
+
+
+def _input_gradients(
+    tape: Tape, given: Value, read: Value, layers: tuple[Projection, ...], reads: Size, training: Training
+) -> Arriving:  # fmt: skip
+    arriving: Arriving = []
+    if tape.follows(given):
+        arriving.append((given, tape.make(GRADIENT, "gradient through the projections", e * T * reads, AXOLOTL)))
+        for one in layers:
+            tape.drop(*_written(tape, one, reads, training))
+    if read is not given:
+        arriving.append((read, tape.make(GRADIENT, "gradient through the adapters", e * T * reads, AXOLOTL)))
+    return arriving
+
+
+def _gradients_of(tape: Tape, beside: list[tuple[Store, Store]], sizes: tuple[tuple[Size, Size], ...]) -> None:
+    """Release the adapters' temporaries, and hand on the gradients of their matrices."""
+    for inner, _ in beside:
+        tape.drop(inner)
+    for (_, both), (reads, width) in zip(beside, sizes, strict=True):
+        tape.weight_gradient(reads * z)
+        tape.weight_gradient(width * z)
+        tape.drop(both)

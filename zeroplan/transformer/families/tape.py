@@ -93,6 +93,8 @@ class Mode(NamedTuple):
     """Tensor-parallel ranks split matrices and, between them, the sequence."""
     projections: "Callable[[Tape, Value], tuple[Value, ...]] | None" = None
     """One function runs the projections of queries, keys and values."""
+    mlp: "Callable[[Tape, Value], Value] | None" = None
+    """One function runs a gated MLP of SiLU."""
     fused_norms: bool = False
     """One kernel of Unsloth's runs a whole norm, and makes no gradient of its weight."""
     liger_norms: bool = False

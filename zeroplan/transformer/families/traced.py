@@ -307,7 +307,7 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
             "adapted", tracked, compute.keeps_inputs, adapter.layers, adapter.quantize, upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
-            fused="lora" in compute.fused,
+            fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""),
         )  # fmt: skip
     if model.frozen is None:
         return None
