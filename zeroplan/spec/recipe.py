@@ -33,8 +33,8 @@ Loss = Literal["full", "chunked", "fused", "log-probs"]
 LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks"]
 #: The names that ``fused_kernels`` accepts.
 FUSED = (
-    "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces", "norm-in-one", "deepep",
-    "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
+    "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
+    "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
 )  # fmt: skip
 #: Kernels that send tokens to their experts; the experts weight what they compute between their two products.
 SENDING = frozenset({"deepep", "hybridep"})
