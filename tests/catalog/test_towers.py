@@ -27,6 +27,10 @@ TOWERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "gemma3": (TEXT, ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": False}),
     "gemma3, pooled": (TEXT, ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": True}),
     "llava": (TEXT | {"model_type": "llama"}, ENCODER | {"model_type": "clip_vision_model"}),
+    "internvl": (
+        TEXT | {"model_type": "qwen2"},
+        ENCODER | {"model_type": "internvl_vision", "image_size": [56, 56], "patch_size": [14, 14], "attention_bias": True},
+    ),
     "qwen2_vl": (TEXT, {"depth": 3, "embed_dim": 48, "hidden_size": 64, "num_heads": 4}),
     "qwen2_5_vl": (TEXT, QWEN | {"fullatt_block_indexes": [1]}),
     "qwen3_vl": (TEXT, QWEN3 | {"deepstack_visual_indexes": [0, 2]}),
