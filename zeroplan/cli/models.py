@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from zeroplan.catalog.model import ModelEntry, model_entry, models
+from zeroplan.catalog.traced import traced_names
 from zeroplan.cli import json_text
 from zeroplan.cli.flags import Catalog, folder
 from zeroplan.errors import SpecError, unknown_name
@@ -52,6 +53,8 @@ def list_models(
         and (matching is None or matching.lower() in one.name)
     ]
     typer.echo(json_text([_payload(one) for one in chosen]) if as_json else model_table(chosen))
+    if not as_json and len(chosen) == len(models(extra=own_folder(folder(catalog), "models"))):
+        typer.echo(f"and, traced where torch is installed: {', '.join(traced_names())}")
 
 
 @models_app.command("show")

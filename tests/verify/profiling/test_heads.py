@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.simulated import on_the_fake_gpu
+from zeroplan.catalog.traced import traced_config, traced_names
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
@@ -98,6 +99,14 @@ def test_the_engine_takes_what_the_profile_says(name: str, said: str, tmp_path: 
         assert -BELOW * row.measured <= row.difference <= ABOVE.get(name, BELOW) * row.measured, row
     for row in compared.collectives:
         assert row.difference == 0, row
+
+
+@pytest.mark.parametrize("name", traced_names())
+def test_a_model_of_the_catalogue_has_the_parameters_of_its_class(name: str) -> None:
+    """FLAN-T5's are those of its checkpoint, which has a head of its own."""
+    path = traced_config(name)
+    assert path is not None
+    assert _parameters(str(path)) == json.loads(path.read_text(encoding="utf-8"))["zeroplan"]["parameters"]
 
 
 def _parameters(path: str) -> int:

@@ -99,6 +99,17 @@ def head_of(made: "PreTrainedConfig", where: str) -> Head:
     return found
 
 
+def with_its_own_head(module: nn.Module) -> None:
+    """Part a tied head from the embedding, as ``from_pretrained`` does where a checkpoint has both weights.
+
+    FLAN-T5's and mT5's have, but the class made from their configuration ties them: transformers 5.23, configuration_t5.py,
+    ``__post_init__``, and modeling_utils.py, ``tie_weights``.
+    """
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()  # type: ignore[operator]
+    if head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(torch.empty_like(embedding.weight))
+
+
 def inputs_of(made: "PreTrainedConfig", head: Head) -> int:
     """The bytes of one sequence's floating-point inputs: pixels or a spectrogram, of the same size for every sequence."""
     with torch.device("meta"):

@@ -14,7 +14,16 @@ from zeroplan.catalog.text import one_line, read_text, strict_json
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.recipe import Attention
 from zeroplan.verify.profiling.anatomy import Anatomy, Manner
-from zeroplan.verify.profiling.heads import CAUSAL, Head, head_of, inputs_of, kinds_in, stacks_of, with_layers
+from zeroplan.verify.profiling.heads import (
+    CAUSAL,
+    Head,
+    head_of,
+    inputs_of,
+    kinds_in,
+    stacks_of,
+    with_its_own_head,
+    with_layers,
+)
 from zeroplan.verify.profiling.polynomials import Shape
 from zeroplan.verify.profiling.structure import fewest
 from zeroplan.verify.training.causal_model import causal_model
@@ -146,6 +155,7 @@ def configuration(keys: Mapping[str, object], path: Path) -> "tuple[PreTrainedCo
         made = made.text_config
     head = head_of(made, where)
     made.use_cache = False
+    made.ties_its_head = keys.get("tie_word_embeddings") is not False or head.auto == CAUSAL
     for key in [key for key in vars(made) if "layerdrop" in key]:
         setattr(made, key, 0.0)
     if head.auto == CAUSAL:
@@ -205,5 +215,7 @@ def in_a_batch(made: "PreTrainedConfig", head: Head, attention: Attention, shape
     """The model of a configuration with a batch of that shape."""
     device = torch.get_default_device().type
     module = causal_model(deepcopy(made), attention=attention, dtype=torch.float32, device=device, auto=head.auto)
+    if not made.ties_its_head:
+        with_its_own_head(module)
     blocks = tuple(chain(*stacks_of(module, made)))
     return Workload(module, head.batch(made, shape), loss_of_output, blocks, holds_inputs=True)
