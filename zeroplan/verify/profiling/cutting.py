@@ -94,7 +94,10 @@ class _Cut:
             shared=_pieces(self._shared, ""),
             beside=_pieces(self._beside, ""),
             first_input_bytes=sum(one.n_bytes for one in self._first),
-            loss=tuple(n_bytes for _, n_bytes in self._curve(self._of(self._head), last, seen.backward)),
+            loss=tuple(
+                n_bytes
+                for _, n_bytes in self._curve([*self._of(self._head), *self._held_by_name(self._head)], last, seen.backward)
+            ),
             output_bytes=sum(one.n_bytes for one in returned if not self._is_kept(one)),
             head=self._instants(self._head, seen.backward, self._starts[-1] - 1),
             head_handed=self._handed(self._head, lambda name: seen.handed[name] < self._starts[-1]),
@@ -228,8 +231,8 @@ class _Cut:
         return [one for one in self._requests if self._owner[id(one)] >= at and self._counts(one)]
 
     def _held_by_name(self, at: int) -> list[Block]:
-        """Requests of earlier blocks that no operator saves, but a variable holds: what a decoder reads, in its own forward."""
-        begun = self._seen.before[at]
+        """Requests of earlier blocks that a variable holds and no operator saves: what an encoder made, in the decoder's forward."""
+        begun = self._seen.before[at] if at < self._count else self._seen.after[self._count - 1]
         return [
             one
             for one in self._requests
