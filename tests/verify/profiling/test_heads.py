@@ -55,8 +55,8 @@ CONFIGS: dict[str, dict[str, object]] = {
 #: Of an encoder-decoder: the gradient of the table that both read waits from the decoder's end on, and counts from the start.
 ABOVE = {"t5": 0.02, "flan": 0.02}
 BELOW = 0.001
-#: Under autocast, masks of dropout between two stacks.
-FORWARD_BELOW = 0.003
+#: Autocast's copy of the patches' weight lives to the end of the forward, and does not count.
+FORWARD_BELOW = {"vit": 0.01, "t5": 0.003, "flan": 0.003}
 RECIPES = {
     "ddp": RecipeSpec(engine="ddp", zero_stage=0),
     "fsdp2": RecipeSpec(),
@@ -98,7 +98,7 @@ def test_the_engine_takes_what_the_profile_says(name: str, said: str, tmp_path: 
     assert parameter_count(job.model) == whole
     compared = compare_with_estimate(on_the_fake_gpu(_run, job, path, 3))
     for row in (compared.peak, *(row for row in compared.phases if row.what in ("forward", "backward"))):
-        below = FORWARD_BELOW if row.what == "forward" else BELOW
+        below = FORWARD_BELOW.get(name, BELOW) if row.what == "forward" else BELOW
         assert -below * row.measured <= row.difference <= ABOVE.get(name, BELOW) * row.measured, row
     for row in compared.collectives:
         assert row.difference == 0, row

@@ -231,7 +231,7 @@ class _Cut:
         return [one for one in self._requests if self._owner[id(one)] >= at and self._counts(one)]
 
     def _held_by_name(self, at: int) -> list[Block]:
-        """Requests of earlier blocks that a variable holds and no operator saves: what an encoder made, in the decoder's forward."""
+        """Requests of earlier blocks that a variable holds and no operator saves, such as an encoder's output in the decoder."""
         begun = self._seen.before[at] if at < self._count else self._seen.after[self._count - 1]
         return [
             one

@@ -90,7 +90,10 @@ def head_of(made: "PreTrainedConfig", where: str) -> Head:
     found = next(named, next(iter(there), None))
     if made.is_encoder_decoder and getattr(made, "decoder_start_token_id", None) is None:
         made.decoder_start_token_id = 0  # with which labels are shifted
-    needs = {_spectrograms: ("num_mel_bins", "max_source_positions"), _pictures: ("num_channels", "image_size", "patch_size")}
+    needs: dict[object, tuple[str, ...]] = {
+        _spectrograms: ("num_mel_bins", "max_source_positions"),
+        _pictures: ("num_channels", "image_size", "patch_size"),
+    }
     if found is None or not all(hasattr(made, key) for key in needs.get(found.batch, ())):
         raise SpecError(
             f"{where}: which batch trains a model of type {made.model_type!r} is not known; "
