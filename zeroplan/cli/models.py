@@ -1,6 +1,7 @@
 """``zeroplan models``: lists the models in the catalogue, and shows the shape, source and parameters of one."""
 
 from dataclasses import asdict
+from textwrap import fill
 from typing import Annotated
 
 import typer
@@ -54,7 +55,7 @@ def list_models(
     ]
     typer.echo(json_text([_payload(one) for one in chosen]) if as_json else model_table(chosen))
     if not as_json and len(chosen) == len(models(extra=own_folder(folder(catalog), "models"))):
-        typer.echo(f"and, traced where torch is installed: {', '.join(traced_names())}")
+        typer.echo("\n" + fill(f"traced where torch is installed: {', '.join(traced_names())}", 100, break_on_hyphens=False))
 
 
 @models_app.command("show")
