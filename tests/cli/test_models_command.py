@@ -25,7 +25,7 @@ max_position_embeddings = 2048
 
 
 def listed(out: str) -> list[str]:
-    return [line.split()[0] for line in out.splitlines()[1:-1]]
+    return [line.split()[0] for line in out.partition("\n\n")[0].splitlines()[1:-1]]
 
 
 @pytest.fixture
