@@ -29,6 +29,7 @@ TOWERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "gemma3": (TEXT, ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": False}),
     "gemma3, pooled": (TEXT, ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": True}),
     "llava": (TEXT | {"model_type": "llama"}, ENCODER | {"model_type": "clip_vision_model"}),
+    "llava_next": (TEXT | {"model_type": "llama"}, ENCODER | {"model_type": "clip_vision_model"}),
     "internvl": (
         TEXT | {"model_type": "qwen2"},
         ENCODER | {"model_type": "internvl_vision", "image_size": [56, 56], "patch_size": [14, 14], "attention_bias": True},

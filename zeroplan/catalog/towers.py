@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.vision import Tower, VisionSpec
+from zeroplan.transformer.vision import parameters_beside_the_text
 
 Config = Mapping[str, object]
 #: Kinds of vision towers that are plain transformers, with two or three matrices in each MLP.
@@ -98,6 +99,11 @@ def _llava(of: _Sizes) -> VisionSpec:
     )  # fmt: skip
 
 
+def _llava_next(of: _Sizes) -> VisionSpec:
+    """LLaVA-NeXT has LLaVA's tower, a token for the end of a row, and tiles whose joining has no formula."""
+    return _other(parameters_beside_the_text(_llava(of)) + of.text_width)
+
+
 def _internvl(of: _Sizes) -> VisionSpec:
     plain = {
         "norm_type": "layer_norm",
@@ -159,6 +165,6 @@ def _qwen3(of: _Sizes) -> VisionSpec:
 
 
 _TOWERS: dict[str, Callable[[_Sizes], VisionSpec]] = {
-    "gemma3": _gemma3, "internvl": _internvl, "llava": _llava, "qwen2_vl": _qwen2, "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3,
-    "qwen3_vl_moe": _qwen3, "qwen3_5": _qwen3, "qwen3_5_moe": _qwen3,
+    "gemma3": _gemma3, "internvl": _internvl, "llava": _llava, "llava_next": _llava_next, "qwen2_vl": _qwen2,
+    "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3, "qwen3_vl_moe": _qwen3, "qwen3_5": _qwen3, "qwen3_5_moe": _qwen3,
 }  # fmt: skip
