@@ -26,6 +26,10 @@ def shipped_config(name: str) -> dict[str, object]:
     return {"model_type": entry["model_type"], **entry["config"], **dict.fromkeys(entry.get("nulls", []))}
 
 
+#: The entries without a vision tower, whose parameters have transformers' names.
+TEXT_NAMES = [name for name in ENTRY_NAMES if "[config.vision_config]" not in (ENTRIES / f"{name}.toml").read_text()]
+
+
 def hub_config(config: Mapping[str, object]) -> PreTrainedConfig:
     """The configuration as transformers reads it."""
     transformers = pytest.importorskip("transformers")

@@ -148,7 +148,8 @@ def _made(wanted: _Wanted, unknown: NoFormulasError, say: Callable[[str], None])
         _trace(wanted, made, unknown)
         text = made.read_text(encoding="utf-8")
     data = json.loads(text)
-    data["name"] = wanted.name
+    file = wanted.file.absolute()
+    data["name"] = wanted.name + data["name"].removeprefix(named_after(file, file))  # which may say what was traced
     of_all_lengths, of_one = wanted.kept()
     one_length = data.get("seq_len") is not None or data.get("shortest", 1) > 1
     return _keep(of_one if one_length else of_all_lengths, json.dumps(data, indent=1, ensure_ascii=False) + "\n", say)

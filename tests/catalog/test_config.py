@@ -198,7 +198,7 @@ def test_other_kinds_of_model_are_named(model_type: str, kind: str):
     config = {"model_type": model_type, "text_config": {"model_type": "llama"}}
     assert f"{model_type!r} is {kind}" in refusal(config)
     assert f"{model_type!r} is {kind}" in refusal(config, treat_as="llama")
-    assert "`zeroplan profile` traces others" in refusal(config)
+    assert "`zeroplan profile --config` traces others" in refusal(config)
 
 
 @pytest.mark.parametrize("config", [None, [], [LLAMA], "llama", 7, 1.5, True])

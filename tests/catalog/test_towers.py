@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.hugging_face import ENTRY_NAMES, TEXT_NAMES, hub_config, shipped_config
 from zeroplan.catalog.config import config_with_notes
+from zeroplan.catalog.model import model
 from zeroplan.catalog.towers import vision_of
 from zeroplan.transformer.params import parameter_count
 from zeroplan.transformer.vision import parameters_beside_the_text
@@ -27,6 +29,11 @@ TOWERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "gemma3": (TEXT, ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": False}),
     "gemma3, pooled": (TEXT, ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": True}),
     "llava": (TEXT | {"model_type": "llama"}, ENCODER | {"model_type": "clip_vision_model"}),
+    "llava_next": (TEXT | {"model_type": "llama"}, ENCODER | {"model_type": "clip_vision_model"}),
+    "internvl": (
+        TEXT | {"model_type": "qwen2"},
+        ENCODER | {"model_type": "internvl_vision", "image_size": [56, 56], "patch_size": [14, 14], "attention_bias": True},
+    ),
     "qwen2_vl": (TEXT, {"depth": 3, "embed_dim": 48, "hidden_size": 64, "num_heads": 4}),
     "qwen2_5_vl": (TEXT, QWEN | {"fullatt_block_indexes": [1]}),
     "qwen3_vl": (TEXT, QWEN3 | {"deepstack_visual_indexes": [0, 2]}),
@@ -40,6 +47,15 @@ def whole(case: str) -> dict[str, object]:
     made = pytest.importorskip("transformers").CONFIG_MAPPING[case.partition(",")[0]](text_config=text, vision_config=vision)
     written: dict[str, object] = made.to_dict()
     return written
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", sorted({*ENTRY_NAMES} - {*TEXT_NAMES}))
+def test_an_entry_with_a_tower_has_the_parameters_of_its_class(name: str) -> None:
+    transformers, torch, config = pytest.importorskip("transformers"), pytest.importorskip("torch"), shipped_config(name)
+    with torch.device("meta"):
+        real = transformers.AutoModelForImageTextToText.from_config(hub_config(config))
+    assert parameter_count(model(name)) == sum(one.numel() for one in real.parameters())
 
 
 @pytest.mark.torch

@@ -193,7 +193,7 @@ def test_what_the_workload_raises_is_told(name: str, says: str):
 
 @pytest.mark.torch
 @pytest.mark.parametrize(("keys", "code", "says"), [
-    ({"model_type": "t5", "d_model": 64}, 2, "has no causal language model of type 't5'; write a function that builds the model"),
+    ({"model_type": "wav2vec2"}, 2, "which batch trains a model of type 'wav2vec2' is not known; write a function that builds the"),
     ({"model_type": "mpt", "d_model": 66, "n_heads": 4, "n_layers": 2, "vocab_size": 104}, 4, "the module cannot be traced: "),
 ])  # fmt: skip
 def test_a_class_of_transformers_that_cannot_be_traced_is_one_line(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.hugging_face import ENTRY_NAMES, hub_config, meta_model, shipped_config
+from tests.hugging_face import ENTRY_NAMES, TEXT_NAMES, hub_config, meta_model, shipped_config
 from tests.transformer.tiny_configs import TINY, tiny_config
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.model import ModelEntry, model, model_entry, models
@@ -38,7 +38,7 @@ def every_parameter(built: Layout) -> list[str]:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ENTRY_NAMES)
+@pytest.mark.parametrize("name", TEXT_NAMES)
 def test_names_shapes_and_order_are_those_of_transformers(name: str):
     pytest.importorskip("transformers")
     real = meta_model(shipped_config(name))

@@ -221,15 +221,15 @@ class _Source(NamedTuple):
 
 
 def _refuse_other_kinds(config: Config) -> None:
-    """Raise SpecError for anything but a decoder-only transformer, also with --treat-as."""
+    """Raise NoFormulasError for anything but a decoder-only transformer, also with --treat-as."""
     model_type = config.get("model_type")
     kinds = [f"model_type {shown(model_type)} is {kind}" for kind, types in OTHER_KINDS.items() if model_type in types]
     if config.get("is_encoder_decoder") is True:
         kinds.append("is_encoder_decoder=True in config.json")
     for kind in kinds:
-        raise SpecError(
-            f"{kind}: zeroplan counts decoder-only transformers; `zeroplan profile` traces others (--config for a causal model, "
-            "--workload for any)"
+        raise NoFormulasError(
+            f"{kind}: zeroplan has formulas for decoder-only transformers; `zeroplan profile --config` traces others, and "
+            "--workload any module"
         )
 
 

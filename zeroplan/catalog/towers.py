@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
-from zeroplan.spec.vision import VisionSpec
+from zeroplan.spec.vision import Tower, VisionSpec
+from zeroplan.transformer.vision import parameters_beside_the_text
 
 Config = Mapping[str, object]
 #: Kinds of vision towers that are plain transformers, with two or three matrices in each MLP.
@@ -87,10 +88,49 @@ def _gemma3(of: _Sizes) -> VisionSpec:
 
 
 def _llava(of: _Sizes) -> VisionSpec:
-    width, patches = of("hidden_size"), (of("image_size") // of("patch_size")) ** 2
-    layers = of("num_hidden_layers") * _encoder_layer(width, of("intermediate_size"))
-    tower = width + 3 * of("patch_size") ** 2 * width + (patches + 1) * width + 4 * width + layers
-    return _other(tower + _linear(width, of.text_width) + _linear(of.text_width, of.text_width))
+    """CLIP's tower, of which the text reads the output of one block. Later blocks and a norm are there, and get no gradient."""
+    width, layers, layer = of("hidden_size"), of("num_hidden_layers"), of.whole.get("vision_feature_layer", -2)
+    if type(layer) is not int or not -layers <= layer < 0 or of.whole.get("multimodal_projector_bias") is False:
+        raise KeyError("vision_feature_layer")
+    unread = -1 - layer
+    return _with_a_class_token(
+        of, "clip", of("image_size"), of("patch_size"), layers - unread,
+        2 * width + unread * _encoder_layer(width, of("intermediate_size")),
+    )  # fmt: skip
+
+
+def _llava_next(of: _Sizes) -> VisionSpec:
+    """LLaVA-NeXT has LLaVA's tower, a token for the end of a row, and tiles whose joining has no formula."""
+    return _other(parameters_beside_the_text(_llava(of)) + of.text_width)
+
+
+def _internvl(of: _Sizes) -> VisionSpec:
+    plain = {
+        "norm_type": "layer_norm",
+        "use_qk_norm": False,
+        "use_mean_pooling": True,
+        "use_absolute_position_embeddings": True,
+    }
+    whole = {"vision_feature_layer": -1, "downsample_ratio": 0.5, "vision_feature_select_strategy": "default"}
+    said = [(of.config, plain | {"use_mask_token": False}), (of.whole, whole)]
+    if any(config.get(key, usual) != usual for config, keys in said for key, usual in keys.items()):
+        raise KeyError("another tower of InternVL's")
+    if of.config.get("attention_bias") is not True:
+        raise KeyError("attention_bias")
+    image, patch = (
+        one[0] if isinstance(one, list | tuple) else one for one in map(of.config.get, ("image_size", "patch_size"))
+    )
+    if type(image) is not int or type(patch) is not int:
+        raise KeyError("image_size")
+    return replace(_with_a_class_token(of, "internvl", image, patch, of("num_hidden_layers"), 0), merge_size=2)
+
+
+def _with_a_class_token(of: _Sizes, tower: Tower, image: int, patch: int, layers: int, other: int) -> VisionSpec:
+    return VisionSpec(
+        tower=tower, hidden_size=of("hidden_size"), intermediate_size=of("intermediate_size"), num_hidden_layers=layers,
+        num_attention_heads=of("num_attention_heads"), patch_size=patch, patch_numbers=3 * patch**2, fixed_size=image,
+        out_hidden_size=of.text_width, positions=(image // patch) ** 2 + 1, other_parameters=other,
+    )  # fmt: skip
 
 
 def _patch(of: _Sizes) -> int:
@@ -125,6 +165,6 @@ def _qwen3(of: _Sizes) -> VisionSpec:
 
 
 _TOWERS: dict[str, Callable[[_Sizes], VisionSpec]] = {
-    "gemma3": _gemma3, "llava": _llava, "qwen2_vl": _qwen2, "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3, "qwen3_vl_moe": _qwen3,
-    "qwen3_5": _qwen3, "qwen3_5_moe": _qwen3,
+    "gemma3": _gemma3, "internvl": _internvl, "llava": _llava, "llava_next": _llava_next, "qwen2_vl": _qwen2,
+    "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3, "qwen3_vl_moe": _qwen3, "qwen3_5": _qwen3, "qwen3_5_moe": _qwen3,
 }  # fmt: skip

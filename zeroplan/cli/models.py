@@ -1,11 +1,13 @@
 """``zeroplan models``: lists the models in the catalogue, and shows the shape, source and parameters of one."""
 
 from dataclasses import asdict
+from textwrap import fill
 from typing import Annotated
 
 import typer
 
 from zeroplan.catalog.model import ModelEntry, model_entry, models
+from zeroplan.catalog.traced import traced_names
 from zeroplan.cli import json_text
 from zeroplan.cli.flags import Catalog, folder
 from zeroplan.errors import SpecError, unknown_name
@@ -52,6 +54,8 @@ def list_models(
         and (matching is None or matching.lower() in one.name)
     ]
     typer.echo(json_text([_payload(one) for one in chosen]) if as_json else model_table(chosen))
+    if not as_json and len(chosen) == len(models(extra=own_folder(folder(catalog), "models"))):
+        typer.echo("\n" + fill(f"traced where torch is installed: {', '.join(traced_names())}", 100, break_on_hyphens=False))
 
 
 @models_app.command("show")

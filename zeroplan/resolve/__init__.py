@@ -16,6 +16,7 @@ from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_
 from zeroplan.catalog.model import WAYS_TO_NAME, tower_left_out
 from zeroplan.catalog.model import model as find_model
 from zeroplan.catalog.text import is_there
+from zeroplan.catalog.traced import traced_config
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import names_in, with_images
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
@@ -98,20 +99,24 @@ def job(**said: object) -> JobSpec:
 
 
 def with_fetched(request: Request, *, extra: Path | None = None) -> Request:
-    """Return the request with its model's config.json, fetched if its name is on the Hub and not in the catalogue.
+    """Return the request with its model's config.json: that of a well-known model without formulas, or one from the Hub.
 
     Raises UnknownNameError if the Hub does not answer in time.
     """
-    repository = repository_of(request.model) if isinstance(request.model, str) else None
-    if repository is None or not is_repository(repository):
+    if not isinstance(request.model, str):
         return request
+    repository = repository_of(request.model)
     try:
-        find_model(repository, extra=own_folder(extra, "models"))
+        find_model(repository or request.model, extra=own_folder(extra, "models"))
     except UnknownNameError as unknown:
+        if (traced := traced_config(repository or request.model)) is not None:
+            return replace(request, model=traced.stem, fetched=str(traced))
+        if repository is None or not is_repository(repository):
+            return request
         from zeroplan.catalog.hub import hub_config  # noqa: PLC0415  few names get here
 
         return replace(request, model=repository, fetched=str(hub_config(repository, unknown=unknown)))
-    return replace(request, model=repository)
+    return request if repository is None or not is_repository(repository) else replace(request, model=repository)
 
 
 def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str] = ()) -> Resolved:

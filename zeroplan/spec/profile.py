@@ -1,6 +1,7 @@
 """The memory of a traced module, as data: the file that ``zeroplan profile`` writes and ``--profile`` reads."""
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
@@ -34,11 +35,12 @@ class Amount(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor(Spec):
-    """One parameter; ``autocast``: ``torch.autocast`` makes a 16-bit copy of it."""
+    """One parameter; ``autocast``: ``torch.autocast`` makes a 16-bit copy of it; ``frozen``: it gets no gradient."""
 
     name: str
     shape: tuple[Dimension, ...]
     autocast: bool = False
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +190,7 @@ class Profile(Profiled):
     ``source``: what was traced; ``embeddings``: parameters outside the blocks whose gradients come last; ``tail``: the others
     outside; ``tied_head``: the embedding that is also the head; ``order``: both as the module registers them, with an empty
     name for the blocks; ``kinds``: the parameters of one block of each kind. ``seq_len`` is set if the length is fixed;
+    ``inputs``: floating-point inputs of one sequence, in fp32, which the training loop holds through the step [bytes];
     ``shortest``: shorter sequences were not traced; ``longest``: the longest sequence in the module's configuration.
     """
 
@@ -204,6 +207,7 @@ class Profile(Profiled):
     modules: Modules
     tied_head: str | None = None
     buffer_bytes: CountOrZero = 0
+    inputs: CountOrZero = 0
     seq_len: Count | None = None
     shortest: Count = 1
     longest: Count | None = None
@@ -232,6 +236,11 @@ class Profile(Profiled):
         if self.tied_head is not None and self.tied_head not in {tensor.name for tensor in self.embeddings}:
             raise SpecError(f"tied_head {self.tied_head!r} is none of the profile's embeddings")
 
+    @property
+    def has_frozen(self) -> bool:
+        """Whether the module freezes some parameters itself, as Whisper its positions."""
+        return any(tensor.frozen for tensor in (*self.embeddings, *self.tail, *chain(*self.kinds.values())))
+
 
 def _check_order(profile: Profile) -> None:
     """Raise SpecError for a profile without the order of parameters or of gradients."""
@@ -246,7 +255,7 @@ def _check_order(profile: Profile) -> None:
             (profile.tail, one.head_handed),
             *((profile.kinds[kind], block.handed) for kind, block in one.blocks.items()),
         ):
-            if sorted(each.name for each in handed) != sorted(tensor.name for tensor in named):
+            if sorted(each.name for each in handed) != sorted(tensor.name for tensor in named if not tensor.frozen):
                 raise SpecError("the profile lacks the order in which the parameters' gradients are ready")
 
 

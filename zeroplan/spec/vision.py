@@ -1,18 +1,23 @@
 """The vision tower and projector of a multimodal model, and the images of a sequence."""
 
 from dataclasses import dataclass
-from math import ceil, floor, sqrt
+from math import ceil, floor, inf, sqrt
 from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import CountOrZero, Range, Spec
 
 #: Towers with formulas. ``other``: only its weights count.
-Tower = Literal["qwen2_5_vl", "qwen3_vl", "siglip", "other"]
+Tower = Literal["qwen2_5_vl", "qwen3_vl", "siglip", "clip", "internvl", "other"]
+#: Towers with a class token beside the patches of each image, which the text does not read.
+WITH_CLASS_TOKEN = ("clip", "internvl")
 #: Words of ``--freeze`` for the tower, and for the projector between tower and text.
 VISION_PARTS = ("tower", "projector")
 #: The fewest and the most pixels of an image.
 _PIXELS = {"qwen2_5_vl": (3_136, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
+
+#: The most tiles into which InternVL's processor cuts an image.
+_TILES = 12
 
 _Size = Annotated[int, Range(0, 10**7)]
 
@@ -46,7 +51,7 @@ class VisionSpec(Spec):
     fixed_size: _Size = 0
     """Side of the square to which every image is resized, in pixels; 0 if images keep their aspect ratio."""
     other_parameters: CountOrZero = 0
-    """Parameters without a formula: all of an ``other`` tower, and SigLIP's pooling head."""
+    """Parameters without a formula: all of an ``other`` tower, SigLIP's pooling head, blocks of CLIP that no one reads."""
     freeze_tower: bool = False
     """The tower is not trained."""
     freeze_projector: bool = False
@@ -69,12 +74,12 @@ class VisionSpec(Spec):
 
         Sources: transformers 5.23, models/qwen2_vl/image_processing_qwen2_vl.py, ``smart_resize``, with the limits in
         ``preprocessor_config.json`` of Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct; Gemma 3's processor resizes all
-        images to one square, without pan and scan.
+        images to one square, without pan and scan, and so does CLIP's.
         """
         if not self.has_blocks:
             return 0
         if self.fixed_size:
-            return (self.fixed_size // self.patch_size) ** 2
+            return self.tiles * (self.fixed_size // self.patch_size) ** 2
         factor = self.patch_size * self.merge_size
         least, most = _PIXELS[self.tower]
         rows, columns = (max(1, round(side / factor)) for side in (self.image_height, self.image_width))
@@ -86,6 +91,29 @@ class VisionSpec(Spec):
             grow = sqrt(least / area)
             rows, columns = (ceil(side * grow / factor) for side in (self.image_height, self.image_width))
         return rows * columns * self.merge_size**2
+
+    @property
+    def tiles(self) -> int:
+        """The number of squares into which an image is cut. InternVL adds the whole image if there are several.
+
+        Source: transformers 5.23, models/got_ocr2/image_processing_got_ocr2.py, ``get_optimal_tiled_canvas``, which takes its grids
+        as (width, height) of an image that it names (height, width).
+        """
+        if self.tower != "internvl":
+            return 1
+        grids = [(one, other) for one in range(1, _TILES + 1) for other in range(1, _TILES + 1) if one * other <= _TILES]
+        best, least, area = (1, 1), inf, self.image_width * self.image_height
+        for grid in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+            apart = abs(self.image_width / self.image_height - grid[0] / grid[1])
+            if apart < least or (apart == least and area > 0.5 * self.fixed_size**2 * grid[0] * grid[1]):
+                best, least = grid, apart
+        cut = best[0] * best[1]
+        return cut + 1 if cut > 1 else 1
+
+    @property
+    def sequence(self) -> int:
+        """The length of a sequence in its blocks: the patches of an image or of a tile, and a class token where it has one."""
+        return self.patches // self.tiles + (self.tower in WITH_CLASS_TOKEN)
 
     @property
     def tokens_per_image(self) -> int:

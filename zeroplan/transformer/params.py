@@ -56,6 +56,10 @@ def trained_layout(model: ModelSpec) -> Layout:
 
 def has_frozen(model: ModelSpec) -> bool:
     """Whether some parameters are frozen."""
+    if model.profile is not None:
+        from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
+
+        return profile_of(model).has_frozen
     vision = model.vision
     return model.adapter is not None or model.frozen is not None or (vision is not None and bool(vision.frozen_names))
 

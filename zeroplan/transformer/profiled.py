@@ -45,7 +45,7 @@ def profiled_layout(profile: Profile) -> Layout:
 
 
 def _parameter(tensor: Tensor) -> Parameter:
-    return Parameter(tensor.name, tensor.shape, tensor.autocast)
+    return Parameter(tensor.name, tensor.shape, tensor.autocast, frozen=tensor.frozen)
 
 
 def _is_cast(profile: Profile) -> bool:

@@ -1,8 +1,8 @@
 """A vision tower and its projector to the text: their parameters, and the memory that they add to a pass of the text.
 
-Source: transformers 5.23, ``models/<model>/modeling_<model>.py`` of Qwen2.5-VL, Qwen3-VL and Gemma 3, whose tower is SigLIP's
-(``models/siglip``). The tower runs between the token embedding and the text's first block, and so does its backward. Its
-patches of all images are one long sequence, in which each image attends only to itself.
+Source: transformers 5.23, ``models/<model>/modeling_<model>.py`` of Qwen2.5-VL, Qwen3-VL, InternVL, Gemma 3, whose tower is
+SigLIP's (``models/siglip``), and LLaVA, whose tower is CLIP's. The tower runs between the token embedding and the text's first
+block, and so does its backward. Its patches of all images are one long sequence, in which each image attends only to itself.
 """
 
 from functools import lru_cache
@@ -11,7 +11,7 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.vision import VisionSpec
+from zeroplan.spec.vision import WITH_CLASS_TOKEN, VisionSpec
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params_modules import Parameters, embedding, layer_norm, linear, rms_norm
@@ -55,8 +55,10 @@ def tower_buffers(model: ModelSpec) -> int:
     vision = model.vision
     if vision is None or not vision.has_blocks:
         return 0
-    if vision.tower == "siglip":
+    if vision.tower in ("siglip", "clip"):
         return 8 * vision.positions
+    if vision.tower == "internvl":
+        return 0
     return 2 * _FP32 * (vision.hidden_size // vision.num_attention_heads // 4)
 
 
@@ -80,6 +82,8 @@ def _ends(vision: VisionSpec) -> tuple[Parameters, Parameters]:
     other = (Parameter("visual.other", (vision.other_parameters,)),) if vision.other_parameters else ()
     if not vision.has_blocks:
         return other, ()
+    if vision.tower in WITH_CLASS_TOKEN:
+        return _with_a_class_token(vision, other)
     patch = linear("visual.patch_embed.proj", vision.patch_numbers, width, bias=vision.tower != "qwen2_5_vl")
     table = embedding("visual.pos_embed", vision.positions, width) if vision.positions else ()
     if vision.tower == "siglip":
@@ -94,6 +98,23 @@ def _ends(vision: VisionSpec) -> tuple[Parameters, Parameters]:
         name = f"visual.deepstack_merger_list.{index}"
         joining = (*joining, *_merger(vision, name, layer_norm(f"{name}.norm", width * vision.merge_size**2)))
     return (*patch, *table, *other), joining
+
+
+def _with_a_class_token(vision: VisionSpec, other: Parameters) -> tuple[Parameters, Parameters]:
+    """Return the same for CLIP's tower in LLaVA and for InternVL's. Both projectors are two matrices, InternVL's after a norm."""
+    width, text = vision.hidden_size, vision.out_hidden_size
+    patch = linear("visual.embeddings.patch_embedding", vision.patch_numbers, width, bias=vision.tower == "internvl")
+    first = (1, 1) if vision.tower == "internvl" else ()  # plain parameters, which FSDP2 cannot cut along that dimension
+    table = (
+        Parameter("visual.embeddings.class_embedding", (*first, width)),
+        Parameter("visual.embeddings.positions", (*first[1:], vision.positions, width)),
+    )
+    joined = width * vision.merge_size**2
+    norm = layer_norm("multi_modal_projector.layer_norm", joined) if vision.tower == "internvl" else ()
+    before = layer_norm("visual.pre_layrnorm", width) if vision.tower == "clip" else ()
+    matrices = (("linear_1", joined), ("linear_2", text))
+    both = tuple(one for name, reads in matrices for one in linear(f"multi_modal_projector.{name}", reads, text, bias=True))
+    return (*patch, *table, *before, *other), (*norm, *both)
 
 
 def _merger(vision: VisionSpec, name: str, norm: Parameters) -> Parameters:
@@ -111,15 +132,22 @@ MODULES: dict[str, tuple[str, ...]] = {
         "layer_norm1", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj",
         "layer_norm2", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2",
     ),
+    "internvl": (
+        "layernorm_before", "attention", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.projection_layer",
+        "layernorm_after", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2",
+    ),
     "other": (),
 }  # fmt: skip
-_WITHOUT_WEIGHTS = ("attn", "self_attn", "mlp", "mlp.act_fn", "mlp.activation_fn")
+MODULES["clip"] = MODULES["siglip"]
+_WITHOUT_WEIGHTS = ("attn", "self_attn", "attention", "mlp", "mlp.act_fn", "mlp.activation_fn")
 _DOWN = ("mlp.down_proj", "mlp.linear_fc2", "mlp.fc2")
 
 
 def _block(vision: VisionSpec) -> Parameters:
-    """Return the parameters of a block. All of its matrices have biases."""
+    """Return the parameters of a block. All of its matrices have biases; InternVL's scales belong to the block itself."""
     width, inner, made = vision.hidden_size, vision.intermediate_size, list[Parameter]()
+    if vision.tower == "internvl":
+        made += [Parameter(name, (width,)) for name in ("lambda_1", "lambda_2")]
     for name in MODULES[vision.tower]:
         if "norm" in name:
             made += rms_norm(name, width) if vision.tower == "qwen2_5_vl" else layer_norm(name, width)
@@ -166,7 +194,7 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
     if vision is None or not vision.images or not vision.has_blocks:
         return text
     element, every = compute.element_bytes, vision.merge_size**2
-    patches = vision.images * vision.patches
+    patches, positions = vision.images * vision.patches, vision.images * vision.tiles * vision.sequence
     sizes: dict[str, Int] = {"b": batch.micro_batch_size, "T": batch.micro_batch_size * batch.seq_len}
     residual = _FP32 if compute.autocast and model.adapter is None else element
     frozen = _frozen(vision, model.adapter is not None)
@@ -179,22 +207,30 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
     tables = lines(of_head * patches, "vision tower: rotary cos and sin, fp32", there=vision.turns_text)
     joining = _saved_by_the_projector(vision, element, residual) * patches
     kept = (
+        *lines(
+            vision.hidden_size * residual * positions,
+            "vision tower: input of the norm before its blocks",
+            there=vision.tower == "clip" and (recomputed or not frozen[0]),
+        ),
         *lines(vision.out_hidden_size, "which elements are of images, booleans", of="T"),
         *(() if frozen[0] else copied),
         *(() if frozen[0] and not recomputed else tables),
         *lines(joining, "saved by what joins the images to the text", there=recomputed or not all(frozen)),
     )
     arguments = copied if frozen[0] else ()  # until the model's forward returns the loss
-    features = (2 + vision.deeper) * vision.out_hidden_size * element * patches // every
+    one = vision.out_hidden_size * patches // every
+    features = ((1 + vision.deeper) * element + residual) * one  # the last is a copy in the dtype of the text's embedding
+    returned = lines(residual * one, "features of the images, which the model returns", there=bool(vision.fixed_size))
+    outputs = (2 if vision.other_parameters and vision.tower == "clip" else 1) * vision.hidden_size * residual * positions
     named = (
-        *lines(vision.hidden_size * residual * patches, "vision tower: its output, held by name"),
+        *lines(outputs, "vision tower: its output, held by name"),
         *lines(features, "features of the images, held by name"),
         *lines(3 * 8, "position ids in three dimensions, int64", of="T", there=vision.turns_text),
         *(tables if frozen[0] and not recomputed else ()),
     )
     return text._replace(
-        shared=(*kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=arguments,
-        tower_bytes=patches * sizes["b"] * vision.hidden_size * residual,
+        shared=(*kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=(*arguments, *returned),
+        tower_bytes=positions * sizes["b"] * vision.hidden_size * residual,
     )  # fmt: skip
 
 
@@ -203,9 +239,13 @@ def pixels(
 ) -> tuple[Line, ...]:
     """Return the pixels of the images: the training loop's fp32 tensor, or a copy in another dtype. [bytes]"""
     vision = model.vision
-    if vision is None or not vision.images:
+    each = 0 if vision is None else element * vision.patch_numbers * vision.images * vision.patches
+    if model.profile is not None:
+        from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
+
+        each, reason = profile_of(model).inputs, "pixels or spectrograms, fp32"
+    if not each:
         return ()
-    each = element * vision.patch_numbers * vision.images * vision.patches
     return (Line(Kind.ACTIVATIONS, each * batch.micro_batch_size, reason, f"{each}·b", _FORWARD),)
 
 
@@ -215,6 +255,9 @@ def _saved_by_the_projector(vision: VisionSpec, element: int, residual: int) -> 
     RMSNorm saves a copy in fp32 and the normalised input. Gemma 3 pools patches before its norm and its matrix.
     """
     width, pooled = vision.hidden_size, vision.merge_size**2
+    if vision.tower in WITH_CLASS_TOKEN:  # the first matrix copies the patches without the class token
+        normed = width * residual if vision.tower == "internvl" else 0
+        return normed + width * element + 2 * vision.out_hidden_size * element // pooled
     if vision.tower == "siglip":
         return width * (residual + 2 * element) + width * (2 * _FP32 + element + residual) // pooled
     if vision.tower == "qwen2_5_vl":

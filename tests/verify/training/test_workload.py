@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.hugging_face import ENTRY_NAMES
+from tests.hugging_face import TEXT_NAMES
 from tests.transformer.test_params import named_shapes
 from tests.transformer.tiny_configs import TINY, tiny_config
 from zeroplan.catalog.config import model_from_config
@@ -29,7 +29,7 @@ def laid_out(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(parameter.shape)) for name, parameter in built.module.named_parameters()]
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRY_NAMES if not model(name).unplaced_parameters])
+@pytest.mark.parametrize("name", [name for name in TEXT_NAMES if not model(name).unplaced_parameters])
 def test_every_model_of_the_catalogue_has_the_parameters_that_are_estimated(name: str):
     """With two layers of each kind, which is all that can differ; a hundred take seconds to build."""
     spec = model(name)

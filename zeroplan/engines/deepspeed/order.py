@@ -357,11 +357,12 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
     owners: dict[str, list[int]] = {}
     for index, name in inside:
         owners.setdefault(name.rpartition(".")[0], []).append(index)
+    of_block = tuple(owners.pop("", ())) if whole.model.profile is None else ()  # InternVL's scales
     names = _names(whole, block, tuple(owners))
     if whole.model.profile is not None:
         owners = {name: [index for index, parameter in inside if _reader(parameter, names) == name] for name in names}
     leaf = whole.model.family in LEAF_FAMILIES and any(name.endswith("experts") for name in owners)
-    modules = [_Module("", inside=(inside[0][0], inside[-1][0] + 1))]
+    modules = [_Module("", of_block, (inside[0][0], inside[-1][0] + 1))]
     for name in names:
         if leaf and name.startswith("mlp."):
             continue

@@ -614,7 +614,7 @@ def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, si
         return _weighted_by_power(tape, normal, value.dtype, 0 if kind.kind == "power, no weight" else weight, site, named)
     if kind.kind == "cast, then weighted":
         narrow = cast(tape, normal, value.dtype, site._replace(name=f"{site.name}: normalised input"), NORMALISED)
-        made = _weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow,), weight, site)
+        made = weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow,), weight, site)
         tape.release(narrow, normal)  # the fp32 one has a variable until the norm returns
     else:
         copied = not tape.is_wide(r) if kind.kind == "copied weight, then cast" else None
@@ -637,7 +637,7 @@ def _weighted_in_32_bits(
     name = site.name
     words = f"{name}: one plus its weight, fp32" if one_plus else f"{name}: its weight in fp32"
     plus = (tape.make(TENSOR, words, 4 * weight, site.source),) if one_plus or copied else ()
-    scaled = _weighted(tape, normal, plus if tape.mode.norms_frozen else (normal, *plus), weight, site, plus=bool(plus))
+    scaled = weighted(tape, normal, plus if tape.mode.norms_frozen else (normal, *plus), weight, site, plus=bool(plus))
     tape.drop(*plus)
     one_plus = one_plus or (copied is not None and not named)
     if one_plus:
@@ -701,7 +701,7 @@ def _times_root(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
     return made
 
 
-def _weighted(tape: Tape, value: Value, saved: Saved, weight: Size, site: Site, *, plus: bool = False) -> Value:
+def weighted(tape: Tape, value: Value, saved: Saved, weight: Size, site: Site, *, plus: bool = False) -> Value:
     """Multiply by the weight, which has the residual stream's dtype: the product has the wider dtype of the two.
 
     ``plus``: one plus the weight, which is among ``saved``, takes its place.

@@ -1,4 +1,4 @@
-"""The blocks of vision towers: Qwen2.5-VL's, Qwen3-VL's and SigLIP's (Gemma 3).
+"""The blocks of vision towers: Qwen2.5-VL's, Qwen3-VL's, SigLIP's (Gemma 3), CLIP's (LLaVA) and InternVL's.
 
 They are text blocks without a causal mask. Qwen's blocks project q, k and v with one matrix, rotate queries and keys in fp32,
 and run attention separately for each image, or each window of an image. Slices of the queries are views; the outputs are
@@ -11,6 +11,7 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.family import Activation
 from zeroplan.spec.vision import VisionSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families import operators as op
@@ -25,6 +26,9 @@ from zeroplan.transformer.symbols import T, c, d, e, h, k, q, v
 
 QWEN = "transformers 5.23, models/qwen2_5_vl/modeling_qwen2_5_vl.py"
 QWEN3 = "transformers 5.23, models/qwen3_vl/modeling_qwen3_vl.py"
+CLIP = "transformers 5.23, models/clip/modeling_clip.py"
+INTERN = "transformers 5.23, models/internvl/modeling_internvl.py"
+INTERN_LAYER = f"{INTERN}, InternVLVisionLayer.forward"
 SIGLIP = "transformers 5.23, models/siglip/modeling_siglip.py"
 _ATTENTION = f"{QWEN}, Qwen2_5_VLVisionAttention.forward"
 _ROTARY = f"{QWEN}, apply_rotary_pos_emb_vision"
@@ -63,6 +67,22 @@ def _turned(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, 
     return made[0], made[1]
 
 
+def _scaled(tape: Tape, branch: Value, name: str) -> Value:
+    """Multiply a branch by InternVL's learned scale of each channel, and release it."""
+    made = op.weighted(tape, branch, () if tape.mode.norms_frozen else (branch,), h, Site(f"scale of the {name}", INTERN_LAYER))
+    tape.release(branch)
+    return made
+
+
+def _intern_attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    made, weights = Attention(f"{INTERN}, InternVLVisionAttention.forward").run(tape, normal, block)
+    return Attended(_scaled(tape, made, "attention"), weights)
+
+
+def _intern_mlp(tape: Tape, normal: Value, block: Block) -> Value:
+    return _scaled(tape, two_layer_mlp(tape, normal, block, f"{INTERN}, InternVLVisionMLP.forward"), "MLP")
+
+
 def _table() -> Size:
     return 4 * T * d
 
@@ -80,6 +100,13 @@ PROGRAMS: dict[str, Program] = {
             f"{QWEN3}, Qwen3VLVisionBlock.forward",
         )
     ),
+    "clip": layer(
+        Layer(
+            LAYER_NORM, Attention(f"{CLIP}, CLIPAttention.forward").run, partial(two_layer_mlp, source=f"{CLIP}, CLIPMLP.forward"),
+            f"{CLIP}, CLIPEncoderLayer.forward",
+        )
+    ),
+    "internvl": layer(Layer(LAYER_NORM, _intern_attention, _intern_mlp, INTERN_LAYER)),
     "siglip": layer(
         Layer(
             LAYER_NORM, Attention(f"{SIGLIP}, SiglipAttention.forward").run,
@@ -87,6 +114,9 @@ PROGRAMS: dict[str, Program] = {
         )
     ),
 }  # fmt: skip
+
+
+_ACTIVATIONS: dict[str, Activation] = {"qwen2_5_vl": "silu", "clip": "quick_gelu", "internvl": "gelu"}
 
 
 def tower_pass(vision: VisionSpec, compute: Compute, batch: Batch, *, frozen: bool) -> BlockPass:
@@ -112,7 +142,7 @@ def _structure(vision: VisionSpec, compute: Compute, x: Widths, training: Traini
         one_key=False,
         attention_bias=True,
         kernels=x.kernels,
-        activation="silu" if vision.tower == "qwen2_5_vl" else "gelu_pytorch_tanh",
+        activation=_ACTIVATIONS.get(vision.tower, "gelu_pytorch_tanh"),
         output_bias=True,
         mlp_bias=True,
         head_size=head_size(x.head_dim),
@@ -125,12 +155,12 @@ def _structure(vision: VisionSpec, compute: Compute, x: Widths, training: Traini
 
 def _widths(vision: VisionSpec, compute: Compute, batch: Batch) -> Widths:
     """Return the widths of the tower. Its sequences are the images of a micro-batch."""
-    images: Int = batch.micro_batch_size * vision.images
+    images: Int = batch.micro_batch_size * vision.images * vision.tiles
     width, heads = vision.hidden_size, vision.num_attention_heads
     return Widths(
-        tokens=images * vision.patches,
+        tokens=images * vision.sequence,
         micro_batch=maximum(1, images),
-        seq_len=vision.patches,
+        seq_len=vision.sequence,
         hidden=width,
         heads=heads,
         head_dim=width // heads,

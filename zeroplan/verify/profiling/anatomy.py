@@ -98,6 +98,8 @@ class BlockAnatomy(NamedTuple):
 class Anatomy(NamedTuple):
     """The parts of a whole pass."""
 
+    names: tuple[str, ...]
+    """The blocks' names, each with a dot at the end."""
     blocks: tuple[BlockAnatomy, ...]
     shared: tuple[Piece, ...]
     """Alive from before the first block to the end, the batch included."""

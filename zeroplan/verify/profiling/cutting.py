@@ -66,7 +66,8 @@ class _Cut:
         self._names = prefixes_of(work.module, work.blocks)
         self._weight_bytes = next(parameter.element_size() for parameter in work.module.parameters())
         self._check_order()
-        self._batch = {id(watcher.memory(tensor)) for tensor in work.batch.values()}
+        counted = [one for one in work.batch.values() if not (work.holds_inputs and one.is_floating_point())]
+        self._batch = {id(watcher.memory(tensor)) for tensor in counted}
         self._gradients = self._weight_gradients()
         self._requests = [one for one in watcher.blocks if not _is_number(one, watcher)]
         self._inputs = [self._inputs_of(at) for at in range(self._count + 1)]
@@ -88,11 +89,15 @@ class _Cut:
         seen, last = self._seen, self._seen.after[self._count - 1]
         returned = {id(one): one for one in seen.returned}.values()
         return Anatomy(
+            names=self._names,
             blocks=tuple(self._block(at) for at in range(self._count)),
             shared=_pieces(self._shared, ""),
             beside=_pieces(self._beside, ""),
             first_input_bytes=sum(one.n_bytes for one in self._first),
-            loss=tuple(n_bytes for _, n_bytes in self._curve(self._of(self._head), last, seen.backward)),
+            loss=tuple(
+                n_bytes
+                for _, n_bytes in self._curve([*self._of(self._head), *self._held_by_name(self._head)], last, seen.backward)
+            ),
             output_bytes=sum(one.n_bytes for one in returned if not self._is_kept(one)),
             head=self._instants(self._head, seen.backward, self._starts[-1] - 1),
             head_handed=self._handed(self._head, lambda name: seen.handed[name] < self._starts[-1]),
@@ -113,7 +118,9 @@ class _Cut:
         return BlockAnatomy(
             input_bytes=sum(one.n_bytes for one in self._inputs[at]),
             kept=_pieces(kept, self._names[at]),
-            forward=tuple(n_bytes for _, n_bytes in self._curve(self._of(at), seen.before[at], end)),
+            forward=tuple(
+                n_bytes for _, n_bytes in self._curve([*self._of(at), *self._held_by_name(at)], seen.before[at], end)
+            ),
             backward=self._instants(at, self._starts[at] - 1, below),
             handed=self._handed(at, lambda name: name.startswith(self._names[at])),
             cast_elements=sum(one.n_bytes for one in casts) // 2,
@@ -137,12 +144,10 @@ class _Cut:
         found: dict[int, tuple[str, Block]] = {}
         for name, parameter in self._work.module.named_parameters():
             block = self._seen.memory(parameter.grad)
-            if block is None:
-                frozen = "gets no gradient" if parameter.requires_grad else "is frozen"
-                raise MeasurementError(
-                    f"parameter {name!r} {frozen}; a profile needs every parameter of the module to be trained"
-                )
-            found[id(block)] = (name, block)
+            if block is not None:
+                found[id(block)] = (name, block)
+            elif parameter.requires_grad:
+                raise MeasurementError(f"parameter {name!r} gets no gradient; a profile needs one of every trained parameter")
         return found
 
     def _inputs_of(self, at: int) -> list[Block]:
@@ -224,6 +229,16 @@ class _Cut:
     def _of(self, at: int) -> list[Block]:
         """Requests of this part and of later parts that count."""
         return [one for one in self._requests if self._owner[id(one)] >= at and self._counts(one)]
+
+    def _held_by_name(self, at: int) -> list[Block]:
+        """Requests of earlier blocks that a variable holds and no operator saves, such as an encoder's output in the decoder."""
+        begun = self._seen.before[at] if at < self._count else self._seen.after[self._count - 1]
+        return [
+            one
+            for one in self._requests
+            if 0 <= self._owner[id(one)] < at and one.born < begun < one.died and not self._is_kept(one) and self._counts(one)
+            if not any(one is other for other in self._inputs[at])
+        ]
 
     def _curve(self, alive: Sequence[Block], start: int, end: int) -> list[tuple[Block, int]]:
         """Each request after ``start`` up to ``end``, with the bytes of the blocks ``alive`` that exist then."""

@@ -75,17 +75,18 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
         source=subject.source,
         packages={name: environment().packages[name] for name in ("torch", "transformers") if name in environment().packages},
         attention=subject.attention,
-        embeddings=tuple(_tensor(name, one, cast) for name, one in whole.outside if name not in tail),
+        embeddings=tuple(_tensor(name, one, cast, whole.frozen) for name, one in whole.outside if name not in tail),
         runs=runs,
         kinds={
-            kind: tuple(_tensor(name, one, cast, whole.names[at]) for name, one in whole.inside(at))
+            kind: tuple(_tensor(name, one, cast, whole.frozen, whole.names[at]) for name, one in whole.inside(at))
             for kind, at in kinds.items()
         },
-        tail=tuple(_tensor(name, one, cast) for name, one in whole.outside if name in tail),
+        tail=tuple(_tensor(name, one, cast, whole.frozen) for name, one in whole.outside if name in tail),
         order=whole.order,
         modules=_modules(next(iter(tracer.first.values())), whole),
         tied_head=whole.tied,
         buffer_bytes=whole.buffer_bytes,
+        inputs=subject.inputs,
         seq_len=tracer.fixed_length,
         longest=subject.longest if tracer.fixed_length is None else None,
         shortest=1 if tracer.fixed_length is not None else tracer.shortest,
@@ -108,7 +109,7 @@ def _variants(tracer: "_Tracer", every: tuple[Manner, ...], whole: Structure, sh
 
 
 def _modules(seen: Anatomy, whole: "Structure") -> Modules:
-    inside = [one for one in seen.called if any(f"{one.name}.".startswith(prefix) for prefix in whole.names)]
+    inside = [one for one in seen.called if f"{one.name}.".startswith(whole.traced_names)]
     outside = [one for one in seen.called if one not in inside]
     before = [one for one in outside if not one.holds_blocks and not one.after_blocks]
     return Modules(
@@ -116,7 +117,9 @@ def _modules(seen: Anatomy, whole: "Structure") -> Modules:
         before=tuple(one.name for one in before),
         after=tuple(one.name for one in outside if one.after_blocks),
         kinds={
-            kind: tuple(one.name.removeprefix(whole.names[at]) for one in inside if one.name.startswith(whole.names[at]))
+            kind: tuple(
+                one.name.removeprefix(whole.traced_names[at]) for one in inside if one.name.startswith(whole.traced_names[at])
+            )
             for kind, at in whole.traced.items()
         },
         unfollowed=tuple(one.name for one in before if not one.follows),
@@ -125,8 +128,8 @@ def _modules(seen: Anatomy, whole: "Structure") -> Modules:
     )
 
 
-def _tensor(name: str, shape: tuple[int, ...], cast: frozenset[str], prefix: str = "") -> Tensor:
-    return Tensor(name=name.removeprefix(prefix), shape=shape or (1,), autocast=name in cast)
+def _tensor(name: str, shape: tuple[int, ...], cast: frozenset[str], frozen: frozenset[str], prefix: str = "") -> Tensor:
+    return Tensor(name=name.removeprefix(prefix), shape=shape or (1,), autocast=name in cast, frozen=name in frozen)
 
 
 class _Tracer:
@@ -136,7 +139,7 @@ class _Tracer:
         self._subject, self._say, self._shortest = subject, say, shortest
         self.fixed_length: int | None = None
         self.first: dict[Manner, Anatomy] = {}
-        self._lengths = lengths(subject.longest, shortest)
+        self._lengths = lengths(subject.longest, shortest)._replace(only=subject.only)
         self._traced: dict[tuple[Manner, Shape], Anatomy] = {}
 
     @property
@@ -148,7 +151,12 @@ class _Tracer:
         """The structure of the whole module, from one trace that shows which blocks are alike."""
         shorten = None if self._subject.shorten is None else self._shorten
         return structure_of(
-            self._subject.whole, self._subject.layer_kinds, lambda: self._probe(manner), self._say, shorten=shorten
+            self._subject.whole,
+            self._subject.layer_kinds,
+            lambda: self._probe(manner),
+            self._say,
+            shorten=shorten,
+            places=self._subject.places,
         )
 
     def _shorten(self, layers: int) -> None:
@@ -246,7 +254,7 @@ class _Tracer:
 def _unlike(seen: Anatomy, whole: Structure) -> Iterator[str]:
     """A remark for each block that keeps or needs more than the block that represents its kind."""
     for at, block in enumerate(seen.blocks):
-        kind = whole.kinds[at]
+        kind = whole.traced_kinds[at]
         like = seen.blocks[whole.traced[kind]]
         if block.kept_bytes != like.kept_bytes or _peak(block) > _peak(like):
             yield f"block {at + 1} needs more, or keeps another number of bytes, than the {kind} block that represents it"

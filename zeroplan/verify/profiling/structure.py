@@ -24,8 +24,11 @@ class Structure(NamedTuple):
     kinds: tuple[str, ...]
     traced: dict[str, int]
     """For each kind, the index of the traced block that represents it."""
+    traced_names: tuple[str, ...]
+    traced_kinds: tuple[str, ...]
     tied: str | None
     buffer_bytes: int
+    frozen: frozenset[str]
 
     @property
     def outside(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -54,12 +57,13 @@ class Structure(NamedTuple):
 
 def structure_of(
     make: Callable[[], Workload], layer_kinds: tuple[str, ...] | None, probe: Callable[[], Anatomy], say: Callable[[str], None],
-    *, shorten: Callable[[int], None] | None = None,
+    *, shorten: Callable[[int], None] | None = None, places: tuple[int, ...] | None = None,
 ) -> Structure:  # fmt: skip
     """The structure of a module, built on fake tensors; ``probe`` traces one pass to see which blocks are alike.
 
     ``say`` receives a line for each other list of modules that could be blocks. ``shorten``, for a module that already exists
-    on fake tensors, is called with the number of blocks that contains every kind.
+    on fake tensors, is called with the number of blocks that contains every kind. ``places``: the indices of the traced blocks, if
+    not the first ones.
     """
     with fake_tensors(Tracker(), "cpu") if shorten is None else nullcontext():
         whole = make()
@@ -73,6 +77,7 @@ def structure_of(
         keys = _keys(whole, layer_kinds)
         twice = _in_two_places(whole, names)
         parameters = shapes_of(whole.module)
+        frozen = frozenset(name for name, one in whole.module.named_parameters() if not one.requires_grad)
         buffers = sum(one.nbytes for one in whole.module.buffers())
     seen = probe()
     traced = len(seen.blocks)
@@ -83,7 +88,10 @@ def structure_of(
     if shorten is not None:
         traced = fewest(keys)
         shorten(traced)
-    return Structure(parameters, names, tuple(named), _standing(named[:traced]), _tied(twice, seen), buffers)
+    kinds = tuple(named[at] for at in places or range(traced))
+    return Structure(
+        parameters, names, tuple(named), _standing(kinds), seen.names[:traced], kinds, _tied(twice, seen), buffers, frozen
+    )  # fmt: skip
 
 
 _FEWEST_LAYERS = 3

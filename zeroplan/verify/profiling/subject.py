@@ -2,21 +2,33 @@
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
+from torch import nn
 
 from zeroplan.catalog.config import named_after
 from zeroplan.catalog.text import one_line, read_text, strict_json
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.recipe import Attention
 from zeroplan.verify.profiling.anatomy import Anatomy, Manner
+from zeroplan.verify.profiling.heads import (
+    CAUSAL,
+    Head,
+    head_of,
+    inputs_of,
+    kinds_in,
+    stacks_of,
+    with_its_own_head,
+    with_layers,
+)
 from zeroplan.verify.profiling.polynomials import Shape
 from zeroplan.verify.profiling.structure import fewest
 from zeroplan.verify.training.causal_model import causal_model
-from zeroplan.verify.training.modules import find_blocks, shapes_of
-from zeroplan.verify.training.user_workload import as_workload, named_function, takes_a_batch, user_function
+from zeroplan.verify.training.modules import shapes_of
+from zeroplan.verify.training.user_workload import named_function, takes_a_batch, user_function
 from zeroplan.verify.training.workload import Workload, loss_of_output
 
 if TYPE_CHECKING:
@@ -29,7 +41,8 @@ class Subject(NamedTuple):
     ``whole`` builds it with all layers, ``make`` with as few as contain every kind in ``layer_kinds``, which distinguishes
     layers of one class. ``longest`` is the maximum sequence length, if known. ``has_batch`` means that the module's own batch
     is resized. ``taken_apart`` traces a module that already exists on fake tensors; ``shorten`` reduces it to some of its
-    blocks.
+    blocks. ``places`` are the indices of the layers that ``make`` builds, if not the first ones. ``only`` is the length of every
+    sequence, if the module has only one. [tokens] ``inputs`` are the floating-point inputs of one sequence. [bytes]
     """
 
     name: str
@@ -42,6 +55,9 @@ class Subject(NamedTuple):
     has_batch: bool = False
     taken_apart: Callable[[Shape, Manner], Anatomy] | None = None
     shorten: Callable[[int], None] | None = None
+    places: tuple[int, ...] | None = None
+    only: int | None = None
+    inputs: int = 0
 
 
 def of_workload(where: str) -> Subject:
@@ -76,25 +92,46 @@ def _like(tensor: torch.Tensor, length: int | None, shape: Shape) -> torch.Tenso
 
 
 def of_config(named: str, attention: Attention) -> Subject:
-    """The causal language model that transformers builds for a ``config.json``, or for the folder that contains one.
+    """The model that transformers builds for a ``config.json``, or for the folder that contains one, with the head that trains it.
 
     For a configuration of text and images, it is the text part, and the name says so.
     """
     path = Path(named) / "config.json" if Path(named).is_dir() else Path(named)
     keys = _mapping(path)
-    made, is_part = _configuration(keys, path)
-    layers = int(made.num_hidden_layers)
-    kinds = layer_kinds(made, layers) or ("",) * layers
-    few = _shortened(made, _enough(made, kinds, attention))
+    made, head, is_part = configuration(keys, path)
+    stacks = stacks_of(causal_model(made, attention=attention, dtype=torch.float32, device="meta", auto=head.auto), made)
+    counts = tuple(map(len, stacks))
+    kinds = kinds_in(counts) if stacks[1:] else layer_kinds(made, counts[0]) or ("",) * counts[0]
+    few, places = _fewer(made, stacks, kinds)
+    class_name = "" if head.auto == CAUSAL else f", {type(made).__name__.removesuffix('Config')} as {head.auto}"
     return Subject(
-        name=named_after(Path(named), path) + (" (text part)" if is_part else ""),
-        source=f"transformers' {keys['model_type']}",
-        whole=lambda: _in_a_batch(made, attention, Shape(1, 8)),
-        make=lambda shape: _in_a_batch(few, attention, shape),
+        name=named_after(Path(named), path) + (" (text part)" if is_part else head.words),
+        source=f"transformers' {keys['model_type']}{class_name}",
+        whole=lambda: in_a_batch(made, head, attention, Shape(1, 8)),
+        make=lambda shape: in_a_batch(few, head, attention, shape),
         layer_kinds=kinds,
-        longest=longest_said(made),
+        longest=head.tokens(made) or longest_said(made),
         attention=attention,
+        places=places,
+        only=head.tokens(made),
+        inputs=inputs_of(made, head),
     )
+
+
+def _fewer(
+    made: "PreTrainedConfig", stacks: tuple[tuple[nn.Module, ...], ...], kinds: tuple[str, ...]
+) -> "tuple[PreTrainedConfig, tuple[int, ...] | None]":
+    """A configuration with fewer layers of every kind, and which of all layers these are, if not the first ones."""
+    keys = [(shapes_of(block), kind) for block, kind in zip(chain(*stacks), kinds, strict=False)]
+    if not stacks[1:]:
+        shared = getattr(made, "num_kv_shared_layers", 0)  # later layers read the keys of earlier ones
+        return _shortened(made, len(keys) if shared else fewest(keys)), None
+    counts = [min(len(stack), _OF_EACH_STACK) for stack in stacks]
+    places, begun = list[int](), 0
+    for stack, count in zip(stacks, counts, strict=True):
+        places += [*range(begun, begun + count - 1), begun + len(stack) - 1]
+        begun += len(stack)
+    return with_layers(made, tuple(counts)), tuple(places)
 
 
 def _mapping(path: Path) -> dict[str, object]:
@@ -104,30 +141,39 @@ def _mapping(path: Path) -> dict[str, object]:
     return keys
 
 
-def _configuration(keys: Mapping[str, object], path: Path) -> "tuple[PreTrainedConfig, bool]":
-    """The configuration as transformers reads it, without dropout, cache and padding, and whether it is a text part."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  takes seconds
+def configuration(keys: Mapping[str, object], path: Path) -> "tuple[PreTrainedConfig, Head, bool]":
+    """The configuration as transformers reads it, without cache, the head that trains it, and whether it is a text part."""
+    from transformers import AutoConfig  # noqa: PLC0415  takes seconds
 
+    where = f"configuration {str(path)!r}"
     try:
         made: PreTrainedConfig = AutoConfig.for_model(**_decoded(keys))  # type: ignore[arg-type]  # each family has its own keys
     except Exception as error:
-        raise SpecError(f"configuration {str(path)!r}: {one_line(str(error))[:300]}") from error
+        raise SpecError(f"{where}: {one_line(str(error))[:300]}") from error
     is_part = not hasattr(made, "num_hidden_layers") and hasattr(made, "text_config")
     if is_part:
         made = made.text_config
-    if type(made) not in AutoModelForCausalLM._model_mapping:
-        raise SpecError(
-            f"configuration {str(path)!r}: transformers has no causal language model of type {keys['model_type']!r}; "
-            "write a function that builds the model, a batch and its loss, and name it with --workload"
-        )
-    for key in [key for key in vars(made) if "dropout" in key or key.endswith("pdrop") or key == "layerdrop"]:
+    head = head_of(made, where)
+    made.use_cache = False
+    made.ties_its_head = keys.get("tie_word_embeddings") is not False or head.auto == CAUSAL
+    for key in [key for key in vars(made) if "layerdrop" in key]:
         setattr(made, key, 0.0)
-    made.use_cache, made.pad_token_id = False, None
+    if head.auto == CAUSAL:
+        _as_the_formulas_count(made)
+    return made, head, is_part
+
+
+def _as_the_formulas_count(made: "PreTrainedConfig") -> None:
+    """Switch off dropout and padding of a causal model, and choose the experts' kernel."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  takes seconds
+
+    for key in [key for key in vars(made) if "dropout" in key or key.endswith("pdrop")]:
+        setattr(made, key, 0.0)
+    made.pad_token_id = None
     cls = cast("type[PreTrainedModel]", AutoModelForCausalLM._model_mapping[type(made)])
     has_experts = any(getattr(made, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     if has_experts and cls._can_set_experts_implementation():
         made._experts_implementation = "grouped_mm"
-    return made, is_part
 
 
 def _decoded(keys: object) -> dict[str, object]:
@@ -138,8 +184,10 @@ def _decoded(keys: object) -> dict[str, object]:
     return decoded
 
 
+#: Layers of each stack of an encoder-decoder that are traced: a first, two between, a last.
+_OF_EACH_STACK = 4
 #: Keys with the maximum sequence length.
-_LIMITS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions")
+_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len", "max_sequence_length", "n_positions")
 
 
 def longest_said(made: object) -> int | None:
@@ -153,15 +201,6 @@ def layer_kinds(config: object, layers: int) -> tuple[str, ...] | None:
     return tuple(map(str, types)) if isinstance(types, (list, tuple)) and len(types) == layers else None
 
 
-def _enough(made: "PreTrainedConfig", kinds: tuple[str, ...], attention: Attention) -> int:
-    """How many of the first layers contain every kind, where no kind occurs only as the last of them."""
-    blocks = find_blocks(causal_model(made, attention=attention, dtype=torch.float32, device="meta"))
-    keys = [(shapes_of(block), kind) for block, kind in zip(blocks, kinds, strict=False)]
-    if getattr(made, "num_kv_shared_layers", 0):  # later layers read the keys of earlier ones
-        return len(keys)
-    return fewest(keys)
-
-
 def _shortened(made: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
     """The configuration with the first layers only, and with every per-layer list shortened."""
     few, count = deepcopy(made), int(made.num_hidden_layers)
@@ -172,8 +211,11 @@ def _shortened(made: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
     return few
 
 
-def _in_a_batch(made: "PreTrainedConfig", attention: Attention, shape: Shape) -> Workload:
+def in_a_batch(made: "PreTrainedConfig", head: Head, attention: Attention, shape: Shape) -> Workload:
+    """The model of a configuration with a batch of that shape."""
     device = torch.get_default_device().type
-    module = causal_model(deepcopy(made), attention=attention, dtype=torch.float32, device=device)
-    ids = torch.zeros(shape, dtype=torch.int64)
-    return as_workload((module, {"input_ids": ids, "labels": ids}, loss_of_output), "transformers")
+    module = causal_model(deepcopy(made), attention=attention, dtype=torch.float32, device=device, auto=head.auto)
+    if not made.ties_its_head:
+        with_its_own_head(module)
+    blocks = tuple(chain(*stacks_of(module, made)))
+    return Workload(module, head.batch(made, shape), loss_of_output, blocks, holds_inputs=True)

@@ -195,16 +195,19 @@ def _freeze(model: "PreTrainedModel", frozen: FrozenSpec) -> None:
         part.requires_grad_(requires_grad=False)
 
 
-def causal_model(made: "PreTrainedConfig", *, attention: Attention, dtype: torch.dtype, device: str) -> nn.Module:
-    """A transformers model for a configuration, uninitialised, in training mode."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+def causal_model(
+    made: "PreTrainedConfig", *, attention: Attention, dtype: torch.dtype, device: str, auto: str = "AutoModelForCausalLM"
+) -> nn.Module:
+    """A transformers model for a configuration, uninitialised, in training mode; ``auto``: the automatic class."""
+    import transformers  # noqa: PLC0415
     from transformers.initialization import no_init_weights  # noqa: PLC0415
 
-    cls: object = AutoModelForCausalLM._model_mapping[type(made)]
+    automatic = getattr(transformers, auto)
+    cls: object = automatic._model_mapping[type(made)]
     fused = getattr(cls, "_supports_sdpa", False) and attention != "eager"
     made._attn_implementation = "sdpa" if fused else "eager"
     with torch.device(device), no_init_weights():
-        model: nn.Module = AutoModelForCausalLM.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
+        model: nn.Module = automatic.from_config(made, dtype=dtype)
     model.tie_weights()  # type: ignore[operator]  # left out with the initialisation
     model.train()
     return model

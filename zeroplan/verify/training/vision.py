@@ -17,7 +17,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Attention
-from zeroplan.spec.vision import VisionSpec
+from zeroplan.spec.vision import WITH_CLASS_TOKEN, VisionSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,8 +35,10 @@ def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConf
     vision = spec.vision
     if vision is None or not vision.has_blocks or spec.adapter is not None:
         raise MeasurementError(
-            "only a model with a tower of Qwen2.5-VL, Qwen3-VL or Gemma 3, without adapters, can be verified with its images"
+            "only a model whose tower's blocks have formulas, without adapters, can be verified with its images"
         )
+    if vision.tower in WITH_CLASS_TOKEN:
+        return _with_a_class_token(vision, spec, text)
     kind = "gemma3" if vision.tower == "siglip" else _TEXTS.get(vision.tower, {}).get(spec.family, vision.tower)
     own = {name: value for name, value in text.items() if name != "model_type"}
     shared: dict[str, object] = {
@@ -63,6 +65,28 @@ def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConf
     return build(
         text_config=own, vision_config=tower, image_token_id=_IMAGE, tie_word_embeddings=spec.tie_word_embeddings, **more
     )
+
+
+def _with_a_class_token(vision: VisionSpec, spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConfig":
+    """The configuration of a LLaVA or an InternVL. Blocks of CLIP that the text does not read are among the other parameters."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415  takes seconds
+
+    width, inner, side = vision.hidden_size, vision.intermediate_size, vision.fixed_size
+    unread = vision.other_parameters // (4 * width * width + 2 * width * inner + 9 * width + inner)
+    sizes = {
+        "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": vision.num_hidden_layers + unread,
+        "num_attention_heads": vision.num_attention_heads,
+    }  # fmt: skip
+    if vision.tower == "clip":
+        tower: dict[str, object] = {"model_type": "clip_vision_model", "image_size": side, "patch_size": vision.patch_size}
+        kind, more = "llava", {"vision_feature_layer": -1 - unread, "image_token_index": _IMAGE}
+    else:
+        squares = {"image_size": [side] * 2, "patch_size": [vision.patch_size] * 2}
+        tower = {"model_type": "internvl_vision", "attention_bias": True, **squares}
+        kind, more = "internvl", {"image_token_id": _IMAGE}
+    build: Callable[..., PreTrainedConfig] = CONFIG_MAPPING[kind]
+    own = {**text, "tie_word_embeddings": spec.tie_word_embeddings}
+    return build(text_config=own, vision_config={**tower, **sizes}, tie_word_embeddings=spec.tie_word_embeddings, **more)
 
 
 def _sections(head_dim: int) -> list[int]:
@@ -95,7 +119,7 @@ def freeze_tower(model: nn.Module, vision: VisionSpec) -> None:
 
 def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """The tower's blocks, in order."""
-    ends = (".blocks", ".encoder.layers")
+    ends = (".blocks", ".encoder.layers", ".encoder.layer")
     found = (
         part for name, part in model.named_modules() if name.endswith(ends) and ("visual" in name or "vision_tower" in name)
     )
@@ -105,10 +129,11 @@ def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
 def images(model: nn.Module, vision: VisionSpec, batch: BatchSpec) -> dict[str, torch.Tensor]:
     """The batch's tensors for images; also replaces the model's functions that read image sizes."""
     sequences, patches = batch.micro_batch_size, vision.patches * vision.images
-    if vision.tower == "siglip":
-        side = vision.fixed_size
-        kinds = torch.zeros((sequences, batch.seq_len), dtype=torch.int64)
-        return {"pixel_values": torch.randn(sequences * vision.images, 3, side, side), "token_type_ids": kinds}
+    if vision.fixed_size:
+        side, squares = vision.fixed_size, sequences * vision.images * vision.tiles
+        pixels = {"pixel_values": torch.randn(squares, 3, side, side)}
+        kinds = {"token_type_ids": torch.zeros((sequences, batch.seq_len), dtype=torch.int64)}
+        return pixels | kinds if vision.tower == "siglip" else pixels
     _tell_positions(model, vision, sequences * vision.images)
     return {
         "pixel_values": torch.randn(sequences * patches, vision.patch_numbers),

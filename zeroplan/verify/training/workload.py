@@ -24,7 +24,8 @@ class Workload(NamedTuple):
 
     ``blocks`` are the parts that engines wrap, in order; ``loss_goes_backward`` means that the loss itself begins the backward
     pass. ``forward`` calls the module if it does not accept the batch as keywords; ``held`` returns the tensors that the
-    training loop holds of the output, if not all.
+    training loop holds of the output, if not all. ``holds_inputs``: the loop holds the batch's floating-point tensors through the
+    whole step, and a profile counts them there (``Profile.inputs``).
     """
 
     module: nn.Module
@@ -34,6 +35,7 @@ class Workload(NamedTuple):
     loss_goes_backward: bool = False
     forward: Callable[[Mapping[str, torch.Tensor]], object] | None = None
     held: Callable[[], Sequence[torch.Tensor]] | None = None
+    holds_inputs: bool = False
 
 
 def workload(
