@@ -54,6 +54,17 @@ JOBS = {
     "gpt, tp": asked(mesh={"dp_shard": 4, "tp": 2}, attention="eager"),
     "gpt, tp and pp, recomputed": asked(mesh={"dp_shard": 3, "tp": 2, "pp": 4}, recompute="full", sequence_parallel=True),
     "gpt in fp16, no distributed optimizer": asked(mesh={"dp_shard": 2}, precision="fp16-mixed", zero_stage=0),
+    "llama under Megatron-FSDP": asked(
+        model=LLAMA,
+        mesh={"dp_shard": 8},
+        zero_stage=3,
+        megatron=MegatronOptions(
+            gradient_accumulation_fusion=False,
+            overlap_grad_reduce=True,
+        ),
+    ),
+    "gpt whose gradients are sharded": asked(mesh={"dp_shard": 8, "tp": 2}, zero_stage=2, recompute="full"),
+    "mixtral under Megatron-FSDP": asked(model=MIXTRAL, mesh={"dp_shard": 8, "ep": 2}, zero_stage=3, precision="fp32"),
     "llama on everything": asked(model=LLAMA, mesh={"dp_shard": 2, "tp": 2, "cp": 4, "pp": 2}, sequence_parallel=True),
     "mixtral, experts on ranks of two kinds": asked(
         model=MIXTRAL,
@@ -124,7 +135,7 @@ def test_every_line_is_explained(name: str) -> None:
     answer = estimate(JOBS[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
-    assert any("compared with 226 runs" in note for note in answer.notes)
+    assert any("compared with 228 runs" in note for note in answer.notes)
     assert any("even routing" in note for note in answer.notes) == (JOBS[name].model.moe is not None)
 
 
@@ -457,7 +468,8 @@ def test_layers_in_flight_are_those_of_the_schedule_at_its_fullest(rank: int, st
         ({"mesh": {}, "megatron": MegatronOptions(transformer_impl="local")}, "transformer_impl 'local' and attention 'sdpa'"),
         ({"mesh": {}, "precision": "bf16"}, "precision 'bf16'"),
         ({"mesh": {}, "loss": "chunked"}, "loss 'chunked'"),
-        ({"mesh": {}, "zero_stage": 3}, "has no ZeRO stage 3"),
+        ({"mesh": {"pp": 2}, "zero_stage": 3}, "stage 3\\) and pipeline ranks"),
+        ({"mesh": {"dp_shard": 2}, "zero_stage": 2, "optimizer": "muon"}, "stage 2\\) and optimizer 'muon'"),
         ({"mesh": {"dp_replicate": 2}}, "dp_replicate=2"),
         ({"mesh": {"cp": 2}, "attention": "eager"}, "attention 'eager'"),
         ({"mesh": {"pp": 2}, "pipeline_schedule": "zbv"}, "schedule 'zbv'"),

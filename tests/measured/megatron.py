@@ -21,7 +21,7 @@ from zeroplan.verify.task import refuse_not_local
 if TYPE_CHECKING:
     from zeroplan.spec.model import ModelSpec
 
-SEED, COUNT = 20_267, 56
+SEED, COUNT, SHARDED = 20_267, 56, 14
 RECORDS = stored.MEGATRON
 #: Models with as many layers as show what more would.
 _MODELS = (
@@ -38,6 +38,11 @@ def drawn(count: int = COUNT) -> list[JobSpec]:
     True
     """
     return list(islice(different(_job, SEED), count))
+
+
+def fully_sharded(count: int = SHARDED) -> list[JobSpec]:
+    """Return jobs under Megatron-FSDP, whose products do not write into main gradients."""
+    return list(islice(different(_sharded_job, SEED + 1), count))
 
 
 def rank_of(job: JobSpec) -> int:
@@ -82,6 +87,14 @@ def _job(dice: Dice) -> JobSpec:
     return job
 
 
+def _sharded_job(dice: Dice) -> JobSpec:
+    job = _job(dice)
+    while job.mesh.pp > 1:
+        job = _job(dice)
+    own = replace(job.recipe.megatron, gradient_accumulation_fusion=False, overlap_param_gather=False)
+    return replace(job, recipe=replace(job.recipe, zero_stage=dice.any(2, 3, 3), megatron=own))
+
+
 def _cut(name: str, layers: int) -> ModelSpec:
     return replace(model(name), num_hidden_layers=layers)
 
@@ -90,7 +103,7 @@ def main() -> None:
     """Run what has no line yet."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=COUNT, help="how many of the sample's jobs")
-    jobs = drawn(parser.parse_args().cases)
+    jobs = [*drawn(parser.parse_args().cases), *fully_sharded()]
     done = {record.job for record in stored.records(RECORDS)}
     try:
         for number, job in enumerate(jobs):

@@ -59,7 +59,7 @@ OTHERS = {
 }  # fmt: skip
 #: Features that no option expresses, in words.
 _UNSAID = {
-    "fsdp": "Megatron-FSDP", "fp8": "FP8", "fp4": "FP4", "cuda_graph": "CUDA graphs",
+    "fp8": "FP8", "fp4": "FP4", "cuda_graph": "CUDA graphs",
 }  # fmt: skip
 #: The same, by the arguments' own names.
 _UNSAID_ARGUMENTS = (
@@ -76,6 +76,8 @@ _ARGUMENTS = (
     "decoder-seq-length", "vocab-extra-ids", "no-use-layer-wise-param-layout",
 )  # fmt: skip
 _FITS = 0.03
+#: When Megatron-FSDP got its name and folder. The one run of its tests before is of April 2025.
+_MEGATRON_FSDP = "2025-08"
 _CASES = "tests/functional_tests/test_cases"
 #: Where Megatron-LM says what the containers of its environments are built on, or both, the older one first.
 _STAGES = (".gitlab/stages/01.build.yml", ".gitlab/stages/01.test.yml")
@@ -217,6 +219,8 @@ def _refuse(run: Run) -> None:
     for name, words in _UNSAID.items():
         if said.get(name):
             raise RefusedError(words)
+    if said.get("fsdp") and run.day < _MEGATRON_FSDP:
+        raise RefusedError("what came before Megatron-FSDP (--use-custom-fsdp)")
     for name in _UNSAID_ARGUMENTS:
         if name in run.arguments:
             raise RefusedError(f"--{name}")
@@ -308,7 +312,7 @@ def _recipe(run: Run) -> RecipeSpec:
     chunks = each if each and each > 1 else None
     return RecipeSpec(
         engine="megatron", optimizer="muon" if said["optimizer"] == "muon" else "adamw",
-        zero_stage=1 if said.get("dist_opt") else 0, attention=attention_of(run),
+        zero_stage=3 if said.get("fsdp") else 1 if said.get("dist_opt") else 0, attention=attention_of(run),
         precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp32": "fp32"}[said["precision"]],
         sequence_parallel=bool(said.get("sp")) and said["tp"] > 1, recompute=said.get("recompute", "none"),
         pipeline_schedule="interleaved-1f1b" if chunks else None, pipeline_stages_per_rank=chunks, megatron=_options(run),
@@ -409,7 +413,9 @@ def scored(run: Run) -> Scored:
     job = job_of(run)
     answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
     more = more_than_default(run)
-    held = next(moment.total_bytes for moment in answer.moments if moment.phase is Phase.STEP)
+    step = next(moment.lines for moment in answer.moments if moment.phase is Phase.STEP)
+    # logging the parameters' norm releases what Megatron-FSDP has gathered (training/utils/common_utils.py, calc_params_l2_norm)
+    held = sum(line.n_bytes for line in step if line.kind is not Kind.UNSHARDED_PARAMETERS)
     reserved = answer.comfortable_bytes - int(answer.outside_band.expected_bytes) + more
     return Scored(run, answer, (_peak(answer, run) + more) / run.peak - 1, (held + more) / run.held - 1, reserved)
 

@@ -123,6 +123,12 @@ def _shape(model: ModelSpec, options: MegatronOptions) -> Iterator[str]:
         yield f"--moe-ffn-hidden-size {model.moe.moe_intermediate_size}"
 
 
+_STRATEGIES = {
+    stage: ("--use-megatron-fsdp --ckpt-format fsdp_dtensor", f"--data-parallel-sharding-strategy {strategy}")
+    for stage, strategy in ((2, "optim_grads"), (3, "optim_grads_params"))
+}
+
+
 def _degrees(job: JobSpec) -> Iterator[str]:
     mesh = job.mesh
     yield f"--tensor-model-parallel-size {mesh.tp}"
@@ -142,8 +148,9 @@ def _degrees(job: JobSpec) -> Iterator[str]:
         yield "--use-torch-fsdp2"
         if not reshards(job.recipe):
             yield "--torch-fsdp2-no-reshard-after-forward"
-    elif job.recipe.zero_stage == 1:
+    elif job.recipe.zero_stage:
         yield "--use-distributed-optimizer"
+        yield from _STRATEGIES.get(job.recipe.zero_stage, ())
         if job.recipe.megatron.num_distributed_optimizer_instances > 1:
             yield f"--num-distributed-optimizer-instances {job.recipe.megatron.num_distributed_optimizer_instances}"
     if job.recipe.engine == "megatron":

@@ -44,6 +44,7 @@ _TABLE_2 = f"{KORTHIKANTI}, section 4.1 and table 2"
 _ADDED = (
     "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward"
 )
+_VIEWED = "Megatron-Core 0.16.1, core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py, create_custom_backward_hook"
 BY_THE_WAY = "highest point of a layer, beyond what it keeps"
 _WEIGHT = "gradient of a weight, before it is added to the main gradients (--no-gradient-accumulation-fusion)"
 
@@ -196,6 +197,14 @@ def _given(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Li
     return Line(Kind.ACTIVATIONS, n_bytes, "input of the layer", own_part_formula("T·(e·h)", recipe), f"{_TABLE_2}, last row")
 
 
+def _masks_kept(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+    """Under Megatron-FSDP a checkpoint returns a view of the layer's output, whose graph has both masks of its dropout."""
+    if recipe.zero_stage < 3 or not drops_hidden(model, recipe):
+        return ()
+    n_bytes = own_part(2 * model.hidden_size * batch.micro_batch_size * batch.seq_len, recipe, mesh)
+    return (Line(Kind.ACTIVATIONS, n_bytes, "masks of the dropout", own_part_formula("2·T·h", recipe), _VIEWED),)
+
+
 class Layer(NamedTuple):
     """A layer of one kind under the job's recomputation."""
 
@@ -229,7 +238,7 @@ def layers_of(
     for kind in kinds:
         cost = _of_kind(model, kind, recipe, symbols, received=received)
         given = (_given(model, recipe, mesh, batch),) * (1 + (kind == PREDICTS))  # and the next token's embedding
-        kept = given if recipe.recompute == "full" else cost.kept
+        kept = (*given, *_masks_kept(model, recipe, mesh, batch)) if recipe.recompute == "full" else cost.kept
         found[kind] = Layer(kept, () if recipe.recompute == "full" else cost.statistics, cost)
     return Layers(symbols, found)
 
