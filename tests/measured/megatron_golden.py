@@ -59,7 +59,7 @@ OTHERS = {
 }  # fmt: skip
 #: Features that no option expresses, in words.
 _UNSAID = {
-    "fp8": "FP8", "fp4": "FP4", "cuda_graph": "CUDA graphs",
+    "fp4": "FP4", "cuda_graph": "CUDA graphs",
 }  # fmt: skip
 #: The same, by the arguments' own names.
 _UNSAID_ARGUMENTS = (
@@ -376,6 +376,9 @@ def _options(run: Run) -> MegatronOptions:
         use_precision_aware_optimizer="use-precision-aware-optimizer" in run.arguments,
         deterministic_mode=bool(said.get("deterministic")),
         microbatch_group_size_per_virtual_pipeline_stage=run.arguments.get("microbatch-group-size-per-virtual-pipeline-stage"),
+        fp8_format=said.get("fp8"), fp8_recipe=said.get("fp8_recipe") or "delayed",
+        fp8_param_gather="fp8-param-gather" in run.arguments or bool(said.get("fp8") and said.get("fsdp")),
+        fp8_transposes=run.gpu != "GB200",
         gradient_accumulation_fusion=not said.get("no_grad_accum_fusion"), grad_reduce_in_bf16=bool(said.get("grad_reduce_bf16")),
         num_distributed_optimizer_instances=said.get("dist_opt_instances") or 1,
         make_vocab_size_divisible_by=said["vocab_multiple"], swiglu=said["act"] == "swiglu", qk_layernorm=bool(said.get("qk_norm")),

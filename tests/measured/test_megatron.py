@@ -29,7 +29,7 @@ def _tolerance(asked: JobSpec) -> float:
     if asked.model.moe is not None and asked.recipe.recompute == "full":
         return 0.005
     if asked.model.moe is not None and asked.recipe.zero_stage > 1:
-        return 0.015
+        return 0.022
     if asked.model.moe is not None and not asked.recipe.megatron.gradient_accumulation_fusion:
         return 0.002
     interleaved = asked.recipe.pipeline_schedule == "interleaved-1f1b"
@@ -46,7 +46,7 @@ def _held() -> list[tuple[Measurement, Comparison]]:
 def test_peaks_held_bytes_and_traffic_are_megatron_cores() -> None:
     """Within a thousandth: the peak, what is held, and each kind of collective, of all that is sent."""
     found = _held()
-    assert len(found) >= 44 + 8
+    assert len(found) >= 44 + 14
     beyond = [f"{row.what} {row.error:+.3%} {one.job}" for one, held in found for row in held.beyond(_tolerance(one.job))]
     assert not beyond, "\n".join(beyond)
 

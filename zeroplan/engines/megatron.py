@@ -7,8 +7,8 @@ too: ``megatron_sharded.py``); layers are programs
 micro-batches in flight follow its schedules. Every rank of a pipeline is computed, and the answer is for the one with the
 highest peak.
 
-Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what collectives take by the way, FP8, CUDA
-graphs.
+Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what collectives take by the way, CUDA graphs;
+histories of FP8's largest values, and the tokens that experts are padded with for it.
 """
 
 from collections.abc import Iterator
@@ -44,6 +44,7 @@ from zeroplan.transformer.megatron import (
     UNGATED,
     Cost,
     Layers,
+    bytes_in_fp8,
     drops_hidden,
     element_of,
     encoder_length,
@@ -64,6 +65,7 @@ COPIES = "Megatron-LM 2026-08, megatron/core/optimizer/optimizer.py, _copy_model
 MUON = "Megatron-LM 2026-08, megatron/core/optimizer/__init__.py, _get_megatron_emerging_optimizer"
 ITERATES = "Emerging-Optimizers 2026-08, orthogonalized_optimizers/muon_utils.py, newton_schulz_tp"
 UNSCALED = "Transformer Engine 2026-08, pytorch/optimizers/fused_adam.py, FusedAdam.get_unscaled_state"
+CACHED = "Transformer Engine 2026-08, pytorch/module/base.py, quantize_weight (read, not run)"
 CROSS_ENTROPY = "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy"
 TARGETS = (
     "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy.calculate_predicted_logits"
@@ -89,7 +91,7 @@ REPORT = "Megatron-LM 2026-08, megatron/training/theoretical_memory_usage.py, co
 SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches"
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 NOTE = (
-    "layers follow the code of Megatron-Core and Transformer Engine, compared with 228 runs of Megatron-LM's own tests "
+    "layers follow the code of Megatron-Core and Transformer Engine, compared with 230 runs of Megatron-LM's own tests "
     "(0.5 % off in the median, mostly too low); the range of reserved memory is that of DDP and FSDP2; of replayed runs "
     "of Megatron-Core nine in ten lie inside it"
 )
@@ -122,6 +124,7 @@ _SHARDED_NOTE = (
     "Megatron-FSDP follows its code in Megatron-Core 0.16.1, run on fake tensors; newer code keeps main gradients in bf16 unless "
     "--megatron-fsdp-main-grads-dtype says fp32 (grad_reduce_in_bf16); the step time is not modelled"
 )
+_FP8_NOTE = "FP8 is read from Transformer Engine's code, not run; the step time is not modelled with it"
 _PREDICTING_NOTE = "multi-token prediction is on the last pipeline rank; the step time is not modelled with it"
 ATTENTION_MASK = "attention mask of the data loader (--no-create-attention-mask-in-dataloader goes without)"
 
@@ -188,6 +191,8 @@ class Rank(NamedTuple):
     experts: Int
     matrices: Int
     """Of the others, those in matrices that Muon steps."""
+    in_fp8: Int
+    """Of all, those in matrices that multiply in FP8."""
     chunks: Int
     """Chunks of layers whose backward has not run yet, at the most."""
     embeds: Int
@@ -280,6 +285,7 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
             Symbol("D_rank", rank.elements, "parameters of this pipeline rank beside experts"),
             Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts"),
             *_symbols_of_muon(rank, model, recipe, mesh),
+            *_symbols_in_fp8(rank, recipe, mesh),
             *_symbols_of_shards(rank, model, recipe, mesh),
             Symbol("N_opt", _sharers(recipe, mesh), "ranks that share the optimizer's states"),
             Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts"),
@@ -301,6 +307,7 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
             *((_ALIBI,) if model.family == "bloom" else ()),
             *((_HYBRID_NOTE,) if recipe.megatron.hybrid_layer_pattern is not None else ()),
             *((_SHARDED_NOTE,) if recipe.zero_stage >= GRADIENTS_TOO else ()),
+            *((_FP8_NOTE,) if recipe.megatron.fp8_format is not None else ()),
             *((_PREDICTING_NOTE,) if recipe.megatron.mtp_num_layers else ()),
             *_notes_of_cut(model, recipe, mesh),
             *{"gpt": (), "bert": (_BERT_NOTE,), "t5": (_T5_NOTE,)}[recipe.megatron.pretrains],
@@ -388,6 +395,7 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
         inside + ends,
         experts,
         matrices,
+        _in_fp8(model, recipe, mesh, tuple(map(sum, zip(*each, strict=True)))),
         flying,
         _embedded_at_once(schedule, batch) if first else 0,
         last,
@@ -418,6 +426,17 @@ def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[in
         shared = layers * _of_shared_expert(run.kind, model, recipe, mesh)
         beside, matrices = beside + shared, matrices + shared
     return beside, experts, matrices
+
+
+def _in_fp8(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> Int:
+    """Parameters of the layers' matrices, without routers', where they multiply in FP8."""
+    found: Int = 0
+    for run, layers in zip(runs_of(model, recipe), counts if recipe.megatron.fp8_format is not None else (), strict=False):
+        for parameter in run.parameters:
+            if len(parameter.shape) > 1 and ".gate." not in f".{parameter.name}":
+                found = found + layers * _of_one_rank(parameter, model, recipe, mesh)
+        found = found + layers * _of_shared_expert(run.kind, model, recipe, mesh)
+    return found
 
 
 def _of_shared_expert(kind: str, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
@@ -520,6 +539,13 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
     width, (share, shared) = _bytes_of(recipe), _shared(rank, recipe, mesh)
     whole = rank.elements + rank.experts, "(D_rank + X_rank)"
     weights, named = (share, shared) if recipe.zero_stage == WEIGHTS_TOO else whole
+    if recipe.megatron.fp8_format is not None:
+        narrow, line = _weights_in_fp8(rank, recipe, mesh)
+        weights, named = (
+            weights - narrow,
+            f"({named} - {_formula_in_fp8(recipe)})" if recipe.megatron.fp8_param_gather else named,
+        )
+        yield line
     yield Line(Kind.PARAMETERS, width.weight * weights, f"{width.name} weights", f"{width.weight}·{named}", STATES)
     gradients, named = (share, shared) if recipe.zero_stage >= GRADIENTS_TOO else whole
     reason = "main gradients, which micro-batches add up in"
@@ -532,6 +558,38 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
         return
     both = _WIDTHS[recipe.megatron.exp_avg_dtype] + _WIDTHS[recipe.megatron.exp_avg_sq_dtype]
     yield Line(Kind.OPTIMIZER_STATE, both * share, "momentum and variance", f"{both}·{shared}", OPTIMIZER)
+
+
+def _weights_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Line]:
+    """Elements that are no other weights, and the line of matrices in FP8, with all layouts that are kept between micro-batches."""
+    own, (_, both) = recipe.megatron, bytes_in_fp8(recipe)
+    both = 64 if own.fp8_recipe == "blockwise" else both  # of weights a block is 128 x 128
+    if not own.fp8_param_gather:
+        reason = "copies of weights in FP8, for all micro-batches"
+        n_bytes = both * ceil_div(rank.in_fp8, 32)
+        return 0, Line(Kind.WEIGHT_CASTS, n_bytes, reason, f"{both}·ceil(Q_8/32)", CACHED)
+    if recipe.zero_stage == WEIGHTS_TOO:
+        share = _share_in_fp8(rank, recipe, mesh)
+        return share, Line(Kind.PARAMETERS, share, "weights in FP8", "Q_own", CACHED)
+    n_bytes = both * ceil_div(rank.in_fp8, 32)
+    return rank.in_fp8, Line(Kind.PARAMETERS, n_bytes, "weights in FP8, in all layouts", f"{both}·ceil(Q_8/32)", CACHED)
+
+
+def _formula_in_fp8(recipe: RecipeSpec) -> str:
+    return "Q_own" if recipe.zero_stage == WEIGHTS_TOO else "Q_8"
+
+
+def _share_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """This rank's part of matrices in FP8, of which experts are cut by other ranks."""
+    dense = ceil_div(rank.in_fp8 - rank.experts, _sharers(recipe, mesh))
+    return dense + ceil_div(rank.experts, _expert_sharers(recipe, mesh))
+
+
+def _symbols_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Symbol]:
+    if recipe.megatron.fp8_format is not None:
+        yield Symbol("Q_8", rank.in_fp8, "parameters of this rank in matrices that multiply in FP8")
+        if recipe.zero_stage == WEIGHTS_TOO:
+            yield Symbol("Q_own", _share_in_fp8(rank, recipe, mesh), "its part of them")
 
 
 def _muon_s_states(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
@@ -660,9 +718,13 @@ def _sharding(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> S
     (embedding, end), width = _ends(model, recipe, mesh), _bytes_of(recipe)
     if recipe.zero_stage < WEIGHTS_TOO:  # buckets are small, or one of all, reduced at the end
         shares = [_shared(rank, recipe, mesh)[0] if bucket is None else 0, *[0] * (len(units) - 1)]
+    weights: Int = width.weight * sum(units)
+    if recipe.megatron.fp8_param_gather:
+        weights = weights - (width.weight - 1) * rank.in_fp8
+    transposes = ceil_div(rank.in_fp8, max(1, len(units))) if recipe.megatron.fp8_transposes else 0
     return Sharding(
         recipe.zero_stage == WEIGHTS_TOO, _table(model, recipe, mesh), embedding + end, tuple(reversed(units)),
-        tuple(reversed(shares)), bucket, width.weight, width.gradient,
+        tuple(reversed(shares)), bucket, width.weight, weights, transposes, width.gradient,
     )  # fmt: skip
 
 

@@ -41,7 +41,11 @@ class Sharding(NamedTuple):
     bucket: Int | None
     """Elements at which a bucket outside the layers is closed; ``None``: one for all."""
     width: int
-    """Of a weight. [bytes]"""
+    """Of a weight outside the layers. [bytes]"""
+    weights: Int
+    """All layers' weights. [bytes]"""
+    transposes: Int
+    """Transposed copies of a layer's weights in FP8, while it computes. [bytes]"""
     width_of_gradient: int
 
     def _layer(self) -> Int:
@@ -61,19 +65,23 @@ class Sharding(NamedTuple):
         return ceil_div(maximum(0, self._queue() // 2 - beside), self._layer()) * self._layer()
 
     def _gathered(self, at: str | int) -> Int:
-        """Whole weights at a point of the step, or in the backward behind so many layers; those of the loss stay at its end."""
+        """Whole weights at a point of the step, or in the backward behind so many layers; those of the loss stay. [bytes]"""
         if not self.gathers:
             return 0
         if at == AT_END:
-            return self.ends
+            return self._weighing(0)
         if at == AT_LAST:
-            return self.ends + self.layers[0]
+            return self._weighing(self.layers[0]) + self.transposes
         if isinstance(at, int) or at == AT_AHEAD:
             first = at if isinstance(at, int) else 0
             found = minimum(_sum(self.layers[first:]), self.layers[first] + self._ahead())
-            return self.ends + (minimum(found, self._unlike_loss()) if at == 0 else found)
+            return self._weighing(minimum(found, self._unlike_loss()) if at == 0 else found) + self.transposes
         beside = where(self._is_cut(), self.ends - self.table, 0) if at == AT_STEP else 0
-        return self.ends + minimum(_sum(self.layers), self._ahead(beside))
+        return self._weighing(minimum(_sum(self.layers), self._ahead(beside)))
+
+    def _weighing(self, inside: Int) -> Int:
+        """So many elements of layers, and what is outside of them. [bytes]"""
+        return self.width * self.ends + inside * self.weights // maximum(1, _sum(self.layers))
 
     def _unlike_loss(self) -> Int:
         """What the last layer's backward can gather: it lets go of layers from the loss, and those are not gathered ahead."""
@@ -91,14 +99,14 @@ class Sharding(NamedTuple):
         whole, reaching = self.ends + _sum(self.layers), 0 if self.gathers else self.bucket or 0
         if not self.gathers and self.bucket is None:
             return whole
-        first = where(self._is_cut(), self.ends - self.table, self.ends)
         if at == AT_HEAD:
-            return minimum(whole, first + reaching)
+            return minimum(whole, where(self._is_cut(), self.ends - self.table, self.ends) + reaching)
+        behind = _sum(self.layers if at == AT_END else self.layers[: int(at)])
+        # a bucket of the head alone waits among those of layers; one with the table in it is ready at the very end
+        queued = minimum(behind + where(self._is_cut(), self.ends - self.table, 0), self._queued())
         if at == AT_END:
-            return self.ends + minimum(_sum(self.layers), self._queued())
-        here = self.layers[int(at)]
-        behind = _sum(self.layers[: int(at)])
-        return minimum(whole, first + reaching + minimum(behind, self._queued()) + here)
+            return queued + where(self._is_cut(), self.table, self.ends)
+        return minimum(whole, queued + where(self._is_cut(), 0, self.ends) + reaching + self.layers[int(at)])
 
     def backwards(self, kinds: Iterable[int]) -> tuple[int, ...]:
         """Layers that are over where a backward may be highest: some kinds' own, and where a queue is full or nearly empty."""
@@ -116,7 +124,7 @@ class Sharding(NamedTuple):
         """Symbols of the lines' formulas."""
         for at in (AT_AHEAD, AT_LAST, AT_LOSS, AT_HEAD, AT_END, AT_STEP, *backwards):
             when = f"backward behind {at} layers" if isinstance(at, int) else at
-            yield Symbol(f"O_{at}", self._gathered(at), f"parameters whose weights are whole ({when})")
+            yield Symbol(f"O_{at}", self._gathered(at), f"bytes of whole weights ({when})")
             yield Symbol(f"J_{at}", self._reduced(at), f"parameters whose gradients are whole ({when})")
             if isinstance(at, int):
                 yield Symbol(f"I_{at}", self.shares[at], "this rank's share of a layer's gradients that are reduced at once")
@@ -124,11 +132,18 @@ class Sharding(NamedTuple):
     def lines(self, at: str | int) -> tuple[Line, ...]:
         """What is whole at a point of the step. [bytes]"""
         asked = (
-            (Kind.UNSHARDED_PARAMETERS, self.width, "O", self._gathered(at), "gathered weights", _GATHERED),
+            (Kind.UNSHARDED_PARAMETERS, 1, "O", self._gathered(at), "gathered weights", _GATHERED),
             (Kind.UNSHARDED_GRADIENTS, self.width_of_gradient, "J", self._reduced(at), "whole gradients", _REDUCED),
         )
         made = (
-            Line(kind, width * elements, what, f"{width}·{name}_{at}", source, _AT_STEP if at == AT_STEP else Tag())
+            Line(
+                kind,
+                width * elements,
+                what,
+                f"{width}·{name}_{at}" if width > 1 else f"{name}_{at}",
+                source,
+                _AT_STEP if at == AT_STEP else Tag(),
+            )
             for kind, width, name, elements, what, source in asked
         )
         return tuple(line for line in made if not (isinstance(line.n_bytes, int) and not line.n_bytes))

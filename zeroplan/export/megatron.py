@@ -212,7 +212,11 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
         yield from ("--cross-entropy-loss-fusion", f"--cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
     if not options.create_attention_mask_in_dataloader:
         yield "--no-create-attention-mask-in-dataloader"
+    if options.fp8_format is not None:
+        yield f"--fp8-format {options.fp8_format} --fp8-recipe {options.fp8_recipe}"
     for asked, flag in (
+        (options.fp8_param_gather, "--fp8-param-gather"),
+        (options.fp8_param_gather and options.fp8_recipe == "mxfp8", "--reuse-grad-buf-for-mxfp8-param-ag"),
         (not options.gradient_accumulation_fusion, "--no-gradient-accumulation-fusion"),
         (options.grad_reduce_in_bf16, "--grad-reduce-in-bf16"), (options.deterministic_mode, "--deterministic-mode"),
         (not options.masked_softmax_fusion, "--no-masked-softmax-fusion"),

@@ -210,6 +210,15 @@ class MegatronOptions(Spec):
     """``--exp-avg-dtype`` of that optimizer."""
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
     """``--exp-avg-sq-dtype`` of that optimizer."""
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """``--fp8-format``: the layers' matrices multiply in FP8, from copies of weights that stay and of inputs that are kept."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """``--fp8-recipe``: one scale for a tensor, of its history or its own, or one for each block of it."""
+    fp8_param_gather: bool = False
+    """``--fp8-param-gather``: those weights exist in FP8 alone, beside the optimizer's in fp32."""
+    fp8_transposes: bool = True
+    """False: Blackwell, whose products take FP8 in either layout, so tensors with one scale have no transposed copy. Not an
+    argument; without a GPU's name Hopper is assumed."""
     num_distributed_optimizer_instances: Degree = 1
     """``--num-distributed-optimizer-instances``: groups of data-parallel ranks, each of which shards the optimizer."""
     make_vocab_size_divisible_by: Count = 128
@@ -265,6 +274,8 @@ class MegatronOptions(Spec):
                 f"megatron: dtypes of main gradients, main weights and moments ({', '.join(narrow)}) other than fp32 need "
                 "megatron.use_precision_aware_optimizer=true; set it, or leave them out"
             )
+        if self.fp8_param_gather and self.fp8_format is None:
+            raise SpecError("megatron.fp8_param_gather needs megatron.fp8_format; set e4m3 or hybrid, or leave it out")
         unknown = [name for name in self.recompute_modules.split(",") if name not in RECOMPUTED_MODULES]
         if unknown:
             raise SpecError(

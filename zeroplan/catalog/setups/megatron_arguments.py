@@ -18,12 +18,13 @@ from zeroplan.spec.megatron import layers_of_layout
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import MegatronOptions
 
-_CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16", "fp8", "alltoall", "allgather")
+_CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16", "fp8", "alltoall", "allgather", "e4m3", "hybrid",
+            "delayed", "tensorwise", "blockwise", "mxfp8")  # fmt: skip
 #: Megatron-FSDP's, by stage.
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _FLOATS = ("hidden_dropout", "attention_dropout")
 _OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "core_release", "recompute_modules", "moe_aux_loss",
-           "cross_entropy_fusion_impl", "expert_tensor_parallel_size", "moe_token_dispatcher_type")  # fmt: skip
+           "cross_entropy_fusion_impl", "expert_tensor_parallel_size", "moe_token_dispatcher_type", "fp8_transposes")  # fmt: skip
 #: Vocabulary sizes of tokenizers, used without ``--vocab-size``.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,
                  "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
@@ -87,7 +88,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _hybrid(reading, pattern.split("|"), ranks_of_pipeline=table.count("pipeline_model_parallel_size") or 1)
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
-    table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format")
+    table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format")
     return reading.setup("ms-swift" if _is_swift(table) else "megatron")
 
 
@@ -187,6 +188,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
     for field in fields(MegatronOptions):
         if field.name not in _OTHERS and not (field.name == "recompute_num_layers" and "recompute_layers" in reading.flags):
             options[field.name] = _option(table, before, field.name, field.default)
+    if options["fp8_format"] is None:
+        options["fp8_recipe"] = options["fp8_param_gather"] = None
     if table.count("num_experts") or "expert_parallel" in reading.flags:
         options["expert_tensor_parallel_size"] = etp
         options["moe_token_dispatcher_type"] = _dispatcher(table, before)
