@@ -417,10 +417,19 @@ def scored(run: Run) -> Scored:
     answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
     more = more_than_default(run)
     step = next(moment.lines for moment in answer.moments if moment.phase is Phase.STEP)
-    # logging the parameters' norm releases what Megatron-FSDP has gathered (training/utils/common_utils.py, calc_params_l2_norm)
-    held = sum(line.n_bytes for line in step if line.kind is not Kind.UNSHARDED_PARAMETERS)
+    held = sum(line.n_bytes for line in step if line.kind is not Kind.UNSHARDED_PARAMETERS) + _left_gathered(answer, run)
     reserved = answer.comfortable_bytes - int(answer.outside_band.expected_bytes) + more
     return Scored(run, answer, (_peak(answer, run) + more) / run.peak - 1, (held + more) / run.held - 1, reserved)
+
+
+def _left_gathered(answer: Estimate, run: Run) -> int:
+    """What Megatron-FSDP has gathered after logging the parameters' norm (training/utils/common_utils.py, calc_params_l2_norm).
+
+    That releases everything, and since 30 May 2026 (378d81fbd3) only layers: what is left is what the embedding's backward has.
+    """
+    end = next((one.lines for one in answer.moments if one.name == "backward of the embedding"), ())
+    outside = sum(line.n_bytes for line in end if line.kind is Kind.UNSHARDED_PARAMETERS)
+    return outside if run.day >= "2026-05-30" else 0
 
 
 def _peak(answer: Estimate, run: Run) -> int:

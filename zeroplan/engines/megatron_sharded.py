@@ -122,7 +122,8 @@ class Sharding(NamedTuple):
 
     def symbols(self, backwards: Iterable[int]) -> Iterator[Symbol]:
         """Symbols of the lines' formulas."""
-        for at in (AT_AHEAD, AT_LAST, AT_LOSS, AT_HEAD, AT_END, AT_STEP, *backwards):
+        points: tuple[str | int, ...] = AT_AHEAD, AT_LAST, AT_LOSS, AT_HEAD, AT_END, AT_STEP, *backwards
+        for at in points:
             when = f"backward behind {at} layers" if isinstance(at, int) else at
             yield Symbol(f"O_{at}", self._gathered(at), f"bytes of whole weights ({when})")
             yield Symbol(f"J_{at}", self._reduced(at), f"parameters whose gradients are whole ({when})")

@@ -202,6 +202,15 @@ def _recipe(recipe: RecipeSpec) -> Iterator[str]:
         yield f"--attention-backend {'unfused' if recipe.attention == 'eager' else 'flash'}"
 
 
+def _in_fp8(options: MegatronOptions) -> Iterator[str]:
+    if options.fp8_format is not None:
+        yield f"--fp8-format {options.fp8_format} --fp8-recipe {options.fp8_recipe}"
+    if options.fp8_param_gather:
+        yield "--fp8-param-gather"
+        if options.fp8_recipe == "mxfp8":
+            yield "--reuse-grad-buf-for-mxfp8-param-ag"
+
+
 def _implementation(options: MegatronOptions) -> Iterator[str]:
     """Yield the arguments for layers and loss; dropout is on only if requested."""
     yield f"--hidden-dropout {0.1 if options.hidden_dropout else 0.0}"
@@ -212,11 +221,8 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
         yield from ("--cross-entropy-loss-fusion", f"--cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
     if not options.create_attention_mask_in_dataloader:
         yield "--no-create-attention-mask-in-dataloader"
-    if options.fp8_format is not None:
-        yield f"--fp8-format {options.fp8_format} --fp8-recipe {options.fp8_recipe}"
+    yield from _in_fp8(options)
     for asked, flag in (
-        (options.fp8_param_gather, "--fp8-param-gather"),
-        (options.fp8_param_gather and options.fp8_recipe == "mxfp8", "--reuse-grad-buf-for-mxfp8-param-ag"),
         (not options.gradient_accumulation_fusion, "--no-gradient-accumulation-fusion"),
         (options.grad_reduce_in_bf16, "--grad-reduce-in-bf16"), (options.deterministic_mode, "--deterministic-mode"),
         (not options.masked_softmax_fusion, "--no-masked-softmax-fusion"),

@@ -25,7 +25,7 @@ Optimizer = Literal[
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 #: Optimizers whose step on a tensor is elementwise.
 STEPS_ALONE: tuple[Optimizer, ...] = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "lion")
-Float8Recipe = Literal["tensorwise", "rowwise"]
+Float8Recipe = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
@@ -453,7 +453,8 @@ class RecipeSpec(Spec):
     ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
     ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward."""
     float8_recipe: Float8Recipe | None = None
-    """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row."""
+    """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row, or its prototypes for Blackwell:
+    MXFP8 with a scale for 32 elements, NVFP4 with four bits and a scale for 16."""
     transformers: str | None = None
     """The release of transformers, such as ``4.48`` (:mod:`zeroplan.spec.releases`); ``None``: 5.23."""
     kernels: Kernels = "cuda"
