@@ -55,10 +55,15 @@ class Sharding(NamedTuple):
         """Gradients in flight at the most; of weights that are gathered ahead, half of it."""
         return maximum(_IN_FLIGHT, 2 * self._layer()) if self.gathers else _IN_FLIGHT
 
-    def _queued(self) -> Int:
-        """Gradients of layers that wait at the most, those among them that were added last."""
-        layer = self._layer() if self.gathers else self.bucket or 1
-        return (self._queue() // layer + 1) * layer
+    def _waiting(self, behind: Int) -> Int:
+        """Gradients that wait, of so many behind; the oldest go while they are more than the queue holds, before one is added.
+
+        A bucket of the head alone is the oldest. Padding makes a layer a little more than its elements.
+        """
+        layer = self._layer() if self.gathers else maximum(1, self.bucket or 1)
+        head = where(self._is_cut(), self.ends - self.table, 0)
+        beside = (maximum(0, self._queue() - head) // (layer + 1) + 1) * layer
+        return where(behind <= beside, behind + head, minimum(behind, (self._queue() // (layer + 1) + 1) * layer))
 
     def _ahead(self, beside: Int = 0) -> Int:
         """Layers that are gathered before they are asked for, with others beside them."""
@@ -102,18 +107,16 @@ class Sharding(NamedTuple):
         if at == AT_HEAD:
             return minimum(whole, where(self._is_cut(), self.ends - self.table, self.ends) + reaching)
         behind = _sum(self.layers if at == AT_END else self.layers[: int(at)])
-        # a bucket of the head alone waits among those of layers; one with the table in it is ready at the very end
-        queued = minimum(behind + where(self._is_cut(), self.ends - self.table, 0), self._queued())
         if at == AT_END:
-            return queued + where(self._is_cut(), self.table, self.ends)
-        return minimum(whole, queued + where(self._is_cut(), 0, self.ends) + reaching + self.layers[int(at)])
+            return self._waiting(behind) + where(self._is_cut(), self.table, self.ends)
+        return minimum(whole, self._waiting(behind) + where(self._is_cut(), 0, self.ends) + reaching + self.layers[int(at)])
 
     def backwards(self, kinds: Iterable[int]) -> tuple[int, ...]:
         """Layers that are over where a backward may be highest: some kinds' own, and where a queue is full or nearly empty."""
         last, layer = len(self.layers) - 1, self._layer()
         if not isinstance(layer, int):
             return tuple(range(last + 1))
-        full, few = int(self._queued()) // layer, last - int(self._ahead()) // layer
+        full, few = int(self._waiting(_sum(self.layers))) // layer, last - int(self._ahead()) // layer
         return tuple(sorted({*kinds, *(min(max(at, 0), last) for at in (full - 1, full, few, last))}))
 
     def unread(self) -> Int:
