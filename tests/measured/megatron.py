@@ -41,8 +41,20 @@ def drawn(count: int = COUNT) -> list[JobSpec]:
 
 
 def fully_sharded(count: int = SHARDED) -> list[JobSpec]:
-    """Return jobs under Megatron-FSDP, whose products do not write into main gradients."""
-    return list(islice(different(_sharded_job, SEED + 1), count))
+    """Return jobs under Megatron-FSDP, whose products do not write into main gradients; at last two whose queues are full."""
+    large = (_full_queue("llama-3.1-70b", 5, 64, overlaps=False), _full_queue("llama-2-7b", 16, 32, overlaps=True))
+    return [*islice(different(_sharded_job, SEED + 1), count), *large]
+
+
+def _full_queue(name: str, layers: int, ranks: int, *, overlaps: bool) -> JobSpec:
+    own = MegatronOptions(
+        transformer_impl="local", gradient_accumulation_fusion=False, create_attention_mask_in_dataloader=False,
+        overlap_grad_reduce=overlaps,
+    )  # fmt: skip
+    return JobSpec(
+        model=_cut(name, layers), mesh=MeshSpec(dp_shard=ranks), batch=BatchSpec(micro_batch_size=1, seq_len=512),
+        recipe=RecipeSpec(engine="megatron", zero_stage=3, precision="bf16-mixed", attention="eager", megatron=own),
+    )  # fmt: skip
 
 
 def rank_of(job: JobSpec) -> int:

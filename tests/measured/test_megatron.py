@@ -19,17 +19,18 @@ _THOUSANDTH = 0.001
 
 
 def _tolerance(asked: JobSpec) -> float:
-    """A thousandth, but for three open causes.
+    """A thousandth, but for open causes.
 
     Experts and full recomputation: token dispatchers refer to the graph of a layer that was run again, and so to its input and that
     one's gradient, until it runs again. Experts without gradient accumulation fusion: a part of a weight's gradient; under
     Megatron-FSDP, the buckets of a layer's experts and of its other matrices are made one after the other, and counted together.
+    Megatron-FSDP pads every bucket to its ranks and rows, up to a quarter of a percent on 64 ranks.
     Interleaved with recomputation: one hidden state. We did not find the last two in the code.
     """
     if asked.model.moe is not None and asked.recipe.recompute == "full":
         return 0.005
-    if asked.model.moe is not None and asked.recipe.zero_stage > 1:
-        return 0.022
+    if asked.recipe.zero_stage > 1:
+        return 0.003 if asked.model.moe is None else 0.022
     if asked.model.moe is not None and not asked.recipe.megatron.gradient_accumulation_fusion:
         return 0.002
     interleaved = asked.recipe.pipeline_schedule == "interleaved-1f1b"
@@ -46,7 +47,7 @@ def _held() -> list[tuple[Measurement, Comparison]]:
 def test_peaks_held_bytes_and_traffic_are_megatron_cores() -> None:
     """Within a thousandth: the peak, what is held, and each kind of collective, of all that is sent."""
     found = _held()
-    assert len(found) >= 44 + 14
+    assert len(found) >= 44 + 16
     beyond = [f"{row.what} {row.error:+.3%} {one.job}" for one, held in found for row in held.beyond(_tolerance(one.job))]
     assert not beyond, "\n".join(beyond)
 
