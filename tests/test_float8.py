@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from zeroplan import Fsdp2Options, SpecError, estimate, job
+from zeroplan import Fsdp2Options, JobSpec, SpecError, estimate, job
+from zeroplan.ledger import Kind, Moment
 from zeroplan.transformer.families.float8 import mode_of
 
 ASKED: dict[str, Any] = {"model": "llama-3.2-1b", "gpus": 8, "stage": 3, "engine": "fsdp2", "seq_len": 2048}
@@ -21,6 +22,8 @@ ASKED: dict[str, Any] = {"model": "llama-3.2-1b", "gpus": 8, "stage": 3, "engine
         ({"lora_rank": 8}, "frozen weights is not modelled; use full training"),
         ({"recompute": "selective"}, "recompute 'selective' is not modelled; use recompute 'full' or 'none'"),
         ({"gpu": "a100-sxm-80gb"}, "GPU 'a100-sxm-80gb' does not multiply in float8"),
+        ({"gpu": "h100-sxm-80gb", "float8_recipe": "mxfp8"}, "has no products in 'mxfp8'; use 'rowwise'"),
+        ({"model": "llama-3.2-1b", "float8_recipe": "nvfp4", "recompute": "selective"}, "recompute 'selective'"),
     ],
 )
 def test_what_is_not_modelled_is_refused_in_one_line(said: dict[str, Any], expected: str) -> None:
@@ -35,6 +38,24 @@ def test_it_keeps_what_16_bits_keep_and_sends_the_same() -> None:
     assert narrow.traffic.total_bytes == plain.traffic.total_bytes
     assert narrow.peak_bytes >= plain.peak_bytes
     assert any("float8" in note for note in narrow.notes)
+
+
+def test_nvfp4_keeps_inputs_and_weights_in_four_bits() -> None:
+    """Nine sixteenths of a byte for each input of its seven matrices, and for each weight; MXFP8 keeps what 16 bits keep."""
+    plain, eight, four = (
+        sum(line.n_bytes for line in _loss(job(**ASKED, **more)).lines if line.kind is Kind.ACTIVATIONS)
+        for more in ({}, {"float8_recipe": "mxfp8"}, {"float8_recipe": "nvfp4"})
+    )
+    shape = job(**ASKED).model
+    hidden, width, tokens = shape.hidden_size, shape.intermediate_size, 2048
+    matrices = 2 * hidden * (hidden + shape.num_key_value_heads * shape.head_dim) + 3 * hidden * width
+    narrow = 9 * (tokens * (6 * hidden + width) + matrices) // 16
+    assert plain == eight
+    assert plain - four == shape.num_hidden_layers * (2 * tokens * (2 * hidden + width) - narrow)
+
+
+def _loss(asked: JobSpec) -> Moment:
+    return next(moment for moment in estimate(asked).engine_moments if moment.name == "backward of the loss")
 
 
 def test_torchtitans_own_modules_run_in_it() -> None:

@@ -54,6 +54,45 @@ JOBS = {
     "gpt, tp": asked(mesh={"dp_shard": 4, "tp": 2}, attention="eager"),
     "gpt, tp and pp, recomputed": asked(mesh={"dp_shard": 3, "tp": 2, "pp": 4}, recompute="full", sequence_parallel=True),
     "gpt in fp16, no distributed optimizer": asked(mesh={"dp_shard": 2}, precision="fp16-mixed", zero_stage=0),
+    "llama under Megatron-FSDP": asked(
+        model=LLAMA,
+        mesh={"dp_shard": 8},
+        zero_stage=3,
+        megatron=MegatronOptions(
+            gradient_accumulation_fusion=False,
+            overlap_grad_reduce=True,
+        ),
+    ),
+    "gpt whose gradients are sharded": asked(mesh={"dp_shard": 8, "tp": 2}, zero_stage=2, recompute="full"),
+    "mixtral under Megatron-FSDP": asked(model=MIXTRAL, mesh={"dp_shard": 8, "ep": 2}, zero_stage=3, precision="fp32"),
+    "llama in FP8": asked(
+        model=LLAMA,
+        mesh={"dp_shard": 2, "tp": 2},
+        sequence_parallel=True,
+        megatron=MegatronOptions(
+            fp8_format="hybrid",
+        ),
+    ),
+    "mixtral in MXFP8, weights too": asked(
+        model=MIXTRAL,
+        mesh={"dp_shard": 8, "ep": 2},
+        megatron=MegatronOptions(
+            fp8_format="e4m3",
+            fp8_recipe="mxfp8",
+            fp8_param_gather=True,
+        ),
+    ),
+    "deepseek in FP8 under Megatron-FSDP": asked(
+        model=job(model="deepseek-v3", gpus=8).model,
+        mesh={"dp_shard": 8, "ep": 2},
+        zero_stage=3,
+        megatron=MegatronOptions(
+            fp8_format="e4m3",
+            fp8_recipe="tensorwise",
+            fp8_param_gather=True,
+            fp8_transposes=False,
+        ),
+    ),
     "llama on everything": asked(model=LLAMA, mesh={"dp_shard": 2, "tp": 2, "cp": 4, "pp": 2}, sequence_parallel=True),
     "mixtral, experts on ranks of two kinds": asked(
         model=MIXTRAL,
@@ -124,7 +163,7 @@ def test_every_line_is_explained(name: str) -> None:
     answer = estimate(JOBS[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
-    assert any("compared with 226 runs" in note for note in answer.notes)
+    assert any("compared with 230 runs" in note for note in answer.notes)
     assert any("even routing" in note for note in answer.notes) == (JOBS[name].model.moe is not None)
 
 
@@ -444,9 +483,34 @@ def test_layers_in_flight_are_those_of_the_schedule_at_its_fullest(rank: int, st
     assert columns[0].tolist() == [[most, most]] * 2
 
 
+@pytest.mark.parametrize(("fp8_recipe", "each", "layouts"), [("delayed", 1, 2), ("tensorwise", 1, 2), ("blockwise", 33 / 32, 2),
+                                                             ("mxfp8", 33 / 32, 66 / 32)])  # fmt: skip
+def test_a_layer_in_fp8_keeps_a_byte_of_what_its_matrices_read(fp8_recipe: str, each: float, layouts: float) -> None:
+    """Of the norms' outputs and the second matrix's input; of attention's output a copy if its scale is of before."""
+    own = MegatronOptions(fp8_format="hybrid", fp8_recipe=fp8_recipe)
+    wide, narrow = asked(model=LLAMA, mesh={}), asked(model=LLAMA, mesh={}, megatron=own)
+    kept = [total_bytes(layer_lines(one.model, "dense", one.recipe, one.mesh, one.batch)) for one in (wide, narrow)]
+    tokens, hidden, width = 2 * 256, LLAMA.hidden_size, LLAMA.intermediate_size
+    context = LLAMA.num_attention_heads * LLAMA.head_dim
+    assert kept[0] - kept[1] == (2 - each) * tokens * (2 * hidden + width) - (fp8_recipe == "delayed") * tokens * context
+    copies = next(line for line in estimate(narrow).engine_moments[-1].lines if line.kind is Kind.WEIGHT_CASTS)
+    matrices = LLAMA.num_hidden_layers * (
+        2 * hidden * (context + LLAMA.num_key_value_heads * LLAMA.head_dim) + 3 * hidden * width
+    )
+    assert copies.n_bytes == layouts * matrices
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
+        (
+            {"mesh": {}, "megatron": MegatronOptions(fp8_format="e4m3", hybrid_layer_pattern="M-" * 4)},
+            "and hybrid_layer_pattern",
+        ),
+        (
+            {"mesh": {"dp_shard": 2}, "zero_stage": 3, "megatron": MegatronOptions(fp8_format="e4m3")},
+            "without fp8_param_gather",
+        ),
         ({"mesh": {"pp": 12}}, "8 layers cut into 12"),
         ({"mesh": {"tp": 3}}, "8 query heads on tp=3"),
         ({"mesh": {"cp": 3}}, "seq_len=256 on cp=3"),
@@ -457,7 +521,8 @@ def test_layers_in_flight_are_those_of_the_schedule_at_its_fullest(rank: int, st
         ({"mesh": {}, "megatron": MegatronOptions(transformer_impl="local")}, "transformer_impl 'local' and attention 'sdpa'"),
         ({"mesh": {}, "precision": "bf16"}, "precision 'bf16'"),
         ({"mesh": {}, "loss": "chunked"}, "loss 'chunked'"),
-        ({"mesh": {}, "zero_stage": 3}, "has no ZeRO stage 3"),
+        ({"mesh": {"pp": 2}, "zero_stage": 3}, "stage 3\\) and pipeline ranks"),
+        ({"mesh": {"dp_shard": 2}, "zero_stage": 2, "optimizer": "muon"}, "stage 2\\) and optimizer 'muon'"),
         ({"mesh": {"dp_replicate": 2}}, "dp_replicate=2"),
         ({"mesh": {"cp": 2}, "attention": "eager"}, "attention 'eager'"),
         ({"mesh": {"pp": 2}, "pipeline_schedule": "zbv"}, "schedule 'zbv'"),

@@ -21,7 +21,7 @@ from zeroplan.verify.task import refuse_not_local
 if TYPE_CHECKING:
     from zeroplan.spec.model import ModelSpec
 
-SEED, COUNT = 20_267, 56
+SEED, COUNT, SHARDED = 20_267, 56, 14
 RECORDS = stored.MEGATRON
 #: Models with as many layers as show what more would.
 _MODELS = (
@@ -38,6 +38,23 @@ def drawn(count: int = COUNT) -> list[JobSpec]:
     True
     """
     return list(islice(different(_job, SEED), count))
+
+
+def fully_sharded(count: int = SHARDED) -> list[JobSpec]:
+    """Return jobs under Megatron-FSDP, whose products do not write into main gradients; at last two whose queues are full."""
+    large = (_full_queue("llama-3.1-70b", 5, 64, overlaps=False), _full_queue("llama-2-7b", 16, 32, overlaps=True))
+    return [*islice(different(_sharded_job, SEED + 1), count), *large]
+
+
+def _full_queue(name: str, layers: int, ranks: int, *, overlaps: bool) -> JobSpec:
+    own = MegatronOptions(
+        transformer_impl="local", gradient_accumulation_fusion=False, create_attention_mask_in_dataloader=False,
+        overlap_grad_reduce=overlaps,
+    )  # fmt: skip
+    return JobSpec(
+        model=_cut(name, layers), mesh=MeshSpec(dp_shard=ranks), batch=BatchSpec(micro_batch_size=1, seq_len=512),
+        recipe=RecipeSpec(engine="megatron", zero_stage=3, precision="bf16-mixed", attention="eager", megatron=own),
+    )  # fmt: skip
 
 
 def rank_of(job: JobSpec) -> int:
@@ -82,6 +99,14 @@ def _job(dice: Dice) -> JobSpec:
     return job
 
 
+def _sharded_job(dice: Dice) -> JobSpec:
+    job = _job(dice)
+    while job.mesh.pp > 1:
+        job = _job(dice)
+    own = replace(job.recipe.megatron, gradient_accumulation_fusion=False, overlap_param_gather=False)
+    return replace(job, recipe=replace(job.recipe, zero_stage=dice.any(2, 3, 3), megatron=own))
+
+
 def _cut(name: str, layers: int) -> ModelSpec:
     return replace(model(name), num_hidden_layers=layers)
 
@@ -90,7 +115,7 @@ def main() -> None:
     """Run what has no line yet."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=COUNT, help="how many of the sample's jobs")
-    jobs = drawn(parser.parse_args().cases)
+    jobs = [*drawn(parser.parse_args().cases), *fully_sharded()]
     done = {record.job for record in stored.records(RECORDS)}
     try:
         for number, job in enumerate(jobs):

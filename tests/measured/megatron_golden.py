@@ -59,7 +59,7 @@ OTHERS = {
 }  # fmt: skip
 #: Features that no option expresses, in words.
 _UNSAID = {
-    "fsdp": "Megatron-FSDP", "fp8": "FP8", "fp4": "FP4", "cuda_graph": "CUDA graphs",
+    "fp4": "FP4", "cuda_graph": "CUDA graphs",
 }  # fmt: skip
 #: The same, by the arguments' own names.
 _UNSAID_ARGUMENTS = (
@@ -76,6 +76,8 @@ _ARGUMENTS = (
     "decoder-seq-length", "vocab-extra-ids", "no-use-layer-wise-param-layout",
 )  # fmt: skip
 _FITS = 0.03
+#: When Megatron-FSDP got its name and folder. The one run of its tests before is of April 2025.
+_MEGATRON_FSDP = "2025-08"
 _CASES = "tests/functional_tests/test_cases"
 #: Where Megatron-LM says what the containers of its environments are built on, or both, the older one first.
 _STAGES = (".gitlab/stages/01.build.yml", ".gitlab/stages/01.test.yml")
@@ -217,6 +219,8 @@ def _refuse(run: Run) -> None:
     for name, words in _UNSAID.items():
         if said.get(name):
             raise RefusedError(words)
+    if said.get("fsdp") and run.day < _MEGATRON_FSDP:
+        raise RefusedError("what came before Megatron-FSDP (--use-custom-fsdp)")
     for name in _UNSAID_ARGUMENTS:
         if name in run.arguments:
             raise RefusedError(f"--{name}")
@@ -308,7 +312,7 @@ def _recipe(run: Run) -> RecipeSpec:
     chunks = each if each and each > 1 else None
     return RecipeSpec(
         engine="megatron", optimizer="muon" if said["optimizer"] == "muon" else "adamw",
-        zero_stage=1 if said.get("dist_opt") else 0, attention=attention_of(run),
+        zero_stage=3 if said.get("fsdp") else 1 if said.get("dist_opt") else 0, attention=attention_of(run),
         precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp32": "fp32"}[said["precision"]],
         sequence_parallel=bool(said.get("sp")) and said["tp"] > 1, recompute=said.get("recompute", "none"),
         pipeline_schedule="interleaved-1f1b" if chunks else None, pipeline_stages_per_rank=chunks, megatron=_options(run),
@@ -372,6 +376,9 @@ def _options(run: Run) -> MegatronOptions:
         use_precision_aware_optimizer="use-precision-aware-optimizer" in run.arguments,
         deterministic_mode=bool(said.get("deterministic")),
         microbatch_group_size_per_virtual_pipeline_stage=run.arguments.get("microbatch-group-size-per-virtual-pipeline-stage"),
+        fp8_format=said.get("fp8"), fp8_recipe=said.get("fp8_recipe") or "delayed",
+        fp8_param_gather="fp8-param-gather" in run.arguments or bool(said.get("fp8") and said.get("fsdp")),
+        fp8_transposes=run.gpu != "GB200",
         gradient_accumulation_fusion=not said.get("no_grad_accum_fusion"), grad_reduce_in_bf16=bool(said.get("grad_reduce_bf16")),
         num_distributed_optimizer_instances=said.get("dist_opt_instances") or 1,
         make_vocab_size_divisible_by=said["vocab_multiple"], swiglu=said["act"] == "swiglu", qk_layernorm=bool(said.get("qk_norm")),
@@ -409,9 +416,20 @@ def scored(run: Run) -> Scored:
     job = job_of(run)
     answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
     more = more_than_default(run)
-    held = next(moment.total_bytes for moment in answer.moments if moment.phase is Phase.STEP)
+    step = next(moment.lines for moment in answer.moments if moment.phase is Phase.STEP)
+    held = sum(line.n_bytes for line in step if line.kind is not Kind.UNSHARDED_PARAMETERS) + _left_gathered(answer, run)
     reserved = answer.comfortable_bytes - int(answer.outside_band.expected_bytes) + more
     return Scored(run, answer, (_peak(answer, run) + more) / run.peak - 1, (held + more) / run.held - 1, reserved)
+
+
+def _left_gathered(answer: Estimate, run: Run) -> int:
+    """What Megatron-FSDP has gathered after logging the parameters' norm (training/utils/common_utils.py, calc_params_l2_norm).
+
+    That releases everything, and since 30 May 2026 (378d81fbd3) only layers: what is left is what the embedding's backward has.
+    """
+    end = next((one.lines for one in answer.moments if one.name == "backward of the embedding"), ())
+    outside = sum(line.n_bytes for line in end if line.kind is Kind.UNSHARDED_PARAMETERS)
+    return outside if run.day >= "2026-05-30" else 0
 
 
 def _peak(answer: Estimate, run: Run) -> int:

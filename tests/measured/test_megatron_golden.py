@@ -75,7 +75,7 @@ def test_peaks_with_experts_are_within_two_and_a_half_percent(scores: list[Score
     real = [one for one in _of(scores, "moe") if one.run.name.startswith("mixtral/")]
     lowest, *experts = sorted((one for one in _of(scores, "moe") if one not in real), key=lambda one: one.peak)
     assert "a2a_ovlp" in lowest.run.name
-    assert (len(experts), len(real)) == (38, 7)
+    assert (len(experts), len(real)) == (40, 7)
     assert abs(median(one.peak for one in experts)) < 0.005
     assert median(abs(one.peak) for one in experts) < 0.009
     assert experts[0].peak > -0.023
@@ -85,11 +85,21 @@ def test_peaks_with_experts_are_within_two_and_a_half_percent(scores: list[Score
 
 def test_predictions_layouts_and_mamba_are_within_three_percent(scores: list[Scored]) -> None:
     """Pipelines laid out by hand with multi-token prediction, on 8 to 128 GPUs, and hybrid patterns."""
-    predicting, hybrid = _of(scores, "mla-moe"), _of(scores, "hybrid")
+    predicting, hybrid = [one for one in _of(scores, "mla-moe") if one.run.features.get("layout")], _of(scores, "hybrid")
     assert (len(predicting), len(hybrid)) == (5, 4)
-    assert all(one.run.features["layout"] for one in predicting)
     assert all(-0.024 < one.peak < 0 and abs(one.held) < 0.009 for one in predicting)
     assert all(-0.010 < one.peak < 0 for one in hybrid)
+
+
+def test_megatron_fsdp_and_fp8_are_within_two_and_a_half_percent(scores: list[Scored]) -> None:
+    """All that is gathered is released for the logged norm; since 30 May 2026 not what is outside the layers.
+
+    Gradients of weights in FP8 are bf16, and copied to fp32 at the step, where the others are fp32.
+    """
+    sharded = [one for one in scores if one.run.features.get("fsdp")]
+    assert [bool(one.run.features.get("fp8")) for one in sharded] == [True, True, False, False]
+    assert all(-0.02 < one.peak < 0.025 for one in sharded)
+    assert all(abs(one.held) < 0.004 for one in sharded[2:])
 
 
 def test_verdicts_leave_the_room_that_these_runs_took(scores: list[Scored]) -> None:
@@ -113,7 +123,7 @@ def test_what_is_held_is_within_a_few_percent(scores: list[Scored]) -> None:
     Where micro-batches are overlapped, a layer's schedule still refers to something of the last one; what that is, is not known.
     """
     overlapped = [one.held for one in _of(scores, "moe") if "a2a_ovlp" in one.run.name]
-    held = [one.held for one in _decoders(scores) if "a2a_ovlp" not in one.run.name]
+    held = [one.held for one in _decoders(scores) if "a2a_ovlp" not in one.run.name and not one.run.features.get("fp8")]
     assert len(overlapped) == 4
     assert max(overlapped) < -0.035
     assert median(map(abs, held)) < 0.0055

@@ -68,7 +68,7 @@ def test_foreign_data_is_refused_with_its_key(data: dict[str, object], says: str
 
 @pytest.mark.parametrize(
     ("engine", "stage", "others"),
-    [("ddp", 3, "paper, fsdp1, fsdp2, deepspeed"), ("fsdp2", 0, "ddp"), ("fsdp2", 1, "ddp"), ("ddp", 2, "fsdp2")],
+    [("ddp", 3, "paper, fsdp1, fsdp2, megatron, deepspeed"), ("fsdp2", 0, "ddp"), ("fsdp2", 1, "ddp"), ("ddp", 2, "fsdp2")],
 )
 def test_an_engine_without_the_stage_names_those_that_have_it(engine: str, stage: int, others: str):
     with pytest.raises(SpecError, match=f"has no ZeRO stage {stage}") as caught:

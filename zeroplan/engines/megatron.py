@@ -1,13 +1,14 @@
 """What does Megatron-Core hold on its fullest rank, and at which moments?
 
 Parameters, gradients and optimizer are as its buffers have them (bf16 weights, fp32 main gradients, fp32 weights and Adam's
-moments, which the distributed optimizer shares out over data- and context-parallel ranks); layers are programs
+moments, which the distributed optimizer shares out over data- and context-parallel ranks, and Megatron-FSDP gradients and weights
+too: ``megatron_sharded.py``); layers are programs
 (``zeroplan/transformer/families/megatron.py``), of which this takes what they keep and the highest moment of their backward;
 micro-batches in flight follow its schedules. Every rank of a pipeline is computed, and the answer is for the one with the
 highest peak.
 
-Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what collectives take by the way, Megatron's
-FSDP, FP8, CUDA graphs.
+Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what collectives take by the way, CUDA graphs;
+histories of FP8's largest values, and the tokens that experts are padded with for it.
 """
 
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from zeroplan.engines.megatron_chunks import (
     stages_of,
 )
 from zeroplan.engines.megatron_schedule import INPUT, Left, Stage, left_lines, left_of
+from zeroplan.engines.megatron_sharded import AT_AHEAD, AT_END, AT_HEAD, AT_LAST, AT_LOSS, AT_STEP, Sharding
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Line, Moment, OffGpu, Phase, Tag, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
@@ -42,6 +44,7 @@ from zeroplan.transformer.megatron import (
     UNGATED,
     Cost,
     Layers,
+    bytes_in_fp8,
     drops_hidden,
     element_of,
     encoder_length,
@@ -62,6 +65,7 @@ COPIES = "Megatron-LM 2026-08, megatron/core/optimizer/optimizer.py, _copy_model
 MUON = "Megatron-LM 2026-08, megatron/core/optimizer/__init__.py, _get_megatron_emerging_optimizer"
 ITERATES = "Emerging-Optimizers 2026-08, orthogonalized_optimizers/muon_utils.py, newton_schulz_tp"
 UNSCALED = "Transformer Engine 2026-08, pytorch/optimizers/fused_adam.py, FusedAdam.get_unscaled_state"
+CACHED = "Transformer Engine 2026-08, pytorch/module/base.py, quantize_weight (read, not run)"
 CROSS_ENTROPY = "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy"
 TARGETS = (
     "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy.calculate_predicted_logits"
@@ -88,12 +92,12 @@ REPORT = "Megatron-LM 2026-08, megatron/training/theoretical_memory_usage.py, co
 SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches"
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 NOTE = (
-    "layers follow the code of Megatron-Core and Transformer Engine, compared with 226 runs of Megatron-LM's own tests "
+    "layers follow the code of Megatron-Core and Transformer Engine, compared with 230 runs of Megatron-LM's own tests "
     "(0.5 % off in the median, mostly too low); the range of reserved memory is that of DDP and FSDP2; of replayed runs "
     "of Megatron-Core nine in ten lie inside it"
 )
 _EXPERTS_NOTE = (
-    "zeroplan assumes even routing; a rank that gets more tokens needs more memory. For 46 runs with experts of Megatron-LM's "
+    "zeroplan assumes even routing; a rank that gets more tokens needs more memory. For 48 runs with experts of Megatron-LM's "
     "tests the estimate was from 10 % too low to 2 % too high; the verdict leaves that room"
 )
 _UNEVEN_NOTE = (
@@ -117,10 +121,19 @@ _HYBRID_NOTE = (
     "layers follow the hybrid pattern: the model's own number of parameters, of whole layers, is not theirs; the step time is not "
     "modelled"
 )
+_SHARDED_NOTE = (
+    "Megatron-FSDP follows its code in Megatron-Core 0.16.1, run on fake tensors; newer code keeps main gradients in bf16 unless "
+    "--megatron-fsdp-main-grads-dtype says fp32 (grad_reduce_in_bf16); the step time is not modelled"
+)
+_FP8_NOTE = "FP8 is read from Transformer Engine's code, not run; the step time is not modelled with it"
 _PREDICTING_NOTE = "multi-token prediction is on the last pipeline rank; the step time is not modelled with it"
 ATTENTION_MASK = "attention mask of the data loader (--no-create-attention-mask-in-dataloader goes without)"
 
 
+#: Megatron-FSDP's stages: ``optim_grads`` and ``optim_grads_params``.
+GRADIENTS_TOO, WEIGHTS_TOO = 2, 3
+#: Elements of a bucket, and of one for each data-parallel rank if that is more (training/training.py, resolve_ddp_bucket_size).
+_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
 _KEPT = Tag(off_gpu=OffGpu.KEPT)
 
 
@@ -155,7 +168,8 @@ def _bytes_of(recipe: RecipeSpec) -> Bytes:
         raise SpecError(f"engine 'megatron' with precision {recipe.precision!r} is not modelled; use one of {said}")
     if options.use_precision_aware_optimizer:
         return _aware(recipe)
-    return _NARROW if recipe.precision == "bf16-mixed" and options.grad_reduce_in_bf16 else _BYTES[recipe.precision]
+    found = _NARROW if recipe.precision == "bf16-mixed" and options.grad_reduce_in_bf16 else _BYTES[recipe.precision]
+    return found._replace(master=4) if recipe.zero_stage >= GRADIENTS_TOO else found  # of fp32 weights, too
 
 
 def _aware(recipe: RecipeSpec) -> Bytes:
@@ -178,6 +192,8 @@ class Rank(NamedTuple):
     experts: Int
     matrices: Int
     """Of the others, those in matrices that Muon steps."""
+    in_fp8: Int
+    """Of all, those in matrices that multiply in FP8."""
     chunks: Int
     """Chunks of layers whose backward has not run yet, at the most."""
     embeds: Int
@@ -272,6 +288,8 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
             *((_EXPERTS_NOTE if recipe.imbalance == 1 else _UNEVEN_NOTE,) if model.moe is not None else ()),
             *((_ALIBI,) if model.family == "bloom" else ()),
             *((_HYBRID_NOTE,) if recipe.megatron.hybrid_layer_pattern is not None else ()),
+            *((_SHARDED_NOTE,) if recipe.zero_stage >= GRADIENTS_TOO else ()),
+            *((_FP8_NOTE,) if recipe.megatron.fp8_format is not None else ()),
             *((_PREDICTING_NOTE,) if recipe.megatron.mtp_num_layers else ()),
             *_notes_of_cut(model, recipe, mesh),
             *{"gpt": (), "bert": (_BERT_NOTE,), "t5": (_T5_NOTE,)}[recipe.megatron.pretrains],
@@ -286,6 +304,8 @@ def _symbols(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
     yield Symbol("D_rank", rank.elements, "parameters of this pipeline rank beside experts")
     yield Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts")
     yield from _symbols_of_muon(rank, model, recipe, mesh)
+    yield from _symbols_in_fp8(rank, recipe, mesh)
+    yield from _symbols_of_shards(rank, model, recipe, mesh)
     yield Symbol("N_opt", _sharers(recipe, mesh), "ranks that share the optimizer's states")
     yield Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts")
     yield Symbol("K", rank.chunks, "chunks of layers in flight")
@@ -305,6 +325,11 @@ def _symbols_of_muon(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mes
     if recipe.optimizer == "muon":
         yield Symbol("Y_rank", rank.matrices, "those of them in matrices that Muon steps")
         yield Symbol("Y_step", _muon_s_step(model, recipe, mesh).n_bytes, "bytes of the Newton-Schulz iterates")
+
+
+def _symbols_of_shards(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Symbol, ...]:
+    sharding = _sharding(rank, model, recipe, mesh)
+    return () if sharding is None else tuple(sharding.symbols(sharding.backwards(_lasts(rank, model, recipe))))
 
 
 def _symbols_of_left(left: Left) -> Iterator[Symbol]:
@@ -374,6 +399,7 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
         inside + ends,
         experts,
         matrices,
+        _in_fp8(model, recipe, mesh, tuple(map(sum, zip(*each, strict=True)))),
         flying,
         _embedded_at_once(schedule, batch) if first else 0,
         last,
@@ -404,6 +430,17 @@ def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[in
         shared = layers * _of_shared_expert(run.kind, model, recipe, mesh)
         beside, matrices = beside + shared, matrices + shared
     return beside, experts, matrices
+
+
+def _in_fp8(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> Int:
+    """Parameters of the layers' matrices, without routers', where they multiply in FP8."""
+    found: Int = 0
+    for run, layers in zip(runs_of(model, recipe), counts if recipe.megatron.fp8_format is not None else (), strict=False):
+        for parameter in run.parameters:
+            if len(parameter.shape) > 1 and ".gate." not in f".{parameter.name}":
+                found = found + layers * _of_one_rank(parameter, model, recipe, mesh)
+        found = found + layers * _of_shared_expert(run.kind, model, recipe, mesh)
+    return found
 
 
 def _of_shared_expert(kind: str, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
@@ -503,16 +540,23 @@ def same_experts(recipe: RecipeSpec, mesh: Mesh) -> Int:
 
 def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
     """Weights, gradients and what the optimizer keeps. [bytes]"""
-    width, whole = _bytes_of(recipe), rank.elements + rank.experts
-    share, shared = _shared(rank, recipe, mesh)
-    yield Line(Kind.PARAMETERS, width.weight * whole, f"{width.name} weights", f"{width.weight}·(D_rank + X_rank)", STATES)
-    yield Line(
-        Kind.GRADIENTS, width.gradient * whole, "main gradients, which micro-batches add up in",
-        f"{width.gradient}·(D_rank + X_rank)", STATES,
-    )  # fmt: skip
+    width, (share, shared) = _bytes_of(recipe), _shared(rank, recipe, mesh)
+    whole = rank.elements + rank.experts, "(D_rank + X_rank)"
+    weights, named = (share, shared) if recipe.zero_stage == WEIGHTS_TOO else whole
+    if recipe.megatron.fp8_format is not None:
+        narrow, line = _weights_in_fp8(rank, recipe, mesh)
+        weights, named = (
+            weights - narrow,
+            f"({named} - {_formula_in_fp8(recipe)})" if recipe.megatron.fp8_param_gather else named,
+        )
+        yield line
+    yield Line(Kind.PARAMETERS, width.weight * weights, f"{width.name} weights", f"{width.weight}·{named}", STATES)
+    gradients, named = (share, shared) if recipe.zero_stage >= GRADIENTS_TOO else whole
+    reason = "main gradients, which micro-batches add up in"
+    yield Line(Kind.GRADIENTS, width.gradient * gradients, reason, f"{width.gradient}·{named}", STATES)
     if count := recipe.megatron.gradients_beside:
         reason = "gradients in 16 bits, and buckets of them"
-        yield Line(Kind.GRADIENTS, 2 * count * whole, reason, f"{2 * count}·(D_rank + X_rank)", NANOTRON)
+        yield Line(Kind.GRADIENTS, 2 * count * whole[0], reason, f"{2 * count}·{whole[1]}", NANOTRON)
     if width.master:
         reason = "fp32 copy of the weights" if width.master == 4 else "main weights in 16 bits, or what they have beyond bf16"
         yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)
@@ -521,6 +565,38 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
         return
     both = _WIDTHS[recipe.megatron.exp_avg_dtype] + _WIDTHS[recipe.megatron.exp_avg_sq_dtype]
     yield Line(Kind.OPTIMIZER_STATE, both * share, "momentum and variance", f"{both}·{shared}", OPTIMIZER)
+
+
+def _weights_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Line]:
+    """Elements that are no other weights, and the line of matrices in FP8, with all layouts that are kept between micro-batches."""
+    own, (_, both) = recipe.megatron, bytes_in_fp8(recipe)
+    both = 64 if own.fp8_recipe == "blockwise" else both  # of weights a block is 128 x 128
+    if not own.fp8_param_gather:
+        reason = "copies of weights in FP8, for all micro-batches"
+        n_bytes = both * ceil_div(rank.in_fp8, 32)
+        return 0, Line(Kind.WEIGHT_CASTS, n_bytes, reason, f"{both}·ceil(Q_8/32)", CACHED)
+    if recipe.zero_stage == WEIGHTS_TOO:
+        share = _share_in_fp8(rank, recipe, mesh)
+        return share, Line(Kind.PARAMETERS, share, "weights in FP8", "Q_own", CACHED)
+    n_bytes = both * ceil_div(rank.in_fp8, 32)
+    return rank.in_fp8, Line(Kind.PARAMETERS, n_bytes, "weights in FP8, in all layouts", f"{both}·ceil(Q_8/32)", CACHED)
+
+
+def _formula_in_fp8(recipe: RecipeSpec) -> str:
+    return "Q_own" if recipe.zero_stage == WEIGHTS_TOO else "Q_8"
+
+
+def _share_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """This rank's part of matrices in FP8, of which experts are cut by other ranks."""
+    dense = ceil_div(rank.in_fp8 - rank.experts, _sharers(recipe, mesh))
+    return dense + ceil_div(rank.experts, _expert_sharers(recipe, mesh))
+
+
+def _symbols_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Symbol]:
+    if recipe.megatron.fp8_format is not None:
+        yield Symbol("Q_8", rank.in_fp8, "parameters of this rank in matrices that multiply in FP8")
+        if recipe.zero_stage == WEIGHTS_TOO:
+            yield Symbol("Q_own", _share_in_fp8(rank, recipe, mesh), "its part of them")
 
 
 def _muon_s_states(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
@@ -593,7 +669,13 @@ def _moments(
     left = left_lines(_left(rank, recipe, mesh, batch), model, recipe, mesh, batch)
     kinds = [run.kind for run, count in zip(runs_of(model, recipe), rank.counts, strict=True) if count]
     running = layers.kinds[kinds[-1]].cost.forward if kinds else ()
-    yield Moment("all that is in flight", Phase.FORWARD, (*held, *in_layers, *embedded, *masks, *left.forward, *running))
+    sharding = _sharding(rank, model, recipe, mesh)
+    around = *held, *embedded, *masks, *left.forward
+    yield Moment("all that is in flight", Phase.FORWARD, (*around, *_whole(sharding, AT_LAST), *in_layers, *running))
+    if sharding is not None and sharding.gathers:
+        unread = tuple(minimum(sharding.unread(), count) for count in flying.counts[-1:])
+        ahead = _in_layers(_without(flying, (*[0] * (len(flying.counts) - 1), *unread)), layers, model, recipe)
+        yield Moment("forward, with weights ahead", Phase.FORWARD, (*around, *_whole(sharding, AT_AHEAD), *ahead, *running))
     backward = (*held, *embedded, *saved, *left.backward)
     if rank.has_head:
         head, each = head_lines(model, recipe, mesh, batch), tuple(_of_each_token(rank, model, recipe, mesh, batch))
@@ -601,18 +683,94 @@ def _moments(
             *_in_layers(_flying(rank, layers, model, recipe, batch, loss=True), layers, model, recipe),
             *_of_other_losses(model, recipe, mesh, batch),
         )
-        at_its_loss = (*held, *at_loss, *embedded, *masks, *left.forward, *head, *each)
+        gathered = _whole(sharding, AT_LOSS)
+        at_its_loss = (*held, *gathered, *at_loss, *embedded, *masks, *left.forward, *head, *each)
         yield Moment("loss", Phase.LOSS, at_its_loss, of_forward=True)
         cast = (head[0], *_logits_of_loss(model, recipe, mesh, batch))
-        yield Moment("backward of the loss", Phase.BACKWARD, (*backward, *at_loss, *cast))
-        grown = _head_backward(model, recipe, mesh, batch)
-        yield Moment("backward of the head", Phase.BACKWARD, (*backward, *at_loss, head[0], *grown))
+        yield Moment("backward of the loss", Phase.BACKWARD, (*backward, *gathered, *at_loss, *cast))
+        grown = tuple(_head_backward(model, recipe, mesh, batch))
+        written = _whole(sharding, AT_HEAD) if keeps_placeholders(recipe) else gathered
+        yield Moment("backward of the head", Phase.BACKWARD, (*backward, *written, *at_loss, head[0], *grown))
+        if sharding is not None and not keeps_placeholders(recipe) and not model.tie_word_embeddings:
+            copied = (*backward, *_whole(sharding, AT_HEAD), *at_loss, head[0], *grown[1:])
+            yield Moment("gradient of the head, copied", Phase.BACKWARD, copied)
     around = (*backward, *_waiting(rank, model, recipe, mesh))
-    yield from _backward(rank, layers, model, recipe, batch, flying, around=around)
+    if sharding is None:
+        yield from _backward(rank, layers, model, recipe, batch, flying, around=around)
+    else:
+        yield from _backward_of_shards(sharding, rank, layers, model, recipe, flying, around=around)
     if rank.at == 0:
-        yield _backward_of_embedding(rank, layers, model, recipe, mesh, batch, flying, around)
+        at_end = (*around, *_whole(sharding, AT_END))
+        yield _backward_of_embedding(rank, layers, model, recipe, mesh, batch, flying, at_end)
     step = (_muon_s_step(model, recipe, mesh),) if recipe.optimizer == "muon" else step_lines(rank, recipe, mesh)
-    yield Moment("optimizer step", Phase.STEP, (*held, *left.step, *step))
+    yield Moment("optimizer step", Phase.STEP, (*held, *_whole(sharding, AT_STEP), *left.step, *step))
+
+
+def _whole(sharding: Sharding | None, at: str) -> tuple[Line, ...]:
+    """Megatron-FSDP's whole weights and gradients at a point of the step."""
+    return () if sharding is None else sharding.lines(at)
+
+
+def _sharding(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Sharding | None:
+    """How Megatron-FSDP cuts a rank's parameters; what no other rank has is not cut."""
+    if recipe.zero_stage < GRADIENTS_TOO:
+        return None
+    units, shares = list[Int](), list[Int]()
+    several, of_experts = _sharers(recipe, mesh), _expert_sharers(recipe, mesh)
+    for at, layers in enumerate(rank.counts):
+        beside, experts, _ = _elements(model, recipe, mesh, tuple(int(other == at) for other in range(len(rank.counts))))
+        shares += [maximum(ceil_div(beside, several), ceil_div(experts, of_experts))] * layers
+        units += [beside + where(of_experts > 1, experts, 0)] * layers
+    bucket = maximum(_BUCKET, _BUCKET_OF_A_RANK * mesh.dp_shard * mesh.cp) if recipe.megatron.overlap_grad_reduce else None
+    (embedding, end), width = _ends(model, recipe, mesh), _bytes_of(recipe)
+    if recipe.zero_stage < WEIGHTS_TOO:  # buckets are small, or one of all, reduced at the end
+        shares = [_shared(rank, recipe, mesh)[0] if bucket is None else 0, *[0] * (len(units) - 1)]
+    weights: Int = width.weight * sum(units)
+    if recipe.megatron.fp8_param_gather:
+        weights = weights - (width.weight - 1) * rank.in_fp8
+    transposes = ceil_div(rank.in_fp8, max(1, len(units))) if recipe.megatron.fp8_transposes else 0
+    return Sharding(
+        recipe.zero_stage == WEIGHTS_TOO, _table(model, recipe, mesh), embedding + end, tuple(reversed(units)),
+        tuple(reversed(shares)), bucket, width.weight, weights, transposes, width.gradient,
+    )  # fmt: skip
+
+
+def _kinds_backward(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> list[str]:
+    """Kinds of a rank's layers, the last one first."""
+    counted = zip(runs_of(model, recipe), rank.counts, strict=True)
+    return [run.kind for run, count in counted for _ in range(count)][::-1]
+
+
+def _lasts(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> set[int]:
+    """Layers behind the last one of each kind."""
+    order = _kinds_backward(rank, model, recipe)
+    return {order.index(kind) for kind in order}
+
+
+def _backward_of_shards(
+    sharding: Sharding, rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, flying: Flying, *,
+    around: tuple[Line, ...],
+) -> Iterator[Moment]:  # fmt: skip
+    """Backwards of layers, of which each is behind others whose gradients are whole, and before others whose weights are."""
+    order, together = _kinds_backward(rank, model, recipe), layers_of_a_checkpoint(recipe)
+    again = "" if recipe.recompute == "none" else ", recomputed"
+    for behind in sharding.backwards(_lasts(rank, model, recipe)):
+        kind = order[behind]
+        over = tuple(ceil_div(order[: behind + 1].count(run.kind), together) for run in runs_of(model, recipe))
+        cost = layers.kinds[kind].cost
+        others = _in_layers(_without(flying, over), layers, model, recipe)
+        below = *around, *sharding.lines(behind), *others
+        inside = *_run_again_with_it(cost, kind, min(together, len(order))), *cost.backward
+        what = f"a layer behind {behind}" if behind else "a layer"
+        yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*below, *inside))
+        yield Moment(f"reduction of {what}", Phase.BACKWARD, (*below, sharding.share(behind)))
+
+
+def _without(flying: Flying, over: tuple[Int, ...]) -> Flying:
+    """What waits for its backward, without so many layers of each kind."""
+    counts = tuple(maximum(0, count - each) for count, each in zip(flying.counts, over, strict=True))
+    formulas = tuple(f"({formula} - {each})" for formula, each in zip(flying.formulas, over, strict=True))
+    return flying._replace(counts=counts, formulas=formulas)
 
 
 def _backward_of_embedding(
@@ -622,9 +780,7 @@ def _backward_of_embedding(
     """The gradient of the whole table, when all layers of the first chunk are over for a micro-batch."""
     together = layers_of_a_checkpoint(recipe)
     over = tuple(ceil_div(count, together) for count in rank.each[0])
-    counts = tuple(maximum(0, count - each) for count, each in zip(flying.counts, over, strict=True))
-    formulas = tuple(f"({formula} - {each})" for formula, each in zip(flying.formulas, over, strict=True))
-    others = _in_layers(flying._replace(counts=counts, formulas=formulas), layers, model, recipe)
+    others = _in_layers(_without(flying, over), layers, model, recipe)
     e, what = element_of(recipe), "gradient of the embedding's output, and what the stage received"
     several = 1 if rank.has_head else 2
     arrived = ceil_div(several * e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
@@ -993,10 +1149,15 @@ def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
     width, beside = _bytes_of(recipe), mesh.dp_shard * mesh.cp
     together = model.moe is None or recipe.megatron.overlap_param_gather
     times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have an optimizer of their own; each gathers all weights
-    yield from _of_gradients("parameters", Among.SHARDS, width, recipe, beside, rank.elements, times)
+    parts = [("parameters", Among.SHARDS, beside, rank.elements)]
     if model.moe is not None:
-        ranks = same_experts(recipe, mesh)
-        yield from _of_gradients("experts", Among.SHARDS_OF_EXPERTS, width, recipe, ranks, rank.experts, times)
+        parts.append(("experts", Among.SHARDS_OF_EXPERTS, same_experts(recipe, mesh), rank.experts))
+    sharding = _sharding(rank, model, recipe, mesh)
+    for what, among, ranks, elements in parts:
+        if sharding is None:
+            yield from _of_gradients(what, among, width, recipe, ranks, elements, times)
+        else:
+            yield from _of_shards(sharding, what, among, ranks, elements, batch)
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
         tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
@@ -1026,6 +1187,25 @@ def _of_gradients(
         return
     yield _call("reduce_scatter", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients)
     yield _call("all_gather", what, Phase.STEP, among, ranks, times, width.weight * elements)
+
+
+def _of_shards(
+    sharding: Sharding, what: str, among: Among, ranks: Int, elements: Int, batch: Batch
+) -> Iterator[Collective]:  # fmt: skip
+    """Under Megatron-FSDP every micro-batch reduces gradients, and gathers the layers' weights."""
+    calls, gradients = batch.grad_accum_steps, sharding.width_of_gradient * elements
+    yield _call("reduce_scatter", f"gradients of {what}", Phase.BACKWARD, among, ranks, calls, gradients)
+    if not sharding.gathers:
+        yield _call("all_gather", what, Phase.STEP, among, ranks, 1, sharding.width * elements)
+        return
+    ends = 0 if among is Among.SHARDS_OF_EXPERTS else sharding.ends
+    if not (isinstance(ends, int) and not ends):
+        yield _call("all_gather", f"{what} beside layers", Phase.STEP, among, ranks, 1, sharding.width * ends)
+    for phase, gathered in zip(
+        (Phase.FORWARD, Phase.BACKWARD), sharding.gathered_per_micro_batch(elements - ends), strict=True
+    ):
+        if not (isinstance(gathered, int) and not gathered):
+            yield _call("all_gather", f"{what} of layers", phase, among, ranks, calls, sharding.width * gathered)
 
 
 def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:

@@ -125,6 +125,12 @@ def _shape(model: ModelSpec, options: MegatronOptions) -> Iterator[str]:
         yield f"--moe-ffn-hidden-size {model.moe.moe_intermediate_size}"
 
 
+_STRATEGIES = {
+    stage: ("--use-megatron-fsdp --ckpt-format fsdp_dtensor", f"--data-parallel-sharding-strategy {strategy}")
+    for stage, strategy in ((2, "optim_grads"), (3, "optim_grads_params"))
+}
+
+
 def _degrees(job: JobSpec) -> Iterator[str]:
     mesh = job.mesh
     yield f"--tensor-model-parallel-size {mesh.tp}"
@@ -144,8 +150,9 @@ def _degrees(job: JobSpec) -> Iterator[str]:
         yield "--use-torch-fsdp2"
         if not reshards(job.recipe):
             yield "--torch-fsdp2-no-reshard-after-forward"
-    elif job.recipe.zero_stage == 1:
+    elif job.recipe.zero_stage:
         yield "--use-distributed-optimizer"
+        yield from _STRATEGIES.get(job.recipe.zero_stage, ())
         if job.recipe.megatron.num_distributed_optimizer_instances > 1:
             yield f"--num-distributed-optimizer-instances {job.recipe.megatron.num_distributed_optimizer_instances}"
     if job.recipe.engine == "megatron":
@@ -197,6 +204,15 @@ def _recipe(recipe: RecipeSpec) -> Iterator[str]:
         yield f"--attention-backend {'unfused' if recipe.attention == 'eager' else 'flash'}"
 
 
+def _in_fp8(options: MegatronOptions) -> Iterator[str]:
+    if options.fp8_format is not None:
+        yield f"--fp8-format {options.fp8_format} --fp8-recipe {options.fp8_recipe}"
+    if options.fp8_param_gather:
+        yield "--fp8-param-gather"
+        if options.fp8_recipe == "mxfp8":
+            yield "--reuse-grad-buf-for-mxfp8-param-ag"
+
+
 def _implementation(options: MegatronOptions) -> Iterator[str]:
     """Yield the arguments for layers and loss; dropout is on only if requested."""
     yield f"--hidden-dropout {0.1 if options.hidden_dropout else 0.0}"
@@ -207,6 +223,7 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
         yield from ("--cross-entropy-loss-fusion", f"--cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
     if not options.create_attention_mask_in_dataloader:
         yield "--no-create-attention-mask-in-dataloader"
+    yield from _in_fp8(options)
     for asked, flag in (
         (not options.gradient_accumulation_fusion, "--no-gradient-accumulation-fusion"),
         (options.grad_reduce_in_bf16, "--grad-reduce-in-bf16"), (options.deterministic_mode, "--deterministic-mode"),

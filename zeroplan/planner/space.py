@@ -235,12 +235,14 @@ def _of_engines(base: JobSpec, fixed: Fixed, *, smaller_buckets: bool) -> Iterat
     for engine in ENGINES if fixed.engine is None else (fixed.engine,):
         stages = (_STAGES.get(engine) or ENGINE_STAGES[engine]) if fixed.zero_stage is None else (fixed.zero_stage,)
         for stage in stages:
-            if stage in ENGINE_STAGES[engine]:
+            if stage in ENGINE_STAGES[engine] and (fixed.engine is not None or (engine, stage) not in _IF_NAMED):
                 for recipe in _of_stage(base, fixed, engine, stage):
                     if smaller_buckets or recipe.deepspeed.reduce_bucket_size >= base.recipe.deepspeed.reduce_bucket_size:
                         yield recipe
 
 
+#: Megatron-FSDP, whose step time is not modelled.
+_IF_NAMED = (("megatron", 2), ("megatron", 3))
 #: Stages to try instead of all: Megatron's distributed optimizer (stage 1) saves memory and costs no time.
 _STAGES: Mapping[Engine, tuple[Stage, ...]] = {"megatron": (1,)}
 

@@ -259,8 +259,8 @@ class Request(Spec):
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(
-        "torchao's float8 for the linear layers of the blocks: tensorwise or rowwise. The head stays in bf16. (default: none)",
-        RECIPE, "NAME", "recipe.float8_recipe",
+        "torchao's float8 for the linear layers of the blocks: tensorwise or rowwise; on Blackwell also its prototypes mxfp8 and "
+        "nvfp4. The head stays in bf16. (default: none)", RECIPE, "NAME", "recipe.float8_recipe",
     )})
     kernels: StepKernels | None = field(default=None, metadata={"option": Option(
         "How norms, rotary positions, gated products and the loss run: eager (operator by operator), fused (one kernel each, "

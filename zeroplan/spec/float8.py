@@ -10,6 +10,9 @@ from zeroplan.spec.recipe import RecipeSpec
 
 #: torchao's float8 products need widths that 16 divides (float8/float8_linear_utils.py, ``_auto_filter_for_recipe``).
 _GROUP = 16
+#: A block of MXFP8 has 32 elements; NVFP4's kernels take multiples of 128 (nvfp4_training/nvfp4_linear.py, nvfp4_mm_triton).
+_GROUPS = {"mxfp8": 32, "nvfp4": 128}
+_ON_BLACKWELL = ("mxfp8", "nvfp4")
 #: Families all of whose matrix products are ``nn.Linear`` layers.
 _FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "smollm3", "granite", "seed_oss")
 
@@ -27,6 +30,8 @@ def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuS
     for asked, instead in _not_modelled(model, recipe, mesh) if recipe.float8_recipe is not None else ():
         if asked:
             raise SpecError(f"float8_recipe {recipe.float8_recipe!r} with {asked} is not modelled; use {instead}")
+    if recipe.float8_recipe in _ON_BLACKWELL and gpu is not None and "fp4" not in gpu.dense_flops_per_s:
+        raise SpecError(f"GPU {gpu.name!r} has no products in {recipe.float8_recipe!r}; use 'rowwise', or a B200")
     if recipe.float8_recipe is not None and gpu is not None and "fp8" not in gpu.dense_flops_per_s:
         raise SpecError(f"GPU {gpu.name!r} does not multiply in float8; leave float8_recipe out, or use an H100")
 
@@ -43,4 +48,5 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     for name in ("tp", "cp", "pp", "ep"):
         yield getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}", f"{name}=1"
     widths = model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim
-    yield any(width % _GROUP for width in widths) and "widths that 16 does not divide", "a model whose widths it divides"
+    group = _GROUPS.get(recipe.float8_recipe or "", _GROUP)
+    yield any(width % group for width in widths) and f"widths that {group} does not divide", "a model whose widths it divides"

@@ -34,7 +34,12 @@ ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
     "ddp": {0: "DDP", 1: "DDP + ZeroRedundancyOptimizer"},
     "fsdp1": {2: "FSDP1, SHARD_GRAD_OP", 3: "FSDP1, FULL_SHARD"},
     "fsdp2": {2: "FSDP2, reshard_after_forward=False", 3: "FSDP2"},
-    "megatron": {0: "Megatron-Core", 1: "Megatron-Core's distributed optimizer"},
+    "megatron": {
+        0: "Megatron-Core",
+        1: "Megatron-Core's distributed optimizer",
+        2: "Megatron-FSDP, optim_grads",
+        3: "Megatron-FSDP, optim_grads_params",
+    },
     "deepspeed": {0: "DeepSpeed stage 0", 1: "DeepSpeed stage 1", 2: "DeepSpeed stage 2", 3: "DeepSpeed stage 3"},
 }
 

@@ -96,6 +96,10 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     aware = recipe.megatron.use_precision_aware_optimizer
     yield aware and not recipe.zero_stage and "use_precision_aware_optimizer and stage 0", "stage 1, the distributed optimizer"
     yield aware and recipe.precision == "fp32" and "use_precision_aware_optimizer and precision 'fp32'", "'bf16-mixed'"
+    if recipe.zero_stage > 1:
+        yield from _not_fully_sharded(recipe, mesh)
+    if recipe.megatron.fp8_format is not None:
+        yield from _not_in_fp8(recipe)
     schedule, each = recipe.pipeline_schedule, recipe.pipeline_stages_per_rank
     yield schedule not in SCHEDULES and f"schedule {schedule!r}", "1f1b or interleaved-1f1b"
     yield mesh.pp == 1 and recipe.cuts_pipelines and "a pipeline's schedule or layers and pp=1", "several pipeline ranks"
@@ -117,6 +121,38 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     local = recipe.megatron.transformer_impl == "local"
     yield local and recipe.attention != "eager" and f"transformer_impl 'local' and attention {recipe.attention!r}", "'eager'"
     yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
+
+
+def _not_fully_sharded(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled under Megatron-FSDP, which stages 2 and 3 are."""
+    own, what = recipe.megatron, f"Megatron-FSDP (stage {recipe.zero_stage}) and "
+    for asked, name in (
+        (mesh.pp > 1, "pipeline ranks"), (mesh.dp_shard * mesh.cp == 1, "one data-parallel rank"),
+        (recipe.optimizer == "muon", "optimizer 'muon'"),
+        (own.use_precision_aware_optimizer, "use_precision_aware_optimizer"), (own.pretrains != "gpt", "BERT or T5"),
+        (own.num_distributed_optimizer_instances > 1, "several instances of the optimizer"),
+        (own.hybrid_layer_pattern is not None, "hybrid_layer_pattern"), (own.mtp_num_layers > 0, "mtp_num_layers"),
+        (own.overlap_moe_expert_parallel_comm, "overlap_moe_expert_parallel_comm"),
+        (own.core_release == "0.12", "core_release 0.12"),
+    ):  # fmt: skip
+        yield asked and f"{what}{name}", "stage 1, the distributed optimizer, or leave it out"
+
+
+def _not_in_fp8(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled with matrices in FP8."""
+    own, what = recipe.megatron, f"fp8_format {recipe.megatron.fp8_format!r} and "
+    others = set(own.recompute_modules.split(",")) - {"core_attn", "mlp", "moe"} if recipe.recompute == "selective" else set()
+    blocks = own.fp8_recipe in ("blockwise", "mxfp8")
+    for asked, name, instead in (
+        (own.transformer_impl == "local", "transformer_impl 'local'", "'transformer_engine'"),
+        (own.pretrains != "gpt", "BERT or T5", "pretrains 'gpt'"),
+        (own.hybrid_layer_pattern is not None, "hybrid_layer_pattern", "layers of one kind"),
+        (bool(others), f"recompute_modules {own.recompute_modules!r}", "core_attn, mlp or moe"),
+        (recipe.zero_stage > 1 and not own.fp8_param_gather, "Megatron-FSDP without fp8_param_gather", "fp8_param_gather"),
+        (recipe.zero_stage > 1 and blocks, f"Megatron-FSDP and fp8_recipe {own.fp8_recipe!r}", "'tensorwise', or stage 1"),
+        (recipe.optimizer == "muon", "optimizer 'muon'", "'adamw'"),
+    ):  # fmt: skip
+        yield asked and f"{what}{name}", instead
 
 
 def _not_by_muon(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:

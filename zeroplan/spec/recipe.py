@@ -25,7 +25,7 @@ Optimizer = Literal[
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 #: Optimizers whose step on a tensor is elementwise.
 STEPS_ALONE: tuple[Optimizer, ...] = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "lion")
-Float8Recipe = Literal["tensorwise", "rowwise"]
+Float8Recipe = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
@@ -234,6 +234,15 @@ class MegatronOptions(Spec):
     """``--exp-avg-dtype`` of that optimizer."""
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
     """``--exp-avg-sq-dtype`` of that optimizer."""
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """``--fp8-format``: the layers' matrices multiply in FP8, from copies of weights that stay and of inputs that are kept."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """``--fp8-recipe``: one scale for a tensor, of its history or its own, or one for each block of it."""
+    fp8_param_gather: bool = False
+    """``--fp8-param-gather``: those weights exist in FP8 alone, beside the optimizer's in fp32."""
+    fp8_transposes: bool = True
+    """False: Blackwell, whose products take FP8 in either layout, so tensors with one scale have no transposed copy. Not an
+    argument; without a GPU's name Hopper is assumed."""
     num_distributed_optimizer_instances: Degree = 1
     """``--num-distributed-optimizer-instances``: groups of data-parallel ranks, each of which shards the optimizer."""
     make_vocab_size_divisible_by: Count = 128
@@ -291,6 +300,8 @@ class MegatronOptions(Spec):
                 f"megatron: dtypes of main gradients, main weights and moments ({', '.join(narrow)}) other than fp32 need "
                 "megatron.use_precision_aware_optimizer=true; set it, or leave them out"
             )
+        if self.fp8_param_gather and self.fp8_format is None:
+            raise SpecError("megatron.fp8_param_gather needs megatron.fp8_format; set e4m3 or hybrid, or leave it out")
         unknown = [name for name in self.recompute_modules.split(",") if name not in RECOMPUTED_MODULES]
         if unknown:
             raise SpecError(
@@ -478,7 +489,8 @@ class RecipeSpec(Spec):
     recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's
     outputs, or the inputs of norms, attention and MLP."""
     float8_recipe: Float8Recipe | None = None
-    """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row."""
+    """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row, or its prototypes for Blackwell:
+    MXFP8 with a scale for 32 elements, NVFP4 with four bits and a scale for 16."""
     transformers: str | None = None
     """The release of transformers, such as ``4.48`` (:mod:`zeroplan.spec.releases`); ``None``: 5.23."""
     kernels: Kernels = "cuda"

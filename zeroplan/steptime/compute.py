@@ -63,7 +63,8 @@ def running_of(recipe: RecipeSpec, architecture: str) -> Running:
     """
     if recipe.engine != "megatron":
         flash = 3 if architecture == "Hopper" and recipe.attention != "flash" else 2
-        return Running(recipe.step_kernels or "eager", flash, None if recipe.float8_recipe is None else "fp8")
+        operands: Dtype | None = None if recipe.float8_recipe is None else "fp4" if recipe.float8_recipe == "nvfp4" else "fp8"
+        return Running(recipe.step_kernels or "eager", flash, operands, block_scaled=recipe.float8_recipe == "mxfp8")
     return Running(recipe.step_kernels or "fused", 2 if architecture in ("Ampere", "Volta", "Turing", "Ada Lovelace") else 3)
 
 

@@ -110,10 +110,12 @@ class _RankTime(NamedTuple):
 def megatron_time(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, rates: Rates, mfu: float | None
 ) -> StepTime:
-    """Return the parts of a step; raises SpecError for BERT, T5, multi-token prediction and hybrid layers. [s]"""
+    """Return the parts of a step; raises SpecError for BERT, T5, multi-token prediction, hybrid layers and Megatron-FSDP. [s]"""
     if recipe.megatron.pretrains != "gpt":
         raise SpecError(f"how long a step of megatron.pretrains={recipe.megatron.pretrains!r} takes is not modelled; use 'gpt'")
-    for name in ("mtp_num_layers", "hybrid_layer_pattern"):
+    if recipe.zero_stage > 1:
+        raise SpecError("how long a step of Megatron-FSDP takes is not modelled; use stage 1, the distributed optimizer")
+    for name in ("mtp_num_layers", "hybrid_layer_pattern", "fp8_format"):
         if getattr(recipe.megatron, name):
             raise SpecError(f"how long a step with megatron.{name} takes is not modelled; leave it out")
     case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(rates, here, mfu), int(mesh.pp)

@@ -45,6 +45,7 @@ _TABLE_2 = f"{KORTHIKANTI}, section 4.1 and table 2"
 _ADDED = (
     "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward"
 )
+_VIEWED = "Megatron-Core 0.16.1, core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py, create_custom_backward_hook"
 BY_THE_WAY = "highest point of a layer, beyond what it keeps"
 _WEIGHT = "gradient of a weight, before it is added to the main gradients (--no-gradient-accumulation-fusion)"
 
@@ -197,6 +198,14 @@ def _given(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Li
     return Line(Kind.ACTIVATIONS, n_bytes, "input of the layer", own_part_formula("T·(e·h)", recipe), f"{_TABLE_2}, last row")
 
 
+def _masks_kept(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+    """Under Megatron-FSDP a checkpoint returns a view of the layer's output, whose graph has both masks of its dropout."""
+    if recipe.zero_stage < 3 or not drops_hidden(model, recipe):
+        return ()
+    n_bytes = own_part(2 * model.hidden_size * batch.micro_batch_size * batch.seq_len, recipe, mesh)
+    return (Line(Kind.ACTIVATIONS, n_bytes, "masks of the dropout", own_part_formula("2·T·h", recipe), _VIEWED),)
+
+
 class Layer(NamedTuple):
     """A layer of one kind under the job's recomputation."""
 
@@ -230,7 +239,7 @@ def layers_of(
     for kind in kinds:
         cost = _of_kind(model, kind, recipe, symbols, received=received)
         given = (_given(model, recipe, mesh, batch),) * (1 + (kind == PREDICTS))  # and the next token's embedding
-        kept = given if recipe.recompute == "full" else cost.kept
+        kept = (*given, *_masks_kept(model, recipe, mesh, batch)) if recipe.recompute == "full" else cost.kept
         found[kind] = Layer(kept, () if recipe.recompute == "full" else cost.statistics, cost)
     return Layers(symbols, found)
 
@@ -284,6 +293,7 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
         again_too=modules, latent=_latent(model),
         masks_in_place=masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
         exchanged=options.cp_comm_type == "a2a", of_t5=of_t5, predicts=kind == PREDICTS,
+        in_fp8="" if options.fp8_format is None else "delayed" if options.fp8_recipe == "delayed" else "current",
         part=_PARTS.get(kind, "whole"), grouped=model.num_key_value_heads < model.num_attention_heads,
         torch_rotary=not options.apply_rope_fusion and options.transformer_impl != "local",
         makes_mask=masks_in_place(recipe) and options.pretrains == "gpt" and not options.create_attention_mask_in_dataloader,
@@ -343,6 +353,8 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
     )
     if recipe.megatron.mtp_num_layers:
         dense = (*dense, Symbolic("h_r", ceil_div(model.hidden_size, mesh.tp), "a rank's part of the hidden width"))
+    if recipe.megatron.fp8_format is not None:
+        dense = (*dense, *_symbols_of_fp8(recipe, between, read, gathered))
     if "M" in (recipe.megatron.hybrid_layer_pattern or ""):
         dense = (*dense, *_symbols_of_mamba(model, recipe, mesh, read))
     if recipe.megatron.pretrains != "gpt":
@@ -350,6 +362,29 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
     if recipe.megatron.pretrains == "t5":
         return (*dense, *_symbols_of_t5(model, recipe, mesh, batch))
     return dense if model.moe is None else (*dense, *_symbols_of_experts(model, recipe, mesh, between))
+
+
+def bytes_in_fp8(recipe: RecipeSpec) -> tuple[int, int]:
+    """Return the bytes of 32 elements in FP8 with their scales, in one layout and in all that products take.
+
+    Source: Transformer Engine 2026-08, pytorch/tensor/float8_blockwise_tensor.py (an fp32 scale for 128 elements) and
+    mxfp8_tensor.py (a byte for 32); float8_tensor.py, Float8Tensor.update_usage, which Blackwell needs no transpose of.
+    """
+    options = recipe.megatron
+    if options.fp8_recipe in ("blockwise", "mxfp8"):
+        return 33, 66
+    return 32, 64 if options.fp8_transposes else 32
+
+
+def _symbols_of_fp8(recipe: RecipeSpec, between: Int, read: Int, gathered: Int) -> tuple[Symbolic, ...]:
+    one, both = bytes_in_fp8(recipe)
+    return (
+        Symbolic("x_8", one, "bytes of 32 elements in FP8"),
+        Symbolic("y_8", both, "the same in every layout that products take"),
+        Symbolic("T_u", ceil_div(between, 32), "tokens of a rank between matrices, by 32"),
+        Symbolic("T_v", ceil_div(read, 32), "tokens that a rank's matrices read, by 32"),
+        Symbolic("T_t", ceil_div(gathered, 32), "those of them that are gathered, by 32"),
+    )
 
 
 def mamba_heads(model: ModelSpec, recipe: RecipeSpec) -> int:
@@ -420,6 +455,7 @@ def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: I
         Symbolic("T_a", where(etp * mesh.ep > 1, own * etp * mesh.ep, 0), "the same where these are several ranks"),
         Symbolic("X_s", sent, "pairs of a token and an expert that a rank sends"),
         Symbolic("X_r", come, f"pairs that come to a rank{evenly}"),
+        *((Symbolic("X_u", ceil_div(come, 32), "pairs that come to a rank, by 32"),) if options.fp8_format else ()),
         Symbolic("X_1", where((mesh.ep > 1) | sorted_again, sent, 0), "pairs that are copied before they come"),
         Symbolic("X_2", where(sorted_again, come, 0), "pairs that are copied once they have come"),
         Symbolic("E_r", local, "experts of a rank"),

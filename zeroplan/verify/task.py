@@ -76,6 +76,9 @@ def refuse_not_local(job: JobSpec) -> None:
     for refused, what, instead in (
         (own.transformer_impl != "local", "Transformer Engine's layers run on CUDA alone",
          "verify Megatron's own: --set megatron.transformer_impl=local --attention eager"),
+        (recipe.zero_stage > 1 and own.gradient_accumulation_fusion and not own.grad_reduce_in_bf16,
+         "Megatron-FSDP of this release fails where products write bf16 gradients into fp32 ones",
+         "use --set megatron.gradient_accumulation_fusion=false"),
         (own.pretrains != "gpt", f"pretrains {own.pretrains!r} is not run", "use pretrains 'gpt', or a dry run of the script"),
         (own.hybrid_layer_pattern is not None, "Mamba-2's kernels run on CUDA alone", "leave hybrid_layer_pattern out"),
         (own.mtp_num_layers > 0, "multi-token prediction is not run", "leave mtp_num_layers out"),

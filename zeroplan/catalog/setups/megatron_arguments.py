@@ -19,15 +19,19 @@ from zeroplan.spec.megatron import layers_of_layout
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import MegatronOptions
 
-_CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16", "fp8", "alltoall", "allgather")
+_CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16", "fp8", "alltoall", "allgather", "e4m3", "hybrid",
+            "delayed", "tensorwise", "blockwise", "mxfp8")  # fmt: skip
+#: Megatron-FSDP's, by stage.
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _FLOATS = ("hidden_dropout", "attention_dropout")
 _OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "core_release", "recompute_modules", "moe_aux_loss",
-           "cross_entropy_fusion_impl", "expert_tensor_parallel_size", "moe_token_dispatcher_type")  # fmt: skip
+           "cross_entropy_fusion_impl", "expert_tensor_parallel_size", "moe_token_dispatcher_type", "fp8_transposes")  # fmt: skip
 #: Vocabulary sizes of tokenizers, used without ``--vocab-size``.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,
                  "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
 _ADDS = """
     *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
+    *fsdp_double_buffer *nccl_ub *keep_fp8_transpose_cache
     *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup *moe_expert_capacity_factor
     *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16
     peft.dim kd_config.*
@@ -46,9 +50,12 @@ _LAYERS = {
 }
 _NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
 _SAVES = """
-    *use_megatron_fsdp *optimizer_offload_fraction *fine_grained_activation_offloading *optimizer_cpu_offload *cpu_offloading
+    *optimizer_offload_fraction *fine_grained_activation_offloading *optimizer_cpu_offload *cpu_offloading
     *num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split
+    *megatron_fsdp_main_params_dtype *megatron_fsdp_grad_comm_dtype
 """
+#: What Megatron-FSDP is counted with.
+_IN_FP32 = {f"megatron_fsdp_{name}_dtype": ("fp32", "auto") for name in ("main_params", "grad_comm")}
 
 
 def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
@@ -82,7 +89,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _hybrid(reading, pattern.split("|"), ranks_of_pipeline=table.count("pipeline_model_parallel_size") or 1)
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
-    reading.unmodelled(saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format moe_shared_expert_overlap")
+    table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format moe_shared_expert_overlap")
     if "pipeline_layers" not in reading.flags:
         tell_stages(reading)
     _of_megatron_alone(reading)
@@ -121,7 +128,13 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     reading.tell("engine", "Megatron-LM", "megatron")
     distributed = table.switch(f"{before}use_distributed_optimizer")
     shards = own if distributed is None else distributed  # ms-swift, Megatron-Bridge and verl shard the optimizer
-    reading.tell("stage", "use_distributed_optimizer", 1 if shards else 0)
+    if table.switch(f"{before}use_megatron_fsdp"):
+        strategy = table.text(f"{before}data_parallel_sharding_strategy") or _STRATEGIES[0]
+        if strategy not in _STRATEGIES:
+            raise table.refused(f"{before}data_parallel_sharding_strategy", f"Megatron-LM has {', '.join(_STRATEGIES)}")
+        reading.tell("stage", f"{before}data_parallel_sharding_strategy", _STRATEGIES.index(strategy))
+    else:
+        reading.tell("stage", "use_distributed_optimizer", 1 if shards else 0)
     _precision(reading, own=own)
     on = tp > 1 and (
         table.switch(f"{before}sequence_parallel") or (before != "" and table.get(f"{before}sequence_parallel") is None)
@@ -204,6 +217,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
     for field in fields(MegatronOptions):
         if field.name not in _OTHERS and not (field.name == "recompute_num_layers" and "recompute_layers" in reading.flags):
             options[field.name] = _option(table, before, field.name, field.default)
+    if options["fp8_format"] is None:
+        options["fp8_recipe"] = options["fp8_param_gather"] = None
     if table.count("num_experts") or "expert_parallel" in reading.flags:
         options["expert_tensor_parallel_size"] = etp
         options["moe_token_dispatcher_type"] = _dispatcher(table, before)
@@ -213,6 +228,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
         options["apply_rope_fusion"] = False
     if table.switch(f"{before}apply_query_key_layer_scaling"):
         options["attention_softmax_in_fp32"] = True
+    if table.get(f"{before}megatron_fsdp_main_grads_dtype") == "bf16":
+        options["grad_reduce_in_bf16"] = True
     if str(table.get(f"{before}moe_aux_loss_coeff") or "0").strip("0.e-") != "":
         options["moe_aux_loss"] = True
     fuses = table.switch(f"{before}cross_entropy_loss_fusion")

@@ -169,7 +169,12 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
         yield "FSDP2 is that of torch 2.15"
     if recipe.offload_activations:
         yield note(recipe.recompute)
-    if recipe.float8_recipe is not None:
+    if recipe.float8_recipe in ("mxfp8", "nvfp4"):
+        yield (
+            f"linear layers of the blocks run in torchao's {recipe.float8_recipe}, whose memory is read from its code, not run; "
+            "parameters are gathered in the compute dtype"
+        )
+    elif recipe.float8_recipe is not None:
         yield (
             "linear layers of the blocks run in torchao's float8 without torch.compile, which fuses the casts and takes less; "
             "parameters are gathered in the compute dtype"

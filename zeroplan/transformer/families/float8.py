@@ -5,24 +5,31 @@ factors again, so a backward casts the output's gradient twice. A cast goes thro
 second factor into column-major order; with row-wise scales it also multiplies its result by a matrix of scales.
 
 Sizes are those of torchao 0.18 without ``torch.compile``, which fuses the steps of a cast.
+
+Its prototypes for Blackwell cast in one kernel each. MXFP8 saves as the others do. NVFP4 saves the input and the weight in four
+bits, each with a scale of a byte for 16 elements: so a layer keeps its weight beside the shards. Both are read, not run.
 """
 
 from functools import partial
 
-from zeroplan.expr import Size
+from zeroplan.expr import Size, ceil
 from zeroplan.ledger import Role, Tag
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.operators import TEMPORARY
+from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import Arriving, Beside, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, e, h
 
 CAST = "torchao 0.18, float8/float8_training_tensor.py, _ToFloat8ConstrFunc.forward"
 PRODUCT = "torchao 0.18, float8/float8_ops.py, float8_mm"
+BLOCKS = "torchao 0.18, prototype/moe_training/mxfp8_linear.py, mx_mm (read, not run)"
+FOUR_BITS = "torchao 0.18, prototype/moe_training/nvfp4_training/nvfp4_linear.py, nvfp4_mm_triton (read, not run)"
 LAYER = "torchao 0.18, float8/float8_linear.py, matmul_with_hp_or_float8_args"
 
 
 def mode_of(recipe: str) -> Mode:
-    """Return how linear layers run with a recipe of torchao, ``tensorwise`` or ``rowwise``."""
+    """Return how linear layers run with a recipe of torchao."""
+    if recipe in ("mxfp8", "nvfp4"):
+        return Mode(partial(_linear_in_blocks, four=recipe == "nvfp4"))
     return Mode(partial(_linear, by_rows=recipe == "rowwise"))
 
 
@@ -64,6 +71,54 @@ def _linear(
     tape.add(name, (made,), (given,), backward, of=None, place=site.place, beside=(read,))
     tape.release(given)
     return made
+
+
+def _linear_in_blocks(
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, four: bool
+) -> Value:  # fmt: skip
+    if bias:
+        raise AssertionError("layers with a bias are refused")
+    name, matrix, inputs, outputs = site.name, reads * width, T * reads, T * width
+    given = op.cast(tape, value, e, Site(f"input of the {name}", site.source))
+    factors = [
+        _in_blocks(tape, f"{what} of the {name}", size, four=four) for what, size in (("input", inputs), ("weight", matrix))
+    ]
+    kept = [_in_blocks(tape, f"{what} of the {name}, by columns", size, four=True, saved=True)
+            for what, size in ((("input", inputs), ("weight", matrix)) if four else ())]  # fmt: skip
+    made = op.tensor(tape, f"output of the {name}", e, outputs, site.source, Tag(Role.OUTPUT, site.module))
+    tape.matrix_product(made.store)
+    tape.drop(*factors)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        def cast(what: str, size: Size) -> Store:
+            return _in_blocks(tape, f"{what} of the {name}", size, four=four)
+
+        here = [
+            cast("gradient of the output", outputs),
+            cast("gradient, by columns," if four else "weight", outputs if four else matrix),
+        ]
+        arriving = [(given, op.gradient(tape, given, f"gradient through the {name}", FOUR_BITS if four else BLOCKS))]
+        if not four:
+            here += [cast("gradient, by columns,", outputs), cast("input, by columns,", inputs)]
+        tape.weight_gradient(matrix)
+        tape.scratch += here
+        return arriving
+
+    read = () if four else (Beside(f"weight of the {name}", e * matrix, strided=True),)
+    tape.add(
+        name, (made,), tuple(kept) if four else (given,), backward, of=(given,) if four else None, place=site.place, beside=read
+    )
+    tape.drop(*kept)
+    tape.release(given)
+    return made
+
+
+def _in_blocks(tape: Tape, what: str, elements: Size, *, four: bool, saved: bool = False) -> Store:
+    """Codes of 8 or 4 bits, and a byte for the scale of 32 or 16 of them."""
+    size = ceil(elements, 2) + ceil(elements, 16) if four else elements + ceil(elements, 32)
+    return tape.make(
+        TENSOR if saved else TEMPORARY, f"{what} in {'NVFP4' if four else 'MXFP8'}", size, FOUR_BITS if four else BLOCKS
+    )
 
 
 def _in_float8(tape: Tape, what: str, elements: Size, scales: Size | None) -> list[Store]:

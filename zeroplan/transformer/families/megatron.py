@@ -42,9 +42,14 @@ i_r, B_r, Z_r, N_r, Q_r = symbols("i_r B_r Z_r N_r Q_r")
 #: their way (0: none); experts of this rank, and those whose gradients are made at once; bytes of a routing weight.
 T_g, X_r, X_s, X_1, X_2, E_r, E_g, w_p = symbols("T_g X_r X_s X_1 X_2 E_r E_g w_p")
 
+#: FP8: bytes of 32 elements with their scales, in one layout and in those that products take; tokens by 32: those of T_n, T_m, T_w
+#: and X_r.
+x_8, y_8, T_u, T_v, T_t, X_u = symbols("x_8 y_8 T_u T_v T_t X_u")
+
 CORE = "Megatron-LM 2026-08, megatron/core"
 LAYER = f"{CORE}/transformer/transformer_layer.py, TransformerLayer.forward"
 NORM = "Transformer Engine 2026-08, pytorch/module/layernorm_linear.py, _LayerNormLinear.forward"
+FP8 = "Transformer Engine 2026-08, pytorch/module/linear.py, _linear_forward_impl (read, not run)"
 COLUMN = f"{CORE}/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication"
 ROW = f"{CORE}/tensor_parallel/layers.py, RowParallelLinear.forward"
 DROPOUT = f"{CORE}/fusions/fused_bias_dropout.py, _bias_dropout_add_func"
@@ -146,6 +151,8 @@ class Layer(NamedTuple):
     """Several query heads share a key head."""
     torch_rotary: bool = False
     """Torch's operators turn queries and keys, not Transformer Engine's kernel."""
+    in_fp8: Literal["", "delayed", "current"] = ""
+    """Matrices multiply in FP8, with scales of before or of their own tensors."""
     makes_mask: bool = False
     """Torch's softmax of local layers gets no mask, and makes a causal one."""
 
@@ -159,6 +166,7 @@ _IN_ENCODER = {"T_n": T_e, "T_m": T_e, "S_r": S_e, "P_m": P_e}
 def run(structure: Layer) -> tuple[Tape, Value, Value]:
     """Run a layer forward: the tape, what the layer is given, and what it returns."""
     tape = Tape(wide=structure.wide, autocast=False, saving=True)
+    tape.in_fp8 = structure.in_fp8
     given = Value(tape.make(op.TENSOR, "input of attention's norm", e * T_n * h, LAYER, _INPUT), e, T_n * h)
     if not structure.predicts:
         return tape, given, layer(tape, given, structure)
@@ -233,49 +241,80 @@ def _norm(tape: Tape, value: Value, name: str, *, shape: Size = T_n * h, rows: S
     return made
 
 
+_BY_32 = {"T_n": T_u, "T_m": T_v, "T_w": T_t, "X_r": X_u}
+
+
+def _read(tape: Tape, value: Value, name: str, *, shared: bool = False) -> tuple[Store, ...]:
+    """What a matrix keeps of its input: the tensor itself, or its copy in FP8 unless another operator keeps it (``shared``)."""
+    if not tape.in_fp8 or (shared and tape.in_fp8 == "current"):
+        return (tape.hold(value.store),)
+    return (tape.make(op.TENSOR, f"input of {name}, in FP8", x_8 * value.shape.replacing(_BY_32), FP8),)
+
+
+def _through(tape: Tape, elements: Size) -> Size:
+    """What ranks gather of a matrix's input or gradient. [bytes]"""
+    return y_8 * elements.replacing(_BY_32) if tape.in_fp8 else e * elements
+
+
+def _narrowed(tape: Tape, elements: Size, name: str) -> None:
+    """The gradient of a matrix's output, in FP8 and in all layouts."""
+    tape.temporary(
+        f"gradient of the output of {name}, in FP8", y_8 * elements.replacing(_BY_32) if tape.in_fp8 else NOTHING, FP8
+    )
+
+
 def _column(tape: Tape, value: Value, width: Size, name: str, *, reads: Size = h, tokens: Size = T_m) -> Value:
     """A column-parallel matrix: sequence parallelism gathers its input, forward, and again for the weight's gradient."""
-    gathered = tape.make(op.TEMPORARY, f"gathered input of {name}", e * T_w * reads, COLUMN)
+    gathered = tape.make(op.TEMPORARY, f"gathered input of {name}", _through(tape, T_w * reads), COLUMN)
+    kept = _read(tape, value, name)
     made = op.tensor(tape, f"output of {name}", e, tokens * width, COLUMN)
     tape.drop(gathered)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary(f"gathered input of {name}", e * T_w * reads, COLUMN)
+        _narrowed(tape, tokens * width, name)
+        tape.temporary(f"gathered input of {name}", _through(tape, T_w * reads), COLUMN)
         tape.temporary(f"gradient of the gathered input of {name}", e * T_w * reads, COLUMN)
         arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", COLUMN))]
         tape.weight_gradient(reads * width)
         return arriving
 
-    tape.add(name, (made,), (value.store,), backward, of=None)
+    tape.add(name, (made,), kept, backward, of=None)
+    tape.drop(*kept)
     return made
 
 
 def _duplicated(tape: Tape, value: Value, width: Size, name: str) -> Value:
     """A matrix that every rank has whole, over its own tokens."""
+    kept = _read(tape, value, name)
     made = op.tensor(tape, f"output of {name}", e, T_n * width, LATENT)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        _narrowed(tape, T_n * width, name)
         arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", LATENT))]
         tape.weight_gradient(h * width)
         return arriving
 
-    tape.add(name, (made,), (value.store,), backward, of=None)
+    tape.add(name, (made,), kept, backward, of=None)
+    tape.drop(*kept)
     return made
 
 
-def _row(tape: Tape, value: Value, width: Size, name: str) -> Value:
+def _row(tape: Tape, value: Value, width: Size, name: str, *, shared: bool = False) -> Value:
     """A row-parallel matrix: ranks' sums are added up, and with sequence parallelism each gets its tokens of them."""
+    kept = _read(tape, value, name, shared=shared)
     whole = tape.make(op.TEMPORARY, f"output of {name} before ranks add it up", e * T_w * h, ROW)
     made = op.tensor(tape, f"output of {name}", e, T_n * h, ROW)
     tape.drop(whole)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary(f"gathered gradient of the output of {name}", e * T_w * h, ROW)
+        tape.temporary(f"gathered gradient of the output of {name}", _through(tape, T_w * h), ROW)
+        _narrowed(tape, T_n * h, name)
         arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", ROW))]
         tape.weight_gradient(width * h)
         return arriving
 
-    tape.add(name, (made,), (value.store,), backward, of=None)
+    tape.add(name, (made,), kept, backward, of=None)
+    tape.drop(*kept)
     return made
 
 
@@ -308,7 +347,7 @@ def _attention(tape: Tape, normal: Value, structure: Layer) -> Value:
     else:
         context = _run_again(tape, joint, structure) if structure.again else _core(tape, joint, structure)
     tape.release(joint)
-    made = _row(tape, context, c_r, "the output projection")
+    made = _row(tape, context, c_r, "the output projection", shared=True)
     context.store.reason = "attention output, input of the output projection"
     tape.release(context)
     return made
@@ -822,14 +861,17 @@ def _grouped(tape: Tape, tokens: Value, chosen: Value, routing: Routing) -> Valu
 
 
 def _product(tape: Tape, value: Value, width: Size, reads: Size, name: str, source: str) -> Value:
+    kept = _read(tape, value, name)
     made = op.tensor(tape, f"output of {name}", e, X_r * width, source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        _narrowed(tape, X_r * width, name)
         arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", source))]
         tape.weight_gradient(E_g * reads * width)
         return arriving
 
-    tape.add(name, (made,), (value.store,), backward, of=None)
+    tape.add(name, (made,), kept, backward, of=None)
+    tape.drop(*kept)
     return made
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
 from zeroplan.ledger import PLAIN, Among, Kind, Module, OffGpu, Role, Tag
@@ -281,6 +281,9 @@ class Arrival(NamedTuple):
 
 class Tape:
     """A program's run so far."""
+
+    in_fp8: Literal["", "delayed", "current"] = ""
+    """Matrices multiply in FP8, with scales of before or of their own tensors."""
 
     def __init__(
         self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeps_selected: bool = False,

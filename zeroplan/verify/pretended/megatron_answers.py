@@ -17,6 +17,7 @@ from typing import cast
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map_only
 
@@ -71,6 +72,8 @@ def import_megatron() -> None:
         warnings.simplefilter("ignore")  # Megatron-Core warns that Transformer Engine and Apex are absent
         import megatron.core.optimizer as optimizers  # noqa: PLC0415  nothing of it may be imported before
         from megatron.core.distributed import param_and_grad_buffer  # noqa: PLC0415
+        from megatron.core.distributed.fsdp import mcore_fsdp_adapter  # noqa: PLC0415
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as sharded  # noqa: PLC0415
         from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401, PLC0415
         from megatron.core.optimizer import optimizer  # noqa: PLC0415
         from megatron.core.tensor_parallel import random as states  # noqa: PLC0415
@@ -80,6 +83,12 @@ def import_megatron() -> None:
     put(optimizer, get_grad_norm_fp32=always(0.0))
     put(optimizer.MixedPrecisionOptimizer, _unscale_main_grads_and_check_for_nan=always(False))
     put(param_and_grad_buffer, _coalescing_manager=_one_by_one)
+    put(sharded, validate_uneven_dtensor=always(None), _coalescing_manager=_one_by_one)
+    put(
+        mcore_fsdp_adapter, TELinear=SimpleNamespace
+    )  # what it asks modules for, which Transformer Engine is not here to define
+    wrapper = mcore_fsdp_adapter.FullyShardedDataParallel
+    put(wrapper, _init_dist_index=_on_real_tensors(wrapper._init_dist_index))
     put(states.CudaRNGStatesTracker, fork=lambda *_: nullcontext(), add=always(None))
     put(states, _fork_rng=nullcontext, _set_all_rng_states=always(None), _get_all_rng_states=tuple)
     put(torch_norm.WrappedTorchNorm, __new__=_in_sequence_parallel(torch_norm.WrappedTorchNorm.__new__))
@@ -128,6 +137,17 @@ def _in_sequence_parallel(original: Callable[..., torch.nn.Module]) -> Callable[
         return made
 
     return norm
+
+
+def _on_real_tensors(original: Callable[..., object]) -> Callable[..., object]:
+    """A function that reads numbers of ranks from tensors."""
+
+    @wraps(original)
+    def run(*args: object, **options: object) -> object:
+        with unset_fake_temporarily():
+            return original(*args, **options)
+
+    return run
 
 
 @contextmanager

@@ -78,6 +78,8 @@ def _run_in_float8(blocks: Iterable[nn.Module], recipe: str) -> None:
     """Replace the linear layers of the blocks by torchao's, as torchtitan does before it shards."""
     if find_spec("torchao") is None:
         raise NotHereError("float8_recipe needs torchao, which is not installed; install torchao 0.18 or later")
+    if recipe in ("mxfp8", "nvfp4"):
+        raise NotHereError(f"float8_recipe {recipe!r} has kernels that run on Blackwell alone; verify tensorwise or rowwise")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415  few jobs have it
 
     for block in blocks:

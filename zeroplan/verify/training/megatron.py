@@ -19,7 +19,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.megatron import UNGATED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width
 from zeroplan.verify.pretended.megatron_answers import import_megatron
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.engine import Engine
+from zeroplan.verify.training.engine import Engine, Requesting, all_labelled
 from zeroplan.verify.watching.watcher import Watcher
 
 import_megatron()
@@ -28,7 +28,12 @@ from megatron.core import parallel_state  # noqa: E402  after its kernels have s
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    FullyShardedDataParallel,
     finalize_model_grads,
+)
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (  # noqa: E402
+    StorageResizeBasedBucketAllocator,
+    TemporaryBucketAllocator,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
@@ -39,6 +44,12 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 _DROPOUT = 0.1
+#: Megatron-FSDP's whole weights and whole gradients.
+_BUCKETS: Requesting = (
+    (StorageResizeBasedBucketAllocator, "allocate", Kind.UNSHARDED_PARAMETERS),
+    (TemporaryBucketAllocator, "allocate", Kind.UNSHARDED_GRADIENTS),
+)
+_STRATEGIES = "no_shard", "no_shard", "optim_grads", "optim_grads_params"
 _DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "fp32": torch.float32}
 
 
@@ -107,6 +118,9 @@ class Megatron(Engine):
         claim = self._watcher.claim
         claim(Kind.OPTIMIZER_STATE, (one for each in self._stepped() for one in _states(each)))
         for chunk in self.chunks:
+            if self._job.recipe.zero_stage > 1:
+                _claim_shards(chunk, claim)
+                continue
             buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
             claim(Kind.PARAMETERS, (*chunk.parameters(), *(buffer.param_data for buffer in buffers)))
             claim(Kind.GRADIENTS, (buffer.grad_data for buffer in buffers))
@@ -127,8 +141,20 @@ class Megatron(Engine):
             with watcher.labelled(Kind.WORKSPACE):
                 return get_tensor(*args, **options)
 
-        with replaced(schedules, "backward_step", backward_step), replaced(memory, "get_tensor", kept):
+        buckets = all_labelled(watcher, _BUCKETS)
+        with replaced(schedules, "backward_step", backward_step), replaced(memory, "get_tensor", kept), buckets:
             yield
+
+
+def _claim_shards(chunk: FullyShardedDataParallel, claim: Callable[..., None]) -> None:
+    """Give the buffers of Megatron-FSDP their kinds, and its buckets."""
+    for group in chunk.param_and_grad_buffer.parameter_groups:
+        for kind, buffer in (
+            (Kind.PARAMETERS, group.model_weight_buffer), (Kind.OPTIMIZER_STATE, group.main_weight_buffer),
+            (Kind.GRADIENTS, group.main_grad_buffer),
+        ):  # fmt: skip
+            if buffer is not None:
+                claim(kind, (buffer.data,))
 
 
 class _Stepped:
@@ -164,12 +190,14 @@ def _wrapped(job: JobSpec, config: TransformerConfig, at: int | None) -> Distrib
             parallel_output=True, share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="learned_absolute" if shape.positions else "rope", rotary_percent=1.0, vp_stage=at,
         )  # fmt: skip
-    return DistributedDataParallel(
+    wrapper = FullyShardedDataParallel if job.recipe.zero_stage > 1 else DistributedDataParallel
+    return wrapper(
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=job.recipe.precision == "bf16-mixed" and not options.grad_reduce_in_bf16,
             overlap_grad_reduce=options.overlap_grad_reduce, overlap_param_gather=options.overlap_param_gather,
-            use_distributed_optimizer=job.recipe.zero_stage == 1, check_for_nan_in_grad=False,
+            use_distributed_optimizer=job.recipe.zero_stage >= 1, check_for_nan_in_grad=False,
+            use_megatron_fsdp=job.recipe.zero_stage > 1, data_parallel_sharding_strategy=_STRATEGIES[job.recipe.zero_stage],
             num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
             bucket_size=_bucket_size(job) if options.overlap_grad_reduce else None,
         ),
@@ -274,7 +302,7 @@ def _optimizer_config(job: JobSpec) -> OptimizerConfig:
     dtype = _DTYPES[recipe.precision]
     return OptimizerConfig(
         optimizer="adam", lr=1e-4, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype, clip_grad=0.0,
-        use_distributed_optimizer=recipe.zero_stage == 1, overlap_param_gather=options.overlap_param_gather,
+        use_distributed_optimizer=recipe.zero_stage >= 1, overlap_param_gather=options.overlap_param_gather,
     )  # fmt: skip
 
 
