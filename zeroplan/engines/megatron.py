@@ -92,8 +92,7 @@ SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, g
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 NOTE = (
     "layers follow the code of Megatron-Core and Transformer Engine, compared with 226 runs of Megatron-LM's own tests "
-    "(0.5 % off in the median, mostly too low); the range of reserved memory is that of DDP and FSDP2; of replayed runs "
-    "of Megatron-Core nine in ten lie inside it"
+    "(0.5 % off in the median, mostly too low); the range of reserved memory is that of replayed runs of its local layers"
 )
 _EXPERTS_NOTE = (
     "zeroplan assumes even routing; a rank that gets more tokens needs more memory. For 46 runs with experts of Megatron-LM's "
