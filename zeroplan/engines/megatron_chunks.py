@@ -227,4 +227,5 @@ def _behind(
             flying, left[chunk] = flying - layers[chunk], own
             if not chunk:
                 embedding.append(flying + layers[0] + others + max(0, own - 1))
-    return Behind(*(max(0, max(one) - most) for one in (forward, loss, backward, embedding)), step=2 * sum(routed))
+    beyond = [max(0, max(one) - most) for one in (forward, loss, backward, embedding)]
+    return Behind._make([*beyond, 2 * sum(routed)])

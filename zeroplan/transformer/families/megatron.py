@@ -798,11 +798,11 @@ def _grouped(tape: Tape, tokens: Value, chosen: Value, routing: Routing) -> Valu
     each, outputs = (X_f, X_g, X_i, X_l), list[Value]()
     parts = op.chunk(tape, tokens, tuple([pairs * h for pairs in each]), Site("tokens of each expert", SEQUENTIAL))
     weights = op.chunk(tape, chosen, each, Site("routing weights of each expert", SEQUENTIAL))
-    for pairs, *given in zip(each, parts, weights, strict=True):
+    for pairs, part, weight in zip(each, parts, weights, strict=True):
         began = len(tape.operators)
-        outputs.append(_visited(tape, *given, pairs, routing))
+        outputs.append(_visited(tape, part, weight, pairs, routing))
         if pairs == X_i:
-            _freed_first(tape, began, tuple(given), outputs[-1])
+            _freed_first(tape, began, (part, weight), outputs[-1])
     joined = op.joined(tape, tuple(outputs), "experts: outputs, joined", X_r * h, Site("experts: outputs", SEQUENTIAL))
     tape.release(*outputs, *parts, *weights)
     return joined
