@@ -105,9 +105,14 @@ def compare_with_estimate(measured: Measurement, *, has_scratch: bool = False) -
     In a pipeline, the estimate is of the rank that ran; stages are the outermost dimension of ranks. ``has_scratch`` as in
     :func:`compare`.
     """
-    recipe, mesh = replace(measured.job.recipe, kernels=measured.kernels), measured.job.mesh
-    stage = None if mesh.pp == 1 else measured.rank // (mesh.world_size // mesh.pp)
-    return compare(estimate(replace(measured.job, recipe=recipe), pipeline_rank=stage), measured, has_scratch=has_scratch)
+    as_run = replace(measured.job, recipe=replace(measured.job.recipe, kernels=measured.kernels))
+    return compare(estimate(as_run, pipeline_rank=stage_of(measured)), measured, has_scratch=has_scratch)
+
+
+def stage_of(measured: Measurement) -> int | None:
+    """The pipeline stage of the rank that ran; None without a pipeline."""
+    mesh = measured.job.mesh
+    return None if mesh.pp == 1 else measured.rank // (mesh.world_size // mesh.pp)
 
 
 def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = False) -> Comparison:

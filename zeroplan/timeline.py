@@ -131,9 +131,12 @@ def measured_from(sizes: Sizes, recipe: RecipeSpec) -> tuple[Int, Int]:
     Flat collective buffers, gradients of whole weights and logits have blocks of many sizes. Memory that different kinds use one
     after the other (``apart`` minus ``streams``) is reused in part. A tenth of the streams' sum stands for smaller blocks and for
     rounding to whole segments. DeepSpeed's stages 0 to 2 flatten weights and gradients, and reuse varies more: there the middle is
-    between both sums, and the scale is the streams' sum.
+    between both sums, and the scale is the streams' sum. A rank of Megatron-Core's pipelines has neither logits nor buffers beside
+    the states, but its layers' tensors have many sizes: there the scale has all that comes and goes, and the tenth.
     """
     streams, apart = sizes.streams, sizes.apart
+    if recipe.engine == "megatron":
+        return streams, sizes.of(Kind.ACTIVATIONS, Kind.LOGITS, Kind.TEMPORARY, Kind.OPTIMIZER_TEMPORARY) + streams // 10
     if recipe.engine == "deepspeed" and recipe.zero_stage < 3:
         return (streams + apart) // 2, streams
     if recipe.engine == "deepspeed":

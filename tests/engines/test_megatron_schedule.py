@@ -61,7 +61,15 @@ def test_nothing_is_left_without_a_pipeline_or_before_a_second_round() -> None:
     assert (first_round.forward, first_round.backward, first_round.step) == (0, 0, 2)
 
 
-def test_sends_beside_computing_keep_the_first_input_and_receive_the_next_one_early() -> None:
-    last = Stage(3, 4, 3, 4, 4)
-    assert left_of(last, overlapped=True) == (3, 4, 6)
-    assert left_of(last, overlapped=False) == (1, 1, 6)
+@pytest.mark.parametrize(
+    ("at", "overlapped", "backward"), [(0, True, 3), (0, False, 2), (1, True, 7), (1, False, 4)]
+)  # fmt: skip
+def test_interleaved_ranks_keep_outputs_until_they_are_sent_and_inputs_of_idle_chunks(
+    at: int, overlapped: bool, backward: int
+) -> None:
+    """As in Megatron-Core 0.16.1, run without a GPU with two ranks of two chunks, tensor by tensor at the peak.
+
+    The output of the last forward and the gradient of the last backward; on the last rank input and gradient of the chunk of which
+    nothing is in flight. Overlapped, also the next input, and on the last rank the warm-up's last input and its gradient.
+    """
+    assert left_of(Stage(at, 2, 2, 4, 2), overlapped=overlapped).backward == backward

@@ -46,6 +46,7 @@ def page(all_held: Sequence[Held]) -> str:
             *_by_side(all_held),
             *_options(),
             *_varied(),
+            *_megatron(),
             *_fresh(),
             *_versions(),
             *_worst(all_held),
@@ -156,6 +157,31 @@ _FEW = 3
 
 def _step_of(job: JobSpec) -> str:
     return f"{job.recipe.optimizer}, {step_implementation(job.recipe)}"
+
+
+def _megatron() -> Iterator[str]:
+    """The jobs of Megatron-Core's local layers."""
+    found = held_in(stored.MEGATRON)
+    yield "## Megatron-Core\n"
+    yield (
+        f"{len(found)} jobs drawn at random, not among the jobs above: Megatron-Core 0.16 with its [local layers](megatron.md), as "
+        "a rank of the first or the last pipeline stage. Transformer Engine's layers need a GPU. Kinds differ because these runs "
+        "do not tell logits from temporaries; traffic differs by small collectives that the estimate leaves out (gradients of "
+        "norms, token counts).\n"
+    )
+    rows = [_errors("all", list(found))]
+    for name, has in _OF_MEGATRON.items():
+        rows.append(_errors(name, [one for one in found if has(one.measured.job)]))
+    yield _table(("of them", *_HEAD), rows)
+
+
+_OF_MEGATRON: dict[str, Callable[[JobSpec], bool]] = {
+    "experts": lambda job: job.model.moe is not None,
+    "pipeline": lambda job: job.mesh.pp > 1,
+    "tensor parallel": lambda job: job.mesh.tp > 1,
+    "full recomputation": lambda job: job.recipe.recompute == "full",
+    "selective recomputation": lambda job: job.recipe.recompute == "selective",
+}
 
 
 def _fresh() -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tests.measured import stored
 from zeroplan import estimate
-from zeroplan.comparison import moments_as_run, moments_in_replay
+from zeroplan.comparison import moments_as_run, moments_in_replay, stage_of
 from zeroplan.engines import reserved_shares
 from zeroplan.engines.reserved_shares import Pressed, Shares, shares_of
 from zeroplan.measurement import SETTINGS
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
 
 #: All whose requests were replayed. The jobs of ``rooms.jsonl`` are the first ones of a draw like those of the matrix.
-REPLAYED = (*stored.SAMPLES, stored.ROOMS, stored.VERSIONS)
+REPLAYED = (*stored.SAMPLES, stored.ROOMS, stored.VERSIONS, stored.MEGATRON)
 FOLDS = 5
 """Parts of an engine's and stage's jobs; every part is held against the band derived from the others."""
 _LEFT_OUT = 50
@@ -56,8 +56,9 @@ class Seen(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Engine and stage."""
-        return self.job.recipe.engine, self.job.recipe.zero_stage
+        """Engine and stage, which Megatron-Core's figures do not tell apart."""
+        recipe = self.job.recipe
+        return recipe.engine, 0 if recipe.engine == "megatron" else recipe.zero_stage
 
     @property
     def beyond(self) -> float:
@@ -96,7 +97,7 @@ def seen(path: Path) -> tuple[Seen, ...]:
 
 
 def _replays(record: Measurement) -> Iterator[Seen]:
-    as_run = moments_as_run(estimate(record.job), record)
+    as_run = moments_as_run(estimate(record.job, pipeline_rank=stage_of(record)), record)
     for shown in record.allocator:
         sizes = sizes_of(moments_in_replay(as_run, shown), record.job.recipe)
         yield Seen(record.job, shown.settings, sizes, shown.reserved_bytes, shown.least_room_bytes)

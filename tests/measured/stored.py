@@ -26,7 +26,7 @@ RECORDS, REFUSED = FOLDER / "matrix.jsonl", FOLDER / "refused.jsonl"
 FRESH, PEERS, OPTIONS = FOLDER / "fresh.jsonl", FOLDER / "peers.jsonl", FOLDER / "options.jsonl"
 OPTIONS_TORCH, OPTIONS_DEEPSPEED = FOLDER / "options_torch.jsonl", FOLDER / "options_deepspeed.jsonl"
 FSDP1 = FOLDER / "fsdp1.jsonl"
-#: Of Megatron-Core, whose band of reserved memory is borrowed.
+#: Of Megatron-Core.
 MEGATRON = FOLDER / "megatron.jsonl"
 #: Over options, optimizers and few ranks, engine by engine.
 VARIED = tuple(path for path in (OPTIONS_TORCH, OPTIONS_DEEPSPEED, FSDP1) if path.exists())

@@ -19,22 +19,15 @@ _THOUSANDTH = 0.001
 
 
 def _tolerance(asked: JobSpec) -> float:
-    """A thousandth, but for open causes.
+    """A thousandth; under Megatron-FSDP more.
 
-    Experts and full recomputation: token dispatchers refer to the graph of a layer that was run again, and so to its input and that
-    one's gradient, until it runs again. Experts without gradient accumulation fusion: a part of a weight's gradient; under
-    Megatron-FSDP, the buckets of a layer's experts and of its other matrices are made one after the other, and counted together.
-    Megatron-FSDP pads every bucket to its ranks and rows, up to a quarter of a percent on 64 ranks.
-    Interleaved with recomputation: one hidden state. We did not find the last two in the code.
+    It pads every bucket to its ranks and rows, up to a quarter of a percent on 64 ranks. With experts the estimate is up to 2.8 % too
+    high: the buckets of a layer's experts and of its other matrices are made one after the other, and counted together. This is not
+    all of it; we did not find the rest.
     """
-    if asked.model.moe is not None and asked.recipe.recompute == "full":
-        return 0.005
     if asked.recipe.zero_stage > 1:
-        return 0.003 if asked.model.moe is None else 0.022
-    if asked.model.moe is not None and not asked.recipe.megatron.gradient_accumulation_fusion:
-        return 0.002
-    interleaved = asked.recipe.pipeline_schedule == "interleaved-1f1b"
-    return 0.004 if interleaved and asked.recipe.recompute == "selective" else _THOUSANDTH
+        return 0.003 if asked.model.moe is None else 0.028
+    return _THOUSANDTH
 
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -61,13 +54,6 @@ def test_the_records_are_of_the_sample() -> None:
     assert {one.rank > 0 for one in found if one.job.mesh.pp > 1} == {False, True}
     assert sum(one.job.model.moe is not None for one in found) >= 5
     assert {one.job.recipe.zero_stage for one in found} == {0, 1, 2, 3}
-
-
-def test_what_it_reserves_lies_in_the_borrowed_band() -> None:
-    """Of nine in ten replays; those outside reserve an eighth more, at the most."""
-    reserved = [one for _, held in _held() for one in held.reserved]
-    assert sum(one.inside for one in reserved) >= 0.9 * len(reserved)
-    assert all(one.measured <= 1.125 * int(one.band.high_bytes) for one in reserved)
 
 
 def _job(**said: object) -> JobSpec:

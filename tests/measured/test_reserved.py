@@ -30,9 +30,17 @@ def test_ninety_five_in_a_hundred_records_lie_in_the_band(engine: str, settings:
     assert sum(one.cross_validated for one in of_engine) >= 0.95 * records
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_nine_in_ten_records_of_megatron_core_lie_in_a_band_without_them(settings: AllocatorSettings):
+    """Few were run: of so few, the one that reserves least or most is often in the part that is left out."""
+    (found,) = (one for one in reserved.held(settings) if one.key[0] == "megatron")
+    assert found.inside == found.of >= 44
+    assert found.cross_validated >= 0.9 * found.of
+
+
 def test_all_records_with_a_replay_are_held_against_the_band():
-    """All but the few that were run for the pages, and Megatron-Core's, whose band is borrowed."""
-    files = {path for path in stored.FOLDER.glob("*.jsonl") if path not in (stored.REFUSED, stored.PEERS, stored.MEGATRON)}
+    """All but the few that were run for the pages."""
+    files = {path for path in stored.FOLDER.glob("*.jsonl") if path not in (stored.REFUSED, stored.PEERS)}
     assert sorted(reserved.REPLAYED) == sorted(files)
     records = sum(len(stored.records(path)) for path in files)
     assert all(sum(one.of for one in reserved.held(settings)) == records for settings in SETTINGS)
@@ -63,6 +71,8 @@ def test_the_figures_are_what_the_records_say(settings: AllocatorSettings):
         recipe = RecipeSpec(engine=engine, zero_stage=stage)  # type: ignore[arg-type]
         _assert_near(reserved.shares(found), shares_of(recipe, settings))
         measured = "fsdp2" if engine == "fsdp1" else engine  # whose figures it borrows
+        if engine == "megatron":
+            continue  # which borrows those of full cards
         _assert_near(reserved.pressed(settings)[measured], pressed_of(recipe, settings))
 
 

@@ -18,15 +18,17 @@ from typing import NamedTuple
 from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.megatron_chunks import (
     LETTERS,
+    Behind,
     Counts,
     Schedule,
     chunks_per_rank,
     counts_of,
     fullest,
+    left_behind,
     runs_of,
     stages_of,
 )
-from zeroplan.engines.megatron_schedule import INPUT, Left, Stage, left_lines, left_of
+from zeroplan.engines.megatron_schedule import INPUT, Left, Stage, left_lines, left_of, lines_of, own_state
 from zeroplan.engines.megatron_sharded import AT_AHEAD, AT_END, AT_HEAD, AT_LAST, AT_LOSS, AT_STEP, Sharding
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Line, Moment, OffGpu, Phase, Tag, total_bytes
@@ -89,12 +91,13 @@ MASK_SAVED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/random.py, Chec
 BERT = "Megatron-LM 2026-08, megatron/core/models/bert/bert_model.py, BertModel.forward"
 T5 = "Megatron-LM 2026-08, megatron/core/models/T5/t5_model.py, T5Model.forward"
 REPORT = "Megatron-LM 2026-08, megatron/training/theoretical_memory_usage.py, compute_activation_memory"
+DISPATCHER = "Megatron-LM 2026-08, megatron/core/transformer/moe/token_dispatcher.py, dispatch_preprocess"
+_GRAPHS = "inputs of layers with experts and their gradients, until these run again"
 SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches"
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 NOTE = (
     "layers follow the code of Megatron-Core and Transformer Engine, compared with 230 runs of Megatron-LM's own tests "
-    "(0.5 % off in the median, mostly too low); the range of reserved memory is that of DDP and FSDP2; of replayed runs "
-    "of Megatron-Core nine in ten lie inside it"
+    "(0.5 % off in the median, mostly too low); the range of reserved memory is that of replayed runs of its local layers"
 )
 _EXPERTS_NOTE = (
     "zeroplan assumes even routing; a rank that gets more tokens needs more memory. For 48 runs with experts of Megatron-LM's "
@@ -257,7 +260,7 @@ def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> 
     """Memory and traffic of every pipeline rank, first to last. [bytes]"""
     last = int(mesh.pp) - 1
     before = _layers(model, recipe, mesh, batch, received=True) if last else None
-    layers = _layers(model, recipe, mesh, batch, received=False)
+    layers = _layers(model, recipe, mesh, batch, received=chunks_per_rank(recipe, mesh) > 1)
     ranks = (rank_of(at, model, recipe, mesh, batch) for at in range(last + 1))
     return tuple(
         _of_rank(rank, layers if before is None or rank.has_head else before, model, recipe, mesh, batch) for rank in ranks
@@ -266,7 +269,7 @@ def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> 
 
 def account_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
     """Memory and traffic of one pipeline rank; ranks between the second and the last have no more than the second. [bytes]"""
-    layers = _layers(model, recipe, mesh, batch, received=at < int(mesh.pp) - 1)
+    layers = _layers(model, recipe, mesh, batch, received=at < int(mesh.pp) - 1 or chunks_per_rank(recipe, mesh) > 1)
     return _of_rank(rank_of(at, model, recipe, mesh, batch), layers, model, recipe, mesh, batch)
 
 
@@ -311,7 +314,8 @@ def _symbols(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
     yield Symbol("K", rank.chunks, "chunks of layers in flight")
     yield from _symbols_of_flying(rank, layers, model, recipe, batch)
     yield Symbol("H", rank.embeds, "micro-batches whose embedding is kept")
-    yield from _symbols_of_left(_left(rank, recipe, mesh, batch))
+    yield from _symbols_of_left(_left(rank, recipe, mesh, batch)._asdict(), "L", "left from before")
+    yield from _symbols_of_left(_behind(rank, model, recipe, batch)._asdict(), "J", "that dispatchers' graphs refer to")
     yield Symbol("M", _of_each_shape(rank, model, recipe, mesh), "elements of one matrix of each shape")
     yield Symbol("B", batch.grad_accum_steps, "micro-batches of a step")
     yield Symbol("C", mesh.cp, "context-parallel ranks")
@@ -332,11 +336,10 @@ def _symbols_of_shards(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: M
     return () if sharding is None else tuple(sharding.symbols(sharding.backwards(_lasts(rank, model, recipe))))
 
 
-def _symbols_of_left(left: Left) -> Iterator[Symbol]:
-    """Symbols for hidden states that the schedule keeps."""
-    yield Symbol("L_f", left.forward, "hidden states left from before, in a forward")
-    yield Symbol("L_b", left.backward, "hidden states left from before, in a backward")
-    yield Symbol("L_s", left.step, "hidden states left from before, at the optimizer's step")
+def _symbols_of_left(counts: dict[str, Int], letter: str, what: str) -> Iterator[Symbol]:
+    """Symbols for hidden states that are left at each moment."""
+    for when, count in counts.items():
+        yield Symbol(f"{letter}_{when[0]}", count, f"hidden states {what}: {when}")
 
 
 def _symbols_of_flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Iterator[Symbol]:
@@ -667,43 +670,47 @@ def _moments(
     masks = tuple(_attention_masks(rank, recipe, mesh, batch))
     saved = masks if _saves_mask(recipe) else ()
     left = left_lines(_left(rank, recipe, mesh, batch), model, recipe, mesh, batch)
+    behind = _behind(rank, model, recipe, batch)._asdict()
+    graphs = lines_of(behind, "J", _GRAPHS, DISPATCHER, own_state(model, recipe, mesh, batch))
     kinds = [run.kind for run, count in zip(runs_of(model, recipe), rank.counts, strict=True) if count]
     running = layers.kinds[kinds[-1]].cost.forward if kinds else ()
     sharding = _sharding(rank, model, recipe, mesh)
-    around = *held, *embedded, *masks, *left.forward
+    around = *held, *embedded, *masks, *left["forward"], *graphs["forward"]
     yield Moment("all that is in flight", Phase.FORWARD, (*around, *_whole(sharding, AT_LAST), *in_layers, *running))
     if sharding is not None and sharding.gathers:
         unread = tuple(minimum(sharding.unread(), count) for count in flying.counts[-1:])
         ahead = _in_layers(_without(flying, (*[0] * (len(flying.counts) - 1), *unread)), layers, model, recipe)
         yield Moment("forward, with weights ahead", Phase.FORWARD, (*around, *_whole(sharding, AT_AHEAD), *ahead, *running))
-    backward = (*held, *embedded, *saved, *left.backward)
+    backward = (*held, *embedded, *saved)
     if rank.has_head:
         head, each = head_lines(model, recipe, mesh, batch), tuple(_of_each_token(rank, model, recipe, mesh, batch))
         at_loss = (
             *_in_layers(_flying(rank, layers, model, recipe, batch, loss=True), layers, model, recipe),
             *_of_other_losses(model, recipe, mesh, batch),
+            *graphs["loss"],
         )
         gathered = _whole(sharding, AT_LOSS)
-        at_its_loss = (*held, *gathered, *at_loss, *embedded, *masks, *left.forward, *head, *each)
+        at_its_loss = (*held, *gathered, *at_loss, *embedded, *masks, *left["loss"], *head, *each)
         yield Moment("loss", Phase.LOSS, at_its_loss, of_forward=True)
         cast = (head[0], *_logits_of_loss(model, recipe, mesh, batch))
-        yield Moment("backward of the loss", Phase.BACKWARD, (*backward, *gathered, *at_loss, *cast))
+        yield Moment("backward of the loss", Phase.BACKWARD, (*backward, *left["head"], *gathered, *at_loss, *cast))
         grown = tuple(_head_backward(model, recipe, mesh, batch))
         written = _whole(sharding, AT_HEAD) if keeps_placeholders(recipe) else gathered
-        yield Moment("backward of the head", Phase.BACKWARD, (*backward, *written, *at_loss, head[0], *grown))
+        yield Moment("backward of the head", Phase.BACKWARD, (*backward, *left["head"], *written, *at_loss, head[0], *grown))
         if sharding is not None and not keeps_placeholders(recipe) and not model.tie_word_embeddings:
-            copied = (*backward, *_whole(sharding, AT_HEAD), *at_loss, head[0], *grown[1:])
+            copied = (*backward, *left["head"], *_whole(sharding, AT_HEAD), *at_loss, head[0], *grown[1:])
             yield Moment("gradient of the head, copied", Phase.BACKWARD, copied)
-    around = (*backward, *_waiting(rank, model, recipe, mesh))
+    around = (*backward, *left["backward"], *_waiting(rank, model, recipe, mesh))
+    in_backward = (*around, *graphs["backward"])
     if sharding is None:
-        yield from _backward(rank, layers, model, recipe, batch, flying, around=around)
+        yield from _backward(rank, layers, model, recipe, batch, flying, around=in_backward)
     else:
-        yield from _backward_of_shards(sharding, rank, layers, model, recipe, flying, around=around)
+        yield from _backward_of_shards(sharding, rank, layers, model, recipe, flying, around=in_backward)
     if rank.at == 0:
-        at_end = (*around, *_whole(sharding, AT_END))
+        at_end = (*around, *graphs["embedding"], *_whole(sharding, AT_END))
         yield _backward_of_embedding(rank, layers, model, recipe, mesh, batch, flying, at_end)
     step = (_muon_s_step(model, recipe, mesh),) if recipe.optimizer == "muon" else step_lines(rank, recipe, mesh)
-    yield Moment("optimizer step", Phase.STEP, (*held, *_whole(sharding, AT_STEP), *left.step, *step))
+    yield Moment("optimizer step", Phase.STEP, (*held, *_whole(sharding, AT_STEP), *left["step"], *graphs["step"], *step))
 
 
 def _whole(sharding: Sharding | None, at: str) -> tuple[Line, ...]:
@@ -797,6 +804,20 @@ def _left(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Left:
     group = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
     stage = Stage(rank.at, pp, chunks_per_rank(recipe, mesh), batch.grad_accum_steps, group)
     return left_of(stage, overlapped=recipe.megatron.overlap_p2p_comm)
+
+
+def _behind(rank: Rank, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Behind:
+    """Hidden states that token dispatchers' graphs refer to after full recomputation."""
+    if recipe.recompute != "full" or model.moe is None:
+        return Behind()
+    kinds, together = [run.kind in ROUTED for run in runs_of(model, recipe)], layers_of_a_checkpoint(recipe)
+    layers = tuple(sum(ceil_div(count, together) for count in counts) for counts in rank.each)
+    routed = tuple(
+        sum(ceil_div(count, together) for count, has in zip(counts, kinds, strict=True) if has) for counts in rank.each
+    )
+    found = left_behind(rank.schedule, layers, routed, batch.grad_accum_steps, received=not rank.has_head)
+    given = [chunk for chunk in range(len(layers)) if rank.at or chunk]  # the schedule has these chunks' inputs
+    return found._replace(step=found.step - sum(routed[chunk] == layers[chunk] > 0 for chunk in given))
 
 
 def _saves_mask(recipe: RecipeSpec) -> bool:

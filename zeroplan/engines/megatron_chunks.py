@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.engines.megatron_schedule import order_of
 from zeroplan.numeric import Int
 from zeroplan.spec.megatron import chunks_of
 from zeroplan.spec.mesh import Mesh
@@ -157,7 +158,7 @@ def _in_flight(schedule: Schedule, micro_batches: int, *, loss: bool) -> tuple[t
 
     Source: Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_schedule_table.
     """
-    order, flying, found = tuple(_order(schedule, micro_batches)), [0] * schedule.chunks, set()
+    order, flying, found = tuple(order_of(schedule.chunks, schedule.group, micro_batches)), [0] * schedule.chunks, set()
     warm = min(schedule.warm, len(order) - 1)
     for at, chunk in enumerate(order):
         flying[chunk] += 1
@@ -169,8 +170,62 @@ def _in_flight(schedule: Schedule, micro_batches: int, *, loss: bool) -> tuple[t
     return tuple(sorted(found))
 
 
-def _order(schedule: Schedule, micro_batches: int) -> Iterator[int]:
-    """The chunk of every forward; backwards take the chunks from the last to the first."""
-    for start in range(0, micro_batches, schedule.group):
-        for chunk in range(schedule.chunks):
-            yield from [chunk] * min(schedule.group, micro_batches - start)
+class Behind(NamedTuple):
+    """Hidden states that graphs of layers that were run again leave, at the highest forward, loss, and so on."""
+
+    forward: Int = 0
+    loss: Int = 0
+    backward: Int = 0
+    embedding: Int = 0
+    step: Int = 0
+
+
+def left_behind(
+    schedule: Schedule, layers: tuple[int, ...], routed: tuple[int, ...], micro_batches: Int, *, received: bool
+) -> Behind:
+    """What full recomputation of layers with experts leaves beyond what waits for its backward.
+
+    A token dispatcher refers to its layer's last graph, and so to the layer's input and that one's gradient, until the layer runs
+    again. ``layers`` and ``routed``: checkpoints of each chunk, and those of them with experts; ``received``: the gradient of a
+    chunk's output is another tensor.
+
+    >>> left_behind(Schedule(0, 1, 1), (4,), (4,), 8, received=False)
+    Behind(forward=3, loss=0, backward=2, embedding=7, step=8)
+    """
+    if not isinstance(micro_batches, int):
+        import numpy as np  # noqa: PLC0415  keeps start-up fast
+
+        rows = [left_behind(schedule, layers, routed, one, received=received) for one in micro_batches.ravel().tolist()]
+        return Behind(*(np.array(column).reshape(micro_batches.shape) for column in zip(*rows, strict=True)))
+    few = min(micro_batches, 4 * schedule.group + micro_batches % schedule.group)
+    return _behind(schedule, layers, routed, few, received=received)
+
+
+@lru_cache(maxsize=1024)
+def _behind(
+    schedule: Schedule, layers: tuple[int, ...], routed: tuple[int, ...], micro_batches: int, *, received: bool
+) -> Behind:
+    order, flying, most = tuple(order_of(schedule.chunks, schedule.group, micro_batches)), 0, 0
+    warm = min(schedule.warm, len(order) - 1)
+    left = {chunk: 2 * count for chunk, count in enumerate(routed)}  # of the step before
+    forward, loss, backward, embedding = [0], [0], [0], [0]
+    for at in range(len(order) + warm):
+        if at < len(order):
+            chunk = order[at]
+            others = sum(left.values()) - left[chunk]
+            flying += layers[chunk]
+            most = max(most, flying)
+            forward.append(flying + others + max(0, left[chunk] - 1 - layers[chunk]))
+            left[chunk] = 0
+            if chunk == schedule.chunks - 1:
+                loss.append(flying + others)
+        if at >= warm:
+            chunk = schedule.chunks - 1 - order[at - warm]
+            others, own = sum(left.values()) - left[chunk], 2 * routed[chunk]
+            again = max(own - 2, 0) if left[chunk] else max(routed[chunk] - 2 + (received and routed[chunk] > 1), 0)
+            backward.append(flying + others + again)
+            flying, left[chunk] = flying - layers[chunk], own
+            if not chunk:
+                embedding.append(flying + layers[0] + others + max(0, own - 1))
+    beyond = [max(0, max(one) - most) for one in (forward, loss, backward, embedding)]
+    return Behind._make([*beyond, 2 * sum(routed)])

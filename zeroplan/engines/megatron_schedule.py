@@ -5,8 +5,10 @@ hidden state of a micro-batch. On the first rank, chunk 0 has no input and hence
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan import ledger
 from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
@@ -16,6 +18,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.megatron import element_of, own_part, own_part_formula
 
 _HELD = Tag(Role.UNTIL_NEXT_STEP)
+_SCHEDULED = "hidden states and gradients that the schedule still refers to"
 INPUT = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock.set_input_tensor"
 PLAIN = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_without_interleaving"
 INTERLEAVED = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving"
@@ -50,19 +53,13 @@ class Stage(NamedTuple):
 
 
 class Left(NamedTuple):
-    """How many hidden states are left from before, during a forward, a backward and the optimizer's step."""
+    """How many hidden states are left from before, at a forward, the loss, a backward, the head's, and the optimizer's step."""
 
     forward: Int
+    loss: Int
     backward: Int
+    head: Int
     step: Int
-
-
-class LeftLines(NamedTuple):
-    """The same in bytes, as lines of each phase."""
-
-    forward: tuple[Line, ...]
-    backward: tuple[Line, ...]
-    step: tuple[Line, ...]
 
 
 def left_of(stage: Stage, *, overlapped: bool) -> Left:
@@ -71,46 +68,155 @@ def left_of(stage: Stage, *, overlapped: bool) -> Left:
     1F1B: the last input and its gradient until the next forward is over, and the gradient that came for an output until the next
     one comes; the backward that uses it counts it itself.
 
-    >>> left_of(Stage(1, 2, 1, 4, 2), overlapped=False), left_of(Stage(0, 2, 1, 4, 2), overlapped=False)
-    (Left(forward=2, backward=1, step=2), Left(forward=1, backward=0, step=0))
+    >>> left_of(Stage(1, 2, 1, 4, 2), overlapped=False)
+    Left(forward=2, loss=2, backward=1, head=1, step=2)
     """
     if stage.ranks == 1:
-        return Left(0, 0, 0)
-    came = int(not stage.is_last)
+        return Left(0, 0, 0, 0, 0)
     if stage.chunks > 1:
-        return _left_between_chunks(stage, came, overlapped=overlapped)
+        return _left_between_chunks(stage, overlapped=overlapped)
     several = stage.rounds > 1
-    return Left(where(several, 2 * stage.inputs + came, 0), where(several, stage.inputs, 0), 2 * stage.inputs)
+    forward = where(several, 2 * stage.inputs + (not stage.is_last), 0)
+    backward = where(several, stage.inputs, 0)
+    return Left(forward, forward, backward, backward, 2 * stage.inputs)
 
 
-def _left_between_chunks(stage: Stage, came: int, *, overlapped: bool) -> Left:
-    """Of the interleaved schedule.
+def _left_between_chunks(stage: Stage, *, overlapped: bool) -> Left:
+    """Of the interleaved schedule: the most of all rounds."""
+    steps = stage.micro_batches
+    if not isinstance(steps, int):
+        import numpy as np  # noqa: PLC0415  keeps start-up fast
 
-    Every chunk keeps its last input and that one's gradient. A backward's result lives until the next one's. Where sends and
-    receives are overlapped, the input of the first round is never let go, and the next input comes before the backward.
-    """
-    several = stage.rounds > 1
-    if not overlapped:
-        return Left(where(several, 1 + came, 0), where(several, 1, 0), 2 * stage.inputs)
-    first = where(stage.rounds > 2 * (stage.ranks - stage.at - 1) + 1, 2, 0)
-    ahead = int(not stage.is_last or stage.group > stage.ranks)  # a gradient of an output, received early
-    return Left(where(several, first + 1 + ahead, 0), where(several, first + 2, 0), 2 * stage.inputs)
+        every = [
+            _left_between_chunks(stage._replace(micro_batches=one), overlapped=overlapped) for one in steps.ravel().tolist()
+        ]
+        return Left(*(np.array(column).reshape(steps.shape) for column in zip(*every, strict=True)))
+    few = stage._replace(micro_batches=min(steps, 4 * stage.group + steps % stage.group))
+    return _most_of(few, overlapped=overlapped)
 
 
-def left_lines(left: Left, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> LeftLines:
-    """What is left during a forward, a backward and the optimizer's step, as lines. [bytes]"""
-    each = own_part(element_of(recipe) * batch.micro_batch_size * batch.seq_len * model.hidden_size, recipe, mesh)
-    formula = own_part_formula("e·T·h", recipe)
-    source = INTERLEAVED if recipe.pipeline_schedule == "interleaved-1f1b" else PLAIN
-    reason = "hidden states and gradients that the schedule still refers to"
-    held = "last input of every chunk and its gradient, which the chunk still refers to"
-    return LeftLines(
-        tuple(_line(left.forward, each, reason, f"L_f·{formula}", source)),
-        tuple(_line(left.backward, each, reason, f"L_b·{formula}", source)),
-        tuple(one._replace(tag=_HELD) for one in _line(left.step, each, held, f"L_s·{formula}", INPUT)),
+@lru_cache(maxsize=1024)
+def _most_of(stage: Stage, *, overlapped: bool) -> Left:
+    rounds = tuple(_Interleaved(stage, overlapped=overlapped).rounds())
+    last = stage.chunks - 1 if stage.is_last else stage.chunks
+    return Left(
+        max(one.forward for one in rounds),
+        max((one.forward for one in rounds if one.chunk == last), default=0),
+        max(one.backward for one in rounds),
+        max((one.backward for one in rounds if one.back == last), default=0),
+        2 * stage.inputs,
     )
 
 
-def _line(count: Int, each: Int, reason: str, formula: str, source: str) -> Iterator[Line]:
-    if not isinstance(count, int) or count:
-        yield Line(Kind.ACTIVATIONS, count * each, reason, formula, source)
+class _Round(NamedTuple):
+    chunk: int
+    back: int
+    forward: int
+    backward: int
+
+
+class _Interleaved:
+    """One rank's step of ``forward_backward_pipelining_with_interleaving``, with the tensors that its variables refer to."""
+
+    def __init__(self, stage: Stage, *, overlapped: bool) -> None:
+        self.stage, self.overlapped = stage, overlapped
+        warm = 2 * (stage.ranks - stage.at - 1) + (stage.chunks - 1) * stage.group
+        self.order = tuple(order_of(stage.chunks, stage.group, int(stage.micro_batches)))
+        self.warm = min(warm, len(self.order) - 1)
+        chunks = range(stage.chunks)
+        self.inputs, self.run, self.gone, self.gradients = ([0 for _ in chunks] for _ in range(4))
+        """Of each chunk: inputs that came, micro-batches that went forward, and backward, and gradients of outputs that came."""
+        self.first: tuple[int, int] | None = None
+        """The warm-up's last input, by chunk and number, if overlapped: a variable refers to it from then on."""
+        self.before: tuple[int, int] | None = None
+        """The input of the last backward, to whose gradient a variable refers."""
+
+    def rounds(self) -> Iterator[_Round]:
+        """Pairs of a forward and a backward, after the warm-up."""
+        self._receive(0, (True, 0) if self.stage.at else (False, 0), self.inputs)
+        for at, chunk in enumerate(self.order):
+            forward = self._alive(forward=chunk)
+            self.run[chunk] += 1
+            came = self._came(at, ahead=self.stage.at == 0)
+            if at < self.warm or self.overlapped:
+                self._receive(at, came, self.inputs)
+            if at == self.warm - 1 and not self.stage.is_last:
+                self.gradients[-1] += 1
+            if at < self.warm:
+                continue
+            back = self.stage.chunks - 1 - self.order[at - self.warm]
+            sent = not (self.stage.is_last and chunk == self.stage.chunks - 1)
+            own = self._has_input(back) and (back, self.gone[back])
+            yield _Round(chunk, back, forward, self._alive(back=back) + sent)
+            self.gone[back] += 1
+            self.before = own or None
+            if not self.overlapped:
+                self._receive(at, came, self.inputs)
+            came = self._came(at - self.warm, ahead=self.stage.is_last)
+            self._receive(at, (came[0], self.stage.chunks - 1 - came[1]), self.gradients)
+
+    def _has_input(self, chunk: int) -> bool:
+        return self.stage.at > 0 or chunk > 0
+
+    def _came(self, at: int, *, ahead: bool) -> tuple[bool, int]:
+        """Whether a tensor comes after this run, and for which chunk; ``ahead``: on the rank that others are behind.
+
+        Source: recv_tensor_from_previous_stage, whose backwards count chunks from the last.
+        """
+        last = self.stage.chunks - 1
+        if not ahead:
+            return at < len(self.order) - 1, self.order[min(at + 1, len(self.order) - 1)]
+        lag = at - (self.stage.ranks - 1)
+        found = self.order[lag] if lag >= 0 else last
+        return found < last, found + 1
+
+    def _receive(self, at: int, came: tuple[bool, int], where_to: list[int]) -> None:
+        if not came[0]:
+            return
+        where_to[came[1]] += 1
+        if where_to is self.inputs and self.overlapped and at == self.warm - 1:
+            self.first = (came[1], self.inputs[came[1]] - 1)
+
+    def _alive(self, *, forward: int | None = None, back: int | None = None) -> int:
+        """Tensors beyond those of micro-batches in flight: a chunk refers to its last input, and so to its gradient."""
+        chunks = [chunk for chunk in range(self.stage.chunks) if self._has_input(chunk)]
+        kept = [(chunk, self.run[chunk] - 1) for chunk in chunks if chunk != forward and self.run[chunk]]
+        kept += [self.first] if self.first is not None else []
+        done = {one for one in kept if one[1] < self.gone[one[0]]}
+        waiting = sum(self.inputs[chunk] - self.run[chunk] - (chunk == forward) for chunk in chunks)
+        used = 0 if back is None or (self.stage.is_last and back == self.stage.chunks - 1) else 1
+        came = sum(self.gradients) - sum(self.gone[:-1] if self.stage.is_last else self.gone) - used
+        return 2 * len(done) + (self.before is not None and self.before not in done) + max(0, waiting) + max(0, came)
+
+
+def order_of(chunks: int, group: int, micro_batches: int) -> Iterator[int]:
+    """The chunk of every forward; backwards take the chunks from the last to the first."""
+    for start in range(0, micro_batches, group):
+        for chunk in range(chunks):
+            yield from [chunk] * min(group, micro_batches - start)
+
+
+def left_lines(left: Left, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> dict[str, tuple[Line, ...]]:
+    """What is left at each moment, by the names of :class:`Left`. [bytes]"""
+    source = INTERLEAVED if recipe.pipeline_schedule == "interleaved-1f1b" else PLAIN
+    lines = lines_of(left._asdict(), "L", _SCHEDULED, source, own_state(model, recipe, mesh, batch))
+    held = "last input of every chunk and its gradient, which the chunk still refers to"
+    return {**lines, "step": tuple(line._replace(reason=held, source=INPUT) for line in lines["step"])}
+
+
+def own_state(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Int, str]:
+    """A rank's part of a hidden state, and its formula. [bytes]"""
+    whole = element_of(recipe) * batch.micro_batch_size * batch.seq_len * model.hidden_size
+    return own_part(whole, recipe, mesh), own_part_formula("e·T·h", recipe)
+
+
+def lines_of(
+    counts: dict[str, Int], letter: str, reason: str, source: str, each: tuple[Int, str]
+) -> dict[str, tuple[Line, ...]]:
+    """Lines for so many hidden states at each moment, without those for none; at the step they wait for the next one."""
+    found: dict[str, tuple[Line, ...]] = {}
+    for when, count in counts.items():
+        tag = _HELD if when == "step" else ledger.PLAIN
+        line = Line(Kind.ACTIVATIONS, count * each[0], reason, f"{letter}_{when[0]}·{each[1]}", source, tag)
+        found[when] = () if isinstance(count, int) and not count else (line,)
+    return found

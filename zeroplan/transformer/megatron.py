@@ -292,7 +292,7 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
         "core_attn" in modules and options.transformer_impl != "local",
         again_too=modules, latent=_latent(model),
         masks_in_place=masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
-        exchanged=options.cp_comm_type == "a2a", of_t5=of_t5, predicts=kind == PREDICTS,
+        rerun=recipe.recompute == "full", exchanged=options.cp_comm_type == "a2a", of_t5=of_t5, predicts=kind == PREDICTS,
         in_fp8="" if options.fp8_format is None else "delayed" if options.fp8_recipe == "delayed" else "current",
         part=_PARTS.get(kind, "whole"), grouped=model.num_key_value_heads < model.num_attention_heads,
         torch_rotary=not options.apply_rope_fusion and options.transformer_impl != "local",
@@ -447,6 +447,7 @@ def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: I
     sent = own * moe.num_experts_per_tok
     evenly = "" if recipe.imbalance > 1 else " when experts are visited evenly"
     come = sent * etp if mesh.ep == 1 else ceil_div(sent * etp * recipe.imbalance_in_thousandths, EVEN)
+    last, first, second = ceil_div(come, local), where(local > 1, come // local, 0), where(local > 2, come // local, 0)
     sorted_again = (local > 1) | (etp > 1)
     return (
         Symbolic("m_r", ceil_div(moe.moe_intermediate_size, etp), "a rank's part of an expert's width"),
@@ -456,6 +457,10 @@ def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: I
         Symbolic("X_s", sent, "pairs of a token and an expert that a rank sends"),
         Symbolic("X_r", come, f"pairs that come to a rank{evenly}"),
         *((Symbolic("X_u", ceil_div(come, 32), "pairs that come to a rank, by 32"),) if options.fp8_format else ()),
+        Symbolic("X_f", first, "pairs of the first of several experts"),
+        Symbolic("X_g", second, "pairs of the second of more than two"),
+        Symbolic("X_i", come - first - second - last, "pairs of experts between"),
+        Symbolic("X_l", last, "pairs of the last expert"),
         Symbolic("X_1", where((mesh.ep > 1) | sorted_again, sent, 0), "pairs that are copied before they come"),
         Symbolic("X_2", where(sorted_again, come, 0), "pairs that are copied once they have come"),
         Symbolic("E_r", local, "experts of a rank"),
@@ -476,9 +481,9 @@ def _plan(structure: program.Layer) -> _Plan:
     index: dict[Store, int] = {}
     saved = _places(index, tuple(tape.saved))
     forward = _moments(index, tape.moments)
-    tape.release(output, given)
+    tape.release(given, *(() if structure.rerun else (output,)))
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", output.dtype * output.shape, program.LAYER)
-    incoming.holds += structure.received
+    incoming.holds += structure.received or structure.rerun
     tape.run_backward(output, incoming)
     again = [one for module in structure.again_too for one in _MADE_AGAIN.get(module, ())]
     backward = _moments(index, _once_made_again(tape.moments, again))

@@ -54,6 +54,11 @@ _SAVES = """
     *num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split
     *megatron_fsdp_main_params_dtype *megatron_fsdp_grad_comm_dtype
 """
+#: Switches of Megatron-LM that set an option of another name.
+_SWITCHES = {
+    "no_overlap_p2p_communication": ("overlap_p2p_comm", False), "no_rope_fusion": ("apply_rope_fusion", False),
+    "apply_query_key_layer_scaling": ("attention_softmax_in_fp32", True),
+}  # fmt: skip
 #: What Megatron-FSDP is counted with.
 _IN_FP32 = {f"megatron_fsdp_{name}_dtype": ("fp32", "auto") for name in ("main_params", "grad_comm")}
 
@@ -222,12 +227,7 @@ def _options(reading: Reading, before: str, etp: int) -> None:
     if table.count("num_experts") or "expert_parallel" in reading.flags:
         options["expert_tensor_parallel_size"] = etp
         options["moe_token_dispatcher_type"] = _dispatcher(table, before)
-    if table.switch(f"{before}no_overlap_p2p_communication"):
-        options["overlap_p2p_comm"] = False
-    if table.switch(f"{before}no_rope_fusion"):
-        options["apply_rope_fusion"] = False
-    if table.switch(f"{before}apply_query_key_layer_scaling"):
-        options["attention_softmax_in_fp32"] = True
+    options |= {name: value for switch, (name, value) in _SWITCHES.items() if table.switch(f"{before}{switch}")}
     if table.get(f"{before}megatron_fsdp_main_grads_dtype") == "bf16":
         options["grad_reduce_in_bf16"] = True
     if str(table.get(f"{before}moe_aux_loss_coeff") or "0").strip("0.e-") != "":

@@ -41,6 +41,8 @@ i_r, B_r, Z_r, N_r, Q_r = symbols("i_r B_r Z_r N_r Q_r")
 #: Experts: tokens gathered for them, pairs that come to this rank, pairs that it sends; of these those that are copied once more on
 #: their way (0: none); experts of this rank, and those whose gradients are made at once; bytes of a routing weight.
 T_g, X_r, X_s, X_1, X_2, E_r, E_g, w_p = symbols("T_g X_r X_s X_1 X_2 E_r E_g w_p")
+#: Of the pairs that come to this rank: the first expert's, the second's, those of experts between, and the last one's.
+X_f, X_g, X_i, X_l = symbols("X_f X_g X_i X_l")
 
 #: FP8: bytes of 32 elements with their scales, in one layout and in those that products take; tokens by 32: those of T_n, T_m, T_w
 #: and X_r.
@@ -138,6 +140,8 @@ class Layer(NamedTuple):
     routing: Routing | None = None
     received: bool = False
     """A variable of the schedule refers to the gradient of the output until the backward is done."""
+    rerun: bool = False
+    """A checkpoint of whole layers runs it again, and refers to its output and that one's gradient until its backward is done."""
     exchanged: bool = False
     """Context-parallel ranks exchange heads before attention and after it."""
     of_t5: Literal["no", "encoder", "decoder"] = "no"
@@ -842,32 +846,60 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
 
 def _grouped(tape: Tape, tokens: Value, chosen: Value, routing: Routing) -> Value:
-    """Experts' MLPs: the routing weight is applied between their matrices, or later."""
-    source = EXPERTS if routing.grouped else SEQUENTIAL
-    wide = _product(tape, tokens, g * m_r, h, "experts: the first matrix", source)
-    wide.store.reason = "experts: output of the first matrix"
-    make = _active if routing.late else _weighted_at_once if routing.fused else _weighted
-    active = make(tape, wide, chosen, routing, source)
-    active.store.reason = "experts: input of the second matrix"
-    tape.release(wide)
-    made = _product(tape, active, h, m_r, "experts: the second matrix", source)
-    tape.release(active)
+    """Experts' MLPs: all at once, or one after the other.
+
+    Those between the second and the last are one here, whose backward frees what they keep before it makes gradients: each frees
+    its own and makes its own, so that the highest moment is at an end. The first one's backward has all outputs' gradients no more.
+    """
     if routing.grouped:
-        return made
-    joined = op.tensor(tape, "experts: outputs, joined", e, X_r * h, SEQUENTIAL)
-    tape.add("experts: outputs", (joined,), (), op.passes(made), of=(made,))
-    tape.release(made)
+        return _visited(tape, tokens, chosen, X_r, routing)
+    each, outputs = (X_f, X_g, X_i, X_l), list[Value]()
+    parts = op.chunk(tape, tokens, tuple([pairs * h for pairs in each]), Site("tokens of each expert", SEQUENTIAL))
+    weights = op.chunk(tape, chosen, each, Site("routing weights of each expert", SEQUENTIAL))
+    for pairs, part, weight in zip(each, parts, weights, strict=True):
+        began = len(tape.operators)
+        outputs.append(_visited(tape, part, weight, pairs, routing))
+        if pairs == X_i:
+            _freed_first(tape, began, (part, weight), outputs[-1])
+    joined = op.joined(tape, tuple(outputs), "experts: outputs, joined", X_r * h, Site("experts: outputs", SEQUENTIAL))
+    tape.release(*outputs, *parts, *weights)
     return joined
 
 
-def _product(tape: Tape, value: Value, width: Size, reads: Size, name: str, source: str) -> Value:
+def _freed_first(tape: Tape, began: int, given: tuple[Value, ...], made: Value) -> None:
+    """Make one operator of those added since: its backward frees all that they saved, and then makes the gradients of ``given``."""
+    inner = tape.operators[began:]
+    del tape.operators[began:]
+    between = op.tensor(tape, "experts between", e, NOTHING, SEQUENTIAL)
+    tape.add("experts between", (between,), (), op.makes("gradient of their inputs", SEQUENTIAL, *given), of=given)
+    saved = tuple([store for one in inner for store in one.saved])
+    tape.add("what they keep", (made,), saved, op.makes("freed", SEQUENTIAL, between), of=(between,))
+    tape.drop(*saved)
+    tape.release(between)
+
+
+def _visited(tape: Tape, tokens: Value, chosen: Value, pairs: Size, routing: Routing) -> Value:
+    """MLPs over so many pairs: the routing weight is applied between their matrices, or later."""
+    source = EXPERTS if routing.grouped else SEQUENTIAL
+    wide = _product(tape, tokens, pairs * g * m_r, (h, g * m_r), "experts: the first matrix", source)
+    wide.store.reason = "experts: output of the first matrix"
+    make = _active if routing.late else _weighted_at_once if routing.fused else _weighted
+    active = make(tape, wide, chosen, pairs * m_r, routing, source)
+    active.store.reason = "experts: input of the second matrix"
+    tape.release(wide)
+    made = _product(tape, active, pairs * h, (m_r, h), "experts: the second matrix", source)
+    tape.release(active)
+    return made
+
+
+def _product(tape: Tape, value: Value, shape: Size, weight: tuple[Size, Size], name: str, source: str) -> Value:
     kept = _read(tape, value, name)
-    made = op.tensor(tape, f"output of {name}", e, X_r * width, source)
+    made = op.tensor(tape, f"output of {name}", e, shape, source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        _narrowed(tape, X_r * width, name)
+        _narrowed(tape, shape, name)
         arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", source))]
-        tape.weight_gradient(E_g * reads * width)
+        tape.weight_gradient(E_g * weight[0] * weight[1])
         return arriving
 
     tape.add(name, (made,), kept, backward, of=None)
@@ -875,22 +907,22 @@ def _product(tape: Tape, value: Value, width: Size, reads: Size, name: str, sour
     return made
 
 
-def _weighted_at_once(tape: Tape, wide: Value, chosen: Value, _routing: Routing, source: str) -> Value:
-    made = op.tensor(tape, "experts: gated, times routing weights", e, X_r * m_r, source)
+def _weighted_at_once(tape: Tape, wide: Value, chosen: Value, shape: Size, _routing: Routing, source: str) -> Value:
+    made = op.tensor(tape, "experts: gated, times routing weights", e, shape, source)
     backward = op.makes("experts: gradient of the first matrix's output, or of the weights", source, wide, chosen)
     tape.add("experts: activation", (made,), (wide.store, chosen.store), backward, of=(wide, chosen))
     return made
 
 
-def _active(tape: Tape, wide: Value, _chosen: Value, _routing: Routing, source: str) -> Value:
-    active = op.tensor(tape, "experts: output of the activation", e, X_r * m_r, source)
+def _active(tape: Tape, wide: Value, _chosen: Value, shape: Size, _routing: Routing, source: str) -> Value:
+    active = op.tensor(tape, "experts: output of the activation", e, shape, source)
     backward = op.makes("experts: gradient of the first matrix's output", source, wide)
     tape.add("experts: activation", (active,), (wide.store,), backward, of=(wide,))
     return active
 
 
-def _weighted(tape: Tape, wide: Value, chosen: Value, routing: Routing, source: str) -> Value:
-    active = _active(tape, wide, chosen, routing, source)
+def _weighted(tape: Tape, wide: Value, chosen: Value, shape: Size, routing: Routing, source: str) -> Value:
+    active = _active(tape, wide, chosen, shape, routing, source)
     made = _times_weights(tape, active, chosen, routing, source)
     tape.release(active)
     return made

@@ -42,6 +42,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.utils import get_attr_wrapped_model  # noqa: E402
 
 _DROPOUT = 0.1
 #: Megatron-FSDP's whole weights and whole gradients.
@@ -95,7 +96,7 @@ class Megatron(Engine):
         """``forward_step`` of pretrain_gpt.py."""
         self._enter(Phase.FORWARD)
         with self._watcher.labelled(Kind.ACTIVATIONS):
-            tokens, labels, loss_mask, attention_mask, positions = _batch(self._job)
+            tokens, labels, loss_mask, attention_mask, positions = _batch(self._job, get_attr_wrapped_model(model, "vp_stage"))
         return model(tokens, positions, attention_mask, labels=labels), partial(_loss, cast("torch.Tensor", loss_mask))
 
     def optimizer_step(self) -> None:
@@ -311,10 +312,10 @@ def _optimizer_config(job: JobSpec) -> OptimizerConfig:
 _Batch = tuple[torch.Tensor | None, ...]
 
 
-def _batch(job: JobSpec) -> _Batch:
-    """What ``get_batch_on_this_tp_rank`` returns on the first tensor-parallel rank (training/utils.py)."""
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+def _batch(job: JobSpec, at: int | None) -> _Batch:
+    """What ``get_batch`` of pretrain_gpt.py returns on the first tensor-parallel rank; a chunk between the ends gets nothing."""
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=at)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=at)
     if not (first or last):
         return (None,) * 5
     size, device = (job.batch.micro_batch_size, job.batch.seq_len), "cuda"
