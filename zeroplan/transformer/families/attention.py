@@ -297,7 +297,6 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
         weights, named = softmax(tape, scores, heads.query.dtype, source), ()
     tape.release(scores)
     context = _weighted_values(tape, weights, value, copies, heads, source)
-    tape.drop(*copies.in_place)
     tape.release(*named)
     if heads.grouped:
         tape.release(key, value)
@@ -335,7 +334,7 @@ def in_32_bits(tape: Tape, heads: Heads) -> Attended:
     made = _product(tape, ((weights, (weights,)), value), copies, "attention output, head by head", T * c, MATH)
     narrow = cast(tape, made, e, Site("attention output, head by head", MATH))
     tape.release(made, weights, *(by_key if heads.grouped else ()), query, *bare, *operands)
-    tape.drop(mask, *copies.in_place)
+    tape.drop(mask)
     return Attended(in_order_of_tokens(tape, narrow, "attention output"))
 
 
@@ -422,16 +421,20 @@ class Copies(NamedTuple):
 
     own: list[Store]
     """Copies that are freed after the product."""
-    in_place: list[Store]
-    """Copies saved instead of an original that the tape counts as saved. They live as long as the original's variable."""
+    in_place: list[tuple[Value, Store]]
+    """Originals that the tape counts as saved, each with the copy that is saved instead."""
 
     def used(self, tape: Tape, product: Value) -> None:
         """Free the copies that nothing needs after the product."""
         tape.drop(*self.own)
         self.own.clear()
-        if not (tape.keeps_saved and tape.follows(product)):
-            tape.drop(*self.in_place)
-            self.in_place.clear()
+        kept = tape.keeps_saved and tape.follows(product)
+        for value, copy in self.in_place:
+            if kept:
+                value.copy = copy  # lives as long as the original's variable
+            else:
+                tape.drop(copy)
+        self.in_place.clear()
 
 
 def _operand(
@@ -452,7 +455,7 @@ def _operand(
         copies.own.append(copy)
         return value, (value,) if tape.offloading else (value.store, copy)
     if not contiguous:
-        copies.in_place.append(tape.make(TEMPORARY, f"{site.name}, copied for the product", size, site.source))
+        copies.in_place.append((value, tape.make(TEMPORARY, f"{site.name}, copied for the product", size, site.source)))
     return value, (value,)
 
 
