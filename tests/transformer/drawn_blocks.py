@@ -28,6 +28,7 @@ from zeroplan.spec.family import (
     PLAIN_HEADS,
     SHARED_EXPERTS,
     TRAITS,
+    WIDE_ROUTERS,
     WINDOWED_FAMILIES,
     Activation,
 )
@@ -56,7 +57,7 @@ RANDOM_STATE = 24
 BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
-    "cohere2", "bamba", "gemma4_text", "falcon_h1",
+    "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe",
 )  # fmt: skip
 BY_KINDS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2")
 """Families whose classes always have a window."""
@@ -218,6 +219,8 @@ def run_of(case: Case) -> BlockRun:
     away = offloading_from(CUDA, tracker) if compute.offloaded else nullcontext()
     with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker, away:
         model = causal_module(spec, recipe, stored, CUDA)
+        for weight in model.parameters() if spec.family in WIDE_ROUTERS else ():
+            weight.data = weight.data.to(stored)  # as DeepSpeed and FSDP2's policy do
         if compute.offloaded:
             offload_blocks(model, find_blocks(model))
         for index, block in enumerate(find_blocks(model)):

@@ -125,6 +125,15 @@ TINY: dict[str, dict[str, object]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "tie_word_embeddings": True,
     },
     "minimax_m2": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    "hunyuan_v1_moe": _LLAMA | {"num_experts": 4, "moe_topk": [2, 2, 2], "head_dim": 16},
+    "hunyuan_v1_moe, biases, tied": _LLAMA | {
+        "num_experts": 4, "moe_topk": 2, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True,
+    },
+    "ernie4_5_moe": _LLAMA | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "head_dim": 16},
+    "ernie4_5_moe, no shared experts, two dense layers, untied": _LLAMA | {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0, "moe_layer_start_index": 2,
+        "tie_word_embeddings": False,
+    },
     "qwen2_moe": _QWEN2_MOE,
     "qwen2_moe, no biases, tied": _QWEN2_MOE | {"qkv_bias": False, "tie_word_embeddings": True},
     "qwen3_moe": _LLAMA | {

@@ -204,6 +204,8 @@ class _Source(NamedTuple):
     def optional_integer(self, field: str, *, least: int = 1) -> int | None:
         """Return ``field`` as an integer, or None without a value."""
         value, key = self.value(field), self.key(field)
+        if isinstance(value, list | tuple) and value and all(one == value[0] for one in value):
+            value = value[0]  # the same in every layer
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
@@ -445,7 +447,7 @@ def _some_layers_have_experts(source: _Source) -> bool:
 def _shared_experts(source: _Source) -> int:
     """Return the number of shared experts. One wide shared expert counts as several of the routed experts' width."""
     if source.family not in WIDE_SHARED_EXPERTS:
-        return source.integer("num_shared_experts", 0)
+        return source.integer("num_shared_experts", 0, least=0)
     shared, width = source.integer("shared_expert_intermediate_size"), source.integer("moe_intermediate_size")
     if shared % width:
         raise NoFormulasError(
@@ -517,16 +519,19 @@ def _dense_layers(source: _Source) -> int:
     """Return the number of layers with a dense MLP before those with experts."""
     if source.family == "glm4_moe_lite":
         return _dense_kinds(source)
+    last, layers = source.config.get("moe_layer_end_index", -1), source.integer("num_hidden_layers")
+    if source.family == "ernie4_5_moe" and last not in (-1, layers - 1):
+        raise NoFormulasError(f"moe_layer_end_index={shown(last)} in config.json has no formula: dense layers must come first")
     if source.family != "qwen3_moe":
         return source.integer("num_dense_layers", 0, least=0)
-    layers = source.config.get("mlp_only_layers")
-    if layers is None:
+    dense = source.config.get("mlp_only_layers")
+    if dense is None:
         return 0
-    if not isinstance(layers, list | tuple) or list(layers) != list(range(len(layers))):
+    if not isinstance(dense, list | tuple) or list(dense) != list(range(len(dense))):
         raise NoFormulasError(
-            f"mlp_only_layers={shown(layers)} in config.json has no formula; dense layers must come first: [0, 1]"
+            f"mlp_only_layers={shown(dense)} in config.json has no formula; dense layers must come first: [0, 1]"
         )
-    return len(layers)
+    return len(dense)
 
 
 def _dense_kinds(source: _Source) -> int:

@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple, get_args
 Family = Literal[
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
-    "cohere2", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe",
+    "cohere2", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "hunyuan_v1_moe", "ernie4_5_moe",
+    "qwen2_moe",
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v3",
     "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
@@ -58,6 +59,8 @@ class Traits(NamedTuple):
     """It may have shared experts, which every token visits."""
     routes_in_32_bits: bool = False
     """The router's weights stay in fp32, and therefore the experts' weighted outputs as well."""
+    wide_router: bool = False
+    """The router's weights are fp32 in a model of 16 bits, unless the engine casts them."""
     dense_layers: bool = False
     """Its first layers may have a dense MLP."""
     one_width: bool = False
@@ -120,6 +123,12 @@ TRAITS: Mapping[str, Traits] = {
     "olmoe": Traits("mixtral", other_activations=False, experts="dispatched", one_width=True),
     "minimax_m2": Traits(
         "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2
+    ),
+    "hunyuan_v1_moe": Traits(
+        "hunyuan_moe", other_activations=False, experts="on this rank", one_width=True, head_norms=True, wide_router=True
+    ),
+    "ernie4_5_moe": Traits(
+        "ernie4_5", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, wide_router=True
     ),
     "qwen2_moe": Traits(
         "qwen3_next", other_activations=False, experts="on this rank", shared_experts=True, biased_output=False
@@ -190,6 +199,8 @@ MAY_BE_DENSE = families(lambda one: one.may_be_dense)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
 MOE_FAMILIES = families(lambda one: one.experts != "none")
 DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")
+#: transformers' ``from_pretrained`` leaves their routers in fp32 (5.23, core_model_loading.py: a parameter's own dtype wins).
+WIDE_ROUTERS = families(lambda one: one.wide_router)
 DENSE_LAYERS = families(lambda one: one.dense_layers)
 HEAD_NORMS = families(lambda one: one.head_norms)
 PLAIN_HEADS = families(lambda one: one.plain_heads)

@@ -7,7 +7,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ATTENTION, HEAD, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS
+from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, WIDE_ROUTERS
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
@@ -149,6 +149,7 @@ class JobSpec(Spec):
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
         self._check_heads()
+        self._check_router()
         self._check_fused_loss()
         self._check_resharding()
         if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
@@ -213,6 +214,15 @@ class JobSpec(Spec):
         if self.recipe.attention == "flash" and widest > _WIDEST_OF_FLASH:
             raise SpecError(
                 f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'"
+            )
+
+    def _check_router(self) -> None:
+        """Raise SpecError for weights of two dtypes: 16 bits, and a router in fp32, which DeepSpeed casts and FSDP2 refuses."""
+        recipe = self.recipe
+        if self.model.family in WIDE_ROUTERS and recipe.precision == "bf16" and recipe.engine in ("ddp", "fsdp1", "fsdp2"):
+            raise SpecError(
+                f"precision 'bf16' of a {self.model.family} model under {recipe.engine!r} is not modelled: its routers stay in fp32; "
+                "use 'bf16-mixed', or engine 'deepspeed'"
             )
 
     def _check_fused_loss(self) -> None:

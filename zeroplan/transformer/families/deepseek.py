@@ -163,7 +163,7 @@ def router(tape: Tape, normal: Value, block: Block) -> Routing:
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     in_32_bits = not (block.wide or block.autocast)
     with tape.owning(leaf=True):
-        logits = _logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", ROUTER))
+        logits = logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", ROUTER))
     tape.release(flat)
     scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", ROUTER), saves_result=True)
     indices = _top_experts(tape)
@@ -174,7 +174,7 @@ def router(tape: Tape, normal: Value, block: Block) -> Routing:
     return Routing(logits, weights, indices)
 
 
-def _logits_in_32_bits(tape: Tape, flat: Value) -> Value:
+def logits_in_32_bits(tape: Tape, flat: Value) -> Value:
     """Multiply fp32 copies of the router's input and weight. Autograd saves both copies."""
     given = op.cast(tape, flat, 4, Site("input of the router", ROUTER))
     weight = Value(tape.make(TENSOR, "router's weight in fp32", 4 * E * h, ROUTER), 4, E * h)

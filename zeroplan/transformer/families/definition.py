@@ -151,6 +151,8 @@ class Block(NamedTuple):
     """One projection makes keys and values."""
     too_wide: bool = False
     """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
+    shares: bool = False
+    """Every token visits shared experts too."""
 
     @property
     def attend(self) -> Attend:

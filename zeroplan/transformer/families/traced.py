@@ -281,6 +281,7 @@ def structure_of(
         kind == "beside",
         kind == "global" and model.global_head_dim > 0,
         model.mla is None and x.head_dim > WIDEST_OF_FLASH,
+        model.moe is not None and model.moe.num_shared_experts > 0,
     )
 
 

@@ -132,11 +132,12 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
         return {}
     grouped = spec.family == "deepseek_v3" and spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
     latent = () if spec.mla is None else ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)
+    keys = config_keys(spec.family).keys
     return {
         **{name: getattr(spec.mla, name) for name in latent},
         "norm_topk_prob": True,
-        "n_shared_experts": spec.moe.num_shared_experts,
-        "first_k_dense_replace": spec.moe.num_dense_layers,
+        keys["num_shared_experts"][0]: spec.moe.num_shared_experts,
+        keys["num_dense_layers"][0]: spec.moe.num_dense_layers,
         **({} if grouped else {"n_group": 1, "topk_group": 1}),
     }
 
