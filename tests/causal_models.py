@@ -28,7 +28,7 @@ MEASURED = (
     "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "seed_oss", "smollm3", "hunyuan_v1_dense", "exaone4", "olmoe",
     "gemma", "glm", "starcoder2", "cohere", "cohere2", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1",
     "qwen2_moe", "glm4_moe_lite", "ministral3", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h",
-    "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "ernie4_5_moe",
+    "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "ernie4_5_moe", "phi",
 )  # fmt: skip
 
 

@@ -94,6 +94,7 @@ def drawn(draw: Random, family: str) -> Case:
 def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     plain, heads = family in PLAIN_HEADS, draw.choice((2, 2, 3, 4, 6, 8))
     head_dim = draw.choice((8, 16, 24, 32, 64, 80, 128, draw.choice((136, 160, 256))))
+    head_dim += TRAITS[family].turned_width
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
     square = plain or family in ("olmoe", "cohere2")

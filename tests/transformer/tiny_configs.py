@@ -106,6 +106,12 @@ TINY: dict[str, dict[str, object]] = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
         "attention_bias": False, "tie_word_embeddings": True,
     },
+    "phi": _GPT | {
+        "hidden_size": 96, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "partial_rotary_factor": 2 / 3,
+    },
+    "phi, tied": _GPT | {
+        "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "tie_word_embeddings": True,
+    },
     "opt": _GPT | {
         "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64,
     },

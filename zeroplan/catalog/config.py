@@ -281,6 +281,8 @@ def _refuse_other_architectures(source: _Source) -> None:
         )
     if family == "gemma4_text":
         _refuse_other_gemmas(config)
+    if family == "phi":
+        _refuse_other_phis(source)
     if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
         raise NoFormulasError(
             f"rotary_dim={shown(config['rotary_dim'])} in config.json has no formula, only half of head_dim has; "
@@ -299,6 +301,19 @@ def _refuse_other_gemmas(config: Config) -> None:
             raise NoFormulasError(
                 f"config.json lacks {key}, which is {_WITHOUT_FORMULAS[key]} then, and has no formula; `zeroplan profile --config` "
                 "traces the model itself"
+            )
+
+
+def _refuse_other_phis(source: _Source) -> None:
+    """Raise NoFormulasError where positions turn more or fewer elements of a head than in the published models."""
+    ropes = [one for key in ("rope_parameters", "rope_scaling") if isinstance(one := source.config.get(key), Mapping)]
+    said = [one["partial_rotary_factor"] for one in (source.config, *ropes) if "partial_rotary_factor" in one] or [0.5]
+    head_dim, width = source.integer("hidden_size") // source.integer("num_attention_heads"), TRAITS["phi"].turned_width
+    for factor in said:
+        if not isinstance(factor, int | float) or int(head_dim * factor) != width:
+            raise NoFormulasError(
+                f"partial_rotary_factor={shown(factor)} in config.json has no formula: {width} elements of a head of {head_dim} are "
+                "turned; `zeroplan profile --config` traces the model itself"
             )
 
 

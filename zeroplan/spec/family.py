@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, get_args
 Family = Literal[
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
-    "cohere2", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "hunyuan_v1_moe", "ernie4_5_moe",
-    "qwen2_moe",
+    "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2",
+    "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v3",
     "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
@@ -79,6 +79,10 @@ class Traits(NamedTuple):
     """Layers with a window have their own rotary tables."""
     turned: int = 1
     """Rotary positions rotate 1/``turned`` of each head."""
+    turned_width: int = 0
+    """Or they rotate this many elements of each head."""
+    head_bias: bool = False
+    """The head has a bias."""
     latent: bool = False
     """It has multi-head latent attention."""
     sdpa: bool = True
@@ -114,6 +118,7 @@ TRAITS: Mapping[str, Traits] = {
     "starcoder2": Traits("starcoder2", "gelu_pytorch_tanh", window=True),
     "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
     "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True, turned=4),
+    "phi": Traits("phi", "gelu_new", plain_heads=True, turned_width=32, head_bias=True),
     "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),
     "bloom": Traits("bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False),
     "mixtral": Traits(

@@ -7,7 +7,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ATTENTION, HEAD, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, WIDE_ROUTERS
+from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, TRAITS, WIDE_ROUTERS
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
@@ -221,14 +221,18 @@ class JobSpec(Spec):
         recipe = self.recipe
         if self.model.family in WIDE_ROUTERS and recipe.precision == "bf16" and recipe.engine in ("ddp", "fsdp1", "fsdp2"):
             raise SpecError(
-                f"precision 'bf16' of a {self.model.family} model under {recipe.engine!r} is not modelled: its routers stay in fp32; "
-                "use 'bf16-mixed', or engine 'deepspeed'"
+                f"precision 'bf16' of a {self.model.family} model under {recipe.engine!r} is not modelled: its routers stay in "
+                "fp32; use 'bf16-mixed', or engine 'deepspeed'"
             )
 
     def _check_fused_loss(self) -> None:
         """Raise SpecError without a fused loss of Liger (transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``)."""
         if self.recipe.loss == "fused" and self.model.family in DIVIDED_LOGITS:
             raise SpecError(f"loss 'fused': Liger has none for family {self.model.family!r}; use loss 'full' or 'chunked'")
+        if self.recipe.loss != "full" and self.model.profile is None and TRAITS[self.model.family].head_bias:
+            raise SpecError(
+                f"loss {self.recipe.loss!r} of a {self.model.family} model, whose head has a bias, is not modelled; use 'full'"
+            )
 
     def _check_nodes(self) -> None:
         """Raise SpecError if DeepSpeed's quantized gradients and the cluster have different numbers of GPUs per node."""

@@ -290,6 +290,11 @@ class ModelSpec(Spec):
                 f"head_dim={self.head_dim} of a {self.family} model has no formula: {part} of each head is turned, in pairs; "
                 f"use a multiple of {2 * turned}"
             )
+        width = TRAITS[self.family].turned_width if self.family in TRAITS else 0
+        if width and self.head_dim <= width:
+            raise SpecError(
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: {width} elements of each head are turned; use more"
+            )
         self._check_global_heads()
         if self.family in LEARNED_POSITIONS and not self.positions:
             raise SpecError(f"family={self.family!r} adds learned positions: positions=0 leaves it without; set their number")

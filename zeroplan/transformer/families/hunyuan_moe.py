@@ -43,7 +43,8 @@ def _tensors(model: ModelSpec) -> Layout:
 _CONFIG = HUNYUAN._replace(
     required=(*SIZES, "num_experts", "num_experts_per_tok"),
     keys={
-        **HUNYUAN.keys, "num_experts": ("num_experts", "num_local_experts"), "num_experts_per_tok": ("moe_topk", "num_experts_per_tok"),
+        **HUNYUAN.keys, "num_experts": ("num_experts", "num_local_experts"),
+        "num_experts_per_tok": ("moe_topk", "num_experts_per_tok"),
     },
     only={**HUNYUAN.only, "moe_layer_num_skipped": (0,), "use_mixed_mlp_moe": (True,)},
     counted_as={"output_router_logits": ROUTER_LOGITS},

@@ -81,6 +81,8 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
         made["use_parallel_residual"] = spec.parallel_residual
     if spec.family == "exaone4" and spec.sliding_window is None:
         made["layer_types"] = ["full_attention"] * spec.num_hidden_layers  # the class cannot derive them
+    if spec.family == "phi":
+        made["partial_rotary_factor"] = TRAITS["phi"].turned_width / spec.head_dim
     if spec.family == "minimax_m2":
         made["rotary_dim"] = spec.head_dim // 2
     if spec.family == "gemma4_text":
