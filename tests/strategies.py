@@ -95,7 +95,15 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     mla = _latent(draw) if family in LATENT_FAMILIES else None
     traits, gemma_4 = TRAITS[family], family == "gemma4_text"
     n_layers = 6 * n_layers if gemma_4 else n_layers
-    patterns = ("M-*", "ME*") if traits.one_module else ("H", "N") if traits.one_kind else ("M", "MM*", "*")
+    patterns = (
+        ("LLG", "LDG")
+        if family == "llama4_text"
+        else ("M-*", "ME*")
+        if traits.one_module
+        else ("H", "N")
+        if traits.one_kind
+        else ("M", "MM*", "*")
+    )
     pattern = draw.choice(patterns) if family in PATTERNED else ""
     return ModelSpec(
         name=_mostly(draw, "", "mine"),
@@ -111,7 +119,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
         moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES and "-" not in pattern else None,
         mla=mla, layer_pattern=pattern, turned=not traits.unturned_models or (not traits.one_module and draw.choice((False, True))),
-        linear=_state_space(draw, hidden) if pattern else _linear(draw) if family in LINEAR_FAMILIES else None,
+        linear=_state_space(draw, hidden) if pattern and traits.linear else _linear(draw) if family in LINEAR_FAMILIES else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ BIASED_AT_WILL = (
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe",
 )  # fmt: skip
-BY_KINDS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2")
+BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2")
 """Families whose classes always have a window."""
 
 
@@ -105,9 +105,10 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     every, patterned = GLOBAL_LAYERS.get(family), family in PATTERNED
     own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1))
-    state_space = _state_space(draw, hidden) if patterned else None
+    state_space = _state_space(draw, hidden) if patterned and family in LINEAR_FAMILIES else None
     of_one_module = TRAITS[family].one_module
     own_patterns = ("*M*", "*-M", "M*M", "-EM") if of_one_module else ("*M*", "*MM", "**M")
+    own_patterns = ("LLG", "LDG", "DGL") if family == "llama4_text" else own_patterns
     pattern = draw.choice(("H", "N") if TRAITS[family].one_kind else own_patterns) if patterned else ""
     routed = (
         "E" in pattern if of_one_module else family in MOE_FAMILIES and not (TRAITS[family].may_be_dense and draw.randint(0, 1))

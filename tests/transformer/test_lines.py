@@ -73,7 +73,9 @@ def spec(family: str) -> ModelSpec:
         mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
         if family in LATENT_FAMILIES
         else None,
-        layer_pattern=("ME*" if family == "nemotron_h" else "H" if family == "falcon_h1" else "M*M")
+        layer_pattern=(
+            "LGD" if family == "llama4_text" else "ME*" if family == "nemotron_h" else "H" if family == "falcon_h1" else "M*M"
+        )
         if family in PATTERNED
         else "",
         linear=LinearSpec(num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=32 if family in PATTERNED else 14)

@@ -26,6 +26,10 @@ _GEMMA_4 = _LLAMA | {
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_expand": 2, "mamba_chunk_size": 32,
 }  # fmt: skip
+_LLAMA_4 = _LLAMA | {
+    "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "intermediate_size_mlp": 48,
+    "head_dim": 16,
+}  # fmt: skip
 _GRANITE_4 = _LLAMA | _MAMBA | {
     "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
     "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"],
@@ -107,7 +111,8 @@ TINY: dict[str, dict[str, object]] = {
         "attention_bias": False, "tie_word_embeddings": True,
     },
     "phi": _GPT | {
-        "hidden_size": 96, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "partial_rotary_factor": 2 / 3,
+        "hidden_size": 96, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "partial_rotary_factor": 2 / 3,
     },
     "phi, tied": _GPT | {
         "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "tie_word_embeddings": True,
@@ -155,6 +160,10 @@ TINY: dict[str, dict[str, object]] = {
         "attention_bias": True, "tie_word_embeddings": True,
     },
     "qwen3_5_moe_text": {key: value for key, value in _NEXT.items() if key != "intermediate_size"},
+    "llama4_text": _LLAMA_4,
+    "llama4_text, every second layer, no norms, biases": _LLAMA_4 | {
+        "interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True,
+    },
     "granitemoehybrid": _GRANITE_4,
     "granitemoehybrid, no experts, positions, tied": _GRANITE_4 | {
         "num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 5, "tie_word_embeddings": True,

@@ -43,7 +43,7 @@ LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attent
 #: What a Gemma 4 has by default: embeddings of each layer, values of their own, and logits without a cap.
 _WITHOUT_FORMULAS = {"hidden_size_per_layer_input": 256, "attention_k_eq_v": False, "final_logit_softcapping": None}
 _GLOBAL_HEADS = ("global_head_dim", "global_key_value_heads")
-_LARGEST = 10**7
+_LARGEST = 2 * 10**7
 """More than every width, vocabulary and context in use."""
 
 
@@ -279,22 +279,24 @@ def _refuse_other_architectures(source: _Source) -> None:
             f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only {' and '.join(LATENT_FAMILIES)} have "
             "latent attention"
         )
-    if family == "gemma4_text":
-        _refuse_other_gemmas(config)
-    if family == "phi":
-        _refuse_other_phis(source)
-    if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
-        raise NoFormulasError(
-            f"rotary_dim={shown(config['rotary_dim'])} in config.json has no formula, only half of head_dim has; "
-            "`zeroplan profile --config` traces the model itself"
-        )
+    if family in _REFUSED:
+        _REFUSED[family](source)
     width = config.get("word_embed_proj_dim")
     if width is not None and width != config.get("hidden_size"):
         raise NoFormulasError(f"word_embed_proj_dim={shown(width)} in config.json has no formula; it must equal hidden_size")
 
 
-def _refuse_other_gemmas(config: Config) -> None:
+def _refuse_other_minimaxes(source: _Source) -> None:
+    if 2 * source.integer("rotary_dim") != source.integer("head_dim"):
+        raise NoFormulasError(
+            f"rotary_dim={shown(source.config['rotary_dim'])} in config.json has no formula, only half of head_dim has; "
+            "`zeroplan profile --config` traces the model itself"
+        )
+
+
+def _refuse_other_gemmas(source: _Source) -> None:
     """Raise SpecError for a Gemma 4 that lacks a key without which it is another architecture."""
+    config = source.config
     keys = [key for key in _WITHOUT_FORMULAS if key not in config]
     for key in keys:
         if key != "hidden_size_per_layer_input" or config.get("model_type") == "gemma4_text":
@@ -312,9 +314,12 @@ def _refuse_other_phis(source: _Source) -> None:
     for factor in said:
         if not isinstance(factor, int | float) or int(head_dim * factor) != width:
             raise NoFormulasError(
-                f"partial_rotary_factor={shown(factor)} in config.json has no formula: {width} elements of a head of {head_dim} are "
-                "turned; `zeroplan profile --config` traces the model itself"
+                f"partial_rotary_factor={shown(factor)} in config.json has no formula: {width} elements of a head of {head_dim} "
+                "are turned; `zeroplan profile --config` traces the model itself"
             )
+
+
+_REFUSED = {"gemma4_text": _refuse_other_gemmas, "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis}
 
 
 def _moe_way_out() -> str:
@@ -511,6 +516,8 @@ def _of_layers(source: _Source) -> dict[str, object]:
 
 def _letters(source: _Source) -> str:
     said, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
+    if source.family == "llama4_text":
+        return _of_llama_4(source, layers)
     if TRAITS[source.family].one_kind:
         return ("N" if source.flag("mamba_rms_norm") else "H") * layers
     if said is None:
@@ -528,6 +535,23 @@ def _letters(source: _Source) -> str:
                 "`zeroplan profile --config` traces the model itself"
             )
     return "".join(map(str, letters))
+
+
+def _of_llama_4(source: _Source, layers: int) -> str:
+    """Return a letter for each layer: every fourth has full attention without positions, and experts."""
+    step = source.integer("interleave_moe_layer_step", 1)
+    routed = source.config.get("moe_layers") or range(step - 1, layers, step)
+    turned = source.config.get("no_rope_layers") or [int(layer % 4 != 0) for layer in range(1, layers + 1)]
+    if not isinstance(routed, list | range) or not isinstance(turned, list) or len(turned) < layers:
+        raise SpecError("moe_layers and no_rope_layers in config.json are no lists of layers; correct them")
+    letters = ["L" if turned[layer] else "G" for layer in range(layers)]
+    for layer, letter in enumerate(letters):
+        if layer not in routed and letter == "G":
+            raise NoFormulasError(
+                f"layer {layer + 1} of config.json has no formula: it has neither positions nor experts; "
+                "`zeroplan profile --config` traces the model itself"
+            )
+    return "".join(letter if layer in routed else "D" for layer, letter in enumerate(letters))
 
 
 def _dense_layers(source: _Source) -> int:

@@ -14,7 +14,7 @@ Family = Literal[
     "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2",
     "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
     "qwen3_moe", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v3",
+    "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v3",
     "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
@@ -148,6 +148,9 @@ TRAITS: Mapping[str, Traits] = {
     "qwen3_5_moe_text": Traits(
         "qwen3_next", other_activations=False, global_every=4, linear=True, experts="on this rank", shared_experts=True, turned=4,
         one_width=True,
+    ),
+    "llama4_text": Traits(
+        "llama4", other_activations=False, window=True, pattern=True, unturned=True, experts="on this rank", head_norms=None
     ),
     "granitemoehybrid": Traits(
         "granitemoehybrid", other_activations=False, linear=True, pattern=True, experts="on this rank", may_be_dense=True,

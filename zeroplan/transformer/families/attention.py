@@ -21,6 +21,7 @@ SDPA = "transformers 5.23, integrations/sdpa_attention.py, sdpa_attention_forwar
 FLASH_2 = "transformers 4.45.2, models/mistral/modeling_mistral.py, MistralFlashAttention2.forward"
 EAGER = "transformers 5.23, models/llama/modeling_llama.py, eager_attention_forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
+LLAMA_4 = "transformers 5.23, models/llama4/modeling_llama4.py, eager_attention_forward"
 SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
 CHOICE = "torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention"
 FILLED = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, pad_last_dim"
@@ -278,10 +279,13 @@ def in_order_of_tokens(tape: Tape, value: Value, reason: str, *, of: str = "") -
 # --- attention in single operators -------------------------------------------------------------------------------------------
 
 
-def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False, sinks: bool = False) -> Attended:
+def eager(
+    tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False, sinks: bool = False, narrow: bool = False
+) -> Attended:  # fmt: skip
     """Run eager attention. It repeats keys and values for grouped heads, and autograd saves the scores' softmax.
 
     ``capped``: ``tanh`` caps the scores before the mask (Gemma 2). ``sinks``: each head adds one learned score (gpt-oss).
+    ``narrow``: the softmax stays in the dtype of the scores (Llama 4).
     """
     copies = Copies([], [])
     key, value = _repeated(tape, heads, source)
@@ -293,6 +297,9 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
     scores = _scores(tape, operands, copies, Site("attention: scores", source), capped=capped)
     if sinks:
         weights, named = _softmax_with_sinks(tape, scores, value.dtype)
+    elif narrow:
+        site = Site("attention: softmax", source)
+        weights, named = op.pointwise(tape, scores, "softmax of the scores", site, saves_result=True), ()
     else:
         weights, named = softmax(tape, scores, heads.query.dtype, source), ()
     tape.release(scores)
@@ -397,6 +404,7 @@ EAGER_OF: dict[str, Attend] = {
     "gemma2": partial(eager, capped=True),
     "gpt_oss": partial(eager, source=SINKS, sinks=True),
     "gpt2": of_one_tensor,
+    "llama4_text": partial(eager, source=LLAMA_4, narrow=True),
 }
 
 

@@ -62,7 +62,7 @@ def _fields(spec: ModelSpec) -> dict[str, object]:
 def _peculiar(spec: ModelSpec) -> dict[str, object]:
     made: dict[str, object] = {}
     if spec.family in WINDOWED_FAMILIES or config_keys(spec.family).optional_window:
-        made["sliding_window"] = spec.sliding_window
+        made[config_keys(spec.family).keys.get("sliding_window", ("sliding_window",))[0]] = spec.sliding_window
     if config_keys(spec.family).optional_window:
         made["use_sliding_window"] = spec.sliding_window is not None
     if spec.moe is not None and spec.family not in ONE_WIDTH_FAMILIES:
@@ -113,6 +113,11 @@ def _linear(spec: ModelSpec) -> dict[str, object]:
 
 def _hybrid(spec: ModelSpec) -> dict[str, object]:
     """Keys with the kind of each layer, in hybrid families."""
+    if spec.family == "llama4_text":
+        return {
+            "no_rope_layers": [int(letter != "G") for letter in spec.letters],
+            "moe_layers": [layer for layer, letter in enumerate(spec.letters) if letter != "D"],
+        }
     if spec.linear is None or not spec.layer_pattern:
         return {}
     if spec.family == "falcon_h1":
@@ -162,7 +167,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         from zeroplan.verify.training import vision  # noqa: PLC0415  few models have images
 
         made = vision.whole_config(spec, config(spec))
-    if spec.moe is not None:
+    if spec.moe is not None and spec.family != "llama4_text":  # whose experts have one implementation
         made._experts_implementation = "grouped_mm"
     build = causal_model if spec.vision is None else vision.whole_model
     model = build(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
