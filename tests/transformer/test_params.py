@@ -69,7 +69,7 @@ def test_a_head_is_tied_where_transformers_shares_its_tensor(case: str):
         assert "lm_head.weight" not in every_parameter(built)
     else:
         assert built.tied_head is None
-        assert built.tail[-1].name == "lm_head.weight"
+        assert "lm_head.weight" in [one.name for one in built.tail]
 
 
 @pytest.mark.torch
