@@ -71,7 +71,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     query = op.linear(tape, normal, q, Site("q projection", ATTENTION, Module.Q), bias=bias)
     key = op.linear(tape, normal, k, Site("k projection", ATTENTION, Module.K), bias=bias)
     value = op.linear(tape, normal, v, Site("v projection", ATTENTION, Module.V), bias=bias)
-    positions = ()
+    positions: tuple[Store, ...] = ()
     if block.unturned:
         query, positions = _tempered(tape, query)
     else:
