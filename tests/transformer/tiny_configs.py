@@ -28,7 +28,7 @@ _MAMBA = {
 }  # fmt: skip
 _LLAMA_4 = _LLAMA | {
     "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "intermediate_size_mlp": 48,
-    "head_dim": 16,
+    "head_dim": 16, "attention_chunk_size": 16,
 }  # fmt: skip
 _GRANITE_4 = _LLAMA | _MAMBA | {
     "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,

@@ -287,6 +287,8 @@ class Around(NamedTuple):
     """The model multiplies the embedding's output by a constant, outside the embedding module, before block 0."""
     masks: int = 1
     """Number of attention masks that it builds for eager attention."""
+    chunks: bool = False
+    """Its window is a chunk, whose mask differs from sequence to sequence."""
 
 
 class Definition(NamedTuple):

@@ -253,7 +253,7 @@ _CONFIG = ConfigKeys(
     harmless={
         "the loss of the router, which output_router_logits switches on": ("router_aux_loss_coef",),
         "numbers in a formula, which change no tensor": ("floor_scale", "attn_scale"),
-        "for embeddings of images": ("for_llm_compressor",),
+        "for other programs": ("for_llm_compressor",),
     },
 )  # fmt: skip
 _MODULES = tuple(f"feed_forward{name}" for name in ("", ".router", ".experts", ".experts.act_fn"))
@@ -261,6 +261,6 @@ FAMILIES = {
     "llama4_text": Definition(
         Program(_layer, LAYER, NORM), _tensors, _CONFIG, before_and_after(ATTENTION_MODULES, gated_modules("feed_forward")),
         before_and_after(ATTENTION_MODULES, (*_MODULES, *gated_modules("feed_forward.shared_expert"))),
-        Tables(4 * s * d, "rotary numbers, complex", f"{LLAMA}, Llama4TextRotaryEmbedding.forward"), Around(masks=2),
+        Tables(4 * s * d, "rotary numbers, complex", f"{LLAMA}, Llama4TextRotaryEmbedding.forward"), Around(masks=2, chunks=True),
     )
 }  # fmt: skip
