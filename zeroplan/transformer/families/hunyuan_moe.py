@@ -20,10 +20,9 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """Run the shared MLP, then the routed experts. The shared output and the routing tensors live to the module's end."""
     shared = gated_mlp(tape, normal, block, MOE, prefix="shared MLP: ")
     flat = op.view(tape, normal, Site("experts: their input", MOE))
-    with tape.owning(leaf=True):
-        routing = router(tape, flat, narrowed=True)
-        with tape.inside(Module.EXPERTS):
-            routed = experts_here(tape, flat, routing.weights)
+    routing = router(tape, flat, narrowed=True)
+    with tape.inside(Module.EXPERTS), tape.owning():
+        routed = experts_here(tape, flat, routing.weights)
     tape.release(flat)
     made = op.add(tape, routed, shared, "output of experts and shared MLP", Site("sum of experts and shared MLP", MOE))
     tape.drop(routing.indices)
