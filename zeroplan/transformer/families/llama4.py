@@ -131,10 +131,9 @@ def _tempered(tape: Tape, query: Value) -> tuple[Value, tuple[Store, ...]]:
 def _moe(tape: Tape, normal: Value, block: Block) -> tuple[Value, Value]:
     """Run all experts on all tokens, then the shared expert. Return the output, and the router's logits."""
     flat = op.view(tape, normal, Site("experts: their input", MOE))
-    with tape.owning(leaf=True):
-        scores, logits = _router(tape, flat)
+    scores, logits = _router(tape, flat)
+    entry = _scaled_copies(tape, flat, scores)
     with tape.inside(Module.EXPERTS), tape.owning():
-        entry = _scaled_copies(tape, flat, scores)
         routed = _experts(tape, entry, block)
     shared = gated_mlp(tape, flat, block, MLP, width=m, prefix="shared expert: ")
     summed = op.run(
