@@ -28,7 +28,7 @@ MEASURED = (
     "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "seed_oss", "smollm3", "hunyuan_v1_dense", "exaone4", "olmoe",
     "gemma", "glm", "starcoder2", "cohere", "cohere2", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1",
     "qwen2_moe", "glm4_moe_lite", "ministral3", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h",
-    "bamba", "gemma4_text", "falcon_h1",
+    "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text",
 )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def causal_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None
         return adapted_model(spec, compute, layers=layers)
     config = _config(spec, layers or spec.num_hidden_layers)
     config._attn_implementation = "eager" if spec.family in WITHOUT_SDPA else compute.attention
-    if spec.moe is not None:
+    if spec.moe is not None and spec.family != "llama4_text":
         config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(weight_dtype(compute))

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 ENGINES = tuple(ENGINE_STAGES)
 #: Families without grouped heads, whose class fixes the biases.
-_PLAIN_HEADS = ("gpt2", "gpt_neox", "opt", "bloom")
+_PLAIN_HEADS = ("gpt2", "gpt_neox", "phi", "opt", "bloom")
 _OPTIMIZERS = tuple(sorted(name for name in IMPLEMENTATIONS if name not in PUBLISHED or name == "adamw-8bit"))
 _DEEPSPEED_OPTIMIZERS = tuple(name for name in _OPTIMIZERS if name != "muon")
 _SPLIT_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
@@ -61,7 +61,7 @@ PLACED_ELSEWHERE = ("llama",)
 _FIXED_BIASES = {
     "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
     "bloom": (True, True), "starcoder2": (True, True), "ministral3": (False, False), "ernie4_5": (False, False),
-    "nemotron_h": (False, False),
+    "nemotron_h": (False, False), "ernie4_5_moe": (False, False), "phi": (True, True),
 }  # fmt: skip
 
 
@@ -95,7 +95,15 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     mla = _latent(draw) if family in LATENT_FAMILIES else None
     traits, gemma_4 = TRAITS[family], family == "gemma4_text"
     n_layers = 6 * n_layers if gemma_4 else n_layers
-    patterns = ("M-*", "ME*") if traits.one_module else ("H", "N") if traits.one_kind else ("M", "MM*", "*")
+    patterns = (
+        ("LLG", "LDG")
+        if family == "llama4_text"
+        else ("M-*", "ME*")
+        if traits.one_module
+        else ("H", "N")
+        if traits.one_kind
+        else ("M", "MM*", "*")
+    )
     pattern = draw.choice(patterns) if family in PATTERNED else ""
     return ModelSpec(
         name=_mostly(draw, "", "mine"),
@@ -111,7 +119,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
         moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES and "-" not in pattern else None,
         mla=mla, layer_pattern=pattern, turned=not traits.unturned_models or (not traits.one_module and draw.choice((False, True))),
-        linear=_state_space(draw, hidden) if pattern else _linear(draw) if family in LINEAR_FAMILIES else None,
+        linear=_state_space(draw, hidden) if pattern and traits.linear else _linear(draw) if family in LINEAR_FAMILIES else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
 
@@ -119,7 +127,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
 def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
     kv_heads = ranks * _about(draw, 1, max(1, 32 // ranks))
     groups = 1 if family in (*_PLAIN_HEADS, *LATENT_FAMILIES) else draw.randint(1, 8)
-    return groups * kv_heads, kv_heads, 2 * TRAITS[family].turned * _about(draw, 2, 32)
+    return groups * kv_heads, kv_heads, TRAITS[family].turned_width + 2 * TRAITS[family].turned * _about(draw, 2, 32)
 
 
 def _biases(draw: Random, family: str) -> tuple[bool, bool]:

@@ -21,9 +21,9 @@ _THOUSANDTH = 0.001
 def _tolerance(asked: JobSpec) -> float:
     """A thousandth; under Megatron-FSDP more.
 
-    It pads every bucket to its ranks and rows, up to a quarter of a percent on 64 ranks. With experts the estimate is up to 2.8 % too
-    high: the buckets of a layer's experts and of its other matrices are made one after the other, and counted together. This is not
-    all of it; we did not find the rest.
+    It pads every bucket to its ranks and rows, up to a quarter of a percent on 64 ranks. With experts the estimate is up to 2.8 %
+    too high: the buckets of a layer's experts and of its other matrices are made one after the other, and counted together. This is
+    not all of it; we did not find the rest.
     """
     if asked.recipe.zero_stage > 1:
         return 0.003 if asked.model.moe is None else 0.028

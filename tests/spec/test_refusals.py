@@ -59,6 +59,21 @@ OF_MODELS: list[tuple[Callable[[], object], str]] = [
         lambda: model("mixtral", moe=MOE),
         "a mixtral model has one width for its experts: intermediate_size=128 and moe_intermediate_size=96 must be the same",
     ),
+    (
+        lambda: model("phi"),
+        "head_dim=16 of a phi model has no formula: 32 elements of each are turned; use more",
+    ),
+    (
+        lambda: job(model("phi", head_dim=64), loss="chunked"),
+        "loss 'chunked' of a phi model, whose head has a bias, is not modelled; use 'full'",
+    ),
+    (
+        lambda: job(model("hunyuan_v1_moe", intermediate_size=96, moe=MOE), engine="ddp", zero_stage=0, precision="bf16"),
+        (
+            "precision 'bf16' of a hunyuan_v1_moe model under 'ddp' is not modelled: its routers stay in fp32; "
+            "use 'bf16-mixed', or engine 'deepspeed'"
+        ),
+    ),
     (FrozenSpec, "nothing is frozen; name some parts (embedding,head) or a number of layers"),
 ]
 OF_RECIPES: list[tuple[Callable[[], object], str]] = [

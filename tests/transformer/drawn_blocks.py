@@ -29,6 +29,7 @@ from zeroplan.spec.family import (
     PLAIN_HEADS,
     SHARED_EXPERTS,
     TRAITS,
+    WIDE_ROUTERS,
     WINDOWED_FAMILIES,
     Activation,
 )
@@ -58,9 +59,9 @@ RANDOM_STATE = 24
 BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
-    "cohere2", "bamba", "gemma4_text", "falcon_h1",
+    "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe",
 )  # fmt: skip
-BY_KINDS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2")
+BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2")
 """Families whose classes always have a window."""
 
 
@@ -108,6 +109,7 @@ def on_an_old_gpu(draw: Random, family: str) -> Case:
 def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     plain, heads = family in PLAIN_HEADS, draw.choice((2, 2, 3, 4, 6, 8))
     head_dim = draw.choice((8, 16, 24, 32, 64, 80, 128, draw.choice((136, 160, 256))))
+    head_dim += TRAITS[family].turned_width
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
     square = plain or family in ("olmoe", "cohere2")
@@ -118,9 +120,10 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     every, patterned = GLOBAL_LAYERS.get(family), family in PATTERNED
     own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1))
-    state_space = _state_space(draw, hidden) if patterned else None
+    state_space = _state_space(draw, hidden) if patterned and family in LINEAR_FAMILIES else None
     of_one_module = TRAITS[family].one_module
     own_patterns = ("*M*", "*-M", "M*M", "-EM") if of_one_module else ("*M*", "*MM", "**M")
+    own_patterns = ("LLG", "LDG", "DGL") if family == "llama4_text" else own_patterns
     pattern = draw.choice(("H", "N") if TRAITS[family].one_kind else own_patterns) if patterned else ""
     routed = (
         "E" in pattern if of_one_module else family in MOE_FAMILIES and not (TRAITS[family].may_be_dense and draw.randint(0, 1))
@@ -234,6 +237,8 @@ def run_of(case: Case) -> BlockRun:
     away = offloading_from(CUDA, tracker) if compute.offloaded else nullcontext()
     with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker, away:
         model = causal_module(spec, recipe, stored, CUDA)
+        for weight in model.parameters() if spec.family in WIDE_ROUTERS else ():
+            weight.data = weight.data.to(stored)  # as DeepSpeed and FSDP2's policy do
         if compute.offloaded:
             offload_blocks(model, find_blocks(model))
         for index, block in enumerate(find_blocks(model)):

@@ -14,7 +14,7 @@ LINEAR = LinearSpec(num_key_heads=3, num_value_heads=6, key_head_dim=10, value_h
 
 def linear_of(family: str, hidden: int) -> LinearSpec | None:
     """Describe linear attention; heads of a state space are twice as wide together as the residual stream."""
-    if family in PATTERNED:
+    if family in PATTERNED and family in LINEAR_FAMILIES:
         return replace(LINEAR, num_key_heads=2, num_value_heads=4, value_head_dim=hidden // 2, chunk_size=32)
     return LINEAR if family in LINEAR_FAMILIES else None
 
@@ -49,7 +49,9 @@ def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True
         ),
         mla=mla if deepseek else None,
         linear=linear_of(family, hidden),
-        layer_pattern=("ME" if family == "nemotron_h" else "H" if family == "falcon_h1" else "MM")
+        layer_pattern=(
+            "LG" if family == "llama4_text" else "ME" if family == "nemotron_h" else "H" if family == "falcon_h1" else "MM"
+        )
         if family in PATTERNED
         else "",
         turned=family != "nemotron_h",

@@ -21,6 +21,7 @@ from zeroplan.spec.family import (
     PATTERNED,
     PLAIN_HEADS,
     SHARED_EXPERTS,
+    TRAITS,
 )
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.activations import block_pass
@@ -56,7 +57,7 @@ def spec(family: str) -> ModelSpec:
         num_hidden_layers=6 if family == "gemma4_text" else 3,
         num_attention_heads=6,
         num_key_value_heads=6 if gpt2 or family in LATENT_FAMILIES else 2,
-        head_dim=16,
+        head_dim=16 + TRAITS[family].turned_width,
         vocab_size=211,
         positions=64 if gpt2 else 0,
         attention_bias=family == "qwen2",
@@ -73,7 +74,9 @@ def spec(family: str) -> ModelSpec:
         mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
         if family in LATENT_FAMILIES
         else None,
-        layer_pattern=("ME*" if family == "nemotron_h" else "H" if family == "falcon_h1" else "M*M")
+        layer_pattern=(
+            "LGD" if family == "llama4_text" else "ME*" if family == "nemotron_h" else "H" if family == "falcon_h1" else "M*M"
+        )
         if family in PATTERNED
         else "",
         linear=LinearSpec(num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=32 if family in PATTERNED else 14)

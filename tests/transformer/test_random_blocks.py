@@ -79,6 +79,14 @@ def test_blocks_on_a_gpu_with_few_kernels(family: str, number: int) -> None:
     assert on_the_fake_gpu(differences, case) == (), case
 
 
+def test_a_copy_of_the_queries_lives_as_long_as_their_variable() -> None:
+    """A block of attention alone, written out, whose highest moment is its output projection."""
+    case = drawn_block(Random("nemotron_h 24"), "nemotron_h")  # noqa: S311  draws tests
+    assert case.compute.attention == "eager"
+    assert case.size.micro_batch_size > 1
+    assert on_the_fake_gpu(differences, case) == (), case
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("bloom", *NOT_LISTED)])
 @pytest.mark.parametrize("number", range(10 if every_case() else 1))
 def test_blocks_whose_saved_tensors_are_in_host_memory(family: str, number: int) -> None:

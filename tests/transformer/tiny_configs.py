@@ -26,6 +26,10 @@ _GEMMA_4 = _LLAMA | {
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_expand": 2, "mamba_chunk_size": 32,
 }  # fmt: skip
+_LLAMA_4 = _LLAMA | {
+    "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "intermediate_size_mlp": 48,
+    "head_dim": 16, "attention_chunk_size": 16,
+}  # fmt: skip
 _GRANITE_4 = _LLAMA | _MAMBA | {
     "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
     "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"],
@@ -106,6 +110,13 @@ TINY: dict[str, dict[str, object]] = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
         "attention_bias": False, "tie_word_embeddings": True,
     },
+    "phi": _GPT | {
+        "hidden_size": 96, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "partial_rotary_factor": 2 / 3,
+    },
+    "phi, tied": _GPT | {
+        "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "tie_word_embeddings": True,
+    },
     "opt": _GPT | {
         "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64,
     },
@@ -125,6 +136,15 @@ TINY: dict[str, dict[str, object]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "tie_word_embeddings": True,
     },
     "minimax_m2": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    "hunyuan_v1_moe": _LLAMA | {"num_experts": 4, "moe_topk": [2, 2, 2], "head_dim": 16},
+    "hunyuan_v1_moe, biases, tied": _LLAMA | {
+        "num_experts": 4, "moe_topk": 2, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True,
+    },
+    "ernie4_5_moe": _LLAMA | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "head_dim": 16},
+    "ernie4_5_moe, no shared experts, two dense layers, untied": _LLAMA | {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0, "moe_layer_start_index": 2,
+        "tie_word_embeddings": False,
+    },
     "qwen2_moe": _QWEN2_MOE,
     "qwen2_moe, no biases, tied": _QWEN2_MOE | {"qkv_bias": False, "tie_word_embeddings": True},
     "qwen3_moe": _LLAMA | {
@@ -140,6 +160,10 @@ TINY: dict[str, dict[str, object]] = {
         "attention_bias": True, "tie_word_embeddings": True,
     },
     "qwen3_5_moe_text": {key: value for key, value in _NEXT.items() if key != "intermediate_size"},
+    "llama4_text": _LLAMA_4,
+    "llama4_text, every second layer, no norms, biases": _LLAMA_4 | {
+        "interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True,
+    },
     "granitemoehybrid": _GRANITE_4,
     "granitemoehybrid, no experts, positions, tied": _GRANITE_4 | {
         "num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 5, "tie_word_embeddings": True,

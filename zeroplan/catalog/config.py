@@ -43,7 +43,7 @@ LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attent
 #: What a Gemma 4 has by default: embeddings of each layer, values of their own, and logits without a cap.
 _WITHOUT_FORMULAS = {"hidden_size_per_layer_input": 256, "attention_k_eq_v": False, "final_logit_softcapping": None}
 _GLOBAL_HEADS = ("global_head_dim", "global_key_value_heads")
-_LARGEST = 10**7
+_LARGEST = 2 * 10**7
 """More than every width, vocabulary and context in use."""
 
 
@@ -204,6 +204,8 @@ class _Source(NamedTuple):
     def optional_integer(self, field: str, *, least: int = 1) -> int | None:
         """Return ``field`` as an integer, or None without a value."""
         value, key = self.value(field), self.key(field)
+        if isinstance(value, list | tuple) and value and all(one == value[0] for one in value):
+            value = value[0]  # the same in every layer
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
@@ -277,20 +279,24 @@ def _refuse_other_architectures(source: _Source) -> None:
             f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only {' and '.join(LATENT_FAMILIES)} have "
             "latent attention"
         )
-    if family == "gemma4_text":
-        _refuse_other_gemmas(config)
-    if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
-        raise NoFormulasError(
-            f"rotary_dim={shown(config['rotary_dim'])} in config.json has no formula, only half of head_dim has; "
-            "`zeroplan profile --config` traces the model itself"
-        )
+    if family in _REFUSED:
+        _REFUSED[family](source)
     width = config.get("word_embed_proj_dim")
     if width is not None and width != config.get("hidden_size"):
         raise NoFormulasError(f"word_embed_proj_dim={shown(width)} in config.json has no formula; it must equal hidden_size")
 
 
-def _refuse_other_gemmas(config: Config) -> None:
+def _refuse_other_minimaxes(source: _Source) -> None:
+    if 2 * source.integer("rotary_dim") != source.integer("head_dim"):
+        raise NoFormulasError(
+            f"rotary_dim={shown(source.config['rotary_dim'])} in config.json has no formula, only half of head_dim has; "
+            "`zeroplan profile --config` traces the model itself"
+        )
+
+
+def _refuse_other_gemmas(source: _Source) -> None:
     """Raise SpecError for a Gemma 4 that lacks a key without which it is another architecture."""
+    config = source.config
     keys = [key for key in _WITHOUT_FORMULAS if key not in config]
     for key in keys:
         if key != "hidden_size_per_layer_input" or config.get("model_type") == "gemma4_text":
@@ -298,6 +304,22 @@ def _refuse_other_gemmas(config: Config) -> None:
                 f"config.json lacks {key}, which is {_WITHOUT_FORMULAS[key]} then, and has no formula; `zeroplan profile --config` "
                 "traces the model itself"
             )
+
+
+def _refuse_other_phis(source: _Source) -> None:
+    """Raise NoFormulasError where positions turn more or fewer elements of a head than in the published models."""
+    ropes = [one for key in ("rope_parameters", "rope_scaling") if isinstance(one := source.config.get(key), Mapping)]
+    said = [one["partial_rotary_factor"] for one in (source.config, *ropes) if "partial_rotary_factor" in one] or [0.5]
+    head_dim, width = source.integer("hidden_size") // source.integer("num_attention_heads"), TRAITS["phi"].turned_width
+    for factor in said:
+        if not isinstance(factor, int | float) or int(head_dim * factor) != width:
+            raise NoFormulasError(
+                f"partial_rotary_factor={shown(factor)} in config.json has no formula: {width} elements of a head of {head_dim} "
+                "are turned; `zeroplan profile --config` traces the model itself"
+            )
+
+
+_REFUSED = {"gemma4_text": _refuse_other_gemmas, "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis}
 
 
 def _moe_way_out() -> str:
@@ -445,7 +467,7 @@ def _some_layers_have_experts(source: _Source) -> bool:
 def _shared_experts(source: _Source) -> int:
     """Return the number of shared experts. One wide shared expert counts as several of the routed experts' width."""
     if source.family not in WIDE_SHARED_EXPERTS:
-        return source.integer("num_shared_experts", 0)
+        return source.integer("num_shared_experts", 0, least=0)
     shared, width = source.integer("shared_expert_intermediate_size"), source.integer("moe_intermediate_size")
     if shared % width:
         raise NoFormulasError(
@@ -494,6 +516,8 @@ def _of_layers(source: _Source) -> dict[str, object]:
 
 def _letters(source: _Source) -> str:
     said, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
+    if source.family == "llama4_text":
+        return _of_llama_4(source, layers)
     if TRAITS[source.family].one_kind:
         return ("N" if source.flag("mamba_rms_norm") else "H") * layers
     if said is None:
@@ -513,20 +537,40 @@ def _letters(source: _Source) -> str:
     return "".join(map(str, letters))
 
 
+def _of_llama_4(source: _Source, layers: int) -> str:
+    """Return a letter for each layer: every fourth has full attention without positions, and experts."""
+    step = source.integer("interleave_moe_layer_step", 1)
+    routed = source.config.get("moe_layers") or range(step - 1, layers, step)
+    turned = source.config.get("no_rope_layers") or [int(layer % 4 != 0) for layer in range(1, layers + 1)]
+    if not isinstance(routed, list | range) or not isinstance(turned, list) or len(turned) < layers:
+        raise SpecError("moe_layers and no_rope_layers in config.json are no lists of layers; correct them")
+    letters = ["L" if turned[layer] else "G" for layer in range(layers)]
+    for layer, letter in enumerate(letters):
+        if layer not in routed and letter == "G":
+            raise NoFormulasError(
+                f"layer {layer + 1} of config.json has no formula: it has neither positions nor experts; "
+                "`zeroplan profile --config` traces the model itself"
+            )
+    return "".join(letter if layer in routed else "D" for layer, letter in enumerate(letters))
+
+
 def _dense_layers(source: _Source) -> int:
     """Return the number of layers with a dense MLP before those with experts."""
     if source.family == "glm4_moe_lite":
         return _dense_kinds(source)
+    last, layers = source.config.get("moe_layer_end_index", -1), source.integer("num_hidden_layers")
+    if source.family == "ernie4_5_moe" and last not in (-1, layers - 1):
+        raise NoFormulasError(f"moe_layer_end_index={shown(last)} in config.json has no formula: dense layers must come first")
     if source.family != "qwen3_moe":
         return source.integer("num_dense_layers", 0, least=0)
-    layers = source.config.get("mlp_only_layers")
-    if layers is None:
+    dense = source.config.get("mlp_only_layers")
+    if dense is None:
         return 0
-    if not isinstance(layers, list | tuple) or list(layers) != list(range(len(layers))):
+    if not isinstance(dense, list | tuple) or list(dense) != list(range(len(dense))):
         raise NoFormulasError(
-            f"mlp_only_layers={shown(layers)} in config.json has no formula; dense layers must come first: [0, 1]"
+            f"mlp_only_layers={shown(dense)} in config.json has no formula; dense layers must come first: [0, 1]"
         )
-    return len(layers)
+    return len(dense)
 
 
 def _dense_kinds(source: _Source) -> int:

@@ -138,5 +138,5 @@ def rotary_calls(model: ModelSpec, kinds: int) -> int:
 
 
 def dropouts_of_embedding(model: ModelSpec) -> int:
-    """Return the number of dropout modules on the embedding: one in GPT-2 and GPT-NeoX."""
-    return int(model.family in ("gpt2", "gpt_neox"))
+    """Return the number of dropout modules on the embedding: one in GPT-2, GPT-NeoX and Phi."""
+    return int(model.family in ("gpt2", "gpt_neox", "phi"))

@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple, get_args
 Family = Literal[
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
-    "cohere2", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe",
+    "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2",
+    "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
     "qwen3_moe", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v3",
+    "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v3",
     "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
@@ -58,6 +59,8 @@ class Traits(NamedTuple):
     """It may have shared experts, which every token visits."""
     routes_in_32_bits: bool = False
     """The router's weights stay in fp32, and therefore the experts' weighted outputs as well."""
+    wide_router: bool = False
+    """The router's weights are fp32 in a model of 16 bits, unless the engine casts them."""
     dense_layers: bool = False
     """Its first layers may have a dense MLP."""
     one_width: bool = False
@@ -76,6 +79,10 @@ class Traits(NamedTuple):
     """Layers with a window have their own rotary tables."""
     turned: int = 1
     """Rotary positions rotate 1/``turned`` of each head."""
+    turned_width: int = 0
+    """Or they rotate this many elements of each head."""
+    head_bias: bool = False
+    """The head has a bias."""
     latent: bool = False
     """It has multi-head latent attention."""
     sdpa: bool = True
@@ -111,6 +118,7 @@ TRAITS: Mapping[str, Traits] = {
     "starcoder2": Traits("starcoder2", "gelu_pytorch_tanh", window=True),
     "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
     "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True, turned=4),
+    "phi": Traits("phi", "gelu_new", plain_heads=True, turned_width=32, head_bias=True),
     "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),
     "bloom": Traits("bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False),
     "mixtral": Traits(
@@ -120,6 +128,12 @@ TRAITS: Mapping[str, Traits] = {
     "olmoe": Traits("mixtral", other_activations=False, experts="dispatched", one_width=True),
     "minimax_m2": Traits(
         "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2
+    ),
+    "hunyuan_v1_moe": Traits(
+        "hunyuan_moe", other_activations=False, experts="on this rank", one_width=True, head_norms=True, wide_router=True
+    ),
+    "ernie4_5_moe": Traits(
+        "ernie4_5", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, wide_router=True
     ),
     "qwen2_moe": Traits(
         "qwen3_next", other_activations=False, experts="on this rank", shared_experts=True, biased_output=False
@@ -134,6 +148,9 @@ TRAITS: Mapping[str, Traits] = {
     "qwen3_5_moe_text": Traits(
         "qwen3_next", other_activations=False, global_every=4, linear=True, experts="on this rank", shared_experts=True, turned=4,
         one_width=True,
+    ),
+    "llama4_text": Traits(
+        "llama4", other_activations=False, window=True, pattern=True, unturned=True, experts="on this rank", head_norms=None
     ),
     "granitemoehybrid": Traits(
         "granitemoehybrid", other_activations=False, linear=True, pattern=True, experts="on this rank", may_be_dense=True,
@@ -190,9 +207,14 @@ MAY_BE_DENSE = families(lambda one: one.may_be_dense)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
 MOE_FAMILIES = families(lambda one: one.experts != "none")
 DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")
+#: transformers' ``from_pretrained`` leaves their routers in fp32 (5.23, core_model_loading.py: a parameter's own dtype wins).
+WIDE_ROUTERS = families(lambda one: one.wide_router)
 DENSE_LAYERS = families(lambda one: one.dense_layers)
 HEAD_NORMS = families(lambda one: one.head_norms)
 PLAIN_HEADS = families(lambda one: one.plain_heads)
 DIVIDED_LOGITS = families(lambda one: one.divides_logits)
 WITHOUT_SDPA = families(lambda one: not one.sdpa)
 GLOBAL_LAYERS: Mapping[str, int] = {name: one.global_every for name, one in TRAITS.items() if one.global_every is not None}
+
+#: Families whose modules DeepSpeed's stage 3 gathers in an order that is not modelled.
+NOT_AT_STAGE_3 = ("llama4_text", "ernie4_5_moe")

@@ -7,7 +7,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ATTENTION, HEAD, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS
+from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, NOT_AT_STAGE_3, TRAITS, WIDE_ROUTERS
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
@@ -161,6 +161,7 @@ class JobSpec(Spec):
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
         self._check_attention()
+        self._check_router()
         self._check_fused_loss()
         self._check_resharding()
         if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
@@ -230,10 +231,27 @@ class JobSpec(Spec):
                 f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'"
             )
 
+    def _check_router(self) -> None:
+        """Raise SpecError for weights of two dtypes: 16 bits, and a router in fp32, which DeepSpeed casts and FSDP2 refuses."""
+        recipe = self.recipe
+        if self.model.family in WIDE_ROUTERS and recipe.precision == "bf16" and recipe.engine in ("ddp", "fsdp1", "fsdp2"):
+            raise SpecError(
+                f"precision 'bf16' of a {self.model.family} model under {recipe.engine!r} is not modelled: its routers stay in "
+                "fp32; use 'bf16-mixed', or engine 'deepspeed'"
+            )
+        if self.model.family in NOT_AT_STAGE_3 and recipe.engine == "deepspeed" and recipe.zero_stage == 3:
+            raise SpecError(
+                f"DeepSpeed's stage 3 of a {self.model.family} model is not modelled; use stage 2, or engine 'fsdp2'"
+            )
+
     def _check_fused_loss(self) -> None:
         """Raise SpecError without a fused loss of Liger (transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``)."""
         if self.recipe.loss == "fused" and self.model.family in DIVIDED_LOGITS:
             raise SpecError(f"loss 'fused': Liger has none for family {self.model.family!r}; use loss 'full' or 'chunked'")
+        if self.recipe.loss != "full" and self.model.profile is None and TRAITS[self.model.family].head_bias:
+            raise SpecError(
+                f"loss {self.recipe.loss!r} of a {self.model.family} model, whose head has a bias, is not modelled; use 'full'"
+            )
 
     def _check_nodes(self) -> None:
         """Raise SpecError if DeepSpeed's quantized gradients and the cluster have different numbers of GPUs per node."""

@@ -172,7 +172,8 @@ class ModelSpec(Spec):
     """Linear attention, in families with it."""
     layer_pattern: str = ""
     """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts; in
-    Falcon-H1 H, or N if a norm follows the state space."""
+    Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full attention, D for a dense
+    MLP."""
     turned: bool = True
     """Attention has rotary positions."""
     global_head_dim: Annotated[int, Range(0, 10**6)] = 0
@@ -295,6 +296,11 @@ class ModelSpec(Spec):
                 f"head_dim={self.head_dim} of a {self.family} model has no formula: {part} of each head is turned, in pairs; "
                 f"use a multiple of {2 * turned}"
             )
+        width = TRAITS[self.family].turned_width if self.family in TRAITS else 0
+        if width and self.head_dim <= width:
+            raise SpecError(
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: {width} elements of each are turned; use more"
+            )
         self._check_global_heads()
         if self.family in LEARNED_POSITIONS and not self.positions:
             raise SpecError(f"family={self.family!r} adds learned positions: positions=0 leaves it without; set their number")
@@ -324,7 +330,15 @@ class ModelSpec(Spec):
     def _check_pattern(self) -> None:
         of_one_module = self.family in TRAITS and TRAITS[self.family].one_module
         of_one_kind = self.family in TRAITS and TRAITS[self.family].one_kind
-        known = "M*-E" if of_one_module else self.layer_pattern[:1] if of_one_kind and self.layer_pattern[:1] in "HN" else "M*"
+        known = (
+            "LGD"
+            if self.family == "llama4_text"
+            else "M*-E"
+            if of_one_module
+            else self.layer_pattern[:1]
+            if of_one_kind and self.layer_pattern[:1] in "HN"
+            else "M*"
+        )
         if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(self.layer_pattern) <= set(known):
             wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
             raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")

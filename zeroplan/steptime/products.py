@@ -160,7 +160,9 @@ def _expert(one: Parameter, layers: float, ep: int, etp: int, *, gated: bool) ->
         depth = depth / etp
     else:
         columns = columns / etp / (1 if gated else 2)
-    return Product(columns, depth, layers * experts / ep, rows=ep * etp * top_k / experts, frozen=one.frozen)
+    return Product(
+        columns, depth, layers * experts / ep, rows=1.0 if one.by_all else ep * etp * top_k / experts, frozen=one.frozen
+    )
 
 
 def casts(products: Iterable[Product], tokens: float) -> tuple[float, float]:

@@ -64,7 +64,7 @@ def _frequencies(model: ModelSpec) -> int:
     if definition_of(model.family).tables_of(model) is None:
         return 0
     width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
-    rotated = width // TRAITS[model.family].turned
+    rotated = TRAITS[model.family].turned_width or width // TRAITS[model.family].turned
     if model.global_head_dim:
         return _FREQUENCIES_TWICE * (ceil_div(rotated, 2) + ceil_div(model.global_head_dim, 2))
     tables = len({run.kind for run in layout(model).runs if run.kind != VISION}) if TRAITS[model.family].angles_of_kinds else 1

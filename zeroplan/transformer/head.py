@@ -34,6 +34,9 @@ _EAGER = {
     2: Held(2 * r * b * s * s, "masks of eager attention, local and global", MASK),
 }
 _WINDOW = Held(s * s, "mask of the sliding window, booleans", MASK)
+_CHUNKS = Held(
+    b * s * s, "mask of the chunks, booleans for each sequence", "transformers 5.23, masking_utils.py, create_chunked_causal_mask"
+)  # fmt: skip
 _PACKED = Held(
     b * s * s,
     "attention mask, booleans for each sequence",
@@ -233,5 +236,5 @@ def _masks(question: _Question) -> tuple[Line, ...]:
     masked = is_masked(question.model, question.x)
     if masked is False:
         return ()
-    mask = _WINDOW.line(TEMPORARY, question.values)
+    mask = (_CHUNKS if question.around.chunks else _WINDOW).line(TEMPORARY, question.values)
     return (mask._replace(n_bytes=where(masked, mask.n_bytes, 0)),)

@@ -24,6 +24,8 @@ class Parameter(NamedTuple):
     """It gets no gradient."""
     quantised: bool = False
     """It is stored in four bits."""
+    by_all: bool = False
+    """Of experts: every expert multiplies all tokens, although a token uses few of them (Llama 4)."""
 
     @property
     def numel(self) -> int:
@@ -50,7 +52,10 @@ def operator_of(name: str) -> str:
 #: Kinds of alternating layers, the last of each period second: with windows, and with linear attention.
 KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
 #: Kind of a layer by its letter in a pattern.
-KINDS_OF_LETTERS = {"M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside, normed"}
+KINDS_OF_LETTERS = {
+    "M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside, normed",
+    "L": "local", "G": "global", "D": "dense",
+}  # fmt: skip
 #: Kinds of layers with linear attention; ``beside``: attention and Mamba-2 side by side, the latter gated or normalised.
 WITH_STATES = ("linear", "beside", "beside, normed")
 

@@ -23,7 +23,7 @@ CASES = (
     "seed_oss", "smollm3", "hunyuan_v1_dense", "exaone4", "olmoe", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "dots1",
     "glm4_moe, biases, norms of heads", "gemma", "glm", "starcoder2", "cohere", "cohere2", "deepseek_v3", "ministral3",
     "glm4_moe_lite", "qwen2_moe", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h", "nemotron_h, experts", "bamba",
-    "gemma4_text", "falcon_h1", "falcon_h1, a norm, biases, tied",
+    "gemma4_text", "falcon_h1", "falcon_h1, a norm, biases, tied", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text",
 )  # fmt: skip
 BATCH = BatchSpec(micro_batch_size=2, seq_len=64)
 

@@ -6,8 +6,10 @@ Start with the file of your family; its docstring and program follow transformer
   MiniMax-M2. ``qwen3_next.py``: Qwen3-Next, Qwen3.5. ``glm4_moe.py``: GLM-4 MoE, dots.llm1.
 - ``granitemoehybrid.py``: Granite 4. ``nemotron_h.py``, ``bamba.py``, ``falcon_h1.py``. All have Mamba-2, in ``state_space.py``.
 - ``gemma.py``: Gemma, Gemma 2 and 3. ``gemma4.py``: Gemma 4. ``olmo2.py``: OLMo 2 and 3, EXAONE 4. ``glm4.py``: GLM and GLM-4.
+- ``llama4.py``: Llama 4. ``hunyuan_moe.py``: Hunyuan-A13B. ``ernie4_5.py``: ERNIE 4.5, dense and with experts.
 - ``cohere.py``: Command R and Command A. ``deepseek.py``: DeepSeek-V3. ``torchtitan.py``: torchtitan's own Llama 3.
-- ``phi3.py``, ``starcoder2.py``, ``gpt2.py``, ``gpt_neox.py``, ``opt.py``, ``bloom.py``, ``gpt_oss.py``: one family each.
+- ``phi.py``, ``phi3.py``, ``starcoder2.py``, ``gpt2.py``, ``gpt_neox.py``, ``opt.py``, ``bloom.py``, ``gpt_oss.py``: one family
+  each.
 
 The families share ``decoder.py`` (layer, attention, MLPs), ``attention.py`` (kernels), ``experts.py``, ``activation.py`` and
 ``operators.py`` (what each operator allocates and saves). ``sharded.py``, ``ring.py`` and ``frozen.py`` replace some operators

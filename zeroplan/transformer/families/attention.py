@@ -21,6 +21,7 @@ SDPA = "transformers 5.23, integrations/sdpa_attention.py, sdpa_attention_forwar
 FLASH_2 = "transformers 4.45.2, models/mistral/modeling_mistral.py, MistralFlashAttention2.forward"
 EAGER = "transformers 5.23, models/llama/modeling_llama.py, eager_attention_forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
+LLAMA_4 = "transformers 5.23, models/llama4/modeling_llama4.py, eager_attention_forward"
 SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
 CHOICE = "torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention"
 UNPADDED = "transformers 5.23, modeling_flash_attention_utils.py, _flash_attention_forward"
@@ -307,10 +308,13 @@ def in_order_of_tokens(tape: Tape, value: Value, reason: str, *, of: str = "") -
 # --- attention in single operators -------------------------------------------------------------------------------------------
 
 
-def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False, sinks: bool = False) -> Attended:
+def eager(
+    tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False, sinks: bool = False, narrow: bool = False
+) -> Attended:  # fmt: skip
     """Run eager attention. It repeats keys and values for grouped heads, and autograd saves the scores' softmax.
 
     ``capped``: ``tanh`` caps the scores before the mask (Gemma 2). ``sinks``: each head adds one learned score (gpt-oss).
+    ``narrow``: the softmax stays in the dtype of the scores (Llama 4).
     """
     copies = Copies([], [])
     key, value = _repeated(tape, heads, source)
@@ -322,11 +326,13 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
     scores = _scores(tape, operands, copies, Site("attention: scores", source), capped=capped)
     if sinks:
         weights, named = _softmax_with_sinks(tape, scores, value.dtype)
+    elif narrow:
+        site = Site("attention: softmax", source)
+        weights, named = op.pointwise(tape, scores, "softmax of the scores", site, saves_result=True), ()
     else:
         weights, named = softmax(tape, scores, heads.query.dtype, source), ()
     tape.release(scores)
     context = _weighted_values(tape, weights, value, copies, heads, source)
-    tape.drop(*copies.in_place)
     tape.release(*named)
     if heads.grouped:
         tape.release(key, value)
@@ -350,13 +356,12 @@ def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False) -> Attended:
     if heads.grouped:
         by_key = [_cloned(tape, one, name) for name, one in zip(names[1:], by_key, strict=True)]
     key = _multiplied(tape, by_key[0], "keys, repeated and scaled" if heads.grouped else "keys, scaled")
-    in_order, of_keys = heads.grouped or heads.repeated, Copies([], [])  # the scaled keys have no variable
+    in_order = heads.grouped or heads.repeated
     factors_of_scores = (
         _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4),
-        _operand(tape, key, of_keys, Site("keys", MATH), contiguous=in_order or heads.joined, dtype=4),
+        _operand(tape, key, copies, Site("keys", MATH), contiguous=in_order or heads.joined, dtype=4),
     )
     scores = _product(tape, factors_of_scores, copies, "scores", a * T * s, MATH)
-    tape.drop(*of_keys.in_place)
     tape.release(key)
     with_mask = masked(tape, scores, Site("attention: scores", MATH))
     tape.release(scores)
@@ -372,7 +377,7 @@ def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False) -> Attended:
     made = _product(tape, ((weights, (weights,)), value), copies, "attention output, head by head", T * c, MATH)
     narrow = cast(tape, made, e, Site("attention output, head by head", MATH))
     tape.release(made, weights, *(by_key if heads.grouped else ()), query, *bare, *operands)
-    tape.drop(unused, mask, *copies.in_place)
+    tape.drop(unused, mask)
     return Attended(in_order_of_tokens(tape, narrow, "attention output"))
 
 
@@ -443,6 +448,7 @@ EAGER_OF: dict[str, Attend] = {
     "gemma2": partial(eager, capped=True),
     "gpt_oss": partial(eager, source=SINKS, sinks=True),
     "gpt2": of_one_tensor,
+    "llama4_text": partial(eager, source=LLAMA_4, narrow=True),
 }
 
 
@@ -467,16 +473,20 @@ class Copies(NamedTuple):
 
     own: list[Store]
     """Copies that are freed after the product."""
-    in_place: list[Store]
-    """Copies saved instead of an original that the tape counts as saved. They live as long as the original's variable."""
+    in_place: list[tuple[Value, Store]]
+    """Originals that the tape counts as saved, each with the copy that is saved instead."""
 
     def used(self, tape: Tape, product: Value) -> None:
         """Free the copies that nothing needs after the product."""
         tape.drop(*self.own)
         self.own.clear()
-        if not (tape.keeps_saved and tape.follows(product)):
-            tape.drop(*self.in_place)
-            self.in_place.clear()
+        kept = tape.keeps_saved and tape.follows(product)
+        for value, copy in self.in_place:
+            if kept:
+                value.copy = copy  # lives as long as the original's variable
+            else:
+                tape.drop(copy)
+        self.in_place.clear()
 
 
 def _operand(
@@ -497,7 +507,7 @@ def _operand(
         copies.own.append(copy)
         return value, (value,) if tape.offloading else (value.store, copy)
     if not contiguous:
-        copies.in_place.append(tape.make(TEMPORARY, f"{site.name}, copied for the product", size, site.source))
+        copies.in_place.append((value, tape.make(TEMPORARY, f"{site.name}, copied for the product", size, site.source)))
     return value, (value,)
 
 

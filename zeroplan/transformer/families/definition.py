@@ -155,6 +155,8 @@ class Block(NamedTuple):
     """Some sequences end in padding, which FlashAttention leaves out."""
     too_wide: bool = False
     """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
+    shares: bool = False
+    """Every token visits shared experts too."""
 
     @property
     def attend(self) -> Attend:
@@ -304,6 +306,8 @@ class Around(NamedTuple):
     """The model multiplies the embedding's output by a constant, outside the embedding module, before block 0."""
     masks: int = 1
     """Number of attention masks that it builds for eager attention."""
+    chunks: bool = False
+    """Its window is a chunk, whose mask differs from sequence to sequence."""
 
 
 class Definition(NamedTuple):

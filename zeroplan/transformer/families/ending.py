@@ -17,6 +17,7 @@ from zeroplan.expr import NOTHING, Size, Values, at_least, at_most, call, ceil
 from zeroplan.ledger import Among, Kind, Line, Module, Role, Tag
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, minimum, next_power_of_2
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
@@ -111,6 +112,7 @@ class Ending(NamedTuple):
     """The frozen head has an adapter."""
     dropout: bool = False
     """The adapter applies dropout to its input."""
+    head_bias: bool = False
 
 
 class EndingPass(NamedTuple):
@@ -209,6 +211,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
         tuple(one for one in compute.fused if one in _FUSED),
         adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
+        head_bias=model.head_rows is None and TRAITS[model.family].head_bias,
     )  # fmt: skip
 
 
@@ -303,9 +306,9 @@ def _name(tape: Tape, normal: Value) -> None:
         store.reason, store.kind, store.tag = "final norm's output, held by name", TEMPORARY, HELD_NORM
 
 
-def _product(tape: Tape, read: Value) -> Value:
+def _product(tape: Tape, read: Value, *, bias: bool = False) -> Value:
     """Run the head's product and return the logits."""
-    made = op.linear(tape, read, V, _HEAD)
+    made = op.linear(tape, read, V, _HEAD, bias=bias)
     made.store.kind, made.store.reason = LOGITS, "logits"
     for store in tape.operators[-1].saved:
         store.tag = HEAD_INPUT if store.kind is SAVED else store.tag
@@ -319,7 +322,7 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
     """Run the full loss: all logits at once. Labels are padded, then shifted."""
     if "loss-in-pieces" in ending.fused:
         return _in_pieces(tape, read, ending)
-    product = _product(tape, read)
+    product = _product(tape, read, bias=ending.head_bias)
     before = set(tape.saved)
     logits = _capped(tape, product) if ending.family in CAPPED else product
     logits = _returned_wide(tape, logits) if ending.wide_logits else logits

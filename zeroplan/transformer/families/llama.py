@@ -38,7 +38,7 @@ _PLAIN = Attention(f"{LLAMA}, LlamaAttention.forward")
 _WITH_HEAD_NORMS = Attention(
     "transformers 5.23, models/qwen3/modeling_qwen3.py, Qwen3Attention.forward", norm=LLAMA_NORM, norm_at_once=True
 )
-_NORMS_LAST = Attention(
+NORMS_LAST = Attention(
     "transformers 5.23, models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py, HunYuanDenseV1Attention.forward", norm=LLAMA_NORM,
     norm_last=True,
 )  # fmt: skip
@@ -55,7 +55,7 @@ _LAYER = layer(
 _HUNYUAN_LAYER = layer(
     Layer(
         LLAMA_NORM,
-        _NORMS_LAST.run,
+        NORMS_LAST.run,
         partial(gated_mlp, source=f"{LLAMA}, LlamaMLP.forward"),
         f"{LLAMA}, LlamaDecoderLayer.forward",
     )
@@ -151,7 +151,7 @@ _SMOLLM3 = ConfigKeys(
     in_turn={"no_rope_layers": (1, 0)},
     only={"no_rope_layer_interval": (4,), "use_sliding_window": (False,)},
 )
-_HUNYUAN = ConfigKeys(
+HUNYUAN = ConfigKeys(
     defaults={"max_position_embeddings": 2048},
     fixed={"mlp_bias": False},
     keys={"head_dim": ("head_dim", "attention_head_dim")},
@@ -170,7 +170,7 @@ _GRANITE = _LLAMA._replace(
 WITH_NORMS: Names = (
     "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj",
 )  # fmt: skip
-_NORMS_AT_THE_END: Names = (
+NORMS_AT_THE_END: Names = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.query_layernorm", "self_attn.key_layernorm",
     "self_attn.o_proj",
 )  # fmt: skip
@@ -183,8 +183,8 @@ FAMILIES = {
     "seed_oss": Definition(_LAYER, _qwen2, _SEED_OSS),
     "smollm3": Definition(_LAYER, _llama, _SMOLLM3),
     "hunyuan_v1_dense": Definition(
-        _HUNYUAN_LAYER, partial(_qwen3, norms=("query_layernorm", "key_layernorm")), _HUNYUAN,
-        before_and_after(_NORMS_AT_THE_END, gated_modules("mlp")),
+        _HUNYUAN_LAYER, partial(_qwen3, norms=("query_layernorm", "key_layernorm")), HUNYUAN,
+        before_and_after(NORMS_AT_THE_END, gated_modules("mlp")),
     ),
     "granite": Definition(_GRANITE_LAYER, _llama, _GRANITE, around=Around(scales_embeddings=True)),
 }  # fmt: skip

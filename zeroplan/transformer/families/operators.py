@@ -215,14 +215,15 @@ def linear(
 
 
 def trained_linear(
-    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False,
+    copies: Size | None = None,
 ) -> Value:  # fmt: skip
-    """``nn.Linear`` whose weight is trained.
+    """``nn.Linear`` whose weight is trained; or ``bmm`` with ``copies`` weights, each for its own tokens.
 
     Autocast casts the arguments from the last to the first, so the backward casts the input's gradient first. ``addmm``: the
     layer calls ``addmm`` with the bias first (transformers' ``Conv1D``), so the backward casts the bias's gradient first.
     """
-    matrix = reads * width
+    matrix = reads * width if copies is None else copies * reads * width
     weights = [width, matrix] if bias else [matrix]
     kept = matrix if tape.follows(value) else None  # only the gradient of the input needs the weight's copy
     before = weights[addmm:] if tape.autocast else []
@@ -233,8 +234,9 @@ def trained_linear(
     given = cast(tape, value, e, Site(f"input of the {site.name}", site.source))
     if addmm and tape.autocast:
         casts.append(_weight(tape, width, site, tracked=False, of="bias"))
-    made = tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
-    if not bias:
+    rows = T if copies is None else T * copies
+    made = tensor(tape, f"output of the {site.name}", e, rows * width, site.source, Tag(Role.OUTPUT, site.module))
+    if not bias and copies is None:
         tape.matrix_product(made.store)
 
     def of_parameter(tape: Tape, elements: Size) -> Arriving:
@@ -483,12 +485,13 @@ class Norm(NamedTuple):
     ``layer``: ``nn.LayerNorm``. ``fused``: ``torch.nn.RMSNorm``. The others are RMSNorm in single operators, in fp32: Llama's
     casts its result back and then multiplies by the weight, gpt-oss multiplies and then casts, Gemma multiplies by 1 + weight.
     ``copied weight, then cast``: Nemotron-H's multiplies by its weight in fp32. ``power``: Gemma 4's does so too, or has no
-    weight, and takes the root as a power. ``layer, written out``: Cohere's LayerNorm, in single operators too.
+    weight, and takes the root as a power. ``layer, written out``: Cohere's LayerNorm, in single operators too. ``cast, then
+    weighted, unnamed``: Llama 4's, which holds no step by a variable; ``no weight``: it ends with the cast.
     """
 
     kind: Literal[
         "layer", "fused", "cast, then weighted", "weighted, then cast", "copied weight, then cast", "one plus weight",
-        "power", "power, no weight", "layer, written out",
+        "power", "power, no weight", "layer, written out", "cast, then weighted, unnamed", "no weight",
     ]  # fmt: skip
     source: str
 
@@ -607,9 +610,12 @@ def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, si
     """Run an RMSNorm. Autograd saves its input in fp32, the reciprocal root mean square, and the weight's other factor."""
     wide = cast(tape, value, 4, site._replace(name=f"{site.name}: its input"))
     by_power = kind.kind.startswith("power")
-    scale, named = _reciprocal_root(tape, wide, rows, site, names_mean=kind.kind != "one plus weight", by_power=by_power)
+    unnamed = kind.kind in ("one plus weight", "cast, then weighted, unnamed", "no weight")
+    scale, named = _reciprocal_root(tape, wide, rows, site, names_mean=not unnamed, by_power=by_power)
     normal = _times_root(tape, wide, scale, site)
     tape.release(wide, scale)
+    if kind.kind in ("cast, then weighted, unnamed", "no weight"):
+        return _cast_and_weighted(tape, normal, value.dtype, weight if kind.kind != "no weight" else None, site)
     if by_power:
         return _weighted_by_power(tape, normal, value.dtype, 0 if kind.kind == "power, no weight" else weight, site, named)
     if kind.kind == "cast, then weighted":
@@ -622,6 +628,17 @@ def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, si
             tape, normal, value.dtype, weight, site, one_plus=kind.kind == "one plus weight", copied=copied, named=True
         )
     tape.drop(*named)
+    return made
+
+
+def _cast_and_weighted(tape: Tape, normal: Value, dtype: Width, weight: Size | None, site: Site) -> Value:
+    """The rest of Llama 4's norms: a cast, and a product with the weight if there is one."""
+    narrow = cast(tape, normal, dtype, site._replace(name=f"{site.name}: normalised input"), NORMALISED)
+    tape.release(normal)
+    if weight is None:
+        return narrow
+    made = weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow,), weight, site)
+    tape.release(narrow)
     return made
 
 

@@ -48,11 +48,13 @@ class Store:
 class Value:
     """A tensor that gets a gradient: its memory, bytes per element, and elements. Views share memory."""
 
-    __slots__ = ("dtype", "shape", "store", "strided")
+    __slots__ = ("copy", "dtype", "shape", "store", "strided")
 
     def __init__(self, store: Store, dtype: Width, shape: Size, *, strided: bool = False) -> None:
         """``dtype``: bytes per element; ``shape``: number of elements; ``strided``: a view with gaps between its rows."""
         self.store, self.dtype, self.shape, self.strided = store, dtype, shape, strided
+        self.copy: Store | None = None
+        """A copy that an operator saved instead, while a variable holds the original. The tape counts the original as saved."""
 
 
 class Beside(NamedTuple):
@@ -412,6 +414,9 @@ class Tape:
             self.drop(value.store)
             if value.store.twin is not None:
                 self.drop(value.store.twin)
+            if value.copy is not None:
+                self.drop(value.copy)
+                value.copy = None
 
     def temporary(self, reason: str, size: Size, source: str, tag: Tag = PLAIN, *, pieces: int = 1) -> Store:
         """Allocate a tensor that is freed when the operator ends."""

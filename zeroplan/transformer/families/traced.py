@@ -280,6 +280,7 @@ def structure_of(
         kind == "global" and model.global_head_dim > 0,
         x.padded and x.attention == "flash",
         model.mla is None and x.head_dim > WIDEST_OF_FLASH,
+        model.moe is not None and model.moe.num_shared_experts > 0,
     )
 
 

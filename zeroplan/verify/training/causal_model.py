@@ -62,7 +62,7 @@ def _fields(spec: ModelSpec) -> dict[str, object]:
 def _peculiar(spec: ModelSpec) -> dict[str, object]:
     made: dict[str, object] = {}
     if spec.family in WINDOWED_FAMILIES or config_keys(spec.family).optional_window:
-        made["sliding_window"] = spec.sliding_window
+        made[config_keys(spec.family).keys.get("sliding_window", ("sliding_window",))[0]] = spec.sliding_window
     if config_keys(spec.family).optional_window:
         made["use_sliding_window"] = spec.sliding_window is not None
     if spec.moe is not None and spec.family not in ONE_WIDTH_FAMILIES:
@@ -81,6 +81,8 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
         made["use_parallel_residual"] = spec.parallel_residual
     if spec.family == "exaone4" and spec.sliding_window is None:
         made["layer_types"] = ["full_attention"] * spec.num_hidden_layers  # the class cannot derive them
+    if spec.family == "phi":
+        made["partial_rotary_factor"] = TRAITS["phi"].turned_width / spec.head_dim
     if spec.family == "minimax_m2":
         made["rotary_dim"] = spec.head_dim // 2
     if spec.family == "gemma4_text":
@@ -111,6 +113,11 @@ def _linear(spec: ModelSpec) -> dict[str, object]:
 
 def _hybrid(spec: ModelSpec) -> dict[str, object]:
     """Keys with the kind of each layer, in hybrid families."""
+    if spec.family == "llama4_text":
+        return {
+            "no_rope_layers": [int(letter != "G") for letter in spec.letters],
+            "moe_layers": [layer for layer, letter in enumerate(spec.letters) if letter != "D"],
+        }
     if spec.linear is None or not spec.layer_pattern:
         return {}
     if spec.family == "falcon_h1":
@@ -132,11 +139,12 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
         return {}
     grouped = spec.family == "deepseek_v3" and spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
     latent = () if spec.mla is None else ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)
+    keys = config_keys(spec.family).keys
     return {
         **{name: getattr(spec.mla, name) for name in latent},
         "norm_topk_prob": True,
-        "n_shared_experts": spec.moe.num_shared_experts,
-        "first_k_dense_replace": spec.moe.num_dense_layers,
+        keys["num_shared_experts"][0]: spec.moe.num_shared_experts,
+        keys["num_dense_layers"][0]: spec.moe.num_dense_layers,
         **({} if grouped else {"n_group": 1, "topk_group": 1}),
     }
 
@@ -159,7 +167,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         from zeroplan.verify.training import vision  # noqa: PLC0415  few models have images
 
         made = vision.whole_config(spec, config(spec))
-    if spec.moe is not None:
+    if spec.moe is not None and spec.family != "llama4_text":  # whose experts have one implementation
         made._experts_implementation = "grouped_mm"
     build = causal_model if spec.vision is None else vision.whole_model
     model = build(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
