@@ -204,7 +204,7 @@ class _Source(NamedTuple):
     def optional_integer(self, field: str, *, least: int = 1) -> int | None:
         """Return ``field`` as an integer, or None without a value."""
         value, key = self.value(field), self.key(field)
-        if isinstance(value, list | tuple) and value and all(one == value[0] for one in value):
+        if isinstance(value, list | tuple) and len(value) > 1 and all(one == value[0] for one in value):
             value = value[0]  # the same in every layer
         if value is None:
             return None
@@ -467,7 +467,7 @@ def _some_layers_have_experts(source: _Source) -> bool:
 def _shared_experts(source: _Source) -> int:
     """Return the number of shared experts. One wide shared expert counts as several of the routed experts' width."""
     if source.family not in WIDE_SHARED_EXPERTS:
-        return source.integer("num_shared_experts", 0, least=0)
+        return source.integer("num_shared_experts", 0, least=int(source.family in LATENT_FAMILIES))
     shared, width = source.integer("shared_expert_intermediate_size"), source.integer("moe_intermediate_size")
     if shared % width:
         raise NoFormulasError(
@@ -558,8 +558,8 @@ def _dense_layers(source: _Source) -> int:
     """Return the number of layers with a dense MLP before those with experts."""
     if source.family == "glm4_moe_lite":
         return _dense_kinds(source)
-    last, layers = source.config.get("moe_layer_end_index", -1), source.integer("num_hidden_layers")
-    if source.family == "ernie4_5_moe" and last not in (-1, layers - 1):
+    last = source.config.get("moe_layer_end_index", -1)
+    if source.family == "ernie4_5_moe" and last not in (-1, source.integer("num_hidden_layers") - 1):
         raise NoFormulasError(f"moe_layer_end_index={shown(last)} in config.json has no formula: dense layers must come first")
     if source.family != "qwen3_moe":
         return source.integer("num_dense_layers", 0, least=0)

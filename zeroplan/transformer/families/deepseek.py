@@ -68,7 +68,7 @@ def _attend(block: Block) -> Attend:
     """Return the kernel for heads of two sizes. CUDA's flash kernel refuses them; a CPU has one kernel."""
     if block.attention == "eager":
         return partial(_by_head, attend=partial(eager, source=EAGER))
-    if block.one_size:
+    if block.one_size or block.masked:
         return partial(_by_head, attend=block.attend)
     if block.kernels == "cpu" or block.has_no_kernel:
         return partial(_by_head, attend=in_32_bits)
