@@ -1,4 +1,4 @@
-"""What changed adds up to the difference of the peaks, over random pairs of everything that can be compared."""
+"""The listed changes add up to the difference of the peaks, for random pairs of jobs, records and snapshots."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from zeroplan.snapshots.reading import read_snapshot
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Pairs of random jobs that the property is asked of.
+#: How many pairs of random jobs are compared.
 PAIRS = 32
 
 
 def drawn(number: int) -> Side | None:
-    """The estimate of a random job; None where no engine offers it."""
+    """Return the estimate of a random job, or None if no engine supports the job."""
     try:
         return of_estimate(estimate(strategies.job(Random(number))), f"job {number}")  # noqa: S311  a draw of tests
     except SpecError:
@@ -41,11 +41,11 @@ def drawn(number: int) -> Side | None:
 
 
 def reconciles(found: Difference) -> None:
-    """Every list of changes adds up to the difference of the sums that it explains, and says nothing of what stayed."""
+    """Check that every list of changes adds up to the difference that it explains, and contains nothing that did not change."""
     for rows in (found.changes, found.kinds):
         assert sum(row.change_bytes for row in rows) == found.peak.change_bytes
         before = found.peak.before_bytes - sum(row.before_bytes for row in rows)
-        assert before == found.peak.after_bytes - sum(row.after_bytes for row in rows)  # what stayed is the same on both sides
+        assert before == found.peak.after_bytes - sum(row.after_bytes for row in rows)  # what did not change is equal on both sides
         assert all(row.change_bytes for row in rows)
         assert [abs(row.change_bytes) for row in rows] == sorted((abs(row.change_bytes) for row in rows), reverse=True)
     for moment in found.same_moments:
@@ -110,7 +110,7 @@ def test_it_adds_up_for_any_lines(before: tuple[Held, ...], after: tuple[Held, .
     assert sum(row.change_bytes for row in found) == sum(line.n_bytes for line in after) - sum(line.n_bytes for line in before)
 
 
-def test_by_kind_gradients_of_activations_are_temporaries_as_a_run_sees_them():
+def test_by_kind_gradients_of_activations_count_as_temporaries():
     before, after = (Held("activation gradients", "a", 5), Held("temporaries", "b", 2)), (Held("temporaries", "", 9),)
     assert [(row.kind, row.before_bytes, row.after_bytes) for row in changes(before, after, "kind")] == [("temporaries", 7, 9)]
 
@@ -127,14 +127,14 @@ def side(*held: Held, name: str = "backward", others: tuple[At, ...] = ()) -> Si
     return Side(name="made up", is_a="estimate", grain="tensor", peak=peak, moments=(peak, *others))
 
 
-def test_what_became_of_each():
+def test_a_change_grew_shrank_came_or_went():
     before = side(Held("gradients", "a", 5), Held("gradients", "b", 7), Held("gradients", "c", 2), Held("parameters", "", 4))
     after = side(Held("gradients", "a", 9), Held("gradients", "b", 1), Held("activations", "d", 3), Held("parameters", "", 4))
     found = {row.what: row.happened for row in between(before, after).changes}
     assert found == {"a": "grew", "b": "shrank", "c": "went", "d": "came"}
 
 
-def test_names_that_differ_in_numbers_alone_are_one_row_where_nothing_else_is_like_them():
+def test_two_names_that_differ_only_in_a_number_are_one_row_unless_ambiguous():
     found = changes(
         (Held("activations", "inputs of 24 blocks", 5),), (Held("activations", "inputs of 32 blocks", 9),), "tensor"
     )
@@ -143,7 +143,7 @@ def test_names_that_differ_in_numbers_alone_are_one_row_where_nothing_else_is_li
     assert {row.happened for row in changes(several, (Held("activations", "block 3", 9),), "tensor")} == {"came", "went"}
 
 
-def test_what_went_from_the_peak_may_be_there_at_another_moment():
+def test_a_line_that_left_the_peak_may_exist_at_another_moment():
     early = At("forward", "forward", 3, (Held("activations", "d", 3),))
     found = between(side(Held("activations", "d", 3)), side(Held("gradients", "a", 9), others=(early,)))
     assert {row.what: row.elsewhere for row in found.changes} == {"d": "forward", "a": ""}
@@ -165,7 +165,7 @@ def test_peaks_at_different_moments_are_compared_at_each():
     assert "At B's (forward of block 1) A has 2 B, 3 B less, most of it activations: d (-3 B)." in text
 
 
-def test_the_last_block_is_one_moment_whatever_the_depth_and_the_first_is_another():
+def test_last_blocks_of_models_of_different_depth_are_the_same_moment():
     last, of_few, first = (At(f"backward of block {at}", "backward", 1) for at in ("1,031 of 1,032", "23 of 24", "2 of 24"))
     assert not between(peaked(last), peaked(of_few)).same_moments
     found = between(peaked(last), peaked(first, of_few))
