@@ -110,7 +110,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def commands(_peer: str = "", *, said: Sequence[tuple[str, ...]] = COMMANDS, runs: int = _RUNS) -> str:
-    """Return the time and memory of each command, in its own process, and their ratio to a Python that imports typer and pydantic."""
+    """Return the time and memory of each command in its own process, and the ratio to a Python that imports typer and pydantic."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
         record.write_text(peers.RECORDS.read_text(encoding="utf-8").splitlines()[0], encoding="utf-8")

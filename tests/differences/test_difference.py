@@ -45,7 +45,9 @@ def reconciles(found: Difference) -> None:
     for rows in (found.changes, found.kinds):
         assert sum(row.change_bytes for row in rows) == found.peak.change_bytes
         before = found.peak.before_bytes - sum(row.before_bytes for row in rows)
-        assert before == found.peak.after_bytes - sum(row.after_bytes for row in rows)  # what did not change is equal on both sides
+        assert before == found.peak.after_bytes - sum(
+            row.after_bytes for row in rows
+        )  # unchanged lines are equal on both sides
         assert all(row.change_bytes for row in rows)
         assert [abs(row.change_bytes) for row in rows] == sorted((abs(row.change_bytes) for row in rows), reverse=True)
     for moment in found.same_moments:
@@ -188,7 +190,7 @@ def test_settings_are_named_as_flags_are():
     assert settings_of(one)["model.num_hidden_layers"] == "12"
 
 
-def test_of_another_model_the_screen_says_the_name_and_all_of_it_with_verbose():
+def test_another_model_is_shown_by_name_and_in_full_with_verbose():
     found = diff(job(model="gpt2", gpus=8), job(model="llama-2-7b", gpus=8))
     assert "model gpt2 -> llama-2-7b" in difference_text(found)
     assert "hidden_size" not in difference_text(found)
@@ -202,17 +204,17 @@ def test_two_engines_are_compared_by_kind_on_the_screen():
     assert {row.what for row in found.sent} == {""}
 
 
-def test_growth_is_a_part_of_the_first_peak():
+def test_growth_is_relative_to_the_first_peak():
     assert between(side(Held("gradients", "a", 4)), side(Held("gradients", "a", 5))).growth == 0.25
     assert between(side(), side(Held("gradients", "a", 5))).growth == float("inf")
     assert between(side(), side()).growth == 0
 
 
-def test_only_what_can_be_compared_is_taken():
+def test_other_types_are_refused():
     with pytest.raises(TypeError, match="takes jobs, estimates and paths"):
         diff(3, 4)  # type: ignore[arg-type]
 
 
-def test_an_estimate_is_as_good_as_its_job():
+def test_an_estimate_equals_its_job():
     one = job(model="gpt2", gpus=8, stage=3)
     assert diff(one, estimate(one)).equal

@@ -242,9 +242,7 @@ def test_a_trace_that_contradicts_itself_is_refused(tmp_path: Path, events: dict
     ("allocated", "args", []), ("allocated", "ts", -1), ("allocated", "ts", "x"), ("all_gather", "ts", -0.5),
     ("all_gather", "ts", None), ("all_gather", "args", {"ranks": 4, "bytes": True}), ("backward, step 2", "dur", 0.5),
 ])  # fmt: skip
-def test_an_invalid_figure_in_a_trace_is_refused(
-    tmp_path: Path, events: dict[str, Any], name: str, key: str, value: object
-):
+def test_an_invalid_figure_in_a_trace_is_refused(tmp_path: Path, events: dict[str, Any], name: str, key: str, value: object):
     wrong = deepcopy(events)
     for event in wrong["traceEvents"]:
         if event["name"] == name:
