@@ -1,4 +1,4 @@
-"""apex where it is not installed: its norms and its Adam, for scripts that import it themselves."""
+"""Zeroplan's replacement of apex, where apex is not installed: its norms and its Adam, for scripts that import them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _said(run: Run) -> dict[str, list[str]]:
     return {name: rest for _, name, *rest in lines}
 
 
-def test_libraries_do_not_find_it_and_what_has_no_double_is_named(tmp_path: Path):
+def test_libraries_do_not_find_apex_and_unsupported_names_end_in_one_line(tmp_path: Path):
     pytest.importorskip("transformers")
     (tmp_path / "script.py").write_text("""
 from transformers.models.t5 import modeling_t5

@@ -1,4 +1,4 @@
-"""Random scripts run to their steps, or end in one line; `python -m tests.dryrun.nightly` runs more of them."""
+"""Dry runs of random scripts take their steps or end in one line; `python -m tests.dryrun.nightly` runs more."""
 
 from __future__ import annotations
 
