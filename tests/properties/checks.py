@@ -1,7 +1,7 @@
 """Checks that hold for every job. Each takes a job and a random generator, and raises AssertionError if it fails.
 
-:mod:`tests.properties.test_random_jobs` checks 200 jobs in every run of the tests, and :mod:`tests.properties.nightly` as many as its
-flags set. A job may also be refused in one line: the check then raises Refused.
+:mod:`tests.properties.test_random_jobs` checks 200 jobs in every run of the tests, and :mod:`tests.properties.nightly` as many as
+its flags set. A job may also be refused in one line: the check then raises Refused.
 """
 
 import json
@@ -348,8 +348,8 @@ def falls_with_recomputation(job: JobSpec, _: Random) -> None:
     If the peak is in the backward of the last block, recomputation saves nothing, and adds the inputs of the checkpoint. A
     recomputed forward is alive with the gradients that the backward has made until then; the first forward was not. Megatron-LM's
     checkpoints save the attention mask of every micro-batch in flight; without them there is only one mask. The check leaves out
-    models with frozen blocks or adapters: below the lowest gradient their blocks save nothing, but checkpoints do. It also leaves out
-    profiles. DeepSpeed's stage 3 gathers the recomputed block ahead.
+    profiles, and models with frozen parts or adapters: below the lowest gradient their blocks save nothing, but checkpoints do.
+    DeepSpeed's stage 3 gathers the recomputed block ahead.
     """
     names = ("none", "selective", "full")
     at, model = names.index(job.recipe.recompute), job.model
@@ -638,7 +638,7 @@ def _comparable(job: JobSpec) -> JobSpec:
         )
     fsdp2 = replace(fsdp2, reshard_after_forward=kept, torch=None)  # no file names torch's release
     fsdp2 = replace(fsdp2, modules="transformers")  # torchtitan's file is read as for transformers' modules
-    fsdp2 = replace(fsdp2, ends_apart=False)  # accelerate and torchtitan have no such setting
+    fsdp2 = replace(fsdp2, ends_apart=False)  # accelerate and torchtitan decide this themselves
     schedule = recipe.pipeline_schedule or ("1f1b" if job.mesh.pp > 1 else None)
     each = recipe.pipeline_stages_per_rank or (stages_per_rank(schedule, None) if schedule else None)
     recipe = replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=each)
