@@ -41,9 +41,9 @@ JOBS: dict[str, dict[str, object]] = {
 }
 
 
-#: Runs a command ``argv[1]`` times and prints its least time and largest memory. This script is a process smaller than any command,
-#: because Linux counts the parent's memory as the child's until the child replaces it. Exit codes 1 (it does not fit) and 3 (a
-#: measurement disagrees) are answers, too.
+#: Runs a command ``argv[1]`` times and prints its least time and largest memory. Its process is smaller than that of any command,
+#: because the peak memory that Linux reports for a new process includes that of the process that starts it. Exit codes 1 (it does
+#: not fit) and 3 (a measurement disagrees) are answers, too.
 SMALL = """
 import os, sys, time
 seconds, kib = 1e9, 0

@@ -39,7 +39,7 @@ def test_the_largest_disagreement_comes_first(run: Run, tmp_path: Path):
     assert errors[0].startswith("  peak allocated")
 
 
-def test_several_runs_are_a_line_each_and_a_summary(run: Run, tmp_path: Path):
+def test_several_runs_get_a_line_each_and_a_summary(run: Run, tmp_path: Path):
     runs = (twin(), twin(factor=0.5, model="gpt2", gpus=2, stage=0, seq_len=128))
     files = [write_record(measured, tmp_path) for measured in runs]
     code, out, _ = run("compare", *files)

@@ -20,7 +20,7 @@ def test_the_command_reads_a_file_and_standard_input(run: Run, tmp_path: Path):
     assert (told["tried_bytes"], told["fragmented"], told["request"]) == (gib(22.78), False, None)
 
 
-def test_a_job_names_the_request_its_moment_and_the_way_out(run: Run, tmp_path: Path):
+def test_with_a_job_the_answer_names_the_request_its_moment_and_changes(run: Run, tmp_path: Path):
     path = tmp_path / "error.txt"
     path.write_text(
         "CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 79.18 GiB of which 1.02 GiB is free. "

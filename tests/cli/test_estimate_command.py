@@ -381,7 +381,7 @@ def test_two_gigabytes_of_zeros_are_refused_at_once(run: Run, tmp_path: Path):
     assert "16 MiB" in err
 
 
-def test_an_unknown_architecture_is_treated_as_asked(run: Run, tmp_path: Path):
+def test_treat_as_counts_an_unknown_architecture(run: Run, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "newlm"}))
     code, out, _ = run("estimate", "--config", str(tmp_path), "--treat-as", "llama")
     assert code == 0
@@ -436,7 +436,7 @@ def test_a_terminal_without_unicode_still_gets_the_numbers():
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "pydantic", "rich", "huggingface_hub")
 
 
-def test_an_answer_loads_nothing_heavy():
+def test_an_answer_imports_no_heavy_package():
     """This keeps start-up fast; a test of the time would depend on the machine."""
     code = (
         "import sys\nfrom zeroplan.cli.app import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
@@ -446,7 +446,7 @@ def test_an_answer_loads_nothing_heavy():
     assert done.stderr.strip() == "[]"
 
 
-def test_an_answer_reads_no_other_command_and_no_other_engine():
+def test_an_answer_imports_no_other_command_and_no_other_engine():
     """Every module makes start-up slower, above all one that declares the flags of a command."""
     code = (
         "import sys\nfrom zeroplan.cli.app import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
@@ -461,7 +461,7 @@ def test_an_answer_reads_no_other_command_and_no_other_engine():
     assert not {"zeroplan.planner", "zeroplan.steptime", "zeroplan.advice", "zeroplan.export"} & loaded
     engines = {name.split(".")[2] for name in loaded if name.startswith("zeroplan.engines.")}
     assert not {"ddp", "deepspeed", "megatron", "paper", "pipeline", "quantised"} & engines
-    aside = ("context", "experts", "split")  # of FSDP2: where ranks split the model
+    aside = ("context", "experts", "split")  # parts of FSDP2 for jobs whose ranks split the model
     assert not {f"zeroplan.engines.fsdp2.{name}" for name in aside} & loaded
     families = {name.rpartition(".")[2] for name in loaded if name.startswith("zeroplan.transformer.")}
     assert not {"profiled", "split", "ring", "adapted", "frozen", "dispatched", "routed", "latent"} & families
@@ -489,7 +489,7 @@ def test_every_command_has_help(run: Run, arguments: tuple[str, ...]):
 REPLAYED = ("estimate", "--model", "gpt2", "--gpus", "4", "--seq-len", "256", "--stage", "3", "--gpu", "l4-24gb")
 
 
-def test_a_replay_says_what_is_reserved(run: Run):
+def test_a_replay_prints_the_reserved_memory(run: Run):
     code, out, err = run(*REPLAYED, "--replay")
     assert (code, err) == (0, "")
     assert "with expandable segments" in " ".join(out.split()).split("Replayed: the allocator reserves ")[1]
@@ -515,7 +515,7 @@ def test_a_job_that_fits_tightly_is_replayed_without_the_flag(run: Run):
     assert json.loads(run(*REPLAYED, "--json")[1])["replay"] is None
 
 
-def test_a_step_is_written_for_viewers_and_never_over_a_file(run: Run, tmp_path: Path):
+def test_trace_and_snapshot_are_written_and_overwrite_no_file(run: Run, tmp_path: Path):
     trace, snapshot = tmp_path / "step.json", tmp_path / "step.pickle"
     assert run(*REPLAYED, "--trace", str(trace), "--snapshot", str(snapshot))[0] == 0
     assert json.loads(trace.read_text())["traceEvents"]

@@ -67,7 +67,7 @@ def test_records_are_validated(run: Run, tmp_path: Path, record: str):
     assert "0 within 2 %" in run("plot", "validation", record, "--text")[1]
 
 
-def test_results_of_a_matrix_are_validated_beside_records(run: Run, tmp_path: Path):
+def test_results_of_a_matrix_are_validated_together_with_records(run: Run, tmp_path: Path):
     measured = twin()
     write_record(measured, tmp_path)
     with opened(tmp_path / "m-cpu.jsonl", say=print) as results:

@@ -40,4 +40,4 @@ def test_an_answer_on_one_screen_is_wrapped_sentence_by_sentence(run: Run, monke
     lines = run("estimate", *ASKED)[1].splitlines()
     assert max(map(len, lines)) <= 60
     job = next(at for at, line in enumerate(lines) if line.startswith("13,000,000,000"))
-    assert all(len(line) > 40 for line in lines[job : job + 2]), lines  # not wrapped at 80 first
+    assert all(len(line) > 40 for line in lines[job : job + 2]), lines  # not wrapped at 80, and then again at 60

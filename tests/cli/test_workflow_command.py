@@ -47,7 +47,7 @@ def test_a_phase_that_breaks_is_named(run: Run):
     assert "training step" in text.partition("\n\n")[0]
 
 
-def test_a_loss_that_is_asked_for_is_counted_or_refused(run: Run):
+def test_a_requested_loss_is_counted_or_refused(run: Run):
     job = ("--model", "llama-3.2-1b", "--gpus", "2", "--seq-len", "4096", "--json")
     peak = {}
     for words in ((), ("--loss", "fused"), ("--full-logits",)):

@@ -69,7 +69,7 @@ def fits_a_screen(found: Difference) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, PAIRS, 8))
-def test_it_adds_up_for_random_pairs_of_jobs(first: int):
+def test_changes_add_up_for_random_pairs_of_jobs(first: int):
     pairs = [(drawn(2 * number), drawn(2 * number + 1)) for number in range(first, first + 8)]
     answered = [(one, other) for one, other in pairs if one is not None and other is not None]
     assert len(answered) >= 3
@@ -83,7 +83,7 @@ def test_it_adds_up_for_random_pairs_of_jobs(first: int):
             assert one.name in rendered
 
 
-def test_it_adds_up_between_records_estimates_and_snapshots(tmp_path: Path):
+def test_changes_add_up_between_records_estimates_and_snapshots(tmp_path: Path):
     records = [of_record(one, f"record {at}") for at, one in enumerate(stored.records(stored.PEERS)[:6])]
     card = Written()
     step(card, states=True)
@@ -107,7 +107,7 @@ lines = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(lines, lines, st.sampled_from(["tensor", "kind"]))
-def test_it_adds_up_for_any_lines(before: tuple[Held, ...], after: tuple[Held, ...], grain: str):
+def test_changes_add_up_for_any_lines(before: tuple[Held, ...], after: tuple[Held, ...], grain: str):
     found = changes(before, after, grain)  # type: ignore[arg-type]
     assert sum(row.change_bytes for row in found) == sum(line.n_bytes for line in after) - sum(line.n_bytes for line in before)
 
@@ -117,7 +117,7 @@ def test_by_kind_gradients_of_activations_count_as_temporaries():
     assert [(row.kind, row.before_bytes, row.after_bytes) for row in changes(before, after, "kind")] == [("temporaries", 7, 9)]
 
 
-def test_calls_among_a_single_rank_send_nothing():
+def test_collectives_of_a_single_rank_send_nothing():
     measured = twin()
     assert of_record(measured).sent
     alone = replace(measured, collectives=tuple(replace(one, group=1) for one in measured.collectives))

@@ -105,7 +105,7 @@ def test_a_job_file_is_estimated(tmp_path: Path):
     assert found.before.name == "job.toml"
 
 
-def test_an_answer_whose_job_is_refused_today_is_taken_as_printed(tmp_path: Path):
+def test_an_answer_whose_job_is_refused_now_is_read_as_printed(tmp_path: Path):
     old = answer()
     old["job"]["recipe"] |= {"optimizer": "adafactor", "optimizer_impl": "fused"}
     found = diff(written(tmp_path / "a.json", old), JOB)
@@ -113,7 +113,7 @@ def test_an_answer_whose_job_is_refused_today_is_taken_as_printed(tmp_path: Path
     assert "a.json is taken as printed: this zeroplan does not estimate its job (" in found.notes[0]
 
 
-def test_an_answer_of_another_zeroplan_is_taken_as_printed(tmp_path: Path):
+def test_an_answer_of_another_zeroplan_is_read_as_printed(tmp_path: Path):
     old = answer()
     old["peak"]["lines"][0]["bytes"] += 1000
     old["peak"]["allocated_bytes"] += 1000

@@ -55,7 +55,7 @@ for _ in range(3):
     print("states", sum(one.nbytes for state in optimizer.state.values() for one in state.values()))
 """
 ROWS, SIZE = 1000, 512
-N, STATISTICS, WEIGHT, PARTS = ROWS * SIZE, 4096, 1024, 4 * 16 * SIZE  # statistics in a block of 512 bytes each
+N, STATISTICS, WEIGHT, PARTS = ROWS * SIZE, 4096, 1024, 4 * 16 * SIZE  # 4,000 bytes of statistics, rounded up to blocks of 512
 
 
 @pytest.fixture(scope="module")

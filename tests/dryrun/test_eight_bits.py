@@ -51,7 +51,7 @@ def test_a_product_allocates_a_32_bit_and_a_16_bit_copy_of_its_result(tmp_path: 
     said = _said(tmp_path, "0")
     scales = 4 * ROWS
     assert said["forward"] == [2 * OUT, (4 + 2 + 2) * OUT + ROWS * WIDE + scales]
-    # the weight in 16 bits, beside the gradient of the input
+    # the weight in 16 bits, and the gradient of the input
     assert said["backward"] == [2 * WIDE * NARROW + 2 * ROWS * WIDE]
 
 

@@ -72,7 +72,7 @@ def test_changes_add_up_to_the_differences_of_two_answers(folder: Path):
     assert kinds == {kind: after[kind] - before[kind] for kind in before | after if after[kind] != before[kind]}
 
 
-def test_a_line_that_moved_is_the_same_line(folder: Path):
+def test_a_line_with_a_new_number_is_the_same_line(folder: Path):
     number = 1 + next(at for at, line in enumerate((folder / "train.py").read_text().splitlines()) if " = model(" in line)
     found = json.loads((folder / "changes.json").read_text())["changes"]
     row = next(row for row in found if row["name"] == f"train.py:{number}")

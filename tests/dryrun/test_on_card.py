@@ -128,7 +128,7 @@ def test_the_script_sees_its_own_peaks_although_each_phase_resets_them(folder: P
         ("import os; os._exit(7)", 4, "the script's process ended without an answer: exit code 7"),
     ],
 )
-def test_a_script_that_fails_on_the_card_ends_in_one_line(saved: str, folder: Path, code: str, exits: int, says: str):
+def test_a_script_that_fails_on_the_gpu_ends_in_one_line(saved: str, folder: Path, code: str, exits: int, says: str):
     (folder / "script.py").write_text(code)
     replaced = CARD | {"zeroplan.cli.dryrun_on_card._require_same": None}
     found = on_card(folder, "-q", "--gpus", "8", "--against", saved, "--", "script.py", replaced=replaced)

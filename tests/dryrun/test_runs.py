@@ -69,7 +69,7 @@ def test_ddp_and_deepspeed_have_the_memory_that_verify_measures(tmp_path: Path, 
     assert run.answer["steps"][-1]["held_bytes"] == pytest.approx(oracle.held_bytes, abs=64)
 
 
-def test_ddp_with_a_scaler_runs_to_its_steps_and_nothing_is_written(tmp_path: Path):
+def test_ddp_with_a_scaler_takes_its_steps_and_nothing_is_written(tmp_path: Path):
     run = dry_run("--gpus", "8", "--", str(SCRIPTS / "ddp.py"), folder=tmp_path)
     parameters = 4 * (256 * 1024 + 1024 + 2 * 1024 + 1024 * 10 + 10)
     backward, kinds = run.answer["steps"][-1]["phases"][1]["kinds"], run.answer["steps"][-1]["held_kinds"]

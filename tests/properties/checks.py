@@ -548,7 +548,7 @@ def _time(job: JobSpec) -> StepTime:
         raise Refused(str(error)) from None
 
 
-# --- what is written reads back ------------------------------------------------------------------------------------------
+# --- exported files read back --------------------------------------------------------------------------------------------
 
 #: Settings that the files of a target contain. The check does not give them again as flags.
 _SAID: dict[Target, tuple[str, ...]] = {

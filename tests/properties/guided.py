@@ -61,7 +61,7 @@ def seeds(kind: str, corpus: Path) -> None:
     from tests.properties.invalid import KINDS, written
 
     for number in range(SEEDS):
-        name, data, _ = KINDS[kind](Random(number))  # noqa: S311  likewise
+        name, data, _ = KINDS[kind](Random(number))  # noqa: S311  nothing secret is drawn
         (corpus / str(number)).write_bytes(written(name, data))
 
 

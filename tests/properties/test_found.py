@@ -137,19 +137,19 @@ def test_a_profile_that_makes_a_gradient_and_does_not_count_it_is_refused():
 
 
 @pytest.mark.parametrize(("case", "check"), [(730003925, "adds-up"), (730002999, "grows-with-the-sequence")])
-def test_a_drawn_profile_is_one_that_a_trace_could_find(case: int, check: str):
+def test_random_profiles_are_ones_that_a_trace_could_find(case: int, check: str):
     """The gradient being made is one of those made so far; the tensors alive below the blocks include the gradient that flows."""
     assert held(case, (check,)) is None
 
 
-def test_a_job_has_as_many_gpus_as_a_request_may_ask_for():
+def test_a_job_has_at_most_as_many_gpus_as_a_request_may_have():
     """The JSON of an answer for 4,157,440 GPUs could not be read back."""
     assert MeshSpec(dp_replicate=4, dp_shard=250_000).world_size == 10**6
     with pytest.raises(SpecError, match="4,157,440 GPUs; use at most 1,000,000"):
         MeshSpec(dp_replicate=4, dp_shard=2030, tp=8, cp=8, pp=8)
 
 
-def test_tables_of_codes_outweigh_what_tiny_weights_in_four_bits_save():
+def test_code_tables_of_tiny_4_bit_weights_outweigh_the_savings():
     model = replace(
         LLAMA, family="qwen2", hidden_size=8, intermediate_size=16, num_hidden_layers=8, num_attention_heads=2,
         num_key_value_heads=1, head_dim=4, vocab_size=20, tie_word_embeddings=True, attention_bias=True,

@@ -37,7 +37,7 @@ def test_a_failing_case_is_printed_as_a_command(monkeypatch: pytest.MonkeyPatch)
     assert "too much" in told
 
 
-def test_a_check_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch):
+def test_an_endless_check_is_stopped(monkeypatch: pytest.MonkeyPatch):
     def goes_on(*_: object) -> None:
         while True:
             pass

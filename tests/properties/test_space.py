@@ -69,7 +69,7 @@ def test_every_field_is_drawn_with_more_than_one_value():
     assert {name for name, values in found.items() if len(values) < 2} == CONSTANT
 
 
-def test_every_way_to_split_is_drawn_and_every_schedule():
+def test_every_split_and_every_schedule_is_drawn():
     found, schedules = set[tuple[str, ...]](), set[str | None]()
     for case in range(DRAWN):
         job = strategies.job(drawn(case))
