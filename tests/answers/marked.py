@@ -81,7 +81,7 @@ class Asked(NamedTuple):
 def questions(every: int, n_random: int) -> Iterator[Asked]:
     """Yield the memory and time of snapshot jobs, comparisons with records, random jobs (alone and in columns), and plans.
 
-    Only every ``every``-th job of the snapshot and every third of those records is asked.
+    It takes every ``every``-th job of the snapshot, and every ``3 * every``-th record.
     """
     from tests.answers import compare
     from tests.answers.figures import answered

@@ -114,7 +114,7 @@ def test_if_nothing_fits_the_closest_layout_is_shown(run: Run):
     assert "The rule that rejected most:" in out
 
 
-def test_an_emitted_file_reads_back_as_the_same_job(run: Run, tmp_path: Path):
+def test_an_emitted_file_reads_back_with_the_same_memory(run: Run, tmp_path: Path):
     code, out, _ = run(*ASKED, "--emit", "deepspeed", "--out", str(tmp_path), "--json")
     assert code == 0
     best = json.loads(out)["best"]

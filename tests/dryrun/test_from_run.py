@@ -171,4 +171,4 @@ def test_a_profile_counts_the_flops_of_the_familys_formulas(sharded: SavedRun):
     assert counted.core.flops == formulas.core.flops
     assert (
         0.5 < counted.moved.forward / formulas.moved.forward < 2
-    )  # the formulas count saved tensors, the profile every operator
+    )  # the profile counts saved tensors, the formulas every operator
