@@ -1,4 +1,4 @@
-"""A client of the official SDK lists the tools, gets answers, and gets one line for a wrong question."""
+"""A client of the official MCP SDK lists the tools, calls them, and gets a one-line error for an invalid call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_lists_read_only_tools():
     assert all(tool.annotations.read_only_hint and not tool.annotations.open_world_hint for tool in listed)
 
 
-def test_it_answers_what_the_tools_do():
+def test_a_call_returns_what_the_tool_returns():
     found = connected(server(), lambda client: client.call_tool("estimate", {"job": JOB}))
     assert not found.is_error
     assert (
@@ -45,7 +45,7 @@ def test_it_answers_what_the_tools_do():
     )
 
 
-def test_what_is_wrong_is_one_line_and_the_next_question_is_answered():
+def test_an_invalid_call_gets_one_line_and_the_next_call_works():
     async def talk(client: Client) -> Any:
         return await client.call_tool("check", {"job": {"model": "nobody"}}), await client.call_tool("check", {"job": JOB})
 

@@ -1,4 +1,4 @@
-"""What an agent is answered: the same as a person, in few words, and one line where the question is none."""
+"""Agents get the same figures as the command line, in a short answer, and one line for an invalid question."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB = {"model": "llama-3.1-8b", "gpu": "h100-sxm-80gb", "gpus": 8, "stage": 3, "
 SMALL = {"model": "gpt2", "gpu": "l4-24gb", "gpus": 2, "seq_len": 512}
 
 
-def test_every_way_in_has_the_same_answer():
+def test_python_agents_command_line_and_web_page_give_the_same_peak():
     python = estimate(job(**JOB))  # type: ignore[arg-type]  # fields of a request
     agent = called("estimate", {"job": JOB})
     shown = printed(shlex.join(shlex.split(str(agent["command"]))))
@@ -75,8 +75,8 @@ QUESTIONS = (
 @pytest.mark.parametrize(("tool", "arguments", "known"), [one[1:] for one in QUESTIONS], ids=[one[0] for one in QUESTIONS])
 def test_twenty_questions_have_their_known_answers(tool: str, arguments: dict[str, object], known: object):
     told = called(tool, arguments)
-    assert known(told), told  # type: ignore[operator]  # what is known of it
-    assert len(json.dumps(told)) < 8000  # an agent reads all of it
+    assert known(told), told  # type: ignore[operator]  # a predicate
+    assert len(json.dumps(told)) < 8000  # the whole answer goes into the agent's context
 
 
 @pytest.mark.parametrize(("tool", "arguments", "why"), [
@@ -89,7 +89,7 @@ def test_twenty_questions_have_their_known_answers(tool: str, arguments: dict[st
     ("models", {"colour": 1}, "models takes no 'colour'"),
     ("paint", {}, "there is no tool 'paint'"), ("compare", {"before": SMALL}, "after is None"),
 ])  # fmt: skip
-def test_what_is_no_question_is_one_line(tool: str, arguments: dict[str, object], why: str):
+def test_an_invalid_call_is_refused_in_one_line(tool: str, arguments: dict[str, object], why: str):
     with pytest.raises(ZeroplanError, match=why) as refused:
         called(tool, arguments)
     assert "\n" not in str(refused.value)
@@ -111,14 +111,14 @@ _ANYTHING = st.recursive(
     st.sampled_from(["estimate", "check", "explain", "compare", "models", "gpus"]),
     st.dictionaries(st.sampled_from(["job", "before", "after", "search"]), _ANYTHING),
 )
-def test_whatever_is_asked_there_is_an_answer_or_one_line(tool: str, arguments: dict[str, object]):
+def test_any_arguments_get_an_answer_or_one_line(tool: str, arguments: dict[str, object]):
     try:
         json.dumps(called(tool, arguments))
     except ZeroplanError as refused:
-        assert "\n" not in str(refused)  # noqa: PT017  either way is right
+        assert "\n" not in str(refused)  # noqa: PT017  an answer and a refusal are both right
 
 
-def test_a_client_sends_few_words_to_its_model():
+def test_the_descriptions_of_the_tools_are_short():
     assert sum(len(json.dumps(tool.schema)) + len(tool.description) for tool in TOOLS) < 14_500
     (described,) = [tool.schema["properties"]["job"]["properties"] for tool in TOOLS if tool.name == "estimate"]  # type: ignore[index]
     assert set(described) == {name for name, one in OPTIONS.items() if one.help} | {"set"}

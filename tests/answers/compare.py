@@ -1,8 +1,8 @@
-"""Which answers differ between two checkouts, and by how much: ``python -m tests.answers.compare BEFORE``.
+"""Compare the answers of two checkouts and print what differs: ``python -m tests.answers.compare BEFORE``.
 
-BEFORE is a folder that holds a checkout, or a git revision, for which a working tree is made and removed. Asked are all kept jobs,
-all records, and random jobs (``--random N``, from ``--seed K``), each alone and with layouts of its structure in columns. Exits
-with 1 where anything differs.
+BEFORE is a folder with a checkout, or a git revision; for a revision, a temporary working tree is made. Both checkouts answer the
+jobs of the snapshot, the stored records and random jobs (``--random N``, from ``--seed K``). A random job is estimated alone, and
+again with other layouts of its structure in one pass over columns. The exit code is 1 if an answer differs.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ HERE = Path(__file__).parents[2]
 
 
 class Question(NamedTuple):
-    """A job, or layouts of one structure, and its name."""
+    """A job, or several layouts of one structure, with a name."""
 
     name: str
     jobs: tuple[JobSpec, ...]
 
 
 class Difference(NamedTuple):
-    """A question that two checkouts answer differently, the largest difference first."""
+    """A question that the two checkouts answer differently, with the figures that differ, the largest difference first."""
 
     name: str
     moved: list[Moved]
 
 
 def questions(n_random: int, seed: int) -> Iterator[Question]:
-    """All kept jobs, all records, and so many random structures from ``seed`` on."""
+    """Yield the snapshot's jobs, the records of ``SAMPLES`` and ``VERSIONS``, and ``n_random`` random jobs with their layouts."""
     for one in kept():
         yield Question(one.words, (one.job,))
     for path in (*stored.SAMPLES, stored.VERSIONS):
@@ -60,20 +60,20 @@ def questions(n_random: int, seed: int) -> Iterator[Question]:
 
 
 def _drawn(case: int) -> Iterator[Question]:
-    """A random job and, where there are any, layouts of its structure."""
+    """Yield a random job and, if its structure has several layouts, those layouts."""
     draw = Random(case)  # noqa: S311  nothing secret is drawn
     job = strategies.job(draw)
     yield Question(f"random job {case}", (job,))
     try:
         layouts = tuple(point for point, _ in points_of(job, draw))
-    except SpecError:  # refused, as the answer to the job says
+    except SpecError:  # the answer to the job alone is the same refusal
         return
     if len(layouts) > 1:
         yield Question(f"random layouts {case}", layouts)
 
 
 def answers(checkout: Path, asked: Sequence[Question]) -> dict[str, Figures]:
-    """What a checkout answers, by the name of the question; its own code runs, in a process of its own."""
+    """Return the figures that a checkout answers, by the question's name; the checkout's own code runs in a new process."""
     said = ({"name": name, "jobs": jobs} for name, jobs in asked)
     lines = "".join(f"{json.dumps(one, default=_without_defaults)}\n" for one in said)
     done = subprocess.run(
@@ -86,7 +86,7 @@ def answers(checkout: Path, asked: Sequence[Question]) -> dict[str, Figures]:
 
 
 def _without_defaults(spec: Any) -> dict[str, object]:
-    """The fields of a description that are not at their default: an older checkout does not know every newer one."""
+    """Return the fields that are not at their default: an older checkout does not know newer fields."""
     every = {field.name: (field, getattr(spec, field.name)) for field in fields(spec)}
     return {name: value for name, (field, value) in every.items() if not _is_default(field, value)}
 
@@ -96,13 +96,13 @@ def _is_default(field: Field[Any], value: object) -> bool:
 
 
 def differences(before: dict[str, Figures], now: dict[str, Figures]) -> list[Difference]:
-    """The questions that are answered differently, the largest share first."""
+    """Return the questions that are answered differently, the largest relative difference first."""
     found = [Difference(name, moved(before[name], now[name])) for name in now]
     return sorted((one for one in found if one.moved), key=lambda one: -max(each.share for each in one.moved))
 
 
 def told(found: Sequence[Difference], n_asked: int, shown: int) -> Iterator[str]:
-    """How many differ, and the first of them."""
+    """Yield lines: how many answers differ, then the first ``shown`` of them."""
     yield f"{len(found):,} of {n_asked:,} answers differ"
     for one in found[:shown]:
         yield one.name
@@ -113,13 +113,13 @@ def told(found: Sequence[Difference], n_asked: int, shown: int) -> Iterator[str]
         yield f"and {len(found) - shown:,} more; --show {len(found)} has all"
 
 
-#: Of one answer that are shown.
+#: Figures that are shown for one answer.
 _FIGURES = 5
 
 
 @contextmanager
 def checkout_of(named: str) -> Iterator[Path]:
-    """The folder, or a working tree of the revision as long as it is needed."""
+    """Yield the folder, or a temporary working tree of the revision, which is removed afterwards."""
     if (Path(named) / "zeroplan").is_dir():
         yield Path(named).resolve()
         return
@@ -141,7 +141,7 @@ def _git(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Ask both, and print what differs."""
+    """Ask both checkouts, print what differs, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.answers.compare", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("before", help="a folder with a checkout, or a git revision")
     parser.add_argument("--random", type=int, default=200, metavar="N", help="random jobs, each also as columns [200]")

@@ -1,8 +1,8 @@
-"""The figures of an answer as names and whole numbers, which a file can keep and a reader can compare.
+"""Turns an answer into named whole numbers, which a file can store and a reader can compare.
 
-A figure has a section (``peak``, ``states``, a phase of the step, ``sent``, ``around``) and a name in it.
-``python -m tests.answers.figures`` reads questions, one JSON object per line, and writes their figures likewise: that is how
-:mod:`tests.answers.compare` asks another checkout.
+A figure has a section (``peak``, ``states``, a phase of the step, ``sent``, ``around``) and a name within the section.
+``python -m tests.answers.figures`` reads questions from standard input, one JSON object per line, and prints their figures in the
+same form. :mod:`tests.answers.compare` uses it to ask another checkout.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from zeroplan.engines.account import Account
     from zeroplan.numeric import Int
 
-#: Of the caching allocator.
+#: The caching allocator's settings.
 SETTINGS: tuple[AllocatorSettings, ...] = ("default", "expandable_segments")
-#: By section, then by name: bytes, but for ``calls``.
+#: Figures by section, then by name. All are bytes except ``calls``.
 Figures = dict[str, dict[str, int]]
 
 
 class Moved(NamedTuple):
-    """A figure that is not as it was; 0 where it was not there, or is no longer."""
+    """A figure that differs; ``before`` or ``now`` is 0 if that side does not have it."""
 
     section: str
     name: str
@@ -42,16 +42,19 @@ class Moved(NamedTuple):
 
     @property
     def share(self) -> float:
-        """By how much, as a share of what it was: 1 for what came or went."""
+        """The difference as a share of the larger of the two; 1 if only one side has the figure."""
         return abs(self.now - self.before) / max(abs(self.before), abs(self.now))
 
     def __str__(self) -> str:
-        """The figure in a line."""
+        """Return the figure and its difference in one line."""
         return f"{self.section}, {self.name}: {self.before:,} -> {self.now:,} ({self.now - self.before:+,}, {self.share:.2%})"
 
 
 def figures(given: Estimate) -> Figures:
-    """The peak and its phase, the states, what each phase holds at its highest moment, what is sent, and what is around."""
+    """Return the peak, the model states, each phase's memory at its highest moment, the bytes sent, and what is outside the peak.
+
+    The section ``around`` has reserved memory, memory outside the allocator, host and NVMe memory, and the pipeline ranks' peaks.
+    """
     return {
         "peak": {given.peak.phase: given.peak_bytes},
         "states": {kind: n_bytes for kind, n_bytes in given.states_by_kind.items() if n_bytes},
@@ -91,7 +94,7 @@ def _around(given: Estimate) -> Iterator[tuple[str, int]]:
 
 
 def moved(before: Figures, now: Figures) -> list[Moved]:
-    """What differs, the largest difference first."""
+    """Return the figures that differ, the largest difference first."""
     sections = dict.fromkeys((*before, *now))
     found = [one for section in sections for one in _moved_in(section, before.get(section, {}), now.get(section, {}))]
     return sorted(found, key=lambda one: -abs(one.now - one.before))
@@ -105,7 +108,7 @@ def _moved_in(section: str, before: dict[str, int], now: dict[str, int]) -> Iter
 
 
 def answered(jobs: Sequence[JobSpec]) -> Figures:
-    """The figures of a job, of layouts of one structure in one pass over columns, or the sentence that refuses them."""
+    """Return the figures of one job, or of several layouts in one pass over columns; of a refused job, the message."""
     try:
         return figures(estimate(jobs[0])) if len(jobs) == 1 else _in_columns(jobs)
     except SpecError as error:
@@ -113,7 +116,7 @@ def answered(jobs: Sequence[JobSpec]) -> Figures:
 
 
 def _in_columns(layouts: Sequence[JobSpec]) -> Figures:
-    """Of each layout the peak, the states and what is sent; of a pipeline the most of any rank."""
+    """Return each layout's peak, states and bytes sent; of a pipeline, the largest of its ranks."""
     accounts = grid_of(layouts)
     return {_layout(job): dict(_at(accounts, at)) for at, job in enumerate(layouts)}
 
@@ -133,7 +136,7 @@ def _at(accounts: tuple[Account, ...], at: int) -> Iterator[tuple[str, int]]:
 
 
 def main() -> None:
-    """Answer the questions that come in, a line each: ``{"name": ..., "jobs": [...]}``."""
+    """Answer the questions of standard input, one per line: ``{"name": ..., "jobs": [...]}``."""
     for line in sys.stdin:
         question = json.loads(line)
         sys.stdout.write(f"{json.dumps({'name': question['name'], 'figures': _of_question(question['jobs'])})}\n")
@@ -143,7 +146,7 @@ def main() -> None:
 def _of_question(jobs: list[object]) -> Figures:
     try:
         return answered([read(JobSpec, job, where="question") for job in jobs])
-    except SpecError as error:  # an option that this checkout does not have
+    except SpecError as error:  # this checkout does not have one of the options
         return {"refused": {str(error): 1}}
 
 

@@ -1,4 +1,7 @@
-"""The jobs whose answers are kept: a half of the records', and what the records do not have, as a command line says it."""
+"""The jobs of the snapshot: every other job of ``RECORDS``, all of ``OPTIONS``, and jobs written as flags.
+
+The jobs written as flags have options and models that the stored records do not have.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """A job and how it is told."""
+    """A job, and the flags or the record that it comes from."""
 
     words: str
     job: JobSpec
 
 
-#: A model and ranks, and what is asked of them: every option meets one or two models.
+#: Flags for a model and its ranks, each with the options it is combined with. Every option meets one or two models.
 _ASKED: dict[str, tuple[str, ...]] = {
     "--model llama-3.1-8b --gpus 8 --stage 3": (
         "--recompute-layers 12 --recompute full", "--loss chunked", "--loss fused", "--attention eager", "--attention flash",
@@ -99,7 +102,7 @@ _ASKED: dict[str, tuple[str, ...]] = {
 
 
 def kept() -> Iterator[Kept]:
-    """All of them, in a fixed order."""
+    """Yield all jobs of the snapshot, in a fixed order."""
     for path, every in ((stored.RECORDS, 2), (stored.OPTIONS, 1)):
         for number, measured in list(enumerate(stored.records(path), 1))[::every]:
             yield Kept(f"record {number} of {path.name}", measured.job)
@@ -110,7 +113,7 @@ def kept() -> Iterator[Kept]:
 
 
 def _job(words: str) -> JobSpec:
-    """Take flags in the order of the words; the last one of a name counts."""
+    """Return the job that these flags describe; if a flag is repeated, the last one counts."""
     flags = words.split("--")[1:]
     said = {flag.split()[0].replace("-", "_"): flag.split()[1] for flag in flags}
     return job(**{name: _value(text) for name, text in said.items()})

@@ -1,8 +1,8 @@
-"""Everything that is answered, as text: ``python -m tests.answers.marked [--mark] [--every N] [--random N]``.
+"""Print answers as text, one per line: ``python -m tests.answers.marked [--mark] [--every N] [--random N]``.
 
-With ``--mark`` every text for people (reasons of lines and parts, names of points and moments, what and when of collectives) begins
-with a mark that says which line of the package wrote it, and the marks are taken out of the answers in the end. No code may read
-these texts, so that the answers are the same.
+With ``--mark``, every text for people starts with a mark that names the line of the package that wrote it. These texts are the
+reasons of lines and parts, the names of moments and points, and the ``what`` and ``when`` of collectives. The marks are removed
+before an answer is printed. The answers are the same with and without marks, unless some code reads these texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from zeroplan import JobSpec
 
-#: The texts of each type that are for people.
+#: The fields of each type that are texts for people.
 _TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
     "zeroplan.ledger": {"Line": ("reason",), "Moment": ("name",), "Collective": ("what", "when")},
     "zeroplan.transformer.blocks": {"BackwardPoint": ("name",)},
@@ -34,7 +34,7 @@ _MARK = re.compile("‹[^›]*›")
 
 
 def mark_everything() -> None:
-    """Have the types put a mark before their texts, however they are made."""
+    """Make the constructors of these types put a mark before each text."""
     from importlib import import_module
 
     for module, types in _TEXTS.items():
@@ -44,11 +44,11 @@ def mark_everything() -> None:
     store.__init__ = _marking(store.__init__, {2: "reason"})
     line = import_module("zeroplan.ledger").Line
     traced: Any = import_module("zeroplan.transformer.families.traced")
-    traced._line = lambda fields: line(*fields)  # which goes past the constructor, to be quicker
+    traced._line = lambda fields: line(*fields)  # the original skips the constructor, for speed
 
 
 def _mark_type(kind: Any, fields: tuple[str, ...]) -> None:
-    """Of a named tuple: its constructor, and ``_replace``, which does without it."""
+    """Mark the texts of a named tuple: in its constructor, and in ``_replace``, which does not call the constructor."""
     kind.__new__ = _marking(kind.__new__, {1 + kind._fields.index(field): field for field in fields})
     kind._replace = _marking(kind._replace, dict(enumerate(fields, start=1000)))
 
@@ -64,7 +64,7 @@ def _marking(made: Callable[..., Any], texts: dict[int, str]) -> Callable[..., A
 
 
 _FIRST: dict[str, str] = {}
-"""The line that wrote each text first: equal texts stay equal, since names that are alike are numbered."""
+"""By text, the line that wrote it first. Equal texts get equal marks, because the code numbers names that are equal."""
 
 
 def _marked(text: object, line: str) -> object:
@@ -72,14 +72,17 @@ def _marked(text: object, line: str) -> object:
 
 
 class Asked(NamedTuple):
-    """What is asked, and how its answer is found: data that JSON can write."""
+    """A question's name, and a function that returns its answer as data for JSON."""
 
     name: str
     answer: Callable[[], object]
 
 
 def questions(every: int, n_random: int) -> Iterator[Asked]:
-    """Of kept jobs the memory and the time, of records the verdict, random jobs alone and in columns, and plans."""
+    """Yield the memory and time of snapshot jobs, comparisons with records, random jobs (alone and in columns), and plans.
+
+    It takes every ``every``-th job of the snapshot, and every ``3 * every``-th record.
+    """
     from tests.answers import compare
     from tests.answers.figures import answered
     from tests.answers.jobs import kept
@@ -149,7 +152,7 @@ def _text(asked: Asked) -> str:
 
 
 def main() -> None:
-    """Write an answer a line."""
+    """Print one answer per line."""
     parser = argparse.ArgumentParser(prog="python -m tests.answers.marked", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mark", action="store_true")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="of kept jobs and records")

@@ -1,7 +1,7 @@
-"""What zeroplan answers for every kept job today: ``python -m tests.answers.snapshot`` writes it, and says what has moved.
+"""Writes the snapshot of zeroplan's answers and prints what has changed: ``python -m tests.answers.snapshot``.
 
-A snapshot of our own output, not a measurement: it is there so that no change moves a number unseen. Whether a number is right is
-asked in ``tests/measured`` and beside the engines.
+The snapshot contains zeroplan's own output, not measurements. It shows when a change of the code changes a number. Whether the
+numbers are right is tested in ``tests/measured`` and against the engines.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ PATH = Path(__file__).with_name("snapshot.toml")
 
 
 def answers() -> dict[str, Figures]:
-    """Today's figures of every kept job, by its words."""
+    """Return the figures of every job of the snapshot as they are now, by the job's words."""
     return {one.words: answered([one.job]) for one in kept()}
 
 
 def stored() -> dict[str, Figures]:
-    """Those of the file."""
+    """Return the figures in the snapshot file."""
     return tomllib.loads(PATH.read_text(encoding="utf-8"))
 
 
 def differences(before: dict[str, Figures], now: dict[str, Figures]) -> Iterator[str]:
-    """Say of each job what is no longer as it was: its largest differences, in a line."""
+    """Yield a line with the largest differences of each job that changed."""
     for job in dict.fromkeys((*before, *now)):
         if job not in before:
             yield f"new: {job}"
@@ -45,12 +45,12 @@ def differences(before: dict[str, Figures], now: dict[str, Figures]) -> Iterator
             yield f"{job}: {'; '.join(map(str, found[:_SHOWN]))}{more}"
 
 
-#: Differences of a job that a line has.
+#: Differences that a line shows for one job.
 _SHOWN = 3
 
 
 def text(found: dict[str, Figures]) -> str:
-    """The file: TOML, a line for each section of a job's figures."""
+    """Return the snapshot as TOML, with one line for each section of a job's figures."""
     return "\n".join(f"[{json.dumps(job)}]\n{_sections(figures)}" for job, figures in found.items())
 
 

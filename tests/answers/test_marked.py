@@ -1,6 +1,6 @@
-"""No code reads what is written for people: with a mark before every reason and name no number, order or verdict moves.
+"""No code reads the texts for people: a mark before every reason and name changes no number, order or verdict.
 
-Asked are the memory and the time of kept jobs, the verdict on records, random jobs alone and in columns, and plans.
+The test compares the memory and time of snapshot jobs, comparisons with records, random jobs (alone and in columns), and plans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.combined import every_case
 
 HERE = Path(__file__).parents[2]
-#: Of kept jobs and records, and random jobs: a sample, or at night all.
+#: How many snapshot jobs, records and random jobs are asked: by day a sample, at night all.
 SAMPLE = ("--every", "1", "--random", "300") if every_case() else ("--every", "36", "--random", "8")
 
 
@@ -24,7 +24,7 @@ def _answers_of(flags: tuple[str, ...]) -> dict[str, str]:
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-def test_marks_before_all_words_move_nothing():
+def test_marks_before_all_texts_change_no_answer():
     with ThreadPoolExecutor() as both:
         plain, marked = both.map(_answers_of, ((), ("--mark",)))
     moved = [name for name in plain if plain[name] != marked[name]]
@@ -32,7 +32,7 @@ def test_marks_before_all_words_move_nothing():
     assert not moved, f"{len(moved)} of {len(plain)} answers move: {moved[:5]}"
 
 
-def test_a_mark_is_in_front_of_every_word():
+def test_every_text_of_an_answer_has_a_mark():
     done = subprocess.run([sys.executable, "-c", _ASK], cwd=HERE, capture_output=True, text=True, check=True)
     texts = json.loads(done.stdout)
     assert len(texts) > 100

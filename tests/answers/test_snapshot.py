@@ -1,6 +1,6 @@
-"""No answer moves unseen: the figures of six hundred jobs are what the snapshot says.
+"""The figures of several hundred jobs are those of the snapshot, so that no answer changes unnoticed.
 
-Where a change means to move some, ``python -m tests.answers.snapshot`` says which and writes them anew.
+If a change is meant to change answers, ``python -m tests.answers.snapshot`` prints which, and saves the new ones.
 """
 
 from __future__ import annotations
@@ -10,6 +10,6 @@ from itertools import islice
 from tests.answers import snapshot
 
 
-def test_no_answer_has_moved():
+def test_no_answer_has_changed():
     beyond = list(islice(snapshot.differences(snapshot.stored(), snapshot.answers()), 20))
     assert not beyond, "\n".join(beyond)

@@ -1,8 +1,8 @@
-"""All figures of speed and weight in one page: ``python -m tests.benchmarks.all``, in a few minutes on an idle machine.
+"""Measure the speed and memory of zeroplan, and write docs/benchmarks.md: ``python -m tests.benchmarks.all``.
 
-Writes docs/benchmarks.md, with the versions of what it ran on. Each figure is the best of its runs, since other work on the machine
-only ever adds; each memory is the largest of a process. ``--llm-analysis PYTHON`` names the Python of an environment that has that
-peer, whose own pins go with no recent transformers; without it the row says so.
+It takes a few minutes on an idle machine. The page names the machine and the versions. A time is the best of its runs, because
+other work on the machine can only add time; a memory is the largest of a process. llm-analysis pins versions that exclude recent
+transformers: ``--llm-analysis PYTHON`` names the Python of an environment that has it. Otherwise its row says "not installed here".
 """
 
 import argparse
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 SMALL = ("--model", "gpt2", "--gpu", "l4-24gb", "--gpus", "2", "--seq-len", "256")
 SEVEN = ("--params", "7e9", "--gpus", "8", "--stage", "3")
-#: Commands that answer at once, and where one needs more than the program itself, what.
+#: Commands that answer at once. RECORD and p.svg are replaced by paths in a temporary folder.
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("--version",), ("estimate", *SEVEN), ("estimate", *SEVEN, "--json"), ("estimate", "--help"),
     ("advise", *SMALL), ("plan", *SMALL), ("models",), ("gpus",), ("compare", "RECORD"),
@@ -52,13 +52,13 @@ _RUNS, _FEW = 10, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure all, print each table when it is there, and write the page."""
+    """Measure everything, print each table as soon as it is measured, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=PAGE, help="the page to write; docs/benchmarks.md where nothing is said")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="measure this alone and write no page; repeatable")
     parser.add_argument("--llm-analysis", default="", metavar="PYTHON", help="the Python of an environment with llm-analysis")
     asked = parser.parse_args(arguments)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a program that is installed has been compiled
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed program has its bytecode on disk
     os.environ.update(HF_HUB_OFFLINE="1")
     began, parts = time.monotonic(), []
     for name, section in SECTIONS.items():
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def head() -> str:
-    """What the page says before its tables."""
+    """Return the start of the page: what it measures, on which machine and versions."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     said = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
     return f"""# Benchmarks
@@ -95,7 +95,7 @@ def _version(name: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; all columns but the first are numbers.
+    """Return a Markdown table; all columns except the first are numbers.
 
     >>> print(table(("a", "b"), [("x", "1")]))
     | a | b |
@@ -110,7 +110,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def commands(_peer: str = "", *, said: Sequence[tuple[str, ...]] = COMMANDS, runs: int = _RUNS) -> str:
-    """Each command as a process of its own, against the two libraries that every command line of its kind would import."""
+    """Return the time and memory of each command in its own process, and the ratio to a Python that imports typer and pydantic."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
         record.write_text(peers.RECORDS.read_text(encoding="utf-8").splitlines()[0], encoding="utf-8")
@@ -132,7 +132,7 @@ The whole process of a command, compared with a Python that only imports the two
 
 
 def one_estimate(_peer: str = "") -> str:
-    """``estimate(job)`` for each engine."""
+    """Return the time of ``estimate(job)`` for each job of ``estimate.JOBS``."""
     rows = [(name, f"{estimates.per_estimate_s(**said) * MILLION:,.0f}") for name, said in estimates.JOBS.items()]
     return f"""## One estimate
 
@@ -142,7 +142,7 @@ def one_estimate(_peer: str = "") -> str:
 
 
 def searches(_peer: str = "") -> str:
-    """How many layouts a second the planner goes through."""
+    """Return how many layouts the planner considers and computes per second."""
     rows = []
     for model, gpus, batch in plans.SEARCHES:
         considered, computed, seconds = plans.searched(model, gpus, batch)
@@ -159,7 +159,7 @@ GPU and sorted. The time is processor time of one core, after a first search.
 
 
 def simulations(_peer: str = "", *, said: Sequence[tuple[str, ...]] = SIMULATED) -> str:
-    """The engine itself on fake tensors, the whole command."""
+    """Return the time and memory of ``zeroplan verify``, which runs the engine on fake tensors."""
     rows = []
     for one in said:
         seconds, kib, _ = estimates.best([estimates.COMMAND[0], "verify", *one], runs=1)
@@ -176,7 +176,7 @@ the largest process.
 
 
 def page(_peer: str = "", *, asked: Sequence[str] = ASKED, runs: int = 20) -> str:
-    """What a click on the local page waits for."""
+    """Return how long the server of ``zeroplan explore`` takes to answer each request of its page."""
     rows = []
     with _served() as port:
         for path in asked:
@@ -221,7 +221,7 @@ def _asked(port: int, path: str) -> float:
 
 
 def beside_others(peer: str = "", *, names: Sequence[str] = tuple(peers.PEERS)) -> str:
-    """The same job through each calculator that is here."""
+    """Return the answers, times and memory of all calculators for one job; those that are not installed are listed as such."""
     truth = peers.truth_bytes()
     rows, ours = [], None
     for name in names:
@@ -253,7 +253,10 @@ answer, the time of the answer alone, and the time with all imports.
 
 
 def _peer(name: str, other: str) -> tuple[float, float, float, int] | None:
-    """Its answer [bytes], the time of that, of the whole process [s], and the process's memory [KiB]; None where it is not here."""
+    """Return a peer's answer [bytes], its time and that of the whole process [s], and the process's memory [KiB].
+
+    Returns None if the peer's process fails, as it does if the peer is not installed.
+    """
     python = other if name == "llm-analysis" and other else sys.executable
     try:
         timed = estimates.best(
@@ -269,7 +272,7 @@ _LONG = ("torch's FSDPMemTracker", "zeroplan verify, simulated")
 
 
 def _short(seconds: float) -> str:
-    """Seconds with two digits that say something.
+    """Return seconds with two significant digits.
 
     >>> _short(0.000123), _short(12.3)
     ('0.00012', '12')

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# A GPU machine at hand for a few minutes: run all there is to run on one card, and leave records that can be kept.
+# Run everything that one GPU can run in a few minutes, and write records to keep.
 #
 #   tests/benchmarks/card.sh FOLDER [SECONDS]
 #
-# In this order: what the machine is, a smoke of every engine, how long operators take, a snapshot and what it says, scripts beside
-# their dry runs, the matrix of one card (with both edges of this card's own capacity), the tests for GPUs, and what follows from the
-# records. Ends within SECONDS (570); called again with the same FOLDER it goes on. Uses the machine's own torch and transformers. Packages it lacks may lie as wheels in a folder named
-# by WHEELS; PYTHON names another interpreter than python3, BACKEND=cpu or simulate tries the script where there is no GPU, and MATRIX
-# another matrix than that of a card of this size (one-80gb, one-140gb).
+# In this order: a description of the machine, a smoke test of every engine, the times of operators, a snapshot and its diagnosis,
+# scripts compared with their dry runs, the matrix of one card (with both edges of this card's capacity), the tests for GPUs, and a
+# summary of the records. It ends within SECONDS (570); call it again with the same FOLDER to continue. It uses the machine's own
+# torch and transformers. WHEELS names a folder with wheels of packages that are missing, and PYTHON an interpreter other than
+# python3. BACKEND=cpu or simulate tries the script on a machine without a GPU. MATRIX names another matrix than the one for a card
+# of this size (one-80gb, one-140gb).
 set -uo pipefail
 
 folder=${1:?usage: tests/benchmarks/card.sh FOLDER [SECONDS]}
@@ -24,7 +25,7 @@ worst=0
 
 left() { echo $((limit - SECONDS)); }
 
-# Run one step within the time that is left, tell how long it took, and remember the worst exit code.
+# Run one step within the time that is left, print how long it took, and remember the worst exit code.
 step() {
     local name=$1 most=$2 began=$SECONDS code
     shift 2

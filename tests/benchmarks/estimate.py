@@ -1,7 +1,7 @@
-"""How quick and how light is an answer? Run it in the environment to be measured: ``python tests/benchmarks/estimate.py``.
+"""Measure the time and memory of one estimate: run ``python tests/benchmarks/estimate.py`` in the environment to measure.
 
-Two figures: the whole process against the bare imports of the two libraries it is built on, and ``estimate(job)`` for a job
-that is already built. Each is the best of many runs, since other work on the machine only ever adds.
+It prints the time of the whole process, compared with the bare imports of typer and pydantic, and the time of ``estimate(job)`` for
+a job that already exists. Each time is the best of many runs, because other work on the machine can only add time.
 """
 
 import subprocess
@@ -41,8 +41,9 @@ JOBS: dict[str, dict[str, object]] = {
 }
 
 
-#: Starts a command so often from a process that is smaller than any it starts: a new process is charged with what the one that
-#: starts it takes. 1 is an answer (no), and 3 is one (a measurement disagrees).
+#: Runs a command ``argv[1]`` times and prints its least time and largest memory. Its process is smaller than that of any command,
+#: because the peak memory that Linux reports for a new process includes that of the process that starts it. Exit codes 1 (it does
+#: not fit) and 3 (a measurement disagrees) are answers, too.
 SMALL = """
 import os, sys, time
 seconds, kib = 1e9, 0
@@ -60,7 +61,7 @@ print(seconds, kib)
 
 
 class Timed(NamedTuple):
-    """Least wall time [s] and largest resident memory [KiB] of a command's runs, and what they printed."""
+    """A command's least wall time [s], its largest resident memory [KiB], and what all its runs printed."""
 
     seconds: float
     kib: int
@@ -68,7 +69,7 @@ class Timed(NamedTuple):
 
 
 def best(command: list[str], *, runs: int = RUNS) -> Timed:
-    """Run a command so often. Raises CalledProcessError where it fails."""
+    """Run a command ``runs`` times. Raises CalledProcessError if it fails."""
     with tempfile.NamedTemporaryFile() as said:
         small = [sys.executable, "-I", "-S", "-c", SMALL, str(runs), said.name, *command]
         seconds, kib = subprocess.run(small, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
@@ -76,13 +77,13 @@ def best(command: list[str], *, runs: int = RUNS) -> Timed:
 
 
 def per_estimate_s(**said: object) -> float:
-    """Least time of one ``estimate`` of a job that is already built. [s]"""
+    """Return the least time of one ``estimate`` of a job that already exists. [s]"""
     ready = job(**said)
     return min(timeit.repeat(lambda: estimate(ready), number=100, repeat=20)) / 100
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the times and the memory."""
     bare = best(BARE_IMPORTS).seconds
     whole, memory, _ = best(COMMAND)
     print(f"bare imports of pydantic and typer   {bare * 1000:8.1f} ms")

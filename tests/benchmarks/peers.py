@@ -1,8 +1,8 @@
-"""One job through other calculators: ``python tests/benchmarks/peers.py NAME`` is one of them, in a process of its own.
+"""Ask one calculator for the memory of one job, in its own process: ``python tests/benchmarks/peers.py NAME``.
 
-Llama 2 7B on 8 GPUs under FSDP2, stage 3, bf16 mixed precision, AdamW, one sequence of 4,096 tokens, nothing recomputed. Each
-prints one line of JSON: what it answers [bytes], and how long that took once it was imported [s]. The truth is the engine's own,
-from the record that the validation page shows, too.
+The job is Llama 2 7B on 8 GPUs under FSDP2, stage 3, bf16 mixed precision, AdamW, one sequence of 4,096 tokens, no recomputation.
+The script prints one line of JSON: the answer [bytes], and the time of the answer without imports [s]. The reference is the
+engine's own peak, from the record that the validation page also shows.
 """
 
 import json
@@ -24,7 +24,7 @@ Answer = Callable[[], float]
 
 
 def zeroplan_estimate() -> Answer:
-    """The estimate, its job built anew."""
+    """Return zeroplan's estimate of the peak; its time includes building the job."""
     from zeroplan import estimate, job
 
     return lambda: (
@@ -35,7 +35,7 @@ def zeroplan_estimate() -> Answer:
 
 
 def zeroplan_verify() -> Answer:
-    """The engine itself, simulated."""
+    """Return the peak that zeroplan measures when it runs the engine on fake tensors."""
     from zeroplan import job
     from zeroplan.verify.backends.simulate import simulate
 
@@ -44,7 +44,7 @@ def zeroplan_verify() -> Answer:
 
 
 def deepspeed_zero3() -> Answer:
-    """What DeepSpeed prints for model states under stage 3."""
+    """Return DeepSpeed's estimate of the model states under stage 3."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
     def answer() -> float:
@@ -57,7 +57,10 @@ def deepspeed_zero3() -> Answer:
 
 
 def accelerate_estimate() -> Answer:
-    """``accelerate estimate-memory``'s arithmetic for Adam; the command itself asks the hub, also for a model that is on disk."""
+    """Return the figure of ``accelerate estimate-memory`` for training with Adam.
+
+    The functions are called directly, because the command contacts the hub even for a model on disk.
+    """
     from accelerate import init_empty_weights
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
@@ -73,7 +76,7 @@ def accelerate_estimate() -> Answer:
 
 
 def llm_analysis() -> Answer:
-    """llm-analysis's weights, gradients, optimizer state and activations."""
+    """Return llm-analysis's sum of weights, gradients, optimizer state and activations."""
     import logging
 
     from llm_analysis.analysis import ActivationRecomputation, DSZeRO, LLMAnalysis
@@ -100,7 +103,7 @@ def llm_analysis() -> Answer:
 
 
 def fsdp_mem_tracker() -> Answer:
-    """Torch's tracker over its own FSDP2, on fake tensors of the CPU, the second step."""
+    """Return the peak that torch's FSDP2 memory tracker finds on fake CPU tensors in two steps."""
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -144,7 +147,7 @@ PEERS: dict[str, Callable[[], Answer]] = {
 
 
 def truth_bytes() -> int:
-    """The engine's own peak for the job. [bytes]"""
+    """Return the engine's own peak for the job, from the record. [bytes]"""
     from zeroplan.measurement import Measurement
     from zeroplan.spec.base import read
 
@@ -154,7 +157,7 @@ def truth_bytes() -> int:
 
 
 def main() -> None:
-    """Answer as the one that is named."""
+    """Print the answer and its time of the calculator that the command line names."""
     answer = PEERS[sys.argv[1]]()
     began = perf_counter()
     n_bytes = answer()

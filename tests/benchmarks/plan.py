@@ -1,8 +1,8 @@
-"""How quick is a plan? Run it in the environment to be measured: ``python tests/benchmarks/plan.py``.
+"""Measure the time and memory of a plan: run ``python tests/benchmarks/plan.py`` in the environment to measure.
 
-The whole command, best of several runs, and layouts per second that are computed, held against the GPU and put in order, once the
-program is warm; with the memory it takes. A structure takes about as long for one layout as for a thousand, so the rate
-depends on how many there are of each.
+It prints the time of the whole command, the best of several runs. It also prints how many layouts per second a warm program
+computes, compares with the GPU and sorts, and the memory this takes. One structure takes about as long with one layout as with a
+thousand, so the rate depends on the number of layouts per structure.
 """
 
 import os
@@ -33,7 +33,7 @@ SEARCHES = (
 
 
 def whole_s() -> tuple[float, float]:
-    """Least wall time and least processor time of the command. [s]"""
+    """Return the command's least wall time and least processor time. [s]"""
     wall = processor = float("inf")
     for _ in range(RUNS):
         start = timeit.default_timer()
@@ -47,7 +47,7 @@ def whole_s() -> tuple[float, float]:
 
 
 def searched(model: str, gpus: int, batch: int) -> tuple[int, int, float]:
-    """Layouts considered, layouts computed, and the least processor time of finding and ranking them. [s]"""
+    """Return the layouts considered, the layouts computed, and the least processor time of finding and sorting them. [s]"""
     base, fixed = job(model=model, gpu="h100", gpus=gpus, seq_len=4096), Fixed(global_batch_size=batch)
     answer = search(base, fixed)
     computed = sum(one.grid.layouts for one in answer.found)
@@ -68,7 +68,7 @@ def _processor_s() -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the times, the rates and the memory."""
     wall, processor = whole_s()
     print(f"zeroplan plan, 70B on 64 GPUs        {wall:8.2f} s, of the processor {processor:.2f} s")
     for model, gpus, batch in SEARCHES:

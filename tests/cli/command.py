@@ -1,4 +1,4 @@
-"""The command, run in this process."""
+"""Runs ``zeroplan`` in the process of the test."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def running(printed: "pytest.CaptureFixture[str]", *always: str) -> Run:
-    """The same with some arguments that are always there."""
+    """Return a function that runs ``zeroplan`` with the arguments ``always`` and those of the call."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""The command, run in this process."""
+"""Gives the tests ``run``, which runs ``zeroplan`` in the process of the test."""
 
 import pytest
 

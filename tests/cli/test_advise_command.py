@@ -1,4 +1,4 @@
-"""``zeroplan advise``: single changes of a set-up, in its own words, each true when it is made."""
+"""``zeroplan advise`` proposes single changes in the file's own keys, and each change has the effect that it promises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEEPSPEED = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 4,
              "gradient_accumulation_steps": 1}  # fmt: skip
-#: A set-up, the flags beside it, a change it is told in these words, and the words put into the file.
+#: A file, the flags used with it, the proposed change, and the keys that make this change in the file.
 CASES = [
     ("args.json", {key: value for key, value in TRAINER.items() if key != "gradient_checkpointing"}, ("--gpus", "8"),
      '"gradient_checkpointing": true', {"gradient_checkpointing": True}),
@@ -37,10 +37,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "data", "flags", "key", "put"), CASES)
-def test_a_change_in_the_files_words_is_what_it_says(
+def test_a_proposed_change_has_the_promised_effect(
     run: Run, tmp_path: Path, name: str, data: dict, flags: tuple[str, ...], key: str, put: dict
 ):
-    """The file with these words in it needs what the advice said it would."""
+    """With the proposed keys in the file, ``estimate`` gives the memory that ``advise`` promised."""
     file = tmp_path / name
     file.write_text(json.dumps(data))
     asked = (str(file), "--model", "llama-3.1-8b", "--gpu", "a100-sxm-80gb", "--seq-len", "2048", *flags)
@@ -52,7 +52,7 @@ def test_a_change_in_the_files_words_is_what_it_says(
     assert told["least_bytes"] == after["peak"]["allocated_bytes"] + after["outside_allocator"]["expected_bytes"]
 
 
-def test_it_is_ranked_and_written_for_a_reader(run: Run, tmp_path: Path):
+def test_changes_that_make_the_job_fit_come_first(run: Run, tmp_path: Path):
     file = tmp_path / "accelerate.yaml"
     file.write_text(FSDP.replace("fsdp_activation_checkpointing: true", "fsdp_offload_params: false"))
     asked = ("advise", str(file), "--model", "llama-3.1-70b", "--gpu", "h100", "--seq-len", "8192")
@@ -70,7 +70,7 @@ def test_it_is_ranked_and_written_for_a_reader(run: Run, tmp_path: Path):
     assert all(change["freed_bytes"] > 0 for change in found["changes"])
 
 
-def test_plain_flags_and_job_files_are_told_flags(run: Run, tmp_path: Path):
+def test_changes_of_flags_and_job_files_are_flags(run: Run, tmp_path: Path):
     (tmp_path / "job.toml").write_text('model = "gpt2"\ngpus = 8\nmicro_batch = 4\n')
     for asked in (("--model", "gpt2", "--gpus", "8", "--micro-batch", "4"), (str(tmp_path / "job.toml"),)):
         code, out, _ = run("advise", *asked)
@@ -79,7 +79,7 @@ def test_plain_flags_and_job_files_are_told_flags(run: Run, tmp_path: Path):
         assert "tokens/s per GPU" not in out  # no GPU, no time
 
 
-def test_torchtitans_words_are_toml(tmp_path: Path):
+def test_changes_of_a_torchtitan_file_are_toml(tmp_path: Path):
     file = tmp_path / "titan.toml"
     file.write_text(TITAN.replace('"full"', '"none"'))
     job = resolve(Request(from_file=str(file), gpus=16, gpu="h100")).job
@@ -93,7 +93,7 @@ def test_torchtitans_words_are_toml(tmp_path: Path):
 @pytest.mark.parametrize(
     "said", [{"engine": "deepspeed", "stage": 3, "micro_batch": 2}, {"replicas": 2}, {"engine": "ddp", "stage": 0}]
 )
-def test_every_change_has_words_in_every_kind(said: dict):
+def test_every_change_can_be_written_for_every_program(said: dict):
     job = resolve(Request(model="llama-3.2-1b", gpus=8, gpu="h100", attention="eager", optimizer_impl="foreach", **said)).job
     for one in advise(job).changes:
         assert one.freed_bytes == estimate(job).least_bytes - one.after.least_bytes
@@ -101,7 +101,7 @@ def test_every_change_has_words_in_every_kind(said: dict):
             assert in_its_words(job, one.change.job, kind, {}), (kind, one.change.change)  # type: ignore[arg-type]
 
 
-def test_what_is_no_set_up_is_refused(run: Run, tmp_path: Path):
+def test_broken_and_missing_files_are_refused(run: Run, tmp_path: Path):
     (tmp_path / "bad.json").write_text("{")
     for asked in ((str(tmp_path / "bad.json"),), (str(tmp_path / "none.json"),), ()):
         code, out, err = run("advise", *asked)

@@ -1,4 +1,4 @@
-"""A config.json that no formula covers: its own code is traced, once, and the answer says so."""
+"""For a config.json without formulas, zeroplan traces the model's own code once, and a note in the answer says so."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ JOB = ("--gpus", "4", "--seq-len", "256")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the configuration, the user's cache beside it."""
+    """Return a folder with the configuration; the user's cache is in an empty folder next to it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "my-stablelm").mkdir()
     return _written(tmp_path / "my-stablelm", STABLELM)
@@ -35,7 +35,7 @@ def _ends_with(code: int, said: str) -> object:
 
 
 @pytest.mark.torch
-def test_it_is_traced_once_and_every_answer_says_so(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_the_model_is_traced_once_and_every_answer_has_a_note(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
     code, out, err = run("estimate", "--config", str(folder), *JOB, "--json")
     assert code == 0, err
     assert err.count("no formulas for my-stablelm: tracing") == 1
@@ -51,9 +51,7 @@ def test_it_is_traced_once_and_every_answer_says_so(folder: Path, run: Run, monk
 
 
 @pytest.mark.parametrize(("exit_code", "ours"), [(2, 2), (4, 4), (1, 4)])
-def test_what_cannot_be_traced_ends_in_one_line(
-    exit_code: int, ours: int, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_trace_ends_in_one_line(exit_code: int, ours: int, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(auto_profile, "not_installed", lambda *_, **__: "")
     monkeypatch.setattr(auto_profile.subprocess, "run", _ends_with(exit_code, "warning\nzeroplan: it loops\n"))
     code, _, err = run("estimate", "--config", str(folder), *JOB)
@@ -62,7 +60,7 @@ def test_what_cannot_be_traced_ends_in_one_line(
     assert err.endswith("; tracing its own code failed: it loops\n")
 
 
-def test_without_torch_the_answer_is_what_to_install(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_without_torch_the_error_names_what_to_install(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         auto_profile, "not_installed", lambda *names, by: f"{' and '.join(names)} not there, for {by}: pip install"
     )
@@ -73,7 +71,7 @@ def test_without_torch_the_answer_is_what_to_install(folder: Path, run: Run, mon
 
 
 @pytest.mark.parametrize("flags", [("--treat-as", "llama"), ("--engine", "paper")])
-def test_nothing_is_traced_that_is_counted_otherwise(
+def test_treat_as_and_engine_paper_trace_nothing(
     flags: tuple[str, str], folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(auto_profile.subprocess, "run", None)
@@ -82,7 +80,7 @@ def test_nothing_is_traced_that_is_counted_otherwise(
     assert code == (0 if flags[0] == "--treat-as" else 2)
 
 
-def test_a_cache_that_cannot_be_written_costs_the_next_trace_alone(
+def test_a_cache_that_cannot_be_written_does_not_stop_the_answer(
     folder: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):  # fmt: skip
     from tests.profiles import by_hand

@@ -1,4 +1,4 @@
-"""The action's last step is the command that it says: it annotates a file, and fails where a job does not fit."""
+"""The GitHub action's last step runs ``zeroplan check``: it annotates the file, and fails if the job does not fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACTION = Path(__file__).parents[2] / "docs/action/action.yml"
 
 
 @pytest.mark.parametrize(("gpus", "code", "said"), [(8, 0, "::notice file=job.toml"), (1, 1, "::error file=job.toml")])
-def test_the_actions_command(tmp_path: Path, gpus: int, code: int, said: str):
+def test_the_last_step_annotates_the_file_and_sets_the_exit_code(tmp_path: Path, gpus: int, code: int, said: str):
     step = yaml.safe_load(ACTION.read_text())["runs"]["steps"][-1]
     (tmp_path / "job.toml").write_text('model = "llama-3.1-8b"\nseq_len = 4096\nrecompute = "full"\n')
     inputs = {"FILES": "job.tom*", "GPU": "h100-sxm-80gb", "ARGS": f"--gpus {gpus}"}

@@ -1,4 +1,4 @@
-"""``zeroplan check``: one row per file, in the words of the program that reads it, and an exit code for all."""
+"""``zeroplan check`` prints one row per file, in the format of the program that reads it, and one exit code for all."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (("ds.json", "--model", "llama-3.1-8b", "--gpus", "8", *GPU), 0), ((FITS, "--seq-len", "8192", *GPU), 0),
     ((FITS, "--seq-len", "8192", "--careful", *GPU), 1), ((FITS, *GPU, "--format", "pdf"), 2),
 ])  # fmt: skip
-def test_the_exit_code_is_the_verdict_on_all(run: Run, arguments: tuple[str, ...], code: int):
+def test_the_exit_code_covers_all_files(run: Run, arguments: tuple[str, ...], code: int):
     assert run("check", *arguments)[0] == code
 
 
-def test_a_row_says_what_estimate_says(run: Run):
+def test_a_row_has_the_verdict_of_estimate(run: Run):
     _, out, err = run("check", FITS, TOO_LARGE, NO_JOB, *GPU)
     fits, large, none = out.splitlines()
     verdict = " ".join(run("estimate", FITS, *GPU)[1].split("\n\n", 1)[0].split())
@@ -46,7 +46,7 @@ def test_a_row_says_what_estimate_says(run: Run):
     assert err.startswith("1 of 3 pass; the largest needs 888.50 GiB")
 
 
-def test_other_programs_are_told_in_their_words(run: Run):
+def test_rows_as_json_junit_and_github_annotations(run: Run):
     files = (FITS, TOO_LARGE, NO_JOB, *GPU)
     told = json.loads(run("check", *files, "--format", "json")[1])
     assert [(one["outcome"], one["failed"]) for one in told["checks"]] == [
@@ -63,19 +63,19 @@ def test_other_programs_are_told_in_their_words(run: Run):
     ]  # fmt: skip
 
 
-def test_a_file_name_cannot_write_a_command_of_its_own(run: Run, tmp_path: Path):
+def test_a_file_name_cannot_inject_a_github_command(run: Run, tmp_path: Path):
     name = "a,title=x::b%.toml"
     (tmp_path / name).write_text((tmp_path / FITS).read_text())
     (line,) = run("check", name, *GPU, "--format", "github")[1].splitlines()
     assert line.startswith("::notice file=a%2Ctitle=x%3A%3Ab%25.toml,title=zeroplan::It fits")
 
 
-def test_the_hook_for_pre_commit_calls_it():
+def test_the_pre_commit_hook_runs_zeroplan_check():
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
     assert (hook["id"], hook["entry"], hook["language"]) == ("zeroplan-check", "zeroplan check", "python")
 
 
-#: Its peak leaves 64 MiB; replayed, it runs out of memory with either setting of the allocator.
+#: Its peak leaves 64 MiB, but a replay runs out of memory with both settings of the allocator.
 RUNS_OUT = ("--model", "llama-3.1-8b", "--gpus", "8", "--gpu", "a100-40gb", "--seq-len", "8192", "--stage", "2",
             "--recompute", "full", "--offload-activations")  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_a_job_that_needs_expandable_segments_passes_where_they_are_set(run: Run
 
 
 @pytest.mark.parametrize(("key", "word"), [("padding_free", "ok "), ("neftune_noise_alpha", "ok?")])
-def test_keys_that_may_take_memory_and_are_not_counted_are_doubtful(run: Run, key: str, word: str):
+def test_keys_that_may_take_memory_and_are_not_counted_make_the_row_doubtful(run: Run, key: str, word: str):
     said = {"per_device_train_batch_size": 1, "bf16": True, key: 5 if key == "neftune_noise_alpha" else True}
     Path("args.json").write_text(json.dumps(said))
     flags = ("args.json", "--model", "gpt2", "--gpus", "1", "--seq-len", "128", *GPU)
@@ -115,7 +115,7 @@ def test_keys_that_may_take_memory_and_are_not_counted_are_doubtful(run: Run, ke
 
 
 def test_a_loop_is_judged_with_all_its_phases(run: Run):
-    """A training step that fits does not fit beside a reference model; `estimate` and `workflow` say the same."""
+    """The training step fits, but not together with DPO's reference model; `estimate` and `workflow` give the same exit code."""
     said = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "per_device_train_batch_size": 1, "max_length": 64, "bf16": True,
             "gradient_checkpointing": True, "beta": 0.1}  # fmt: skip
     Path("dpo.json").write_text(json.dumps(said))

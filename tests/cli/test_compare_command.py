@@ -1,4 +1,4 @@
-"""The command that replays a comparison: what it prints, how it exits, what it loads."""
+"""``zeroplan compare``, which compares records with estimates: what it prints, its exit codes, and what it imports."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_the_largest_disagreement_comes_first(run: Run, tmp_path: Path):
     assert errors[0].startswith("  peak allocated")
 
 
-def test_several_runs_are_a_line_each_and_a_summary(run: Run, tmp_path: Path):
+def test_several_runs_get_a_line_each_and_a_summary(run: Run, tmp_path: Path):
     runs = (twin(), twin(factor=0.5, model="gpt2", gpus=2, stage=0, seq_len=128))
     files = [write_record(measured, tmp_path) for measured in runs]
     code, out, _ = run("compare", *files)
@@ -55,7 +55,7 @@ def test_several_runs_are_a_line_each_and_a_summary(run: Run, tmp_path: Path):
     assert f"{files[1].stem} disagrees: peak allocated +100.00 %" in out
 
 
-def test_each_of_several_runs_is_shown_in_full_where_that_is_asked_for(run: Run, tmp_path: Path):
+def test_verbose_shows_each_of_several_runs_in_full(run: Run, tmp_path: Path):
     runs = (twin(), twin(model="gpt2", gpus=2, stage=0, seq_len=128))
     files = [write_record(measured, tmp_path) for measured in runs]
     alone = [run("compare", file)[1].strip() for file in files]
@@ -100,8 +100,8 @@ def test_a_folder_also_means_the_results_of_a_matrix(run: Run, tmp_path: Path):
     assert payload["without_record"] == [{"name": "second", "outcome": "failed", "says": "it hung"}]
 
 
-def test_running_out_of_memory_is_held_against_the_verdict(run: Run, tmp_path: Path):
-    """On a card of a byte the job was to run out of memory, and on one of a terabyte it was not."""
+def test_running_out_of_memory_is_compared_with_the_verdict(run: Run, tmp_path: Path):
+    """The estimate predicts that the job runs out of memory on a GPU of one byte, and that it fits one of a terabyte."""
     ran_out = {"outcome": "out of memory", "record": None, "says": "CUDA out of memory"}
     results(tmp_path / "m-cuda.jsonl", result("small", **ran_out, card_bytes=1), result("larger", **ran_out, card_bytes=10**12),
             result("held it"))  # fmt: skip
@@ -125,8 +125,8 @@ def test_a_folder_without_records_is_one_line(run: Run, tmp_path: Path):
     assert len(err.splitlines()) == 1
 
 
-def test_of_the_ranks_of_one_run_the_fullest_is_judged(run: Run, tmp_path: Path):
-    """The estimate is about it; the others are shown."""
+def test_of_several_ranks_of_a_run_the_fullest_is_judged(run: Run, tmp_path: Path):
+    """The estimate is for the fullest rank; the peaks of the others are printed."""
     ranks = (replace(twin(factor=0.8), rank=0), replace(twin(), rank=1))
     code, out, _ = run("compare", *(write_record(measured, tmp_path) for measured in ranks))
     assert code == 0
@@ -150,7 +150,7 @@ def test_the_json_has_the_keys_that_scripts_rely_on(run: Run, tmp_path: Path):
     assert (row["agrees"], row["peak"]["error"]) == (True, 0.0)
 
 
-def test_markdown_has_a_table_per_question(run: Run, tmp_path: Path):
+def test_markdown_has_three_tables(run: Run, tmp_path: Path):
     code, out, _ = run("compare", write_record(twin(), tmp_path), "--markdown")
     assert code == 0
     assert out.count("|---|---:|") == 3
@@ -160,7 +160,7 @@ def test_markdown_has_a_table_per_question(run: Run, tmp_path: Path):
     ("absent.json",), (".",), (), ("--tolerance", "often", "r.json"), ("--tolerance", "-1", "r.json"),
     ("--tolerance", "nan", "r.json"),
 ])  # fmt: skip
-def test_bad_input_is_one_line_and_two(run: Run, arguments: tuple[str, ...]):
+def test_bad_input_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...]):
     code, out, err = run("compare", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("zeroplan: ")
@@ -180,8 +180,8 @@ def test_a_record_is_compared_without_torch(tmp_path: Path):
 
 
 @pytest.mark.parametrize("flag", ["--markdown", "--tolerance=2%"])
-def test_a_row_of_nothing_that_is_seen_has_no_error(run: Run, tmp_path: Path, flag: str):
-    """256 bytes of a kind that nobody predicted are 0.000 beside megabytes: that is no error of -100 %."""
+def test_a_negligible_row_has_no_error(run: Run, tmp_path: Path, flag: str):
+    """256 bytes of an unpredicted kind are negligible; an error of -100 % would mislead."""
     measured = twin(model="gpt2", gpus=4, stage=1, engine="ddp", seq_len=1024)
     *_, last = measured.steps
     *others, highest = sorted(last.phases, key=lambda one: one.peak_bytes)

@@ -1,4 +1,4 @@
-"""``zeroplan diagnose`` as a person uses it: a snapshot, the job they had in mind, and the wrong file."""
+"""``zeroplan diagnose`` with a snapshot, with the job that made it, and with wrong files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_answer_names_the_moment_the_kinds_and_the_lines(run: Run, snapshot:
     assert "Predicted" not in out
 
 
-def test_a_job_is_held_against_it(run: Run, snapshot: str):
+def test_a_job_is_compared_with_the_snapshot(run: Run, snapshot: str):
     code, out, _ = run("diagnose", snapshot, "--model", "gpt2", "--seq-len", "128")
     assert code == 0
     assert "Predicted: gpt2 on 1 GPU" in out
@@ -54,7 +54,7 @@ def test_as_json(run: Run, snapshot: str):
     (("snapshot.pickle", "--device", "x"), "--device"), (("snapshot.pickle", "--model", "nobody"), "unknown model"),
     (("job.toml",), "is no snapshot, and has no line"),
 ])  # fmt: skip
-def test_wrong_input_is_one_line_and_two(
+def test_wrong_input_is_one_line_and_exit_code_2(
     run: Run, snapshot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
 ):
     (tmp_path / "job.toml").write_text('model = "gpt2"\n')

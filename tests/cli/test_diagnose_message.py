@@ -1,4 +1,4 @@
-"""``zeroplan diagnose`` with torch's message in place of a snapshot."""
+"""``zeroplan diagnose`` with torch's out-of-memory message instead of a snapshot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_command_reads_a_file_and_standard_input(run: Run, tmp_path: Path):
     assert (told["tried_bytes"], told["fragmented"], told["request"]) == (gib(22.78), False, None)
 
 
-def test_a_job_names_the_request_its_moment_and_the_way_out(run: Run, tmp_path: Path):
+def test_with_a_job_the_answer_names_the_request_its_moment_and_changes(run: Run, tmp_path: Path):
     path = tmp_path / "error.txt"
     path.write_text(
         "CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 79.18 GiB of which 1.02 GiB is free. "
@@ -46,7 +46,7 @@ def _message(tried: str, allocated: str) -> str:
 
 
 def test_the_setting_that_differs_from_the_run_is_found(run: Run):
-    """The message is of a micro-batch of 2, the job that is described has 1; and it is the argument itself."""
+    """The message is from a run with a micro-batch of 2; the described job has 1. The message itself is the argument."""
     job = ("--model", "llama-3.2-1b", "--gpus", "8", "--recompute", "full", "--seq-len", "4096")
     ran = json.loads(run("diagnose", _message("3.91 GiB", "11.00 GiB"), *job, "--micro-batch", "2", "--json")[1])
     said = _message("3.91 GiB", f"{ran['request']['live_bytes'] / 2**30:.2f} GiB")
@@ -55,13 +55,13 @@ def test_the_setting_that_differs_from_the_run_is_found(run: Run):
     assert "\n  --micro-batch 2: " in out
 
 
-def test_settings_that_exclude_each_other_are_passed_over(run: Run):
+def test_settings_that_exclude_each_other_are_not_proposed(run: Run):
     job = ("--model", "llama-3.2-1b", "--gpus", "8", "--loss", "fused", "--recompute", "full", "--seq-len", "4096")
     code, out, err = run("diagnose", _message("3.91 GiB", "6.00 GiB"), *job)
     assert (code, err) == (0, ""), out
 
 
-def test_a_message_of_another_card_or_of_a_job_that_dies_earlier_is_told(run: Run):
+def test_a_message_of_another_gpu_or_of_another_job_is_recognised(run: Run):
     job = ("--model", "llama-3.1-8b", "--gpus", "8", "--stage", "2", "--seq-len", "8192")
     assert "is not NVIDIA A10: check --gpu." in run("diagnose", _message("3.91 GiB", "75.33 GiB"), *job, "--gpu", "a10")[1]
     out = run("diagnose", _message("3.91 GiB", "75.87 GiB"), *job)[1]
@@ -70,7 +70,7 @@ def test_a_message_of_another_card_or_of_a_job_that_dies_earlier_is_told(run: Ru
     assert "This job would have run out earlier" in longer
 
 
-def test_without_a_gpu_the_changes_are_for_as_much_memory(run: Run):
+def test_without_a_gpu_the_changes_are_for_the_memory_in_the_message(run: Run):
     job = ("--model", "llama-3.1-8b", "--gpus", "8", "--stage", "2", "--seq-len", "8192")
     out = run("diagnose", _message("3.91 GiB", "75.33 GiB"), *job)[1]
     assert "What would make it fit a GPU with 79.18 GiB\n  --recompute selective: " in out

@@ -1,4 +1,4 @@
-"""``zeroplan diff`` as a person uses it: two files, flags of both, flags of B behind --, a limit for CI, and the wrong file."""
+"""``zeroplan diff``: two files, flags for both, flags for B after ``--``, a limit for CI, and wrong files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB = ("--model", "gpt2", "--gpus", "4", "--seq-len", "256")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a file of each sort."""
+    """Return the current folder, which has a file of each type."""
     (tmp_path / "job.toml").write_text('model = "gpt2"\ngpus = 4\nstage = 3\nseq-len = 256\n')
     (tmp_path / "other.toml").write_text('model = "gpt2"\ngpus = 8\nstage = 3\nseq-len = 256\n')
     (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}')
@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("here")
-def test_flags_of_b_stand_behind_two_dashes(run: Run):
+def test_flags_after_two_dashes_are_those_of_b(run: Run):
     code, out, err = run("diff", "job.toml", "--", "--stage", "2")
     assert (code, err) == (0, "")
     assert "\nB  A with --stage 2: gpt2 on 4 GPUs, ZeRO stage 2: FSDP2, " in out
@@ -54,7 +54,7 @@ def test_two_lists_of_flags_need_no_file(run: Run):
 
 
 @pytest.mark.usefixtures("here")
-def test_flags_are_of_both_files_and_those_behind_dashes_of_the_second(run: Run):
+def test_flags_apply_to_both_files_and_those_after_two_dashes_to_the_second(run: Run):
     _, out, _ = run("diff", "job.toml", "other.toml", "--recompute", "full", "--", "--micro-batch", "2")
     assert "\nSettings: gpus 4 -> 8; micro_batch 1 -> 2\n" in out
     assert "\nB  other.toml with --micro-batch 2: gpt2 on 8 GPUs" in out
@@ -70,7 +70,7 @@ def test_another_model_replaces_the_model_as_a_whole(run: Run, here: Path):
 
 
 @pytest.mark.usefixtures("here")
-def test_a_catalogue_said_of_both_is_that_of_b_too(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_catalogue_before_the_dashes_is_also_that_of_b(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ZEROPLAN_CATALOG", "nowhere")
     code, _, err = run("diff", *JOB, "--catalog", ".", "--", "--stage", "2")
     assert (code, err) == (0, "")
@@ -78,7 +78,7 @@ def test_a_catalogue_said_of_both_is_that_of_b_too(run: Run, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("here")
-def test_what_was_measured_is_held_against_the_job_of_the_flags(run: Run):
+def test_a_measurement_is_compared_with_the_job_of_the_flags(run: Run):
     for name in ("record.json", "snapshot.pickle"):
         payload = json.loads(run("diff", name, *JOB, "--json")[1])
         assert (payload["before"]["is_a"], payload["after"]["name"]) == ("estimate", name)
@@ -87,7 +87,7 @@ def test_what_was_measured_is_held_against_the_job_of_the_flags(run: Run):
     assert "Note: B was measured on cpu tensors" in out
 
 
-def test_an_answer_kept_as_json_takes_flags_as_its_job_does(run: Run, here: Path):
+def test_flags_apply_to_a_saved_answer_as_to_its_job(run: Run, here: Path):
     (here / "a.json").write_text(run("estimate", "job.toml", "--json")[1])
     assert "A and B are equal in everything that both contain" in run("diff", "a.json", "job.toml")[1]
     changed = json.loads(run("diff", "a.json", "--json", "--", "--gpus", "8")[1])
@@ -96,7 +96,7 @@ def test_an_answer_kept_as_json_takes_flags_as_its_job_does(run: Run, here: Path
 
 
 @pytest.mark.usefixtures("here")
-def test_a_limit_makes_the_exit_code(run: Run):
+def test_fail_above_sets_the_exit_code(run: Run):
     code, out, _ = run("diff", "job.toml", "--fail-above", "1%", "--", "--micro-batch", "4")
     assert code == 1
     assert "\nThat is more than 1 % (--fail-above).\n" in out
@@ -126,7 +126,7 @@ def test_the_json_has_the_keys_that_scripts_rely_on(run: Run):
 
 
 @pytest.mark.usefixtures("here")
-def test_where_a_gpu_is_named_the_times_of_both_are_those_of_the_time_command(run: Run):
+def test_with_a_gpu_both_times_are_those_of_the_time_command(run: Run):
     changed = ("--recompute", "full")
     before, after = (
         json.loads(run("time", "job.toml", "--gpu", "h100", "--json", *also)[1])["step_s"] for also in ((), changed)
@@ -161,7 +161,7 @@ def test_markdown_and_units(run: Run):
     (("ds.json", "job.toml"), "--model"), (("--", "--stage", "2", "--", "--stage", "3"), "-- is there twice"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_wrong_input_is_one_line_and_two(run: Run, arguments: tuple[str, ...], said: str):
+def test_wrong_input_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], said: str):
     code, out, err = run("diff", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("zeroplan: ")
@@ -169,7 +169,7 @@ def test_wrong_input_is_one_line_and_two(run: Run, arguments: tuple[str, ...], s
     assert len(err.splitlines()) == 1
 
 
-def test_names_in_a_strangers_file_reach_no_terminal_as_signs_of_control(run: Run, here: Path):
+def test_control_characters_of_a_file_do_not_reach_the_terminal(run: Run, here: Path):
     answer = json.loads(run("estimate", "job.toml", "--json")[1])
     answer["peak"]["lines"][0]["reason"] = "\x1b[2Jcleared"
     (here / "a.json").write_text(json.dumps(answer))

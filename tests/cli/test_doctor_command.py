@@ -1,4 +1,4 @@
-"""``zeroplan doctor``: what is there is said with its version, what is not with the way to it."""
+"""``zeroplan doctor`` prints the versions of installed packages, and how to install those that are missing."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from zeroplan import installation
 from zeroplan.installation import Package, abilities, absent, installed
 
 
-def test_what_works_here_is_said(run):
+def test_commands_that_work_here_are_listed(run):
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
     assert "works  estimate, plan, advise, compare, diagnose, report, plot --text, models, gpus" in out
@@ -20,7 +20,7 @@ def test_what_works_here_is_said(run):
     assert re.search(rf"python +{re.escape(sys.version.split()[0])}$", out, re.MULTILINE)
 
 
-def test_the_same_as_data(run):
+def test_the_json_has_the_same_content(run):
     code, out, _ = run("doctor", "--json")
     said = json.loads(out)
     assert (code, said["schema_version"]) == (0, 1)
@@ -33,7 +33,7 @@ def _no_torch() -> str:
     return pytest.fail("asked a torch that is not there")
 
 
-def test_what_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch):
     there = installation.find_spec
     monkeypatch.setattr(installation, "find_spec", lambda name: None if name in ("torch", "matplotlib") else there(name))
     told = {one.what: one for one in abilities(_no_torch, _no_torch)}
@@ -46,7 +46,7 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch: pyt
     assert not told["verify --backend cuda"].works
 
 
-def test_what_is_older_than_asked_for_is_named_with_what_it_takes(monkeypatch: pytest.MonkeyPatch):
+def test_a_package_that_is_too_old_is_named_with_the_upgrade_command(monkeypatch: pytest.MonkeyPatch):
     asked = [
         "torch>=2.13; extra == 'notebooks'",
         "torch>=2.11; extra == 'models'",
@@ -68,19 +68,19 @@ def test_what_is_older_than_asked_for_is_named_with_what_it_takes(monkeypatch: p
     installation._least.cache_clear()
 
 
-def test_several_are_named_together():
+def test_several_missing_packages_are_named_together():
     assert absent("no_such", "nor_such").startswith("no_such and nor_such are not installed")
 
 
-def test_a_gpu_that_is_missing_is_the_driver_s_word():
+def test_a_missing_gpu_is_reported_in_the_words_of_torch():
     told = {one.what: one for one in abilities(lambda: "torch finds no GPU here", lambda: "")}
     assert told["verify --backend cuda"].missing.endswith(
         ("torch finds no GPU here", 'pip install ".[verify]" in a clone of zeroplan')
     )
 
 
-def test_what_no_package_says_of_itself_is_not_held_against_it(monkeypatch: pytest.MonkeyPatch):
-    """A module without metadata, as in a folder on the path, and zeroplan itself run from one."""
+def test_a_package_without_metadata_counts_as_installed(monkeypatch: pytest.MonkeyPatch):
+    """A module in a folder on the path has no metadata; neither has zeroplan when it runs from such a folder."""
     assert installed(Package("no-such-distribution", "json", "")) == "of unknown version"
 
     def unknown(_: str) -> list[str]:
@@ -92,8 +92,7 @@ def test_what_no_package_says_of_itself_is_not_held_against_it(monkeypatch: pyte
     installation._least.cache_clear()
 
 
-def test_what_is_said_to_work_without_matplotlib_does(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A picture as text and the report draw nothing with it."""
+def test_text_plots_and_reports_work_without_matplotlib(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     there = installation.find_spec
     monkeypatch.setattr(installation, "find_spec", lambda name: None if name == "matplotlib" else there(name))
     monkeypatch.setitem(sys.modules, "matplotlib", None)

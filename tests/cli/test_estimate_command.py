@@ -1,4 +1,4 @@
-"""The command as a user meets it: what it prints, what it refuses, how it exits."""
+"""``zeroplan estimate``: what it prints, which input it refuses, and its exit codes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ TINY = {
 }  # fmt: skip
 
 
-def test_the_first_command_says_sixteen_psi_over_eight(run: Run):
+def test_the_first_command_prints_16_bytes_per_parameter_over_8_gpus(run: Run):
     code, out, err = run(*SEVEN)
     assert (code, err) == (0, "")
     assert "Model states: 13.04 GiB (parameters 3.26, gradients 3.26, optimizer state 6.52)" in out
@@ -27,7 +27,7 @@ def test_the_first_command_says_sixteen_psi_over_eight(run: Run):
     assert "Model states: 14.00 GB (" in run(*SEVEN, "--unit", "GB")[1]
 
 
-def test_a_unit_that_there_is_not_is_one_line(run: Run):
+def test_an_unknown_unit_is_refused_in_one_line(run: Run):
     code, out, err = run(*SEVEN, "--unit", "gibi")
     assert (code, out) == (2, "")
     assert err == "zeroplan: --unit 'gibi' is not a unit; write gib (2^30 bytes) or gb (10^9 bytes)\n"
@@ -116,14 +116,14 @@ def test_explain_gives_formula_numbers_and_source(run: Run):
 # Does it fit?
 
 
-def test_what_does_not_fit_gets_the_nearest_changes(run: Run):
+def test_a_job_that_does_not_fit_gets_changes(run: Run):
     code, out, _ = run("estimate", "--model", "llama-2-7b", "--gpu", "rtx-4090", "--gpus", "8", "--stage", "3")
     assert code == 0
     assert "It does not fit NVIDIA GeForce RTX 4090" in out
     assert "--recompute selective" in out
 
 
-def test_check_makes_the_answer_count(run: Run):
+def test_check_sets_the_exit_code(run: Run):
     small = ("estimate", "--model", "gpt2", "--gpu", "h100", "--check")
     large = ("estimate", "--model", "llama-3.1-70b", "--gpu", "h100", "--check")
     assert run(*small)[0] == 0
@@ -160,7 +160,7 @@ def test_suggested_changes_do_make_it_fit(run: Run):
 # A job as a file
 
 
-def test_a_job_file_says_what_the_flags_say(run: Run, tmp_path: Path):
+def test_a_job_file_equals_the_same_flags(run: Run, tmp_path: Path):
     file = tmp_path / "job.toml"
     file.write_text('params = "7e9"\ngpus = 8\nstage = 3\nseq-len = 2048\n[deepspeed]\nreduce_bucket_size = 50_000_000\n')
     from_file = json.loads(run("estimate", str(file), "--json")[1])
@@ -185,7 +185,7 @@ def test_the_job_of_an_answer_is_a_job_file(run: Run, tmp_path: Path):
     assert {**again, "notes": []} == {**answer, "notes": []}
 
 
-def test_a_config_in_a_job_file_is_meant_beside_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_config_in_a_job_file_is_relative_to_the_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "job.toml").write_text('config = "model"\n')
@@ -193,7 +193,7 @@ def test_a_config_in_a_job_file_is_meant_beside_it(run: Run, tmp_path: Path, mon
     assert json.loads(run("estimate", str(tmp_path / "job.toml"), "--json")[1])["job"]["model"]["hidden_size"] == 64
 
 
-def test_a_deepspeed_configuration_is_meant_beside_the_job_file_that_names_it(run: Run, tmp_path: Path):
+def test_a_deepspeed_configuration_is_relative_to_the_job_file(run: Run, tmp_path: Path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7}, "frob": 1}')
     (tmp_path / "job.toml").write_text('model = "gpt2"\ngpus = 4\ndeepspeed_config = "ds.json"\n')
     answer = json.loads(run("estimate", str(tmp_path / "job.toml"), "--json")[1])
@@ -206,7 +206,7 @@ def test_a_deepspeed_configuration_is_meant_beside_the_job_file_that_names_it(ru
     assert "deepspeed.reduce_bucket_size=500000000 contradicts" in err
 
 
-def test_a_catalogue_of_ones_own(run: Run, tmp_path: Path):
+def test_a_users_own_catalogue(run: Run, tmp_path: Path):
     (tmp_path / "models").mkdir()
     entry = "\n".join(f"{key} = {value}" for key, value in TINY.items() if key != "model_type")
     (tmp_path / "models" / "mine.toml").write_text(f'model_type = "llama"\nreleased = 2026\nsource = "me"\n[config]\n{entry}\n')
@@ -356,8 +356,8 @@ def test_a_bad_file_is_one_line_and_exit_code_2(run: Run, tmp_path: Path, case: 
     assert "\x1b" not in err
 
 
-def test_what_is_no_regular_file_is_refused_without_being_opened(run: Run, tmp_path: Path):
-    """A pipe without a writer would wait for ever, /dev/zero would never end."""
+def test_pipes_and_folders_are_refused_without_being_opened(run: Run, tmp_path: Path):
+    """Opening a pipe without a writer would wait forever."""
     os.mkfifo(tmp_path / "config.json")
     os.mkfifo(tmp_path / "job.toml")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -381,7 +381,7 @@ def test_two_gigabytes_of_zeros_are_refused_at_once(run: Run, tmp_path: Path):
     assert "16 MiB" in err
 
 
-def test_an_unknown_architecture_is_treated_as_asked(run: Run, tmp_path: Path):
+def test_treat_as_counts_an_unknown_architecture(run: Run, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "newlm"}))
     code, out, _ = run("estimate", "--config", str(tmp_path), "--treat-as", "llama")
     assert code == 0
@@ -436,8 +436,8 @@ def test_a_terminal_without_unicode_still_gets_the_numbers():
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "pydantic", "rich", "huggingface_hub")
 
 
-def test_an_answer_loads_nothing_heavy():
-    """Start-up is guarded by what is loaded, not by the clock."""
+def test_an_answer_imports_no_heavy_package():
+    """This keeps start-up fast; a test of the time would depend on the machine."""
     code = (
         "import sys\nfrom zeroplan.cli.app import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         f"print(sorted(set({HEAVY}) & set(sys.modules)), file=sys.stderr)"
@@ -446,8 +446,8 @@ def test_an_answer_loads_nothing_heavy():
     assert done.stderr.strip() == "[]"
 
 
-def test_an_answer_reads_no_other_command_and_no_other_engine():
-    """Every module costs start-up; a command's own flags cost more than reading its file."""
+def test_an_answer_imports_no_other_command_and_no_other_engine():
+    """Every module makes start-up slower, above all one that declares the flags of a command."""
     code = (
         "import sys\nfrom zeroplan.cli.app import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "print(*(name for name in sys.modules if name.startswith('zeroplan.')), file=sys.stderr)"
@@ -461,7 +461,7 @@ def test_an_answer_reads_no_other_command_and_no_other_engine():
     assert not {"zeroplan.planner", "zeroplan.steptime", "zeroplan.advice", "zeroplan.export"} & loaded
     engines = {name.split(".")[2] for name in loaded if name.startswith("zeroplan.engines.")}
     assert not {"ddp", "deepspeed", "megatron", "paper", "pipeline", "quantised"} & engines
-    aside = ("context", "experts", "split")  # of FSDP2: where ranks split the model
+    aside = ("context", "experts", "split")  # parts of FSDP2 for jobs whose ranks split the model
     assert not {f"zeroplan.engines.fsdp2.{name}" for name in aside} & loaded
     families = {name.rpartition(".")[2] for name in loaded if name.startswith("zeroplan.transformer.")}
     assert not {"profiled", "split", "ring", "adapted", "frozen", "dispatched", "routed", "latent"} & families
@@ -489,7 +489,7 @@ def test_every_command_has_help(run: Run, arguments: tuple[str, ...]):
 REPLAYED = ("estimate", "--model", "gpt2", "--gpus", "4", "--seq-len", "256", "--stage", "3", "--gpu", "l4-24gb")
 
 
-def test_a_replay_says_what_is_reserved(run: Run):
+def test_a_replay_prints_the_reserved_memory(run: Run):
     code, out, err = run(*REPLAYED, "--replay")
     assert (code, err) == (0, "")
     assert "with expandable segments" in " ".join(out.split()).split("Replayed: the allocator reserves ")[1]
@@ -501,7 +501,7 @@ def test_a_replay_says_what_is_reserved(run: Run):
     assert payload["reserved"]["expected_bytes"] == payload["replay"]["default"]["reserved_bytes"]
 
 
-def test_a_replay_on_a_card_that_is_nearly_full_says_what_becomes_of_it(run: Run):
+def test_a_replay_on_a_nearly_full_gpu_says_whether_the_job_completes(run: Run):
     nearly = ("--seq-len", "1024", "--recompute", "full", "--micro-batch", "32")
     out = " ".join(run(*REPLAYED, *nearly, "--replay")[1].split())
     assert "with expandable segments only" in out
@@ -509,13 +509,13 @@ def test_a_replay_on_a_card_that_is_nearly_full_says_what_becomes_of_it(run: Run
     assert "With expandable segments it completes." in out
 
 
-def test_a_job_that_fits_tightly_is_replayed_unasked(run: Run):
+def test_a_job_that_fits_tightly_is_replayed_without_the_flag(run: Run):
     nearly = (*REPLAYED, "--seq-len", "1024", "--recompute", "full", "--micro-batch", "32")
     assert json.loads(run(*nearly, "--json")[1])["replay"] == json.loads(run(*nearly, "--json", "--replay")[1])["replay"]
     assert json.loads(run(*REPLAYED, "--json")[1])["replay"] is None
 
 
-def test_a_step_is_written_for_viewers_and_never_over_a_file(run: Run, tmp_path: Path):
+def test_trace_and_snapshot_are_written_and_overwrite_no_file(run: Run, tmp_path: Path):
     trace, snapshot = tmp_path / "step.json", tmp_path / "step.pickle"
     assert run(*REPLAYED, "--trace", str(trace), "--snapshot", str(snapshot))[0] == 0
     assert json.loads(trace.read_text())["traceEvents"]
@@ -527,7 +527,7 @@ def test_a_step_is_written_for_viewers_and_never_over_a_file(run: Run, tmp_path:
     assert run(*REPLAYED, "--trace", str(trace), "--force")[0] == 0
 
 
-def test_what_cannot_be_replayed_is_refused_in_one_line(run: Run):
+def test_engine_paper_cannot_be_replayed(run: Run):
     code, out, err = run(*REPLAYED, "--engine", "paper", "--replay")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "engine 'paper'" in err
@@ -538,7 +538,7 @@ def test_a_replay_is_shown_as_markdown_too(run: Run):
     assert "Replayed" not in run(*REPLAYED, "--markdown")[1]
 
 
-def test_a_replay_says_what_was_free_and_of_no_use(run: Run):
+def test_a_replay_names_the_free_memory_that_could_not_be_used(run: Run):
     out = " ".join(run(*REPLAYED, "--replay", "-v")[1].split())
     unusable = json.loads(run(*REPLAYED, "--replay", "--json")[1])["replay"]["default"]["unusable_bytes"]
     assert f"When the allocator last took more from the card, {GIBIBYTES.size(unusable)} were free" in out

@@ -1,4 +1,4 @@
-"""``zeroplan explore``: on the loopback alone, nothing left behind, and one line where it cannot begin."""
+"""``zeroplan explore`` listens only on the loopback, writes no files, and fails in one line if it cannot start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("uvicorn")
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[int]:
-    """The command as a user starts it, in an empty folder that is its home, too."""
+    """Start the command in an empty folder, which is also its home, and yield its port."""
     environment = {**os.environ, "HOME": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1",
                    "PYTHONPATH": os.pathsep.join(sys.path)}  # fmt: skip
     command = [sys.executable, "-m", "zeroplan", "explore", "--no-browser", "--port", "0"]
@@ -40,21 +40,21 @@ CUT_OFF = 0
 
 
 def status_of(port: int, path: str, headers: dict[str, str] | None = None) -> int:
-    """The status that the server answers with, or CUT_OFF where it closes the connection before it has read the request."""
+    """Return the status of the answer, or CUT_OFF if the server closes the connection first."""
     with closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         try:
             connection.request("GET", path, headers=headers or {})
             return connection.getresponse().status
-        except ConnectionError:  # the server may close while we still write, or after its answer: the kernel decides
+        except ConnectionError:  # the server may close the connection while we still write
             return CUT_OFF
 
 
-def test_it_listens_on_the_loopback_alone_and_leaves_nothing_behind(served: int, tmp_path: Path):
+def test_it_listens_only_on_the_loopback_and_writes_no_files(served: int, tmp_path: Path):
     job = "model=gpt2&gpu=l4-24gb&gpus=2&seq_len=256"
     paths = ("/", "/api/controls", f"/api/answer?{job}", f"/api/changes?{job}", f"/api/plan?{job}")
     assert {path: status_of(served, path) for path in paths} == dict.fromkeys(paths, 200)
     assert status_of(served, "/", {"X-Long": "x" * 10_000}) == 431
-    # The HTTP parser refuses it before we see it: the client reads that answer, or fails to write the rest.
+    # The HTTP parser refuses it before zeroplan sees it. The client reads the refusal, or fails while it writes the rest.
     assert status_of(served, "/", {"X-Long": "x" * 4_000_000}) in {400, 431, CUT_OFF}
     assert list(tmp_path.iterdir()) == []
     listening = explore._listening(0)
@@ -74,7 +74,7 @@ def test_it_closes_idle_connections(monkeypatch: pytest.MonkeyPatch):
     assert [config.http for config in served] == [TimedConnection]
 
 
-def test_a_port_that_is_taken_is_one_line(run: Run):
+def test_a_port_in_use_is_one_line(run: Run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, out, err = run("explore", "--port", str(taken.getsockname()[1]), "--no-browser")
     assert (code, out, len(err.splitlines())) == (4, "", 1)

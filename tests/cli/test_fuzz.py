@@ -1,4 +1,4 @@
-"""Whatever stands in a config.json or a job file: an answer, or one line that says what is wrong."""
+"""Any config.json and any job file get an answer, or an error that says what is wrong."""
 
 import json
 import tomllib
@@ -28,7 +28,7 @@ FOLDER = Path(zeroplan.__file__).parent / "catalog" / "models"
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """A real config.json, as the catalogue keeps it."""
+    """Return the config.json of a model in the catalogue."""
     entry = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     return {**entry["config"], **dict.fromkeys(entry.get("nulls", ())), "model_type": entry["model_type"]}
 
@@ -51,7 +51,7 @@ anything = st.recursive(
 
 
 def places(tree: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every key and index of nested dicts and lists."""
+    """Yield the path to every value in nested dicts and lists."""
     inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in inside:
         yield (*path, key)
@@ -60,7 +60,7 @@ def places(tree: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 @st.composite
 def damaged(draw: st.DrawFn, originals: list[dict[str, Any]]) -> dict[str, Any]:
-    """One of the originals with a few keys dropped, added or given another value."""
+    """Draw one of the originals with one to three keys dropped, added or changed."""
     tree = deepcopy(draw(st.sampled_from(originals)))
     for _ in range(draw(st.integers(1, 3))):
         every = list(places(tree))
@@ -83,12 +83,12 @@ def damaged(draw: st.DrawFn, originals: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def one_line(error: ZeroplanError) -> None:
-    """Errors are shown in one line by the command; nothing may be lost or doubled there."""
+    """Check that the error has a message."""
     assert str(error).strip()
 
 
 def sane(model: ModelSpec) -> None:
-    """An estimate of whatever shape was read: numbers that add up, and a text."""
+    """Check that a model has an estimate: a plausible peak, no negative line, and a text."""
     complete = JobSpec(
         model=model,
         recipe=RecipeSpec(engine="deepspeed", zero_stage=2),

@@ -1,4 +1,4 @@
-"""``zeroplan gpus``: the list, its filters, one accelerator, and what is refused."""
+"""``zeroplan gpus``: the list, its filters, the page of one GPU, and the input that it refuses."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_the_json_is_the_list(run: Run):
         assert one["dense_flops_per_s"]
 
 
-def test_a_catalogue_of_ones_own(run: Run, own: Path):
+def test_a_users_own_catalogue(run: Run, own: Path):
     assert "mine" in listed(run("gpus", "--catalog", str(own))[1])
     assert json.loads(run("gpus", "show", "Mine Again", "--json", "--catalog", str(own))[1])["full_name"] == "My GPU"
     out = run("estimate", "--model", "gpt2", "--gpu", "mine", "--catalog", str(own))[1]
@@ -108,7 +108,7 @@ def test_a_catalogue_of_ones_own(run: Run, own: Path):
         (("--bogus",), "--bogus"),
     ],
 )
-def test_what_is_refused(run: Run, arguments: tuple[str, ...], says: str):
+def test_wrong_input_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], says: str):
     code, out, err = run("gpus", *arguments)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1

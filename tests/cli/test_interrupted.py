@@ -1,4 +1,4 @@
-"""Ctrl-C before a command has begun: while the modules that it needs are imported."""
+"""Ctrl-C while a command still imports its modules ends it without a traceback."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What each command loads beside itself: start-up is guarded by the set of modules, not by the clock."""
+"""Which large packages each command imports. This keeps start-up fast; a test of the time would depend on the machine."""
 
 import json
 import os
@@ -9,7 +9,7 @@ HEAVY = (
     "torch", "transformers", "deepspeed", "numpy", "matplotlib", "pydantic", "rich", "yaml", "huggingface_hub", "fastapi",
 )  # fmt: skip
 SMALL = ("--model", "gpt2", "--gpu", "l4-24gb", "--gpus", "2", "--seq-len", "256")
-#: A command that answers at once, and those of the heavy ones that it may load; help is drawn by rich.
+#: Commands that answer at once, each with the heavy packages that it imports. The help needs rich.
 LOADS = (
     (("estimate", *SMALL), ()),
     (("advise", *SMALL), ()),
@@ -22,7 +22,7 @@ LOADS = (
     (("explore", "--port", "none"), ()),
     (("plot", "stages", "--help"), ("rich",)),
 )
-#: Each command in a copy of a process that has what all of them have.
+#: Runs each command in a fork of a process that has imported ``zeroplan.cli.app``, and prints the heavy packages it has then.
 CODE = f"""
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -38,7 +38,7 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def test_a_command_loads_no_more_than_its_answer_needs():
+def test_a_command_imports_only_what_its_answer_needs():
     commands = [command for command, _ in LOADS]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

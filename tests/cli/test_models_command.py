@@ -1,4 +1,4 @@
-"""``zeroplan models``: the list, its filters, one model, and what is refused."""
+"""``zeroplan models``: the list, its filters, the page of one model, and the input that it refuses."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_one_model_in_full(run: Run):
 
 def test_the_tensors_of_a_model_add_up_to_its_parameters(run: Run):
     out = run("models", "show", "llama-3.1-8b")[1]
-    assert "parallel_residual" not in out  # which only GPT-NeoX has
+    assert "parallel_residual" not in out  # only GPT-NeoX has it
     assert "  parallel_residual             True\n" in run("models", "show", "pythia-70m")[1]
     blocks = next(line for line in out.splitlines() if line.startswith("each of 32"))
     outside = next(line for line in out.splitlines() if line.startswith("outside"))
@@ -101,7 +101,7 @@ def test_the_json_is_the_list(run: Run):
         assert 0 < one["active_parameters"] <= one["parameters"]
 
 
-def test_a_catalogue_of_ones_own(run: Run, own: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_users_own_catalogue(run: Run, own: Path, monkeypatch: pytest.MonkeyPatch):
     assert "mine" in listed(run("models", "--catalog", str(own))[1])
     for name in ("mine", "me/Mine-1M", "MINE"):
         shown = json.loads(run("models", "show", name, "--json", "--catalog", str(own))[1])
@@ -129,7 +129,7 @@ def test_a_catalogue_of_ones_own(run: Run, own: Path, monkeypatch: pytest.Monkey
         (("--catalog", "a" * 5000), "is not a folder"),
     ],
 )
-def test_what_is_refused(run: Run, arguments: tuple[str, ...], says: str):
+def test_wrong_input_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], says: str):
     code, out, err = run("models", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("zeroplan: ")

@@ -1,4 +1,4 @@
-"""``zeroplan plan`` as a person uses it: the answer, its renderings, what it writes, and what it refuses."""
+"""``zeroplan plan``: its answer as text, JSON and Markdown, the files that it writes, and the input that it refuses."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_memory_below_zero_is_called_tight():
     assert [line.split() for line in long] == [["x" * 70], ["1.0", "100"]]
 
 
-def test_a_layout_whose_replay_runs_out_is_none_that_fits(run: Run):
-    """As ``estimate`` says of the same job."""
+def test_a_layout_whose_replay_runs_out_of_memory_does_not_fit(run: Run):
+    """``estimate`` gives the same answer for the same job."""
     code, out, _ = run(*TIGHT, "12")
     assert code == 1
     assert "its peak fits, but in a replay of its requests it runs out of memory" in out
@@ -69,7 +69,7 @@ def test_verbose_has_every_part(run: Run):
     assert re.fullmatch(r"(  [^\n]+, \d+ x \d+\s+[\d.]+ +[\d,]+\n?)+", front)  # figures come below a long name
 
 
-def test_the_command_it_names_says_the_same_memory(run: Run):
+def test_the_command_of_the_plan_gives_the_same_memory(run: Run):
     best = json.loads(run(*ASKED, "--json")[1])["best"]
     found = json.loads(run(*shlex.split(best["command"])[1:], "--json")[1])
     outside = found["outside_allocator"]["expected_bytes"]
@@ -105,7 +105,7 @@ def test_markdown_has_a_heading_and_the_command(run: Run):
     assert "`zeroplan estimate" in out
 
 
-def test_nothing_fits_is_a_no_with_the_closest(run: Run):
+def test_if_nothing_fits_the_closest_layout_is_shown(run: Run):
     code, out, err = run("plan", "--model", "llama-3.1-70b", "--gpu", "a10-24gb", "--gpus", "2", "--offload-param", "none",
                          "--offload-optimizer", "none")  # fmt: skip
     assert (code, err) == (1, "")
@@ -114,7 +114,7 @@ def test_nothing_fits_is_a_no_with_the_closest(run: Run):
     assert "The rule that rejected most:" in out
 
 
-def test_what_is_emitted_reads_back(run: Run, tmp_path: Path):
+def test_an_emitted_file_reads_back_with_the_same_memory(run: Run, tmp_path: Path):
     code, out, _ = run(*ASKED, "--emit", "deepspeed", "--out", str(tmp_path), "--json")
     assert code == 0
     best = json.loads(out)["best"]
@@ -167,7 +167,7 @@ def test_logits_that_accelerate_returns_are_counted(run: Run, tmp_path: Path):
         ((*ASKED[1:], "--replicas", "3"), "not divisible by --replicas 3"),
     ],
 )
-def test_what_cannot_be_is_one_line(run: Run, arguments: tuple[str, ...], says: str):
+def test_impossible_input_is_one_line(run: Run, arguments: tuple[str, ...], says: str):
     code, out, err = run("plan", *arguments)
     assert (code, out) == (2, "")
     assert says in err

@@ -1,4 +1,4 @@
-"""``zeroplan plot``: files, text, and one line for what cannot be drawn."""
+"""``zeroplan plot``: picture files, pictures as text, and one line if a picture cannot be drawn."""
 
 import importlib.util
 import os
@@ -40,7 +40,7 @@ def test_a_picture_of_a_job_is_written(run: Run, tmp_path: Path, kind: str, endi
     assert path.read_bytes().startswith(MAGIC[ending])
 
 
-def test_a_plan_is_drawn_and_no_is_no(run: Run, tmp_path: Path):
+def test_a_plan_is_drawn_and_exits_with_1_if_nothing_fits(run: Run, tmp_path: Path):
     asked = ("--model", "gpt2", "--gpu", "l4-24gb", "--gpus", "4", "--global-batch", "32")
     path = tmp_path / "one.png"
     assert run("plot", "pareto", *asked, "-o", str(path))[:2] == (0, f"wrote {path}\n")
@@ -67,7 +67,7 @@ def test_records_are_validated(run: Run, tmp_path: Path, record: str):
     assert "0 within 2 %" in run("plot", "validation", record, "--text")[1]
 
 
-def test_results_of_a_matrix_are_validated_beside_records(run: Run, tmp_path: Path):
+def test_results_of_a_matrix_are_validated_together_with_records(run: Run, tmp_path: Path):
     measured = twin()
     write_record(measured, tmp_path)
     with opened(tmp_path / "m-cpu.jsonl", say=print) as results:
@@ -88,7 +88,7 @@ def test_text_is_as_wide_as_the_terminal_and_plain_in_a_pipe(run: Run, monkeypat
 @pytest.mark.parametrize(
     ("environment", "coloured"), [({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)]
 )
-def test_colours_are_left_out_where_nobody_wants_them(environment: dict[str, str], coloured: bool):
+def test_no_color_leaves_the_colours_out(environment: dict[str, str], coloured: bool):
     code = "from zeroplan.cli.app import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "plot", "stages", *JOB, "--text"], capture_output=True, check=True,
                           env={**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1", "PYTHONIOENCODING": "utf-8",
@@ -97,7 +97,7 @@ def test_colours_are_left_out_where_nobody_wants_them(environment: dict[str, str
     assert "█".encode() in done.stdout
 
 
-def test_a_terminal_without_signs_gets_letters():
+def test_a_terminal_without_unicode_gets_letters():
     code = "from zeroplan.cli.app import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "plot", "stages", *JOB, "--text"], capture_output=True, check=True,
                           env={**os.environ, "PYTHONIOENCODING": "ascii"})  # fmt: skip
@@ -128,7 +128,7 @@ def test_a_terminal_without_signs_gets_letters():
     (("validation", "absent.json", "--text"), "'absent.json' does not exist"),
     (("validation", "absent.json", "--tolerance", "much", "--text"), "--tolerance 'much'"),
 ])  # fmt: skip
-def test_what_cannot_be_drawn_is_one_line_and_two(
+def test_wrong_input_is_one_line_and_exit_code_2(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
 ):
     monkeypatch.chdir(tmp_path)
@@ -141,13 +141,13 @@ def test_what_cannot_be_drawn_is_one_line_and_two(
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
-def test_a_record_of_another_job_is_one_line_and_two(run: Run, record: str):
+def test_a_record_of_another_job_is_one_line_and_exit_code_2(run: Run, record: str):
     code, out, err = run("plot", "timeline", *JOB, "--stage", "0", "--record", record, "--text")
     assert (code, out) == (2, "")
     assert "is of another job (stage 1 instead of 0)" in err
 
 
-def test_without_matplotlib_text_is_left(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_without_matplotlib_pictures_as_text_still_work(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     found = importlib.util.find_spec
     monkeypatch.setattr("zeroplan.installation.find_spec", lambda name: None if name == "matplotlib" else found(name))
     code, _, err = run("plot", "stages", *JOB, "-o", str(tmp_path / "one.png"))

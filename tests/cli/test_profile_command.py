@@ -1,4 +1,4 @@
-"""A profile from the command line: written, read without torch, refused in one line where it is none."""
+"""Profiles on the command line: `profile` writes them, `estimate` reads them without torch, and broken ones are one line."""
 
 import json
 import random
@@ -41,7 +41,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.engine}-{recipe.zero_stage}-{recipe.recompute}")
-def test_every_line_of_its_estimate_has_a_formula_that_is_true(recipe: RecipeSpec):
+def test_every_formula_of_a_profiles_estimate_gives_its_bytes(recipe: RecipeSpec):
     for batch in (BatchSpec(micro_batch_size=3, seq_len=75), BatchSpec(seq_len=4096)):
         assert_explained(estimate(JobSpec(model=model_of(by_hand()), recipe=recipe, mesh=MeshSpec(dp_shard=4), batch=batch)))
 
@@ -80,7 +80,7 @@ def test_no_torch_is_needed(file: Path):
         ({"buffer_bytes": -1}, "buffer_bytes"),
     ],
 )
-def test_what_is_no_profile_is_refused_in_one_line(file: Path, run: Run, change: dict[str, object], says: str):
+def test_a_broken_profile_is_refused_in_one_line(file: Path, run: Run, change: dict[str, object], says: str):
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
     code, out, err = run("estimate", "--profile", str(file), "--gpus", "8")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -90,13 +90,13 @@ def test_what_is_no_profile_is_refused_in_one_line(file: Path, run: Run, change:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", "7", '{"schema_version": 1}', "\x00", '{"schema_version": [], "variants": 3}']
 )
-def test_what_is_no_json_of_ours_is_refused_in_one_line(file: Path, run: Run, text: str):
+def test_a_file_that_is_not_a_profile_is_refused_in_one_line(file: Path, run: Run, text: str):
     file.write_text(text, encoding="utf-8")
     code, out, err = run("estimate", "--profile", str(file), "--gpus", "8")
     assert (code, out, err.count("\n")) == (2, "", 1)
 
 
-def test_whatever_is_changed_it_is_an_answer_or_one_line(file: Path, run: Run):
+def test_a_profile_with_any_change_gets_an_answer_or_one_line(file: Path, run: Run):
     text, draw = file.read_text(encoding="utf-8"), random.Random(1)  # noqa: S311  no secret
     for _ in range(150):
         at, cut = draw.randrange(len(text)), draw.randrange(4)
@@ -116,13 +116,13 @@ def test_whatever_is_changed_it_is_an_answer_or_one_line(file: Path, run: Run):
         (("--model", "gpt2"), "--model and --profile are given"),
     ],
 )
-def test_what_a_profile_cannot_tell_is_refused(file: Path, run: Run, flags: tuple[str, ...], says: str):
+def test_a_job_that_a_profile_does_not_cover_is_refused(file: Path, run: Run, flags: tuple[str, ...], says: str):
     code, out, err = run("estimate", "--profile", str(file), "--gpus", "8", *flags)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert says in err
 
 
-def test_a_length_that_is_fixed_is_the_default_and_no_other_is_taken(file: Path, run: Run):
+def test_a_fixed_length_is_the_default_and_others_are_refused(file: Path, run: Run):
     file.write_text(json.dumps(said(replace(by_hand(), seq_len=77))), encoding="utf-8")
     code, out, _ = run("estimate", "--profile", str(file), "--gpus", "8", "--json")
     assert (code, json.loads(out)["job"]["batch"]["seq_len"]) == (0, 77)
@@ -139,7 +139,7 @@ def test_shorter_sequences_than_were_traced_are_refused(file: Path, run: Run):
     assert "covers sequences of 1,024 tokens and more" in err
 
 
-def test_a_length_between_multiples_counts_as_the_next_where_the_profile_says_so(file: Path, run: Run):
+def test_a_length_between_multiples_counts_as_the_next_multiple(file: Path, run: Run):
     variants = tuple(
         replace(one, one=replace(one.one, counted_by=128, remarks=("odd lengths were not looked at",)))
         for one in by_hand().variants
@@ -162,7 +162,7 @@ def test_a_length_between_multiples_counts_as_the_next_where_the_profile_says_so
         (("--workload", f"{WORKLOAD}:workload", "--out", ""), 2, "names no file"),
     ],
 )
-def test_a_profile_of_nothing_is_refused(run: Run, flags: tuple[str, ...], code: int, says: str):
+def test_a_profile_without_one_module_is_refused(run: Run, flags: tuple[str, ...], code: int, says: str):
     found, _, err = run("profile", *flags)
     assert (found, err.count("\n")) == (code, 1)
     assert says in err
@@ -172,7 +172,7 @@ def test_a_profile_of_nothing_is_refused(run: Run, flags: tuple[str, ...], code:
 @pytest.mark.parametrize(
     ("flags", "says"), [(("--workload", "nowhere"), "does not have the form"), (("--config", "nowhere.json"), "does not exist")]
 )
-def test_a_module_that_is_not_there_is_refused(flags: tuple[str, ...], says: str):
+def test_a_missing_module_is_refused(flags: tuple[str, ...], says: str):
     pytest.importorskip("torch")
     found, _, err = command_there("profile", *flags)
     assert (found, err.count("\n")) == (2, 1)
@@ -184,7 +184,7 @@ def test_a_module_that_is_not_there_is_refused(flags: tuple[str, ...], says: str
     ("raising", "no data today"), ("without_blocks", "no list of blocks"),
     ("reading", "fake tensors have no values to read: leave out what reads them (.item(), .tolist(), a branch on a value)"),
 ])  # fmt: skip
-def test_what_the_workload_raises_is_told(name: str, says: str):
+def test_an_error_of_the_workload_is_printed(name: str, says: str):
     pytest.importorskip("torch")
     code, out, err = command_there("profile", "--workload", f"{WORKLOAD}:{name}")
     assert (code, out) == (4, "")
@@ -199,7 +199,7 @@ def test_what_the_workload_raises_is_told(name: str, says: str):
 def test_a_class_of_transformers_that_cannot_be_traced_is_one_line(
     tmp_path: Path, keys: dict[str, object], code: int, says: str
 ):  # fmt: skip
-    """Its traceback would tell a user nothing of what to do."""
+    """The traceback of transformers would not tell users what to do."""
     pytest.importorskip("torch")
     (tmp_path / "config.json").write_text(json.dumps(keys))
     found, out, err = command_there(

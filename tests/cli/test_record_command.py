@@ -1,4 +1,4 @@
-"""``zeroplan record share``: nothing private is in a copy, the sizes are, and no file is written over."""
+"""``zeroplan record share`` copies a record's sizes and nothing private, and overwrites no file."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ from zeroplan.script_card import RankOnCard
 from zeroplan.verify.cases.results import Result, read_results
 from zeroplan.verify.cases.sharing import KEPT, KEYS, shared
 
-#: In no text that may be kept.
+#: Marks private text: no text that a copy may contain has these letters.
 PRIVATE = "Zq"
 HIDDEN = (
     f"/home/{PRIVATE}-ann/runs/7", f"node17.{PRIVATE}.example.com", f"GPU-{PRIVATE}8f3a-55d2-4f5e-9d1b-0123456789ab",
@@ -44,7 +44,7 @@ def written(folder: Path, name: str, data: object) -> Path:
 
 
 def places(data: object, way: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
-    """The way to every text of a file."""
+    """Return the path to every text in the data."""
     if isinstance(data, str):
         return [way]
     pairs = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
@@ -52,7 +52,7 @@ def places(data: object, way: tuple[object, ...] = ()) -> list[tuple[object, ...
 
 
 def keys(data: object, way: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
-    """The way to every table of sizes by name, or of versions."""
+    """Return the path to every table with names as keys: sizes by kind, versions by package."""
     pairs = list(data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ())
     named = [(*way, key) for key, _ in pairs if key in ("kinds", "held_kinds", "packages")]
     return [*named, *(found for key, one in pairs for found in keys(one, (*way, key)))]
@@ -67,7 +67,7 @@ def at(data: object, way: tuple[object, ...]) -> object:
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_no_text_outside_the_list_survives(name: str, tmp_path: Path, data: st.DataObject):
+def test_no_text_outside_the_allowed_lists_is_copied(name: str, tmp_path: Path, data: st.DataObject):
     changed = json.loads(json.dumps(KINDS[name]))
     text = data.draw(st.sampled_from(HIDDEN) | st.tuples(st.text(), st.text()).map(PRIVATE.join))
     way = data.draw(st.sampled_from([*places(changed), *keys(changed)]))
@@ -80,12 +80,12 @@ def test_no_text_outside_the_list_survives(name: str, tmp_path: Path, data: st.D
     try:
         copy = shared(path)
     except SpecError:
-        copy = None  # a field that has a list of its own refuses the file
+        copy = None  # a field with a fixed list of values refuses the file
     assert copy is None or PRIVATE not in copy.content
     assert path.read_bytes() == before
 
 
-def test_every_rule_is_of_a_field():
+def test_every_rule_is_for_an_existing_field():
     seen, found, pending = set(), set(), [Measurement, RankOnCard, Result]
     while pending:
         one = pending.pop()
@@ -115,7 +115,7 @@ def test_a_copy_has_the_same_sizes_and_names_of_the_catalogue(tmp_path: Path, ru
     assert compared[0] == compared[1]
 
 
-def test_a_models_and_a_gpus_own_names_are_left_out_and_their_sizes_kept(tmp_path: Path):
+def test_private_names_of_models_and_gpus_are_left_out_and_sizes_kept(tmp_path: Path):
     changed = json.loads(json.dumps(RECORD))
     changed["job"]["model"]["name"] = "zeus-70b-internal"
     changed["job"]["cluster"]["gpu"] |= {"name": "lab-card", "full_name": "Lab card", "aliases": ["lab"]}
@@ -140,7 +140,7 @@ DRIVERS = (
 )  # fmt: skip
 
 
-def test_names_that_drivers_give_to_gpus_are_kept_and_no_others():
+def test_only_names_that_drivers_give_to_gpus_are_kept():
     for kept in (KEPT["CardMeasured.name"], KEPT["Result.card"]):
         assert [kept(name) for name in DRIVERS] == list(DRIVERS)
         assert {kept(name) for name in ("NVIDIA", "zeus-a100", "NVIDIA H100 of zeus", "NVIDIA H100\nroot", "node17")} == {""}
@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_no_copy(tmp_path: Path, run: Run, monkeypatch: pytes
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_results_stay_results_without_the_names_of_their_cases(tmp_path: Path, run: Run):
+def test_shared_results_have_numbers_for_the_names_of_cases(tmp_path: Path, run: Run):
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(LINES[:3] + FULL[:1]) + "\n")
     assert run("record", "share", path, path, "--out", tmp_path / "out")[0] == 0
@@ -190,10 +190,10 @@ def test_a_broken_or_hostile_file_is_refused_in_one_line(what: str, ending: str,
     code, out, err = run("record", "share", good, tmp_path / f"bad.{ending}", "--out", tmp_path / "out")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "Traceback" not in err
-    assert not (tmp_path / "out").exists()  # of several files all are copied, or none
+    assert not (tmp_path / "out").exists()  # one bad file: none of the files is copied
 
 
-def test_no_file_is_written_over(tmp_path: Path, run: Run):
+def test_no_file_is_overwritten(tmp_path: Path, run: Run):
     path = written(tmp_path, "mine.json", RECORD)
     run("record", "share", path, "--out", tmp_path / "out")
     (copy,) = (tmp_path / "out").iterdir()
@@ -206,7 +206,7 @@ def test_no_file_is_written_over(tmp_path: Path, run: Run):
     assert "cannot be written to" in err
 
 
-def test_a_link_in_the_place_of_a_copy_is_not_followed(tmp_path: Path, run: Run):
+def test_a_symlink_with_the_name_of_the_copy_is_not_followed(tmp_path: Path, run: Run):
     path, target = written(tmp_path, "mine.json", RECORD), tmp_path / "target"
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / shared(path).name).symlink_to(target)

@@ -1,4 +1,4 @@
-"""A report is one file that loads nothing and holds what the command line says."""
+"""``zeroplan report`` writes one HTML file that loads nothing else and contains the answer of the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 JOB = ("--model", "gpt2", "--gpus", "4", "--gpu", "h100", "--seq-len", "128")
 
 
-def test_it_is_complete_in_itself(run: Run, tmp_path: Path):
+def test_a_report_loads_nothing_and_has_the_estimate(run: Run, tmp_path: Path):
     path = tmp_path / "report.html"
     assert "a browser can print as PDF" in run("report", *JOB, "--out", str(path.with_suffix(".pdf")))[2]
     assert not path.with_suffix(".pdf").exists()
@@ -31,7 +31,7 @@ def test_it_is_complete_in_itself(run: Run, tmp_path: Path):
     assert shown == printed("zeroplan estimate " + " ".join(JOB))
 
 
-def test_nothing_is_written_over_and_wrong_places_are_one_line(run: Run, tmp_path: Path):
+def test_no_file_is_overwritten_and_a_missing_folder_is_one_line(run: Run, tmp_path: Path):
     path = tmp_path / "report.html"
     path.write_text("mine")
     code, _, err = run("report", *JOB, "-o", str(path))
@@ -44,6 +44,6 @@ def test_nothing_is_written_over_and_wrong_places_are_one_line(run: Run, tmp_pat
 
 
 @pytest.mark.parametrize("port", ["x", "99999", "-1"])
-def test_a_port_that_is_none_is_one_line(run: Run, port: str):
+def test_an_invalid_port_is_one_line(run: Run, port: str):
     code, out, err = run("explore", "--port", port, "--no-browser")
     assert (code, out, len(err.splitlines())) == (2, "", 1)

@@ -1,4 +1,4 @@
-"""A search shows how far it is on a terminal, once it has taken a while, and nothing elsewhere."""
+"""On a terminal a slow search shows its progress; a fast search, or a search in a pipe, shows nothing."""
 
 import pytest
 

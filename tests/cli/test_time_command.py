@@ -1,4 +1,4 @@
-"""``zeroplan time``: the step that a plan shows, and what a measured rate teaches."""
+"""``zeroplan time``: the predicted time of a step, and its calibration with a measured rate."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_the_parts_add_up_to_the_step_of_the_job(run: Run):
     assert found["tokens_per_s_per_gpu"] * found["step_s"] == pytest.approx(8192)
 
 
-def test_a_job_that_does_not_fit_has_a_time(run: Run):
+def test_a_job_that_does_not_fit_also_has_a_time(run: Run):
     code, out, _ = run("time", "--model", "llama-3.1-70b", "--gpu", "h100", "--gpus", "8", "--engine", "fsdp2", "--explain")
     assert code == 0
     assert "does not fit" in out
     assert "How each part is computed" in out
 
 
-def test_a_measured_rate_is_met_and_slows_what_computes(run: Run):
+def test_a_calibrated_step_has_the_measured_rate(run: Run):
     plain, after = answered(run), answered(run, "--measured", "tokens-per-second=5000")
     assert after["tokens_per_s_per_gpu"] == pytest.approx(5000, rel=1e-6)
     assert after["measured"]["factor"] == pytest.approx(plain["step_s"] / after["step_s"], rel=0.2)
@@ -49,7 +49,7 @@ def test_a_measured_rate_is_met_and_slows_what_computes(run: Run):
     assert found.cluster.shares.matrices < 0.8
 
 
-def test_a_plan_takes_a_measured_run_of_another_job(run: Run, tmp_path: Path):
+def test_a_plan_can_be_calibrated_with_a_run_of_another_job(run: Run, tmp_path: Path):
     ran = tmp_path / "ran.toml"
     ran.write_text('model = "llama-3.1-8b"\ngpu = "h100"\ngpus = 8\nengine = "fsdp2"\nseq_len = 8192\n')
     asked = (
@@ -86,8 +86,8 @@ TRAINER = "{'train_runtime': '100.0', 'train_samples_per_second': '4.883', 'trai
 
 
 @pytest.mark.parametrize(("log", "rate"), [(TITAN, 5000), (MEGATRON, 5000), (TRAINER, 4.883 * 8192 / 8)])
-def test_the_log_of_a_run_is_its_rate(run: Run, tmp_path: Path, log: str, rate: float):
-    """Eight sequences of 8,192 tokens a step on eight GPUs; the first step of several warms up."""
+def test_the_rate_is_read_from_the_log_of_a_run(run: Run, tmp_path: Path, log: str, rate: float):
+    """The run has eight sequences of 8,192 tokens per step on eight GPUs; the first step, a warm-up, does not count."""
     path = tmp_path / "run.log"
     path.write_text(log, encoding="utf-8")
     assert answered(run, "--measured", str(path))["tokens_per_s_per_gpu"] == pytest.approx(rate, rel=1e-6)
@@ -115,7 +115,7 @@ def test_a_log_of_another_run_is_refused(run: Run, tmp_path: Path, log: str, say
         (("--measured", "tokens-per-second=5000", "--mfu", "0.4"), "use one of them"),
     ],
 )
-def test_what_is_no_rate_is_refused(run: Run, more: tuple[str, ...], says: str):
+def test_an_invalid_rate_is_refused(run: Run, more: tuple[str, ...], says: str):
     code, _, err = run(*ASKED, *more)
     assert code == 2
     assert says in err

@@ -1,4 +1,4 @@
-"""The command that runs the engine: real processes over gloo, torch's fake group, and every way in which it can go wrong."""
+"""``zeroplan verify``, which runs the engine: with real processes over gloo, with torch's fake group, and with failures."""
 
 import contextlib
 import json
@@ -131,7 +131,7 @@ pytestmark = needs_torch
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder; afterwards no process that was started in it is left."""
+    """Yield the current folder, with workloads and a config; afterwards check that no process is left."""
     (tmp_path / "work.py").write_text(WORKLOADS)
     (tmp_path / "broken.py").write_text("def f(:")
     (tmp_path / "needy.py").write_text("import absent_package")
@@ -149,7 +149,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def left_over(folder: Path) -> list[str]:
-    """Command lines of ranks whose task lies below the folder."""
+    """Return the command lines of running verify processes that name the folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -168,7 +168,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 
 @contextlib.contextmanager
 def written_to(errors: Path) -> Iterator[None]:
-    """Standard error as a rank of its own has it: Python's, and that of torch's profiler."""
+    """Send standard error to a file, as for a rank in its own process: Python's, and that of torch's C++ code."""
     before = os.dup(2)
     with errors.open("w") as sink, contextlib.redirect_stderr(sink):
         os.dup2(sink.fileno(), 2)
@@ -180,7 +180,10 @@ def written_to(errors: Path) -> Iterator[None]:
 
 
 def _done(path: list[str], folder: str, task: Task) -> Measurement | dict[str, str]:
-    """In the process of the fake GPU, which finds the modules that this one finds, and no other test's of the same name."""
+    """Run the task in the process with the fake GPU, with this test's modules; forget them afterwards.
+
+    Other tests have modules of the same names.
+    """
     with replaced(sys, "path", path), contextlib.chdir(folder):
         found = _done_here(task)
     for name, module in list(sys.modules.items()):
@@ -190,20 +193,20 @@ def _done(path: list[str], folder: str, task: Task) -> Measurement | dict[str, s
 
 
 def _done_here(task: Task) -> Measurement | dict[str, str]:
-    """The record of the one rank, or whose fault it is that there is none, and why."""
+    """Return the rank's record, or who caused the failure and the text of the error."""
     from zeroplan.verify.failures import cause_of, text_of
     from zeroplan.verify.processes.rank import measure
 
     try:
         return measure(task, rank=0, say=lambda _: None)
     except (Exception, SystemExit) as error:  # noqa: BLE001  as in a process of its own
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # this test is no user's code
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # the test's own frame is not the user's code
         return {"failed": cause_of(error), "text": text_of(error)}
 
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the one rank of a task do in this process what it does in one of its own."""
+    """Run the one rank of a task in this process instead of a new one."""
     import torch.distributed as dist
 
     from zeroplan.verify.processes import launch
@@ -228,7 +231,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 CPU = ("--backend", "cpu")
 FOREVER_S = 300
-"""No test waits so long for a clock: what is waited for comes, on a busy machine late."""
+"""An upper limit. What a test waits for comes much sooner, even on a busy machine."""
 
 
 DEEPSPEED = [pytest.mark.deepspeed, pytest.mark.skipif(find_spec("deepspeed") is None, reason="no DeepSpeed")]
@@ -256,17 +259,17 @@ def test_two_real_ranks_agree_with_the_estimate(run: Run, here: Path, engine: tu
     ("dies", "rank 1 died (exit code 7)"), ("is_killed", "rank 1 died (killed by SIGKILL)"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_a_rank_that_is_lost_ends_the_run(run: Run, workload: str, said: str):
-    """At once and by its name, though the other may be heard first, who cannot reach it."""
+def test_a_rank_that_dies_ends_the_run(run: Run, workload: str, said: str):
+    """The error names the dead rank, although the other rank may report first that it cannot reach it."""
     began = time.monotonic()
     code, out, err = run(*CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", f"work:{workload}")
     assert (code, out) == (4, "")
     assert said in err.splitlines()[-1]
-    assert time.monotonic() - began < FOREVER_S  # as long as a rank may be silent
+    assert time.monotonic() - began < FOREVER_S  # the default limit for a silent rank
 
 
 @pytest.mark.usefixtures("here")
-def test_a_rank_that_hangs_is_waited_for_no_longer_than_was_said(run: Run):
+def test_a_rank_that_hangs_is_ended_after_the_timeout(run: Run):
     code, out, err = run(*CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", "work:hangs", "--timeout", "12")
     assert (code, out) == (4, "")
     assert "Timed out" in err
@@ -274,7 +277,7 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_was_said(run: Run):
 
 
 @pytest.mark.usefixtures("here")
-def test_a_rank_that_is_silent_and_will_not_go_is_ended(run: Run):
+def test_a_silent_rank_that_ignores_sigterm_is_killed(run: Run):
     began = time.monotonic()
     code, out, err = run(
         *CPU, "--gpus", "2", "--rank", "1", "--stage", "3", "--workload", "work:refuses_to_end", "--timeout", "3"
@@ -293,7 +296,7 @@ ON_TWO = ("--gpus", "2", "--stage", "3", "--rank", "0")
     ("simulate", "needy:f", 2, "zeroplan: workload 'needy:f' cannot be imported: No module named 'absent_package'"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_what_went_wrong_comes_out_of_a_process_of_its_own(run: Run, backend: str, workload: str, code: int, said: str):
+def test_an_error_in_a_ranks_own_process_is_reported(run: Run, backend: str, workload: str, code: int, said: str):
     found, out, err = run("--backend", backend, *ON_TWO, "--workload", workload)
     assert (found, out) == (code, "")
     assert err.splitlines()[-1].startswith(said)
@@ -321,7 +324,7 @@ def test_a_workload_that_raises_shows_its_own_traceback(run: Run, backend: str, 
     "absent.module:f", "needy:f", "work:absent", "work:not_a_function", "work", ".work:f", "work:returns_nothing",
 ])  # fmt: skip
 @pytest.mark.usefixtures("here", "in_this_process")
-def test_a_workload_that_is_not_there_is_one_line(run: Run, backend: str, workload: str):
+def test_a_workload_that_cannot_be_imported_is_one_line(run: Run, backend: str, workload: str):
     code, out, err = run("--backend", backend, *ON_TWO, "--workload", workload)
     assert (code, out) == (2, "")
     assert [line for line in err.splitlines() if line != "simulating rank 0 of 2"] == err.splitlines()[-1:]
@@ -332,7 +335,7 @@ def test_a_workload_that_is_not_there_is_one_line(run: Run, backend: str, worklo
     ("reads_values", "run it with --backend cpu"), ("mixes", "inside the function"), ("made_before", "inside the function"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here", "in_this_process")
-def test_what_only_fake_tensors_refuse_says_the_way_out(run: Run, workload: str, said: str):
+def test_an_error_of_fake_tensors_names_the_way_out(run: Run, workload: str, said: str):
     code, out, err = run(*ON_TWO, "--workload", f"work:{workload}")
     assert (code, out) == (4, "")
     assert err.splitlines()[-1].endswith(said)
@@ -340,7 +343,7 @@ def test_what_only_fake_tensors_refuse_says_the_way_out(run: Run, workload: str,
 
 @EITHER
 @pytest.mark.usefixtures("here")
-def test_a_workload_is_not_taken_for_the_job_that_is_estimated(run: Run, backend: str):
+def test_a_workload_is_named_apart_from_the_estimated_job(run: Run, backend: str):
     code, out, _ = run("--backend", backend, *ON_TWO, "--workload", "work:good", "--out", "records")
     assert code == 3
     assert out.splitlines()[0] == "workload work:good, fsdp2 ZeRO stage 3, rank 0 of 2"
@@ -351,21 +354,21 @@ def test_a_workload_is_not_taken_for_the_job_that_is_estimated(run: Run, backend
 
 
 @pytest.mark.usefixtures("here", "in_this_process")
-def test_a_workload_on_fake_tensors_takes_what_it_takes_on_real_ones(run: Run):
+def test_a_workload_needs_the_same_memory_on_fake_and_real_tensors(run: Run):
     peaks = []
     for backend in ("simulate", "cpu"):
         _, out, _ = run("--backend", backend, *ON_TWO, "--workload", "work:good", "--steps", "3", "--json")
         steady = json.loads(out)["comparisons"][0]["measurement"]["steps"][-1]
         peaks.append({phase["phase"]: phase["peak_bytes"] for phase in steady["phases"]} | {"held": steady["held_bytes"]})
-    # AdamW counts the steps of each tensor in a number, which beside a GPU is in host memory; the step itself wraps some more.
+    # AdamW counts the steps of each tensor in a scalar, which is in host memory if there is a GPU. Its step makes 12 bytes more.
     tensors, beyond = 14, {Phase.STEP.value: 12}
     assert {what: peaks[1][what] - n_bytes for what, n_bytes in peaks[0].items()} == {
         what: 4 * tensors + beyond.get(what, 0) for what in peaks[0]
     }
 
 
-def test_the_program_finds_a_workload_in_the_folder_it_is_called_in(here: Path):
-    """As an installed program it does not have that folder on its path, unlike ``python -m``."""
+def test_the_program_finds_a_workload_in_the_current_folder(here: Path):
+    """An installed program does not have that folder on its path, unlike ``python -m``."""
     program = here / "bin" / "zeroplan"
     program.parent.mkdir()
     program.write_text(f"import sys\nsys.path.insert(1, {str(ROOT)!r})\nfrom zeroplan.cli.app import main\nmain()\n")
@@ -392,8 +395,8 @@ def until(condition: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupt_takes_every_process_with_it(here: Path, sign: signal.Signals):
-    """Whether the parent may still act or is gone at once."""
+def test_a_signal_ends_every_process(here: Path, sign: signal.Signals):
+    """SIGKILL gives the parent no chance to end its ranks; the other signals do."""
     process = started(
         here, *CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", "work:sleeps", "--out", "records"
     )
@@ -405,15 +408,15 @@ def test_an_interrupt_takes_every_process_with_it(here: Path, sign: signal.Signa
     assert not (here / "records").exists()
 
 
-def test_an_interrupt_ends_a_simulation_silently_whatever_it_does(here: Path):
-    """A workload of its own is where the test can tell that it is doing something."""
+def test_an_interrupt_ends_a_simulation_silently(here: Path):
+    """The workload writes a file, so that the test knows when it runs."""
     (here / "work.py").write_text("import time\n\ndef waits():\n    open('waiting', 'w').close()\n    time.sleep(600)\n")
     process = started(here, *ON_TWO, "--workload", "work:waits", "--out", "records")
     assert until((here / "waiting").exists)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=FOREVER_S)  # half as long as it sleeps
     assert (process.returncode, out) == (130, "")
-    # The second line comes if the machine is busy, so that starting takes seconds.
+    # The second line is printed if starting takes seconds, as on a busy machine.
     assert err in ("simulating rank 0 of 2\n", "simulating rank 0 of 2\nrank 0: starting\n")
     assert not (here / "records").exists()
 
@@ -437,7 +440,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "code", "said"), REFUSED)
 @pytest.mark.usefixtures("here")
-def test_what_cannot_be_asked_is_one_line(run: Run, arguments: tuple[str, ...], code: int, said: str):
+def test_wrong_flags_are_one_line(run: Run, arguments: tuple[str, ...], code: int, said: str):
     found, out, err = run(*arguments)
     assert (found, out) == (code, "")
     assert said in err
@@ -448,7 +451,7 @@ def test_what_cannot_be_asked_is_one_line(run: Run, arguments: tuple[str, ...], 
     ("torch", "fsdp2", "verify"), ("transformers", "fsdp2", "verify"), ("deepspeed", "deepspeed", "deepspeed"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_what_is_not_installed_names_the_extra(
+def test_a_missing_package_is_named_with_its_extra(
     run: Run, monkeypatch: pytest.MonkeyPatch, package: str, engine: str, extra: str
 ):
     monkeypatch.setattr("zeroplan.installation.find_spec", lambda name: None if name == package else object())
@@ -458,7 +461,7 @@ def test_what_is_not_installed_names_the_extra(
     assert f'pip install ".[{extra}]" in a clone of zeroplan' in err
 
 
-def test_records_are_kept_of_the_ranks_that_finished(here: Path):
+def test_records_of_ranks_that_finished_are_kept(here: Path):
     from tests.measured_twins import twin
     from zeroplan.errors import MeasurementError
     from zeroplan.spec.mesh import MeshSpec

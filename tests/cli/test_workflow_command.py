@@ -1,4 +1,4 @@
-"""``zeroplan workflow``: the phases as text and as JSON, and its exit codes."""
+"""``zeroplan workflow``: its phases as text and as JSON, and its exit codes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_phase_that_breaks_is_named(run: Run):
     assert "training step" in text.partition("\n\n")[0]
 
 
-def test_a_loss_that_is_asked_for_is_counted_or_refused(run: Run):
+def test_a_requested_loss_is_counted_or_refused(run: Run):
     job = ("--model", "llama-3.2-1b", "--gpus", "2", "--seq-len", "4096", "--json")
     peak = {}
     for words in ((), ("--loss", "fused"), ("--full-logits",)):
@@ -59,7 +59,7 @@ def test_a_loss_that_is_asked_for_is_counted_or_refused(run: Run):
     assert (code, err) == (2, "zeroplan: --loss fused: the loss of workflow dpo is log-probs; leave --loss out\n")
 
 
-def test_help_has_the_flags_of_the_workflow_alone(run: Run):
+def test_the_help_of_a_workflow_has_only_its_own_flags(run: Run):
     every = {name: run("workflow", name, "--help")[1] for name in WORKFLOWS}
     for name, option in OPTIONS.items():
         assert [one for one, text in every.items() if f" {flag_of(name, one)[:24]}" in text] == [
@@ -68,19 +68,19 @@ def test_help_has_the_flags_of_the_workflow_alone(run: Run):
 
 
 @pytest.mark.parametrize("words", [(), ("ipo",), ("dpo", "--beta", "1")])
-def test_a_workflow_that_is_none_ends_in_a_line(run: Run, words: tuple[str, ...]):
+def test_an_unknown_workflow_is_one_line(run: Run, words: tuple[str, ...]):
     code, text, err = run("workflow", *words)
     assert (code, text, err.count("\n")) == (2, "", 1)
 
 
-def test_wrong_words_end_in_a_line(run: Run):
+def test_wrong_values_are_one_line(run: Run):
     for words in (("--vllm-mode", "none"), ("--beta", "much"), ("--num-generations", "-1")):
         code, text, err = run(*ASKED, *words)
         assert (code, text, err.count("\n")) == (2, "", 1)
 
 
-def test_a_workflow_makes_sequences_of_a_files_pairs_once(run: Run, tmp_path: Path):
-    """`workflow dpo` doubles pairs itself; the same file is two sequences of a pair to `estimate`."""
+def test_a_workflow_doubles_the_pairs_of_a_file_once(run: Run, tmp_path: Path):
+    """`workflow dpo` turns each pair into two sequences; for `estimate`, reading the file already does so."""
     data = {
         "model_name_or_path": "Qwen/Qwen2.5-0.5B",
         "per_device_train_batch_size": 3,

@@ -1,4 +1,4 @@
-"""Who types another program's words is told ours, by the command line, by a job file and by Python."""
+"""A flag of another program is answered with zeroplan's name for it: on the command line, in job files and in Python."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_job_file_and_python_get_the_same_message(run: Run, tmp_path: Path):
         job(model="gpt2", batch_size=4)
 
 
-def test_every_word_leads_to_a_flag_that_is_there_and_none_of_ours_away_from_itself():
+def test_every_synonym_leads_to_an_existing_flag_and_is_not_a_flag_itself():
     flags = {flag.field for flag in FLAGS}
     of_commands = {"global_batch", "price_per_gpu_hour", "json", "explain"}
     assert {ours.partition("=")[0] for ours in _ELSEWHERE} <= flags | of_commands
@@ -52,7 +52,7 @@ def test_every_word_leads_to_a_flag_that_is_there_and_none_of_ours_away_from_its
     assert len(_OURS) == sum(len(names.split()) for names in _ELSEWHERE.values())
 
 
-def test_what_is_no_job_file_is_sent_where_it_belongs(run: Run, tmp_path: Path):
+def test_a_file_in_the_wrong_place_is_answered_with_the_right_flag(run: Run, tmp_path: Path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     (tmp_path / "accelerate.yaml").write_text("distributed_type: FSDP\n")
     for name in ("ds.json", "accelerate.yaml"):
@@ -61,7 +61,7 @@ def test_what_is_no_job_file_is_sent_where_it_belongs(run: Run, tmp_path: Path):
     assert "--model" not in run("estimate", str(tmp_path / "job.toml"))[2]
 
 
-def test_a_model_by_its_address_or_folder(run: Run, tmp_path: Path):
+def test_a_model_by_its_web_address_or_its_folder(run: Run, tmp_path: Path):
     assert (
         run("estimate", "--model", "https://huggingface.co/openai-community/gpt2")[1]
         .splitlines()[2]
@@ -71,14 +71,14 @@ def test_a_model_by_its_address_or_folder(run: Run, tmp_path: Path):
     assert "--model hf:OWNER/NAME" in run("estimate", "--config", "https://huggingface.co/openai-community/gpt2")[2]
 
 
-def test_a_name_behind_a_list_is_shown_how_to_look_it_up(run: Run):
+def test_a_name_after_a_list_command_is_answered_with_show(run: Run):
     assert "write `zeroplan gpus show a100`" in run("gpus", "a100")[2]
     assert "show" not in run("plto", "stages")[2]
     assert run("estimate", "-h")[1] == run("estimate", "--help")[1] != ""
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan", "verify", "diff", "plot heat"])
-def test_the_help_explains_what_people_need_and_names_the_rest(run: Run, command: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_short_help_explains_common_flags_and_names_all(run: Run, command: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "200")
     _, short, _ = run(*command.split(), "--help")
     _, whole, _ = run(*command.split(), "--help-all")

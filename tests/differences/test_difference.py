@@ -1,4 +1,4 @@
-"""What changed adds up to the difference of the peaks, over random pairs of everything that can be compared."""
+"""The listed changes add up to the difference of the peaks, for random pairs of jobs, records and snapshots."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from zeroplan.snapshots.reading import read_snapshot
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Pairs of random jobs that the property is asked of.
+#: How many pairs of random jobs are compared.
 PAIRS = 32
 
 
 def drawn(number: int) -> Side | None:
-    """The estimate of a random job; None where no engine offers it."""
+    """Return the estimate of a random job, or None if no engine supports the job."""
     try:
         return of_estimate(estimate(strategies.job(Random(number))), f"job {number}")  # noqa: S311  a draw of tests
     except SpecError:
@@ -41,11 +41,13 @@ def drawn(number: int) -> Side | None:
 
 
 def reconciles(found: Difference) -> None:
-    """Every list of changes adds up to the difference of the sums that it explains, and says nothing of what stayed."""
+    """Check that every list of changes adds up to the difference that it explains, and contains nothing that did not change."""
     for rows in (found.changes, found.kinds):
         assert sum(row.change_bytes for row in rows) == found.peak.change_bytes
         before = found.peak.before_bytes - sum(row.before_bytes for row in rows)
-        assert before == found.peak.after_bytes - sum(row.after_bytes for row in rows)  # what stayed is the same on both sides
+        assert before == found.peak.after_bytes - sum(
+            row.after_bytes for row in rows
+        )  # unchanged lines are equal on both sides
         assert all(row.change_bytes for row in rows)
         assert [abs(row.change_bytes) for row in rows] == sorted((abs(row.change_bytes) for row in rows), reverse=True)
     for moment in found.same_moments:
@@ -67,7 +69,7 @@ def fits_a_screen(found: Difference) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, PAIRS, 8))
-def test_it_adds_up_for_random_pairs_of_jobs(first: int):
+def test_changes_add_up_for_random_pairs_of_jobs(first: int):
     pairs = [(drawn(2 * number), drawn(2 * number + 1)) for number in range(first, first + 8)]
     answered = [(one, other) for one, other in pairs if one is not None and other is not None]
     assert len(answered) >= 3
@@ -81,7 +83,7 @@ def test_it_adds_up_for_random_pairs_of_jobs(first: int):
             assert one.name in rendered
 
 
-def test_it_adds_up_between_records_estimates_and_snapshots(tmp_path: Path):
+def test_changes_add_up_between_records_estimates_and_snapshots(tmp_path: Path):
     records = [of_record(one, f"record {at}") for at, one in enumerate(stored.records(stored.PEERS)[:6])]
     card = Written()
     step(card, states=True)
@@ -105,17 +107,17 @@ lines = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(lines, lines, st.sampled_from(["tensor", "kind"]))
-def test_it_adds_up_for_any_lines(before: tuple[Held, ...], after: tuple[Held, ...], grain: str):
+def test_changes_add_up_for_any_lines(before: tuple[Held, ...], after: tuple[Held, ...], grain: str):
     found = changes(before, after, grain)  # type: ignore[arg-type]
     assert sum(row.change_bytes for row in found) == sum(line.n_bytes for line in after) - sum(line.n_bytes for line in before)
 
 
-def test_by_kind_gradients_of_activations_are_temporaries_as_a_run_sees_them():
+def test_by_kind_gradients_of_activations_count_as_temporaries():
     before, after = (Held("activation gradients", "a", 5), Held("temporaries", "b", 2)), (Held("temporaries", "", 9),)
     assert [(row.kind, row.before_bytes, row.after_bytes) for row in changes(before, after, "kind")] == [("temporaries", 7, 9)]
 
 
-def test_calls_among_a_single_rank_send_nothing():
+def test_collectives_of_a_single_rank_send_nothing():
     measured = twin()
     assert of_record(measured).sent
     alone = replace(measured, collectives=tuple(replace(one, group=1) for one in measured.collectives))
@@ -127,14 +129,14 @@ def side(*held: Held, name: str = "backward", others: tuple[At, ...] = ()) -> Si
     return Side(name="made up", is_a="estimate", grain="tensor", peak=peak, moments=(peak, *others))
 
 
-def test_what_became_of_each():
+def test_a_change_grew_shrank_came_or_went():
     before = side(Held("gradients", "a", 5), Held("gradients", "b", 7), Held("gradients", "c", 2), Held("parameters", "", 4))
     after = side(Held("gradients", "a", 9), Held("gradients", "b", 1), Held("activations", "d", 3), Held("parameters", "", 4))
     found = {row.what: row.happened for row in between(before, after).changes}
     assert found == {"a": "grew", "b": "shrank", "c": "went", "d": "came"}
 
 
-def test_names_that_differ_in_numbers_alone_are_one_row_where_nothing_else_is_like_them():
+def test_two_names_that_differ_only_in_a_number_are_one_row_unless_ambiguous():
     found = changes(
         (Held("activations", "inputs of 24 blocks", 5),), (Held("activations", "inputs of 32 blocks", 9),), "tensor"
     )
@@ -143,7 +145,7 @@ def test_names_that_differ_in_numbers_alone_are_one_row_where_nothing_else_is_li
     assert {row.happened for row in changes(several, (Held("activations", "block 3", 9),), "tensor")} == {"came", "went"}
 
 
-def test_what_went_from_the_peak_may_be_there_at_another_moment():
+def test_a_line_that_left_the_peak_may_exist_at_another_moment():
     early = At("forward", "forward", 3, (Held("activations", "d", 3),))
     found = between(side(Held("activations", "d", 3)), side(Held("gradients", "a", 9), others=(early,)))
     assert {row.what: row.elsewhere for row in found.changes} == {"d": "forward", "a": ""}
@@ -165,7 +167,7 @@ def test_peaks_at_different_moments_are_compared_at_each():
     assert "At B's (forward of block 1) A has 2 B, 3 B less, most of it activations: d (-3 B)." in text
 
 
-def test_the_last_block_is_one_moment_whatever_the_depth_and_the_first_is_another():
+def test_last_blocks_of_models_of_different_depth_are_the_same_moment():
     last, of_few, first = (At(f"backward of block {at}", "backward", 1) for at in ("1,031 of 1,032", "23 of 24", "2 of 24"))
     assert not between(peaked(last), peaked(of_few)).same_moments
     found = between(peaked(last), peaked(first, of_few))
@@ -188,7 +190,7 @@ def test_settings_are_named_as_flags_are():
     assert settings_of(one)["model.num_hidden_layers"] == "12"
 
 
-def test_of_another_model_the_screen_says_the_name_and_all_of_it_with_verbose():
+def test_another_model_is_shown_by_name_and_in_full_with_verbose():
     found = diff(job(model="gpt2", gpus=8), job(model="llama-2-7b", gpus=8))
     assert "model gpt2 -> llama-2-7b" in difference_text(found)
     assert "hidden_size" not in difference_text(found)
@@ -202,17 +204,17 @@ def test_two_engines_are_compared_by_kind_on_the_screen():
     assert {row.what for row in found.sent} == {""}
 
 
-def test_growth_is_a_part_of_the_first_peak():
+def test_growth_is_relative_to_the_first_peak():
     assert between(side(Held("gradients", "a", 4)), side(Held("gradients", "a", 5))).growth == 0.25
     assert between(side(), side(Held("gradients", "a", 5))).growth == float("inf")
     assert between(side(), side()).growth == 0
 
 
-def test_only_what_can_be_compared_is_taken():
+def test_other_types_are_refused():
     with pytest.raises(TypeError, match="takes jobs, estimates and paths"):
         diff(3, 4)  # type: ignore[arg-type]
 
 
-def test_an_estimate_is_as_good_as_its_job():
+def test_an_estimate_equals_its_job():
     one = job(model="gpt2", gpus=8, stage=3)
     assert diff(one, estimate(one)).equal

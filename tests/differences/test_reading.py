@@ -1,4 +1,4 @@
-"""Every sort of file is known by what is in it; whatever else there is, is refused in one line and in bounded memory."""
+"""``zeroplan diff`` recognises each type of file by its content, and refuses all others in one line and in bounded memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return made
 
 
-def test_every_sort_is_known_by_its_content(tmp_path: Path):
+def test_every_type_of_file_is_recognised_by_its_content(tmp_path: Path):
     (tmp_path / "job.toml").write_text('model = "gpt2"\ngpus = 4\n')
     (tmp_path / "accelerate.yaml").write_text(SETUPS["accelerate.yaml"])
     (tmp_path / "titan.toml").write_text(SETUPS["llama3_8b.toml"])
@@ -76,7 +76,7 @@ def test_every_sort_is_known_by_its_content(tmp_path: Path):
     assert {path.name: opened(path).what for path in sorts} == {path.name: what for path, what in sorts.items()}
 
 
-def test_a_saved_run_and_what_was_printed_of_it_are_equal(tmp_path: Path):
+def test_a_saved_run_equals_its_printed_json(tmp_path: Path):
     printed = written(tmp_path / "printed.json", json.loads(json.dumps(asdict(read_saved(SAVED_RUN).run))))
     assert diff(SAVED_RUN, printed).equal
 
@@ -92,7 +92,7 @@ def test_a_trace_and_a_snapshot_of_one_step_have_one_peak(tmp_path: Path):
     assert opened(tmp_path / "s.pickle").side.peak.lines[0].what  # type: ignore[union-attr]
 
 
-def test_an_answer_of_today_is_the_estimate_of_its_job(tmp_path: Path):
+def test_a_current_answer_equals_the_estimate_of_its_job(tmp_path: Path):
     found = diff(written(tmp_path / "a.json", answer()), JOB)
     assert found.equal
     assert found.before.held
@@ -105,7 +105,7 @@ def test_a_job_file_is_estimated(tmp_path: Path):
     assert found.before.name == "job.toml"
 
 
-def test_an_answer_whose_job_is_refused_today_is_taken_as_printed(tmp_path: Path):
+def test_an_answer_whose_job_is_refused_now_is_read_as_printed(tmp_path: Path):
     old = answer()
     old["job"]["recipe"] |= {"optimizer": "adafactor", "optimizer_impl": "fused"}
     found = diff(written(tmp_path / "a.json", old), JOB)
@@ -113,7 +113,7 @@ def test_an_answer_whose_job_is_refused_today_is_taken_as_printed(tmp_path: Path
     assert "a.json is taken as printed: this zeroplan does not estimate its job (" in found.notes[0]
 
 
-def test_an_answer_of_another_zeroplan_is_taken_as_printed(tmp_path: Path):
+def test_an_answer_of_another_zeroplan_is_read_as_printed(tmp_path: Path):
     old = answer()
     old["peak"]["lines"][0]["bytes"] += 1000
     old["peak"]["allocated_bytes"] += 1000
@@ -163,7 +163,7 @@ def test_a_fault_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     assert os.listdir(tmp_path) == [name]  # noqa: PTH208  nothing was run
 
 
-def test_what_is_no_file_is_one_line(tmp_path: Path):
+def test_folders_pipes_and_missing_files_are_one_line(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     no_files = {tmp_path: "is not a file", tmp_path / "pipe": "is not a file", tmp_path / "none.json": "does not exist"}
     for path, said in (no_files | {Path("a\0b"): "does not exist", Path("a" * 5000): "cannot be read"}).items():
@@ -182,7 +182,7 @@ def test_a_file_that_may_not_be_read_is_one_line(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "head"), [("a.json", b"{"), ("a.toml", b"#"), ("a.json", b'{"traceEvents"'), ("a.pickle", b"\x80")]
 )
-def test_gigabytes_are_refused_before_they_are_read(tmp_path: Path, name: str, head: bytes):
+def test_files_of_gigabytes_are_refused_before_they_are_read(tmp_path: Path, name: str, head: bytes):
     path = tmp_path / name
     path.write_bytes(head)
     os.truncate(path, 5 * 2**30)
@@ -242,9 +242,7 @@ def test_a_trace_that_contradicts_itself_is_refused(tmp_path: Path, events: dict
     ("allocated", "args", []), ("allocated", "ts", -1), ("allocated", "ts", "x"), ("all_gather", "ts", -0.5),
     ("all_gather", "ts", None), ("all_gather", "args", {"ranks": 4, "bytes": True}), ("backward, step 2", "dur", 0.5),
 ])  # fmt: skip
-def test_a_figure_of_a_trace_that_is_none_is_refused(
-    tmp_path: Path, events: dict[str, Any], name: str, key: str, value: object
-):
+def test_an_invalid_figure_in_a_trace_is_refused(tmp_path: Path, events: dict[str, Any], name: str, key: str, value: object):
     wrong = deepcopy(events)
     for event in wrong["traceEvents"]:
         if event["name"] == name:
@@ -266,7 +264,7 @@ ODD: tuple[Any, ...] = (None, True, -1, 0.5, "x", [], {}, 10**30, [[[]]], {"a": 
 
 
 def bent(draw: Random, data: Any) -> Any:
-    """Data with one value, somewhere in it, that nobody expects."""
+    """Return the data with one random value replaced by an unexpected one."""
     holder, depth = data, draw.randint(1, 5)
     while True:
         key = draw.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))

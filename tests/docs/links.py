@@ -1,4 +1,4 @@
-"""The links of the pages. Run as a script to ask every external one whether it is there, which needs the network."""
+"""Finds the links of the pages. Run as a script, it requests every external address, which needs the network."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SECONDS = 20
 
 
 def links(page: Path) -> list[tuple[str, str]]:
-    """File and anchor of every link that stays here; the file is empty within a page."""
+    """Return the file and anchor of every link to a page of the project; the file is empty for a link within the page."""
     targets = [target for target in _LINK.findall(_prose(page)) if "://" not in target]
     return [(file, anchor) for file, _, anchor in (target.partition("#") for target in targets)]
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as the site and most viewers of Markdown name them."""
+    """Return the anchors of a page's headings, as the site and most Markdown viewers name them."""
     return {_anchor(heading) for heading in _HEADING.findall(_prose(page))}
 
 
@@ -43,7 +43,7 @@ def _prose(page: Path) -> str:
 
 
 def external() -> dict[str, list[str]]:
-    """Every address on the pages and in the tables of sources, and the files that name it."""
+    """Return every address on the pages and in the TOML files of sources, with the files that contain it."""
     files = [*PAGES, *(path for place in _PLACES for path in (ROOT / place).rglob("*.toml"))]
     found: dict[str, list[str]] = {}
     for file in files:
@@ -54,7 +54,7 @@ def external() -> dict[str, list[str]]:
 
 
 def _answer(address: str) -> str:
-    """Nothing, or what is wrong with an address."""
+    """Return the error of a request to an address, or an empty string."""
     asked = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0"})  # noqa: S310  http and https only
     try:
         with urllib.request.urlopen(asked, timeout=_SECONDS):  # noqa: S310
@@ -66,7 +66,7 @@ def _answer(address: str) -> str:
 
 
 def probe() -> int:
-    """Print what is wrong, address by address; 1 if anything is."""
+    """Print the error of each broken address; return 1 if there is one."""
     found = external()
     with ThreadPoolExecutor(16) as pool:
         answers = dict(zip(found, pool.map(_answer, found), strict=True))

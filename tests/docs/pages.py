@@ -1,11 +1,10 @@
-"""What the README and the pages of docs/ claim: commands, output, Python, tables. Run as a script to write all of it anew.
+"""Reads the commands, outputs and tables of the README and docs/. Run as a script, it rewrites all outputs and tables.
 
-Two comments mark what is written by the program. After a block of commands, ``<!-- prints: Peak allocated | It fits -->``
-stands above what the last of them answers: the sections of the answer that begin so, or all of it after ``<!-- prints -->``.
-``<!-- prints under torch 2.13: Memory -->`` is an answer of an engine that differs between releases: it is written
-and held with that release alone.
-``<!-- generated: NAME ... -->`` stands above what a function of :mod:`tests.docs.generated.made` returns, as far as
-``<!-- end -->``.
+Comments mark the parts that the program writes. After a block of commands, ``<!-- prints: Peak allocated | It fits -->`` marks
+the output of the last command: the sections that begin with these words. ``<!-- prints -->`` marks the whole output.
+``<!-- prints under torch 2.13: Memory -->`` marks an output that differs between releases of torch: it is written and tested only
+with that release. ``<!-- generated: NAME ... -->`` marks a table, which a function of :mod:`tests.docs.generated.made` returns;
+the table ends at ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _COMMAND = re.compile(r"(?:^|\.venv/bin/)(zeroplan .*)")
 
 
 class Shown(NamedTuple):
-    """What a page says that a command answers."""
+    """The output of a command as a page shows it."""
 
     page: Path
     sections: tuple[str, ...]
@@ -48,22 +47,22 @@ class Shown(NamedTuple):
 
 
 def text_of(page: Path) -> str:
-    """A page as it stands."""
+    """Return the text of a page."""
     return page.read_text(encoding="utf-8")
 
 
 def name_of(page: Path) -> str:
-    """A page's name from the root."""
+    """Return a page's path from the root of the repository."""
     return page.relative_to(ROOT).as_posix()
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of one language."""
+    """Return a page's fenced blocks of one language."""
     return [text for kind, text in _FENCE.findall(text_of(page)) if kind == language]
 
 
 def commands(page: Path) -> list[str]:
-    """The zeroplan commands of a page's shell blocks, without comments."""
+    """Return the zeroplan commands of a page's shell blocks, without comments."""
     return [command for block in blocks(page, "sh") for command in _commands(block)]
 
 
@@ -73,7 +72,7 @@ def _commands(block: str) -> list[str]:
 
 
 def all_commands() -> dict[str, list[Shown]]:
-    """Every command of every page, once, with what pages show of its answer."""
+    """Return every command of the pages, once, with the outputs that pages show for it."""
     found: dict[str, list[Shown]] = {command: [] for page in PAGES for command in commands(page)}
     for page in PAGES:
         for block, _, torch, sections, text, _ in _PRINTS.findall(text_of(page)):
@@ -88,12 +87,12 @@ def _sections(written: str) -> tuple[str, ...]:
 
 
 def _is_installed(torch: str | None) -> bool:
-    """Whether an answer can be had here: any torch's, or that of the release that is installed."""
+    """Whether an output can be made here: it is for any torch, or for the installed release."""
     return not torch or (find_spec("torch") is not None and version("torch").startswith(f"{torch}."))
 
 
 def excerpt(answer: str, sections: tuple[str, ...]) -> str:
-    """The sections of an answer, which stand apart by empty lines, that begin so; all of it where none is named."""
+    """Return the sections of an output, divided by empty lines, that begin with these words; the whole output if none is named."""
     if not sections:
         return answer
     parts = answer.rstrip("\n").split("\n\n")
@@ -103,7 +102,7 @@ def excerpt(answer: str, sections: tuple[str, ...]) -> str:
 
 
 def printed(arguments: list[str]) -> str:
-    """What a command prints."""
+    """Return what a command prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
         main(arguments)
@@ -152,7 +151,7 @@ DEEPSPEED_CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}
 
 
 def furnish(folder: Path) -> None:
-    """Put the files that the pages' commands name into a folder."""
+    """Write the files that the pages' commands name into a folder."""
     from tests.docs.pictures import place_records
     from tests.profiles import by_hand
     from tests.snapshots.written import Written, step
@@ -178,14 +177,14 @@ def furnish(folder: Path) -> None:
 
 
 def with_tables(page: Path) -> str:
-    """A page with its generated parts as they ought to be."""
+    """Return a page with its generated tables up to date."""
     from tests.docs.generated.made import made
 
     return _GENERATED.sub(lambda found: f"{found[1]}{made(*found[2].split())}\n{found[4]}", text_of(page))
 
 
 def with_answers(page: Path) -> str:
-    """A page with what its commands answer."""
+    """Return a page with the outputs of its commands up to date."""
 
     def written(found: re.Match[str]) -> str:
         if not _is_installed(found[3]):
@@ -202,7 +201,7 @@ def _answered(command: str) -> str:
 
 
 def refresh() -> None:
-    """Write every generated part and every answer into its page, and draw the layers."""
+    """Write every generated table and every output into its page, and draw the layers."""
     from tests.docs.generated import layers
 
     layers.FIGURE.write_text(layers.drawing(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The pictures of the pages: what the commands beside them draw. Run as a script to draw them anew."""
+"""Draws the pictures of the pages with the pages' own commands. Run as a script, it redraws all of them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _records() -> tuple[Measurement, ...]:
 
 
 def place_records(folder: Path) -> None:
-    """The records and the saved run that the page's commands name."""
+    """Write the records and the saved run that the pages' commands name into a folder."""
     shutil.copy(SAVED_RUN, folder)
     for record in _records():
         write_record(record, folder / "records")
 
 
 def drawn_by(command: str) -> str | None:
-    """The file that a command draws, if it does."""
+    """Return the file that a command draws, or None."""
     words = shlex.split(command)
     return words[words.index("-o") + 1] if "-o" in words else None
 
@@ -56,7 +56,7 @@ def refresh() -> None:
 
 
 def pictured() -> list[str]:
-    """The commands whose picture a page shows, once each."""
+    """Return the commands whose pictures the pages show, each once."""
     drawing = {command: name for page in PAGES for command in commands(page) if (name := drawn_by(command)) is not None}
     return [command for command, name in drawing.items() if _is_shown(name)]
 
@@ -66,7 +66,7 @@ def _is_shown(name: str) -> bool:
 
 
 def draw(command: str, theme: str) -> str:
-    """Draw the picture of a command in this folder, and return its name, which says so if it is dark."""
+    """Draw the picture of a command in the current folder and return its file name, which differs for the dark theme."""
     with mock.patch("zeroplan.report.plots.frame.stamped"):  # which has the date
         return _draw(command, theme)
 
@@ -83,7 +83,7 @@ def _draw(command: str, theme: str) -> str:
 
 
 def _make_small(drawn: Path, kept: Path) -> None:
-    """With as many colours as a picture of bands and letters has, and no more."""
+    """Save the picture with 160 colours, which are enough for bands and letters."""
     from PIL import Image
 
     with Image.open(drawn) as opened:
@@ -95,7 +95,7 @@ _COLOURS = 160
 
 
 def assert_as_kept(drawn: Path) -> None:
-    """Demand that a picture, where a page shows it, is what the command draws, made as small."""
+    """Check that the picture in docs/figures is what the command draws."""
     from matplotlib.testing.compare import compare_images
 
     _make_small(drawn, drawn)
@@ -104,7 +104,7 @@ def assert_as_kept(drawn: Path) -> None:
 
 
 _EDGES = 0.5
-"""Root mean square over colours from 0 to 255: edges of letters may differ, one figure of a label may not."""
+"""Tolerance, as a root mean square over colours from 0 to 255: edges of letters may differ, a digit of a label may not."""
 
 
 if __name__ == "__main__":

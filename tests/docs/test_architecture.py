@@ -1,4 +1,4 @@
-"""The files and functions that the page on architecture and that on contributing name exist, and the former is short."""
+"""The files and functions that architecture.md and contributing.md name exist, and architecture.md is short."""
 
 import re
 from pathlib import PurePosixPath
@@ -10,13 +10,13 @@ DETAILS = text_of(ROOT / "docs" / "contributing.md")
 FILES = [file.relative_to(ROOT) for folder in ("zeroplan", "tests") for file in (ROOT / folder).rglob("*.py")]
 
 
-def test_every_file_is_there():
+def test_every_named_file_exists():
     named = re.findall(r"`([\w/]+\.py)`", PAGE + DETAILS)
     assert len(named) > 80
     assert not [name for name in named if not any(PurePosixPath(file).match(name) for file in FILES)]
 
 
-def test_every_package_has_its_place_in_the_reading_order():
+def test_every_package_is_named_on_the_architecture_page():
     named = re.findall(r"`(?:zeroplan/)?(\w+)/`", PAGE)
     packages = {file.parent.name for file in (ROOT / "zeroplan").glob("*/__init__.py")}
     assert not packages - set(named)
@@ -28,7 +28,7 @@ def test_the_page_fits_on_two_screens():
     assert max(map(len, lines)) <= 120
 
 
-def test_the_way_of_one_number_is_the_way_it_takes():
+def test_the_functions_of_the_example_exist():
     stations = re.findall(r"`((?:zeroplan|tests)/[\w/]+\.py)`,\s+`(\w+)`", PAGE)
     assert len(stations) == 9
     for file, name in stations:
@@ -37,7 +37,7 @@ def test_the_way_of_one_number_is_the_way_it_takes():
     assert "this rank's chunk of" in plan
 
 
-def test_every_path_of_the_walk_throughs_is_there():
+def test_every_path_of_the_walk_throughs_exists():
     walks = re.split(r"^## ", DETAILS, flags=re.MULTILINE)
     asked = ("A model", "A GPU", "An optimizer", "An engine's release", "A record from your cluster", "A release")
     found = {title: next(walk for walk in walks if walk.startswith(f"{title}\n")) for title in asked}

@@ -1,4 +1,4 @@
-"""Every command of the page on GPUs is one that the program takes: it comes as far as the GPUs, of which there are none here."""
+"""``zeroplan verify`` accepts every command of the page on GPUs; the tests stop each one before it starts its ranks."""
 
 import shlex
 import tomllib
@@ -23,7 +23,7 @@ def reached(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("command", [line for line in LINES if line.startswith("zeroplan verify")])
-def test_a_command_comes_as_far_as_the_gpus(
+def test_a_command_is_accepted_and_reaches_the_start_of_its_ranks(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     from zeroplan.cli.app import main

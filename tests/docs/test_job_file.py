@@ -1,4 +1,4 @@
-"""The job file that the page of the command line shows is one."""
+"""zeroplan reads the job file that the page on the command line shows."""
 
 from pathlib import Path
 

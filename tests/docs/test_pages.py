@@ -1,4 +1,4 @@
-"""Every command, output, table and snippet on a page is run, or written by the program."""
+"""The commands and snippets of the pages run, and their outputs, tables and pictures are up to date."""
 
 import re
 import shlex
@@ -53,10 +53,10 @@ def _here(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, st
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS)
 @pytest.mark.usefixtures("a_users_folder")
-def test_every_command_on_a_page_answers_as_is_shown(command: str, shown: list[Shown], capsys: pytest.CaptureFixture[str]):
+def test_every_command_prints_what_its_page_shows(command: str, shown: list[Shown], capsys: pytest.CaptureFixture[str]):
     for flag, name in pairwise(words := shlex.split(command)[1:]):
         if flag == "--out":
-            Path(name).unlink(missing_ok=True)  # there for the commands that read what this one writes
+            Path(name).unlink(missing_ok=True)  # furnish wrote it for the commands that read it
     code, answer, said = command_there(*words) if words[0] == "profile" else _here(words, capsys)
     assert code in (0, 1), said
     for one in shown:
@@ -64,7 +64,7 @@ def test_every_command_on_a_page_answers_as_is_shown(command: str, shown: list[S
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_no_answer_is_empty(page: Path):
+def test_no_output_is_empty(page: Path):
     assert "```text\n```" not in text_of(page)
 
 
@@ -82,11 +82,11 @@ def test_every_picture_of_a_page_is_what_its_command_draws(command: str, theme: 
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- generated: " in text_of(page)], ids=name_of)
-def test_every_table_says_what_the_program_does(page: Path):
+def test_every_generated_table_is_up_to_date(page: Path):
     assert with_tables(page) == text_of(page), AGAIN
 
 
-def test_the_drawing_has_the_layers_of_the_contract():
+def test_the_drawing_of_the_layers_is_up_to_date():
     assert layers.FIGURE.read_text(encoding="utf-8") == layers.drawing(), AGAIN
 
 
@@ -97,14 +97,14 @@ def test_every_python_snippet_runs(snippet: str, capsys: pytest.CaptureFixture[s
 
 
 def test_no_page_installs_zeroplan_by_its_name():
-    """No package index has it: an extra is installed from a clone."""
+    """No package index has zeroplan: its extras are installed from a clone."""
     pages = (*PAGES, *ROOT.glob("notebooks/*.ipynb"), ROOT / "CHANGELOG.md", *ROOT.glob("zeroplan/**/*.py"))
     by_name = re.compile(r"""pip install[^`\n]*\bzeroplan\[|pip install \S*\bzeroplan\b""")
     assert [path.name for path in pages if by_name.search(path.read_text(encoding="utf-8"))] == []
     assert by_name.search('pip install --upgrade "zeroplan[verify]"')
 
 
-def test_the_first_command_is_the_one_whose_answer_the_readme_shows():
+def test_the_readme_shows_the_output_of_its_first_command():
     text = text_of(README)
     assert text.index("<!-- first command -->") < text.index("<!-- prints -->")
 
@@ -116,7 +116,7 @@ def test_the_ci_script_finds_the_test_command():
     assert (ROOT / ".ci" / "run").exists()
 
 
-def test_an_answer_under_one_release_of_torch_is_held_with_that_alone(monkeypatch: pytest.MonkeyPatch):
+def test_an_output_for_one_release_of_torch_is_tested_only_with_it(monkeypatch: pytest.MonkeyPatch):
     page = ROOT / "docs" / "verify.md"
     under = [one for shown in all_commands().values() for one in shown if one.page == page]
     monkeypatch.setattr(pages, "version", lambda _name: "1.0.0")

@@ -1,4 +1,4 @@
-"""The site: every page is reachable, every link leads somewhere, and it builds without a warning and without the network."""
+"""On the site every page is in the navigation and every link has a target; the site builds without warnings and loads nothing."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_every_how_to_is_in_the_list_of_questions():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_link_leads_somewhere(page: Path):
+def test_every_link_has_a_target(page: Path):
     for file, anchor in links(page):
         target = (page.parent / file).resolve() if file else page
         assert target.exists(), f"{name_of(page)} links to {file}"
@@ -54,14 +54,14 @@ def test_every_public_name_is_in_the_api():
     assert sorted(documented) == sorted(zeroplan.__all__)
 
 
-def test_every_field_of_a_public_class_says_what_it_is():
+def test_every_field_of_a_public_class_is_documented():
     for name in zeroplan.__all__:
         kind = getattr(zeroplan, name)
         names = {one.name for one in fields(kind)} if is_dataclass(kind) else set(getattr(kind, "_fields", ()))
         assert not names or not names - meant(kind).keys(), name
 
 
-def test_every_command_is_in_the_command_line():
+def test_every_command_is_on_the_page_of_the_command_line():
     headings = re.findall(r"^##+ zeroplan (.*)$", text_of(DOCS / "cli.md"), re.MULTILINE)
     assert headings == paths()
 
@@ -69,13 +69,13 @@ def test_every_command_is_in_the_command_line():
 @pytest.mark.skipif(find_spec("material") is None, reason="needs mkdocs-material (the extra docs)")
 @pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs mkdocstrings (the extra docs)")
 def test_the_site_builds_without_a_warning_and_names_no_other_host(tmp_path: Path):
-    built = subprocess.run(  # not --quiet: what is not logged does not count for --strict
+    built = subprocess.run(  # not --quiet: --strict counts only warnings that are logged
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert built.returncode == 0, built.stdout + built.stderr
     pages = list(tmp_path.rglob("*.html"))
-    # The README is none of them. The page of what is not found and the snapshot of the page in the browser are.
+    # All pages but the README, and two more: the page for missing addresses, and the snapshot of the calculator.
     assert len(pages) == len(PAGES) + 1
     for page in pages:
         loaded = re.findall(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=\"?(https?:[^\"\s>]+)", text_of(page))
@@ -87,7 +87,7 @@ def test_the_site_builds_without_a_warning_and_names_no_other_host(tmp_path: Pat
     "zeroplan estimate --params 7e9 --gpus 8 --stage 3 --explain",
     "zeroplan estimate --model llama-3.1-8b --lora-rank 16 --gpu a100 --seq-len 2048",
 ])  # fmt: skip
-def test_a_commands_link_into_the_calculator_is_its_job(command: str):
+def test_a_commands_link_opens_the_calculator_with_its_job(command: str):
     from tests.explore.test_answers import printed
     from zeroplan.explore.answers import answer_payload
 

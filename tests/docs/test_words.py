@@ -1,6 +1,6 @@
-"""The pages use the field's words: the private words that we used to write instead of them have not come back.
+"""The pages use the field's words, and none of the private words that we used to write.
 
-Only prose that people write is read: not code, not output, not the tables that the program writes.
+The test reads only prose that people write: no code, no output, and no tables that the program writes.
 """
 
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.pages import PAGES, name_of, text_of
 
-#: What to write instead, by the words as a regular expression. Each was on a page where a plain word says the same.
+#: Private words as regular expressions, and what to write instead. Each was on a page where a plain word means the same.
 INSTEAD = {
     r"whoever|who asks|who else|(is|are|was|were) asked": "name the actor: you set, the operator allocates",
     r"(is|are|was|were|be) (told|said|taken (for|to|as)|answered)": "zeroplan assumes, the answer names, a note explains",
@@ -37,7 +37,7 @@ _NOT_PROSE = re.compile(
 
 
 def prose(text: str) -> str:
-    """A page without code, output and the parts that the program writes, on one line."""
+    """Return a page on one line, without code, output and generated tables."""
     return " ".join(_NOT_PROSE.sub(" ", text).split())
 
 
@@ -52,5 +52,5 @@ def test_a_page_uses_plain_words(page: Path):
     assert not found, "\n".join(found)
 
 
-def test_private_words_are_found_in_prose_alone():
+def test_private_words_are_found_only_in_prose():
     assert len(_found(prose("Whoever asks is told what stands in it.\n\n```text\nwhat fell\n```\n`held against`"))) == 3

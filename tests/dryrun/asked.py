@@ -1,6 +1,6 @@
-"""Answers from a saved run, held against dry runs of the same script with other settings: ``python -m tests.dryrun.asked``.
+"""Compares predictions from a saved run with dry runs of the script with other settings: ``python -m tests.dryrun.asked``.
 
-What is kept is our own output, a snapshot, which the page of dry runs shows.
+The stored rows are zeroplan's own output, not measurements. The page on dry runs shows them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAIRS, KEPT = Path(__file__).with_name("asked.toml"), Path(__file__).with_name("
 
 
 class Pair(NamedTuple):
-    """A script, and two runs of it: ``gpus``, and batch and length of each; ``said`` is how the script takes those."""
+    """A script and two runs of it, each with GPUs, batch and length; ``said`` has the script's arguments for batch and length."""
 
     name: str
     command: str
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
     repository: str = ""
 
     def words(self, batch: list[int], folder: Path) -> list[str]:
-        """What is typed for a run of a micro-batch and a sequence length."""
+        """Return the script and its arguments for a micro-batch and a sequence length."""
         defaults = tomllib.loads(PAIRS.read_text(encoding="utf-8"))["defaults"]
         command = self.command.format(**defaults).format(folder=folder, scripts=SCRIPTS)
         said = self.said.format(micro_batch=batch[0], seq_len=batch[1])
@@ -44,7 +44,7 @@ class Pair(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A row of the page: what the answer from the one run says, and what the other run has."""
+    """A row of the page: the peak of the other run, predicted from the first run and measured in its own dry run. [bytes]"""
 
     name: str
     gpus: list[int]
@@ -55,12 +55,12 @@ class Asked(NamedTuple):
 
 
 def pairs() -> list[Pair]:
-    """All of the file."""
+    """Return all pairs of ``asked.toml``."""
     return [Pair(**row) for row in tomllib.loads(PAIRS.read_text(encoding="utf-8"))["pair"]]
 
 
 def asked(pair: Pair, folder: Path) -> Asked:
-    """Run both, and ask the first for what the second is."""
+    """Run both, and predict the second from the first."""
     (folder / "fsdp2.json").write_text(json.dumps({"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}))
     _saved(folder, "run.json", "--profile", "own", gpus=pair.gpus[0], words=pair.words(pair.run, folder))
     _saved(folder, "other.json", gpus=pair.gpus[1], words=pair.words(pair.other, folder))
@@ -77,12 +77,12 @@ def _saved(folder: Path, name: str, *flags: str, gpus: int, words: list[str]) ->
 
 
 def kept() -> list[Asked]:
-    """Those of the file."""
+    """Return the stored rows."""
     return [Asked(**row) for row in rows(KEPT)]
 
 
 def main(wanted: list[str]) -> None:
-    """Run the pairs whose names hold one of the words, or all, and keep what came of them beside the others'."""
+    """Run the pairs whose names contain one of the words, or all if there are none, and update their stored rows."""
     run_again(KEPT, pairs(), wanted, lacking, lambda pair, folder: asked(pair, folder)._asdict())
 
 

@@ -1,3 +1,3 @@
-"""The scripts are run by the tests, each in a process of its own; nobody imports them."""
+"""Keeps pytest from collecting the scripts, which tests run as dry runs."""
 
 collect_ignore = ["scripts"]

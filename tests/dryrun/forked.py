@@ -1,8 +1,8 @@
-"""A process with torch imported, of which each dry run is a fork: it begins as ``zeroplan.dryrun.child`` does, 4 s later.
+"""Runs dry runs as forks of a process that has imported torch, which saves about 4 s per run.
 
-The child of a dry run imports torch and its compiler before anything else, and then believes in CUDA, for good. Forked here are
-the command and, from the same state, that child; all else is as in a run that was typed. Started as ``python -m
-tests.dryrun.forked``, it answers each line of standard input, an :class:`Order`, with an exit code.
+The child process of a dry run first imports torch and its compiler, and then patches torch permanently to pretend that there is a
+GPU. Here the command and that child are forks of a process with only these imports; everything else is as in a normal run. ``python
+-m tests.dryrun.forked`` reads an :class:`Order` from each line of standard input, and prints its exit code.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _STARTED = launch._started
 
 
 class Order(NamedTuple):
-    """What to run: the arguments of ``zeroplan``, in which folder, and the files that take its output and its errors.
+    """What to run: the arguments of ``zeroplan``, the folder, and the files for its output and its errors.
 
-    ``environment`` is what it has beside this worker's. ``replaced`` are names of the package, each with what stands there instead:
-    a text, or None for a function that does nothing.
+    ``environment`` is added to this worker's environment. ``replaced`` maps names of the package to a string that replaces them, or
+    to None for a function that does nothing.
     """
 
     arguments: tuple[str, ...]
@@ -76,12 +76,12 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _end(server: subprocess.Popen[str]) -> None:
-    """End the process, which waits for a line."""
+    """Kill the process, which waits for a line."""
     with server:
         server.kill()
 
 
-# In the process
+# In the server process
 
 
 def _serve() -> None:
@@ -97,7 +97,7 @@ def _serve() -> None:
 
 
 class _Forked:
-    """A fork, as :class:`subprocess.Popen` has a process."""
+    """A forked process with the part of :class:`subprocess.Popen`'s interface that a dry run uses."""
 
     stdin = stdout = None
 
@@ -121,7 +121,7 @@ class _Forked:
 
 
 def _forked(call: Callable[[], object]) -> _Forked:
-    """Call something in a fork, which ends with it."""
+    """Call a function in a fork, which exits afterwards."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -158,7 +158,7 @@ def _command(order: Order) -> NoReturn:
 
 
 def _child(child: Process, output: int) -> _Forked | subprocess.Popen[str]:
-    """Start the process of a dry run from here, or of the stand-in for a card: what both import first is there."""
+    """Fork the child of a dry run or of the fake GPU, which both start with these imports; start any other child normally."""
     if child.command[2] not in _BEGIN_WITH_TORCH:
         return _STARTED(child, output)
     return _forked(lambda: _as_child(child, output))

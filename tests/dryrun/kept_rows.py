@@ -1,4 +1,4 @@
-"""What came of many dry runs: a file with a JSON object on every line, by name; some of them are run again at a time."""
+"""Stores the results of dry runs in a file, one JSON object per line, and runs some or all of them again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Named(Protocol):
-    """Something to run: its name, and what it needs."""
+    """Something to run that has a name."""
 
     @property
     def name(self) -> str: ...
@@ -22,7 +22,7 @@ N = TypeVar("N", bound=Named)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; none where there is no file yet."""
+    """Return the rows of a file, or none if it does not exist."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
@@ -33,9 +33,9 @@ def run_again(
     lacking: Callable[[N], list[str]],
     row: Callable[[N, Path], dict[str, Any]],
 ) -> None:
-    """Run those whose names have one of the wanted words, or all, and write their rows beside the others'.
+    """Run those whose names contain one of the wanted words, or all if there are none, and update their rows in the file.
 
-    ``lacking`` returns the packages that are missing for one, ``row`` runs it in an empty folder.
+    ``lacking`` returns the missing packages of one; ``row`` runs it in an empty folder and returns its row.
     """
     found = {one["name"]: one for one in rows(path)}
     for one in listed:

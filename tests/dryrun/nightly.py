@@ -1,4 +1,4 @@
-"""Many random scripts: `python -m tests.dryrun.nightly --cases 60`. Each runs to its steps or ends in one line."""
+"""Dry runs of many random scripts: `python -m tests.dryrun.nightly --cases 60`. Each must take its steps or end in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tests.dryrun.running import Run, dry_run
 
 
 def fault(run: Run) -> str:
-    """What is wrong with how a script ended; nothing where it ran, or where something cannot be stood in for."""
+    """Return what is wrong with the end of a dry run, or an empty string.
+
+    A dry run may take its steps, or end with exit code 4 and one line of zeroplan's, without frames of zeroplan's code before it.
+    """
     if run.code == 0 and run.answer["ended"] == "steps taken":
         return ""
     if run.code == 4 and "zeroplan" not in "".join(run.errors.splitlines()[:-1]) and run.last_line.startswith("zeroplan: "):
@@ -21,7 +24,7 @@ def fault(run: Run) -> str:
 
 
 def main() -> int:
-    """Run the cases and print those at fault; 1 if there is one."""
+    """Run the cases and print each result; return 1 if one has a fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--first", type=int, default=0)

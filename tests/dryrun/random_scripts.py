@@ -1,4 +1,4 @@
-"""Random training scripts made of the usual parts: model, wrapper, precision, optimizer, clipping, logging, saving."""
+"""Writes random training scripts from common parts: model, wrapper, precision, optimizer, clipping, logging, saving."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ OPTIMIZERS = (
 ])""",
 )  # fmt: skip
 UNSHARDED = "torch.optim.Adafactor(network.parameters())"
-"""Its operators refuse the shards of FSDP2 in torch 2.13."""
+"""In torch 2.13 Adafactor's operators do not accept the shards of FSDP2."""
 SCHEDULERS = (
     "None", "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)",
     "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100, cycle_momentum=False)",
@@ -155,7 +155,7 @@ for epoch in range(100):
 
 
 class Script(NamedTuple):
-    """A script, and on how many GPUs it runs."""
+    """A script, the number of its GPUs, and the names of its parts."""
 
     code: str
     gpus: int
@@ -163,7 +163,7 @@ class Script(NamedTuple):
 
 
 def random_script(seed: int) -> Script:
-    """The script of a seed."""
+    """Return the script that a seed draws."""
     dice = random.Random(seed)  # noqa: S311  no secret
     model, wrapper, precision = dice.choice(tuple(MODELS)), dice.choice(tuple(WRAPPERS)), dice.choice(("fp32", "bf16", "fp16"))
     optimizer = dice.choice(OPTIMIZERS if wrapper == "fsdp2" else (*OPTIMIZERS, UNSHARDED))

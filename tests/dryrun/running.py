@@ -1,4 +1,4 @@
-"""A dry run as a user starts it: a process of its own, its answer and what it printed."""
+"""Runs `zeroplan dryrun` for tests, in a new process or a fork, and returns its exit code and output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class Run(NamedTuple):
-    """What came of it."""
+    """The exit code, standard output and standard error of a command."""
 
     code: int
     output: str
@@ -25,18 +25,18 @@ class Run(NamedTuple):
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The JSON of an answer."""
+        """The answer of a command with ``--json``; fails if the exit code is not 0."""
         assert self.code == 0, self.errors
         return json.loads(self.output)
 
     @property
     def last_line(self) -> str:
-        """The line that says why there is no answer."""
+        """The last line of standard error, which names the error if there is no answer."""
         return self.errors.strip().splitlines()[-1]
 
     @property
     def peak_bytes(self) -> int:
-        """The most alive in the last step."""
+        """The peak of the last step."""
         return max(phase["peak_bytes"] for phase in self.answer["steps"][-1]["phases"])
 
 
@@ -55,8 +55,8 @@ def dry_run(
 ) -> Run:
     """Run `zeroplan dryrun` with flags, then the command, in a folder.
 
-    By day in a fork of a process with torch, unless the environment is another or the compiler is switched off, which torch reads
-    when it is imported.
+    By day it runs in a fork of a process with torch, which is faster. It needs a new process if ``environment`` is set or with
+    ``--eager``, because torch reads these settings when it is imported.
     """
     if environment is None and "--eager" not in flags and not every_case():
         return forked_run(*flags, *typed, folder=folder)

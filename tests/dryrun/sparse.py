@@ -1,4 +1,4 @@
-"""Checkpoints that take no room on the disk: files with a header alone, whose tensors are holes, and what lies beside them."""
+"""Writes checkpoints that take no disk space: sparse safetensors files with a real header, a config and a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def sparse_file(path: Path, tensors: Shapes, dtype: str = "F32") -> int:
-    """Write a safetensors file with its header alone; return the bytes that its tensors would take."""
+    """Write a sparse safetensors file, of which only the header is on the disk; return the bytes of its tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():
@@ -27,7 +27,7 @@ def sparse_file(path: Path, tensors: Shapes, dtype: str = "F32") -> int:
 
 
 def llama_block(hidden: int, mlp: int, keys: int) -> Shapes:
-    """Names and shapes in a block of Llama's kind; ``keys`` is the width of keys and of values."""
+    """Return the names and shapes of a Llama block's weights; ``keys`` is the width of keys and of values."""
     return {
         "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
         "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
@@ -36,14 +36,14 @@ def llama_block(hidden: int, mlp: int, keys: int) -> Shapes:
 
 
 def around_blocks(hidden: int, vocabulary: int) -> Shapes:
-    """What such a model has beside its blocks, its head apart from the embeddings."""
+    """Return the names and shapes of a Llama's weights outside the blocks; head and embedding are not tied."""
     return {
         "model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)
     }  # fmt: skip
 
 
 def checkpoint(folder: Path, config: dict[str, object], block: Shapes, vocabulary: int, layers: int) -> None:
-    """Write a folder as ``from_pretrained`` reads it: weights in bf16, the config, and Llama's kind of tokenizer, of words."""
+    """Write a folder that ``from_pretrained`` reads: sparse bf16 weights, the config, and a word-level tokenizer."""
     folder.mkdir()
     hidden = block["input_layernorm"][0]
     tensors = {f"model.layers.{n}.{name}.weight": shape for n in range(layers) for name, shape in block.items()}
@@ -54,7 +54,7 @@ def checkpoint(folder: Path, config: dict[str, object], block: Shapes, vocabular
 
 
 def words(folder: Path, vocabulary: int, tokenizer_class: str = "LlamaTokenizerFast") -> None:
-    """Write a tokenizer with so many words (``w00003`` ...)."""
+    """Write a word-level tokenizer with ``vocabulary`` tokens: three special ones, then ``w00003`` and so on."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     names = ["<unk>", "<s>", "</s>", *(f"w{number:05d}" for number in range(3, vocabulary))]

@@ -1,7 +1,7 @@
-"""Dry runs of others' programs: ``python -m tests.dryrun.survey`` runs all that can be run here and keeps what came of it.
+"""Dry runs of other projects' programs: ``python -m tests.dryrun.survey`` runs those that can run here and stores the results.
 
-What is kept is our own output, a snapshot: the tests hold a few of the programs against it to the byte, and the page shows it.
-``python -m tests.dryrun.survey published`` runs those whose peak others measured on GPUs.
+The stored results are zeroplan's own output, not measurements. Tests compare a few programs with them to the byte, and a page shows
+them. ``python -m tests.dryrun.survey published`` runs the programs whose peak other people measured on GPUs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ fsdp_config: {fsdp_version: 1, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fs
 
 
 class Figure(NamedTuple):
-    """What others measured: ``unit`` is in bytes, ``reads`` says where the dry run's figure is (see ``published.toml``)."""
+    """A published figure: ``unit`` is in bytes, ``reads`` names the dry run's figure to compare (see ``published.toml``)."""
 
     counter: str
     measured: str
@@ -47,7 +47,7 @@ class Figure(NamedTuple):
     reads: str
 
     def of(self, found: Run) -> float:
-        """The same counter in a dry run, in its unit."""
+        """Return the same counter of a dry run, in the figure's unit."""
         allocator = found.answer["allocator"][0] if self.reads in {"allocated", "asked for"} else {}
         if self.reads == "allocated":
             return allocator["allocated_bytes"] / self.unit
@@ -58,16 +58,16 @@ class Figure(NamedTuple):
         return float(printed[1]) / self.unit
 
     def printed(self, value: float) -> str:
-        """A value with as many digits as the source printed; where it printed none after the point, rounded down as they were."""
+        """Return a value with as many decimals as the source printed; without decimals it is rounded down, as in the sources."""
         digits = len(self.measured.partition(".")[2])
         return f"{value:.{digits}f}" if digits else str(int(value))
 
 
 class Program(NamedTuple):
-    """A command as a user types it, on how many GPUs, and the packages that it needs.
+    """A command as a user types it, its number of GPUs, and the packages that it needs.
 
-    One of a public repository needs a checkout of it in the folder that ``PROGRAMS_FOLDER`` names. A ``figure`` was measured by
-    its ``source``; what runs is ``ran_with`` in place of what the source ran, and ``why`` explains a difference.
+    A program from a public repository needs a checkout in the folder that ``PROGRAMS_FOLDER`` names. The ``source`` measured the
+    ``figure``. ``ran_with`` names what the dry run uses instead of the source's setup, and ``why`` explains a difference.
     """
 
     name: str
@@ -98,13 +98,13 @@ def _program(row: dict[str, Any]) -> Program:
 
 
 def lacking(program: Program) -> list[str]:
-    """Packages that a program needs and that are not here."""
+    """Return the packages, and the repository, that a program needs and that are missing."""
     checkout = [program.repository] if program.repository and not (REPOSITORIES / program.repository).is_dir() else []
     return [name for name in program.needs if find_spec(name) is None] + checkout
 
 
 def run(program: Program, folder: Path, *, on_card: tuple[str, ...] = ()) -> Run:
-    """Run a program in a folder of its own, with the files that it reads."""
+    """Write the files that a program reads into a folder, and run it there."""
     defaults = tomllib.loads(PROGRAMS.read_text(encoding="utf-8"))["defaults"]
     for number in (1, 2):
         layers = {"version": number, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
@@ -134,7 +134,7 @@ def run(program: Program, folder: Path, *, on_card: tuple[str, ...] = ()) -> Run
 
 
 def _beside(package: str) -> Path:
-    """The folder that an installed package is in."""
+    """Return the folder that contains an installed package."""
     found = find_spec(package)
     return Path(found.origin).parent.parent if found and found.origin else Path("/nonexistent")
 
@@ -150,7 +150,7 @@ def _checkpoint(folder: Path) -> None:
 
 
 def _assets(folder: Path) -> None:
-    """What torchtitan's debug model reads: a tokenizer and a data set."""
+    """Write the tokenizer and the data set of torchtitan's debug model."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     assets = folder / "tests" / "assets"
@@ -163,7 +163,7 @@ def _assets(folder: Path) -> None:
 
 
 def _wikitext(folder: Path) -> None:
-    """As many different words as WikiText-2 has, where Lightning's demo looks for it."""
+    """Write as many different words as WikiText-2 has, where Lightning's demo reads them."""
     (folder / "data").mkdir()
     words = [f"w{number}" for number in range(33_277)]  # and one for the end of a line
     lines = (" ".join(words[at : at + 50]) for at in range(0, len(words), 50))
@@ -171,7 +171,7 @@ def _wikitext(folder: Path) -> None:
 
 
 def _alpaca(folder: Path) -> None:
-    """A tokenizer with as many words as Llama 2's, and texts."""
+    """Write texts, and a tokenizer with as many words as Llama 2's."""
     import sentencepiece
     from datasets import Dataset
 
@@ -185,7 +185,7 @@ def _alpaca(folder: Path) -> None:
 
 
 def _small(folder: Path) -> None:
-    """A small Llama and a tokenizer of words as transformers saves them, lines of text, and pairs for instruction tuning."""
+    """Write a small Llama and a word-level tokenizer in transformers' format, lines of text, and pairs for instruction tuning."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -203,13 +203,13 @@ def _small(folder: Path) -> None:
 
 
 def _instructions(folder: Path) -> None:
-    """Texts to be packed, of words that the tokenizers of :mod:`tests.dryrun.sparse` have."""
+    """Write texts for packing, with words of the tokenizers of :mod:`tests.dryrun.sparse`."""
     text = " ".join(f"w{number:05d}" for number in range(3, 400))
     (folder / "instructions.json").write_text("\n".join([json.dumps({"output": text})] * 2000))
 
 
 def _mistral(folder: Path) -> None:
-    """Mistral 7B as its repository has it."""
+    """Write a sparse checkpoint of Mistral 7B, with the configuration of its repository."""
     config: dict[str, object] = {
         "architectures": ["MistralForCausalLM"], "model_type": "mistral", "intermediate_size": 14336, "num_attention_heads": 32,
         "num_key_value_heads": 8, "max_position_embeddings": 32768, "sliding_window": 4096, "rms_norm_eps": 1e-5,
@@ -222,7 +222,7 @@ ASSETS = {"wikitext-2": _wikitext, "alpaca": _alpaca, "small": _small, "instruct
 
 
 def summary(program: Program, found: Run) -> dict[str, Any]:
-    """What is kept of a run."""
+    """Return the row to store for a run."""
     packages = {name: _version(name) for name in ("torch", "transformers", *program.needs)}
     if program.figure and not found.code:
         shown = round(program.figure.of(found), 3)
@@ -250,7 +250,7 @@ def kept(path: Path = KEPT) -> list[dict[str, Any]]:
 
 
 def main(wanted: list[str]) -> None:
-    """Run the programs whose names hold one of the words, or all, and keep what came of them beside the others'."""
+    """Run the programs whose names contain one of the words, or all if there are none, and update their stored rows."""
     if wanted[:1] == ["published"]:
         run_again(PUBLISHED_KEPT, programs(PUBLISHED), wanted[1:], lacking, lambda one, folder: summary(one, run(one, folder)))
     else:

@@ -1,4 +1,4 @@
-"""apex where it is not installed: its norms and its Adam, for scripts that import it themselves."""
+"""Zeroplan's replacement of apex, where apex is not installed: its norms and its Adam, for scripts that import them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ for _ in range(3):
     print("states", sum(one.nbytes for state in optimizer.state.values() for one in state.values()))
 """
 ROWS, SIZE = 1000, 512
-N, STATISTICS, WEIGHT, PARTS = ROWS * SIZE, 4096, 1024, 4 * 16 * SIZE  # statistics in a block of 512 bytes each
+N, STATISTICS, WEIGHT, PARTS = ROWS * SIZE, 4096, 1024, 4 * 16 * SIZE  # 4,000 bytes of statistics, rounded up to blocks of 512
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def _said(run: Run) -> dict[str, list[str]]:
     return {name: rest for _, name, *rest in lines}
 
 
-def test_libraries_do_not_find_it_and_what_has_no_double_is_named(tmp_path: Path):
+def test_libraries_do_not_find_apex_and_unsupported_names_end_in_one_line(tmp_path: Path):
     pytest.importorskip("transformers")
     (tmp_path / "script.py").write_text("""
 from transformers.models.t5 import modeling_t5

@@ -1,4 +1,4 @@
-"""The command behind `--`: scripts, modules and launchers, and what is none."""
+"""How `zeroplan dryrun` reads the command after `--`: scripts, modules, launchers, and commands without a script."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("deepspeed --num_gpus 8 --num_nodes 2 train.py --lr 1", 16, 8),
     ],
 )
-def test_a_launcher_is_read_as_far_as_the_script(script: str, typed: str, gpus: int | None, per_node: int | None):
+def test_a_launcher_is_read_up_to_the_script(script: str, typed: str, gpus: int | None, per_node: int | None):
     found = read_command(typed.split())
     assert found[:5] == Command(script, module=False, arguments=("--lr", "1"), gpus=gpus, gpus_per_node=per_node)[:5]
     launched = " ".join((*found.launcher[1:], script, "--lr", "1"))
@@ -56,7 +56,7 @@ def test_a_launcher_is_read_as_far_as_the_script(script: str, typed: str, gpus: 
 
 
 @pytest.mark.parametrize("typed", ["-m pkg.train --x", "python -m pkg.train --x", "torchrun -m pkg.train --x"])
-def test_a_module_is_one_too(typed: str):
+def test_a_module_is_read_like_a_script(typed: str):
     assert read_command(typed.split())[:3] == ("pkg.train", True, ("--x",))
 
 
@@ -75,12 +75,12 @@ def test_a_module_is_one_too(typed: str):
         ("accelerate launch --config_file gone.yaml train.py", "'gone.yaml' does not exist"),
     ],
 )
-def test_what_names_no_script_is_refused_in_one_line(typed: str, says: str):
+def test_a_command_without_a_script_is_refused_in_one_line(typed: str, says: str):
     with pytest.raises(SpecError, match=says):
         read_command(typed.split())
 
 
-def test_a_rank_hears_what_torchrun_would_tell_it():
+def test_a_rank_has_the_environment_of_torchrun():
     task = DryRunTask(target="train.py", gpus=20, gpus_per_node=8, rank=18, gpu="h100-sxm-80gb", answer="a.json")
     said = environment(task)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -117,7 +117,7 @@ pathlib.Path("seen.json").write_text(json.dumps([sys.argv[1:], dict(os.environ)]
         ("torchrun --nproc_per_node 8 train.py --lr 1", None, {}),
     ],
 )  # fmt: skip
-def test_a_script_has_what_its_launcher_gives_it(
+def test_a_script_has_the_arguments_and_environment_of_its_launcher(
     script: str, typed: str, argument: str | None, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""torch.compile in a script: what a compiled forward leaves for its backward is what torch's own compiler keeps, to the byte."""
+"""``torch.compile`` in a dry run: a compiled forward keeps for its backward what torch's own compiler keeps, to the byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
 
 _BLOCK = 512
-"""The allocator's smallest. [bytes]"""
+"""The allocator's smallest block. [bytes]"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def eager(folder: Path) -> Run:
 
 
 def kept_by_torch(*, recompute: bool) -> int:
-    """What inductor's forward graph returns beside what it was given, in blocks of the allocator, on the CPU with real numbers."""
+    """Return what inductor's forward graph returns beyond its inputs, on the CPU with real tensors, in allocator blocks. [bytes]"""
     from functorch.compile import make_boxed_func
     from torch._inductor.compile_fx import compile_fx
 
@@ -64,15 +64,15 @@ def kept_by_torch(*, recompute: bool) -> int:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_compiled_forward_leaves_what_torchs_partitioner_saves(run: Run, eager: Run, folder: Path, *, recompute: bool):
-    """With and without activation checkpointing, which is a matter of the partitioner's within a graph."""
+def test_a_compiled_forward_keeps_what_torchs_partitioner_saves(run: Run, eager: Run, folder: Path, *, recompute: bool):
+    """With and without activation checkpointing, which the partitioner decides within a graph."""
     assert (run.code, eager.code) == (0, 0)
     left = json.loads((folder / "left.json").read_text())[f"recompute {recompute}, step 1"]
     assert left == kept_by_torch(recompute=recompute)
     assert left < json.loads((folder / "eager.json").read_text())[f"recompute {recompute}, step 1"]
 
 
-def test_kernels_launched_on_nothing_are_named_and_eager_says_that_it_left_the_compiler_out(run: Run, eager: Run):
+def test_the_answer_names_replaced_kernels_and_whether_eager_left_the_compiler_out(run: Run, eager: Run):
     replaced = {one["what"]: one["by"] for one in run.answer["stood_in"]}
     assert replaced == {"torch.compile's own kernels": "inductor plans their buffers, and they are not launched"}
     left_out = {one["what"]: one["by"] for one in eager.answer["stood_in"]}
@@ -80,7 +80,7 @@ def test_kernels_launched_on_nothing_are_named_and_eager_says_that_it_left_the_c
     assert (run.answer["compiler_left_out"], eager.answer["compiler_left_out"]) == (False, True)
 
 
-def test_what_a_graph_keeps_has_the_module_and_the_line_of_the_users_code(run: Run):
+def test_activations_of_a_graph_have_modules_and_lines_of_the_users_code(run: Run):
     modules = {one["name"]: one["kind"] for one in run.answer["modules"]}
     assert {"blocks.1.gate", "blocks.2.qkv", "head"} <= set(modules)
     lines = {one["name"] for one in run.answer["lines"] if one["kind"] == "activations"}
@@ -119,7 +119,7 @@ for length in (32, 48, 64):
 """
 
 
-def test_one_graph_serves_all_layers_under_fsdp_and_another_rank_and_a_compiled_step_run(tmp_path: Path):
+def test_all_layers_under_fsdp_share_one_graph(tmp_path: Path):
     (tmp_path / "script.py").write_text(LAYERS)
     run = dry_run("--gpus", "8", "--as-rank", "1", "--", "script.py", folder=tmp_path, flags=("--json",))
     replaced = {one["what"] for one in run.answer["stood_in"]}
@@ -150,7 +150,7 @@ child.main()
 """
 
 
-def test_a_release_whose_compiler_cannot_be_followed_runs_the_script_as_it_is(eager: Run, folder: Path):
+def test_with_a_torch_whose_compiler_cannot_be_traced_the_script_runs_uncompiled(eager: Run, folder: Path):
     task = DryRunTask(
         target=str(SCRIPTS / "compiled.py"), arguments=(str(folder / "other.json"),), gpus=1, gpus_per_node=8, steps=4,
         gpu="h100-sxm-80gb", answer=str(folder / "answer.json"),

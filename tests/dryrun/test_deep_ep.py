@@ -1,4 +1,4 @@
-"""DeepEP where it is not installed: what its calls return, and what its buffers take beside torch's allocator."""
+"""Zeroplan's replacement of DeepEP, where DeepEP is not installed: what calls return, and the buffers outside the allocator."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ print("eight", low.dtype, tuple(scales.shape))
 step(); step(); step()
 """
 X, INDEX, WEIGHT, SOURCE = 2 * 2048, 8 * 4, 4 * 4, 4
-"""Of a token: its numbers, its experts, their weights, where it comes from. [bytes]"""
+"""For one token: its hidden state, its experts, their weights, and its source. [bytes]"""
 
 
 def _printed(run: Run) -> dict[str, list[str]]:
@@ -97,8 +97,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return _run(tmp_path_factory.mktemp("deep_ep"), 8)
 
 
-def test_each_expert_is_sent_as_many_tokens_and_each_token_to_as_many_ranks_as_it_chooses(run: Run):
-    """512 tokens to each of 8 ranks, 128 choices of each of 32 experts; as many come from each rank."""
+def test_tokens_are_spread_evenly_over_experts_and_ranks(run: Run):
+    """Each of 8 ranks receives 512 tokens from this rank, and each of 32 experts 128; as many arrive from each rank."""
     said = _printed(run)
     assert said["sent"] == [f"{[512] * 8} {[128] * 32} None"]
     assert said["arrived"] == [f"(4096, 2048) (4096, 4) torch.float32 {[1024] * 4} 4096"]
@@ -107,17 +107,17 @@ def test_each_expert_is_sent_as_many_tokens_and_each_token_to_as_many_ranks_as_i
     assert said["eight"] == ["torch.float8_e4m3fn (4096, 16)"]
 
 
-def test_calls_hold_what_they_return_and_what_the_way_back_needs(run: Run):
+def test_calls_allocate_their_results_and_what_combine_needs(run: Run):
     said = _printed(run)
     assert said["layout bytes"] == [str(512 + 512 + 1024 * 8)]
-    notes = 4096 * SOURCE + 1024 * 8 * 4 + 3 * 512  # whence, and where to; three small tables
+    notes = 4096 * SOURCE + 1024 * 8 * 4 + 3 * 512  # where tokens come from and go to; three small tables
     assert said["dispatch bytes"] == [str(4096 * (X + INDEX + WEIGHT) + notes)]
     assert said["combine bytes"] == [str(1024 * (X + WEIGHT))]
     assert said["again bytes"] == [str(4096 * X)]
 
 
-def test_buffers_count_beside_the_allocator(run: Run):
-    """12 channels to 8 ranks with 256 tokens each: 4,096 bytes of numbers, and 2,056 of experts, weights, scales and source."""
+def test_buffers_are_counted_outside_the_allocator(run: Run):
+    """12 channels to 8 ranks with 256 tokens each: 4,096 bytes of hidden state; 2,056 of experts, weights, scales and source."""
     nvl = 12 * 8 * (5 * 4 + 256 * (4096 + 8 + 128 * (8 + 4 + 4)))
     said, answer = _printed(run), run.answer
     assert said["sizes"] == [f"{-(-nvl // 128) * 128} 0"]
@@ -127,21 +127,21 @@ def test_buffers_count_beside_the_allocator(run: Run):
     assert answer["imbalance"] == 1
 
 
-def test_the_imbalance_is_that_of_what_arrives(tmp_path: Path):
+def test_the_imbalance_multiplies_the_tokens_that_arrive(tmp_path: Path):
     run = _run(tmp_path, 8, "--imbalance", "1.5")
     assert _printed(run)["arrived"] == [f"(6144, 2048) (6144, 4) torch.float32 {[1536] * 4} 6144"]
     assert run.answer["imbalance"] == 1.5
 
 
-def test_between_nodes_there_is_a_buffer_for_rdma_and_tokens_go_once_to_each_rank(tmp_path: Path):
-    """2 nodes: 12 channels to each node with 128 tokens, rounded up to whole sends of 20 or 12, in both directions."""
+def test_between_nodes_there_is_a_buffer_for_rdma(tmp_path: Path):
+    """Two nodes: 12 channels per node with 128 tokens, rounded up to whole sends of 20 or 12, in both directions."""
     run = _run(tmp_path, 16)
     rdma = max(2 * 12 * 2 * (18 * 4 + tokens * (4096 + 8 + 128 * 16 + 16)) for tokens in (140, 132))
     said = _printed(run)
     assert said["sizes"][0].split()[1] == str(-(-rdma // 128) * 128)
     assert said["sent"] == [f"{[256] * 16} {[128] * 32} {[1024] * 2}"]
     assert said["arrived"] == [f"(4096, 2048) (4096, 4) torch.float32 {[2048] * 2} 4096"]
-    # whence, where to, who they are passed on to; tables of 2 x 12, 2 x 12, 2 and 16 numbers, and two of 16 x 12
+    # where tokens come from, go to, and are forwarded to; tables of 2 x 12, 2 x 12, 2 and 16 numbers, and two of 16 x 12
     notes = 4096 * 8 + 1024 * 2 * 4 + 2 * 1024 * 8 * 4 + 4 * 512 + 2 * 1024
     assert said["dispatch bytes"] == [str(4096 * (X + INDEX + WEIGHT) + notes)]
     (buffer,) = [one for one in run.answer["outside_buffers"] if "RDMA" in one["what"]]
@@ -178,8 +178,11 @@ for _ in range(3):
 """
 
 
-def test_experts_that_a_script_has_chosen_for_certain_are_taken_as_they_are(tmp_path: Path):
-    """A token's experts lie on one rank: 128 of 1,024 tokens go there from each rank. The imbalance is one of assumed choices."""
+def test_choices_of_experts_with_known_values_are_used(tmp_path: Path):
+    """All experts of a token are on one rank, so that each rank sends 128 of its 1,024 tokens there.
+
+    ``--imbalance`` applies only to assumed choices.
+    """
     run = _run(tmp_path, 8, "--imbalance", "1.5", script=KNOWN)
     assert _printed(run)["arrived"] == ["(1024, 2048) [1100, 1100, 1100, 0] [0, 1, 2, -1]"] * 2
     assert run.answer["ended"] == "steps taken"
@@ -204,7 +207,7 @@ step(); step(); step()
 """
 
 
-def test_low_latency_calls_have_room_for_all_that_may_come(tmp_path: Path):
+def test_low_latency_calls_have_room_for_the_most_tokens_possible(tmp_path: Path):
     run = _run(tmp_path, 8, script=LOW_LATENCY)
     said = _printed(run)
     each = max(16 + max(2 * 2048, 2048 + 16 * 4), 16 * 4 + 2 * 2048)
@@ -214,7 +217,7 @@ def test_low_latency_calls_have_room_for_all_that_may_come(tmp_path: Path):
     assert said["dispatch bytes"] == [str(4 * 1024 * (2048 + 4 + 4 * 16) + 2 * 512)]
     assert said["combine bytes"] == [str(100 * 2 * 2048)]
     assert said["back"] == ["(100, 2048) None"]
-    # the first buffer was given back before the second was made: the larger of the two counts
+    # the first buffer was freed before the second was made: only the larger one counts
     assert [one["what"] for one in run.answer["outside_buffers"]] == ["DeepEP's workspace", "DeepEP's buffer for RDMA"]
 
 
@@ -231,7 +234,7 @@ def test_low_latency_calls_have_room_for_all_that_may_come(tmp_path: Path):
         ("Buffer.get_dispatch_config(7)", "Unsupported number of EP ranks: 7"),
     ],
 )
-def test_what_has_no_double_or_does_not_work_ends_in_one_line(tmp_path: Path, code: str, words: str):
+def test_unsupported_and_wrong_calls_end_in_one_line(tmp_path: Path, code: str, words: str):
     run = _run(tmp_path, 8, script=code)
     assert run.code == 2
     assert words in run.last_line

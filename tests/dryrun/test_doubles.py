@@ -1,4 +1,4 @@
-"""What cannot run on one rank without a GPU: flash-attn, bitsandbytes, generation of text."""
+"""Replacements of what cannot run without a GPU: flash-attn, bitsandbytes, and text generation of unknown length."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ for _ in range(3):
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed, and needs no double")
-def test_flash_attn_takes_what_torchs_own_takes(tmp_path: Path):
-    """The same kernels: a model's peak is the same to the byte, beside the few of the script's own loss."""
+def test_flash_attn_needs_as_much_memory_as_torchs_attention(tmp_path: Path):
+    """Both run the same kernels: the peaks agree within 64 bytes, which are for the script's own loss."""
     flash = dry_run("--", str(SCRIPTS / "flash.py"), "flash_attention_2", folder=tmp_path)
     own = dry_run("--", str(SCRIPTS / "flash.py"), "sdpa", folder=tmp_path)
     assert flash.peak_bytes == pytest.approx(own.peak_bytes, abs=64)
@@ -79,13 +79,13 @@ def test_flash_attn_with_padding_takes_what_is_estimated(tmp_path: Path):
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed, and needs no double")
-def test_libraries_find_the_distribution_of_flash_attn_and_its_rotation(tmp_path: Path):
-    """Releases of transformers ask for its version (4.48), import its rotation (4.53), or ask for its distribution (5.6)."""
+def test_libraries_find_the_flash_attn_package_and_its_rotary_embedding(tmp_path: Path):
+    """Transformers 4.48 reads its version, 4.53 imports its rotary embedding, and 5.6 looks up its distribution."""
     (tmp_path / "script.py").write_text(ASKS)
     assert dry_run("--", "script.py", folder=tmp_path).answer["ended"] == "steps taken"
 
 
-def test_qlora_takes_what_verify_says_of_the_same_job(tmp_path: Path):
+def test_qlora_has_the_memory_that_verify_measures(tmp_path: Path):
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("peft")
     from tests.simulated import simulate
@@ -106,7 +106,7 @@ def test_qlora_takes_what_verify_says_of_the_same_job(tmp_path: Path):
 
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "PagedAdamW8bit"])
 def test_bitsandbytes_optimizers_hold_their_states(tmp_path: Path, optimizer: str):
-    """Two bytes and two scales per block of 256 for each parameter; paged states are not in torch's allocator."""
+    """The states are two bytes per parameter, and two scales per block of 256. Paged states are outside torch's allocator."""
     pytest.importorskip("bitsandbytes")
     run = dry_run("--", str(SCRIPTS / "eight_bits.py"), optimizer, folder=tmp_path)
     matrices = 2 * 1024 * 4096
@@ -135,13 +135,16 @@ for _ in range(3):
 """
 
 
-def test_generation_is_as_long_as_it_may_be_and_its_cache_is_counted(tmp_path: Path):
-    """Two layers' keys and values; when the last are appended, a layer's once more, and twice as many for twice the query heads."""
+def test_generation_has_its_maximal_length_and_its_cache_is_counted(tmp_path: Path):
+    """The cache has the keys and values of two layers. When the last token is appended, one layer has a copy.
+
+    Repeating keys and values for twice as many query heads takes two layers' size more.
+    """
     (tmp_path / "script.py").write_text(GENERATES)
     run = dry_run("--", "script.py", folder=tmp_path, flags=("--json",))
     assert "generation of text" in {one["what"] for one in run.answer["stood_in"]}
     _, second = [line.split()[1:] for line in run.errors.splitlines() if line.startswith("took")][:2]
-    length, took = second  # the first asks for cuBLAS's workspace as well
+    length, took = second  # the first also allocates cuBLAS's workspace
     layer = 2 * 2 * 1007 * 4 * 32 * 4
     assert int(length) == 1008
     assert int(took) == pytest.approx((2 + 1 + 2) * layer, rel=0.02)

@@ -1,4 +1,4 @@
-"""bitsandbytes' layers in eight bits: what their products keep and take, and a model that is loaded in them."""
+"""Dry runs of bitsandbytes' 8-bit layers: what their products keep and allocate, and models loaded in eight or four bits."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def _said(folder: Path, threshold: str) -> dict[str, list[int]]:
     return {name: [int(one) for one in numbers] for name, *numbers in lines}
 
 
-def test_a_product_takes_32_bits_and_16_beside_its_result(tmp_path: Path):
+def test_a_product_allocates_a_32_bit_and_a_16_bit_copy_of_its_result(tmp_path: Path):
     said = _said(tmp_path, "0")
     scales = 4 * ROWS
     assert said["forward"] == [2 * OUT, (4 + 2 + 2) * OUT + ROWS * WIDE + scales]
-    # the weight in 16 bits, beside the gradient of the input
+    # the weight in 16 bits, and the gradient of the input
     assert said["backward"] == [2 * WIDE * NARROW + 2 * ROWS * WIDE]
 
 
@@ -59,7 +59,7 @@ def test_columns_beyond_the_threshold_are_kept_and_multiplied_in_16_bits(tmp_pat
     said = _said(tmp_path, "6")
     kept, peak = said["forward"]
     assert kept == 2 * OUT + 2 * ROWS * WIDE
-    product = (4 + 2 + 2) * OUT  # the numbers of the columns take the place of those that the layer had before
+    product = (4 + 2 + 2) * OUT  # the new column numbers replace those that the layer had
     assert peak == product + 2 * ROWS * WIDE + 2 * WIDE * NARROW + ROWS * WIDE + 4 * ROWS
 
 
@@ -118,8 +118,8 @@ for _ in range(3):
 """
 
 
-def test_layers_that_call_the_library_for_cuda_themselves_run(tmp_path: Path):
-    """As Unsloth's do; transformers 4.45 makes the four-bit weight of an empty one's attributes."""
+def test_layers_that_call_the_cuda_library_directly_run(tmp_path: Path):
+    """Unsloth's layers do so. Transformers 4.45 makes a four-bit weight from the attributes of an empty one."""
     pytest.importorskip("accelerate")
     (tmp_path / "script.py").write_text(FOUR)
     answer = dry_run("--", "script.py", folder=tmp_path).answer

@@ -1,4 +1,4 @@
-"""What is made of a saved run: what changed since another, a snapshot for memory_viz, a trace for Perfetto."""
+"""Exports of a saved run: the changes since another run, a snapshot for memory_viz, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two versions of a script: the second has lines before the old ones, one layer more, and is twice as long."""
+    """Return a folder with runs of two versions of a script: the second has a line more, another layer, and twice the length."""
     folder = tmp_path_factory.mktemp("exports")
     text = (SCRIPTS / "fsdp2.py").read_text()
     (folder / "train.py").write_text(text)
@@ -49,7 +49,7 @@ def _show(folder: Path, *flags: str) -> Run:
     return dry_run("--show", "after.gz", *flags, folder=folder, flags=())
 
 
-def test_the_run_says_what_would_free_how_much_under_v(folder: Path):
+def test_verbose_lists_what_would_free_memory(folder: Path):
     run = read_saved(folder / "after.gz").run
     assert {name for one in run.savings for name in one.of} >= {"model.layers.*"}
     assert all(0 < one.at_most_bytes < run.steps[-1].peak.peak_bytes for one in run.savings)
@@ -57,7 +57,7 @@ def test_the_run_says_what_would_free_how_much_under_v(folder: Path):
     assert "checkpointing" not in _show(folder).output
 
 
-def test_changes_are_the_differences_of_the_two_answers(folder: Path):
+def test_changes_add_up_to_the_differences_of_two_answers(folder: Path):
     first, second = (read_saved(folder / f"{name}.gz").run for name in ("before", "after"))
     found = json.loads((folder / "changes.json").read_text())
     rows = {(row["group"], row["name"]): row for row in found["changes"]}
@@ -72,7 +72,7 @@ def test_changes_are_the_differences_of_the_two_answers(folder: Path):
     assert kinds == {kind: after[kind] - before[kind] for kind in before | after if after[kind] != before[kind]}
 
 
-def test_a_line_that_moved_is_the_same_line(folder: Path):
+def test_a_line_with_a_new_number_is_the_same_line(folder: Path):
     number = 1 + next(at for at, line in enumerate((folder / "train.py").read_text().splitlines()) if " = model(" in line)
     found = json.loads((folder / "changes.json").read_text())["changes"]
     row = next(row for row in found if row["name"] == f"train.py:{number}")
@@ -90,7 +90,7 @@ def test_the_table_of_changes_fits_a_screen_and_a_run_has_not_changed_from_itsel
     assert len(same) == 7
 
 
-def test_diagnose_finds_in_the_snapshot_what_the_run_had_to_the_byte(folder: Path, trace: Trace):
+def test_diagnose_finds_the_runs_memory_in_the_snapshot_to_the_byte(folder: Path, trace: Trace):
     found = diagnose(read_snapshot(folder / "after.pickle"))
     moment = trace.live.index(max(trace.live))
     blocks = trace.blocks
@@ -124,7 +124,7 @@ def test_torch_reads_the_snapshot_with_its_own_tools(trace: Trace):
 
 
 def test_the_page_of_memory_viz_can_read_the_snapshot(folder: Path, trace: Trace):
-    """Its reader knows these opcodes alone (torch/utils/viz/MemoryViz.js, torch 2.11), and numbers of 53 bits."""
+    """The page's unpickler knows only these opcodes (torch/utils/viz/MemoryViz.js, torch 2.11) and integers of 53 bits."""
     known = {
         "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "EMPTY_DICT", "SETITEM",
         "SETITEMS", "DICT", "EMPTY_LIST", "APPEND", "APPENDS", "LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "NONE",
@@ -189,7 +189,7 @@ for _ in range(3):
 """
 
 
-def test_segments_that_the_script_gives_back_are_gone_from_the_snapshot(tmp_path: Path):
+def test_segments_that_empty_cache_frees_are_not_in_the_snapshot(tmp_path: Path):
     (tmp_path / "empties.py").write_text(EMPTIES)
     done = dry_run("--snapshot", "run.pickle", "--save", "run.gz", "--", "empties.py", folder=tmp_path)
     assert done.code == 0, done.errors

@@ -1,4 +1,4 @@
-"""A file that a program trains with: what `--from` reads of it against a dry run of the program itself."""
+"""The estimate of a Trainer's arguments file, read with `--from`, agrees with a dry run of the Trainer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ARGUMENTS = {
 @pytest.mark.parametrize(
     "said", [{"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}, {"optim": "sgd"}], ids=str
 )
-def test_the_trainer_takes_what_is_read_of_its_arguments(tmp_path: Path, said: dict[str, Any]):
-    """The Trainer (trainer.py, get_batch_samples) holds all micro-batches of a step: less than 0.01 %, and not in the estimate."""
+def test_the_estimate_of_a_trainers_arguments_agrees_with_its_dry_run(tmp_path: Path, said: dict[str, Any]):
+    """The estimate leaves out that the Trainer holds all micro-batches of a step (trainer.py, get_batch_samples)."""
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "args.json").write_text(json.dumps(ARGUMENTS | said))
     run = dry_run(str(SCRIPTS / "trainer_from_file.py"), "args.json", folder=tmp_path)
     answer = estimate(resolve(Request(from_file=str(tmp_path / "args.json"))).job)
-    libraries = sum(int(line.n_bytes) for line in answer.workspaces)  # a dry run calls none
+    libraries = sum(int(line.n_bytes) for line in answer.workspaces)  # a dry run runs no library kernels
     batches = said.get("gradient_accumulation_steps", 1) * 3 * 8 * 4 * 512  # ids, labels and mask, int64
     assert 0 <= run.peak_bytes - (answer.peak_bytes - libraries) <= batches

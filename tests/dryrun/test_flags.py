@@ -1,4 +1,4 @@
-"""Flags that would have no effect are refused in one line, with the way out."""
+"""`zeroplan dryrun` refuses flags that would have no effect, in one line with the way out."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_a_flag_without_effect_is_refused(tmp_path: Path, monkeypatch, capsys, t
     assert line.startswith(f"zeroplan: {says}")
 
 
-def test_flags_without_effect_are_named_as_they_are_typed():
+def test_the_rules_name_flags_that_exist():
     for rule in Flags(backend="cuda", against="a", show="b", until_end=True)._rules():
         assert {flag.removeprefix("--").replace("-", "_") for flag in rule.without_effect} <= set(Flags._fields)

@@ -1,4 +1,4 @@
-"""From one run to others: a profile of a script's model, held against dry runs of the script on other GPUs, batches and lengths."""
+"""Predictions from one saved run, compared with dry runs of the script with other numbers of GPUs, batches and lengths."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ def saved(folder: Path, name: str, *typed: str, gpus: int) -> SavedRun:
 
 @pytest.fixture(scope="module")
 def own(folder: Path) -> SavedRun:
-    """A model of one's own under DDP and autocast, its loss outside, on 8 GPUs with 4 x 192 tokens."""
+    """Return a run of a user's own model under DDP and autocast, with the loss outside the model: 8 GPUs, 4 x 192 tokens."""
     return saved(folder, "own.json", "--profile", "own", "--", OWN, "--layers", "5", gpus=8)
 
 
 @pytest.fixture(scope="module")
 def sharded(folder: Path) -> SavedRun:
-    """Transformers' Llama under FSDP2 on 8 GPUs with 2 x 128 tokens."""
+    """Return a run of transformers' Llama under FSDP2: 8 GPUs, 2 x 128 tokens."""
     return saved(folder, "sharded.json", "--profile", "own", "--", str(SCRIPTS / "fsdp2.py"), "2", "128", "128", gpus=8)
 
 
-def test_a_loop_of_ones_own_on_other_gpus_with_another_batch_and_length(own: SavedRun, folder: Path):
+def test_a_users_own_loop_on_more_gpus_with_another_batch_and_length(own: SavedRun, folder: Path):
     other = saved(
         folder, "other.json", "--", OWN, "--layers", "5", "--batch", "3", "--seq", "333", gpus=64
     ).run  # fmt: skip
     found = FromRun(own, "own.json")
-    rows = 8 * 4 * 193 + 152  # tokens and targets lie in one tensor, which the loop holds; and what takes a few bytes
+    rows = 8 * 4 * 193 + 152  # tokens and targets are one tensor, which the loop holds; and a few bytes
     compared = found.own_comparison
     assert -rows <= compared.peak.difference <= 0
     step = next(phase for phase in compared.phases if phase.what == "optimizer step")
-    assert step.difference == compared.held.difference  # torch's optimizers step in lists where nothing is said
+    assert step.difference == compared.held.difference  # torch's optimizers use foreach by default
     rows = 8 * 3 * 334 + 154
     peak = found.held_against(other, Request(gpus=64, micro_batch=3, seq_len=333)).peak
     assert -rows <= peak.difference <= 0
@@ -68,7 +68,7 @@ def test_a_loop_of_ones_own_on_other_gpus_with_another_batch_and_length(own: Sav
     assert (own.general.longest, own.general.too_long) == (1024, 2048)
 
 
-def test_fsdp2_on_other_gpus_with_another_length(sharded: SavedRun, folder: Path):
+def test_fsdp2_on_more_gpus_with_another_length(sharded: SavedRun, folder: Path):
     other = saved(folder, "more.json", "--", str(SCRIPTS / "fsdp2.py"), "2", "128", "320", gpus=16).run
     found = FromRun(sharded, "sharded.json")
     assert abs(found.own_comparison.peak.difference) <= 128
@@ -78,7 +78,7 @@ def test_fsdp2_on_other_gpus_with_another_length(sharded: SavedRun, folder: Path
 
 
 @pytest.mark.skipif(not every_case(), reason="one of EVERY_CASE=1")
-def test_the_profile_answers_for_other_engines_and_recomputation_and_says_that_no_run_did(folder: Path):
+def test_a_prediction_for_another_engine_says_that_no_run_confirms_it(folder: Path):
     every = saved(folder, "all.json", "--profile", "all", "--", str(SCRIPTS / "fsdp2.py"), "2", "128", "128", gpus=8)
     found = FromRun(every, "all.json")
     for said in (Request(engine="ddp"), Request(engine="deepspeed", stage=2), Request(stage=2), Request(recompute="full")):
@@ -91,7 +91,7 @@ def test_the_profile_answers_for_other_engines_and_recomputation_and_says_that_n
 
 
 @pytest.mark.usefixtures("sharded")
-def test_the_command_line_says_how_far_off_it_is_where_the_script_ran(folder: Path):
+def test_the_command_line_names_the_run_that_it_predicts_from(folder: Path):
     from typer.testing import CliRunner
 
     from zeroplan.cli.app import app
@@ -112,7 +112,7 @@ def test_the_command_line_says_how_far_off_it_is_where_the_script_ran(folder: Pa
     assert "zeroplan dryrun --profile all" in str(other.exception)
 
 
-def test_what_cannot_be_answered_is_one_line(own: SavedRun, sharded: SavedRun):
+def test_what_a_run_cannot_predict_is_refused_in_one_line(own: SavedRun, sharded: SavedRun):
     found = FromRun(own, "own.json")
     with pytest.raises(SpecError, match=r"refuses sequences of 2,048 tokens"):
         found.how_sure(resolve(found.overridden_by(Request(seq_len=4096))).job)
@@ -124,7 +124,7 @@ def test_what_cannot_be_answered_is_one_line(own: SavedRun, sharded: SavedRun):
             FromRun(replace(sharded, general=general), "sharded.json")
 
 
-def test_a_model_without_blocks_is_named_and_the_run_is_saved_all_the_same(folder: Path):
+def test_a_run_of_a_model_without_blocks_is_saved_without_a_profile(folder: Path):
     run = saved(folder, "plain.json", "--profile", "own", "--", str(SCRIPTS / "ddp.py"), gpus=8)
     assert run.general is not None
     assert "has no list of blocks" in run.general.unknown
@@ -132,7 +132,7 @@ def test_a_model_without_blocks_is_named_and_the_run_is_saved_all_the_same(folde
 
 
 @pytest.mark.usefixtures("sharded")
-def test_a_plan_from_a_run_decides_the_layout_and_its_command_gives_the_same_peak(folder: Path):
+def test_the_command_of_a_plan_from_a_run_gives_the_same_peak(folder: Path):
     from typer.testing import CliRunner
 
     from zeroplan.cli.app import app
@@ -148,13 +148,13 @@ def test_a_plan_from_a_run_decides_the_layout_and_its_command_gives_the_same_pea
     best, found = answer["best"], json.loads(asked.stdout)
     assert (found["job"]["recipe"]["engine"], found["job"]["recipe"]["zero_stage"]) == (best["engine"], best["stage"])
     assert found["job"]["batch"]["micro_batch_size"] == best["micro_batch"]
-    context, room = 3 * 2**29, 2**26  # of a GPU, and communicators; what a plan rounds
+    context, room = 3 * 2**29, 2**26  # the CUDA context and communicators; the plan's rounding
     assert 0 < best["least_bytes"] - found["peak"]["allocated_bytes"] < 2 * context + room
     longest = CliRunner().invoke(app, ["plan", "--from-run", path, "--max-seq", "--json"])
     assert longest.exit_code == 0, longest.output
 
 
-def test_operations_are_those_of_the_familys_formulas(sharded: SavedRun):
+def test_a_profile_counts_the_flops_of_the_familys_formulas(sharded: SavedRun):
     from zeroplan.resolve import job
     from zeroplan.spec.model import ModelSpec
     from zeroplan.steptime.work import work
@@ -169,4 +169,6 @@ def test_operations_are_those_of_the_familys_formulas(sharded: SavedRun):
     for name in ("blocks_flops", "head_flops"):
         assert getattr(counted, name) == getattr(formulas, name)
     assert counted.core.flops == formulas.core.flops
-    assert 0.5 < counted.moved.forward / formulas.moved.forward < 2  # of what is saved, and of every operator
+    assert (
+        0.5 < counted.moved.forward / formulas.moved.forward < 2
+    )  # the profile counts saved tensors, the formulas every operator

@@ -1,4 +1,4 @@
-"""CUDA graphs: a capture has a pool of memory of its own, which stays reserved for as long as the graph lives."""
+"""CUDA graphs in a dry run: a capture has its own memory pool, which stays reserved as long as the graph exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroplan.units import MIB
 pytestmark = pytest.mark.torch
 pytest.importorskip("torch")
 
-#: 8 MiB for every handle and stream of cuBLAS.
+#: Sets cuBLAS's workspaces to 8 MiB per handle and stream.
 WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2"}
 SHOW = """
 import torch
@@ -62,9 +62,9 @@ optimizer.zero_grad()
 torch.cuda.empty_cache()
 show("nothing")
 """
-#: Weight and input; two workspaces of the warm-up share a segment of 20 MiB on its stream, two more of the capture one of the pool.
+#: Weight and input. The warm-up's two workspaces share a segment of 20 MiB, and the capture's two share one in the pool.
 GENERAL, WORKSPACE, OF_TWO = (16 + 32) * MIB, 2 * 8 * MIB, 20 * MIB
-#: In the pool: workspaces, output (then its gradient), result of the relu (then the weight's gradient), loss.
+#: The pool has the workspaces, the output (later its gradient), the relu's result (later the weight's gradient), and the loss.
 POOL = OF_TWO + (32 + 32 + 2) * MIB
 
 
@@ -85,35 +85,35 @@ def whole_step(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return dry_run("--steps", "5", "--", "script.py", folder=folder, flags=("--json",), environment=WORKSPACES)
 
 
-def test_a_captured_step_keeps_its_pool_while_the_graph_lives(whole_step: Run):
+def test_a_captured_step_keeps_its_pool_while_the_graph_exists(whole_step: Run):
     seen = {what: figures[0] for what, figures in _measured(whole_step).items()}
-    held = GENERAL + 2 * WORKSPACE + 16 * MIB + 512  # the weight's gradient and the loss are the graph's
+    held = GENERAL + 2 * WORKSPACE + 16 * MIB + 512  # the graph owns the weight's gradient and the loss
     reserved = GENERAL + OF_TWO + POOL
     assert seen["captured"] == (held, reserved)
-    assert seen["replayed"] == (held, reserved + 32 * MIB)  # a batch beside it, whose memory the allocator keeps
-    assert seen["other"] == (held + 20 * MIB, reserved + 32 * MIB)  # in the batch's place, not in the pool's
+    assert seen["replayed"] == (held, reserved + 32 * MIB)  # and a batch, whose memory the allocator keeps
+    assert seen["other"] == (held + 20 * MIB, reserved + 32 * MIB)  # reuses the batch's memory, not the pool's
     assert seen["emptied"] == (held, reserved)
 
 
-def test_without_the_graph_the_pool_goes_back_as_far_as_nothing_is_in_it(whole_step: Run):
+def test_without_the_graph_empty_segments_of_the_pool_are_freed(whole_step: Run):
     seen = {what: figures[0] for what, figures in _measured(whole_step).items()}
     held, reserved = seen["emptied"]
     assert seen["gone"] == (held, reserved - 32 * MIB)  # the output's segment
     assert seen["nothing"] == (held - 16 * MIB - 512, GENERAL + 2 * OF_TWO)  # cuBLAS keeps its workspace in the pool
 
 
-def test_the_answer_counts_what_the_graph_keeps_and_names_what_it_did(whole_step: Run):
-    """At the highest moment of the capture the pool has two of the tensors, and one workspace."""
+def test_the_answer_counts_the_memory_that_the_graph_keeps(whole_step: Run):
+    """At the capture's highest moment the pool has two of the large tensors and one workspace."""
     answer = whole_step.answer
     highest = GENERAL + WORKSPACE + 8 * MIB + (32 + 32) * MIB + 2 * 512
-    with_the_pool = GENERAL + WORKSPACE + POOL + 32 * MIB  # and a batch beside it, when the graph is replayed
+    with_the_pool = GENERAL + WORKSPACE + POOL + 32 * MIB  # and a batch, when the graph is replayed
     assert answer["kept_by_graphs_bytes"] == with_the_pool - highest
     assert answer["allocator"][0]["reserved_bytes"] == GENERAL + OF_TWO + POOL + 32 * MIB
     assert [one["what"] for one in answer["stood_in"]] == ["CUDA graphs"]
     assert len(answer["steps"]) == 4  # three of the warm-up, and the captured one
 
 
-def test_a_run_that_stops_in_the_warm_up_says_how_to_come_to_the_capture(tmp_path: Path, whole_step: Run):
+def test_a_run_that_stops_before_the_capture_proposes_until_end(tmp_path: Path, whole_step: Run):
     (tmp_path / "script.py").write_text(SHOW + WHOLE_STEP)
     run = dry_run("--", "script.py", folder=tmp_path, flags=("-q",))
     assert "--until-end, so that the run comes to the capture." in " ".join(run.output.split())
@@ -136,7 +136,7 @@ with torch.cuda.graph(torch.cuda.CUDAGraph()):
 """
 
 
-def test_adam_is_captured_where_it_is_capturable_and_refused_by_torch_where_not(tmp_path: Path):
+def test_only_a_capturable_adam_is_captured(tmp_path: Path):
     (tmp_path / "script.py").write_text(SHOW + ADAM.replace("CAPTURABLE", "True"))
     run = dry_run("--until-end", "--", "script.py", folder=tmp_path, flags=("--json",))
     assert _measured(run)["step"] == [(2 * 16 * MIB + 512, 0), (0, 0)]  # two states, and the number of steps on the GPU
@@ -163,12 +163,12 @@ for _ in range(3):
 """
 
 
-def test_graphed_callables_hold_outputs_and_gradients_and_share_one_pool(tmp_path: Path):
+def test_graphed_callables_keep_outputs_and_gradients_in_one_pool(tmp_path: Path):
     (tmp_path / "script.py").write_text(SHOW + CALLABLES)
     run = dry_run("--snapshot", "run.pickle", "--", "script.py", folder=tmp_path, flags=("--json",), environment=WORKSPACES)
     seen = _measured(run)
     pool = OF_TWO + (32 + 32 + 16) * MIB  # workspaces, output, gradients of input and weight
-    of_output = 32 * MIB  # where its gradient is copied to, asked for outside of both captures
+    of_output = 32 * MIB  # for the output's gradient, allocated outside both captures
     assert seen["captured"] == [
         (GENERAL + 2 * WORKSPACE + of_output + (32 + 32 + 16) * MIB, GENERAL + OF_TWO + of_output + pool)
     ]
@@ -190,7 +190,7 @@ def test_graphed_callables_hold_outputs_and_gradients_and_share_one_pool(tmp_pat
         ("graph = torch.cuda.CUDAGraph()\nfor _ in range(2):\n    with torch.cuda.graph(graph):\n        pass", "already owns"),
     ],
 )
-def test_what_torch_refuses_is_refused(tmp_path: Path, code: str, words: str):
+def test_calls_that_torch_refuses_are_refused(tmp_path: Path, code: str, words: str):
     (tmp_path / "script.py").write_text(f"import torch\n{code}\n")
     run = dry_run("--", "script.py", folder=tmp_path)
     assert run.code == 2

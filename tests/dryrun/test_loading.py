@@ -1,4 +1,4 @@
-"""Checkpoints that a script loads: what ``torch.load`` puts on the GPU counts, and a function may say where."""
+"""Tensors that ``torch.load`` puts on the GPU are counted, for every form of ``map_location``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return dry_run("--", "script.py", folder=folder, flags=("--json",))
 
 
-def test_what_torch_loads_onto_the_gpu_counts_until_it_is_dropped(run: Run):
+def test_tensors_loaded_onto_the_gpu_count_until_they_are_freed(run: Run):
     assert run.answer["ended"] == "steps taken"
     said = [line.removeprefix("loaded ") for line in run.errors.splitlines() if line.startswith("loaded ")]
     whole = 4 * (512 * 1024 + 512)  # the half is a view of the weight
@@ -91,7 +91,7 @@ for _ in range(3):
 
 
 def test_accelerate_builds_models_without_weights_and_fills_them(tmp_path: Path):
-    """It makes a parameter anew by calling its class."""
+    """Accelerate makes each new parameter by calling the parameter's class."""
     pytest.importorskip("accelerate")
     (tmp_path / "script.py").write_text(EMPTY)
     assert dry_run("--", "script.py", folder=tmp_path).answer["ended"] == "steps taken"

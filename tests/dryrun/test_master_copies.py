@@ -1,4 +1,4 @@
-"""Master copies of the weights are the optimizer's, whatever holds them; weights outside a model are parameters."""
+"""Master copies of weights are optimizer state, however a script keeps them; weights outside a module are parameters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ for step in range(4):
 """
 
 
-def test_master_copies_belong_to_the_optimizer_that_holds_them(tmp_path: Path):
+def test_master_copies_are_optimizer_state(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
     held = dry_run("--", "script.py", folder=tmp_path).answer["steps"][-1]["held_kinds"]
     weights = 64 * 64

@@ -1,4 +1,4 @@
-"""`--backend cuda` with a process that stands in for the card, and the process group that sends nothing between real tensors."""
+"""`dryrun --backend cuda` with a fake GPU in place of a real one, and the process group that sends nothing."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("card")
 
 
-#: The command's children see a machine with a card.
+#: Makes the command start :mod:`tests.dryrun.fake_card`, which runs the script on a fake GPU.
 CARD: dict[str, str | None] = {"zeroplan.dryrun.on_card.launch._CHILD": "tests.dryrun.fake_card"}
 
 
 def on_card(folder: Path, *typed: str, fake: str = "", replaced: dict[str, str | None] = CARD) -> tuple[int, str, list[str]]:
-    """The exit code, the answer, and what was said beside it. ``fake`` says how the card is not as it should be."""
+    """Return the exit code, standard output, and the lines of standard error. ``fake`` sets how the fake GPU differs."""
     found = {"FAKE_CARD": fake, "PYTHONPATH": str(ROOT)}
     run = forked_run("--backend", "cuda", *typed, folder=folder, environment=found, replaced=replaced)
     return run.code, run.output, run.errors.strip().splitlines()
@@ -54,14 +54,14 @@ def on_card(folder: Path, *typed: str, fake: str = "", replaced: dict[str, str |
 
 @pytest.fixture(scope="module")
 def saved(folder: Path) -> str:
-    """The dry run of the FSDP2 script on the card's kind of GPU."""
+    """Return the file of a dry run of the FSDP2 script for the type of the fake GPU."""
     flags = ("--gpus", "8", "--gpu", "h200", "-q", "--save", "fsdp2.gz")
     assert dry_run("--", *FSDP2, folder=folder, flags=flags).code == 0
     return str(folder / "fsdp2.gz")
 
 
-def test_one_rank_of_eight_on_one_card_agrees_with_a_dry_run_that_was_saved(saved: str, folder: Path):
-    """To the byte: the stand-in has the allocator of the dry run, and takes cuBLAS's workspaces."""
+def test_one_rank_of_eight_on_one_gpu_agrees_with_a_saved_dry_run(saved: str, folder: Path):
+    """Phases agree to the byte, because the fake GPU has the allocator of the dry run and counts cuBLAS's workspaces."""
     code, out, said = on_card(folder, "--gpus", "8", "-q", "--json", "--against", saved, "--", *FSDP2)
     assert code == 0, said
     found = json.loads(out)
@@ -72,10 +72,10 @@ def test_one_rank_of_eight_on_one_card_agrees_with_a_dry_run_that_was_saved(save
     phases = ("forward", "backward", "optimizer step")
     assert names == ["before the first step", *(f"step {number}, {phase}" for number in (1, 2) for phase in phases)]
     assert [row["difference_bytes"] for row in (*found["phases"][1:], *found["judged"][:2], found["reserved"])] == [0] * 9
-    assert abs(found["judged"][2]["difference_bytes"]) < 2**16  # of what is held, a dry run counts tensors and not blocks
+    assert abs(found["judged"][2]["difference_bytes"]) < 2**16  # held memory: a dry run counts tensors, not blocks
 
 
-def test_a_script_that_takes_more_than_its_dry_run_exits_with_3_and_the_rows_say_where(saved: str, folder: Path):
+def test_a_script_that_needs_more_than_its_dry_run_exits_with_3(saved: str, folder: Path):
     code, out, said = on_card(folder, "--gpus", "8", "-q", "--against", saved, "--", *FSDP2, fake="more")
     assert code == 3, said
     first = out.splitlines()[0]
@@ -84,7 +84,7 @@ def test_a_script_that_takes_more_than_its_dry_run_exits_with_3_and_the_rows_say
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_card_that_is_full_is_a_result_which_is_compared_too(saved: str, folder: Path):
+def test_running_out_of_memory_is_a_result_that_is_compared(saved: str, folder: Path):
     code, out, said = on_card(folder, "--gpus", "8", "-q", "--against", saved, "--", *FSDP2, fake="full")
     assert code == 3, said
     told = " ".join(out.split())
@@ -95,14 +95,14 @@ def test_a_card_that_is_full_is_a_result_which_is_compared_too(saved: str, folde
 
 
 def test_under_torchrun_each_rank_runs(folder: Path):
-    """Two processes of torchrun's; the dry run is made, too."""
+    """Torchrun starts two processes; without a saved file the command also makes the dry run."""
     code, out, said = on_card(folder, "-q", "--json", "--", "torchrun", "--nproc-per-node", "2", *FSDP2)
     assert code == 0, said
     found = json.loads(out)
     assert sorted((rank["rank"], rank["gpus"], rank["alone"]) for rank in found["measured"]) == [(0, 2, False), (1, 2, False)]
 
 
-def test_a_saved_dry_run_of_something_else_is_refused_and_nothing_runs(saved: str, folder: Path):
+def test_a_saved_dry_run_of_another_command_is_refused(saved: str, folder: Path):
     for typed, says in (
         (("--gpus", "4", "--", *FSDP2), "is of another number of GPUs: 8 there, 4 here"),
         (("--gpus", "8", "--as-rank", "1", "--", "torchrun", *FSDP2), "is of another rank: 0 there, 1 here"),
@@ -113,11 +113,11 @@ def test_a_saved_dry_run_of_something_else_is_refused_and_nothing_runs(saved: st
         assert says in said[0]
 
 
-def test_the_script_sees_its_own_peaks_though_each_phase_forgets_them(folder: Path):
+def test_the_script_sees_its_own_peaks_although_each_phase_resets_them(folder: Path):
     (folder / "peaks.py").write_text(PEAKS)
     _, _, said = on_card(folder, "--", "peaks.py")
     peaks = [line.split()[1:] for line in said if line.startswith("peak")]
-    assert peaks == [["80", "80"], ["64", "64"]] * 2  # in the dry run and on the card: cuBLAS keeps its workspaces
+    assert peaks == [["80", "80"], ["64", "64"]] * 2  # dry run and GPU; cuBLAS keeps its workspaces
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_script_sees_its_own_peaks_though_each_phase_forgets_them(folder: Pa
         ("import os; os._exit(7)", 4, "the script's process ended without an answer: exit code 7"),
     ],
 )
-def test_a_script_that_fails_on_the_card_ends_in_one_line(saved: str, folder: Path, code: str, exits: int, says: str):
+def test_a_script_that_fails_on_the_gpu_ends_in_one_line(saved: str, folder: Path, code: str, exits: int, says: str):
     (folder / "script.py").write_text(code)
     replaced = CARD | {"zeroplan.cli.dryrun_on_card._require_same": None}
     found = on_card(folder, "-q", "--gpus", "8", "--against", saved, "--", "script.py", replaced=replaced)
@@ -136,7 +136,7 @@ def test_a_script_that_fails_on_the_card_ends_in_one_line(saved: str, folder: Pa
     assert says in found[2][-1]
 
 
-def test_where_there_is_no_gpu_one_line_says_so_before_anything_runs(tmp_path: Path):
+def test_without_a_gpu_one_line_says_so_before_anything_runs(tmp_path: Path):
     (tmp_path / "train.py").write_text("print('ran')")
     run = dry_run("--backend", "cuda", "--", "train.py", folder=tmp_path, flags=(), environment={"CUDA_VISIBLE_DEVICES": ""})
     assert (run.code, run.output) == (4, "")
@@ -154,7 +154,7 @@ def test_where_there_is_no_gpu_one_line_says_so_before_anything_runs(tmp_path: P
         (("--backend", "cuda", "--against", "fsdp2.gz", "--save", "b.gz"), "--save has no effect beside --against, whose file"),
     ],
 )
-def test_flags_that_say_nothing_beside_a_card_are_refused(saved: str, folder: Path, capsys, monkeypatch, flags, says: str):
+def test_flags_without_effect_with_backend_cuda_are_refused(saved: str, folder: Path, capsys, monkeypatch, flags, says: str):
     assert saved
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as ended:
@@ -163,7 +163,7 @@ def test_flags_that_say_nothing_beside_a_card_are_refused(saved: str, folder: Pa
     assert says in capsys.readouterr().err
 
 
-def test_a_launcher_starts_our_process_in_the_scripts_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_launcher_starts_zeroplans_process_instead_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("t.py").write_text("")
     commands = {
@@ -228,6 +228,6 @@ print("as one of four")
 """
 
 
-def test_a_group_that_sends_nothing_has_what_this_rank_has_in_every_place():
+def test_a_group_that_sends_nothing_repeats_the_values_of_this_rank():
     done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
     assert done.stdout == "as one of four\n", done.stderr

@@ -1,4 +1,4 @@
-"""What the operators of a step compute, read and write: closed forms, torch's own counter, and words between streams."""
+"""FLOPs, reads and writes of a step's operators agree with closed formulas and torch's counter; stream waits are recorded."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _of(operators: OperatorsRecorded, word: str) -> list[int]:
     return [at for at, name in enumerate(operators.name) if word in operators.names[name]]
 
 
-def test_the_operations_are_those_of_the_closed_form(run: Run, script: Any):
-    """6 per parameter of a matrix and token, and 12 per layer, token, key and hidden channel for attention without a mask."""
+def test_the_flops_are_those_of_the_closed_formula(run: Run, script: Any):
+    """6 FLOPs per matrix parameter and token; for attention without a mask, 12 per layer, token, key and hidden channel."""
     tokens = script.ROWS * script.SEQ
     matrices = script.LAYERS * 12 * script.HIDDEN**2 + script.VOCAB * script.HIDDEN
     attention = 12 * script.LAYERS * tokens * script.SEQ * script.HIDDEN
@@ -61,7 +61,7 @@ def test_the_operations_are_those_of_the_closed_form(run: Run, script: Any):
     assert (found["flops"], found["recomputed_flops"]) == (6 * matrices * tokens + attention, 0)
 
 
-def test_torchs_own_counter_says_the_same_with_real_tensors(run: Run, script: Any):
+def test_torchs_counter_finds_the_same_flops_with_real_tensors(run: Run, script: Any):
     from torch.utils.flop_counter import FlopCounterMode
 
     model = script.Model()
@@ -70,15 +70,17 @@ def test_torchs_own_counter_says_the_same_with_real_tensors(run: Run, script: An
     assert run.answer["operators"]["flops"] == counter.get_total_flops()
 
 
-def test_layers_that_run_again_in_the_backward_are_counted_apart(run: Run, script: Any, tmp_path: Path):
+def test_flops_of_recomputed_layers_are_counted_separately(run: Run, script: Any, tmp_path: Path):
     again = dry_run("--gpus", "2", "--", str(_SCRIPT), "--again", folder=tmp_path).answer["operators"]
     assert again["flops"] - again["recomputed_flops"] == run.answer["operators"]["flops"]
     tokens = script.ROWS * script.SEQ
     layer = 2 * 12 * script.HIDDEN**2 * tokens + 4 * tokens * script.SEQ * script.HIDDEN
-    assert script.LAYERS * layer >= again["recomputed_flops"] > 0.6 * script.LAYERS * layer  # what nobody needs is left out
+    assert (
+        script.LAYERS * layer >= again["recomputed_flops"] > 0.6 * script.LAYERS * layer
+    )  # unneeded operators are not recomputed
 
 
-def test_an_operator_reads_its_arguments_and_writes_its_result_on_a_line_of_a_module(operators: OperatorsRecorded, script: Any):
+def test_an_operator_has_its_reads_its_writes_and_its_line(operators: OperatorsRecorded, script: Any):
     tokens, hidden = script.ROWS * script.SEQ, script.HIDDEN
     ups = [at for at in _of(operators, "aten.mm") if operators.modules[operators.module[at]].endswith("layers.1.up")]
     first = ups[0]
@@ -94,7 +96,7 @@ def test_an_operator_reads_its_arguments_and_writes_its_result_on_a_line_of_a_mo
     assert sum(operators.written_bytes[at] for at in step) == pytest.approx(4 * 4 * parameters, rel=0.01)
 
 
-def test_collectives_have_their_group_and_streams_what_they_wait_for(operators: OperatorsRecorded, script: Any):
+def test_collectives_have_their_group_and_streams_their_waits(operators: OperatorsRecorded, script: Any):
     reduced = _of(operators, "c10d.allreduce_")
     parameters = script.LAYERS * 12 * script.HIDDEN**2 + 2 * script.VOCAB * script.HIDDEN
     assert sum(operators.written_bytes[at] for at in reduced) == 4 * parameters
@@ -108,7 +110,7 @@ def test_collectives_have_their_group_and_streams_what_they_wait_for(operators: 
     assert operators.other[recorded] == operators.other[awaited] > 0
 
 
-def test_v_says_what_the_step_computes(folder: Path, operators: OperatorsRecorded):
+def test_verbose_prints_the_flops_of_the_step(folder: Path, operators: OperatorsRecorded):
     shown = dry_run("--show", "run.gz", "-v", folder=folder, flags=())
     assert "Operators of the last step:" in shown.output
     assert f"{sum(operators.flops) / 10**6:,.2f} MFLOP" in " ".join(shown.output.split())
@@ -119,8 +121,8 @@ def _line(code: str) -> str:
     return f"{_SCRIPT.name}:{1 + next(at for at, line in enumerate(lines) if code in line)}"
 
 
-def test_a_product_with_a_dtype_of_its_own_is_counted_as_the_product():
-    """TRL's losses in chunks call ``addmm`` so."""
+def test_addmm_with_a_dtype_is_counted_like_addmm():
+    """TRL's chunked losses call ``addmm`` with a dtype."""
     from zeroplan.dryrun.operators import flops
 
     left, right, added = (torch.empty(shape, device="meta") for shape in ((4, 8), (8, 16), (4, 16)))

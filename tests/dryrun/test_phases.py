@@ -1,4 +1,4 @@
-"""What a script does beside its steps: loading, evaluation and saving have peaks of their own."""
+"""Loading, evaluation and saving, which a script does outside its training steps, have their own peaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCKS = 4 * (2 * 512 * 2048 + 2048 + 512)
 
 
 def _line(script: str, code: str) -> str:
-    """The line of a script that has some code in it."""
+    """Return the file name and number of the script's line that contains ``code``."""
     lines = (SCRIPTS / script).read_text().splitlines()
     return f"{script}:{1 + next(at for at, line in enumerate(lines) if code in line)}"
 
@@ -28,11 +28,11 @@ def _phases(run: Run) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """FSDP2 to its own end: it validates after the first step, and gathers a full state dict on the GPU to save it."""
+    """Return a run of FSDP2 to the script's end: it validates after the first step, and gathers a full state dict to save it."""
     return dry_run("--gpus", "8", "--until-end", "--", str(SCRIPTS / "validates.py"), folder=tmp_path_factory.mktemp("whole"))
 
 
-def test_a_script_runs_to_its_end_and_its_saving_gathers_the_whole_model(whole: Run):
+def test_saving_a_full_state_dict_gathers_the_whole_model(whole: Run):
     phases = _phases(whole)
     assert (len(whole.answer["steps"]), whole.answer["ended"]) == (4, "script ended")
     assert list(phases) == ["loading", "evaluation", "saving"]
@@ -45,15 +45,15 @@ def test_a_script_runs_to_its_end_and_its_saving_gathers_the_whole_model(whole: 
     assert sent <= {"forward", "backward", "optimizer step"}
 
 
-def test_loading_names_the_whole_model_on_the_gpu_before_it_is_sharded(whole: Run):
+def test_loading_counts_the_whole_model_before_it_is_sharded(whole: Run):
     loading = _phases(whole)["loading"]
     assert loading["line"] == _line("validates.py", "fully_shard(block)")
     assert loading["peak_bytes"] > 4 * _BLOCKS
     assert loading["peak_bytes"] == whole.answer["initialisation"]["peak_bytes"]
 
 
-def test_logits_that_the_trainer_keeps_of_an_evaluation_are_its_peak_and_the_verdict(tmp_path: Path):
-    """32 rows of 128 tokens; the copy to the host has all logits twice, in fp32. A real file stays."""
+def test_logits_that_the_trainer_keeps_are_the_peak_of_the_evaluation(tmp_path: Path):
+    """The copy to the host holds the fp32 logits of 32 rows of 128 tokens twice. A real checkpoint is not deleted."""
     (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint-7" / "weights.bin").write_text("of a real run")
     pytest.importorskip("accelerate")
@@ -79,7 +79,7 @@ def test_deepspeed_gathers_all_weights_to_save_them(tmp_path: Path):
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".bin")]
 
 
-def test_a_copy_of_the_weights_is_no_saving_and_an_evaluation_may_have_gradients(tmp_path: Path):
+def test_copying_weights_is_not_saving_and_an_evaluation_may_record_gradients(tmp_path: Path):
     (tmp_path / "train.py").write_text(
         "import copy, torch\n"
         "model = torch.nn.Linear(256, 256, device='cuda')\n"
@@ -101,7 +101,7 @@ def test_a_copy_of_the_weights_is_no_saving_and_an_evaluation_may_have_gradients
     assert run.peak_bytes < 4 * 4096 * 256
 
 
-def test_a_script_without_an_end_is_answered_when_its_time_is_over(tmp_path: Path):
+def test_an_endless_script_gets_an_answer_at_the_timeout(tmp_path: Path):
     (tmp_path / "train.py").write_text(
         "import torch\n"
         "model = torch.nn.Linear(8, 8, device='cuda')\n"
@@ -132,7 +132,7 @@ print(torch.cuda.max_memory_reserved())
 """
 
 
-def test_what_loading_left_with_the_allocator_stays_reserved(tmp_path: Path):
+def test_memory_reserved_while_loading_stays_reserved(tmp_path: Path):
     (tmp_path / "loads.py").write_text(_LOADS)
     run = dry_run("--", "loads.py", folder=tmp_path, flags=("--json", "--until-end"))
     reserved = run.answer["allocator"][0]["reserved_bytes"]

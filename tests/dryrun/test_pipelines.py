@@ -1,4 +1,4 @@
-"""Ranks of pipelines: a later stage has to know what the stage before sends, so that both run."""
+"""Dry runs of pipeline ranks: a later stage needs the messages of the stage before it, so that zeroplan runs both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SCHEDULES = {
 
 
 def test_a_first_stage_runs_alone(tmp_path: Path):
-    """At the peak it keeps each micro-batch's input, hidden numbers before and after GELU, and its output."""
+    """At the peak it holds each micro-batch's input, the hidden states before and after GELU, and the output."""
     run = dry_run("--gpus", "2", "--", str(SCRIPTS / "pipelined.py"), folder=tmp_path)
     parameters = 4 * (512 * 2048 * 2 + 2048 + 512)
     kept = 64 * 4 * (512 + 2 * 2048 + 512)
@@ -49,8 +49,8 @@ def test_a_first_stage_runs_alone(tmp_path: Path):
     assert forward["peak_bytes"] == pytest.approx(3 * parameters + kept, rel=0.02)
 
 
-def test_a_rank_hears_what_real_ranks_hear(tmp_path: Path):
-    """Numbers in a batch of both directions, on the host, objects with tensors, and the shapes of four stages, two on each rank."""
+def test_a_rank_receives_what_real_ranks_receive(tmp_path: Path):
+    """Messages: batched tensors in both directions, host tensors, objects with tensors, and shapes of four stages on two ranks."""
     real, dry = tmp_path / "real", tmp_path / "dry"
     real.mkdir()
     dry.mkdir()
@@ -64,7 +64,7 @@ def test_a_rank_hears_what_real_ranks_hear(tmp_path: Path):
 
 
 def _real_rank(rank: int, script: str, folder: Path, meet: Path) -> subprocess.Popen[bytes]:
-    """The script over gloo, in a process that meets the others at a file."""
+    """Start the script as a real rank over gloo; the ranks find each other through the file ``meet``."""
     begun = (
         "import runpy, sys, torch, torch.distributed as dist\n"
         f"dist.init_process_group('gloo', init_method='file://{meet}', rank={rank}, world_size=2)\n"
@@ -88,8 +88,8 @@ def _real_rank(rank: int, script: str, folder: Path, meet: Path) -> subprocess.P
         ("zbv", 2, 2),
     ],
 )
-def test_a_rank_takes_what_verify_says_of_the_same_pipeline(tmp_path: Path, schedule: str, rank: int, stage: int):
-    """`verify` gives the stages their shapes; here they find them out. Every phase's peak, and what is held, to the byte."""
+def test_a_rank_has_the_memory_that_verify_measures(tmp_path: Path, schedule: str, rank: int, stage: int):
+    """Every phase's peak and the bytes held are equal. `verify` tells the stages their shapes; in a dry run they infer them."""
     pytest.importorskip("transformers")
     known = _job(schedule, stage)
     (tmp_path / "job.json").write_text(json.dumps(_said(known)))
@@ -102,7 +102,7 @@ def test_a_rank_takes_what_verify_says_of_the_same_pipeline(tmp_path: Path, sche
 
 
 def _job(schedule: str, stage: int) -> JobSpec:
-    """Eager attention: of flash attention's backward a dry run counts what `verify` leaves out."""
+    """Return a pipeline job with eager attention: a dry run counts scratch of flash attention's backward that `verify` does not."""
     return JobSpec(
         model=_MODEL, mesh=MeshSpec(pp=PP, dp_shard=SHARDS), batch=BatchSpec(micro_batch_size=2, seq_len=32, grad_accum_steps=4),
         recipe=RecipeSpec(zero_stage=stage, pipeline_schedule=schedule, optimizer_impl="foreach", attention="eager"),  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def _job(schedule: str, stage: int) -> JobSpec:
 
 
 def _said(known: JobSpec) -> dict[str, object]:
-    """The job as the script reads it."""
+    """Return the job as the JSON that the script reads."""
     from zeroplan.verify.training.causal_model import config
 
     schedule, batch = known.recipe.pipeline_schedule, known.batch
@@ -137,8 +137,8 @@ def _verified(known: JobSpec, rank: int) -> Measurement:
 @BY_NIGHT
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(("rank", "companions"), [(0, []), (2, [0]), (7, [1, 3, 5])])
-def test_deepspeeds_stages_receive_what_the_one_before_sends(tmp_path: Path, rank: int, companions: list[int]):
-    """Four stages of two ranks each; hidden states are in 32 bits, and the mask is one of truths."""
+def test_deepspeeds_stages_receive_what_the_stage_before_sends(tmp_path: Path, rank: int, companions: list[int]):
+    """Four stages of two ranks each send hidden states in fp32 and a mask of booleans."""
     pytest.importorskip("deepspeed")
     script = str(SCRIPTS / "deepspeed_pipe.py")
     run = dry_run("--gpus", "8", "--as-rank", str(rank), "--", script, str(tmp_path), folder=tmp_path)
@@ -148,7 +148,7 @@ def test_deepspeeds_stages_receive_what_the_one_before_sends(tmp_path: Path, ran
 
 
 @BY_NIGHT
-def test_a_later_stage_says_which_ranks_ran_beside_it(tmp_path: Path):
+def test_the_answer_names_the_other_ranks_that_ran(tmp_path: Path):
     run = dry_run("--gpus", "2", "--as-rank", "1", "--", str(SCRIPTS / "pipelined.py"), folder=tmp_path, flags=("-q",))
     assert "1 further rank ran beside it for what it sends: 0." in " ".join(run.output.split())
 
@@ -180,7 +180,7 @@ DOES = {
 
 
 @pytest.mark.parametrize(("does", "code", "says"), DOES.values(), ids=DOES)
-def test_a_rank_that_fails_beside_another_ends_the_run_in_one_line(tmp_path: Path, does: str, code: int, says: str):
+def test_an_additional_rank_that_fails_ends_the_run_in_one_line(tmp_path: Path, does: str, code: int, says: str):
     (tmp_path / "script.py").write_text(FAILS.format(does=does))
     flags = ("--gpus", "2", "--as-rank", "1", "--timeout", "20" if "sleep" in does else "100")
     run = dry_run(*flags, "--", "script.py", folder=tmp_path)
@@ -191,7 +191,7 @@ def test_a_rank_that_fails_beside_another_ends_the_run_in_one_line(tmp_path: Pat
 
 
 @BY_NIGHT
-def test_an_interrupt_ends_the_ranks_beside_it_too(tmp_path: Path):
+def test_an_interrupt_also_ends_additional_ranks(tmp_path: Path):
     (tmp_path / "script.py").write_text(FAILS.format(does="open('beside', 'w').write(str(os.getpid())); time.sleep(600)"))
     command = [sys.executable, "-m", "zeroplan", "dryrun", "--gpus", "2", "--as-rank", "1", "--", "script.py"]
     with subprocess.Popen(

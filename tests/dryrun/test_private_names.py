@@ -1,4 +1,4 @@
-"""Private names of torch: the list of them is complete, and the installed torch has them all."""
+"""The list of torch's private names that zeroplan uses is complete, and the installed torch has all of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_list_has_every_private_name_that_the_code_uses():
 
 
 def private(file: Path) -> set[str]:
-    """The private names of torch in a file: imported, reached as attributes, or replaced."""
+    """Return the private names of torch in a file: names that it imports, reads as attributes, or replaces."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     aliases = {"torch": "torch"} | {own: name for name, own in imported(tree) if own}
     found = {name for name, _ in imported(tree)} | set(reached(tree, aliases))
@@ -38,7 +38,7 @@ def private(file: Path) -> set[str]:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
-    """Names of torch that are imported, and what the file calls them."""
+    """Yield the names of torch that a file imports, and the file's own names for them."""
     for node in ast.walk(tree):
         module = getattr(node, "module", None) or ""
         for one in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
@@ -48,7 +48,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
 
 
 def reached(tree: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
-    """Names of torch that are reached as attributes, or replaced by keyword or by a text."""
+    """Yield the names of torch that a file reads as attributes, or replaces by keyword or by string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (name := dotted(node, aliases)):
             yield name
@@ -59,7 +59,7 @@ def reached(tree: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
 
 
 def dotted(node: ast.expr, aliases: dict[str, str]) -> str | None:
-    """The whole name of an expression; None where it does not begin with torch."""
+    """Return the full name of an expression, or None if it does not begin with torch."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     owner = dotted(node.value, aliases) if isinstance(node, ast.Attribute) else None

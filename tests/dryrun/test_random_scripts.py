@@ -1,4 +1,4 @@
-"""Random scripts run to their steps, or end in one line; `python -m tests.dryrun.nightly` runs more of them."""
+"""Dry runs of random scripts take their steps or end in one line; `python -m tests.dryrun.nightly` runs more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_random_script_runs_to_its_steps(tmp_path: Path, seed: int):
+def test_a_random_script_takes_its_steps_or_ends_in_one_line(tmp_path: Path, seed: int):
     script = random_script(seed)
     (tmp_path / "script.py").write_text(script.code)
     run = dry_run("--gpus", str(script.gpus), "--", "script.py", folder=tmp_path)

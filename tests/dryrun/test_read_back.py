@@ -1,4 +1,4 @@
-"""Files that a script saves in a run and reads in the same run: there is nothing in them but names, shapes and dtypes."""
+"""A script can load the files that it saved in the same dry run, although none is written to the disk."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_script_resumes_from_what_it_saved(run: Run):
     assert "reading of saved files" in {one["what"] for one in run.answer["stood_in"]}
 
 
-def test_nothing_of_it_is_left(run: Run, folder: Path):
+def test_no_saved_file_is_on_the_disk(run: Run, folder: Path):
     assert run.code == 0
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == {"script.py", "real/size.pt", "size.pt"}
@@ -198,7 +198,7 @@ torch.load("last.pt")
 """
 
 
-def test_what_cannot_be_kept_ends_in_one_line(tmp_path: Path):
+def test_loading_a_file_with_an_unpicklable_object_ends_in_one_line(tmp_path: Path):
     (tmp_path / "script.py").write_text(KEPT_OUT)
     run = dry_run("--", "script.py", folder=tmp_path)
     assert run.code == 4
@@ -258,7 +258,7 @@ print("resumed")
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers")
 @pytest.mark.parametrize(("library", "code"), [("accelerate", ACCELERATE), ("deepspeed", DEEPSPEED), ("accelerate", TRAINER)])
-def test_a_librarys_own_checkpoint_is_resumed_from(tmp_path: Path, library: str, code: str):
+def test_a_script_resumes_from_its_librarys_checkpoint(tmp_path: Path, library: str, code: str):
     pytest.importorskip(library)
     (tmp_path / "script.py").write_text(MODEL + code)
     gpus = () if code is TRAINER else ("--gpus", "4")

@@ -1,4 +1,4 @@
-"""Scripts with threads, ranks and processes of their own, with several optimizers, with old checkpoints; scripts that catch all."""
+"""Dry runs of difficult scripts: own threads, ranks and processes, several optimizers, old checkpoints, a catch-all ``except``."""
 
 from __future__ import annotations
 
@@ -89,26 +89,26 @@ for _ in range(4):
 
 
 @pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
-def test_a_script_that_goes_its_own_way_is_stopped_after_its_steps(tmp_path: Path, code: str):
+def test_an_unusual_script_is_stopped_after_its_steps(tmp_path: Path, code: str):
     (tmp_path / "script.py").write_text(TRAIN + code)
     run = dry_run("--", "script.py", folder=tmp_path, flags=("--json", "-q", "--timeout", "100"))
     assert (run.answer["ended"], len(run.answer["steps"])) == ("steps taken", 2)
     assert any(one["what"].startswith("torch.compile") for one in run.answer["stood_in"]) == ("torch.compile" in code)
 
 
-def test_a_model_in_evaluation_mode_is_trained_and_a_script_that_ends_by_itself_held_what_it_held(tmp_path: Path):
-    """As ``from_pretrained`` returns it. When a script has ended, its model and optimizer are gone."""
+def test_steps_of_a_model_in_evaluation_mode_count_as_training(tmp_path: Path):
+    """``from_pretrained`` returns a model in evaluation mode. Held memory is counted even if the script ended by itself."""
     (tmp_path / "script.py").write_text(TRAIN + "train(model().cuda().eval(), int(sys.argv[1]))\n")
     by_itself, stopped = (dry_run("--", "script.py", n, folder=tmp_path).answer for n in ("2", "9"))
     assert (by_itself["ended"], stopped["ended"]) == ("script ended", "steps taken")
     last, other = by_itself["steps"][-1], stopped["steps"][-1]
     assert [phase["phase"] for phase in last["phases"]] == [phase["phase"] for phase in other["phases"]]
     weights, batch = 4 * (64 * 128 + 128 + 128 * 8 + 8), 4 * 16 * 64
-    assert (last["held_bytes"], other["held_bytes"]) == (3 * weights, 3 * weights + batch)  # stopped when it had the next one
+    assert (last["held_bytes"], other["held_bytes"]) == (3 * weights, 3 * weights + batch)  # it was stopped with the next batch
 
 
 def test_every_optimizer_takes_its_steps(tmp_path: Path):
-    """The states of a GAN's second network are there in the second round of the first."""
+    """Each optimizer of a GAN takes two steps, so that the states of both are counted."""
     code = """
 makes, judges = model().cuda(), nn.Linear(8, 1).cuda()
 first, second = (torch.optim.AdamW(one.parameters()) for one in (judges, makes))
@@ -160,7 +160,7 @@ notebook_launcher(main, ("rank",), num_processes=8)
 
 
 @pytest.mark.parametrize("code", [SPAWN, NOTEBOOK], ids=["spawn", "notebook"])
-def test_a_script_that_starts_its_own_ranks_is_this_rank(tmp_path: Path, code: str):
+def test_a_script_that_starts_its_own_ranks_runs_as_one_rank(tmp_path: Path, code: str):
     if "accelerate" in code:
         pytest.importorskip("accelerate")
     (tmp_path / "script.py").write_text(TRAIN + code)
@@ -169,7 +169,7 @@ def test_a_script_that_starts_its_own_ranks_is_this_rank(tmp_path: Path, code: s
     assert {one["operation"] for one in run.answer["collectives"]} >= {"all_reduce"}
 
 
-def test_processes_of_a_script_are_gone_and_it_reads_no_keyboard(tmp_path: Path):
+def test_processes_of_a_script_are_ended_and_input_gets_an_eof(tmp_path: Path):
     code = f"""
 import subprocess
 for own_session in (False, True):
@@ -195,7 +195,7 @@ def _running(word: str) -> list[str]:
     return [line.decode() for line in lines if line.startswith(b"sleep\0" + word.encode())]
 
 
-def test_an_interrupt_ends_the_run_and_leaves_nothing(tmp_path: Path):
+def test_an_interrupt_ends_the_run_and_leaves_no_files(tmp_path: Path):
     (tmp_path / "script.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
     command = [sys.executable, "-m", "zeroplan", "dryrun", "--", "script.py"]
     with subprocess.Popen(
@@ -245,7 +245,7 @@ for _ in range(4):
 """
 
 
-def test_a_checkpoint_made_before_is_read_without_its_bytes(tmp_path: Path):
+def test_an_old_checkpoint_is_loaded_without_reading_its_tensors(tmp_path: Path):
     subprocess.run([sys.executable, "-c", OLD], cwd=tmp_path, check=True, capture_output=True)
     (tmp_path / "script.py").write_text(TRAIN + LOADS)
     run = dry_run("--gpus", "8", "--", "script.py", folder=tmp_path)
@@ -276,8 +276,8 @@ embedded = nn.functional.embedding(places, network.weight.t().repeat(128, 1))
 """
 
 
-def test_what_is_moved_by_its_data_is_on_the_gpu_and_an_error_in_the_backward_is_the_scripts(tmp_path: Path):
-    """An error unwinds through autograd's guards, which ended the process; a whole number's tensor was on no device."""
+def test_tensors_moved_through_data_are_on_the_gpu_and_a_backward_error_is_reported(tmp_path: Path):
+    """Once, an error in the backward ended the process, and a tensor of integers moved through ``.data`` was on no device."""
     (tmp_path / "script.py").write_text(TRAIN + MOVED_BY_DATA)
     run = dry_run("--", "script.py", folder=tmp_path)
     held = 4 * (8 * 1024 + 1024 + 1024) + 8 * 1024

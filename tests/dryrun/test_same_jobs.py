@@ -1,4 +1,4 @@
-"""Random jobs: a dry run of a script that trains the model, and `verify` of the same job, have the same peak to the byte."""
+"""For random jobs, a dry run of a training script and `verify` of the same job have the same peak, to the byte."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 3
 
 
 def drawn(seed: int) -> JobSpec:
-    """The job of a seed; every engine has its share of the seeds."""
+    """Return the job that a seed draws; the seeds cycle through the engines."""
     dice = random.Random(seed)  # noqa: S311  no secret
     engine, stage = ENGINES[seed % len(ENGINES)]
     family, hidden, heads = (
@@ -55,7 +55,7 @@ def drawn(seed: int) -> JobSpec:
 
 
 def scripted(known: JobSpec, folder: Path) -> Run:
-    """The dry run of a script that trains the job's model."""
+    """Return the dry run of a script that trains the job's model."""
     from zeroplan.verify.training.causal_model import config
 
     recipe, batch = known.recipe, known.batch
@@ -75,7 +75,7 @@ def scripted(known: JobSpec, folder: Path) -> Run:
 
 
 def verified(known: JobSpec) -> Measurement:
-    """The same job in `verify`, in a process of its own."""
+    """Return what `verify` measures for the job, in a new process."""
     from zeroplan.verify.processes.launch import launch
     from zeroplan.verify.task import Task
 
@@ -86,7 +86,7 @@ def verified(known: JobSpec) -> Measurement:
 
 @BY_NIGHT
 @pytest.mark.parametrize("seed", range(12))
-def test_a_script_takes_what_verify_says_of_the_same_job(tmp_path: Path, seed: int):
+def test_a_script_has_the_peak_that_verify_measures(tmp_path: Path, seed: int):
     known = drawn(seed)
     if known.recipe.engine == "deepspeed":
         pytest.importorskip("deepspeed")

@@ -1,4 +1,4 @@
-"""A run that was saved: the same answer without running again, and one line for every file that is none."""
+"""A saved run gives the same answer without running again; a file that is not a saved run is refused in one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
-    """An FSDP2 script, run once and saved."""
+    """Return the dry run of an FSDP2 script, which is saved as run.gz."""
     found = dry_run(
         "--save",
         "run.gz",
@@ -51,7 +51,7 @@ def data(run: Run, folder: Path) -> Data:
     return json.loads(gzip.decompress((folder / "run.gz").read_bytes()))
 
 
-def test_a_saved_run_answers_as_the_run_did(run: Run, folder: Path):
+def test_a_saved_run_gives_the_answer_of_the_run(run: Run, folder: Path):
     shown = dry_run("--show", "run.gz", folder=folder, flags=("--json",))
     assert shown.answer == run.answer
     assert dry_run("--show", "run.gz", "--check", folder=folder, flags=()).output.startswith("Fits: needs ")
@@ -84,7 +84,7 @@ def test_the_trace_has_the_peak_of_every_step_and_the_line_of_every_block(run: R
     assert len({one.moment for one in trace.collectives}) > 1
 
 
-def test_a_file_that_is_there_is_left_alone_and_nothing_runs(run: Run, folder: Path):
+def test_an_existing_file_is_not_overwritten_without_force(run: Run, folder: Path):
     before = (folder / "run.gz").read_bytes()
     again = dry_run("--save", "run.gz", "--", "gone.py", folder=folder, flags=())
     assert (again.code, run.code) == (2, 0)
@@ -157,7 +157,7 @@ def test_a_run_that_contradicts_itself_is_refused_in_one_line(
     assert len(str(refused.value)) < 400
 
 
-def test_files_that_are_no_run_are_refused_in_one_line(run: Run, folder: Path, tmp_path: Path):
+def test_other_files_are_refused(run: Run, folder: Path, tmp_path: Path):
     whole = (folder / "run.gz").read_bytes()
     plain = gzip.decompress(whole)
     contents = {
@@ -187,7 +187,9 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_never_unpacked(tmp_path: Path
     assert most < 2**24
 
 
-def test_more_than_can_be_read_again_is_not_written(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_too_large_to_be_read_again_is_not_written(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     saved = read_saved(folder / "run.gz")
     monkeypatch.setattr(files, "LARGEST_BYTES", 1000)
     with pytest.raises(SpecError, match="run fewer --steps"):
@@ -196,7 +198,7 @@ def test_more_than_can_be_read_again_is_not_written(run: Run, folder: Path, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_signs_that_move_a_terminal_are_spelled_out(data: Data, tmp_path: Path):
+def test_control_characters_are_escaped(data: Data, tmp_path: Path):
     data["run"]["command"][0] = "train\x1b[2J\x9b.py"
     (tmp_path / "run.json").write_text(json.dumps(data))
     shown = dry_run("--show", "run.json", folder=tmp_path, flags=())
@@ -204,7 +206,7 @@ def test_signs_that_move_a_terminal_are_spelled_out(data: Data, tmp_path: Path):
     assert "\x1b" not in shown.output
 
 
-def test_a_saved_run_is_drawn_and_shown_on_the_page(run: Run, folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_saved_run_is_drawn_as_a_plot_and_as_a_page(run: Run, folder: Path, capsys: pytest.CaptureFixture[str]):
     from zeroplan.cli.app import main
     from zeroplan.explore.saved_run import run_page
     from zeroplan.report.series.run import phases
@@ -237,7 +239,7 @@ def test_a_saved_run_is_drawn_and_shown_on_the_page(run: Run, folder: Path, caps
         (("explore", "gone.gz", "--no-browser"), "does not exist"),
     ],
 )
-def test_a_run_in_the_wrong_place_names_the_right_command(
+def test_a_saved_run_given_to_another_command_is_answered_with_the_right_one(
     run: Run,
     folder: Path,
     words: tuple[str, ...],

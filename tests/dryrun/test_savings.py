@@ -1,4 +1,4 @@
-"""What would free how much: as much lower as the peak is without the blocks, and nothing that the record does not prove."""
+"""Proposed savings of a recorded run: each is the drop of the peak without some blocks, and the record must prove it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zeroplan.saved_runs.savings import savings
 from zeroplan.script_trace import Blocks, SpanRecorded, Trace
 
 FIRST, FORWARD, BACKWARD, STEP = 1, 4, 5, 6
-"""Spans: initialisation, then forward, backward and step of two steps; of the second unless it is said."""
+"""Numbers of spans. Span 0 is the initialisation, 1 to 3 are forward, backward and step of the first step, 4 to 6 of the second."""
 
 
 class Asked(NamedTuple):
-    """A block: asked for in a span, released in another, or never."""
+    """A block that is allocated in one span and freed in another, or never."""
 
     n_bytes: int
     kind: Kind
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 
 def _trace(*asked: Asked) -> Trace:
-    """Blocks in the order in which they are given; those of earlier spans end before a span asks, its own after that."""
+    """Return the trace of these blocks. In each span, blocks of earlier spans are freed first, and blocks of the span last."""
     born, died, starts, now = [0] * len(asked), [0] * len(asked), [], 0
     for span in range(7):
         starts.append(now)
@@ -84,23 +84,23 @@ FUSED = "an optimizer step without temporaries of whole parameters"
 CHUNKS = "a loss that never holds all logits at once"
 
 
-def test_what_layers_keep_counts_as_far_as_the_peak_falls():
+def test_a_saving_is_limited_by_the_next_highest_peak():
     assert _found(WEIGHTS, LAYER) == {AGAIN: (600, ("model.layers.*",))}
     other_peak = Asked(500, Kind.OPTIMIZER_STATE, STEP)
     assert _found(WEIGHTS, LAYER, other_peak)[AGAIN] == (100, ("model.layers.*",))
 
 
-def test_where_layers_are_computed_again_already_nothing_is_said_of_it():
+def test_recomputation_is_not_proposed_if_layers_are_already_recomputed():
     again = Asked(50, Kind.ACTIVATIONS, BACKWARD, STEP, module="model.layers.3.mlp")
     assert AGAIN not in _found(WEIGHTS, LAYER, again)
     assert AGAIN not in _found(WEIGHTS, LAYER._replace(module="embedding"))
 
 
-def test_whole_logits_are_named_with_their_line():
+def test_logits_that_are_whole_are_named_with_their_line():
     assert _found(WEIGHTS, Asked(300, Kind.LOGITS, FORWARD, STEP, line="train.py:9")) == {CHUNKS: (300, ("train.py:9",))}
 
 
-def test_old_gradients_count_until_the_backward_begins():
+def test_old_gradients_count_only_before_the_backward():
     old, layer = Asked(400, Kind.GRADIENTS, FIRST + 1), LAYER._replace(until=BACKWARD)
     assert _found(WEIGHTS, old, layer)[CLEAR] == (400, ("train.py:1",))
     new = Asked(400, Kind.GRADIENTS, BACKWARD)
@@ -108,14 +108,14 @@ def test_old_gradients_count_until_the_backward_begins():
     assert CLEAR not in _found(WEIGHTS, old, new, layer._replace(until=None)), "the peak is in the backward"
 
 
-def test_what_a_forward_left_to_the_next_step_is_held_too_long_and_the_next_batch_is_not():
+def test_tensors_of_an_earlier_forward_are_held_too_long_and_the_next_batch_is_not():
     held = Asked(200, Kind.LOGITS, FIRST, line="train.py:7")
     assert _found(WEIGHTS, held)[LET_GO] == (200, ("train.py:7",))
     batch = Asked(200, Kind.OPTIMIZER_TEMPORARY, FIRST + 2, STEP)
     assert not _found(WEIGHTS, batch)
 
 
-def test_what_a_step_makes_and_drops_can_be_saved():
+def test_temporaries_of_the_optimizer_step_can_be_saved():
     assert _found(WEIGHTS, Asked(300, Kind.OPTIMIZER_TEMPORARY, STEP, STEP))[FUSED] == (300, ("train.py:1",))
     made = Asked(300, Kind.OPTIMIZER_TEMPORARY, FIRST + 2, FORWARD)
     assert not _found(WEIGHTS, made), "only the last step's peak is judged"
@@ -124,5 +124,5 @@ def test_what_a_step_makes_and_drops_can_be_saved():
 
 
 @pytest.mark.parametrize("n_bytes", [9, 11])
-def test_what_is_less_than_a_hundredth_is_left_out(n_bytes: int):
+def test_savings_below_one_percent_are_left_out(n_bytes: int):
     assert bool(_found(WEIGHTS, Asked(n_bytes, Kind.LOGITS, FORWARD, STEP))) == (n_bytes == 11)

@@ -1,4 +1,4 @@
-"""What flash attention's backward takes inside itself is part of a dry run's peak, as it is of an estimate's."""
+"""Scratch memory inside attention kernels is part of a dry run's peak, and equals that of the estimate."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ for _ in range(9):
 """
 
 
-def test_it_is_alive_beside_what_the_kernel_returns(tmp_path: Path):
+def test_flash_attentions_scratch_is_alive_with_the_kernels_results(tmp_path: Path):
     (tmp_path / "attention.py").write_text(ATTENTION)
     phases = dry_run("--", "attention.py", folder=tmp_path).answer["steps"][-1]["phases"]
     backward = next(phase for phase in phases if phase["phase"] == "backward")
     tensor = 2 * 2 * 4 * 1000 * 64
     scratch = 4 * 2 * 4 * 1024 * (64 + 1)
     rows = 4 * 2 * 4 * 1000
-    copied = 2 * tensor  # the output, whose heads come first as the queries' do, and the sum's gradient, which has no bytes
+    copied = 2 * tensor  # the output, in which heads come first, and the sum's gradient, which is an expanded scalar
     assert backward["peak_bytes"] == pytest.approx(7 * tensor + rows + scratch + copied, rel=0.001)
 
 
-def test_the_output_and_its_gradient_are_copied_where_their_heads_come_before_their_tokens():
+def test_an_output_and_a_gradient_with_heads_before_tokens_are_copied():
     from zeroplan.dryrun.scratch import SCRATCH
 
     by_heads, by_tokens = (SCRATCH[one] for one in _FLASH)
@@ -84,8 +84,8 @@ for _ in range(3):
 @pytest.mark.parametrize(
     ("config", "out"), [("LlamaConfig", True), ("Qwen3Config", True), ("GPTNeoXConfig", False), ("Phi3Config", False)]
 )
-def test_a_llama_copies_nothing_and_models_that_join_rotated_parts_copy_the_output(tmp_path: Path, config: str, *, out: bool):
-    """Joining puts the heads of queries before their tokens. The output has the order of the queries."""
+def test_only_models_that_join_rotated_parts_copy_the_output(tmp_path: Path, config: str, *, out: bool):
+    """Joining puts heads before tokens in the queries, and the output has the queries' layout. A Llama does not join."""
     pytest.importorskip("transformers")
     (tmp_path / "model.py").write_text(COPIED.replace("{config}", config))
     run = dry_run("--", "model.py", folder=tmp_path, flags=("--json",))
@@ -94,7 +94,7 @@ def test_a_llama_copies_nothing_and_models_that_join_rotated_parts_copy_the_outp
 
 
 @pytest.mark.parametrize(("size", "columns"), [(128, 128), (136, 192), (192, 192), (200, 256)])
-def test_heads_larger_than_128_are_filled_up_to_a_multiple_of_64(size: int, columns: int):
+def test_heads_larger_than_128_are_padded_to_a_multiple_of_64(size: int, columns: int):
     from zeroplan.dryrun.scratch import flash_scratch_bytes
 
     assert flash_scratch_bytes(128, 1, size, key_rows=128, key_heads=1, element=2) == 4 * 128 * (columns + 1)
@@ -102,7 +102,7 @@ def test_heads_larger_than_128_are_filled_up_to_a_multiple_of_64(size: int, colu
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize(("sequences", "length", "size"), [(1, 128, 32), (3, 200, 64), (2, 77, 80), (2, 77, 136)])
-def test_it_is_what_the_estimate_says(sequences: int, length: int, size: int, key_heads: int):
+def test_flash_attentions_scratch_equals_that_of_the_estimate(sequences: int, length: int, size: int, key_heads: int):
     from zeroplan.dryrun.scratch import SCRATCH
     from zeroplan.transformer.blocks import Compute
     from zeroplan.transformer.families.attention import flash_scratch, head_size
@@ -123,7 +123,7 @@ def test_it_is_what_the_estimate_says(sequences: int, length: int, size: int, ke
     assert by_tokens((in_order, query.transpose(1, 2), key.transpose(1, 2), key, in_order, None, None)) == known
 
 
-def test_packed_sequences_are_128_rows_apart():
+def test_packed_sequences_have_128_rows_of_padding_each():
     from zeroplan.dryrun.scratch import SCRATCH
 
     packed = SCRATCH[_FLASH[1]]
@@ -136,13 +136,13 @@ MASKED = ATTENTION.replace("is_causal=True", "attn_mask=mask").replace(
 )
 
 
-def test_attention_with_a_mask_adds_the_gradient_of_the_queries_up_in_32_bits(tmp_path: Path):
+def test_attention_with_a_mask_sums_the_gradient_of_the_queries_in_32_bits(tmp_path: Path):
     (tmp_path / "masked.py").write_text(MASKED.replace("1000, 64,", "1000, 256,"))
     phases = dry_run("--", "masked.py", folder=tmp_path).answer["steps"][-1]["phases"]
     backward = next(phase for phase in phases if phase["phase"] == "backward")
     tensor, heads, rows, mask = 2 * 2 * 4 * 1000 * 256, 2 * 4, 4 * 2 * 4 * 1024, 2 * 1000 * (1000 + 1008)  # and rows of 16
     scratch = 4 * heads * (1000 + 8 * 4 * (128 * 64 + 4) + 2 * 16 * 64 * 256)
-    copied = tensor  # the sum's gradient has no bytes of its own
+    copied = tensor  # the sum's gradient is an expanded scalar
     assert backward["peak_bytes"] == pytest.approx(7 * tensor + rows + mask + scratch + copied, rel=0.001)
 
 
@@ -158,7 +158,7 @@ def test_attention_with_a_mask_adds_the_gradient_of_the_queries_up_in_32_bits(tm
         (64, False, False, (8, 0), 16 * (64 * 64 + 4)),
     ],
 )
-def test_the_workspace_goes_by_the_blocks_of_the_kernel(
+def test_the_workspace_depends_on_the_kernels_block_sizes(
     size: int, half: bool, dropout: bool, capability: tuple[int, int], floats: int
 ):
     from zeroplan.dryrun.scratch import Heads, efficient_workspace_bytes
@@ -167,18 +167,18 @@ def test_the_workspace_goes_by_the_blocks_of_the_kernel(
     assert found == 4 * 8 * floats
 
 
-def test_many_heads_split_keys_less():
+def test_with_many_heads_keys_are_split_into_fewer_parts():
     from zeroplan.dryrun.scratch import Heads, efficient_workspace_bytes
 
     def more(heads: int, keys: int) -> int:
-        """Numbers for keys and values, for each head and 256 of its size."""
+        """Return the rows of sums for keys and values, per head of size 256."""
         found = efficient_workspace_bytes(Heads(heads, 128, keys, 256, 256), half=True, dropout=False, capability=(9, 0))
         return (found // (4 * heads) - 4 * (128 * 64 + 4)) // (2 * 256)
 
     assert [more(8, 1000), more(50, 1000), more(300, 1000), more(300, 128), more(20, 128)] == [1024, 256, 64, 64, 128]
 
 
-def test_in_32_bits_the_sums_are_made_of_a_whole_product():
+def test_in_32_bits_the_sums_need_a_whole_product():
     from zeroplan.dryrun.scratch import Heads, efficient_backward_bytes, efficient_workspace_bytes
 
     narrow, wide = Heads(8, 1024, 1024, 64, 64), Heads(8, 1024, 1024, 64, 128)
@@ -189,19 +189,19 @@ def test_in_32_bits_the_sums_are_made_of_a_whole_product():
     assert efficient_workspace_bytes(narrow, **on) == rows * 64 + 16 * 8 * 16
 
 
-def test_a_forward_of_large_heads_adds_its_output_up_in_32_bits():
+def test_a_forward_with_large_heads_sums_its_output_in_32_bits():
     from zeroplan.dryrun.scratch import SCRATCH
 
     forward = SCRATCH[torch.ops.aten._scaled_dot_product_efficient_attention.default]
     large, small = ([torch.empty(2, 4, 100, size, dtype=torch.bfloat16)] * 3 for size in (192, 128))
     value = torch.empty(2, 4, 100, 128, dtype=torch.bfloat16)
-    assert forward((*large[:2], value)) == 4 * 2 * 4 * 100 * 128  # as DeepSeek's heads are
+    assert forward((*large[:2], value)) == 4 * 2 * 4 * 100 * 128  # like DeepSeek's heads
     assert forward(small) == forward([one.float() for one in large]) == 0
 
 
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize(("size", "value_size"), [(64, 64), (80, 32), (128, 128), (192, 128)])
-def test_the_memory_efficient_kernels_is_what_the_estimate_says(size: int, value_size: int, *, half: bool):
+def test_the_memory_efficient_kernels_scratch_equals_that_of_the_estimate(size: int, value_size: int, *, half: bool):
     from zeroplan.dryrun.scratch import Heads, efficient_backward_bytes
     from zeroplan.transformer.blocks import Compute
     from zeroplan.transformer.families.attention import efficient_scratch, head_size

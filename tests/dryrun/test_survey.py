@@ -1,4 +1,4 @@
-"""Programs of others' libraries, of the survey: with the same releases they take what they took."""
+"""Dry runs of surveyed programs give the stored figures if the libraries have the same releases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIED = ("Trainer, FSDP2", "Trainer, LoRA and checkpointing", "accelerate, DDP")
 
 @cache
 def ran(name: str) -> tuple[survey.Program, Run]:
-    """A program, run once for all tests."""
+    """Return a program and its dry run, which all tests share."""
     program = next(one for one in survey.programs() if one.name == name)
     if missing := survey.lacking(program):
         pytest.skip(f"not installed: {', '.join(missing)}")
@@ -27,7 +27,7 @@ def ran(name: str) -> tuple[survey.Program, Run]:
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_a_program_takes_what_it_took(name: str):
+def test_a_program_has_its_stored_figures(name: str):
     before = next(row for row in survey.kept() if row["name"] == name)
     now = survey.summary(*ran(name))
     assert "said" not in now, now
@@ -39,14 +39,14 @@ def test_a_program_takes_what_it_took(name: str):
         assert now["peak_bytes"] == pytest.approx(before["peak_bytes"], rel=0.3)
 
 
-def test_every_program_of_the_survey_ran_or_says_why_not():
+def test_every_program_of_the_survey_has_a_row():
     rows = {row["name"] for row in survey.kept()}
     assert rows == {program.name for program in survey.programs()}
     assert sum("peak_bytes" in row for row in survey.kept()) >= 20
 
 
-def test_wrappers_have_no_name_and_the_head_is_known_behind_them():
-    """Under peft's adapter the logits are still the logits', and blocks are called as the model calls them."""
+def test_wrappers_do_not_change_the_names_of_modules():
+    """With peft's adapter zeroplan still recognises the logits, and modules keep the names that they have in the model."""
     answer = ran("Trainer, LoRA and checkpointing")[1].answer
     kinds = max(answer["steps"][-1]["phases"], key=lambda phase: phase["peak_bytes"])["kinds"]
     logits = 2 * 512 * 32000
@@ -54,7 +54,7 @@ def test_wrappers_have_no_name_and_the_head_is_known_behind_them():
     assert not any(part["name"].startswith(("base_model", "module")) for part in answer["modules"])
 
 
-def test_what_others_measured_comes_out_of_their_own_scripts_or_the_page_says_why_not():
+def test_a_dry_run_gives_a_published_figure_or_the_table_explains_the_difference():
     kept = {row["name"]: row for row in survey.kept(survey.PUBLISHED_KEPT)}
     listed = survey.programs(survey.PUBLISHED)
     assert set(kept) == {program.name for program in listed}
@@ -66,7 +66,7 @@ def test_what_others_measured_comes_out_of_their_own_scripts_or_the_page_says_wh
 
 @BY_NIGHT
 @pytest.mark.parametrize("program", survey.programs(survey.PUBLISHED), ids=lambda program: program.name)
-def test_a_published_script_takes_what_it_took(program: survey.Program, tmp_path: Path):
+def test_a_published_script_has_its_stored_figures(program: survey.Program, tmp_path: Path):
     if missing := survey.lacking(program):
         pytest.skip(f"not installed: {', '.join(missing)}")
     before = next(row for row in survey.kept(survey.PUBLISHED_KEPT) if row["name"] == program.name)

@@ -1,4 +1,4 @@
-"""Transformer Engine where it is not installed: linear layers and norms without FP8, for scripts that import it themselves."""
+"""Zeroplan's replacement of Transformer Engine, where it is not installed: linear layers and norms, without FP8."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ("name", "numbers"),
     [
         ("workspace", [(32 << 20) + 1024]),
-        ("linear", [OUT, IN + WEIGHT]),  # input and weight are the script's own
+        ("linear", [OUT, IN + WEIGHT]),  # input and weight belong to the script
         ("bias", [OUT, IN + WEIGHT + 2 * NARROW]),
         ("frozen", [OUT, IN]),
         ("rms", [IN + STATISTICS, IN + SCALE + SUMS]),
         ("layer", [IN + 2 * STATISTICS, IN + 2 * SCALE + 2 * SUMS]),
     ],
 )
-def test_a_layer_keeps_and_takes_what_its_own_code_does(run: Run, name: str, numbers: list[int]):
+def test_a_layer_keeps_and_allocates_what_transformer_engine_does(run: Run, name: str, numbers: list[int]):
     assert _said(run)[name] == numbers
 
 
@@ -99,14 +99,14 @@ def test_under_autocast_input_and_weight_are_cast_and_kept(run: Run):
     assert kept == IN + WEIGHT + OUT
 
 
-def test_a_norm_with_a_product_keeps_what_is_between_them_until_the_weight_has_its_gradient(run: Run):
+def test_layernorm_linear_keeps_the_normed_input_until_the_weight_has_its_gradient(run: Run):
     kept, peak = _said(run)["both"]
     assert kept == IN + STATISTICS + OUT
     flowing, of_input, gone = IN, IN, IN
     assert peak == WEIGHT + flowing + of_input - gone + SCALE + SUMS
 
 
-def test_the_answer_names_them(run: Run):
+def test_the_answer_names_the_replaced_layers(run: Run):
     assert run.answer["ended"] == "steps taken"
     assert {one["what"] for one in run.answer["stood_in"]} == {"Transformer Engine's layers"}
 
@@ -125,7 +125,7 @@ def _said(run: Run) -> dict[str, list[int]]:
         ("te.TransformerLayer", "transformer_engine.pytorch.TransformerLayer is not supported in a dry run"),
     ],
 )
-def test_what_has_no_double_ends_in_one_line(tmp_path: Path, code: str, says: str):
+def test_unsupported_names_end_in_one_line(tmp_path: Path, code: str, says: str):
     (tmp_path / "script.py").write_text(f"import transformer_engine.pytorch as te\n{code}\n")
     run = dry_run("--", "script.py", folder=tmp_path)
     assert run.code == 2

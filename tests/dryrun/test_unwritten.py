@@ -1,4 +1,4 @@
-"""Checkpoints that are saved under another name and moved to their place: nothing is written, and nothing from before is lost."""
+"""Scripts that save, move, copy and delete checkpoints: a dry run writes no weights, and files from before the run stay."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ for step in range(3):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with checkpoints of a run before."""
+    """Return a folder with checkpoints of an earlier run."""
     made = tmp_path_factory.mktemp("unwritten")
     for name in ("last.pt", "old.pt", "previous.pt", "path.pt", "last.tmp", "best.pth", "before/weights.pt", "folder/0.pt",
                  "opened.pt", "notes.txt", "log.txt"):  # fmt: skip
@@ -81,7 +81,7 @@ def run(folder: Path) -> Run:
     return dry_run("--", "script.py", folder=folder, flags=("--json",))
 
 
-def test_a_checkpoint_is_moved_to_its_place_by_name(run: Run):
+def test_a_script_can_move_copy_and_delete_unwritten_checkpoints(run: Run):
     assert run.answer["ended"] == "steps taken"
     assert run.errors.count("saved all") == run.errors.count("saved all step") == 2
     replaced = {one["what"] for one in run.answer["stood_in"]}

@@ -1,4 +1,4 @@
-"""Values that scripts need: whole numbers that ranks exchange, choices of experts, sizes that follow from both."""
+"""Values that scripts read in a dry run: integers that ranks exchange, choices of experts, and sizes that depend on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seen = tuple[Run, dict[str, Any]]
 
 @pytest.fixture(scope="module", params=["1", "1.5"])
 def routed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, Run, dict[str, Any]]:
-    """One expert per rank on 8, and how many times the even share of tokens it receives."""
+    """Run the script with one expert on each of 8 ranks; return the imbalance, the run, and what the script saw."""
     folder = tmp_path_factory.mktemp("experts")
     script = str(SCRIPTS / "experts.py")
     run = dry_run("--imbalance", request.param, "--gpus", "8", "--", script, str(folder / "seen.json"), folder=folder)
@@ -29,18 +29,18 @@ def routed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return float(request.param), run, json.loads((folder / "seen.json").read_text())
 
 
-def test_every_expert_receives_the_even_share_or_so_many_times_that(routed: tuple[float, Run, dict[str, Any]]):
-    """1,024 tokens with two experts each are 256 for each of 8 experts, from each of 8 ranks."""
+def test_an_expert_receives_the_even_share_times_the_imbalance(routed: tuple[float, Run, dict[str, Any]]):
+    """With two experts for each of 1,024 tokens, every rank sends 256 tokens to each of 8 experts."""
     times, run, seen = routed
     assert seen["sent"] == [256] * 8
     assert seen["mask"] == 256
     assert seen["received"] == 2048 * times
     forward = next(phase for phase in run.answer["steps"][-1]["phases"] if phase["phase"] == "forward")
-    kept = 4 * 256 * (2 * 2048 + seen["received"] * (1 + 4 + 1))  # the rows sent and received back, and the expert's own
+    kept = 4 * 256 * (2 * 2048 + seen["received"] * (1 + 4 + 1))  # rows sent and returned, and the expert's own
     assert forward["peak_bytes"] == pytest.approx(run.answer["steps"][0]["held_bytes"] + kept, rel=0.2)
 
 
-def test_the_answer_says_beside_its_numbers_what_they_depend_on(routed: tuple[float, Run, dict[str, Any]]):
+def test_the_answer_names_the_assumed_balance_of_experts(routed: tuple[float, Run, dict[str, Any]]):
     times, run, _ = routed
     assert run.answer["imbalance"] == times
     text = dry_run_text(read(DryRun, {key: value for key, value in run.answer.items() if key != "zeroplan"}, where="answer"))
@@ -51,8 +51,8 @@ def test_the_answer_says_beside_its_numbers_what_they_depend_on(routed: tuple[fl
     assert {"a choice among scores"} <= {one["read"] for one in run.answer["made_up"]}
 
 
-def test_whole_numbers_on_the_gpu_are_exact_where_ranks_do_the_same(routed: tuple[float, Run, dict[str, Any]]):
-    """Sums of 8 ranks, what all have; what comes of unknown numbers is made up, and listed. No other rank runs for it."""
+def test_integers_on_the_gpu_are_exact_if_all_ranks_have_the_same(routed: tuple[float, Run, dict[str, Any]]):
+    """Sums and gathers over 8 ranks are exact, without running another rank. Results of unknown numbers are assumed and listed."""
     _, run, seen = routed
     assert seen["frames"] == [24, 28, 32]
     assert seen["distinct"] == [4, 24]

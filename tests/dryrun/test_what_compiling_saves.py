@@ -1,4 +1,4 @@
-"""The page on compiling and evaluating shows what dry runs of its script say."""
+"""The page on compiling and evaluating shows the figures of dry runs of its script."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _GIB = 2**30
         (("blocks", "loss"), "both"),
     ],
 )
-def test_what_is_compiled_saves_what_the_page_says(compiled: tuple[str, ...], row: str, tmp_path: Path):
+def test_the_page_has_the_peak_of_each_compiled_part(compiled: tuple[str, ...], row: str, tmp_path: Path):
     run = dry_run("--gpus", "8", "--", str(SCRIPTS / "compiled_blocks.py"), *compiled, folder=tmp_path)
     assert f"| {row} | {run.peak_bytes / _GIB:.2f} |" in PAGE.read_text(encoding="utf-8")
 
 
-def test_an_evaluation_adds_what_the_page_says(tmp_path: Path):
+def test_the_page_has_the_peak_of_the_evaluation(tmp_path: Path):
     answer = dry_run("--gpus", "8", "--", str(SCRIPTS / "compiled_blocks.py"), "evaluate", folder=tmp_path).answer
     (evaluation,) = (one for one in answer["phases"] if one["phase"] == "evaluation")
     assert f"the evaluation {evaluation['peak_bytes'] / _GIB:.2f} GiB" in " ".join(PAGE.read_text(encoding="utf-8").split())

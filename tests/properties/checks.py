@@ -1,7 +1,7 @@
-"""What holds for every job, check by check: each takes a job and a source of further draws, and raises AssertionError.
+"""Checks that hold for every job. Each takes a job and a random generator, and raises AssertionError if it fails.
 
-:mod:`tests.properties.test_random_jobs` asks a few thousand jobs in every run of the tests, :mod:`tests.properties.nightly` as many
-as it is told to. A job that is refused in one line is answered, too.
+:mod:`tests.properties.test_random_jobs` checks 200 jobs in every run of the tests, and :mod:`tests.properties.nightly` as many as
+its flags set. A job may also be refused in one line: the check then raises Refused.
 """
 
 import json
@@ -48,21 +48,21 @@ Check = Callable[[JobSpec, Random], None]
 
 
 _WRITTEN_OUT = 8
-"""Layers times micro-batches of a step that is written out; more of them repeat the same."""
+"""The most layers times micro-batches of a step whose requests are compared; larger jobs only repeat the same requests."""
 
 
-class Refused(Exception):  # noqa: N818  no error
-    """The job is one that an engine refuses, in one line."""
+class Refused(Exception):  # noqa: N818  not an error
+    """The check does not apply: zeroplan refuses the job, or the check excludes it."""
 
 
 @lru_cache(maxsize=16)
 def _estimated(job: JobSpec) -> Estimate:
-    """The estimate, which several checks ask for, one after the other."""
+    """Return the estimate, cached because several checks of one job need it."""
     return estimate(job)
 
 
 def answered(job: JobSpec) -> Estimate:
-    """The estimate; the only other thing that may come of a job is a refusal in one line."""
+    """Return the estimate. Raises Refused if zeroplan refuses the job, which must be in one line."""
     try:
         return _estimated(job)
     except SpecError as error:
@@ -76,11 +76,11 @@ def answered(job: JobSpec) -> Estimate:
 
 
 def adds_up(job: JobSpec, _: Random) -> None:
-    """Lines sum to totals, the peak is the largest moment, and no number is negative, or beyond what the job could ever take."""
+    """Lines sum to totals, the peak is the largest moment, and no number is negative or larger than the job could ever need."""
     answer = answered(job)
     totals = [sum(line.n_bytes for line in moment.lines) for moment in answer.moments]
     every = {id(line): line for lines in (answer.states, *(moment.lines for moment in answer.moments)) for line in lines}
-    lines = every.values()  # each once, by what is quicker to tell than its words
+    lines = every.values()  # each line once, by identity, which is faster than comparing texts
     assert answer.peak_bytes == max(totals)
     assert all(type(line.n_bytes) is int and line.n_bytes >= 0 for line in lines)
     assert all(type(line.n_bytes) is int and line.n_bytes >= 0 for line in (*answer.host, *answer.nvme))
@@ -96,7 +96,7 @@ def adds_up(job: JobSpec, _: Random) -> None:
 
 
 def least(answer: Estimate) -> int:
-    """What no way of sharding can go below: this rank's even part of the trained parameters in the narrowest form. [bytes]"""
+    """Return a lower bound for any sharding: two bytes for each trained parameter of a rank's even share. [bytes]"""
     mesh, of_pipeline = answer.job.mesh, answer.pipeline
     if of_pipeline:
         return 2 * of_pipeline[0].parameters // (mesh.world_size // mesh.dp_replicate)
@@ -104,7 +104,7 @@ def least(answer: Estimate) -> int:
 
 
 def most(job: JobSpec, parameters: int) -> int:
-    """What no way of training comes near: 64 bytes a parameter, every activation eight times over in fp32. [bytes]"""
+    """Return a generous upper bound: 64 bytes per parameter, and each activation eight times in fp32. [bytes]"""
     model, batch, options = job.model, job.batch, job.recipe.deepspeed
     tokens, layers = (
         batch.micro_batch_size * batch.seq_len * (1 if job.mesh.pp == 1 else batch.grad_accum_steps),
@@ -125,13 +125,16 @@ def most(job: JobSpec, parameters: int) -> int:
 
 
 def _padded(job: JobSpec, parameters: int) -> int:
-    """FSDP2 fills the first dimension of every tensor up to its ranks, of which experts have few."""
+    """Return the parameters with FSDP2's padding: it pads each tensor's first dimension to a multiple of the ranks.
+
+    Expert tensors have few rows there, so that their padding is large.
+    """
     rows = min(job.model.hidden_size, job.model.moe.num_experts if job.model.moe else job.model.hidden_size)
     return parameters * (1 + job.mesh.dp_shard * job.mesh.cp // rows if job.recipe.engine == "fsdp2" else 1)
 
 
 def is_explained(job: JobSpec, _: Random) -> None:
-    """Every line's formula gives its bytes, every line has a source, and a symbol stands for one thing."""
+    """Every line's formula gives its bytes, every line has a source, and each symbol has one meaning."""
     answer = answered(job)
     profile = job.model.profile
     if profile is not None and any(one.counted_by > 1 for each in profile.variants for one in (each.one, each.more)):
@@ -143,7 +146,7 @@ def is_explained(job: JobSpec, _: Random) -> None:
 
 
 def can_be_said(job: JobSpec, _: Random) -> None:
-    """The text, the remedies and the JSON of an answer are there, and its job reads back from either form of file."""
+    """An answer has a text, changes and JSON, and its job can be read back from the JSON and from a job file."""
     answer = answered(job)
     assert "Peak allocated" in estimate_text(answer)
     payload = estimate_payload(answer, changes=remedies(answer) if answer.verdict == "does not fit" else ())
@@ -158,7 +161,7 @@ def can_be_said(job: JobSpec, _: Random) -> None:
 
 
 def grid_is_its_points(job: JobSpec, draw: Random) -> None:
-    """Columns of ranks and batches give at every place what one job gives."""
+    """Columns of ranks and batches give the same numbers at every place as single jobs."""
     answered(job)
     points = points_of(job, draw)
     grids = grid_of([one for one, _ in points])
@@ -180,12 +183,12 @@ def grid_is_its_points(job: JobSpec, draw: Random) -> None:
 
 
 def _what(call: Collective) -> str:
-    """What is sent; where ZeRO++ quantizes gradients from two nodes on, a column has one name for what else is reduced."""
+    """Return what is sent, with one name for gradients that ZeRO++ does not quantize, since columns have only one."""
     return {"gradients that are not quantized": "gradients, bucket by bucket"}.get(call.what, call.what)
 
 
 def _moments(account: Account) -> dict[str, Any]:
-    """The highest moment of each name: a grid has that of one micro-batch and that of several, of which one holds."""
+    """Return the highest total for each name of a moment: a grid has moments for one micro-batch and for several."""
     found: dict[str, Any] = {}
     for moment in account.moments:
         found[moment.name] = maximum(moment.total_bytes, found.get(moment.name, 0))
@@ -200,7 +203,7 @@ def _peak(job: JobSpec) -> int:
 
 
 def _changed(job: JobSpec, **parts: Any) -> JobSpec:
-    """The job with something else; what contradicts itself is no job."""
+    """Return the job with some parts replaced. Raises Refused if the parts contradict each other."""
     try:
         return replace(job, **parts)
     except SpecError as error:
@@ -208,10 +211,10 @@ def _changed(job: JobSpec, **parts: Any) -> JobSpec:
 
 
 def grows_with_the_batch(job: JobSpec, _: Random) -> None:
-    """Twice the sequences never need less, but for programs that differ for one sequence and for several.
+    """Twice the sequences never need less memory, except where one sequence runs another program than several.
 
-    A traced module may have two. Selective recomputation keeps a joint projection whose slices are views, and not their copies,
-    which several sequences need.
+    A traced module may have two programs. With one sequence, selective recomputation keeps a joint projection, whose slices are
+    views; several sequences need copies of the slices instead.
     """
     profile, sequences = job.model.profile, job.batch.micro_batch_size
     if profile is not None and sequences == 1 and any(variant.one != variant.more for variant in profile.variants):
@@ -222,10 +225,10 @@ def grows_with_the_batch(job: JobSpec, _: Random) -> None:
 
 
 def grows_with_the_sequence(job: JobSpec, _: Random) -> None:
-    """Sequences twice as long never need less, on either side of a sliding window.
+    """Sequences twice as long never need less memory, if both lengths are on the same side of a sliding window.
 
-    Across it is not asked: a window that matters makes a mask, and torch takes another kernel than flash attention, which has
-    scratch of its own, or than the one that saves all scores in fp32.
+    Sequences longer than the window have a mask. With a mask torch runs another kernel, with its own scratch, than flash attention
+    or than the kernel that saves all scores in fp32.
     """
     larger = _changed(job, batch=replace(job.batch, seq_len=2 * job.batch.seq_len))
     if is_beyond_the_window(larger) and not is_beyond_the_window(job):
@@ -234,16 +237,16 @@ def grows_with_the_sequence(job: JobSpec, _: Random) -> None:
 
 
 def grows_with_layers(job: JobSpec, _: Random) -> None:
-    """Another layer never needs less, but for what DeepSpeed's stage 3 has gathered, and for whose the optimizer's tensors are.
+    """Another layer never needs less memory, except for gathered parameters and for the distribution of optimizer state.
 
-    ZeroRedundancyOptimizer hands out whole tensors, the largest first: with another layer this rank may have others, and fewer.
-    DeepSpeed looks ahead by elements, ``stage3_max_live_parameters`` and ``stage3_prefetch_bucket_size``: with another layer
-    between them embedding and head need not be there at once.
+    ZeroRedundancyOptimizer distributes whole tensors, the largest first: with another layer this rank may get fewer elements.
+    DeepSpeed's stage 3 gathers ahead by numbers of elements (``stage3_max_live_parameters``, ``stage3_prefetch_bucket_size``):
+    with another layer in between, embedding and head may no longer be gathered at the same time.
     """
     if job.model.profile is not None:
         raise Refused("a profile has its layers")
     model, moe, more = job.model, job.model.moe, _one_for_each_chunk(job)
-    if moe is not None and moe.num_dense_layers == model.num_hidden_layers:  # more of the kind there is
+    if moe is not None and moe.num_dense_layers == model.num_hidden_layers:  # add a layer of the only kind
         moe = replace(moe, num_dense_layers=moe.num_dense_layers + more)
     deeper = _changed(job, model=replace(model, num_hidden_layers=model.num_hidden_layers + more, moe=moe))
     highest = answered(job).peak.name
@@ -254,25 +257,26 @@ def grows_with_layers(job: JobSpec, _: Random) -> None:
 
 
 def _one_for_each_chunk(job: JobSpec) -> int:
-    """Layers by which a model grows: under Megatron-LM one for each chunk of a pipeline, which it cuts otherwise with one more.
+    """Return how many layers to add: one, or under Megatron-LM one for each pipeline chunk.
 
-    Twelve layers are three on each of four ranks, thirteen 3, 4, 4 and 2: the last rank, which may be the fullest, has fewer.
+    With one more layer, Megatron-LM would cut the model differently. It puts three of twelve layers on each of four ranks, and
+    thirteen layers as 3, 4, 4 and 2: the last rank, which may be the fullest, would have fewer.
     """
     return job.mesh.pp * chunks_per_rank(job.recipe, job.mesh) if job.recipe.engine == "megatron" else 1
 
 
 def _of_optimizer(job: JobSpec) -> int:
-    """What the optimizer has and takes in its step."""
+    """Return the optimizer's state and temporaries in its step. [bytes]"""
     kinds = (Kind.OPTIMIZER_STATE, Kind.OPTIMIZER_TEMPORARY)
     step = [moment for moment in answered(job).moments if moment.phase is Phase.STEP]
     return max(sum(int(line.n_bytes) for line in moment.lines if line.kind in kinds) for moment in step)
 
 
 def _gathers_ahead(job: JobSpec) -> bool:
-    """Whether what is there at once depends on what comes next.
+    """Whether the engine gathers parameters ahead, so that the gathered memory depends on the next layers.
 
-    DeepSpeed's stage 3 gathers ahead by elements. FSDP2 gathers an embedding that is a unit of its own ahead in the first block's
-    backward; in a model of one block the head's gradients are still being reduced then.
+    DeepSpeed's stage 3 gathers ahead by numbers of elements. FSDP2 gathers an embedding in its own unit during the first block's
+    backward; in a model of one block, the head's gradients are still being reduced then.
     """
     recipe = job.recipe
     alone = recipe.engine == "fsdp2" and recipe.fsdp2.shards_ends and job.model.num_hidden_layers == 1
@@ -280,33 +284,33 @@ def _gathers_ahead(job: JobSpec) -> bool:
 
 
 def _gathered(job: JobSpec, name: str) -> int:
-    """What is gathered at the highest moment of this name."""
+    """Return the gathered parameters at the highest moment of this name. [bytes]"""
     return _of_moment(job, name, lambda line: line.kind is Kind.GATHER)
 
 
 def _of_moment(job: JobSpec, name: str, counts: Callable[[Line], bool]) -> int:
-    """What the lines that count take at the highest moment of this name."""
+    """Return the bytes of the chosen lines at the highest moment of this name."""
     named = [moment for moment in answered(job).moments if moment.name == name] or answered(job).moments
     highest = max(named, key=lambda moment: moment.total_bytes)
     return sum(int(line.n_bytes) for line in highest.lines if counts(line))
 
 
 def _of_peak(job: JobSpec, *reasons: str) -> int:
-    """What these lines take at the peak."""
+    """Return the bytes of the lines with these reasons at the peak."""
     return sum(int(line.n_bytes) for line in answered(job).peak.lines if line.reason in reasons)
 
 
 def _held(job: JobSpec) -> dict[Kind, int]:
-    """The states; of a pipeline those of its first rank, not of the one whose peak is the highest."""
+    """Return the model states by kind; of a pipeline, those of rank 0, even if another rank has the highest peak."""
     answer = answered(job)
     return (answer if job.mesh.pp == 1 else estimate(job, pipeline_rank=0)).states_by_kind
 
 
 def falls_with_ranks(job: JobSpec, _: Random) -> None:
-    """Twice the ranks that shard never hold more parameters or optimizer state, but for DeepSpeed's padding to 2·N elements.
+    """With twice the sharding ranks, a rank never holds more parameters or optimizer state, except for DeepSpeed's padding.
 
-    AdamW in 8 bits is not asked: a tensor below 4,096 elements, as a shard may be, keeps its states in 32. Nor is
-    ZeroRedundancyOptimizer, which hands out whole tensors, at times less evenly.
+    DeepSpeed pads to 2·N elements. The check leaves out 8-bit AdamW, which keeps 32-bit states for tensors, or shards, below 4,096
+    elements. It also leaves out ZeroRedundancyOptimizer, which distributes whole tensors and sometimes less evenly.
     """
     if job.recipe.optimizer == "adamw-8bit" or (job.recipe.engine, job.recipe.zero_stage) == ("ddp", 1):
         raise Refused("its states do not fall evenly")
@@ -318,7 +322,7 @@ def falls_with_ranks(job: JobSpec, _: Random) -> None:
 
 
 def falls_with_stage(job: JobSpec, _: Random) -> None:
-    """A higher stage of the same engine never holds more states, but for DeepSpeed's flat copies beside the model's weights."""
+    """A higher stage of the same engine never holds more model states, except for DeepSpeed's flat copies of the weights."""
     recipe = job.recipe
     above = [stage for stage in ENGINE_STAGES[recipe.engine] if stage > recipe.zero_stage]
     if not above:
@@ -329,23 +333,23 @@ def falls_with_stage(job: JobSpec, _: Random) -> None:
     assert fewer <= more + own
 
 
-#: What only recomputation needs, or needs so late: a checkpoint's inputs.
+#: Lines of a checkpoint's inputs, which are alive only, or so late, because of recomputation.
 _OF_CHECKPOINTS = (
     "block input", "inputs of the blocks before this one (checkpoints)", "attention mask of eager attention",
     "masks of eager attention, local and global", "mask of the sliding window, booleans",
     "position ids, int64, held by checkpoints",
-    "rotary cos and sin, of half of each head",  # GLM-4's, of which autograd saves copies alone
+    "rotary cos and sin, of half of each head",  # GLM-4's, of which autograd saves only copies
 )  # fmt: skip
 
 
 def falls_with_recomputation(job: JobSpec, _: Random) -> None:
-    """More recomputation needs at most a checkpoint's inputs more, and gradients, beside a forward that is run again.
+    """More recomputation needs at most a checkpoint's inputs more, and the gradients alive with a recomputed forward.
 
-    Where the backward of the highest block is the peak there is nothing left to save: what its checkpoint holds comes on top. A
-    forward that is run again stands beside what the backward has made until then, as the one that was run first did not.
-    Megatron-LM's checkpoints save the attention mask of every micro-batch in flight; without them only one mask is there. Blocks
-    that are frozen, or whose adapters are in the MLP alone, save nothing below the lowest gradient, but checkpoints do: they are
-    not asked. A profile made up by hand is not, either. Where DeepSpeed looks ahead, a block that is run again is what comes next.
+    If the peak is in the backward of the last block, recomputation saves nothing, and adds the inputs of the checkpoint. A
+    recomputed forward is alive with the gradients that the backward has made until then; the first forward was not. Megatron-LM's
+    checkpoints save the attention mask of every micro-batch in flight; without them there is only one mask. The check leaves out
+    profiles, and models with frozen parts or adapters: below the lowest gradient their blocks save nothing, but checkpoints do.
+    DeepSpeed's stage 3 gathers the recomputed block ahead.
     """
     names = ("none", "selective", "full")
     at, model = names.index(job.recipe.recompute), job.model
@@ -353,26 +357,28 @@ def falls_with_recomputation(job: JobSpec, _: Random) -> None:
     if at == 0 or model.adapter is not None or frozen or model.profile is not None:
         raise Refused("nothing to compare")
     more = _changed(job, recipe=_told(job, recompute_layers=None, offload_activations=False))
-    selective = at == 2 and not _gathers_ahead(job)  # which has none
+    selective = at == 2 and not _gathers_ahead(job)  # DeepSpeed's stage 3 has no selective recomputation
     less = _changed(more, recipe=_told(more, recompute="selective" if selective else "none"))
     own = _of_peak(more, *_OF_CHECKPOINTS) + _of_megatron(more, less) + _masks_in_checkpoints(more, less)
-    if any(line.reason == "activations of the block that runs" for line in answered(more).peak.lines):  # its input among them
+    if any(
+        line.reason == "activations of the block that runs" for line in answered(more).peak.lines
+    ):  # the block's input is one of them
         own += (4 if job.recipe.precision == "fp32" else 2) * _tokens(job) * model.hidden_size
     own += _kept_selectively(more)
     if _gathers_ahead(job):
         highest = answered(more).peak.name
         own += max(0, _gathered(more, highest) - _gathered(less, highest))
-    if answered(more).peak.name == "experts gathered for their forward":  # at which too much is said (docs/limits.md)
+    if answered(more).peak.name == "experts gathered for their forward":  # overestimated (docs/limits.md)
         own += _of_peak(more, EXCESS)
     once = max(_peak(less), _forward_beside_gradients(more, less)) if _is_run_again(more) else _peak(less)
     assert _peak(more) <= once + own
 
 
 def _kept_selectively(more: JobSpec) -> int:
-    """The outputs that selective recomputation keeps of a block, where a forward is the peak.
+    """Return the outputs that selective recomputation keeps of a block, if the peak is in a forward. [bytes]
 
-    They are there from the start of the second forward, and in the first they are others than the ones that autograd saves:
-    projections before the rotation, which goes on beside them.
+    They are alive from the start of the recomputed forward. In the first forward they are not the tensors that autograd saves: they
+    are projections before the rotary embedding, whose results are alive at the same time.
     """
     answer = answered(more)
     forward = answer.peak.name.startswith("forward") or _is_run_again(more)
@@ -382,15 +388,15 @@ def _kept_selectively(more: JobSpec) -> int:
 
 
 def _is_run_again(job: JobSpec) -> bool:
-    """Whether the peak is in a forward that is run again."""
+    """Whether the peak is in a recomputed forward."""
     name = answered(job).peak.name
     return "again" in name or "recomputed" in name
 
 
 def _forward_beside_gradients(more: JobSpec, less: JobSpec) -> int:
-    """The highest moment of the forward that is run once, and what the backward has made when it is run again. [bytes]
+    """Return the peak of the first forward, plus the gradients alive with the recomputed one. [bytes]
 
-    Gradients and buckets that a forward finds are left out: those of the backward take their place. DeepSpeed makes its buckets
+    Gradients and buckets of the first forward are left out, because those of the backward replace them. DeepSpeed makes its buckets
     at a backward's first gradient (0.19.8, stage_1_and_2.py, ``process_gradients`` calls ``setup_buckets``).
     """
     forwards = [moment.lines for moment in answered(less).moments if moment.phase is Phase.FORWARD]
@@ -398,14 +404,15 @@ def _forward_beside_gradients(more: JobSpec, less: JobSpec) -> int:
     return before + sum(int(line.n_bytes) for line in answered(more).peak.lines if line.kind in _OF_BACKWARD)
 
 
-#: What a backward makes.
+#: The kinds that a backward allocates.
 _OF_BACKWARD = (Kind.ACTIVATION_GRADIENTS, Kind.UNSHARDED_GRADIENTS, Kind.GRADIENTS, Kind.REDUCE)
 
 
 def _of_megatron(more: JobSpec, less: JobSpec) -> int:
-    """What a layer of Megatron-Core's that is run again whole has beside attention: its MLP, and other layers of its checkpoint.
+    """Return what a wholly recomputed layer of Megatron-Core has more than one of which only attention is recomputed. [bytes]
 
-    Selective recomputation runs attention again alone, when the MLP's backward is done; until then it lacks what attention keeps.
+    That is its MLP, further layers of its checkpoint, and what attention keeps: selective recomputation runs attention again only
+    after the backward of the MLP.
     """
     answer = answered(more)
     if more.recipe.engine != "megatron" or not _is_run_again(more):
@@ -419,7 +426,7 @@ def _of_megatron(more: JobSpec, less: JobSpec) -> int:
 
 
 def _lacks(kind: str, more: JobSpec, less: JobSpec) -> int:
-    """What a layer under less recomputation does not keep of one that is run as a whole. [bytes]"""
+    """Return what a layer without recomputation keeps, minus what it keeps with less recomputation. [bytes]"""
     whole, left = (
         cost_of(job.model, kind, job.recipe, job.mesh, job.batch)
         for job in (_changed(more, recipe=_told(more, recompute="none")), less)
@@ -428,7 +435,7 @@ def _lacks(kind: str, more: JobSpec, less: JobSpec) -> int:
 
 
 def _masks_in_checkpoints(more: JobSpec, less: JobSpec) -> int:
-    """The data loader's masks that Megatron-LM's checkpoints save, beyond those that are there at that moment without them. [bytes]
+    """Return the attention masks that Megatron-LM's checkpoints save, beyond the masks alive without checkpoints. [bytes]
 
     Source: Megatron-LM 2026-08, ``_checkpointed_attention_forward`` (megatron/core/transformer/attention.py) and
     ``checkpointed_forward`` (megatron/core/recompute.py) pass the mask to ``CheckpointFunction``, which saves its arguments.
@@ -456,10 +463,10 @@ def _wider(mesh: MeshSpec) -> MeshSpec:
 
 
 def stages_agree_on_one_rank(job: JobSpec, _: Random) -> None:
-    """On one rank the paper's stages are one, and so are Megatron-Core's.
+    """On one rank all stages of the paper have the same peak, and so have all stages of Megatron-Core.
 
-    Tensor-parallel ranks are data-parallel ones for experts, so that one rank is one of those, too. The stages of other engines
-    differ in more than in what they shard: in buckets, flat copies, and what is gathered.
+    The job has one tensor-parallel rank, too, because for experts tensor-parallel ranks are data-parallel ones. The stages of other
+    engines also differ in buckets, flat copies, and gathered parameters.
     """
     if job.recipe.engine not in ("paper", "megatron"):
         raise Refused("the stages of an engine differ in more than what they shard")
@@ -475,9 +482,9 @@ def stages_agree_on_one_rank(job: JobSpec, _: Random) -> None:
 
 
 def adapters_take_less(job: JobSpec, _: Random) -> None:
-    """Less is held where less is trained, where states are whole on every rank and weights are 16 bits wide.
+    """Training fewer parameters holds less model state, if states are whole on every rank and weights have 16 bits.
 
-    But for bitsandbytes' tables of codes: each weight in 4 bits has its own, up to 1,092 bytes however small the weight is.
+    bitsandbytes' code tables are left out: each weight in 4 bits has its own, of up to 1,092 bytes, even if the weight is small.
     """
     model = job.model
     if model.adapter is None and model.frozen is None:
@@ -494,10 +501,10 @@ def adapters_take_less(job: JobSpec, _: Random) -> None:
 
 
 def has_a_time(job: JobSpec, _: Random) -> None:
-    """A step takes some time and no part of it less than none, and no GPU computes faster than it can.
+    """A step has a positive time, no part is negative, and the MFU is at most 1.
 
-    What Megatron-LM lets go on beside the rest does not take more. That twice the sequences take longer is not asked: collectives
-    and copies are each hidden behind the same computing, so that where they last longest more of it hides more than it takes.
+    Overlapping communication under Megatron-LM never makes a step slower. The check does not demand that twice the sequences take
+    longer: collectives and copies are hidden behind the same computation, so that more computation can hide more than it takes.
     """
     if job.cluster.gpu is None:
         job = replace(job, cluster=replace(job.cluster, gpu=gpu("h100-sxm-80gb"), gpus_per_node=node_size(job.cluster) or 8))
@@ -517,7 +524,7 @@ _ROUNDING = 1 + 1e-9
 
 
 def a_step_written_out_sends_the_traffic(job: JobSpec, _: Random) -> None:
-    """The requests of a step name the same payload of each kind of collective in each group of ranks as the traffic."""
+    """The requests of a step have the same payload as the traffic, for each collective operation and group of ranks."""
     answer, steps = answered(job), STEPS.get(job.recipe.engine, 0)
     short = job.model.num_hidden_layers * int(job.batch.grad_accum_steps) <= _WRITTEN_OUT
     if not_written(job) or not short:
@@ -528,7 +535,7 @@ def a_step_written_out_sends_the_traffic(job: JobSpec, _: Random) -> None:
         sent[call.operation, call.among, call.ranks] += call.n_bytes
     for one in answer.traffic.collectives:
         if int(one.group) > 1 and one.payload_bytes:
-            ranks = 2 if one.among is Among.STAGES else int(one.group)  # the traffic has those of all stages
+            ranks = 2 if one.among is Among.STAGES else int(one.group)  # the traffic's group is all stages
             expected[one.operation, one.among, ranks] += int(one.payload_bytes)
     assert sent == expected, {each: (sent[each], expected[each]) for each in {*sent, *expected} if sent[each] != expected[each]}
 
@@ -541,9 +548,9 @@ def _time(job: JobSpec) -> StepTime:
         raise Refused(str(error)) from None
 
 
-# --- what is written reads back ------------------------------------------------------------------------------------------
+# --- exported files read back --------------------------------------------------------------------------------------------
 
-#: What the files of a target say, and is therefore not said beside them.
+#: Settings that the files of a target contain. The check does not give them again as flags.
 _SAID: dict[Target, tuple[str, ...]] = {
     "deepspeed": ("engine", "stage", "precision", "micro_batch", "grad_accum", "deepspeed", "offload_optimizer", "offload_param"),
     "accelerate": ("engine", "stage", "precision", "replicas", "offload_optimizer", "offload_param"),
@@ -553,12 +560,12 @@ _SAID: dict[Target, tuple[str, ...]] = {
         "pipeline_schedule", "offload_optimizer", "offload_param", "fsdp2", "loss", "keep_logits", "attention",
     ),
 }  # fmt: skip
-#: Options of DeepSpeed that its configuration has no key for.
+#: zeroplan's DeepSpeed options without a key in DeepSpeed's configuration.
 _OURS = ("zero_init", "flatten_on_accelerator", "gpus_per_node")
 
 
 def reads_back(job: JobSpec, draw: Random) -> None:
-    """What is written for a program is a job again where it is read, and the same one."""
+    """The files that zeroplan writes for another program can be read back, and give the same job."""
     targets: tuple[Target, ...] = tuple(target for target in TARGETS if not cannot_say(job.recipe, target))
     if not targets:
         raise Refused("no target has words for it")
@@ -584,7 +591,7 @@ def _read_again(job: JobSpec, target: Target, made: Export) -> None:
     write(made, folder(), force=True)
     name = made.files[-1 if target == "torchtitan" else 0].name
     if name.endswith(".py"):
-        return  # a program, which is not read
+        return  # a Python file, which zeroplan does not read
     file = str(folder() / name)
     named = {"deepspeed_config": file} if target == "deepspeed" else {"from_file": file}
     beside = replace(asked, **dict.fromkeys(_SAID[target]), **named)
@@ -598,7 +605,7 @@ def _read_again(job: JobSpec, target: Target, made: Export) -> None:
 
 
 def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two jobs, by its name."""
+    """Return the fields that differ between two jobs, by name."""
     differing: dict[str, tuple[Any, Any]] = {}
     for name, value in expected.items():
         if isinstance(value, dict) and isinstance(found[name], dict):
@@ -609,7 +616,7 @@ def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[
 
 
 def _comparable(job: JobSpec) -> JobSpec:
-    """The job with everything said, and what has no effect left out."""
+    """Return the job with all defaults filled in and without settings that have no effect."""
     recipe, options, fsdp2 = job.recipe, job.recipe.deepspeed, job.recipe.fsdp2
     impl = recipe.optimizer_impl or ("fused" if recipe.engine == "deepspeed" else "foreach")
     if recipe.engine == "deepspeed":
@@ -629,9 +636,9 @@ def _comparable(job: JobSpec) -> JobSpec:
         options = replace(
             options, **{name: default[name] for name in default if name.startswith(f"{what}_") and name not in heeded}
         )
-    fsdp2 = replace(fsdp2, reshard_after_forward=kept, torch=None)  # whose FSDP2 it is stands in no file
-    fsdp2 = replace(fsdp2, modules="transformers")  # and torchtitan's file is read as of transformers' modules
-    fsdp2 = replace(fsdp2, ends_apart=False)  # accelerate and torchtitan shard as they do, whatever the job says
+    fsdp2 = replace(fsdp2, reshard_after_forward=kept, torch=None)  # no file names torch's release
+    fsdp2 = replace(fsdp2, modules="transformers")  # torchtitan's file is read as for transformers' modules
+    fsdp2 = replace(fsdp2, ends_apart=False)  # accelerate and torchtitan decide this themselves
     schedule = recipe.pipeline_schedule or ("1f1b" if job.mesh.pp > 1 else None)
     each = recipe.pipeline_stages_per_rank or (stages_per_rank(schedule, None) if schedule else None)
     recipe = replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=each)

@@ -1,4 +1,4 @@
-"""Several layouts of one structure in one evaluation: their ranks and batches as NumPy columns."""
+"""Evaluates several layouts of one structure at once, with ranks and batches as NumPy columns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +15,7 @@ from zeroplan.estimator import engine_module
 
 @dataclass(frozen=True)
 class _Columns:
-    """A mesh, or a batch, some of whose numbers are columns."""
+    """A mesh or a batch with columns for some of its numbers."""
 
     numbers: Mapping[str, Any]
 
@@ -24,7 +24,7 @@ class _Columns:
 
 
 def points_of(job: JobSpec, draw: Random) -> list[tuple[JobSpec, tuple[Account, ...]]]:
-    """The job and one or two others of the same structure, with other ranks and batches, and the accounts of each."""
+    """Return the job and up to two others of the same structure, with other ranks and batches, each with its accounts."""
     found = [(job, accounts_of(job, job.mesh, job.batch))]
     for _ in range(draw.randint(1, 2)):
         ranks = max(1, job.mesh.dp_shard * draw.choice((1, 2, 3, 8)) // draw.choice((1, 1, 2, 4)))
@@ -46,18 +46,21 @@ def points_of(job: JobSpec, draw: Random) -> list[tuple[JobSpec, tuple[Account, 
 
 
 def _gathers_differ_by_ranks(recipe: RecipeSpec) -> bool:
-    """DeepSpeed's order of gathers is then found for each number of ranks by itself, which a column refuses."""
+    """Whether DeepSpeed's order of all-gathers depends on the number of ranks, so that columns of ranks are refused."""
     options = recipe.deepspeed
     return recipe.engine == "deepspeed" and (options.zero_quantized_weights or options.offload_param != "none")
 
 
 def is_beyond_the_window(job: JobSpec) -> bool:
-    """Sequences on both sides of a window run two programs, and a column of both has at every place the higher of the two."""
+    """Whether sequences are as long as the sliding window or longer.
+
+    Torch then runs other kernels. A column with sequences on both sides of the window has the higher of the two everywhere.
+    """
     return job.model.sliding_window is not None and job.batch.seq_len >= job.model.sliding_window
 
 
 def accounts_of(job: JobSpec, mesh: Any, batch: Any) -> tuple[Account, ...]:
-    """The accounts of a job on this mesh and with this batch: one, or one for each rank of a pipeline."""
+    """Return the accounts of a job with this mesh and batch: one, or one for each rank of a pipeline."""
     if job.mesh.pp > 1:
         name = "pipeline" if job.recipe.engine == "fsdp2" else job.recipe.engine
         return engine_module(name).accounts(job.model, job.recipe, mesh, batch)  # type: ignore[arg-type, attr-defined, no-any-return]
@@ -65,7 +68,7 @@ def accounts_of(job: JobSpec, mesh: Any, batch: Any) -> tuple[Account, ...]:
 
 
 def grid_of(points: Sequence[JobSpec]) -> tuple[Account, ...]:
-    """The accounts of all points at once: every number of theirs may be a column."""
+    """Return the accounts of all points in one evaluation; their numbers may be columns."""
     job = points[0]
     names = ("micro_batch_size", "seq_len", *(("grad_accum_steps",) if job.mesh.pp == 1 else ()))
     batch = {name: np.array([getattr(one.batch, name) for one in points], dtype=np.int64) for name in names}
@@ -75,5 +78,5 @@ def grid_of(points: Sequence[JobSpec]) -> tuple[Account, ...]:
 
 
 def at_place(value: Any, at: int) -> int:
-    """The number at this place of a column; a number is the same everywhere."""
+    """Return the number at this place of a column, or the number itself if it is no column."""
     return value if isinstance(value, int) else int(value.reshape(-1)[at if value.size > 1 else 0])

@@ -1,4 +1,4 @@
-"""A folder of this process, for files that are written over and over: to make one for each takes longer than to answer."""
+"""Gives a process one temporary folder for all its files, because making a folder for each case takes longer than the case."""
 
 import atexit
 from functools import cache
@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 @cache
 def folder(name: str = "") -> Path:
-    """The folder, or one in it; gone when the process ends."""
+    """Return the temporary folder, or a folder of this name in it; it is removed when the process ends."""
     if name:
         inside = folder() / name
         inside.mkdir()

@@ -1,9 +1,9 @@
-"""Files that readers are led into by what they run: ``python -m tests.properties.guided --seconds 600``, with atheris.
+"""Fuzzes the readers of files, guided by coverage, with atheris: ``python -m tests.properties.guided --seconds 600``.
 
-Coverage of the readers' own code guides what is changed next, from files that are whole. Each kind of file has a process of its
-own, since libFuzzer ends it. What breaks is left as a file, which is named, and handed over again by the same command with
-``--kind KIND FILE``. Without atheris, which has no wheels for every Python, nothing is asked, and that is said;
-:mod:`tests.properties.invalid` needs none.
+libFuzzer starts from valid files and chooses changes by the coverage of the readers' code. Each kind of file has its own process,
+because libFuzzer ends it. An input that breaks a reader is saved as a file, whose name is printed; run the command with ``--kind
+KIND FILE`` to repeat it. atheris has no wheels for some versions of Python. Without it the script only prints a message;
+:mod:`tests.properties.invalid` does not need it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory, gettempdir
 
-#: What is watched: what reads, and what the read is checked with.
+#: The modules whose coverage guides the fuzzer: those that read files, and those that check the data.
 READERS = (
     "zeroplan.catalog",
     "zeroplan.job_file",
@@ -25,14 +25,14 @@ READERS = (
     "zeroplan.spec",
     "zeroplan.settings",
 )
-#: What one file may take. [s, MiB, bytes]
+#: Limits for one file: time, memory and size. [s, MiB, bytes]
 MOST_SECONDS, MOST_MIB, LONGEST = 30, 4096, 100_000
-#: Whole files that each kind starts from.
+#: Valid files that each kind starts from.
 SEEDS = 12
 
 
 def fuzz(kind: str, arguments: list[str]) -> None:
-    """Ask one kind of file until libFuzzer ends the process."""
+    """Fuzz one kind of file until libFuzzer ends the process."""
     import atheris
 
     with atheris.instrument_imports(include=list(READERS)):
@@ -57,16 +57,16 @@ def fuzz(kind: str, arguments: list[str]) -> None:
 
 
 def seeds(kind: str, corpus: Path) -> None:
-    """Write the whole files that a kind starts from."""
+    """Write the valid files that a kind starts from."""
     from tests.properties.invalid import KINDS, written
 
     for number in range(SEEDS):
-        name, data, _ = KINDS[kind](Random(number))  # noqa: S311  likewise
+        name, data, _ = KINDS[kind](Random(number))  # noqa: S311  nothing secret is drawn
         (corpus / str(number)).write_bytes(written(name, data))
 
 
 def ask(kind: str, seconds: int) -> bool:
-    """Ask one kind for so long, in a process of its own; whether it holds."""
+    """Fuzz one kind for some seconds in a new process; return whether nothing broke."""
     limits = [f"-max_total_time={seconds}", f"-timeout={MOST_SECONDS}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LONGEST}"]
     with TemporaryDirectory() as corpus:
         seeds(kind, Path(corpus))
@@ -79,7 +79,7 @@ def ask(kind: str, seconds: int) -> bool:
 
 
 def run(seconds: int) -> int:
-    """Share the time out among the kinds of files; the exit status."""
+    """Fuzz all kinds of files, with an equal share of the time; return the exit code."""
     if find_spec("atheris") is None:
         print("atheris is not installed: files are changed at random alone, not led by what readers run")  # noqa: T201
         return 0
@@ -90,7 +90,7 @@ def run(seconds: int) -> int:
 
 
 def main() -> int:
-    """Read the command line."""
+    """Read the command line, fuzz all kinds or one, and return the exit code."""
     reading = argparse.ArgumentParser(prog="python -m tests.properties.guided", description=__doc__)
     reading.add_argument("--seconds", type=int, default=600, help="altogether")
     reading.add_argument("--kind", help="this one alone, with libFuzzer's own flags after --")

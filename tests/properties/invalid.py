@@ -1,8 +1,8 @@
-"""Input that is broken in every way: a file or a flag, handed to the program itself. It answers, or says in one line why not.
+"""Makes broken input and passes it to zeroplan, which must answer or refuse it in one line.
 
-What is broken is a file that was whole (a config.json, a job file, a record, a snapshot, a set-up, a profile, a catalogue's entry),
-bent as data or as bytes, a command line of flags that exist with values that do not, or a question to the page. Megatron-LM's
-arguments are written and not read. A case is a number, as in
+The input is a valid file with broken data or bytes, a command line with wrong values of flags, or a request to the web page. The
+files are a config.json, a job file, a record, a snapshot, another program's configuration, a profile, or an entry of the catalogue.
+Megatron-LM's arguments are left out, because zeroplan writes them and does not read them. A case is a number, as in
 :mod:`tests.properties.nightly`.
 """
 
@@ -33,7 +33,7 @@ from zeroplan.cli.app import main
 from zeroplan.explore.controls import controls
 from zeroplan.explore.server import explore_app
 
-#: What one command may take. [s of a core, bytes beyond what was there]
+#: Limits of one command. [s of a core, bytes more than the process has]
 MOST_SECONDS, MOST_BYTES = 30, 1 << 30
 _CODES = (0, 1, 2, 3, 4)
 _CATALOGUE = Path(zeroplan.__file__).parent / "catalog"
@@ -82,7 +82,7 @@ _ODD: tuple[Any, ...] = (
 
 
 class Broken(NamedTuple):
-    """The name of a file, what stands in it, and the command that is given its path in place of ``FILE``; and which it is."""
+    """A description, a file's name and content, and the command, in which ``FILE`` is replaced by the file's path."""
 
     what: str
     name: str
@@ -90,7 +90,7 @@ class Broken(NamedTuple):
     command: tuple[str, ...]
 
 
-# --- files that were whole -----------------------------------------------------------------------------------------------
+# --- valid files ---------------------------------------------------------------------------------------------------------
 
 
 def _config(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
@@ -209,7 +209,7 @@ def _snapshot(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
     return "snapshot.pickle", card.data(), command
 
 
-#: What draws each kind: the name of a file, its data, and the command.
+#: By kind, a function that draws a file's name, its data, and the command.
 KINDS: dict[str, Callable[[Random], tuple[str, Any, tuple[str, ...]]]] = {
     "config": _config, "job-json": _job_as_json, "job-toml": _job_as_toml, "record": _record, "deepspeed": _deepspeed,
     "trainer": _trainer, "accelerate": _accelerate, "torchtitan": _torchtitan, "profile": _profile, "gpu": _gpu_entry,
@@ -228,12 +228,12 @@ def _places(tree: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def _odd(draw: Random) -> Any:
-    """A value that nobody expects, one of its own each time."""
+    """Return an unexpected value, as a new copy."""
     return deepcopy(draw.choice(_ODD))
 
 
 def _bent(draw: Random, tree: Any) -> Any:
-    """Data with a few keys dropped, added, or given another value."""
+    """Return the data with one to three keys dropped, added or changed."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         every = list(_places(tree))
         if not every:
@@ -262,7 +262,7 @@ def _nested(depth: int, kind: type) -> Any:
 
 
 def written(name: str, data: Any) -> bytes:
-    """The data in the form that the name says."""
+    """Return the data as bytes, in the format of the file's name."""
     if name.endswith(".pickle"):
         return pickle.dumps(data)
     if name.endswith(".toml"):
@@ -279,7 +279,7 @@ def written(name: str, data: Any) -> bytes:
 def _json(data: Any) -> str:
     try:
         return json.dumps(data)
-    except ValueError:  # digits by the hundred
+    except ValueError:  # Python refuses to print integers of thousands of digits
         return '{"a": ' + "9" * 400 + "}"
 
 
@@ -316,7 +316,7 @@ _BOMBS = (
 
 
 def _damaged(draw: Random, content: bytes) -> bytes:
-    """Bytes with some of them changed, gone, or doubled."""
+    """Return the bytes with some of them changed, removed, repeated, or with digits inserted."""
     made = bytearray(content)
     for _ in range(draw.choice((1, 1, 2, 4))):
         at = draw.randrange(len(made) + 1)
@@ -464,7 +464,7 @@ _VALUES = (
 )
 
 
-#: What a flag is meant to be given.
+#: Valid values of each flag.
 _MEANT = {
     "params": ("7e9", "70b"), "treat-as": ("llama",), "lora-rank": ("8", "16"), "lora-targets": ("all-linear", "q_proj,v_proj"),
     "quantize": ("nf4", "none"), "freeze": ("embedding", "norm,head"), "freeze-layers": ("1", "3"), "gpus": ("8", "16", "64"),
@@ -502,12 +502,12 @@ def _flags(draw: Random) -> Broken:
 
 @cache
 def _page() -> Any:
-    """The page's application, which answers without a socket."""
+    """Return the page's web application, which answers without a socket."""
     return explore_app()
 
 
 def _said_in_an_address(draw: Random) -> bytes:
-    """What may stand behind the question mark: values that controls have, others, and bytes that are none."""
+    """Return a query string with valid values of controls, other values, and sometimes damaged bytes."""
     said = ["model=gpt2"] if draw.randint(0, 3) else []
     for _ in range(draw.randint(0, 4)):
         control = draw.choice(controls())
@@ -521,7 +521,7 @@ def _said_in_an_address(draw: Random) -> bytes:
 
 
 def asked_by_a_browser(draw: Random) -> str:
-    """Ask the page something broken; it answers, or refuses in one line. Returns the status."""
+    """Send the page a broken request; check that it answers or refuses in one line. Return the path and the status."""
     where = draw.choice(("answer", "answer", "answer", "changes", "controls", "none"))
     host = draw.choice((b"127.0.0.1", b"127.0.0.1", b"127.0.0.1:1", b"localhost:8000", b"[::1]", b"example.org", b"\xff"))
     scope = {
@@ -551,13 +551,13 @@ def _no_number(name: str) -> None:
     raise AssertionError(f"{name} is no JSON")
 
 
-# --- asked ---------------------------------------------------------------------------------------------------------------
+# --- running them --------------------------------------------------------------------------------------------------------
 
 
 def refuses(case: int) -> str:
-    """Hand a broken input to the program, and say what came of it.
+    """Pass a broken input to zeroplan, and return a description with the exit code.
 
-    Raises AssertionError where the program neither answers nor refuses in one line.
+    Raises AssertionError if zeroplan neither answers nor refuses in one line.
     """
     draw = Random(case)  # noqa: S311  nothing secret is drawn
     if draw.randint(0, 5) == 5:
@@ -572,7 +572,7 @@ def refuses(case: int) -> str:
 
 
 def asked(command: list[str]) -> object:
-    """Run a command in this process; its exit status."""
+    """Run a command in this process, check its time, memory and messages, and return its exit code."""
     out, err = io.StringIO(), io.StringIO()
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     code: object = None
@@ -586,7 +586,7 @@ def asked(command: list[str]) -> object:
     assert time.process_time() - began < MOST_SECONDS, command
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MOST_BYTES, command
     if code in (2, 4):
-        # A trace of the model's own code takes long and is announced; that its code refuses the model is known afterwards.
+        # Before zeroplan traces a model's own code, it prints a line, since that takes long. The trace may still fail.
         every = said.removesuffix("\n").split("\n")
         lines = [line for line in every if not line.startswith("no formulas for ")]
         assert len(lines) == 1, (command, said)

@@ -1,13 +1,12 @@
-"""As many random cases as there is time for: ``python -m tests.properties.nightly --cases 1000000 --seconds 28800 --seed 0``.
+"""Runs all checks on random jobs: ``python -m tests.properties.nightly --cases 1000000 --seconds 28800 --seed 0``.
 
-A case is a number: of the job that is drawn with it, of which every check is asked, and of the invalid input that is made with it.
-Cases are taken in order from ``--seed`` on, by ``--workers`` processes, so that a run goes on where another one ended: it says with
-which number. The first case at which a check fails is printed as the command that repeats it alone; the check is not asked again,
-the others are. In the end come counts: how often each check held, which were not asked and why, which draws were none, and how
-often every choice was drawn.
+A case is a number. It is the seed of a random job, on which every check runs, and of an invalid input. ``--workers`` processes take
+cases in order from ``--seed`` on. At the end the run prints the next number, with which another run can continue. When a check
+fails, the run prints the command that repeats the case, and continues with the other checks. At the end it prints counts: how often
+each check held, which did not apply and why, which draws were no jobs, and how often every choice was drawn.
 
-What a case may take is limited: seconds of a core, seconds in all, and memory. Processes are replaced now and then, and one that
-dies is a failure of the cases it had.
+A check of one case has limits: seconds of a core, seconds in all, and memory. Processes are replaced after some time. If one dies,
+that is a failure of its cases.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ from tests.properties.checks import CHECKS, Refused
 from tests.properties.invalid import refuses
 from tests.properties.tally import Tally, kinds
 
-#: Cases that a process takes at once, and how often it does before another takes its place.
+#: Cases that a process takes at once, and how many times it does so before a new process replaces it.
 CHUNK, CHUNKS = 50, 200
-#: What one check of one case may take. [s of a core, s, bytes beyond what the process has]
+#: Limits of one check of one case. [s of a core, s, bytes beyond what the process has at its start]
 MOST_CPU, MOST_SECONDS, MOST_BYTES = 60, 600, 4 << 30
-#: Characters that are shown of a job.
+#: Characters of a job that a failure shows.
 LONGEST = 4000
 #: Seconds between two lines of progress.
 EVERY = 60
-#: What is asked beside the checks: input that is broken is refused in one line.
+#: The name of the check with invalid input, which zeroplan must refuse in one line.
 INVALID = "refuses"
 COMMAND = "python -m tests.properties.nightly --case {} --check {}"
 
 
-class TooLong(BaseException):  # no Exception, which the program may catch
+class TooLong(BaseException):  # not an Exception, which zeroplan's code could catch
     """A check took longer than it may."""
 
 
 class Failure(NamedTuple):
-    """Which check fails at which case, and what to say of it."""
+    """A check that failed, its case, and the text to print."""
 
     check: str
     case: int
@@ -60,7 +59,7 @@ class Failure(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What became of so many cases from ``first`` on."""
+    """The counts and failures of some cases, the first of which is ``first``."""
 
     first: int
     tally: Tally
@@ -68,15 +67,15 @@ class Chunk(NamedTuple):
 
 
 def drawn(case: int) -> Random:
-    """Where a case draws from."""
+    """Return the random generator of a case."""
     return Random(case)  # noqa: S311  nothing secret is drawn
 
 
 def failures(case: int, names: Iterable[str], tally: Tally) -> Iterator[Failure]:
-    """The checks that do not hold for a case."""
+    """Yield the checks that fail for a case, and count all."""
     try:
         job, refused = strategies.drawing(drawn(case))
-    except Exception:  # noqa: BLE001  whatever it is, it is told
+    except Exception:  # noqa: BLE001  any error is a failure to report
         yield Failure("drawing", case, traceback.format_exc())
         return
     tally.count("cases", "drawn")
@@ -97,25 +96,25 @@ def failures(case: int, names: Iterable[str], tally: Tally) -> Iterator[Failure]
         except Refused as reason:
             tally.count("not asked", name)
             tally.reason(f"not asked: {name}", str(reason))
-        except (Exception, TooLong):  # noqa: BLE001  whatever it is, it is told
+        except (Exception, TooLong):  # noqa: BLE001  any error is a failure to report
             tally.count("failed", name)
             yield Failure(name, case, f"{traceback.format_exc()}\n{str(job)[:LONGEST] if name != INVALID else ''}")
         tally.count("milliseconds of a core", name, round(1000 * (time.process_time() - began)))
 
 
 def held(case: int, names: Iterable[str] = (*CHECKS, INVALID)) -> str | None:
-    """Nothing where every check holds; else what to run, and what it says."""
+    """Return None if every check holds, or the text of the first failure."""
     return next((told(failure) for failure in failures(case, names, Tally())), None)
 
 
 def told(failure: Failure) -> str:
-    """A failure as the command that repeats it, and what was seen."""
+    """Return a failure as text: the command that repeats it, and its traceback."""
     return f"{COMMAND.format(failure.case, failure.check)}\n\n{failure.said}"
 
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Raise where this takes too long, of a core or altogether."""
+    """Raise TooLong if the body takes too many seconds, of a core or in all."""
 
     def raises(*_: object) -> None:
         raise TooLong
@@ -136,18 +135,18 @@ def _limited() -> Iterator[None]:
 
 
 def _bound_memory() -> None:
-    """Memory beyond so much is refused to this process, which then says so."""
+    """Limit the memory of this process to ``MOST_BYTES`` more than it has; beyond it, allocations raise MemoryError."""
     has = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (has + MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def work(asked: Connection) -> None:
-    """Answer chunks until nobody asks: a process of its own."""
+    """Run the cases that arrive on a connection until it is closed; this is the main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _bound_memory()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)  # what caches hold is looked through seldom: a sixth of the time
-    with suppress(EOFError, BrokenPipeError):  # whoever asks is gone
+    gc.set_threshold(50_000, 20, 50)  # without this, garbage collection of the caches takes a sixth of the time
+    with suppress(EOFError, BrokenPipeError):  # the parent process has ended
         while True:
             first, count, names = asked.recv()
             tally, found = Tally(), list[Failure]()
@@ -157,7 +156,7 @@ def work(asked: Connection) -> None:
 
 
 class _Worker:
-    """A process, what it was asked, and how much it has answered."""
+    """A worker process, the cases that it has now, and how many chunks it will still take."""
 
     def __init__(self) -> None:
         context = get_context("spawn")
@@ -187,7 +186,7 @@ class _Worker:
 
 
 class Night:
-    """A run: chunks that are out, what came back, and which checks are still asked."""
+    """A run: its workers, the counts and failures so far, and the checks that still run."""
 
     def __init__(self, first: int, cases: int, seconds: float) -> None:
         self.began, self.seconds = time.monotonic(), seconds
@@ -197,7 +196,7 @@ class Night:
         self.out = dict[Connection, _Worker]()
 
     def run(self, workers: int) -> None:
-        """Take cases in order until time is over, or there are no more."""
+        """Take cases in order until the time is over or no cases are left."""
         said = time.monotonic()
         while self._fill(workers):
             for connection in wait(list(self.out), timeout=1):
@@ -209,18 +208,18 @@ class Night:
                 break
 
     def say(self) -> None:
-        """How far it has come."""
+        """Print the progress."""
         done, busy = self.tally.sections["cases"]["drawn"], sum(self.tally.sections["milliseconds of a core"].values()) / 1000
         rate = f"{done / (time.monotonic() - self.began):.0f} a second, {done / max(busy, 0.001):.0f} per second of a core"
         print(f"{done:,} cases, {rate}; failing: {', '.join(self.failed) or 'none'}", flush=True)  # noqa: T201
 
     @property
     def undone(self) -> int:
-        """The first case that nothing was said of yet."""
+        """The first case without a result."""
         return min([self.next, *(worker.first for worker in self.out.values())])
 
     def _fill(self, workers: int) -> bool:
-        """Ask as many processes as there may be, new ones where there are none; whether any is asked."""
+        """Start workers up to the limit; return whether any is running."""
         while self.next < self.stop and len(self.out) < workers and self.names:
             self._ask(_Worker())
         return bool(self.out)
@@ -247,7 +246,7 @@ class Night:
 
 
 def run(first: int, cases: int, seconds: float, workers: int) -> int:
-    """A night; the exit status."""
+    """Run the cases, print the results, and return the exit code."""
     night = Night(first, cases, seconds)
     try:
         night.run(workers)
@@ -265,7 +264,7 @@ def run(first: int, cases: int, seconds: float, workers: int) -> int:
 
 
 def main() -> int:
-    """Read the command line."""
+    """Read the command line, run the cases or one case, and return the exit code."""
     reading = argparse.ArgumentParser(prog="python -m tests.properties.nightly", description=__doc__)
     reading.add_argument("--cases", type=int, default=1_000_000, help="how many at most")
     reading.add_argument("--seconds", type=float, default=8 * 3600, help="how long at most")

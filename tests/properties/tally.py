@@ -1,4 +1,4 @@
-"""What was asked in a night, and of what: counts that two processes can add up, and that do not grow with the number of cases."""
+"""Counts the checks and jobs of a night. Processes can add up their counts, whose size does not grow with the number of cases."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ if TYPE_CHECKING:
     from zeroplan import JobSpec
     from zeroplan.spec.base import Spec
 
-#: Different reasons of one section that are told apart; the rest are counted together.
+#: How many different reasons a section counts; it counts further ones together.
 MOST_REASONS = 300
 _OTHERS = "others"
 _NUMBER = re.compile(r"(?<![\w.-])-?[0-9][0-9,.]*(e\+?[0-9]+)?")
 
 
 class Tally:
-    """Sections of counts: of checks that held, were not asked and why, of draws that were none and why, of what was drawn."""
+    """Counts by section: checks that held, checks that did not apply with the reason, failed draws with the reason, and choices."""
 
     def __init__(self) -> None:
         self.sections: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def count(self, section: str, what: str, times: int = 1) -> None:
-        """Count once more; numbers in a reason are left out, so that it is the same one for every job."""
+        """Add to a count; beyond ``MOST_REASONS`` names of a section, add to "others"."""
         counts = self.sections[section]
         counts[what if what in counts or len(counts) < MOST_REASONS else _OTHERS] += times
 
     def reason(self, section: str, text: str) -> None:
-        """Count a sentence that has a job's numbers in it."""
+        """Count a reason with its numbers replaced by N, so that it is the same for every job."""
         self.count(section, _NUMBER.sub("N", text)[:150])
 
     def add(self, other: Tally) -> None:
-        """Take over what another process counted."""
+        """Add the counts of another process."""
         for section, counts in other.sections.items():
             for what, times in counts.items():
                 self.count(section, what, times)
 
     def lines(self) -> Iterator[str]:
-        """Everything, the frequent first."""
+        """Yield all counts as lines; in each section the most frequent come first."""
         for section, counts in sorted(self.sections.items()):
             yield f"\n{section} ({sum(counts.values()):,})"
             for what, times in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
@@ -48,7 +48,7 @@ class Tally:
 
 
 def kinds(job: JobSpec) -> Iterator[tuple[str, str]]:
-    """Which of every choice there is this job has: the section and the choice."""
+    """Yield the choices of a job: the section and the choice."""
     recipe, model, mesh = job.recipe, job.model, job.mesh
     ways = [way for way in ("tp", "cp", "pp", "ep", "dp_replicate") if getattr(mesh, way) > 1]
     yield "drawn: engine and stage", f"{recipe.engine} {recipe.zero_stage}"
@@ -74,7 +74,7 @@ def _trained(job: JobSpec) -> str:
 
 
 def _choices(spec: Spec, engine: str, path: str = "") -> Iterator[tuple[str, object]]:
-    """Words and switches as they are, of numbers whether they were said at all, and of options those of the job's engine."""
+    """Yield a spec's fields with their strings and booleans; numbers only as "a number"; options only of the job's engine."""
     for field in fields(spec):
         value = getattr(spec, field.name)
         if hasattr(value, "check_rules"):

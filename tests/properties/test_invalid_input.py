@@ -1,4 +1,4 @@
-"""Broken input of every kind is answered, or refused in one line; what it may cost is bounded."""
+"""Broken input of every kind gets an answer or a refusal in one line, within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.properties.invalid import KINDS, asked, refuses, written
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.reuse, Phase.generate))
 @given(case=st.integers(0, 2**48))
-def test_whatever_is_broken_is_refused_in_one_line(case: int):
+def test_broken_input_gets_an_answer_or_one_line(case: int):
     refuses(case)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_broken_was_whole(kind: str):
-    """Else nothing behind the first refusal would be tried."""
+def test_input_is_valid_before_it_is_broken(kind: str):
+    """If it were invalid already, zeroplan would refuse it before it reads the broken part."""
     codes = set[object]()
     for number in range(3):
         name, data, command = KINDS[kind](Random(number))  # noqa: S311  nothing secret is drawn

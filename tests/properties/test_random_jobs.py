@@ -1,6 +1,6 @@
-"""What holds for every job, asked of random ones: every check of :mod:`tests.properties.checks` of some hundred jobs.
+"""Runs every check of :mod:`tests.properties.checks` on 200 random jobs.
 
-All checks are asked of one job after the other, as in the night, since they share its estimate.
+All checks of one job run before the next job, as at night, because they share its estimate.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from tests.properties.checks import CHECKS
 from tests.properties.nightly import INVALID, Night, drawn, failures, held, told
 from tests.properties.tally import MOST_REASONS, Tally
 
-#: Cases of a test, of which there are several, so that processes share them out.
+#: Cases of one test. There are four tests, so that several pytest processes share the work.
 CASES = 50
 
 
 @pytest.mark.parametrize("first", range(0, 4 * CASES, CASES))
-def test_they_hold(first: int):
+def test_every_check_holds(first: int):
     tally = Tally()
     failing = [failure for case in range(first, first + CASES) for failure in failures(case, CHECKS, tally)]
     assert not failing, "\n\n".join(map(told, failing))
@@ -37,7 +37,7 @@ def test_a_failing_case_is_printed_as_a_command(monkeypatch: pytest.MonkeyPatch)
     assert "too much" in told
 
 
-def test_a_check_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch):
+def test_an_endless_check_is_stopped(monkeypatch: pytest.MonkeyPatch):
     def goes_on(*_: object) -> None:
         while True:
             pass
@@ -47,7 +47,7 @@ def test_a_check_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch):
     assert "TooLong" in str(held(7, ("adds-up",)))
 
 
-def test_what_is_counted_is_the_same_for_every_job_and_does_not_grow():
+def test_counts_have_no_numbers_of_jobs_and_a_limited_size():
     one, other = Tally(), Tally()
     one.reason("refused", "tp=4 does not divide 1,234 heads")
     other.reason("refused", "tp=8 does not divide 7 heads")
@@ -59,11 +59,11 @@ def test_what_is_counted_is_the_same_for_every_job_and_does_not_grow():
     assert sum(one.sections["names"].values()) == 2 * MOST_REASONS
 
 
-def test_a_case_names_the_same_job_for_good():
+def test_a_case_always_draws_the_same_job():
     assert strategies.job(drawn(11)) == strategies.job(drawn(11)) != strategies.job(drawn(12))
 
 
-def test_a_night_counts_what_its_processes_asked(capsys: pytest.CaptureFixture[str]):
+def test_a_night_adds_up_the_counts_of_its_processes(capsys: pytest.CaptureFixture[str]):
     night = Night(0, 8, 60.0)
     night.names = ["stages-agree-on-one-rank", INVALID]
     night.run(1)

@@ -1,4 +1,4 @@
-"""The random jobs draw from the whole space: every field of every description, so that one added later is not forgotten."""
+"""Random jobs vary every field of every spec. If you add a field, this test fails until the jobs draw it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroplan.spec.base import Spec
 from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.profile import Profile
 
-#: Fields with one value only, and those that a workflow alone sets.
+#: Fields with only one value, and fields that only workflows set.
 CONSTANT = {
     "Profile.schema_version",
     "ModelSpec.head_rows",
@@ -26,7 +26,7 @@ DRAWN = 2000
 
 
 def _seen(value: object, found: defaultdict[str, set[str]]) -> None:
-    """Take down what every field has, as far as it is not known to have two values."""
+    """Collect the values of every field, up to two."""
     for spec in _inside(value):
         for field in fields(spec):  # type: ignore[arg-type]
             of_field = getattr(spec, field.name)
@@ -44,21 +44,21 @@ def _inside(value: object) -> list[Spec]:
 
 
 def _named(hint: object) -> set[type[Spec]]:
-    """The descriptions that a type names."""
+    """Return the spec classes in a type annotation."""
     if isinstance(hint, type) and issubclass(hint, Spec):
         return {hint}
     return {one for inner in getattr(hint, "__args__", ()) for one in _named(inner)}
 
 
 def _every(spec: type[Spec]) -> set[type[Spec]]:
-    """The descriptions that a job can have in it."""
+    """Return a spec class and all spec classes in its fields."""
     inner = {one for hint in get_type_hints(spec).values() for one in _named(hint)} - {spec}
     return {spec}.union(*(_every(one) for one in inner))
 
 
 def test_every_field_is_drawn_with_more_than_one_value():
     found = defaultdict[str, set[str]](set)
-    profiles = set[object]()  # large ones, of which there are few
+    profiles = set[object]()  # profiles are large, and there are few: each is read once
     some = (strategies.job(drawn(case)) for case in range(DRAWN))
     for job in chain(some, (strategies.job(drawn(case), ["megatron"]) for case in range(DRAWN // 3))):
         if job.model.profile is None or job.model.profile not in profiles:
@@ -69,7 +69,7 @@ def test_every_field_is_drawn_with_more_than_one_value():
     assert {name for name, values in found.items() if len(values) < 2} == CONSTANT
 
 
-def test_every_way_to_split_is_drawn_and_every_schedule():
+def test_every_split_and_every_schedule_is_drawn():
     found, schedules = set[tuple[str, ...]](), set[str | None]()
     for case in range(DRAWN):
         job = strategies.job(drawn(case))

@@ -1,4 +1,4 @@
-"""What pages show of replays: how many lie in the band of what is reserved, and how much room a job needs on a full card."""
+"""Tables of allocator replays: how many are inside the predicted range, and how much memory a job needs on a full GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from zeroplan.measurement import SETTINGS
 
 
 def reserved() -> str:
-    """How many replays lie in the band of what is reserved, how many in one derived without them, and how wide the band is."""
+    """Return how many replays are inside the range of reserved memory, and how wide the range is.
+
+    A second count is for a range derived from other jobs.
+    """
     rows = [
         (f"{key[0]} {key[1]}", settings.replace("_", " "), f"{of}", _share(inside, of), _share(unseen, of), f"{width:.0%}")
         for settings in SETTINGS
@@ -28,7 +31,7 @@ def _share(count: int, of: int) -> str:
 
 
 def pressed() -> str:
-    """The smallest room in which jobs ran, over their peak."""
+    """Return the smallest memory in which jobs ran, relative to their peak."""
     found = [one for one in seen(stored.ROOMS) if one.pressed is not None]
     rows = []
     for settings in SETTINGS:
@@ -38,7 +41,7 @@ def pressed() -> str:
 
 
 def replayed() -> str:
-    """How near replays of predicted steps are to those of recorded ones."""
+    """Return the differences between replays of predicted steps and of recorded steps."""
     rows = [
         (
             engine, settings.replace("_", " "), f"{one.jobs}", f"{one.median / 10_000:.3f} %", f"{one.near / 10:.1f} %",

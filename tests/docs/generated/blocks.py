@@ -1,4 +1,4 @@
-"""Tables of what the model itself costs: what a block saves, its backward, the way to the loss."""
+"""Tables of the model's own memory: what a block saves, its backward, and the head with the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.recipe import Loss
     from zeroplan.transformer.blocks import BlockPass
 
-#: A model of each family and the family's name, in the order of the page.
+#: One model of each family, with the family's name, in the order of the page.
 FAMILIES = {
     "llama-3.1-8b": "Llama", "mistral-7b-v0.3": "Mistral", "qwen2.5-7b": "Qwen2", "qwen3-8b": "Qwen3", "phi-3-mini": "Phi-3",
     "gemma-2-9b": "Gemma 2", "gemma-3-4b": "Gemma 3", "gpt2-xl": "GPT-2", "pythia-6.9b": "GPT-NeoX", "opt-6.7b": "OPT",
@@ -35,7 +35,7 @@ _KIND = {"dense": "dense", "moe": "of experts", "local": "with a sliding window"
 
 class _Block(NamedTuple):
     title: str
-    """Which kind of block, in words."""
+    """The kind of block, in words."""
     of: BlockPass
 
 
@@ -50,7 +50,7 @@ def _blocks(job: JobSpec) -> list[_Block]:
 
 
 def saved() -> str:
-    """What one block of every family keeps for its backward, by recomputation; families that keep alike stand together."""
+    """Return what a block of each family keeps for its backward, by recomputation; families with equal tables share one."""
     sources = Sources()
     tables: dict[str, list[str]] = {}
     for model, family in FAMILIES.items():
@@ -62,7 +62,7 @@ def saved() -> str:
 
 
 def _kept(block: BlockPass, sources: Sources) -> str:
-    """Every tensor once, and under which recomputation it is kept."""
+    """Return a table of the block's tensors, and under which recomputation each is kept."""
     kept = {"none": block.saved, "selective": block.selective, "full": block.checkpoint}
     every = {(line.reason, line.formula, line.source): line for some in kept.values() for line in some}
     rows = []
@@ -77,7 +77,7 @@ def _same(one: Line, other: Line) -> bool:
 
 
 def autocast(model: str) -> str:
-    """What differs in a block's saved tensors under autocast, as DDP runs it."""
+    """Return the differences in a block's saved tensors under autocast, which DDP uses."""
     plain, cast = (_blocks(_job(model, engine=engine, stage=0))[0].of.saved for engine in ("deepspeed", "ddp"))
     here = {line.reason: line.formula for line in plain}
     element = {"deepspeed": "16-bit weights", "ddp": "autocast"}
@@ -98,7 +98,10 @@ def autocast(model: str) -> str:
 
 
 def backward(model: str) -> str:
-    """The points of a block's backward at which memory can peak: what flows and passes, and how much of the saved is left."""
+    """Return the points of a block's backward at which memory can peak.
+
+    Each has its gradients and temporaries, and the number of saved tensors still alive.
+    """
     sources = Sources()
     parts = []
     for block in _blocks(_job(model)):
@@ -130,7 +133,7 @@ def _both_once(rows: list[tuple[str, ...]]) -> list[Sequence[str]]:
 
 
 def loss(name: Loss) -> str:
-    """What head and loss take: in forward, and at each point of the backward as far as the final norm."""
+    """Return the memory of the head and the loss: in the forward, and at each point of the backward down to the final norm."""
     job = _job("llama-3.1-8b")
     head = head_pass(job.model, compute_of(job.recipe), BatchSpec(micro_batch_size=1, seq_len=_TOKENS), loss=name)
     sources = Sources()
@@ -149,14 +152,14 @@ def _passing(some: tuple[Line, ...]) -> tuple[Line, ...]:
 
 
 def outside() -> str:
-    """What is alive outside the blocks through a whole pass."""
+    """Return the tensors outside the blocks that stay alive during the whole forward, some of them to the end of the backward."""
     job = _job("llama-3.1-8b")
     head = head_pass(job.model, compute_of(job.recipe), BatchSpec(micro_batch_size=1, seq_len=_TOKENS))
     return lines((*head.shared, *head.forward, *head.first_input))
 
 
 def legend_of_the_model() -> str:
-    """The symbols of the model's formulas, with their numbers for two models."""
+    """Return the symbols of the model's formulas, with their values for two models."""
     answers = [_job(model) for model in ("llama-3.1-8b", "deepseek-v3")]
     values = [legend(job.model, compute_of(job.recipe), BatchSpec(micro_batch_size=1, seq_len=_TOKENS)) for job in answers]
     common = [

@@ -1,4 +1,4 @@
-"""The command line, from the program that reads it."""
+"""The reference of the command line, from zeroplan's own Typer application."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from zeroplan.cli.job_flags import FLAGS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: The flags that describe a job, which many commands share: they stand once.
+#: The parameters that describe a job. Many commands share them, so that the page lists them once.
 _OF_A_JOB = frozenset({"job_file", "settings", "help_all", *(flag.field for flag in FLAGS)})
 
 
 def commands() -> str:
-    """Every command with its arguments and flags."""
+    """Return a section for every command, with its arguments and flags."""
     return "\n".join(_section(names, command) for names, command in _all())
 
 
 def job_flags() -> str:
-    """The flags that describe a job, as `zeroplan estimate` takes them."""
+    """Return the table of flags that describe a job, from `zeroplan estimate`."""
     estimate = dict(_all())["estimate",]
     return _flags([parameter for parameter in estimate.params if parameter.name in _OF_A_JOB])
 
 
 def paths() -> list[str]:
-    """Every command as it is called."""
+    """Return the name of every command and subcommand."""
     return [" ".join(names) for names, _ in _all()]
 
 

@@ -1,4 +1,4 @@
-"""The job that the tables are of, and its variants."""
+"""The example job of the tables, and its variants."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ SAID = {"model": "llama-3.1-8b", "gpus": 8, "seq_len": 4096, "gpu": "h100-sxm-80
 
 
 def example(**said: object) -> Estimate:
-    """The answer to the example job, or to one that differs from it as is said."""
+    """Return the estimate of the example job, with these settings changed."""
     return estimate(job(**{**SAID, **said}))  # type: ignore[arg-type]  # job checks every field
 
 
 def of(engine: str, stage: str | int, **said: object) -> Estimate:
-    """The answer to the example job under an engine and a stage."""
+    """Return the estimate of the example job under an engine and a stage."""
     return example(engine=engine, stage=int(stage), **said)
 
 
 def title(engine: str, stage: str | int) -> str:
-    """An engine and stage in words, as people call them."""
+    """Return the usual name of an engine and stage."""
     name = ENGINE_STAGES[engine][int(stage)]  # type: ignore[index]  # the keys are literals
     return name if str(stage) in name or engine == "ddp" else f"{name}, stage {stage}"

@@ -1,4 +1,4 @@
-"""The layers of the package, from the contract that holds them and from what each module says of itself."""
+"""The table and the drawing of the package's layers, from the import contract and the modules' docstrings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXT = 'font-family="ui-sans-serif, system-ui, sans-serif" font-size="14" text-
 
 
 def table_of_layers() -> str:
-    """The layers with what each module answers, from the first sentence of its docstring."""
+    """Return the table of layers, with the first sentence of each module's docstring."""
     rows = [("" if at else "↓", code(name), _first_sentence(name)) for layer in _layers() for at, name in enumerate(layer)]
     return table(("", "module", "what it answers"), rows)
 
@@ -36,7 +36,7 @@ def _first_sentence(module: str) -> str:
 
 
 def drawing() -> str:
-    """The layers as boxes, those that may be strangers to each other side by side."""
+    """Return the layers as an SVG of boxes; modules of one layer are side by side."""
     rows = _layers()
     height = _ROW * len(rows) + 2 * _MARGIN
     boxes = "\n".join(_row(at, names) for at, names in enumerate(rows))

@@ -1,4 +1,4 @@
-"""Tables of an estimate's lines: states, moments, what is alive at them, symbols, collectives."""
+"""Tables of an estimate: its model states, moments with the tensors alive at them, symbols and collectives."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from zeroplan import Estimate, Line, Moment
 
-#: What a model brings along whatever the engine: it has pages of its own.
+#: Kinds that depend on the model and not on the engine; other pages describe them.
 OF_THE_MODEL = (Kind.ACTIVATIONS, Kind.LOGITS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY, Kind.WORKSPACE)
 
 
 def lines(some: Iterable[Line]) -> str:
-    """Lines with their formulas, sizes and sources."""
+    """Return a table of lines with their formulas, sizes and sources."""
     sources = Sources()
     rows = [
         (str(one.kind), one.reason, code(one.formula), gigabytes(int(one.n_bytes)), sources.number(one.source)) for one in some
@@ -30,7 +30,7 @@ def lines(some: Iterable[Line]) -> str:
 
 
 def states(engine: str) -> str:
-    """What an engine keeps from step to step of the model states, by stage."""
+    """Return the model states that an engine keeps between steps, by stage."""
     sources = Sources()
     rows = [
         (
@@ -48,7 +48,7 @@ def states(engine: str) -> str:
 
 
 def moments(engine: str, stage: str) -> str:
-    """The named moments of a step, what the engine itself has alive at them, and the symbols of its formulas."""
+    """Return the named moments of a step, the engine's own tensors alive at them, and the symbols of their formulas."""
     answer = of(engine, stage)
     numbered = _numbered(answer)
     sources = Sources()
@@ -78,7 +78,7 @@ the moment.
 
 
 def _numbered(answer: Estimate) -> list[tuple[int, list[Moment]]]:
-    """Moments by number; neighbours of one name, which differ in the layer they are of, have one."""
+    """Return the moments with numbers; consecutive moments of one name, for different layers, share a number."""
     grouped = [list(found) for _, found in groupby(answer.moments, key=lambda moment: moment.name)]
     return list(enumerate(grouped, 1))
 
@@ -88,7 +88,7 @@ def _moments(numbered: list[tuple[int, list[Moment]]]) -> list[tuple[int, str, s
 
 
 class _Alive(NamedTuple):
-    """A line wherever it is alive, its formulas taken together where they differ in a plain number."""
+    """A line with all moments at which it is alive; formulas that differ only in a count are one line."""
 
     kind: Kind
     reason: str
@@ -111,7 +111,7 @@ def _alive(numbered: list[tuple[int, list[Moment]]]) -> list[tuple[str, _Alive]]
 
 
 def _without_counts(formula: str) -> str:
-    """A formula with n where it has a count that no symbol stands for."""
+    """Return a formula with ``n`` for every number of four or more digits, which no symbol names."""
     return _COUNT.sub("n", formula)
 
 
@@ -130,13 +130,13 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def symbols(answer: Estimate) -> str:
-    """The symbols of an engine's own formulas, with their numbers in the example."""
+    """Return the symbols of an engine's formulas, with their values in the example."""
     rows = [(code(symbol.name), symbol.meaning, f"{int(symbol.value):,}") for symbol in answer.symbols]
     return table(("symbol", "what", "here:"), rows)
 
 
 def traffic() -> str:
-    """What one GPU sends per step, by engine."""
+    """Return the collectives of a step, and the bytes that one GPU sends, by engine."""
     sources = Sources()
     rows = [
         (title(engine, stage), code(one.operation), one.what, one.when, f"{one.calls}", gigabytes(int(one.n_bytes)),
@@ -150,7 +150,7 @@ def traffic() -> str:
 
 
 def volumes() -> str:
-    """What a step sends against plain data parallelism."""
+    """Return the bytes that a step sends, and the ratio to plain data parallelism, by engine."""
     rows = []
     for engine, stage in (*(("paper", stage) for stage in range(4)), *STAGES):
         sent = of(engine, stage).traffic

@@ -1,4 +1,4 @@
-"""Which function makes which part of a page."""
+"""Lists the function that makes each generated part of a page."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ PARTS: dict[str, Callable[..., str]] = {
 
 @cache
 def made(name: str, *arguments: str) -> str:
-    """A part of a page, as it ought to be today."""
+    """Return a generated part of a page."""
     return "\n" + PARTS[name](*arguments)

@@ -1,4 +1,4 @@
-"""Tables, lists and numbers as the pages write them."""
+"""Writes tables, lists and numbers as Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; columns whose name ends in a colon are set to the right, and lose it."""
+    """Return a table. A colon at the end of a column's name aligns the column to the right, and is not printed."""
     rules = ["---:" if name.endswith(":") else "---" for name in head]
     named = [name.removesuffix(":") for name in head]
     return (
@@ -19,19 +19,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def code(text: str) -> str:
-    """A text in the letters of a machine; nothing stays nothing. A table's own sign has to be said in another way."""
+    """Return a text as code, or an empty string. A text with ``|`` needs HTML, since ``|`` divides the cells of a table."""
     if "|" in text:
         return f"<code>{escape(text).replace('|', '&#124;')}</code>"
     return f"`{text}`" if text else ""
 
 
 def gigabytes(n_bytes: int) -> str:
-    """GB (10^9 bytes)."""
+    """Return a size in GB (10^9 bytes), without the unit."""
     return "<0.01" if 0 < n_bytes < 5_000_000 else f"{n_bytes / 1e9:,.2f}"
 
 
 def once(rows: Iterable[Sequence[str]]) -> list[Sequence[str]]:
-    """Rows in which the first cell stands only where it changes."""
+    """Return the rows, with the first cell empty if it equals the one above."""
     before, kept = None, []
     for first, *rest in rows:
         kept.append(("" if first == before else first, *rest))
@@ -40,27 +40,27 @@ def once(rows: Iterable[Sequence[str]]) -> list[Sequence[str]]:
 
 
 def prose(text: str) -> str:
-    """A text from elsewhere, whose stars and brackets are no markup; what stands between backquotes stays."""
+    """Return a text with ``*`` and ``<`` escaped, except between backquotes."""
     parts = text.split("`")
     return "`".join(part if at % 2 else part.replace("*", r"\*").replace("<", "&lt;") for at, part in enumerate(parts))
 
 
 def one_line(text: str | None) -> str:
-    """A docstring's first paragraph on one line, its double backquotes made single."""
+    """Return a docstring's first paragraph on one line, with single instead of double backquotes."""
     return prose(" ".join((text or "").partition("\n\n")[0].split()).replace("``", "`"))
 
 
 class Sources:
-    """The places that lines of a table come from, by number."""
+    """Numbers the sources of a table's lines."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without sources."""
         self._numbers: dict[str, int] = {}
 
     def number(self, source: str) -> str:
-        """A source's number, a new one where it has none; nothing for no source."""
+        """Return the number of a source, which is a new one if the source is new; return an empty string for no source."""
         return str(self._numbers.setdefault(source, len(self._numbers) + 1)) if source else ""
 
     def listed(self) -> str:
-        """Every source behind its number."""
+        """Return the numbered list of sources."""
         return "\n".join(["Sources:", "", *(f"{number}. {code(source)}" for source, number in self._numbers.items()), ""])

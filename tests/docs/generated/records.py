@@ -1,4 +1,4 @@
-"""What pages show of the records: how true the estimate is."""
+"""Tables of the errors of estimates, compared with stored records and published figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PUBLISHED = Path(__file__).parents[2] / "on_gpus" / "published.toml"
 
 
 def truth() -> str:
-    """What the estimate and the simulator were compared with, in how many jobs, and how far they were off."""
+    """Return the table of what the estimate and the simulator were compared with, in how many jobs, and their errors."""
     rows = [_engines(), *_on_our_card(), *_published(), *_on_gpus()]
     return table(("compared", "with", "jobs:", "error of the peak"), rows)
 
@@ -39,7 +39,7 @@ _TENTH = 0.001
 
 
 def _on_our_card() -> Iterator[tuple[str, ...]]:
-    """The kept records of real GPUs: the estimate, and the replay of its requests, beside the allocator's own counts."""
+    """Yield the rows for the records of real GPUs: the errors of the estimate, and of the replay of its requests."""
     records = [one.record for one in seen() if one.record is not None]
     peaks = [compare_with_estimate(record).peak.error for record in records]
     yield ("`zeroplan estimate`", _CARD, f"{len(peaks)}", _spread(peaks))
@@ -75,7 +75,7 @@ def _published() -> Iterator[tuple[str, ...]]:
 
 
 def _on_gpus() -> Iterator[tuple[str, ...]]:
-    """The plain estimate of every source that publishes many runs."""
+    """Yield a row for every source that publishes more than 20 runs: the error of the plain estimate."""
     for source in sources():
         errors = [one.error for one in source.figures if one.how == ESTIMATE]
         if len(errors) > 20:
@@ -85,7 +85,7 @@ def _on_gpus() -> Iterator[tuple[str, ...]]:
 
 
 def megatron_runs() -> str:
-    """How far engine megatron is off the peaks of Megatron-LM's own tests, by kind of model and GPU."""
+    """Return the errors of engine megatron for the peaks of Megatron-LM's own tests, by model type and GPU."""
     held, _ = megatron_golden.score(megatron_golden.kept())
     head = (
         "model",
@@ -103,7 +103,7 @@ def megatron_runs() -> str:
 
 
 def megatron_refused() -> str:
-    """Which of those runs are no jobs of engine megatron, and why."""
+    """Return why engine megatron refuses some of those runs, and how many."""
     _, refused = megatron_golden.score(megatron_golden.kept())
     return table(("why", "runs:"), [(reason, str(count)) for reason, count in sorted(refused.items(), key=lambda one: -one[1])])
 
@@ -114,7 +114,7 @@ def _scored() -> list[throughput.Scored]:
 
 
 def card_times() -> str:
-    """The step times of our own card, quickest and median, and what the clock says."""
+    """Return the measured step times of our GPU, fastest and median, with the predicted time and its error."""
     heads = ("job", "fastest, s:", "median, s:", "predicted, s:", "error:", "")
     return table(heads, [
         (one.name, f"{one.quickest:.3f}", f"{one.middle:.3f}", f"{one.predicted:.3f}", f"{one.error:+.0%}",
@@ -124,7 +124,7 @@ def card_times() -> str:
 
 
 def step_times() -> str:
-    """How far predicted steps are from published ones, by what they are grouped by."""
+    """Return the errors of predicted step times for published ones, by group."""
     heads = ("by", "", "rows:", "median of the error:", "90 in 100 within:", "signed median:")
     return table(heads, [
         (kind, name, str(count), f"{middle:.1%}", f"{wide:.1%}", f"{signed:+.1%}")
@@ -133,7 +133,7 @@ def step_times() -> str:
 
 
 def step_pairs() -> str:
-    """How often the quicker of two published layouts is told."""
+    """Return how often zeroplan predicts which of two published layouts is faster, by the setting that differs."""
     found = _scored()
     held = [one for one in found if throughput.half_of(one.case.row) == "held"]
     halves = throughput.pairs(found), throughput.pairs(held)

@@ -1,4 +1,4 @@
-"""Tables of dry runs: the programs that run, and answers from one run beside other runs; from what their commands keep."""
+"""Tables of dry runs, from stored rows: the surveyed programs, and predictions from one run compared with another run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.dryrun.survey import kept, programs
 
 
 def table_of_programs() -> str:
-    """What each program took, its time and the memory of the machine that it ran on; in the order of the survey."""
+    """Return each program's peak, its time and the host memory of its dry run, in the order of the survey."""
     found = {row["name"]: row for row in kept()}
     head = ("program", "packages", "GPUs:", "peak [MiB]:", "reserved [MiB]:", "seconds:", "host [GiB]:")
     return table(head, [_row(found[program.name]) for program in programs() if program.name in found])
@@ -25,7 +25,7 @@ def _row(row: dict[str, object]) -> tuple[str, ...]:
 
 
 def table_of_answers() -> str:
-    """What an answer from a run says of another run, and what a dry run of that one has."""
+    """Return the peaks that saved runs predict for other runs, and the peaks of dry runs of those."""
     head = ("script", "run", "predicted run", "predicted [MiB]:", "dry run [MiB]:", "difference:")
     return table(head, [_answer(row) for row in asked.kept()])
 

@@ -1,4 +1,4 @@
-"""Tables of the optimizer's step, of what a device takes, and of a step's time."""
+"""Tables of optimizers, of memory outside the model, and of the time of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeroplan.units import GIB
 
 
 def optimizers() -> str:
-    """What every optimizer keeps and what its step takes, in each of its implementations, tensors unsharded."""
+    """Return the states and the step's temporaries of every optimizer and implementation, without sharding."""
     sources, rows = Sources(), []
     for name, implementations in IMPLEMENTATIONS.items():
         for implementation in implementations:
@@ -45,7 +45,7 @@ def optimizers() -> str:
 
 
 def optimizer_symbols() -> str:
-    """The counts that the optimizers' formulas are written in."""
+    """Return the symbols of the optimizers' formulas."""
     found = {}
     for name, implementations in IMPLEMENTATIONS.items():
         for implementation in implementations:
@@ -54,7 +54,7 @@ def optimizer_symbols() -> str:
     return table(("symbol", "what"), [(code(name), meaning) for name, meaning in found.items()])
 
 
-#: Options of the jobs in the page's table on lower precision, added to the example's.
+#: Settings that each row of the table on lower precision adds to the example.
 _LESS: tuple[dict[str, str], ...] = (
     {},
     {"optimizer": "torchao-adamw-8bit"},
@@ -72,7 +72,7 @@ _LESS_ON_ONE: tuple[dict[str, str], ...] = (
 
 
 def less_precision() -> str:
-    """What lower precision saves: the example under FSDP2 with recomputation, and Llama 3.2 1B on one GPU."""
+    """Return what lower precision saves, for the example under FSDP2 and for Llama 3.2 1B on one GPU, both with recomputation."""
     rows = []
     for where, options, common in (
         ("8B on 8 GPUs, FSDP2", _LESS, {"engine": "fsdp2", "stage": 3}),
@@ -89,7 +89,7 @@ def less_precision() -> str:
 
 
 def workspaces() -> str:
-    """What libraries keep on a GPU, by its generation."""
+    """Return the workspaces that libraries keep on a GPU, for four GPUs."""
     sources, rows = Sources(), []
     for gpu in ("a100-sxm-80gb", "h100-sxm-80gb", "mi250x-gcd-64gb", "mi300x-192gb"):
         line = workspace_line(gpu_named(gpu))
@@ -98,7 +98,7 @@ def workspaces() -> str:
 
 
 def outside_the_allocator() -> str:
-    """Bands of what the card gives and the allocator does not see."""
+    """Return the ranges of GPU memory that is used outside torch's allocator."""
     rows = [
         (one.what, *(gigabytes(int(size)) for size in one.band), one.source)
         for one in (*outside(MeshSpec(dp_shard=8)), *outside(MeshSpec(dp_shard=8, dp_replicate=2))[1:])
@@ -107,7 +107,7 @@ def outside_the_allocator() -> str:
 
 
 def device_figures() -> str:
-    """Figures that were seen on a GPU, with where."""
+    """Return the figures that were measured on GPUs, with their sources."""
     rows = [
         (one.what, ", ".join(map(code, one.gpus)), _size(one.what, one.value), one.where, one.source) for one in figures()
     ]  # fmt: skip
@@ -119,7 +119,7 @@ def _size(what: str, value: int) -> str:
 
 
 def bands() -> str:
-    """What the allocator reserves of the example, by engine."""
+    """Return the memory that the allocator reserves for the example, by engine."""
     rows = []
     for engine, stage in STAGES:
         answer = example(engine=engine, stage=stage)
@@ -128,7 +128,7 @@ def bands() -> str:
 
 
 def parts_of_a_step(engine: str, stage: str) -> str:
-    """The parts of the example's step and what each is worked out from."""
+    """Return the parts of the example's step time, and how each is computed."""
     job = example(engine=engine, stage=int(stage)).job
     account = engine_module(job.recipe.engine).account(job.model, job.recipe, job.mesh, job.batch)
     sources = Sources()
@@ -142,7 +142,7 @@ def parts_of_a_step(engine: str, stage: str) -> str:
 
 
 def shares() -> str:
-    """How much of a data sheet's rates a step is taken to reach."""
+    """Return the shares of data-sheet rates that zeroplan assumes a step reaches."""
     rows = [
         (f"{name}: {what}", f"{share:.0%}", of, efficiency(name).source)
         for name in ("Ampere", "Hopper", "Blackwell")

@@ -1,4 +1,4 @@
-"""Tables of the names that the program uses, from the classes that define them."""
+"""Tables of zeroplan's names and their meanings, from the classes that define them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _CHOICES = {"--precision": Precision, "--recompute": Recompute, "--attention": A
 
 
 def documented(kind: type) -> dict[str, str]:
-    """What stands in a string below each name of a class: its meaning."""
+    """Return the meanings of a class's names: the strings written below them."""
     body = _body(kind)
     found = {}
     for named, text in pairwise(body):
@@ -62,18 +62,18 @@ def documented(kind: type) -> dict[str, str]:
 
 
 def kinds() -> str:
-    """The kinds of memory."""
+    """Return the table of the kinds of memory."""
     meanings = documented(Kind)
     return table(("kind", "what"), [(f"**{kind}**", meanings[kind.name]) for kind in Kind])
 
 
 def phases() -> str:
-    """The phases of a step, in words."""
+    """Return the phases of a step as a sentence."""
     return ", ".join(f"*{phase}*" for phase in Phase) + ".\n"
 
 
 def numbers() -> str:
-    """The numbers that describe a mesh and a batch."""
+    """Return the table of the numbers that describe a mesh and a batch."""
     rows = [
         (code(name), one_line(inspect.getdoc(value)))
         for kind in (Mesh, Split, Batch)
@@ -84,7 +84,7 @@ def numbers() -> str:
 
 
 def choices() -> str:
-    """The names that a recipe is said in."""
+    """Return the table of the values of a recipe's settings."""
     rows = [(code(flag), ", ".join(code(name) for name in get_args(choice))) for flag, choice in _CHOICES.items()]
     rows += [
         ("`--optimizer`", ", ".join(map(code, IMPLEMENTATIONS))),
@@ -94,7 +94,7 @@ def choices() -> str:
 
 
 def engines() -> str:
-    """The engines with their stages."""
+    """Return the table of engines and their stages."""
     rows = [
         (code(engine), f"[{name}]({_PAGES[engine]}.md)", str(stage))
         for engine, stages in ENGINE_STAGES.items()
@@ -114,12 +114,12 @@ _PAGES = {
 
 
 def options(engine: str) -> str:
-    """The options of an engine: type, default and meaning."""
+    """Return the table of an engine's options: type, default and meaning."""
     return table(("option", "type", "default", "what"), _fields(OPTIONS[engine]))
 
 
 def members(name: str) -> str:
-    """The fields, properties and methods of a public class."""
+    """Return the table of a public class's fields, properties and methods."""
     kind = getattr(zeroplan, name)
     given, worked_out = _fields(kind), list(_functions(kind))
     if not any(default for _, _, default, _ in given):
@@ -151,7 +151,7 @@ def _functions(kind: type) -> Iterator[tuple[str, ...]]:
 
 
 def meant(kind: type) -> dict[str, str]:
-    """What the fields of a class mean: where they are defined, or where a formula or a person says the same."""
+    """Return the meanings of a class's fields: from the class, from a flag's help, or from a protocol with the same names."""
     said = documented(kind)
     if kind is Request:
         flags = {flag.field: prose(flag.help) for flag in FLAGS}
@@ -162,7 +162,7 @@ def meant(kind: type) -> dict[str, str]:
 
 
 def _asked_of(protocol: type) -> dict[str, str]:
-    """What a formula may ask for, with its meaning; what it shares with others, too."""
+    """Return the meanings of a protocol's properties, inherited ones included."""
     asked = inspect.getmembers_static(protocol, lambda value: isinstance(value, property))
     return {name: one_line(inspect.getdoc(value)) for name, value in asked}
 
@@ -173,7 +173,7 @@ def _body(kind: type) -> list[ast.stmt]:
 
 
 def _type(annotation: ast.expr | None) -> str:
-    """A type as people write it: bounds of numbers left out, forward references without their quotes."""
+    """Return a type as text, without bounds of numbers and without the quotes of forward references."""
     written = "" if annotation is None else ast.unparse(annotation)
     written = written.strip("'") if isinstance(annotation, ast.Constant) else written
     return _INTEGER.sub("int", _BOUNDS.sub(r"\1", written)).replace("'", '"')
@@ -192,7 +192,7 @@ _INTEGER = re.compile(r"\b(?:Count|CountOrZero|Degree|Dimension|Int)\b")
 
 
 def engine_symbols() -> str:
-    """Every symbol that formulas of engines use beyond the model's, by engine."""
+    """Return every symbol of the engines' formulas that is not one of the model's, with the engines that use it."""
     found: dict[tuple[str, str], list[str]] = {}
     for engine, name, meaning in _symbols():
         seen = found.setdefault((name, meaning), [])
@@ -204,6 +204,6 @@ def engine_symbols() -> str:
 def _symbols() -> Iterator[tuple[str, str, str]]:
     for engine, stage in (("paper", 3), *STAGES):
         for symbol in of(engine, stage).symbols:
-            if symbol.name in ("Ψ", "N", "p"):  # they stand among the model's
+            if symbol.name in ("Ψ", "N", "p"):  # the table of the model's symbols has them
                 continue
             yield engine, symbol.name, symbol.meaning

@@ -1,4 +1,4 @@
-"""A loop of accelerate's: DDP, or FSDP2 with --fsdp; accumulation, clipping, a scheduler, a gathered loss."""
+"""A training loop with accelerate: DDP, or FSDP2 with --fsdp; gradient accumulation, clipping, a scheduler, a gathered loss."""
 
 import small_llama
 import torch

@@ -1,4 +1,4 @@
-"""Small networks under torch.compile, each as a whole; what each forward leaves for its backward goes to a file."""
+"""Trains small networks under torch.compile; writes the bytes that each forward keeps for its backward to a file."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
-    """Attention written out, and a gated layer: chains of pointwise operators between products of matrices."""
+    """Attention from single operators, and a gated layer: chains of pointwise operators between matrix products."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, a head and the loss; with ``recompute`` each block is computed again in backward."""
+    """Blocks, a head and the loss; with ``recompute`` each block is recomputed in the backward."""
 
     def __init__(self, *, recompute: bool, width: int = 128, vocab: int = 1024) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def batch(device: str, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random tokens, and the same as labels."""
+    """Return random tokens, which are also the labels."""
     tokens = torch.randint(0, 1024, (4, length), device=device)
     return tokens, tokens.clone()
 

@@ -1,4 +1,4 @@
-"""FSDP2 of eight wide Llama blocks. The command line names what is compiled (``blocks``, ``loss``), or has it ``evaluate``."""
+"""FSDP2 with eight wide Llama blocks. Arguments: ``blocks`` and ``loss`` compile these parts, ``evaluate`` adds an evaluation."""
 
 import sys
 
@@ -27,12 +27,12 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The next token's cross-entropy, in fp32."""
+    """Return the next token's cross-entropy, in fp32."""
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def batch(sequences: int) -> torch.Tensor:
-    """Random tokens."""
+    """Return random tokens."""
     return torch.randint(0, config.vocab_size, (sequences, 4096), device="cuda")
 
 

@@ -1,4 +1,4 @@
-"""DDP with autocast, a gradient scaler, clipping, a sampler and a checkpoint."""
+"""DDP with autocast, a gradient scaler, clipping, a sampler, and a saved checkpoint."""
 
 import os
 
@@ -18,7 +18,7 @@ def main() -> None:
     loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data), num_workers=2, pin_memory=True)
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.LayerNorm(1024), nn.Linear(1024, 10)).to(rank)
     wrapped = DistributedDataParallel(model, device_ids=[rank])
-    wrapped.buffers = []  # as Megatron-Core's wrapper has them
+    wrapped.buffers = []  # an attribute that Megatron-Core's wrapper has
     generator = torch.cuda.default_generators[rank]
     generator.set_state(generator.get_state())
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)

@@ -1,6 +1,6 @@
-"""DeepSpeed's pipeline of four stages that send hidden states and a mask: ``deepspeed_pipe.py FOLDER``.
+"""A DeepSpeed pipeline of four stages that send hidden states and a mask: ``deepspeed_pipe.py FOLDER``.
 
-What each rank receives into is written to a file of its own.
+Each rank writes the shapes and dtypes of its receive buffers to its own file.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A diffusion transformer of Stable Diffusion 3's kind under FSDP2, a plain loop: ``diffusion.py WIDTH LAYERS``."""
+"""A diffusion transformer like Stable Diffusion 3's, in a plain loop with FSDP2: ``diffusion.py WIDTH LAYERS``."""
 
 import os
 import sys

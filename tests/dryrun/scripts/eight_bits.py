@@ -1,4 +1,4 @@
-"""bitsandbytes' optimizer of the command line's name."""
+"""A plain loop with the bitsandbytes optimizer that the command line names."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""One expert per rank: tokens go to the experts that a router chooses by all-to-all, and come back: ``experts.py SEEN``."""
+"""A mixture of experts, one per rank: all-to-all sends tokens to the chosen experts and back: ``experts.py SEEN``."""
 
 import json
 import os
@@ -49,7 +49,7 @@ class Experts(nn.Module):
 
 
 def values():
-    """Whole numbers on the GPU, exact and unknown."""
+    """Return integers on the GPU, with known and unknown values."""
     grid = torch.tensor([[1, 4, 6], [2, 2, 2]]).cuda()
     frames = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
     total = torch.full((), 3, device="cuda")

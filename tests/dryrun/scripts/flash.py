@@ -1,4 +1,4 @@
-"""A Llama whose attention is named on the command line, or flash-attn's packed function by itself."""
+"""A Llama with the attention that the command line names; unless it is sdpa, each step also calls flash-attn's functions."""
 
 import sys
 

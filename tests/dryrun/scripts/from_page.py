@@ -1,6 +1,6 @@
-"""Runs a block of code of a documentation page: ``from_page.py PAGE WORDS ["OLD => NEW" ...]``.
+"""Runs a code block of a documentation page: ``from_page.py PAGE WORDS ["OLD => NEW" ...]``.
 
-It is the page's first block with these words, as it stands, but for what the page says to put in another's place.
+It is the first block that contains WORDS, with each OLD replaced by NEW, as the page tells its readers to do.
 """
 
 import re

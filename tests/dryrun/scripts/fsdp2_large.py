@@ -1,4 +1,4 @@
-"""A large Llama under FSDP2 in a plain loop: LAYERS WIDTH MLP VOCABULARY, or the folder of a checkpoint that is loaded first."""
+"""A large Llama under FSDP2 in a plain loop. Arguments: LAYERS WIDTH MLP VOCABULARY, or the folder of a checkpoint to load."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Muon by Keller Jordan, which gathers updated weights from all ranks, and Adam for the rest: ``keller_muon.py WIDTH LAYERS``."""
+"""Keller Jordan's Muon, which all-gathers the updated weights, and Adam for the rest: ``keller_muon.py WIDTH LAYERS``."""
 
 import os
 import sys

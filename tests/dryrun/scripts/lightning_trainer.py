@@ -1,4 +1,4 @@
-"""Lightning's Trainer with DDP, or FSDP with --fsdp; its Fabric with FSDP with --fabric."""
+"""Lightning's Trainer with DDP; with --fsdp it uses FSDP, with --fabric Lightning's Fabric and FSDP."""
 
 import lightning
 import small_llama

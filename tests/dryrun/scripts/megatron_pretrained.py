@@ -1,8 +1,8 @@
-"""Megatron-Core's BERT and T5, one micro-batch after another: what :mod:`tests.engines.test_megatron_pretrained` keeps of them.
+"""Megatron-Core's BERT and T5, for the figures that :mod:`tests.engines.test_megatron_pretrained` stores.
 
 ``pip install --no-deps megatron-core==0.16.1``, then ``zeroplan dryrun --gpus 8 --gpu a100-sxm-80gb --json --
-tests/dryrun/scripts/megatron_pretrained.py t5 4`` (or ``bert 2``: the second of two pipeline stages). Layers are Megatron's local
-ones. Its fused softmax, which exists on CUDA alone, is stood in for by one that keeps its result, as that does.
+tests/dryrun/scripts/megatron_pretrained.py t5 4`` (or ``bert 2``: the second of two pipeline stages). The layers are Megatron's
+local ones. Its fused softmax needs CUDA; the script replaces it with one that keeps its result, as the fused softmax does.
 """
 
 import sys
@@ -23,7 +23,7 @@ BATCH, ENCODER, DECODER, VOCABULARY = 4, 512, 128, 29184
 
 
 class Softmax(torch.autograd.Function):
-    """Like ``scaled_masked_softmax_cuda``."""
+    """Allocates and keeps what ``scaled_masked_softmax_cuda`` does, and computes nothing."""
 
     @staticmethod
     def forward(ctx, scores, _mask):

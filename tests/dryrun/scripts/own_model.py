@@ -1,4 +1,4 @@
-"""A model and a loop of one's own: DDP with autocast, or FSDP2; the loss outside the model, in fp32, with the logits still held."""
+"""A user's own model and loop: DDP with autocast, or FSDP2; the fp32 loss is outside the model, and the logits stay alive."""
 
 import argparse
 import os

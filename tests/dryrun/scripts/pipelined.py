@@ -1,4 +1,4 @@
-"""torch's pipeline of two stages, GPipe with four micro-batches, as torchtitan uses it: stages find out shapes by themselves."""
+"""torch's pipeline of two stages, GPipe with four micro-batches; as in torchtitan, the stages infer the shapes."""
 
 import os
 

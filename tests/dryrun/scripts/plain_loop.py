@@ -1,4 +1,4 @@
-"""A small Llama in a plain loop, under DDP with autocast or under DeepSpeed with the stage that is named."""
+"""A small Llama in a plain loop: DDP with autocast (``ddp``), or DeepSpeed with the ZeRO stage that the command line names."""
 
 import os
 import sys

@@ -14,7 +14,7 @@ model = AutoModelForCausalLM.from_pretrained(
 )
 model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-model.to("cuda")  # as accelerate does, though it is there
+model.to("cuda")  # as accelerate does, although it is on the GPU
 model.train()
 optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-4, fused=True)
 for _ in range(5):

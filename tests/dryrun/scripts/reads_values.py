@@ -1,4 +1,4 @@
-"""What scripts read from tensors: masks and counts that are known, losses and choices that are not."""
+"""Reads values from tensors: masks and counts, which a dry run knows, and losses and choices, which it does not know."""
 
 import json
 import sys

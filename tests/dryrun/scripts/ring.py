@@ -1,4 +1,4 @@
-"""ring-flash-attn in a Llama of transformers: each rank has a share of the sequences, and gathers keys and values head by head."""
+"""ring-flash-attn in transformers' Llama: each rank has a part of the tokens, and all-gathers keys and values head by head."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A plain loop over a transformers model, as the JSON file says: model, engine, precision, recomputation, optimizer, batch."""
+"""A plain loop with a transformers model; a JSON file sets the model, engine, precision, recomputation, optimizer and batch."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def with_torch() -> None:
             with cast:
                 loss = loss_of(trained)
             loss.backward()
-            del loss  # or it is alive, with its four bytes, until the next one
+            del loss  # otherwise its four bytes stay alive until the next one
         steps.step()
         steps.zero_grad()
 

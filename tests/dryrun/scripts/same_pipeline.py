@@ -1,4 +1,4 @@
-"""A plain loop over torch's pipeline of a Llama's stages under FSDP2, as the JSON file says; stages find out shapes themselves."""
+"""A plain loop with torch's pipeline of a Llama under FSDP2, set by a JSON file; the stages infer the shapes."""
 
 import json
 import os
@@ -24,7 +24,7 @@ vocab = job["config"]["vocab_size"]
 
 
 def part(number: int) -> nn.Module:
-    """A stage: some of the layers, the embedding before the first, norm and head behind the last."""
+    """A stage: some of the layers, with the embedding in the first stage, and norm and head in the last."""
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=job["attention"]).train()
     start, stop = job["cuts"][number]

@@ -1,4 +1,4 @@
-"""The model and the data that the scripts train: a Llama of a size given on the command line, and random tokens."""
+"""The model and the data that several scripts share: a Llama of the size that the command line gives, and random tokens."""
 
 import argparse
 
@@ -24,7 +24,7 @@ def model(size: argparse.Namespace) -> LlamaForCausalLM:
 
 
 class Tokens(torch.utils.data.Dataset):
-    """Rows of random tokens, as a language model's trainer takes them."""
+    """A data set of random tokens, in the form that a language model's trainer needs."""
 
     def __init__(self, size: argparse.Namespace) -> None:
         self.rows = torch.randint(0, size.vocab, (256, size.seq), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""A transformer with attention of its own, in fp32, under DDP; with --again its layers run again."""
+"""A transformer with its own attention, in fp32, under DDP; --again recomputes its layers in the backward."""
 
 import os
 import sys

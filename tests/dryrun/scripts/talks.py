@@ -1,6 +1,6 @@
-"""Two ranks that tell each other numbers and objects, and train four stages of unlike widths: ``talks.py FOLDER``.
+"""Two ranks that send each other numbers and objects, and train four stages of different widths: ``talks.py FOLDER``.
 
-Runs with real tensors over gloo as well. What each rank heard is written to a file of its own.
+It also runs with real tensors over gloo. Each rank writes what it received to its own file.
 """
 
 import json
@@ -22,7 +22,7 @@ WIDTHS = (16, 48, 32, 64, 8)
 
 
 def in_a_batch(numbers: torch.Tensor) -> list[int]:
-    """What the rank before sends at the same time."""
+    """Send numbers to the next rank and receive those of the previous one, in one batch."""
     heard = torch.empty_like(numbers)
     for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, heard, before), dist.P2POp(dist.isend, numbers, after)]):
         work.wait()
@@ -30,7 +30,7 @@ def in_a_batch(numbers: torch.Tensor) -> list[int]:
 
 
 def on_the_host(number: int) -> int:
-    """The same over a group of the host's own, where tensors are real."""
+    """Send and receive a number over a gloo group with host tensors, which are real in a dry run, too."""
     heard = torch.zeros(1, dtype=torch.int64)
     work = dist.irecv(heard, before, group=host)
     dist.isend(torch.tensor([number]), after, group=host).wait()
@@ -39,7 +39,7 @@ def on_the_host(number: int) -> int:
 
 
 def objects(said: object) -> object:
-    """What the rank before says: half of them speak first."""
+    """Send an object to the next rank and receive that of the previous one; even ranks send first."""
     heard = [None]
     if rank % 2:
         dist.recv_object_list(heard, src=before)
@@ -50,7 +50,7 @@ def objects(said: object) -> object:
 
 
 class Part(nn.Module):
-    """A stage that returns three tensors, one in half precision and one of whole numbers; a later one takes all."""
+    """A stage that returns three tensors, one in half precision and one of integers; the next stage takes all three."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""transformers' Trainer: plain, DDP, FSDP or DeepSpeed by its own flags; with --lora an adapter of peft's."""
+"""transformers' Trainer: plain, DDP, FSDP or DeepSpeed, set by its own flags; --lora adds an adapter of peft."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the arguments of a JSON file, whose model is a folder with a config.json."""
+"""transformers' Trainer with arguments from a JSON file; the model in it is a folder with a config.json."""
 
 import json
 import sys

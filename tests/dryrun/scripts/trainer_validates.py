@@ -1,4 +1,4 @@
-"""Trainer with evaluation and saving after the first step; its metrics have it keep all logits on the GPU."""
+"""Trainer with evaluation and saving after the first step; because of its metrics it keeps all logits on the GPU."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments

@@ -1,4 +1,4 @@
-"""TRL's trainers beside SFT and DPO, each with a small Llama of its own: ``trl_others.py CHECKPOINT grpo|reward|distillation``."""
+"""TRL's trainers other than SFT and DPO, with the Llama of a checkpoint: ``trl_others.py CHECKPOINT grpo|reward|distillation``."""
 
 import sys
 import tempfile

@@ -1,4 +1,4 @@
-"""TRL: supervised fine-tuning from a checkpoint on disk, with --lora an adapter, with --dpo preferences."""
+"""TRL: supervised fine-tuning from a checkpoint on disk; --lora adds an adapter, --dpo trains on preferences."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses for transformers (ALST) with ZeRO-3: sequences are split over ranks, and attention over heads."""
+"""DeepSpeed's Ulysses for transformers (ALST) with ZeRO-3: ranks split the sequences, and the heads of attention."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A plain loop with FSDP2: validation after the step, and a full state dict on rank 0."""
+"""A plain loop with FSDP2: validation after the first step, and a full state dict at the end, which rank 0 saves."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL with a picture in every sequence, a plain loop: ``vision.py WIDTH LAYERS``."""
+"""Qwen2-VL with one picture per sequence, in a plain loop: ``vision.py WIDTH LAYERS``."""
 
 import sys
 
@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 width, layers = int(sys.argv[1]), int(sys.argv[2])
-eighth = width // 8 // 8  # of a head's size, half of which turns
+eighth = width // 8 // 8  # an eighth of a head; rotary embeddings rotate half a head's channels
 config = Qwen2VLConfig(
     text_config={
         "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers, "num_attention_heads": 8,

@@ -1,4 +1,4 @@
-"""Runs a script of others' with data made here in place of what it would fetch: ``with_data.py SCRIPT [ARGUMENT ...]``.
+"""Runs another project's script with made-up data instead of downloads: ``with_data.py SCRIPT [ARGUMENT ...]``.
 
 CIFAR-10, folders of pictures, GLUE's sentence pairs, lines of text, a tokenizer of words, and BERT and Stable Diffusion's
 autoencoder as their configurations have them.
@@ -96,10 +96,10 @@ def _models() -> None:
 
 
 class Metric:
-    """A metric of what is known alone: nothing."""
+    """A metric that ignores its input."""
 
     def add_batch(self, **_: object) -> None:
-        """Forget it."""
+        """Ignore a batch."""
 
     def compute(self) -> dict[str, float]:
         """Return a perfect score."""

@@ -1,6 +1,6 @@
-"""Runs a program that was written for an earlier torch: ``with_earlier_torch.py SCRIPT [ARGUMENT ...]``.
+"""Runs a program for an earlier torch: ``with_earlier_torch.py SCRIPT [ARGUMENT ...]``.
 
-The one name that is missing today is that of selective checkpointing, whose policy was given the phase as a word until 2024.
+It restores the one missing function, for selective checkpointing: until 2024, torch gave its policy the phase as a string.
 """
 
 import runpy

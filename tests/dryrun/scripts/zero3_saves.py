@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3: after the first step it saves the gathered weights, and a checkpoint."""
+"""DeepSpeed ZeRO-3, which saves the gathered weights and a checkpoint after the first step."""
 
 import deepspeed
 import torch
