@@ -64,7 +64,7 @@ def heat(job: JobSpec) -> HeatSeries:
     grid = grid[: len(micro_batches)]
     series = HeatSeries(
         caption=caption(
-            answer, f"Memory of one GPU by batch and sequence: {stage_words(job)}", *_accumulated(job), batch=False
+            answer, f"Memory of one GPU by batch and sequence, {stage_words(job)}", *_accumulated(job), batch=False
         ),
         micro_batches=micro_batches,
         seq_lens=seq_lens,

@@ -103,7 +103,7 @@ def _series(answer: Estimate, moments: tuple[Moment, ...], *more: str) -> Timeli
     capacity = answer.capacity_bytes
     order = (_NO_ORDER,) if answer.job.recipe.engine == "deepspeed" else ()
     return TimelineSeries(
-        caption=caption(answer, f"Memory over one step: {stage_words(answer.job)}", *order, *more),
+        caption=caption(answer, f"Memory over one step, {stage_words(answer.job)}", *order, *more),
         instants=instants,
         peak=totals.index(max(totals)),
         room_bytes=None if capacity is None else capacity - int(answer.outside_band.expected_bytes),
