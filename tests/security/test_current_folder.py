@@ -103,7 +103,9 @@ def test_nothing_is_imported_from_here_if_a_part_of_the_path_is_empty(watched: W
     pytest.param(MODULE, ("profile", "--config", "tiny", "--engine", "fsdp2", "--recompute", "none", "--precision", "fp32"),
                  id="profile", marks=TORCH),
 ])  # fmt: skip
-def test_commands_that_run_engines_import_nothing_from_here(watched: Watched, command: tuple[str, ...], arguments: tuple[str, ...]):
+def test_commands_that_run_engines_import_nothing_from_here(
+    watched: Watched, command: tuple[str, ...], arguments: tuple[str, ...]
+):
     watched.run(*command, *arguments)
     assert (watched.sprung(), watched.reached()) == ("", "")
 

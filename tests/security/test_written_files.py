@@ -146,7 +146,9 @@ def test_a_folder_for_records_is_tried_before_the_run(run: Run, tmp_path: Path, 
     assert inside(tmp_path) == {"file": "mine"}
 
 
-def test_a_rank_under_torchrun_tries_the_folder_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_rank_under_torchrun_tries_the_folder_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     from zeroplan.verify.processes import torchrun
 
     monkeypatch.setattr(torchrun, "meeting", lambda _: pytest.fail("met the others"))

@@ -99,7 +99,7 @@ def test_the_request_that_fails_on_a_smaller_card_is_found_by_its_message(asked:
     span = [span for span in replay.log.spans if span.start <= full.at][-1]
     assert (found.kind, found.n_bytes, found.phase, found.step) == (one.kind.value, one.n_bytes, span.phase.value, span.step)
     assert found.replayed
-    far = said._replace(unallocated_bytes=said.unallocated_bytes + 4 * answer.peak_bytes)  # with this much reserved, the replay does not run out
+    far = said._replace(unallocated_bytes=said.unallocated_bytes + 4 * answer.peak_bytes)  # the replay does not run out there
     nearest = request_of(far, answer)
     assert nearest is not None
     assert not nearest.replayed

@@ -149,8 +149,7 @@ LLAMA_7B = {"width": 4096, "heads": 32, "inner": 11008, "layers": 32, "vocab": 3
 def torchtitan(recompute: Recompute, *, ranks: int = 8, batch: tuple[int, int] = (8, 2048), steps: int = 2) -> Recording:
     """Run torchtitan's loop: gradients are freed at the start of the next step, logits only when the next ones replace them.
 
-    The source checkpoints with torch's defaults of its time, early stop among them; torch 2.13 runs here, torch's nightly of
-    March 2024 ran there.
+    The source used a nightly torch of March 2024 and its defaults for checkpoints, with early stop. Here torch 2.13 runs.
     """
     job, tracker = JobSpec(model=model("llama-2-7b"), mesh=MeshSpec(dp_shard=ranks)), Tracker()
     with fake_ranks(job, 0, "cpu") as mesh, fake_tensors(tracker):

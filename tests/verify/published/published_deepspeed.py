@@ -100,8 +100,8 @@ class SimpleTransformer(nn.Module):
 def example(*, checkpointed: bool) -> Recording:
     """Run the example's loop as rank 0 of 4.
 
-    The model is built in host memory and comes to the GPU whole, in bf16: here it is built as it comes. torch's fused AdamW
-    stands for DeepSpeed's own, which needs a GPU.
+    The example builds the model in host memory and moves it whole to the GPU, in bf16. Here it is built in bf16 at once. Torch's
+    fused AdamW stands for DeepSpeed's own, which needs a GPU.
     """
     recipe = RecipeSpec(engine="deepspeed", zero_stage=3)
     job, tracker = JobSpec(model=model("llama-2-7b"), mesh=MeshSpec(dp_shard=RANKS), recipe=recipe), Tracker()

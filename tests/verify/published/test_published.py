@@ -28,8 +28,8 @@ CUBLAS_ON_H100 = 32 * MIB
 def test_llama_7b_under_fsdp2_takes_what_torchtitan_measured(recompute: str):
     """To the last printed digit, which is 10 MiB.
 
-    The peak is in the loss's backward. Requests alone are 22.62 GiB and 49.44 GiB; cuBLAS and what the allocator does not split off
-    make up the rest. Nothing of torch's own changes since March 2024, and no kernel's scratch, is alive then.
+    The peak is in the loss's backward. Requests alone are 22.62 GiB and 49.44 GiB; the rest is cuBLAS's workspace and what the
+    allocator does not split off. At the peak nothing is alive that torch changed since March 2024, and no kernel's scratch.
     """
     from tests.verify.published.published_cases import shown_peaks, torchtitan
 
@@ -57,8 +57,8 @@ def test_twenty_layers_under_ddp_take_what_the_recipe_printed():
 def test_twenty_layers_under_zero_1_take_what_the_recipe_printed():
     """To the MB, less one weight: torch now sorts parameters before it shares them out, torch 1.8 did not.
 
-    A rank's weights are therefore updated one after another, where biases came between them, and Adam's denominator of the last
-    one is still held when the next is made.
+    So a rank now updates its weights one right after another, and Adam still holds the denominator of the last weight when it
+    makes the next. In torch 1.8 biases came in between.
     """
     from tests.verify.published.published_cases import shown_peaks, zero_recipe
 
@@ -91,8 +91,8 @@ def test_lightnings_trainer_under_ddp_takes_what_its_page_prints():
 def test_lightnings_fabric_under_ddp_takes_what_its_page_prints():
     """Within 0.1 %, with Adam as it was until July 2023, which has a second list as large as the weights.
 
-    The two pages differ by that list (and so do their numbers for FSDP, by each rank's share of it), though both name PyTorch
-    2.1, which has it no more: with today's Adam 14 % would be missing. What the 25 MiB are that are too many is not known.
+    The two pages differ by that list (and their FSDP figures by each rank's share of it). Yet both name PyTorch 2.1, which no
+    longer has it: with today's Adam 14 % would be missing. The other 25 MiB of difference are not explained.
     """
     assert lightning_peak("Fabric") / MIB == pytest.approx(FABRIC, rel=0.001)
 
@@ -118,8 +118,8 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
 def test_deepspeeds_example_under_stage_3_takes_what_its_readme_says(how: str, example: dict[str, dict[str, int]]):
     """The peak to the last printed digit. It is in the backward, or with checkpoints in the optimizer step.
 
-    What is left is 25.746, a MiB above what would be printed as 25.74: the last requests decide which ends of segments the
-    allocator does not split off.
+    After the last step 25.746 GiB are allocated, a MiB more than would print as 25.74: the last requests decide which ends of
+    segments the allocator does not split off.
     """
     assert round(example[how]["most"] / GIB, 2) == EXAMPLE[how]
     assert example[how]["last"] / GIB == pytest.approx(AFTER, abs=0.005 + MIB / GIB)
