@@ -38,9 +38,7 @@ NESTED = b"(" * 300_000 + b"l" * 300_000 + b"."
     (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "addr": "3"}]]}), "a str instead of a whole number"),
     (pickle.dumps({"segments": [], "device_traces": [[7]]}), "a int instead of a dict"),
 ])  # fmt: skip
-def test_a_file_without_a_snapshot_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, said: str
-):
+def test_what_is_no_snapshot_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, said: str):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(content)
