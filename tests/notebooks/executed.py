@@ -36,7 +36,7 @@ _COLOURS = 128
 
 
 def executed(path: Path) -> NotebookNode:
-    """Return the notebook run from top to bottom in a kernel of its own, offline, without user settings, with this checkout's code."""
+    """Return the notebook, run in a kernel of its own: offline, without user settings, with this checkout's code."""
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         nobodys = dict.fromkeys(("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"), folder)

@@ -1,4 +1,4 @@
-"""The closed formulas of sending.py against a simulation of the same step on streams, in random jobs of most engines."""
+"""The closed formulas of sending.py against a simulation of the same step on streams: random jobs of FSDP2, DDP, DeepSpeed."""
 
 from __future__ import annotations
 
