@@ -70,8 +70,8 @@ class Source(NamedTuple):
     held: Mapping[str, Sequence[float]] = {}
     """Relative errors of the memory held between steps, by kind of run; negative if zeroplan's figure is too low."""
     room: Sequence[float] = ()
-    """Expected reserved memory over the measured peak, less one. zeroplan says that a card with so much memory fits the job: a value
-    below 0 shows that this is wrong."""
+    """Expected reserved memory over the measured peak, less one. zeroplan says that a card with that much memory fits the job. A
+    value below 0 shows that this is wrong."""
 
 
 @cache
