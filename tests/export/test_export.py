@@ -236,7 +236,7 @@ def test_every_target_writes_an_engines_layout_or_says_why_not(engine: str, targ
     assert refused == "" or f"--emit {target}" in refused
 
 
-def test_accelerate_is_told_when_to_reduce():
+def test_a_note_for_accelerate_says_when_to_reduce():
     """By default accelerate keeps whole gradients until the last micro-batch, which the estimate of this job does not."""
     each, last = (
         export(described(grad_accum=4, sync_every_micro_batch=every, fsdp2=REDUCED), "accelerate").notes[0]

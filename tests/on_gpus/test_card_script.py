@@ -55,7 +55,7 @@ def test_a_second_call_takes_no_second_snapshot(tmp_path: Path):
     assert "== snapshot: exit 0" not in steps(called(tmp_path))
 
 
-def test_it_ends_in_time_and_says_what_it_left_out(tmp_path: Path):
+def test_the_script_ends_in_time_and_lists_the_parts_left_out(tmp_path: Path):
     done = called(tmp_path, "10")
     left_out = ("machine", "smoke", "operators", "snapshot", "scripts", "matrix", "tests", "complete", "figures")
     assert steps(done) == [f"== {name}: no time left" for name in left_out]

@@ -167,7 +167,7 @@ def test_a_case_that_began_and_gave_no_result_leaves_no_file(tmp_path: Path):
     assert inside(tmp_path) == {}
 
 
-# The one way to write
+# Writing files whole
 
 
 def test_a_link_stays_a_link_and_a_file_keeps_its_mode(tmp_path: Path):

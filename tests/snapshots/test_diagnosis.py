@@ -96,7 +96,7 @@ def test_a_workspace_of_cublas_is_known_by_its_size_and_because_it_stays(card: W
     assert kinds(found(card, tmp_path)) == {Kind.PARAMETERS: 4_000, Kind.WORKSPACE: 32 * MIB, Kind.TEMPORARY: 32 * MIB}
 
 
-def test_what_stays_because_memory_ran_out_is_no_workspace(card: Written, tmp_path: Path):
+def test_blocks_that_stay_only_because_memory_ran_out_are_no_workspace(card: Written, tmp_path: Path):
     card.ask(32 * MIB, FORWARD)
     step(card, states=True)
     kept = [card.ask(32 * MIB, FORWARD) for _ in range(3)]

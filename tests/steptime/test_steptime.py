@@ -81,7 +81,7 @@ def test_a_board_of_four_has_links_for_each_pair():
         (neighbours(64, 8), 8, 320e9),
         (strided(2, 8, 8), 1, 40e9),  # one network card each
         (strided(4, 4, 8), 2, 80e9),
-        (strided(2, 4, 8), 2, 360e9),  # both in one node
+        (strided(2, 4, 8), 2, 360e9),  # both GPUs in one node
     ],
 )
 def test_a_ring_uses_the_network_cards_of_all_its_members_in_a_node(group: object, members: int, expected: float):

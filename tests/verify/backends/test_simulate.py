@@ -128,7 +128,7 @@ def fullest(made: JobSpec) -> int:
 
 
 @pytest.mark.parametrize("said", [{}, {"batch": WEIGHTS}, {"recompute": "full"}])
-def test_buckets_and_weight_casts_are_told_apart_as_estimated(said: dict[str, object]):
+def test_buckets_weight_casts_and_gradients_have_the_estimated_bytes(said: dict[str, object]):
     from tests.simulated import simulate
 
     asked = job(engine="ddp", zero_stage=0, optimizer="sgd", ffn=1024, **said)  # so that the backward is the peak

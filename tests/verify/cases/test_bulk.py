@@ -164,7 +164,7 @@ def test_the_driver_is_asked_for_a_cards_memory_and_may_be_absent(monkeypatch: p
     assert needs.card_bytes() is None
 
 
-def test_the_matrix_of_one_card_covers_what_is_asked_of_it():
+def test_the_matrix_of_one_card_covers_the_intended_settings():
     cases = read_matrix(shipped()["one-140gb"], tensors="cuda")
     jobs = [case.task.job for case in cases]
     assert len(cases) >= 60
@@ -244,7 +244,7 @@ ON_A_CARD = {"outcome": "out of memory", "record": None, "says": "CUDA out of me
     (1.05, ON_A_CARD, True), (0.5, ON_A_CARD, False), (0.99, ON_A_CARD, True),
     (0.5, {}, True), (1.05, {}, False), (1.01, {}, True), (0.5, {"outcome": "failed", "record": None}, None),
 ])  # fmt: skip
-def test_a_verdict_is_judged_outside_the_band(share: float, said: dict[str, Any], *, agrees: bool | None):
+def test_a_verdict_counts_as_wrong_only_outside_the_band(share: float, said: dict[str, Any], *, agrees: bool | None):
     needed = needed_bytes(estimate(twin().job), alone=True)
     task = Task(job=twin().job, transport="fake", tensors="cuda")
     exact = replace(twin(), steps=(_as_estimated(),), collectives=())

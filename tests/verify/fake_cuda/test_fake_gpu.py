@@ -53,7 +53,7 @@ def _peaks(name: str, device: str) -> dict[tuple[int, Phase], int]:
 
 
 @pytest.mark.parametrize("name", [name for name in FSDP2 if name not in OTHER_KERNELS])
-def test_it_shows_what_fake_cpu_tensors_show(name: str):
+def test_the_fake_gpu_shows_the_same_bytes_as_fake_cpu_tensors(name: str):
     assert peaks(name, "cuda") == peaks(name, "cpu")
 
 

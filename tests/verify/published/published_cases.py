@@ -1,6 +1,6 @@
 """Runs whose peak memory was published, set up as their sources ran them: model, engine and loop.
 
-Models follow their published architectures, and loops what their sources do between two steps. Llama runs on fake tensors, the
+Models follow their published architectures, and loops do what the sources do between two steps. Llama runs on fake tensors, the
 small recipe on real ones.
 """
 

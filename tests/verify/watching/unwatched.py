@@ -83,7 +83,7 @@ Peaks = dict[tuple[int, Phase], int]
 
 
 def unwatched_peaks(job: JobSpec, *, rank: int = 0, steps: int = 2, make: Callable[[], Workload] | None = None) -> Peaks:
-    """Most bytes alive in each phase of each step, as the profiler saw it."""
+    """Return the most bytes alive in each phase of each step, by the profiler."""
     marker = Marker()
     gc.collect()  # or an earlier model's reference cycles would be freed during this recording
     with plain_kernels():
@@ -94,12 +94,12 @@ def unwatched_peaks(job: JobSpec, *, rank: int = 0, steps: int = 2, make: Callab
 
 
 def watched_peaks(job: JobSpec, *, fake: bool, steps: int = 2) -> Peaks:
-    """Most bytes alive in each phase of each step, as the tracker saw it."""
+    """Return the most bytes alive in each phase of each step, by the tracker."""
     return tracked_peaks(watched(job, fake=fake, steps=steps))
 
 
 def tracked_peaks(tracker: Tracker) -> Peaks:
-    """Most bytes alive in each phase of each step of a recording."""
+    """Return the most bytes alive in each phase of each step of a recording."""
     changes = [(block.born, block.n_bytes) for block in tracker.blocks if block.n_bytes > A_NUMBER]
     changes += [(b.died, -b.n_bytes) for b in tracker.blocks if b.n_bytes > A_NUMBER and b.died != STILL_HELD]
     spans = [(span.step, span.phase) for span in tracker.spans]
@@ -109,7 +109,7 @@ def tracked_peaks(tracker: Tracker) -> Peaks:
 def watched(
     job: JobSpec, *, fake: bool, rank: int = 0, steps: int = 2, make: Callable[[], Workload] | None = None
 ) -> Tracker:  # fmt: skip
-    """Run a job under a tracker."""
+    """Run a job under a tracker, and return the tracker."""
     tracker = Tracker()
     gc.collect()
     with plain_kernels():
