@@ -1,4 +1,4 @@
-"""Several meshes and batches at once, as formulas take them: what differs between them is a column of integers."""
+"""Several meshes and batches as one, the form that formulas take: a field that differs between them is a column of integers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Columns:
-    """A mesh and a batch in one; a number that all points have is a plain integer."""
+    """The fields of a mesh and a batch. A number that is the same in all points is a plain integer."""
 
     def __init__(self, points: Sequence[tuple[MeshSpec, BatchSpec]]) -> None:
         for specs in zip(*points, strict=True):
@@ -28,9 +28,9 @@ class Columns:
 
 
 def assert_is_its_points(whole: Account, points: Sequence[Account]) -> None:
-    """Each place of a column has the moments of its point, in their order and of the same bytes.
+    """Assert that each place of a column has the moments of its point, in the same order and with the same bytes.
 
-    A column may have further ones, where other places allocate something. They are not above the point's highest of that phase.
+    A column may have more moments, if other places allocate something there. They must not exceed the point's peak of that phase.
     """
     for at, point in enumerate(points):
         rest = iter(point.moments)

@@ -23,9 +23,9 @@ STEPS = 3
 
 @contextmanager
 def process_group(ranks: int, rank: int = 0) -> Iterator[None]:
-    """One rank of several under torch's fake process group.
+    """Be one rank of several under torch's fake process group.
 
-    It moves nothing, and unlike gloo it has no thread of its own, whose releases the profiler would not see.
+    The group moves no data. Unlike gloo it has no thread of its own, whose releases the profiler would miss.
     """
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
@@ -37,9 +37,9 @@ def process_group(ranks: int, rank: int = 0) -> Iterator[None]:
 def third_step(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int = 2, rank: int = 0) -> Timeline:
     """Train three steps and mark ``forward``, ``backward`` and ``done`` of each micro-batch, ``step`` and ``end`` of each step.
 
-    Bytes are counted from before the model is built, so they are all there is.
+    The recording begins before the model is built, so that it has all bytes.
     """
-    gc.collect()  # an earlier model's reference cycles would be released into this recording
+    gc.collect()  # or an earlier model's reference cycles would be freed during this recording
     with process_group(ranks, rank), recorded() as timeline:
         mark("start")
         model = _wrapped(spec, recipe)
@@ -59,7 +59,7 @@ def third_step(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: 
 
 
 def compute_of(recipe: RecipeSpec) -> Compute:
-    """How the recipe's precision computes."""
+    """Return the compute dtypes of the recipe."""
     mixed = recipe.precision.endswith("mixed")
     return Compute(4 if recipe.precision == "fp32" else 2, mixed, recipe.attention)
 
@@ -114,7 +114,7 @@ def _micro_step(model: DistributedDataParallel, recipe: RecipeSpec, ids: torch.T
 
 
 def rebuilt_buckets(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> list[int]:
-    """Bytes of the buckets that the reducer makes in the second step and reports in the third, in its order."""
+    """Return the bytes of the buckets that the reducer makes in the second step and reports in the third, in its order."""
     with process_group(2):
         model = _wrapped(spec, recipe)
         ids = torch.randint(0, spec.vocab_size, (batch.micro_batch_size, batch.seq_len))

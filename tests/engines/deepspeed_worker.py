@@ -1,6 +1,6 @@
-"""Runs DeepSpeed for real on the CPU, as rank 0 of a fake process group, and reports the bytes alive in one training step.
+"""Runs real DeepSpeed on the CPU, as rank 0 of a fake process group, and reports the bytes alive in one training step.
 
-Only in a process of its own, since DeepSpeed replaces functions of torch for good (``tests/deepspeed_process.py``).
+It needs a process of its own (``tests/deepspeed_process.py``), since DeepSpeed replaces functions of torch for good.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STEPS = 3
 
 
 def optimizer(recipe: RecipeSpec, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Torch's AdamW; with the fused kernel it stands for DeepSpeed's FusedAdam, which needs a GPU."""
+    """Return torch's AdamW. Its fused kernel stands for DeepSpeed's FusedAdam, which needs a GPU."""
     if recipe.optimizer_impl in (None, "fused"):
         return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=recipe.optimizer_impl == "foreach")
 
 
 def join_fake_group(n_ranks: int) -> None:
-    """Make this process rank 0 of ``n_ranks`` that are not there."""
+    """Make this process rank 0 of a fake group of ``n_ranks``."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -42,25 +42,25 @@ def join_fake_group(n_ranks: int) -> None:
 
 
 def engine_of(job: JobSpec) -> DeepSpeedEngine:
-    """Return the engine around the model; the moment at which the model stands is marked."""
+    """Return DeepSpeed's engine around the model. The moment after the model is built is marked."""
     import deepspeed
 
     spec, recipe = job.model, job.recipe
     compute = Compute(4 if recipe.precision == "fp32" else 2, autocast=False, attention=recipe.attention)
     model = causal_model(spec, compute)
     if recipe.recompute == "full":
-        # The random state that checkpointing keeps is host memory on a GPU machine.
+        # On a GPU machine the random state that checkpointing keeps is in host memory.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
     mark("init start")
     config = {**configuration(job), "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
     if recipe.zero_stage == 0 and recipe.optimizer_impl in (None, "fused"):
-        deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW  # so that its wrapper is taken
+        deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW  # so that DeepSpeed uses FusedAdam's wrapper
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(recipe, list(model.parameters())), config=config)
     return engine
 
 
 def train(engine: DeepSpeedEngine, recipe: RecipeSpec, ids: torch.Tensor, steps: int, grad_accum_steps: int) -> None:
-    """Take training steps; each micro-batch of each is marked."""
+    """Take training steps, and mark the phases of each micro-batch."""
     for step in range(steps):
         for micro in range(grad_accum_steps):
             mark(f"forward {step}.{micro}")
@@ -78,7 +78,7 @@ def train(engine: DeepSpeedEngine, recipe: RecipeSpec, ids: torch.Tensor, steps:
 
 
 def measure(job: JobSpec, *, top: int = 0) -> dict[str, object]:
-    """Bytes alive: after construction, and at the peaks of the last training step, with the ``top`` largest allocations there."""
+    """Return the peak bytes of construction and of the last step's phases, and the ``top`` largest allocations at each peak."""
     join_fake_group(job.mesh.world_size)
     recipe, batch, accumulate = job.recipe, job.batch, job.batch.grad_accum_steps
     torch.manual_seed(0)
@@ -111,12 +111,12 @@ def summary(timeline: Timeline, accumulate: int, *, top: int) -> dict[str, objec
 
 
 def peak_bytes(timeline: Timeline, start: str, end: str) -> int:
-    """Most bytes alive between two marks, even if nothing is allocated between them."""
+    """Return the most bytes alive between two marks, even if nothing is allocated between them."""
     return max([timeline.live_bytes(start), *(event.live_bytes for event in timeline.between(start, end))])
 
 
 def live_at_peak(timeline: Timeline, start: str, end: str, *, top: int) -> list[str]:
-    """Return the largest allocations alive at the peak, for a person who looks for a difference."""
+    """Return the largest allocations alive at the peak, for debugging."""
     events = timeline.between(start, end)
     if not events:
         return []

@@ -1,6 +1,6 @@
 """Trains a small model under real FSDP2 on a CPU, as rank 0 of a fake process group, and records its second step.
 
-The second step is the first that begins with optimizer state; later ones are like it.
+The second step is the first that begins with optimizer states. Later steps are like it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 STEPS = 2
 
-#: What the CPU's kernels request and CUDA's do not: padded and cast copies inside ``_chunk_cat`` and, in torch 2.15, around it;
-#: the cast copy of an addition of two dtypes (when gradients accumulate in another dtype than they are computed in).
+#: Operators that request memory on the CPU but not on CUDA: padded and cast copies in ``_chunk_cat`` and, in torch 2.15, around it;
+#: a cast copy when two dtypes are added (gradients that accumulate in another dtype than they are computed in).
 CPU_ONLY = ("aten::_chunk_cat", "fsdp::chunk_cat_mixed_dtype", "aten::add_")
 
 
 @contextmanager
 def fake_ranks(job: JobSpec) -> Iterator[DeviceMesh]:
-    """Rank 0 of the job's mesh under torch's fake process group, which moves nothing."""
+    """Yield the job's mesh, as rank 0 of torch's fake process group, which moves no data."""
     replicas, shards = job.mesh.dp_replicate, job.mesh.dp_shard
     dist.init_process_group("fake", rank=0, world_size=replicas * shards, store=FakeStore())
     try:
@@ -50,8 +50,8 @@ def fake_ranks(job: JobSpec) -> Iterator[DeviceMesh]:
 
 
 def second_step(job: JobSpec) -> Timeline:
-    """Train two steps; marks ``forward``, ``backward``, ``after`` with step and micro-batch, ``step`` and ``end`` with step."""
-    gc.collect()  # an earlier model's reference cycles would be released into this recording
+    """Train two steps. Mark ``forward``, ``backward`` and ``after`` of each micro-batch, ``step`` and ``end`` of each step."""
+    gc.collect()  # or an earlier model's reference cycles would be freed during this recording
     torch.backends.mkldnn.enabled = False
     with fake_ranks(job) as mesh, warnings.catch_warnings(), recorded() as timeline:
         warnings.simplefilter("ignore")
@@ -89,7 +89,7 @@ def _sharded(job: JobSpec, mesh: DeviceMesh) -> nn.Module:
     if recipe.precision.endswith("mixed"):
         model.float()
     if recipe.recompute == "full":
-        # The random-number state that a checkpoint saves is in host memory; on a CPU run it would count as a tensor.
+        # On a GPU machine the random state that a checkpoint saves is in host memory; a CPU run would count it.
         options = {"use_reentrant": False, "preserve_rng_state": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     blocks = model.transformer.h if job.model.family == "gpt2" else model.model.layers

@@ -1,4 +1,4 @@
-"""Activation offload in the estimate: what leaves the GPU is in host memory, to the byte, and what is not modelled is refused."""
+"""Estimates with activation offload: what leaves the GPU is in host memory, to the byte; the rest is refused."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_inputs_of_all_blocks_are_in_host_memory_instead(recompute: Recompute):
 
 
 @pytest.mark.parametrize(("stage", "engine"), [(0, "ddp"), (0, "deepspeed"), (2, "deepspeed"), (3, "deepspeed")])
-def test_other_engines_have_as_much_there(stage: int, engine: str):
+def test_other_engines_offload_the_same_inputs(stage: int, engine: str):
     _, away = answers("full", stage=stage, engine=engine, precision="bf16-mixed")
-    residual = 2 if engine == "ddp" else 1  # fp32 under autocast
+    residual = 2 if engine == "ddp" else 1  # DDP's autocast keeps block inputs in fp32
     assert sum(line.n_bytes for line in away.host if line.kind is Kind.ACTIVATIONS) == residual * LAYERS * INPUT
 
 
-def test_without_recomputation_every_saved_tensor_is_there_once_for_each_operator_that_saves_it():
-    """Weights among them, as matrix products save views of them, and both tables of positions for queries and for keys."""
+def test_without_recomputation_a_tensor_is_offloaded_once_for_each_operator_that_saves_it():
+    """This includes weights, since matrix products save views of them, and both rotary tables, for queries and for keys."""
     answer = estimate(job(model="llama-2-7b", gpus=8, seq_len=4096, offload_activations=True))
     weights, tables = 2 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096), 4 * 2 * 4096 * 128
     hidden, wide = 2 * 4096 * 4096, 2 * 4096 * 11008
@@ -49,7 +49,7 @@ def test_without_recomputation_every_saved_tensor_is_there_once_for_each_operato
     assert not any("kept by the blocks" in line.reason and line.n_bytes for one in answer.moments for line in one.lines)
 
 
-def test_each_pinned_tensor_is_rounded_up_by_itself():
+def test_each_pinned_tensor_is_rounded_up_separately():
     asked = job(model="llama-2-7b", gpus=8, seq_len=4000, recompute="full", offload_activations=True)
     tensors, beyond = (line.n_bytes for line in estimate(asked).host)
     assert (tensors, tensors + beyond) == (LAYERS * 2 * 4000 * 4096, GIB)

@@ -1,4 +1,4 @@
-"""Choices that meet here: some layers recomputed, whatever splits or freezes the model; stages of a pipeline cut otherwise."""
+"""Combinations: partial recomputation with parallelism, adapters or frozen blocks; pipeline stages with other cuts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 pytestmark = pytest.mark.torch
 TOKENS = BatchSpec(micro_batch_size=2, seq_len=64)
 FOUR = replace(TOKENS, grad_accum_steps=4)
-#: The random state of attention, the loss, and what counts elements in an optimizer's step. [bytes]
+#: The random state of attention, the loss, and counters of the optimizer step. [bytes]
 SCALARS_BYTES = 1700
 
 

@@ -1,4 +1,4 @@
-"""DDP's account: totals known by hand, traffic, and columns against their points."""
+"""The estimate of DDP: totals by hand, traffic, and columns of jobs against single jobs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
 @pytest.mark.parametrize(
     ("precision", "views", "impl", "states", "step"),
     [
-        # Parameters 4, buckets 4, gradients 4, Adam 8; a foreach step adds one more copy.
+        # Parameters 4, buckets 4, gradients 4, Adam 8. A foreach step adds one more copy.
         ("fp32", False, "foreach", 20, 24),
         ("fp32", False, "forloop", 20, None),
         ("fp32", True, "foreach", 16, 20),
         ("bf16-mixed", False, "foreach", 20, 24),
-        # Everything in bf16: half.
+        # All in bf16 takes half of that.
         ("bf16", False, "foreach", 10, 12),
         ("bf16", True, "foreach", 8, 10),
     ],
@@ -59,7 +59,7 @@ def test_fp16_adds_only_the_loss_scale() -> None:
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(("precision", "views"), [("fp32", False), ("bf16", True), ("fp16-mixed", False)])
-def test_formulas_are_their_sizes(spec: ModelSpec, precision: Precision, views: bool) -> None:
+def test_formulas_give_the_bytes_of_their_lines(spec: ModelSpec, precision: Precision, views: bool) -> None:
     for recompute, sync, accum in product(("none", "full"), (True, False), (1, 2, 3)):
         recipe = recipe_of(precision=precision, views=views, recompute=recompute, sync_every_micro_batch=sync)
         batch = BatchSpec(micro_batch_size=2, seq_len=16, grad_accum_steps=accum)
@@ -70,7 +70,7 @@ def test_stage_1_divides_only_the_optimizer() -> None:
     whole = account(LLAMA, recipe_of(precision="fp32"), MeshSpec(dp_shard=4), BATCH)
     split = account(LLAMA, recipe_of(precision="fp32", zero_stage=1), MeshSpec(dp_shard=4), BATCH)
     saved = int(total_bytes(whole.states)) - int(total_bytes(split.states))
-    # Whole tensors: the fullest of four ranks has at least a quarter of 8 bytes per parameter.
+    # Tensors are not split, so the fullest of four ranks has at least a quarter of 8 bytes per parameter.
     assert 0 < saved <= 6 * PSI
     assert total_bytes(account(LLAMA, recipe_of(zero_stage=1), MeshSpec(), BATCH).states) == 16 * PSI  # one rank: no buckets
 
@@ -82,7 +82,7 @@ def test_an_all_reduce_is_two_passes_over_every_gradient() -> None:
     assert (buffers.operation, buffers.calls, buffers.n_bytes) == ("broadcast", 1, 2 * 4 * LLAMA.head_dim // 2)
 
 
-def test_stage_1_broadcasts_what_it_updated_on_top_of_the_all_reduce() -> None:
+def test_stage_1_broadcasts_updated_weights_after_the_all_reduce() -> None:
     reduce, broadcast, _ = account(LLAMA, recipe_of(precision="bf16", zero_stage=1), MeshSpec(dp_shard=4), BATCH).collectives
     assert (broadcast.operation, broadcast.n_bytes, broadcast.volume_elements) == ("broadcast", 2 * PSI, PSI)
     assert reduce.volume_elements + broadcast.volume_elements == 3 * PSI
@@ -105,7 +105,7 @@ def test_a_small_model_fills_one_bucket() -> None:
     assert bucket_count(LLAMA, 4) == 1
 
 
-def test_every_moment_has_a_name_of_its_own_whatever_the_numbers() -> None:
+def test_every_moment_has_its_own_name_for_any_ranks_and_batch() -> None:
     for spec, recompute, views in product([LLAMA, GPT2], ["none", "full"], [False, True]):
         recipe = recipe_of(recompute=recompute, views=views)
         few = account(spec, recipe, MeshSpec(), BATCH).moments

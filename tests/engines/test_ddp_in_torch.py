@@ -1,4 +1,4 @@
-"""DDP and ZeroRedundancyOptimizer for real: the third step's peaks, phase by phase, against the account's moments."""
+"""Real DDP and ZeroRedundancyOptimizer: the peak of each phase of the third step against the estimate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*gradient_c
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "bf16-mixed")
 
-# Peaks lie in the loss, in the last or the first block, at the embedding or in the step, depending on these shapes.
+# With these shapes the peak is in the loss, in the last or the first block, at the embedding or in the step.
 LLAMA_LOGITS = tiny_spec("llama", heads=4, kv_heads=2, head_dim=16, ffn=160, vocab=750, layers=4)
 LLAMA_WEIGHTS = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=512, vocab=160, layers=4)
 LLAMA_TIED = replace(LLAMA_LOGITS, tie_word_embeddings=True)
@@ -38,17 +38,17 @@ FEW = BatchSpec(micro_batch_size=1, seq_len=16)
 SOME = BatchSpec(micro_batch_size=2, seq_len=48)
 MANY = BatchSpec(micro_batch_size=4, seq_len=64)
 
-#: The state of the CPU's random generator, which checkpointing keeps for each block: in host memory, for a model on a GPU.
+#: The state of the CPU's random generator, which checkpointing keeps for each block. On a GPU machine it is in host memory.
 RANDOM_STATE_BYTES = 5056
-#: The loss and its gradient, wrapped numbers, sums of labels.
+#: Bytes of scalars: the loss and its gradient, wrapped numbers, sums of labels.
 SCALARS = 1024
-#: Small activations that have gone where a moment still counts them: rotary tables after the first block, normalised rows.
+#: Small activations that moments count although they are freed: rotary tables after the first block, normalised rows.
 SLACK = 1 / 1000
 
 
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels without packed copies, on one thread: many threads only get in each other's way on tensors this small."""
+    """Use kernels without packed copies, on one thread: several threads only slow down such small tensors."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     threads = torch.get_num_threads()
@@ -64,7 +64,7 @@ def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
 
 
 def predicted_peak(moments: list[Moment], recipe: RecipeSpec, kept: tuple[tuple[str, tuple[Line, ...]], ...]) -> int:
-    """The highest moment as a CPU run shows it, those lines too that sum up what whole blocks have ``kept``."""
+    """Return the highest moment with the CPU's kernels, also in lines that sum up what whole blocks have ``kept``."""
     compute = compute_of(recipe)
     fewer = {kind: total_bytes(lines) - cpu_bytes(lines, compute) for kind, lines in kept}
 
@@ -79,7 +79,7 @@ def is_forward(moment: Moment) -> bool:
 
 
 def check(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int = 2) -> None:
-    """Compare the peak of forward and loss, of the backward, and of the step."""
+    """Compare the peaks of the forward with its loss, of the backward, and of the step."""
     rank = 0
     impl = implementation(recipe.optimizer, recipe.optimizer_impl)
     if recipe.zero_stage == 1:
@@ -122,8 +122,8 @@ def test_peaks_with_every_optimizer_implementation(precision: Precision, impl: s
 @pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_peaks_where_unused_parameters_are_looked_for(*, keep: bool, static: bool) -> None:
-    """The reducer's own search, in real tensors: the output is copied, unless the graph is known to stay as it is."""
+def test_peaks_with_the_search_for_unused_parameters(*, keep: bool, static: bool) -> None:
+    """For its search the reducer copies the output, unless the graph is static."""
     options = DdpOptions(find_unused_parameters=True, static_graph=static)
     check(LLAMA_LOGITS, recipe_of(precision="fp32", optimizer_impl="fused", keep_logits=keep, ddp=options), SOME)
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's account: states derived by hand, columns, refusals, and what must not change with the numbers."""
+"""The estimate of DeepSpeed: states by hand, traffic, columns of jobs, refusals, and formulas."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_stages_1_and_2_keep_all_weights_and_a_share_of_the_rest(n_ranks: int) -
 
 
 def test_a_rank_keeps_the_gradients_of_whole_parameters() -> None:
-    # 64 ranks: a share of 105 million elements lies within the embedding of 131 million, which is kept whole
+    # on 64 ranks the first share of 105 million elements is within the embedding of 131 million, which is kept whole
     states = account(LLAMA_7B, recipe(2), MeshSpec(dp_shard=64), BATCH).states
     assert of_kind(states, Kind.GRADIENTS) == 2 * 32000 * 4096
 
 
 def test_stage_3_splits_every_parameter_on_its_own() -> None:
-    # 5 ranks do not divide the matrices: each rounds up by itself
+    # 5 ranks do not divide the matrices, so each is rounded up
     share = 2 * math.ceil(32000 * 4096 / 5) + 32 * (4 * math.ceil(4096**2 / 5) + 3 * math.ceil(4096 * 11008 / 5))
     share += (2 * 32 + 1) * math.ceil(4096 / 5)
     states = account(LLAMA_7B, recipe(3), MeshSpec(dp_shard=5), BATCH).states
@@ -97,7 +97,7 @@ def test_stage_3_splits_every_parameter_on_its_own() -> None:
         (1, {}, 2, 2, 12),
         (2, {}, 2, 2, 12),
         (3, {}, 2, 2, 12),
-        # DeepSpeed copies the weights for the optimizer in any precision at stages 1 to 3, fp32 and 16 bits included.
+        # At stages 1 to 3 DeepSpeed copies the weights for the optimizer in any precision, even if all is in fp32 or in 16 bits.
         (2, {"precision": "fp32"}, 4, 4, 12),
         (3, {"precision": "bf16"}, 2, 2, 6),
         (0, {"precision": "fp32"}, 4, 4, 8),
@@ -121,7 +121,7 @@ def test_the_default_bucket_is_a_gigabyte_whatever_the_model() -> None:
 def test_stage_3_holds_about_max_live_parameters_of_a_large_model() -> None:
     moments = account(LLAMA_7B, recipe(3), MeshSpec(dp_shard=8), BATCH).moments
     held = of_kind(named(moments, "loss forward").lines, Kind.GATHER)
-    assert 2 * 10**9 <= held <= 2 * 10**9 + 2 * 2 * 32000 * 4096  # the bound is checked before a gather, so one overshoots
+    assert 2 * 10**9 <= held <= 2 * 10**9 + 2 * 2 * 32000 * 4096  # a gather may exceed the bound, checked before
 
 
 def test_the_norm_takes_the_largest_gradient_in_fp64() -> None:
@@ -212,7 +212,7 @@ def test_a_grid_is_its_points(model: ModelSpec, chosen: RecipeSpec, pairs: tuple
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("frozen", [FrozenSpec(parts="embedding", layers=1), FrozenSpec(parts="head", layers=1)])
-def test_a_grid_is_its_points_where_blocks_are_frozen(frozen: FrozenSpec, stage: Any) -> None:
+def test_a_grid_is_its_points_with_frozen_blocks(frozen: FrozenSpec, stage: Any) -> None:
     chosen = recipe(stage, options={"reduce_bucket_size": 300})
     points = [(MeshSpec(dp_shard=4), BatchSpec(micro_batch_size=rows, seq_len=40)) for rows in (1, 3)]
     columns, model = Columns(points), replace(TINY, frozen=frozen)
@@ -221,13 +221,13 @@ def test_a_grid_is_its_points_where_blocks_are_frozen(frozen: FrozenSpec, stage:
         assert _numbers(whole, index) == _numbers(account(model, chosen, mesh, batch), 0)
 
 
-#: The point at which each loss hands on the gradient of a head that is trained.
+#: The moment at which each loss passes on the gradient of a trained head.
 LAST = {"chunked": "head", "fused": "loss"}
 
 
 @pytest.mark.parametrize("loss", LAST)
-def test_a_frozen_head_hands_on_no_gradient(loss: Any) -> None:
-    """The reduce bucket is there once DeepSpeed has received a gradient."""
+def test_a_frozen_head_needs_no_reduce_bucket_yet(loss: Any) -> None:
+    """DeepSpeed makes the reduce bucket when it receives the first gradient."""
     model, chosen = replace(TINY, frozen=FrozenSpec(parts="head")), recipe(2, loss=loss)
     moments = account(model, chosen, MeshSpec(dp_shard=4), BATCH).moments
     lines = [line for moment in moments if moment.name == f"backward of the {LAST[loss]}" for line in moment.lines]
@@ -250,8 +250,8 @@ EXPERTS = replace(TINY, family="mixtral", moe=MoeSpec(num_experts=4, num_experts
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_says_where_the_flat_copy_is_the_peak(stage: int) -> None:
-    # 512 ranks, a short batch and buckets below 1 GB: the 4Ψ of two copies, 27 GB, are above 2Ψ and all the rest.
+def test_a_note_says_that_the_flat_copy_is_the_peak(stage: int) -> None:
+    # On 512 ranks with a short batch and buckets below 1 GB, the 4Ψ of two copies, 27 GB, exceed 2Ψ and all the rest.
     batch, mesh = BatchSpec(seq_len=16), MeshSpec(dp_shard=512)
     small = {"reduce_bucket_size": 2 * 10**8, "overlap_comm": True}
     (note,) = account(LLAMA_7B, recipe(stage, options=small), mesh, batch).notes
@@ -262,7 +262,7 @@ def test_says_where_the_flat_copy_is_the_peak(stage: int) -> None:
 
 
 @pytest.mark.parametrize("chosen", RECIPES)
-def test_no_line_is_negative_and_formulas_are_true(chosen: RecipeSpec) -> None:
+def test_no_line_is_negative_and_formulas_give_their_bytes(chosen: RecipeSpec) -> None:
     batch = BatchSpec(micro_batch_size=2, seq_len=7, grad_accum_steps=2)
     for model, n_ranks, one in product((TINY, TIED, EXPERTS), (1, 3), (batch, replace(batch, grad_accum_steps=1))):
         answer = estimate(JobSpec(model=model, recipe=chosen, mesh=MeshSpec(dp_shard=n_ranks), batch=one))
@@ -272,13 +272,13 @@ def test_no_line_is_negative_and_formulas_are_true(chosen: RecipeSpec) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_phase_is_there(stage: int) -> None:
+def test_every_phase_has_moments(stage: int) -> None:
     moments = account(LLAMA_7B, recipe(stage), MeshSpec(dp_shard=8), BATCH).moments
     assert {moment.phase for moment in moments} == set(Phase)
     assert len({len(account(LLAMA_7B, recipe(stage), MeshSpec(dp_shard=n), BATCH).moments) for n in (1, 2, 7, 512)}) == 1
 
 
-def test_what_a_product_read_is_gone_when_the_gradient_of_its_weight_is_handed_on():
+def test_the_input_of_a_product_is_freed_before_its_weights_gradient_is_passed_on():
     from zeroplan.engines.passes import passes
 
     (run,) = passes(TINY, recipe(2), BATCH).runs
@@ -289,16 +289,16 @@ def test_what_a_product_read_is_gone_when_the_gradient_of_its_weight_is_handed_o
     assert read not in [line.reason for line in handed.lines]
 
 
-def test_what_was_asked_before_changes_no_answer():
-    """Passes are remembered, and the single micro-batch's may be forgotten before that of several."""
+def test_a_cleared_cache_changes_no_answer():
+    """Passes are cached. The cache may lose the pass of a single micro-batch before that of several."""
     one = job(model="llama-3.2-1b", gpus=4, engine="deepspeed", stage=3, grad_accum=2)
     first = estimate(one)
     gathered.cache_clear()
     assert estimate(one).moments == first.moments
 
 
-def test_stage_0_lays_gradients_flat_for_deepspeeds_own_adam_alone():
-    """Torch's fused kernel takes the gradients as they are: +20 % was measured where it was taken for DeepSpeed's."""
+def test_stage_0_flattens_gradients_only_for_deepspeeds_own_adam():
+    """Torch's fused kernel does not copy gradients. Treating it as DeepSpeed's gave an estimate 20 % too high."""
     mesh, psi = MeshSpec(dp_shard=2), parameter_count(TINY)
     own, torchs = (account(TINY, recipe(0, options={"torch_adam": given}), mesh, BATCH) for given in (False, True))
     fused = account(TINY, recipe(0, options={"torch_adam": True}, optimizer_impl="fused"), mesh, BATCH)
@@ -315,10 +315,10 @@ def test_stage_0_lays_gradients_flat_for_deepspeeds_own_adam_alone():
         (2, "bf16", {}, 2), (3, "bf16-mixed", {"zero_init": True}, 0), (3, "bf16-mixed", {"zero_init": False}, 2),
     ],
 )  # fmt: skip
-def test_adagrads_sums_of_the_whole_model_stay_where_deepspeed_steps_with_others(
+def test_adagrads_first_sums_stay_if_deepspeed_replaces_the_parameters(
     stage: int, precision: str, options: dict[str, Any], left: int
 ):
-    """Measured: -34.7 % without them."""
+    """Without them the estimate was 34.7 % too low."""
     chosen = recipe(stage, options=options, precision=precision, optimizer="adagrad")
     found = account(TINY, chosen, MeshSpec(dp_shard=4), BATCH)
     stays = [line.n_bytes for line in found.states if "made when the optimizer was built" in line.reason]
@@ -329,14 +329,14 @@ def test_adagrads_sums_of_the_whole_model_stay_where_deepspeed_steps_with_others
 @pytest.mark.parametrize(
     ("stage", "options"), [(0, {}), (3, {}), (1, {"grad_accum_dtype": "fp32"})], ids=["stage 0", "stage 3", "BF16_Optimizer"]
 )
-def test_the_norm_can_be_left_out_where_deepspeed_lets_it(stage: int, options: dict[str, Any]):
+def test_leaving_out_the_norm_is_refused_where_deepspeed_refuses_it(stage: int, options: dict[str, Any]):
     with pytest.raises(SpecError, match="refused by DeepSpeed"):
         account(TINY, recipe(stage, options=options | {"compute_grad_norm": False}), MeshSpec(dp_shard=2), BATCH)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
-def test_a_share_of_one_gradient_is_laid_flat_without_a_copy(precision: str):
-    """Measured: the step was up to 15 % too high where the share lies within the embedding."""
+def test_a_share_of_one_gradient_is_flattened_without_a_copy(precision: str):
+    """With a copy, the estimate of the step was up to 15 % too high if the share is within the embedding."""
     whole = parameter_count(TINY)
     for n_ranks in (2, 64):
         share = 2 * math.ceil(whole / (2 * n_ranks))
@@ -350,8 +350,8 @@ def test_a_share_of_one_gradient_is_laid_flat_without_a_copy(precision: str):
         assert of_kind(update.lines, Kind.GRADIENTS) == (taken or 2 * 80)
 
 
-def test_stage_3_casts_the_whole_of_a_bucket_that_is_all_reduced():
-    """Without ``reduce_scatter`` every rank has the sum of all of the bucket, in the dtype of the sums, before it keeps a share."""
+def test_stage_3_casts_the_whole_bucket_if_it_is_all_reduced():
+    """Without ``reduce_scatter`` a rank has the whole bucket's sum, in the dtype of the sums, before it keeps its share."""
     psi, n_ranks = parameter_count(TINY), 8
     for scatters, elements in ((True, psi // n_ranks), (False, psi)):
         chosen = recipe(3, options={"reduce_scatter": scatters, "grad_accum_dtype": "fp32"})
@@ -362,8 +362,8 @@ def test_stage_3_casts_the_whole_of_a_bucket_that_is_all_reduced():
         assert operations == {"reduce_scatter" if scatters else "all_reduce": 2 * psi}
 
 
-def test_stage_3_without_a_contiguous_bucket_holds_what_waits_to_be_reduced():
-    """Measured: the backward of a small model was 3.5 % too low."""
+def test_stage_3_without_a_contiguous_bucket_holds_gradients_until_they_are_reduced():
+    """Without this, the estimate of a small model's backward was 3.5 % too low."""
     waits = {}
     for contiguous in (True, False):
         chosen = recipe(3, options={"contiguous_gradients": contiguous}, recompute="full")
@@ -374,21 +374,21 @@ def test_stage_3_without_a_contiguous_bucket_holds_what_waits_to_be_reduced():
     assert waits == {True: 2 * embedding, False: 2 * parameter_count(TINY)}
 
 
-def test_stage_3_lays_one_parameter_flat_without_a_copy():
-    """Measured: the step was 13 % too high where an embedding is a sub-group by itself."""
+def test_stage_3_flattens_a_single_parameter_without_a_copy():
+    """With a copy, the estimate of the step was 13 % too high if an embedding is a sub-group by itself."""
     moments = account(TINY, recipe(3, options={"sub_group_size": 70}, precision="fp32"), MeshSpec(dp_shard=1), BATCH).moments
     copies = [
         line.n_bytes for line in named(moments, "optimizer step: gradients flattened").lines if line.kind is Kind.GRADIENTS
     ]
-    one = 8 * 16  # the largest sub-groups are a matrix of the MLP, and k, v and o of a block together
+    one = 8 * 16  # the largest sub-groups: a matrix of the MLP, or k, v and o of a block together
     assert copies[-1] == 4 * one
     moments = account(TINY, recipe(3, options={"sub_group_size": 1}, precision="fp32"), MeshSpec(dp_shard=1), BATCH).moments
     alone = named(moments, "optimizer step: gradients flattened").lines[-1]
     assert (alone.kind, alone.n_bytes) == (Kind.GRADIENTS, 0)
 
 
-def test_the_forward_of_experts_and_of_frozen_blocks_is_said_to_be_a_bound_where_it_is_the_peak():
-    from zeroplan.engines.deepspeed.stage3 import _bound  # the note alone: jobs whose forward is the peak are rare
+def test_a_note_calls_the_peak_an_upper_bound_in_the_forward_of_experts_or_frozen_blocks():
+    from zeroplan.engines.deepspeed.stage3 import _bound  # called directly, since jobs whose peak is the forward are rare
     from zeroplan.engines.passes import passes
 
     lower, higher = (Line(Kind.ACTIVATIONS, n_bytes, "some") for n_bytes in (1, 2))
@@ -397,13 +397,13 @@ def test_the_forward_of_experts_and_of_frozen_blocks_is_said_to_be_a_bound_where
         for model in (EXPERTS, replace(TINY, frozen=FrozenSpec(parts="embedding", layers=1))):
             noted = _bound(model, passes(model, recipe(3), BATCH), moments)
             assert ["upper bound" in note for note in noted] == ([True] if said else [])
-        for model in (TINY, replace(TINY, frozen=FrozenSpec(parts="head", layers=1))):  # whose blocks keep what they need
+        for model in (TINY, replace(TINY, frozen=FrozenSpec(parts="head", layers=1))):  # their blocks keep all that they need
             assert _bound(model, passes(model, recipe(3), BATCH), moments) == ()
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_stage_3_gathers_for_adapters_beside_any_activation_function(activation: Activation) -> None:
-    """The points of a block name the operators of its activation function, which is a module of its own to DeepSpeed."""
+    """DeepSpeed treats the activation function as a module of its own. The points of a block name its operators."""
     model = replace(LLAMA_7B, num_hidden_layers=3, hidden_act=activation)
     asked = job(model=model, gpus=4, engine="deepspeed", stage=3, precision="bf16", lora_rank=4, lora_targets="all-linear")
     assert_explained(estimate(asked))

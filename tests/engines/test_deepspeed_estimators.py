@@ -1,4 +1,4 @@
-"""DeepSpeed's published estimator printouts, reproduced to the last printed digit."""
+"""The published printouts of DeepSpeed's own estimators, reproduced to the last printed digit."""
 
 import tomllib
 from pathlib import Path

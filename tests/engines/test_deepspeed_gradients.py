@@ -1,4 +1,4 @@
-"""What DeepSpeed's stages 0 to 2 hold of gradients, event by event; expected figures are worked out by hand from its source."""
+"""The gradients that DeepSpeed's stages 0 to 2 hold, event by event. Expected figures are derived by hand from its source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE = row(TINY)
 EMBEDDING, NORM, MLP, BLOCK = 80, 8, 128, 592
 TOTAL = 1352
 TOUCHED = EMBEDDING + BLOCK + 64
-"""Of two ranks the first has 676 elements, which end within the second block's first matrix."""
+"""Elements of all parameters in the first rank's share of 676, which ends within the second block's first matrix."""
 
 
 def plan(stage: int, n_ranks: int = 2, **said: object) -> Plan:
@@ -45,7 +45,7 @@ def at_block(course: Course, block: int, count: int) -> Held:
     return max((each.held for each in seen if each.block == block), key=lambda held: held.n_bytes)
 
 
-def test_the_model_is_as_large_as_the_figures_here_take_it():
+def test_the_model_has_the_sizes_that_these_tests_assume():
     assert WHOLE.n_elements == TOTAL
     assert {each.end - each.start for each in WHOLE.placed} == {EMBEDDING, NORM, MLP, 64, 32}
 
@@ -56,7 +56,7 @@ def test_a_gradient_moves_into_the_bucket_as_it_arrives():
 
 
 def test_with_overlap_stage_1_moves_gradients_in_the_last_micro_batch_too():
-    """They are not counted to the end of the backward: the last block's first gradient leaves those that are not in a bucket."""
+    """Gradients outside of buckets are not held to the end of the backward: the last block's first gradient frees them."""
     several = course_of(plan(1, overlaps=True, micro_batches=3))
     assert several["forward",][0].held == Held(buckets=800, gradients=2 * TOTAL)
     last = several["between", 1, 1]
@@ -66,15 +66,17 @@ def test_with_overlap_stage_1_moves_gradients_in_the_last_micro_batch_too():
     assert end(once, "reduced").gradients == 0
 
 
-def test_without_overlap_stage_1_moves_them_after_the_backward():
+def test_without_overlap_stage_1_moves_gradients_after_the_backward():
     course = course_of(plan(1))
     assert at_block(course, 0, 1).gradients == 2 * (EMBEDDING + NORM + BLOCK + MLP)
     assert ("during", "reduced") not in course
-    first = Held(buckets=400, gradients=2 * (TOTAL - EMBEDDING - 64 - 32), own=2 * TOUCHED)  # it has the embedding, q and k
+    first = Held(
+        buckets=400, gradients=2 * (TOTAL - EMBEDDING - 64 - 32), own=2 * TOUCHED
+    )  # the bucket has the embedding, q and k
     assert end(course, "kept") == first
 
 
-def test_only_stage_1_with_overlap_has_a_micro_batch_in_the_middle_that_differs():
+def test_further_micro_batches_do_not_change_the_peaks():
     for stage, overlaps in ((0, False), (1, False), (1, True), (2, False), (2, True)):
         few = distinct_micro_batches(stage, overlaps=overlaps)
         some = plan(stage, overlaps=overlaps, collects=stage == 0)
@@ -94,7 +96,7 @@ def test_without_a_contiguous_bucket_a_lone_gradient_is_not_copied():
     assert copied_elements(alone._replace(scatters=False), two) == 2 * MLP
 
 
-def test_without_a_contiguous_bucket_what_is_kept_stays_where_it_is():
+def test_without_a_contiguous_bucket_kept_gradients_are_not_moved():
     course = course_of(plan(2, contiguous=False))
     assert all(seen.held.own == 0 for seen in course["during", "kept"])
     assert end(course, "kept").gradients == 2 * TOUCHED
@@ -130,14 +132,14 @@ def test_at_stage_1_a_large_gradient_of_another_rank_stays_to_the_end():
 @pytest.mark.parametrize(
     ("bucket", "ranks", "copied"),
     [
-        (1000, 1, 0),  # one slice, reduced where it is
+        (1000, 1, 0),  # one slice, reduced in place
         (1100, 4, TOTAL),  # four slices of 338 together
-        (1000, 4, 1014),  # three slices, and then one alone
-        (338, 4, 676),  # two slices are more than the bucket, and then the next two
-        (337, 4, 0),  # each slice is more than the bucket
+        (1000, 4, 1014),  # three slices together, then one alone
+        (338, 4, 676),  # two slices exceed the bucket, then the next two
+        (337, 4, 0),  # each slice exceeds the bucket
     ],
 )
-def test_slices_are_copied_together_until_they_are_more_than_a_bucket(bucket: int, ranks: int, copied: int):
+def test_slices_are_copied_together_until_they_exceed_a_bucket(bucket: int, ranks: int, copied: int):
     everything = plan(2, ranks, bucket_size=bucket)
     assert copied_elements(everything, WHOLE.placed) == copied
 
@@ -151,7 +153,7 @@ def test_with_offload_large_gradients_are_copied_and_own_ones_leave_in_fp64():
     assert first_of_two["forward",][0].held.earlier == 0
 
 
-def test_the_corners_hold_the_highest_whatever_a_block_keeps():
+def test_the_corners_include_the_highest_for_any_bytes_kept_per_block():
     seen = [Seen(block, 0, Held(gradients=value)) for block, value in enumerate((90, 95, 60, 70, 40, 45, 20, 5))]
     few = corners(seen)
     assert [each.block for each in few] == [7, 5, 1]
@@ -165,21 +167,21 @@ def test_a_gradient_arrives_when_its_operator_is_done():
     assert received_before(((0, 0), (100, 100), (108, 8), (108, 0)), (100, 8)) == (0, 0, 1, 2)
 
 
-def test_gradients_pile_up_where_nothing_reduces_them():
+def test_gradients_add_up_if_nothing_reduces_them():
     course = course_of(plan(0, collects=True, micro_batches=2))
     assert course["forward",][0].held == Held(gradients=2 * TOTAL)
     assert max(seen.held.gradients for seen in course["during", "arrives"]) == 2 * (TOTAL + MLP)
     assert not any(place[0] == "end" for place in course)
 
 
-def test_a_wider_model_has_its_own_course():
+def test_a_wider_model_is_computed_anew():
     wider = row(replace(TINY, vocab_size=1000))
     assert course_of(plan(2)._replace(whole=wider, partition=1000))["end", "kept"][0].held.earlier == 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("said", [{}, {"overlaps": True}, {"contiguous": False}, {"sums_in_fp32": True}, {"offloads": True}])
-def test_the_micro_batches_that_are_left_out_are_never_the_highest(stage: int, said: dict, monkeypatch: pytest.MonkeyPatch):
+def test_micro_batches_that_are_left_out_never_have_the_peak(stage: int, said: dict, monkeypatch: pytest.MonkeyPatch):
     some = plan(stage, **{**said, "collects": stage == 0}, bucket_size=150, micro_batches=3)
     some = some._replace(overlaps=some.overlaps and not some.collects, sums_in_fp32=some.sums_in_fp32 and stage == 2)
     short = _peaks(course_of(some))

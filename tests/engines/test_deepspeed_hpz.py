@@ -1,4 +1,4 @@
-"""ZeRO++'s hierarchical partitioning: what it holds and sends. Against the engine: tests/verify."""
+"""ZeRO++'s hierarchical partitioning: bytes held and sent, by hand and by the paper. tests/verify compares with the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroplan import Estimate, estimate, job
 from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import DeepSpeedOptions
 
-#: Nothing stays gathered from one use to the next.
+#: Options with which no parameter stays gathered between two uses.
 STREAMED = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
 
 
@@ -21,18 +21,18 @@ def asked(size: int, *, gpus: int = 16, **said: Any) -> Estimate:
 
 
 def across(answer: Estimate) -> float:
-    """Elements sent between all ranks, in units of the model's parameters."""
+    """Return the elements sent between all ranks, in units of the model's parameters."""
     calls = [call for call in answer.traffic.collectives if call.group == 16]
     return sum(int(call.volume_elements) for call in calls) / answer.parameters
 
 
 def test_one_of_three_volumes_stays_within_the_group():
-    """ZeRO++ (arXiv:2306.10209), section 3.2: 3 M across nodes become 2 M."""
+    """ZeRO++ (arXiv:2306.10209), section 3.2: 2 M instead of 3 M elements cross nodes."""
     assert across(asked(1)) == pytest.approx(3, rel=0.01)
     assert across(asked(8)) == pytest.approx(2, rel=0.01)
 
 
-def test_only_what_leaves_the_group_is_on_the_slowest_link():
+def test_only_traffic_between_groups_uses_the_slowest_link():
     alone, grouped = asked(1), asked(8)
     assert alone.bytes_on_slowest_link == alone.traffic.total_bytes
     assert grouped.bytes_on_slowest_link / alone.bytes_on_slowest_link == pytest.approx(2 / 3, rel=0.01)
@@ -61,7 +61,7 @@ def test_every_line_is_explained(grad_accum: int):
         (3, {"zero_hpz_partition_size": 3}, "does not divide the 16 ranks"),
     ],
 )
-def test_what_cannot_be_is_refused(stage: int, options: dict[str, Any], says: str):
+def test_impossible_options_are_refused(stage: int, options: dict[str, Any], says: str):
     chosen = DeepSpeedOptions(**{"zero_hpz_partition_size": 8, **options})
     with pytest.raises(SpecError, match=says):
         estimate(job(model="llama-2-7b", engine="deepspeed", stage=stage, gpus=16, deepspeed=chosen))

@@ -1,8 +1,8 @@
-"""DeepSpeed's account against DeepSpeed itself, run on the CPU as rank 0 of a fake process group, third step.
+"""The estimate of DeepSpeed against real DeepSpeed: the third step on the CPU, as rank 0 of a fake process group.
 
-What only the CPU does differently is kept out of the comparison: other kernels of attention and norms, as far as
-``zeroplan.comparison`` names them, and checkpointing keeps no random state. FusedAdam needs a GPU; torch's fused AdamW, which has
-no temporaries either, stands in its place. Everything else is compared as it is.
+Differences of the CPU are left out: its kernels of attention and norms, as far as ``zeroplan.comparison`` names them, and the
+random state of checkpoints. FusedAdam needs a GPU; torch's fused AdamW, which has no temporaries either, stands for it.
+Everything else is compared.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ PHASES = {
 
 
 class Case(NamedTuple):
-    """A run; ``excess`` bounds by how much the peaks of single phases may be predicted too high, where they are bounds.
+    """A run. ``excess``: how much too high the estimate of a phase's peak may be, if it is an upper bound, as a share.
 
-    ``peak_excess`` does so for the step's peak: the order of an expert block's gradients is not followed to the last bucket.
+    ``peak_excess``: the same for the peak of all phases. The estimate does not follow the exact order of experts' gradients.
     """
 
     model: ModelSpec
@@ -153,7 +153,7 @@ CASES = {
         recipe(3, STREAMING | {"reduce_bucket_size": 100_000}, recompute="full"),
         n_ranks=16,
         batch=BatchSpec(seq_len=8),
-        excess=0.06,  # a layer's experts are waited for in the order of a Python set, which two runs do not share: the costliest
+        excess=0.06,  # DeepSpeed waits for experts in the order of a Python set, which varies: the estimate is the costliest
     ),
     "stage 3, streaming": Case(LLAMA, recipe(3, STREAMING)),
     "stage 3, streaming, few tokens": Case(LLAMA, recipe(3, STREAMING), batch=BatchSpec(seq_len=8), excess=0.02),
@@ -187,7 +187,7 @@ def _bytes(lines: tuple[Line, ...]) -> int:
 
 
 def _on_a_cpu(lines: tuple[Line, ...], recipe: RecipeSpec, kept: tuple[Line, ...]) -> int:
-    """The lines as a CPU run shows them, those too that sum up what whole blocks have ``kept``."""
+    """Return the bytes of lines with the CPU's kernels, also of lines that sum up what whole blocks have ``kept``."""
     compute, whole = compute_of(recipe), _bytes(kept)
     blocks = sum(int(line.n_bytes) // whole for line in lines if "S_" in line.formula)
     return cpu_bytes(lines, compute) - blocks * (whole - cpu_bytes(kept, compute))

@@ -1,4 +1,4 @@
-"""The order in which a block's modules run, against hooks on the modules themselves, one small model per family."""
+"""The order in which a block's modules run, against hooks on the modules of one small model per family."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from zeroplan.verify.training.causal_model import config  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]  # what transformers says of the tiny sizes
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]  # transformers warns about tiny sizes
 
 
 def calls(spec: ModelSpec) -> list[str]:
-    """Names of modules as one forward pass calls them."""
+    """Return the names of modules in the order in which a forward calls them."""
     made = AutoConfig.for_model(**config(spec))
     if spec.moe is not None:
         made._experts_implementation = "grouped_mm"
@@ -41,14 +41,14 @@ def _note(seen: list[str], name: str, *_: object) -> None:
 
 
 @pytest.mark.parametrize("case", TINY)
-def test_modules_run_in_this_order(case: str) -> None:
+def test_modules_run_in_the_assumed_order(case: str) -> None:
     spec = model_from_config(tiny_config(case))
     seen = calls(spec)
     blocks = [layout(spec).runs[at] for at in runs_in_order(spec)]
     for number, run in enumerate(blocks):
         inside = [name.partition(f".{number}.")[2] for name in seen if f".{number}." in name]
         owners = tuple(dict.fromkeys(parameter.name.rpartition(".")[0] for parameter in run.parameters))
-        uncalled = tuple(name for name in owners if name not in inside)  # a convolution whose weight alone is taken
+        uncalled = tuple(name for name in owners if name not in inside)  # a convolution of which only the weight is used
         assert uncalled in ((), ("linear_attn.conv1d",), ("mamba.conv1d",), ("mixer.conv1d",))
         assert block_modules(spec, owners) == (*inside, *uncalled)
         assert executed_modules(spec, owners) == (*(name for name in inside if name in owners), *uncalled)

@@ -1,4 +1,4 @@
-"""ZeRO-Infinity: how much of what is on NVMe, what the buffers take, what is refused. Against the engine: tests/verify."""
+"""ZeRO-Infinity: bytes in files on NVMe and in buffers, and refusals. tests/verify compares with the engine."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def test_weights_gradients_and_both_moments_are_in_files():
     answer = asked(**BOTH)
     share = answer.parameters // 8
     files = bytes_by_kind(answer.nvme)
-    small = 65 * 4096 // 8  # norms, under 1 MiB
+    small = 65 * 4096 // 8  # norms stay, being under 1 MiB
     assert files[Kind.OPTIMIZER_STATE] == 12 * (share + -share % 256)
     assert files[Kind.GRADIENTS] == 4 * (share - small)
     assert files[Kind.PARAMETERS] == 2 * (share - small)
     assert sum(answer.states_by_kind.values()) == 0
 
 
-def test_four_buffers_are_as_much_as_the_optimizer_itself_unless_sub_groups_are_small():
+def test_four_buffers_are_as_large_as_the_optimizer_unless_sub_groups_are_small():
     whole, pieces = asked(**BOTH), asked(**BOTH, **IN_PIECES)
     assert bytes_by_kind(whole.host)[Kind.OPTIMIZER_STATE] >= 16 * (whole.parameters // 8)
     assert bytes_by_kind(pieces.host)[Kind.OPTIMIZER_STATE] < 16 * 120_000_000
     assert whole.nvme_bytes == pytest.approx(pieces.nvme_bytes, rel=1e-4)
 
 
-def test_weights_that_leave_host_memory_are_written_through_a_buffer_for_all_ranks():
+def test_weights_that_leave_host_memory_go_through_a_buffer_of_the_whole_model():
     assert asked(**BOTH, **IN_PIECES, **NONE_STAYS).host_bytes - asked(**BOTH, **IN_PIECES).host_bytes > 10**9
     written = [line for line in asked(**BOTH, **NONE_STAYS).host if line.kind is Kind.OPTIMIZER_TEMPORARY]
     assert [line.n_bytes for line in written] == [2 * asked(**BOTH).parameters]
@@ -97,7 +97,7 @@ def test_what_fails_in_deepspeed_is_refused(said: dict[str, Any], says: str):
 
 
 def test_reading_the_head_twice_is_refused():
-    """Simulated, this ends in DeepSpeed's assertion that a parameter is "already assigned swap buffer id"."""
+    """In a simulated run DeepSpeed asserts that a parameter is "already assigned swap buffer id"."""
     wide = ModelSpec(
         family="llama", hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
         head_dim=256, vocab_size=1000,

@@ -1,4 +1,4 @@
-"""DeepSpeed with offload: what leaves the GPU, where it is then, what is refused. Against the engine: tests/verify."""
+"""DeepSpeed with offload: what moves to host memory, and what is refused. tests/verify compares with the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two():
     assert Kind.WORKSPACE not in bytes_by_kind(asked(deepspeed=pageable).host)
 
 
-def test_at_stage_3_everything_can_be_away():
+def test_at_stage_3_all_states_can_be_offloaded():
     away = asked(3, offload_optimizer="cpu", offload_param="cpu")
     assert sum(away.states_by_kind.values()) == 0
     assert away.host_bytes > 20 * away.parameters // 8
@@ -52,9 +52,9 @@ def test_a_node_has_the_host_memory_of_its_ranks():
 
 
 def test_13b_trains_on_one_v100_of_32_gb_only_with_offload():
-    """ZeRO-Offload (arXiv:2101.06840): 13B parameters on one V100 of 32 GB; batch and recomputation are this test's.
+    """ZeRO-Offload (arXiv:2101.06840) trains 13B parameters on a V100 of 32 GB. Batch and recomputation are our choice.
 
-    The training step does; today's DeepSpeed copies the share on the GPU first, which on a single one are all weights.
+    Only the training step fits: today's DeepSpeed first copies the share on the GPU, which on one GPU is all weights.
     """
     said: dict[str, Any] = {
         "gpus": 1, "gpu": "v100-sxm-32gb", "params": 13e9, "precision": "fp16-mixed", "recompute": "full", "seq_len": 1024,
@@ -81,7 +81,7 @@ def trains_in(answer: Estimate) -> int:
         (3, {"offload_optimizer": "cpu", "engine": "paper"}, "use engine 'deepspeed' or 'fsdp2'"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(stage: int, said: dict[str, Any], says: str):
+def test_impossible_options_are_refused_in_one_line(stage: int, said: dict[str, Any], says: str):
     with pytest.raises(SpecError, match=says) as refused:
         estimate(job(**{"model": "llama-2-7b", "engine": "deepspeed", "stage": stage, "gpus": 8, **said}))
     assert "\n" not in str(refused.value)
@@ -115,7 +115,7 @@ def test_every_line_is_explained(name: str, grad_accum: int):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_on_cpu_tensors_offload_cannot_be_told_apart(engine: str):
+def test_offload_on_cpu_tensors_is_refused(engine: str):
     pytest.importorskip("torch")
     from zeroplan.verify.backends.cpu import measured
 

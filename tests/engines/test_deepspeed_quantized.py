@@ -1,4 +1,4 @@
-"""ZeRO++'s quantized weights and gradients: what they send, and what is refused. Against the engine: tests/verify."""
+"""ZeRO++'s quantized weights and gradients: bytes sent, and refusals. tests/verify compares with the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroplan.engines.deepspeed.gathers import Piece, Sharing, taken
 from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import DeepSpeedOptions
 
-#: Nothing stays gathered from one use to the next.
+#: Options with which no parameter stays gathered between two uses.
 STREAMED = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 
@@ -25,15 +25,15 @@ def asked(*, gpus: int = 16, stage: int = 3, said: dict[str, Any] | None = None,
 
 
 def across(answer: Estimate) -> float:
-    """Bytes that leave a node, in units of the model's parameters in bf16."""
+    """Return the bytes that leave a node, in units of the model's parameters in bf16."""
     calls = [call for call in answer.traffic.collectives if not call.near]
     return sum(int(call.payload_bytes) for call in calls) / (2 * answer.parameters)
 
 
 def test_of_three_volumes_a_quarter_crosses_nodes_as_the_paper_has_it():
-    """ZeRO++ (arXiv:2306.10209), section 3: of 3 M, 0.5 M of weights in 8 bits is left, and 0.25 M of gradients in 4 bits.
+    """ZeRO++ (arXiv:2306.10209), section 3: of 3 M, 0.5 M remain for weights in 8 bits and 0.25 M for gradients in 4 bits.
 
-    Those are what a node sends on; each of its 8 GPUs sends an eighth.
+    A node sends these 0.25 M; each of its 8 GPUs sends an eighth.
     """
     assert across(asked()) == pytest.approx(3, rel=0.01)
     assert across(asked(**WEIGHTS)) == pytest.approx(0.5 + 0.5 + 1, rel=0.01)
@@ -43,8 +43,8 @@ def test_of_three_volumes_a_quarter_crosses_nodes_as_the_paper_has_it():
     assert every.bytes_on_slowest_link < asked().bytes_on_slowest_link / 5
 
 
-def test_a_flat_gather_is_there_in_eight_bits_and_in_fp16_beside_the_weights():
-    """Two parameters on 8 ranks, shares of 4,096 and 8,192, in two groups; in elements of bf16."""
+def test_a_flat_gather_is_held_in_8_bits_and_in_fp16_beside_the_weights():
+    """Two parameters on 8 ranks, with shares of 4,096 and 8,192 elements. Figures are in elements of bf16."""
     pieces, width = (Piece(32768, 4096, 8), Piece(65536, 8192, 8)), 2
     found = taken(pieces, Sharing(8, width=width), one_by_one=False)
     payload, share, scales = 98304, 12288, 4 * 2
@@ -55,11 +55,11 @@ def test_a_flat_gather_is_there_in_eight_bits_and_in_fp16_beside_the_weights():
     assert found == (*in_elements, 2 * 8)
 
 
-def test_on_one_node_gradients_are_reduced_as_they_are():
+def test_on_one_node_gradients_are_not_quantized():
     assert across(asked(gpus=8, **GRADIENTS)) == across(asked(gpus=8))
 
 
-def test_the_gpus_of_a_node_are_those_of_the_cluster():
+def test_nodes_have_the_gpus_of_the_cluster():
     by_default, of_four = asked(**GRADIENTS), asked(**GRADIENTS, said={"gpus_per_node": 4})
     groups = [{call.group for call in one.traffic.collectives if call.near} for one in (by_default, of_four)]
     assert groups == [{8}, {4}]
@@ -83,6 +83,6 @@ def test_every_line_is_explained(grad_accum: int):
         (WEIGHTS, 1000, 3, "cannot split a rank's share"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], gpus: int, stage: int, says: str):
+def test_impossible_options_are_refused(options: dict[str, Any], gpus: int, stage: int, says: str):
     with pytest.raises(SpecError, match=says):
         asked(gpus=gpus, stage=stage, **options)

@@ -1,4 +1,4 @@
-"""Figures that only hardware can tell: what stands in the file, and how it enters an estimate."""
+"""Figures that only hardware can give: the checks of their file, and how they enter an estimate."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ GOOD = 'what = "context"\ngpus = ["t4-16gb"]\nvalue = 5\ntorch = ""\ncuda = ""\n
     ("figure = 3", "figure is no list of tables"),
     ("[[figure", "is not TOML"),
 ])  # fmt: skip
-def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, text: str, said: str):
+def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, text: str, said: str):
     path = tmp_path / "figures.toml"
     path.write_text(text)
     with pytest.raises(SpecError) as refused:
@@ -54,7 +54,7 @@ def test_a_gpu_without_reported_figures_has_the_general_ranges():
     assert outside(MeshSpec(dp_shard=8), T4) == GENERAL
 
 
-def test_a_context_seen_alone_is_the_least_and_leaves_room_for_kernels():
+def test_a_measured_context_is_the_lower_end_of_the_band_and_leaves_room_for_kernels():
     context, communicator = outside(MeshSpec(dp_shard=8), gpu("rtx-6000-ada"))
     assert context.band == Band(446_693_376, 540_000_000, 900_000_000)
     assert "unsloth-zoo pull request 1053" in context.source
@@ -64,7 +64,7 @@ def test_a_context_seen_alone_is_the_least_and_leaves_room_for_kernels():
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch):
-    """Figures in place of those of the file; what was looked up is forgotten, before and after."""
+    """Yield a function that replaces the figures of the file. It clears the caches, and so does the end of the test."""
 
     def clear() -> None:
         for cached in (*vars(device_figures).values(), *vars(device).values()):
@@ -84,7 +84,7 @@ def figure(what: str, value: int, **said: str) -> DeviceFigure:
     return DeviceFigure(what=what, gpus=("t4-16gb",), value=value, **given)  # type: ignore[arg-type]
 
 
-def test_what_was_seen_on_a_gpu_is_its_band(seen):
+def test_figures_of_a_gpu_make_its_band(seen):
     seen(*(figure("process", value) for value in (900, 700, 800)), figure("communicator", 50))
     process, communicator = outside(MeshSpec(dp_shard=2, dp_replicate=2), T4)
     assert process.band == Band(700, 800, 900)
@@ -93,19 +93,19 @@ def test_what_was_seen_on_a_gpu_is_its_band(seen):
     assert outside(MeshSpec(dp_shard=8)) == outside(MeshSpec(dp_shard=8), H100) == GENERAL
 
 
-def test_of_several_versions_of_torch_the_newest_counts(seen):
+def test_figures_of_the_newest_torch_are_used(seen):
     seen(figure("process", 700, torch="2.9.1"), figure("process", 900, torch="2.11.0+cu130"), figure("process", 100, torch=""))
     assert outside(MeshSpec(), T4)[0].band == Band(900, 900, 900)
 
 
-def test_a_workspace_that_was_seen_goes_before_the_one_of_torchs_source(seen):
+def test_a_measured_workspace_replaces_that_of_torchs_source(seen):
     seen(figure("workspace", 1000))
     assert workspace_line(T4).n_bytes == 2000
     assert workspace_line(T4).source == "a record (torch 2.11.0, CUDA 13.0, 2026-11)"
     assert workspace_line(H100).n_bytes == 2 * 32 * 2**20
 
 
-def test_what_is_reserved_is_moved_within_its_band_for_the_engine_it_was_seen_under(seen):
+def test_measured_reserved_memory_moves_the_expected_figure_for_its_engine(seen):
     seen(figure("reserved", 1100, engine="ddp"))
     assert reserved_as_seen(Band(10, 1000, 3000), "ddp", T4) == Band(10, 1100, 3000)
     assert reserved_as_seen(Band(10, 1000, 1050), "ddp", T4) == Band(10, 1100, 1100), "the middle lies in the band"
@@ -114,7 +114,7 @@ def test_what_is_reserved_is_moved_within_its_band_for_the_engine_it_was_seen_un
     assert reserved_as_seen(Band(900, 1000, 3000), "ddp", T4) == Band(900, 900, 3000)
 
 
-def test_a_figure_enters_estimate_and_search_alike(seen):
+def test_estimate_and_search_use_the_same_figure(seen):
     before = estimate(job(model="gpt2", gpus=8, stage=0, gpu="t4"))
     expected = before.reserved.expected_bytes
     seen(figure("process", 10**9), figure("reserved", 1100, engine="ddp"))

@@ -1,4 +1,4 @@
-"""Embedding and head as FSDP2 units of their own, as accelerate and torchtitan make them: held against FSDP2 itself."""
+"""Embedding and head as FSDP2 units of their own, as in accelerate and torchtitan, against simulated FSDP2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = BatchSpec(micro_batch_size=2, seq_len=64)
 WEIGHTS = BatchSpec(micro_batch_size=1, seq_len=32)
 FEW = BatchSpec(micro_batch_size=1, seq_len=4)
 THRICE = replace(WEIGHTS, grad_accum_steps=3)
-#: The random state of attention, and the loss.
+#: The random state of attention, and the loss. [bytes]
 SCALARS_BYTES = 1200
 
 
@@ -89,7 +89,7 @@ def test_the_peak_of_every_phase_is_that_of_fsdp2(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_line_is_what_its_formula_says(name: str) -> None:
+def test_formulas_give_the_bytes_of_their_lines(name: str) -> None:
     assert_explained(estimate(CASES[name]))
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism under FSDP2: what is refused, formulas, columns, and what a rank holds of the experts."""
+"""Expert parallelism under FSDP2: refusals, formulas, columns of jobs, and a rank's share of the experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_line_is_explained(name: str) -> None:
 
 
 def test_a_rank_holds_its_part_of_its_experts_and_of_everything_else() -> None:
-    """Of Mixtral 8x7B on 64 GPUs every rank has an even share but of the routers, whose eight rows make one each on 64."""
+    """Mixtral 8x7B on 64 GPUs: shares are even, except of the routers, whose eight rows leave at most one row per rank."""
     answer = estimate(replace(named(model="mixtral-8x7b", gpus=64, stage=3), mesh=MeshSpec(dp_shard=64, ep=8)))
     assert answer.states_by_kind[Kind.PARAMETERS] == 4 * (46_702_792_704 // 64 + 32 * (4096 - 4096 * 8 // 64))
 
@@ -63,7 +63,7 @@ def test_what_is_not_modelled_is_refused(changed: dict[str, object], said: str) 
 
 
 def test_traffic_is_counted_and_timed() -> None:
-    """Each micro-batch goes out and comes back forward and backward in each of 4 layers, again where recomputed: 3/4 leave."""
+    """In each of 4 layers tokens go out and return, in forward, backward and recomputation; 3/4 of them leave their rank."""
     pairs = 2 * 64 * 2 * 64 * 2  # b·s·t·h elements of 2 bytes
     for recompute, times in (("none", 4), ("full", 6)):
         sent = sum(
@@ -78,11 +78,11 @@ def test_traffic_is_counted_and_timed() -> None:
         split = replace(job, mesh=replace(job.mesh, ep=ep))
         took = step_time(account_of(split, split.batch), split.model, split.recipe, split.mesh, split.batch, split.cluster)
         waits[ep] = sum(part.seconds for part in took.parts if "waiting" in part.name)
-    assert 0 < waits[8] < waits[2], waits  # of eight experts on eight GPUs of a node no one else's weights cross nodes
+    assert 0 < waits[8] < waits[2], waits  # with the eight experts on a node's eight GPUs, tokens stay in the node
 
 
 def test_fewer_experts_than_ranks_are_not_padded() -> None:
-    """Along dim 0 eight experts on 64 ranks would take eight times their share."""
+    """Sharded along dim 0, eight experts on 64 ranks would take eight times their share."""
     states = bytes_by_kind(estimate(expert_job(dp_shard=64, ep=8)).states)
     along_dim_0 = bytes_by_kind(estimate(expert_job(dp_shard=64, ep=1)).states)
     assert 4 * states[Kind.PARAMETERS] < along_dim_0[Kind.PARAMETERS]

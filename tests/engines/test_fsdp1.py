@@ -1,4 +1,4 @@
-"""FSDP1's account against FSDP1 itself on fake tensors, and what is refused of it."""
+"""The estimate of FSDP1 against simulated FSDP1, and what it refuses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from zeroplan.spec.recipe import Fsdp1Options, RecipeSpec
 
 FEW, MANY = BatchSpec(micro_batch_size=1, seq_len=8), BatchSpec(micro_batch_size=2, seq_len=64)
 LORA = AdapterSpec(rank=8)
-#: The random state of attention, the loss, and what counts elements in an optimizer's step. [bytes]
+#: The random state of attention, the loss, and counters of the optimizer step. [bytes]
 SCALARS_BYTES = 1700
-#: Beside adapters: a matrix of one, cast to its shard, and its shard of the gradient. [bytes]
+#: Tolerance with adapters: the cast shard of an adapter's matrix, and the shard of its gradient. [bytes]
 OF_AN_ADAPTER = 3000
 
 
@@ -106,8 +106,8 @@ def test_what_is_not_modelled_is_refused_in_one_line(said: dict, expected: str) 
     assert "\n" not in str(refused.value)
 
 
-def test_a_later_prefetch_takes_one_block_less() -> None:
-    """Where gradients are joined, the block below is there already, unless it is gathered later."""
+def test_without_prefetch_one_block_less_is_gathered() -> None:
+    """When gradients are joined, the block below is gathered already, unless there is no prefetch."""
     least, most = (estimate(job(options={"backward_prefetch": when})) for when in ("no_prefetch", "backward_pre"))
     block = next(symbol.value for symbol in most.symbols if symbol.name == "P_dense")
     joined = [
@@ -117,7 +117,7 @@ def test_a_later_prefetch_takes_one_block_less() -> None:
     assert joined[1] - joined[0] == 2 * int(block)
 
 
-def test_the_flat_gradient_is_alive_with_those_that_it_is_joined_from() -> None:
+def test_the_flat_gradient_and_the_gradients_joined_to_it_are_alive_together() -> None:
     moment = next(
         one for one in estimate(job()).engine_moments if one.name == "backward: joining the gradients of block 6 of 6"
     )
@@ -132,7 +132,7 @@ def test_every_formula_gives_its_bytes(name: str) -> None:
     assert_symbols_mean_one_thing(answer)
 
 
-def test_copies_of_the_first_step_are_said() -> None:
+def test_a_note_names_copies_of_the_first_step() -> None:
     assert any("in the first step alone" in note for note in estimate(job(adapter=LORA)).notes)
     assert not any("in the first step alone" in note for note in estimate(ADAPTED["lora"]).notes)
 

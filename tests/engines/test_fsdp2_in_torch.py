@@ -1,4 +1,4 @@
-"""FSDP2's moments against a real run: the peak of forward, backward and step, and what is held between steps."""
+"""The estimate of FSDP2 against a real run: the peak of forward, backward and step, and the states."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
 
-#: Scalars the account leaves out (the loss, the sum of its weights, step counters in host memory) and the CPU's SDPA
-#: random-number state.
+#: What the estimate leaves out: scalars (the loss, the sum of its weights, step counters in host memory) and the random state
+#: of the CPU's attention. [bytes]
 SCALARS_BYTES = 2048
 
 NARROW = {"heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 5}
@@ -97,7 +97,7 @@ CASES = {
 
 
 def on_a_cpu(moment: Moment, case: JobSpec) -> int:
-    """The moment's bytes as a CPU run shows them: every difference from CUDA has a name in ``zeroplan.comparison``."""
+    """Return the moment's bytes with the CPU's kernels; ``zeroplan.comparison`` names every difference from CUDA."""
     compute = compute_of(case.recipe)
     ((_, kept),) = fsdp2.account(case.model, case.recipe, case.mesh, case.batch).kept
     whole = int(total_bytes(kept))

@@ -1,4 +1,4 @@
-"""FSDP2 of torch 2.15 where nothing is run: what of it differs, formulas that say what they count, columns that are their jobs."""
+"""Estimates of FSDP2 in torch 2.15, without a run: differences from 2.13, formulas, and columns of jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 
 BUFFERS = (Kind.GATHER, Kind.UNSHARDED_PARAMETERS)
-#: Torch's default, and what stays whole until it is reduced: each is another way through the code that differs.
+#: Recipes that take different paths through the code that torch 2.15 changed.
 RECIPES = {
     "plain": RecipeSpec(),
     "stage 2, recomputed": RecipeSpec(zero_stage=2, recompute="full"),
@@ -43,7 +43,7 @@ def tiny(name: str, torch: str = "2.15", *, micro_batches: int = 1, **mesh: int)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_line_is_what_its_formula_says(name: str):
+def test_formulas_give_the_bytes_of_their_lines(name: str):
     for micro_batches in (1, 2, 3):
         assert_explained(estimate(tiny(name, micro_batches=micro_batches)))
     if name in ("plain", "stage 2, recomputed"):
@@ -51,13 +51,13 @@ def test_every_line_is_what_its_formula_says(name: str):
 
 
 @pytest.mark.parametrize("name", ["plain", "stage 2, recomputed", "offloaded"])
-def test_every_line_of_a_stage_is_what_its_formula_says(name: str):
+def test_formulas_of_a_pipeline_stage_give_the_bytes_of_their_lines(name: str):
     for stage in (0, 1):
         assert_explained(estimate(tiny(name, micro_batches=4, pp=2), pipeline_rank=stage))
 
 
-def test_a_stage_names_none_of_its_gradients_while_it_is_reduced():
-    """Of the last rank's root group: torch 2.13 names the head's gradient, in fp32, while the output is there."""
+def test_a_stage_holds_no_gradient_while_it_is_reduced():
+    """In the last rank's root group torch 2.13 still holds the head's gradient, in fp32, beside the reduction's output."""
 
     def highest(torch: str, name: str) -> int:
         moments = estimate(tiny("plain", torch, micro_batches=4, pp=2), pipeline_rank=1).moments
@@ -71,7 +71,7 @@ def test_a_stage_names_none_of_its_gradients_while_it_is_reduced():
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if "fewer" not in name])
-def test_every_line_of_experts_is_what_its_formula_says(name: str):
+def test_formulas_of_experts_give_the_bytes_of_their_lines(name: str):
     assert_explained(estimate(under(JOBS[name], "2.15")))
 
 
@@ -92,8 +92,8 @@ def test_a_column_is_its_jobs(name: str):
     assert [int(one) for one in whole] == [peaks(*numbers(int(n), int(m))) for n, m in zip(shards, micro, strict=True)]
 
 
-def test_a_block_is_gathered_beside_the_one_before_and_copied_out_without_it():
-    """In torch 2.13 the one before stays while a block is copied out: three times its weights; in 2.15 twice and a cast."""
+def test_the_block_before_is_freed_before_a_block_is_copied_out():
+    """In torch 2.13 the block before stays while a block is copied out: three times its weights. In 2.15: twice and a cast."""
 
     def gathered(torch: str) -> int:
         moments = estimate(tiny("plain", torch)).moments
@@ -110,8 +110,8 @@ def test_a_block_is_gathered_beside_the_one_before_and_copied_out_without_it():
     assert estimate(tiny("plain", "2.13")).notes == estimate(replace(tiny("plain"), recipe=RecipeSpec())).notes
 
 
-def test_a_block_that_is_cut_counts_its_input_once():
-    """In fp32 the first norm saves the block's input itself; in bf16 it saves a copy in fp32."""
+def test_a_resharded_block_counts_its_input_once():
+    """In fp32 the first norm saves the block's input itself, in mixed precision a copy in fp32."""
 
     def inputs(precision: str) -> list[str]:
         job = tiny("resharded two ways")

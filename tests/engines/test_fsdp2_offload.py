@@ -1,4 +1,4 @@
-"""FSDP2 with CPU offload: what leaves the GPU, what stays, and where it goes. Against the engine: tests/verify."""
+"""FSDP2 with CPU offload: which states move to host memory, and the rest. tests/verify compares with the engine."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_the_peak_is_lower_by_the_states_that_were_alive():
     assert away.peak_bytes == here.peak_bytes - alive
 
 
-def test_the_step_is_the_hosts_tensor_by_tensor():
+def test_the_optimizer_step_runs_on_the_host_one_tensor_at_a_time():
     here, away = offloaded()
     steps = [moment for answer in (here, away) for moment in answer.moments if moment.name == "optimizer step"]
     assert steps[1].total_bytes == sum(line.n_bytes for line in away.workspaces) < steps[0].total_bytes
     assert any("in turn" in line.reason for line in away.host)
 
 
-def test_as_much_is_sent():
+def test_offload_does_not_change_the_collectives():
     here, away = offloaded()
     assert here.traffic.collectives == away.traffic.collectives

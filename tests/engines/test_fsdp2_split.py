@@ -1,4 +1,4 @@
-"""FSDP2 over tensor-parallel ranks: columns are their points, the step's time, and what is refused."""
+"""FSDP2 with tensor and context parallelism: columns of jobs, shares, traffic, step time, and refusals."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_columns_are_their_points(recompute: str):
     assert_is_its_points(grid, [fsdp2.account(LLAMA, recipe, mesh, batch) for mesh, batch in points])
 
 
-def test_ranks_that_split_hold_their_share():
-    """Everything but norms is split; the gradient of the embedding is whole for a moment."""
+def test_tensor_parallel_ranks_hold_their_share():
+    """Everything except norms is split. The embedding's gradient is whole for a moment."""
     whole, split = estimate(replace(JOB, mesh=MeshSpec(dp_shard=2))), estimate(JOB)
     norms = 65 * LLAMA.hidden_size
     assert sum(split.states_by_kind.values()) * 4 == sum(whole.states_by_kind.values()) + 3 * 16 * norms // 2
@@ -51,7 +51,7 @@ def test_tensor_parallel_traffic_stays_among_neighbours_and_nothing_hides_it():
     among = [call for call in account.collectives if call.near]
     assert {int(call.group) for call in among} == {8}
     assert {call.operation for call in among} == {"all_gather", "reduce_scatter", "all_reduce"}
-    quick = step_time(account, LLAMA, RecipeSpec(), mesh, JOB.batch, cluster, mfu=0.5)  # no kernel is waited for
+    quick = step_time(account, LLAMA, RecipeSpec(), mesh, JOB.batch, cluster, mfu=0.5)  # given mfu: no wait for kernels
     slow = step_time(account, LLAMA, RecipeSpec(), mesh, JOB.batch, replace(cluster, gpus_per_node=4), mfu=0.5)
     assert slow.seconds > 1.2 * quick.seconds  # the same calls, now between nodes
     alone = step_time(
@@ -63,7 +63,7 @@ def test_tensor_parallel_traffic_stays_among_neighbours_and_nothing_hides_it():
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_columns_of_shared_sequences_are_their_points(tp: int):
+def test_columns_with_context_parallelism_are_their_points(tp: int):
     points = [
         (MeshSpec(cp=4, tp=tp), BatchSpec(seq_len=128)),
         (
@@ -76,8 +76,8 @@ def test_columns_of_shared_sequences_are_their_points(tp: int):
     assert_is_its_points(grid, [fsdp2.account(LLAMA, RecipeSpec(), mesh, batch) for mesh, batch in points])
 
 
-def test_ranks_of_a_sequence_are_as_far_apart_as_a_split_model_is_wide():
-    """With eight GPUs to a node and a model split over all of them, keys and values leave the node; over four, half of them do."""
+def test_keys_and_values_leave_the_node_if_tensor_and_context_parallelism_exceed_it():
+    """Ranks that share a sequence are ``tp`` apart, so that tp=8 with cp=2, or tp=4 with cp=4, crosses nodes of eight GPUs."""
     cluster = ClusterSpec(gpu=gpu("h100-sxm-80gb"), gpus_per_node=8)
     here = links(cluster)
     for tp, cp, alone in ((1, 8, False), (4, 2, False), (8, 2, True), (4, 4, True)):
@@ -110,7 +110,7 @@ def test_ranks_that_share_a_sequence_share_its_operations():
         ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(loss="chunked")}, "chunked"),
     ],
 )  # fmt: skip
-def test_what_cannot_share_a_sequence_is_refused_in_one_line(changes: dict[str, object], says: str):
+def test_unsupported_context_parallelism_is_refused_in_one_line(changes: dict[str, object], says: str):
     with pytest.raises(SpecError, match=says) as refused:
         replace(JOB, **changes)
     assert "cp=" in str(refused.value)
@@ -133,7 +133,7 @@ def test_what_cannot_share_a_sequence_is_refused_in_one_line(changes: dict[str, 
         ({"recipe": RecipeSpec(recompute="full", offload_activations=True)}, "offload_activations"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_split_is_refused_in_one_line(changes: dict[str, object], says: str):
+def test_unsupported_tensor_parallelism_is_refused_in_one_line(changes: dict[str, object], says: str):
     with pytest.raises(SpecError, match=says) as refused:
         replace(JOB, **changes)
     assert "tp=" in str(refused.value)

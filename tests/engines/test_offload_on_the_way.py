@@ -1,4 +1,4 @@
-"""Gradients on their way to the host: only where there are several buckets is one reduced while others are still to come."""
+"""Gradients are copied to the host during the backward only if there are several buckets."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from zeroplan import DeepSpeedOptions, estimate, job
 
 @pytest.mark.parametrize(("elements", "on_the_way"), [(500_000_000, False), (5_000_000, True)])
 def test_one_bucket_is_reduced_at_the_end(elements: int, on_the_way: bool) -> None:
-    """GPT-2 has 124 million parameters: all of them, or a twenty-fifth, go into a bucket."""
+    """Of GPT-2's 124 million parameters, all fit into the larger bucket and about a twenty-fifth into the smaller one."""
     options = DeepSpeedOptions(reduce_bucket_size=elements)
     asked = job(model="gpt2", gpus=4, stage=2, engine="deepspeed", offload_optimizer="cpu", deepspeed=options)
     names = [moment.name for moment in estimate(asked).moments]

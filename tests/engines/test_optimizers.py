@@ -1,4 +1,4 @@
-"""Optimizer states and step temporaries: by hand, and columns against their points."""
+"""Optimizer states and temporaries of the step: by hand, and columns of sizes against single sizes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_eight_bit_adam_by_hand() -> None:
     assert total_bytes(state_lines("adamw-8bit", "fused", (LocalTensor((100,)),), 4)) == 800
 
 
-def test_the_for_loop_remembers_the_tensor_before() -> None:
+def test_the_for_loop_still_holds_the_temporary_of_the_tensor_before() -> None:
     # 64 elements, then 100, then two blocks of (10, 30): 64 + 2·100 beats 100 + 2·10, 10 + 2·30 and, between blocks, 30 + 2·10.
     tensors = (LocalTensor((64,)), LocalTensor((100,)), LocalTensor((10,), 2), LocalTensor((30,), 2))
     (line,) = step_temporary_lines("adamw", "forloop", tensors, 4)

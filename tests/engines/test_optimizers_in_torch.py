@@ -1,4 +1,4 @@
-"""Optimizer states and step temporaries against torch itself, byte by byte."""
+"""Optimizer states and temporaries of the step against torch's own optimizers, to the byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.torch
 
 Tensors = tuple[LocalTensor, ...]
 
-# Shapes whose smallest differences show, in the order of a parameter group.
+# Shapes in the order of a parameter group, chosen so that small errors show.
 SHAPES: dict[str, Tensors] = {
     "embedding first": (
         LocalTensor((300, 24), in_block=False),
@@ -42,12 +42,12 @@ SHAPES: dict[str, Tensors] = {
 }
 CASES = [(optimizer, impl) for optimizer, impls in IMPLEMENTATIONS.items() for impl in impls if optimizer not in PUBLISHED]
 
-# Single numbers that torch makes beside the temporaries: the wrapped step count (8), a norm (4).
+# Bytes of scalars that torch makes beside the temporaries: the wrapped step count (8), a norm (4).
 SCALARS = 12
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, algorithm 2, as a for-loop whose expressions make a tensor each."""
+    """Lion as in Chen et al. 2023, algorithm 2: a for-loop in which each expression makes a tensor."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -74,7 +74,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def written_out(tensors: Tensors) -> list[LocalTensor]:
-    """Every tensor of the parameter group, blocks one after the other."""
+    """Return every tensor of the parameter group, block after block."""
     every: list[LocalTensor] = []
     index = 0
     while index < len(tensors):
@@ -93,7 +93,7 @@ def parameters_of(tensors: Tensors, dtype: torch.dtype) -> list[torch.nn.Paramet
 
 
 def build(optimizer: Optimizer, impl: OptimizerImpl, tensors: Tensors, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """Build what a user would write: one optimizer, or Muon for the blocks' matrices beside AdamW for all else."""
+    """Build what a user would: one optimizer, or Muon for the blocks' matrices and AdamW for all else."""
     parameters = parameters_of(tensors, dtype)
     if optimizer == "muon":
         by_muon = [tensor.in_block and len(tensor.shape) == 2 for tensor in written_out(tensors)]
@@ -120,7 +120,7 @@ def _one(optimizer: Optimizer, impl: OptimizerImpl, parameters: list[torch.nn.Pa
 
 
 def measured_peak(stepper: torch.optim.Optimizer) -> int:
-    """Most bytes alive during one step beyond those before it."""
+    """Return the most bytes alive during one step, beyond those before it."""
     for parameter in stepper.param_groups[0]["params"]:
         parameter.grad = torch.randn_like(parameter)
     with recorded() as timeline:
@@ -147,10 +147,10 @@ def test_states_are_those_of_torch(optimizer: Optimizer, impl: OptimizerImpl, te
 
 
 def adafactor_extra(tensors: Tensors, dtype: torch.dtype) -> int:
-    """Add up what Adafactor's means take beside its temporaries.
+    """Return the bytes that Adafactor's means take beside its temporaries.
 
-    One number per matrix of a stack; and torch's CPU kernel for the mean of bf16 rows works on an fp32 copy of them and of
-    their result, where CUDA's converts as it reads.
+    They are one number per matrix of a stack. For the mean of bf16 rows, torch's CPU kernel also makes an fp32 copy of them and of
+    the result, while CUDA's converts as it reads.
     """
     matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
     means = dtype.itemsize * sum(tensor.repeat * math.prod(tensor.shape[:-2]) for tensor in matrices)

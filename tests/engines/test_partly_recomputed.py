@@ -1,4 +1,4 @@
-"""Recomputation of the first so many blocks: between none and all in memory and time, and refused where it is not modelled."""
+"""Recomputation of only the first blocks: memory and time are between those of none and all; unmodelled cases are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_more_blocks_take_less_memory(engine: Engine, stage: Stage):
 
 
 @pytest.mark.parametrize("first", [1, 7, 40, 45])
-def test_alternating_kinds_alternate_on_either_side(first: int):
+def test_alternating_kinds_of_layers_keep_their_order_in_both_parts(first: int):
     gemma = model("gemma-2-27b")
     runs, order = layout_by_recomputation(gemma, first).runs, order_by_recomputation(gemma, first)
     assert [order.count(at) for at in range(len(runs))] == [run.layers for run in runs]
@@ -90,7 +90,7 @@ def test_what_is_not_modelled_is_refused(said: dict[str, object], why: str):
         job(**{"model": "llama-2-7b", "gpus": 8, "stage": 3, "recompute": "full", "recompute_layers": 8, **said})
 
 
-def test_accelerate_and_deepspeed_have_no_key_for_it():
+def test_accelerate_and_deepspeed_cannot_express_partial_recomputation():
     first = RecipeSpec(recompute="full", recompute_layers=8)
     assert "all blocks or none" in cannot_say(first, "accelerate")
     assert "all blocks" in cannot_say(

@@ -1,4 +1,4 @@
-"""A rank of a pipeline: what it has, what waits in it, what it sends; and what is refused."""
+"""A rank of a pipeline: its stages, micro-batches in flight, sends, formulas, and refusals."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _batch(micro_batches: int) -> BatchSpec:
     return BatchSpec(micro_batch_size=2, seq_len=32, grad_accum_steps=micro_batches)
 
 
-def test_stages_are_cut_as_torchtitan_cuts_them() -> None:
-    """The docstring of its function: three layers, two stages, embedding and head as heavy as a layer each."""
+def test_layers_are_distributed_as_in_torchtitan() -> None:
+    """Embedding and head count as one layer each."""
     assert [(one.start, one.stop) for one in cut(126, 16)] == [
         (0, 7), *((7 + 8 * at, 15 + 8 * at) for at in range(14)), (119, 126),
     ]  # fmt: skip
@@ -53,8 +53,8 @@ def test_stages_are_cut_as_torchtitan_cuts_them() -> None:
 
 
 @pytest.mark.parametrize(("rank", "in_flight"), [(0, 4), (1, 3), (2, 2), (3, 1)])
-def test_in_flight_are_as_many_micro_batches_as_there_are_stages_from_here_on(rank: int, in_flight: int) -> None:
-    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2: 1F1B has at most as many in flight as the pipeline is deep."""
+def test_a_rank_has_as_many_micro_batches_in_flight_as_there_are_stages_from_it_on(rank: int, in_flight: int) -> None:
+    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2: 1F1B has at most as many micro-batches in flight as stages."""
     walk = states(Place("1f1b", rank, 4, 1, 64), resharded=False)
     assert max(state.flying[0] for state in walk if state.kind == "backward") + 1 == in_flight
     everything = states(Place("gpipe", rank, 4, 1, 64), resharded=False)
@@ -101,7 +101,7 @@ def test_hidden_states_go_up_and_their_gradients_down_once_for_each_micro_batch(
     assert sent == [{up: 6 * hidden}, *[{up: 6 * hidden, down: 6 * hidden}] * 2, {down: 6 * hidden}]
 
 
-def test_resharded_stages_are_gathered_where_no_backward_has_left_them_whole() -> None:
+def test_resharded_stages_are_gathered_unless_a_backward_left_them_whole() -> None:
     assert gathers(Place("gpipe", 1, 4, 1, 8), resharded=True)[0] == (8, 1)
     assert gathers(Place("1f1b", 1, 4, 1, 8), resharded=True)[0] == (3, 6)
     assert gathers(Place("1f1b", 1, 4, 1, 8), resharded=False)[0] == (1, 0)
@@ -119,21 +119,21 @@ def test_gradients_are_reduced_once() -> None:
     [("1f1b", "none"), ("1f1b", "full"), ("interleaved-1f1b", "none"), ("interleaved-1f1b", "full"),
      ("interleaved-zero-bubble", "none"), ("zbv", "none")],
 )  # fmt: skip
-def test_formulas_are_the_bytes(schedule: str, recompute: str) -> None:
+def test_formulas_give_the_bytes_of_their_lines(schedule: str, recompute: str) -> None:
     job = _job(pp=2, pipeline_schedule=schedule, recompute=recompute)
     for rank in (0, 1):
         assert_explained(estimate(job, pipeline_rank=rank))
 
 
 @pytest.mark.parametrize(("recompute", "split"), [("none", {"tp": 2}), ("full", {"tp": 2}), ("none", {"cp": 2})])
-def test_formulas_of_a_split_stage_are_the_bytes(recompute: str, split: dict[str, int]) -> None:
+def test_formulas_of_a_split_stage_give_the_bytes_of_their_lines(recompute: str, split: dict[str, int]) -> None:
     job = _job(pp=2, recompute=recompute, split=split)
     for rank in (0, 1):
         assert_explained(estimate(job, pipeline_rank=rank))
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_formulas_of_a_stage_with_some_of_the_experts_are_the_bytes(zero_stage: int) -> None:
+def test_formulas_of_an_expert_parallel_stage_give_the_bytes_of_their_lines(zero_stage: int) -> None:
     moe = MoeSpec(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=160)
     experts = replace(_MODEL, family="mixtral", moe=moe)
     job = replace(_job(pp=2), model=experts, mesh=MeshSpec(pp=2, dp_shard=4, ep=2), recipe=RecipeSpec(zero_stage=zero_stage))
@@ -144,7 +144,7 @@ def test_formulas_of_a_stage_with_some_of_the_experts_are_the_bytes(zero_stage: 
 
 
 def test_each_rank_of_a_split_stage_sends_its_share_of_the_hidden_states() -> None:
-    """Which ranks have a stage together stands nowhere but in the ranks that are asked about: verify takes the first of them."""
+    """The note names the rank to verify: the first of those that share the stage."""
     whole, split = (estimate(_job(split={"tp": tp})) for tp in (1, 2))
     sent = [sum(int(call.sent_bytes) for call in one.traffic.collectives if call.operation == "send") for one in (whole, split)]
     assert sent[0] == 2 * sent[1]
@@ -189,7 +189,7 @@ def test_what_is_not_modelled_of_several_stages_is_refused(change: dict[str, obj
         estimate(job)
 
 
-def test_the_first_stage_takes_no_first_half_and_the_bottom_of_the_v_sends_nothing_to_itself() -> None:
+def test_in_zbv_the_first_stage_does_not_split_its_backward_and_the_last_rank_sends_nothing_to_itself() -> None:
     for rank, flying in ((0, 8), (3, 5)):
         place = Place("zbv", rank, 4, 2, 16)
         walk = states(place, resharded=False, widened=True)
@@ -221,14 +221,14 @@ def test_a_tied_head_has_a_copy_on_the_last_stage() -> None:
     assert any("has a copy of its own" in note for note in estimate(tied).notes)
 
 
-def test_stages_may_be_cut_by_hand() -> None:
+def test_a_user_can_set_the_layers_of_stages() -> None:
     asked = _job(pipeline_layers="1,3,3,1")
     every = accounts(asked.model, asked.recipe, asked.mesh, asked.batch)
     assert [one.pipeline[0].stages for one in every] == [
         "embedding, block 1", "blocks 2 to 4", "blocks 5 to 7", "block 8, norm and head",
     ]  # fmt: skip
     even = estimate(_job(pipeline_layers="2,3,2,1"))
-    assert even.peak_bytes == estimate(_job()).peak_bytes  # as torchtitan cuts eight layers
+    assert even.peak_bytes == estimate(_job()).peak_bytes  # torchtitan's distribution of eight layers
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_stages_may_be_cut_by_hand() -> None:
     [("4,4", "8 layers to 2 stages, and there are 8 layers and 4 stages"), ("2,2,2,1", "7 layers to 4 stages"),
      ("0,4,2,2", "leave one without a layer"), ("2,x,2,2", "is not a list of layers; write, for example, 7,9,9,7")],
 )  # fmt: skip
-def test_stages_cut_by_hand_are_those_of_the_model(layers: str, said: str) -> None:
+def test_layers_of_stages_that_do_not_fit_the_model_are_refused(layers: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         _job(pipeline_layers=layers)
 
@@ -246,8 +246,10 @@ def test_stages_cut_by_hand_are_those_of_the_model(layers: str, said: str) -> No
 @pytest.mark.parametrize(
     "batch", [BatchSpec(grad_accum_steps=8), BatchSpec(micro_batch_size=4, seq_len=2048, grad_accum_steps=16)]
 )
-def test_the_highest_rank_is_among_those_in_question(schedule: str, recompute: str, batch: BatchSpec) -> None:
-    """The first, the second and the last: with little in flight states and head decide, with much what waits."""
+def test_the_ranks_that_are_tried_include_the_one_with_the_highest_peak(
+    schedule: str, recompute: str, batch: BatchSpec
+) -> None:
+    """With few activations in flight, states and the head decide which rank it is; with many, the activations."""
     recipe = RecipeSpec(recompute=recompute, pipeline_schedule=schedule)
     for pp, stage in ((2, 3), (4, 2), (4, 3)):
         recipe = replace(recipe, zero_stage=stage)
@@ -256,8 +258,8 @@ def test_the_highest_rank_is_among_those_in_question(schedule: str, recompute: s
         assert highest_of(ranks).pipeline[0] == highest_of(accounts(*said)).pipeline[0]
 
 
-def test_the_highest_rank_may_be_behind_those_whose_blocks_are_recomputed() -> None:
-    """Ranks of the first layers keep little, so that the second is not the one in which most waits."""
+def test_the_highest_rank_may_be_the_first_without_recomputed_blocks() -> None:
+    """The ranks of the first layers recompute them and keep little, so that neither is the highest."""
     recipe = RecipeSpec(recompute="full", recompute_layers=8)
     said = _model(16), recipe, MeshSpec(dp_shard=4, pp=4), BatchSpec(micro_batch_size=4, seq_len=2048, grad_accum_steps=16)
     highest = highest_of(accounts(*said)).pipeline[0]

@@ -1,4 +1,4 @@
-"""Pipelines with what FSDP2 does beside them: every rank is held against torch's own schedules and FSDP2 on fake tensors."""
+"""Pipelines combined with options of FSDP2: every rank against a simulation with torch's own schedules and FSDP2."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 
-#: Random state of attention, losses and other single numbers. [bytes]
+#: The random state of attention, losses and other scalars. [bytes]
 SCALARS_BYTES = 1000
 TOKENS = BatchSpec(micro_batch_size=2, seq_len=64, grad_accum_steps=4)
-#: So few tokens that weights and gradients are most of it.
+#: So few tokens that weights and gradients take most memory.
 WEIGHTS = BatchSpec(micro_batch_size=1, seq_len=4, grad_accum_steps=4)
 
 EIGHT = replace(WEIGHTS, seq_len=8)
@@ -127,6 +127,6 @@ def test_every_rank_takes_what_torch_takes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_line_is_what_its_formula_says(name: str) -> None:
+def test_formulas_give_the_bytes_of_their_lines(name: str) -> None:
     for stage in range(CASES[name].mesh.pp):
         assert_explained(estimate(CASES[name], pipeline_rank=stage))

@@ -1,4 +1,4 @@
-"""A search weighs pipeline ranks in bytes alone: the same as the lines of their accounts, with bounds that nothing is above."""
+"""A search computes only the bytes of pipeline ranks: they equal the lines of the full estimate, and bounds hold."""
 
 from dataclasses import replace
 
@@ -50,8 +50,8 @@ def asked(request: pytest.FixtureRequest) -> JobSpec:
     return job(**{**SMALL, **JOBS[request.param]})
 
 
-def test_each_rank_weighs_what_its_lines_come_to(asked: JobSpec):
-    """Alone, and beside others whose stages and passes are remembered: the peak, and each pool."""
+def test_each_ranks_bytes_are_the_sum_of_its_lines(asked: JobSpec):
+    """This holds for the peak and each pool, with fresh and with cached stages and passes."""
     every = accounts(asked.model, asked.recipe, asked.mesh, asked.batch)
     with remembering():
         weigher, numbers = weigher_of(asked)
@@ -67,8 +67,8 @@ def test_each_rank_weighs_what_its_lines_come_to(asked: JobSpec):
     assert (found.exceeds(found.peak_bytes), found.exceeds(found.peak_bytes - 1)) == (False, True)
 
 
-def test_what_is_weighed_first_need_not_be_whole(asked: JobSpec):
-    """Whether a rank exceeds so many bytes is the same before its peak is known, when bounds answer."""
+def test_bounds_answer_whether_a_rank_fits_before_its_peak_is_known(asked: JobSpec):
+    """Their answer is the same as that of the peak."""
     peaks = [one.pipeline[0].peak_bytes for one in accounts(asked.model, asked.recipe, asked.mesh, asked.batch)]
     for share in (0.5, 0.9, 0.999, 1.001, 1.2, 3):
         weigher, numbers = weigher_of(asked)
@@ -77,11 +77,11 @@ def test_what_is_weighed_first_need_not_be_whole(asked: JobSpec):
 
 
 def test_no_pass_is_above_its_bound(asked: JobSpec, monkeypatch: pytest.MonkeyPatch):
-    """Every kind of pass is run, those too that a search leaves out."""
+    """The test computes all kinds of passes, also those that a search skips."""
     monkeypatch.setattr("zeroplan.engines.pipeline.weighed._is_below", lambda *_, **__: False)
     weigher, numbers = weigher_of(asked)
     ranks = [weigher.rank(number, numbers) for number in range(asked.mesh.pp)]
-    if not weigher.is_plain:  # their lines are added up
+    if not weigher.is_plain:  # such jobs have no bounds: their lines are added up
         assert all(rank.bound_bytes is None for rank in ranks)
         return
     compared = sum(_within_bounds(rank) for rank in ranks)

@@ -1,4 +1,4 @@
-"""Optimizers of other packages: their states against the packages' own code, where these are installed."""
+"""Optimizers of other packages: their states against the packages' own code, if installed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-#: Below and above 4,096 elements, a whole number of blocks and not, one element short of managed memory and not.
+#: Shapes below and above 4,096 elements, with and without whole blocks, and around the least size for managed memory.
 SHAPES = ((63, 65), (64, 64), (40, 128), (129, 33), (4096,), (100,), (271, 369), (400, 250))
 TENSORS = tuple(LocalTensor(shape) for shape in SHAPES)
 
 
 def held(states: object) -> int:
-    """Bytes of all storages in an optimizer's states, each once, without step counters."""
+    """Return the bytes of all storages in an optimizer's states, each once, without step counters."""
     found: dict[int, int] = {}
 
     def look(value: object, name: str = "") -> None:
@@ -115,12 +115,12 @@ _IN_ORDER = (_AROUND[0], *_BLOCK, *_AROUND[1:])
 
 @pytest.mark.parametrize(
     ("optimizer", "ran", "beyond"),
-    [  # held and allocated by the packages in a step in fp32, run once on a CPU; a norm has one mean of Adam-mini's
+    [  # bytes held and allocated in a step in fp32, measured once with each package on a CPU; Adam-mini has one mean per norm
         ("schedule-free-adamw", (1_094_144, 547_072), (0, 0)),
         ("adam-mini", (551_268, 397_056), (4 * 63, 256)),
         ("apollo", (1_028_608, 787_472 - 4 * 256 - 16), (0, 0)),
-        ("galore", (1_126_912, 883_524 - 15_172), (0, 0)),  # without LAPACK's workspace
-        ("soap", (4_238_080, 2_691_076 - 102_404), (0, 0)),  # without that, estimates of eigenvalues, and their order
+        ("galore", (1_126_912, 883_524 - 15_172), (0, 0)),  # less LAPACK's workspace
+        ("soap", (4_238_080, 2_691_076 - 102_404), (0, 0)),  # less LAPACK's workspace, estimates of eigenvalues, and their order
     ],
 )  # fmt: skip
 def test_states_and_scratch_of_packages_that_ran_once(
@@ -133,7 +133,7 @@ def test_states_and_scratch_of_packages_that_ran_once(
 
 
 def test_the_compiled_step_of_torchao_by_hand() -> None:
-    # Buffers of the code that Inductor makes for one tensor of 4096 x 1024: codes, old and new, moments in fp32, indices in int64.
+    # Buffers in Inductor's code for a tensor of 4096 x 1024: old and new codes, moments in fp32, indices in int64.
     tensor = (LocalTensor((4096, 1024)),)
     n = 4096 * 1024
     found = {

@@ -1,4 +1,4 @@
-"""What an engine's formulas do not have is refused in a line; what a column asks for at once is its jobs, one by one."""
+"""Settings without formulas are refused in one line; a column of jobs gives the same as its jobs one by one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def traced(profile: Profile, stage: int = 3, ranks: int = 4) -> JobSpec:
          "grad_accum_dtype 'fp32' at stage 1 with precision 'bf16' is not modelled; use 'bf16-mixed'"),
     ],
 )  # fmt: skip
-def test_sums_in_fp32_at_stage_1(said: dict[str, str], options: dict[str, str], line: str):
+def test_unmodelled_fp32_sums_at_stage_1_are_refused(said: dict[str, str], options: dict[str, str], line: str):
     asked = job(model="gpt2", gpus=2, engine="deepspeed", stage=1, deepspeed=replace(IN_FP32, **options), **said)
     with pytest.raises(SpecError) as refused:
         estimate(asked)
@@ -44,7 +44,7 @@ def test_sums_in_fp32_at_stage_1(said: dict[str, str], options: dict[str, str], 
     assert estimate(replace(asked, recipe=replace(asked.recipe, precision="bf16-mixed", deepspeed=IN_FP32))).peak_bytes > 0
 
 
-def test_profiles_that_deepspeed_gathers_otherwise():
+def test_profiles_with_experts_or_stray_parameters_are_refused_at_stage_3():
     whole = by_hand()
     assert estimate(traced(whole)).peak_bytes > 0
     routed = replace(whole, modules=replace(whole.modules, kinds=whole.modules.kinds | {"Odd": ("mix", "norm", "mlp.experts")}))
@@ -58,7 +58,7 @@ def test_profiles_that_deepspeed_gathers_otherwise():
 
 
 class Columns(NamedTuple):
-    """Several jobs at once."""
+    """A mesh and a batch of several jobs at once."""
 
     dp_shard: np.ndarray
     micro_batch_size: np.ndarray
@@ -76,7 +76,7 @@ def columns(*points: tuple[int, int, int, int], **degrees: int) -> Columns:
 
 
 def test_windows_on_ranks_that_split_the_model():
-    """Within the window lengths are a column; beyond it they are refused, as by the job itself."""
+    """A column of lengths within the window works. Longer ones are refused, as for a single job."""
     mistral, recipe = job(model="mistral-7b", gpus=8).model, RecipeSpec(recompute="full")
     within, beyond = (columns((4, 1, 1024, 1), (4, 1, most, 1), tp=2) for most in (4095, 4096))
     assert any((moment.total_bytes > 0).all() for moment in fsdp2.account(mistral, recipe, within, within).moments)
@@ -84,7 +84,7 @@ def test_windows_on_ranks_that_split_the_model():
         fsdp2.account(mistral, recipe, beyond, beyond)
 
 
-def test_one_sequence_and_several_of_a_profile_are_not_one_column():
+def test_a_column_of_a_profile_cannot_mix_one_sequence_and_several():
     asked = traced(by_hand())
     mixed, several = (columns((4, least, 64, 1), (4, 3, 64, 1)) for least in (1, 2))
     with pytest.raises(SpecError, match="micro-batches of one sequence and of several are different programs"):
@@ -101,7 +101,7 @@ def test_a_column_of_a_profile_under_deepspeed_is_its_jobs(stage: int, bucket: i
 
 
 def test_a_column_that_reaches_beyond_the_window_under_deepspeed_is_its_jobs():
-    """Blocks of two kinds at once, with a mask and without."""
+    """Such a column has jobs whose attention needs a mask and jobs whose attention does not."""
     mistral = replace(job(model="mistral-7b").model, num_hidden_layers=3)
     recipe = RecipeSpec(engine="deepspeed", zero_stage=2, deepspeed=DeepSpeedOptions(reduce_bucket_size=20_000_000))
     same_as_its_points(mistral, recipe, [(2, 1, 1024, 1), (3, 1, 4096, 2), (64, 2, 8192, 1)])
@@ -119,8 +119,8 @@ def same_as_its_points(model: ModelSpec, recipe: RecipeSpec, points: list[tuple[
         assert sum(sent) == sum(call.sent_bytes for call in alone.collectives)
 
 
-def test_norms_that_ranks_do_not_divide_are_padded_where_gradients_are_quantized():
-    """Ten elements on four ranks are padded to twelve, of which each keeps three: in fp32, a copy more."""
+def test_norms_that_ranks_do_not_divide_are_padded_if_gradients_are_quantized():
+    """Ten elements on four ranks are padded to twelve, of which each rank keeps three; keeping them in fp32 needs a copy."""
     assert reduction_bytes(((10,),), Split(4, 2, element=2, kept=2)) == 2 * 12
     assert reduction_bytes(((10,),), Split(4, 2, element=2, kept=4)) == 2 * 12 + 4 * 3
-    assert reduction_bytes(((12,),), Split(4, 2, element=2, kept=4)) == 4 * 3  # reduced where it lies
+    assert reduction_bytes(((12,),), Split(4, 2, element=2, kept=4)) == 4 * 3  # reduced in place

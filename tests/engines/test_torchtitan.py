@@ -1,4 +1,4 @@
-"""torchtitan's own Llama 3 (0.2.2) under FSDP2, held against dry runs of torchtitan itself, which are kept beside this file."""
+"""The estimate of torchtitan's own Llama 3 (0.2.2) under FSDP2, against dry runs of torchtitan, kept beside this file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 
-#: The last step's peak in each phase, of random shapes: ``zeroplan dryrun`` of torchtitan 0.2.2 on torch 2.13.
+#: The peak of each phase of the last step, for random shapes, by ``zeroplan dryrun`` of torchtitan 0.2.2 on torch 2.13.
 RUNS = [json.loads(line) for line in (Path(__file__).parent / "torchtitan.jsonl").read_text().splitlines()]
 PHASES = {"forward": (Phase.FORWARD, Phase.LOSS), "backward": (Phase.BACKWARD, Phase.LOSS), "optimizer step": (Phase.STEP,)}
 
@@ -37,13 +37,13 @@ def job_of(run: dict[str, Any]) -> JobSpec:
 
 
 def is_in(phase: str, moment: Moment) -> bool:
-    """A dry run counts the loss's forward to the forward, and its backward to the backward."""
+    """Whether a moment is in a dry run's phase, where the loss's forward and backward belong to forward and backward."""
     return moment.phase in PHASES[phase] and (moment.phase is not Phase.LOSS or moment.of_forward == (phase == "forward"))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[str(at) for at in range(len(RUNS))])
 def test_every_phase_is_that_of_torchtitans_own_run(run: dict[str, Any]):
-    """What is missing are scalars, and the random state that flash attention saves: 24 bytes per layer."""
+    """The estimate leaves out scalars and flash attention's random state of 24 bytes per layer."""
     job = job_of(run)
     moments = fsdp2.account(job.model, job.recipe, job.mesh, job.batch).moments
     for phase, measured in run["phases"].items():
@@ -52,11 +52,11 @@ def test_every_phase_is_that_of_torchtitans_own_run(run: dict[str, Any]):
 
 
 @pytest.mark.parametrize("run", [RUNS[0], RUNS[1], RUNS[2], RUNS[-1]])
-def test_every_line_is_what_its_formula_says(run: dict[str, Any]):
+def test_formulas_give_the_bytes_of_their_lines(run: dict[str, Any]):
     assert_explained(estimate(job_of(run)))
 
 
-def test_the_program_of_transformers_is_another():
+def test_transformers_modules_have_another_peak():
     job = job_of(RUNS[0])
     other = replace(job, recipe=replace(job.recipe, fsdp2=Fsdp2Options()))
     assert estimate(job).peak_bytes != estimate(other).peak_bytes

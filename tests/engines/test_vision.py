@@ -1,4 +1,4 @@
-"""Vision-language models with their images, held against the engines' own code and transformers' own modules on fake tensors."""
+"""Vision-language models with images, against simulations with the engines' own code and transformers' modules."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ CASES = {
     "gemma": a_job("gemma"),
     "gemma, recomputed, tower frozen": a_job("gemma", frozen={"freeze_tower": True}, recompute="full"),
 }
-#: Shares of the peak: buffers that hold what is rounded to 512 bytes, and what joins the parts, which counts until the embedding.
+#: Tolerances as shares of the peak: buffers rounded to 512 bytes, and the joined parts, which count until the embedding.
 BELOW, ABOVE = 0.003, 0.07
 
 
@@ -108,14 +108,14 @@ def test_a_frozen_tower_takes_less_and_more_images_take_more(name: str) -> None:
     assert estimate(job(model=more, gpus=4, seq_len=128, micro_batch=2)).peak_bytes > trained
 
 
-def test_a_tower_on_ranks_that_split_the_model_is_refused() -> None:
+def test_a_vision_tower_with_tensor_parallelism_is_refused() -> None:
     with pytest.raises(SpecError, match="a vision tower on ranks that split the model or a sequence is not modelled"):
         replace(a_job("qwen2.5"), mesh=MeshSpec(dp_shard=2, tp=2))
 
 
 @pytest.mark.parametrize(("size", "tokens"), [("768x768", 729), ("1024x768", 999), ("28x28", 4), ("10000x10000", 16_129)])
 def test_a_processor_makes_whole_tokens_of_an_image(size: str, tokens: int) -> None:
-    """As ``smart_resize`` of transformers 5.23 does, whose module needs torchvision."""
+    """The figures are those of transformers 5.23's ``smart_resize``, whose module needs torchvision."""
     width, height = map(int, size.split("x"))
     assert replace(QWEN, image_width=width, image_height=height).tokens_per_image == tokens
 
@@ -127,7 +127,7 @@ def test_internvl_cuts_an_image_into_tiles(size: str, tokens: int) -> None:
     assert replace(INTERN, fixed_size=448, image_width=width, image_height=height).tokens_per_image == tokens
 
 
-def test_images_are_asked_for_by_number_and_size() -> None:
+def test_a_request_gives_images_by_number_and_size() -> None:
     asked = job(model=MODELS["qwen2.5"], images=2, image_size="448x224", freeze="tower", seq_len=512)
     assert asked.model.vision is not None
     assert (asked.model.vision.images, asked.model.vision.tokens_per_image) == (2, 128)
@@ -141,7 +141,7 @@ def test_images_are_asked_for_by_number_and_size() -> None:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp", "deepspeed"])
-def test_images_of_a_tower_without_formulas_move_nothing(engine: str) -> None:
+def test_images_change_nothing_if_the_tower_has_no_formulas(engine: str) -> None:
     other = VisionSpec(tower="other", other_parameters=1000)
     model = ModelSpec(family="llama", **TEXT, vision=other)
     seen = replace(model, vision=replace(other, images=2))

@@ -1,4 +1,4 @@
-"""The greedy partition, by hand."""
+"""ZeroRedundancyOptimizer's greedy partition, by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_rank_updates_everything() -> None:
     assert total_bytes(share.state) == 8 * sum(int(tensor.numel) for tensor in every_tensor(LLAMA))
 
 
-def test_muon_and_adamw_hand_out_their_own_tensors() -> None:
+def test_muon_and_adamw_partition_their_tensors_separately() -> None:
     share = fullest_share(LLAMA, "muon", "forloop", 4, 2)
     momentum, others = (line.n_bytes for line in share.state)
     # AdamW: each rank takes one of the two tables of 100·32; of the seven norms of 32 the first rank takes four.

@@ -1,4 +1,4 @@
-"""The greedy partition against torch's own, on real parameters."""
+"""The greedy partition against torch's ZeroRedundancyOptimizer on real parameters."""
 
 from __future__ import annotations
 

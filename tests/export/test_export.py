@@ -1,4 +1,4 @@
-"""What is written for DeepSpeed, accelerate and FSDP2: accepted by their own parsers, and read back as the same job."""
+"""Files written for DeepSpeed, accelerate and FSDP2: their own parsers accept them, and they read back as the same job."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def described(**said: object) -> JobSpec:
     return job(model="llama-3.2-1b", gpus=16, gpu="h100", seq_len=2048, **said)
 
 
-#: As accelerate's FSDP2 reduces gradients.
+#: The dtype in which accelerate's FSDP2 reduces gradients.
 REDUCED = Fsdp2Options(reduce_dtype="param")
 
 
@@ -56,8 +56,8 @@ def test_deepspeeds_file_reads_back_as_the_same_job(said: dict, tmp_path: Path):
     assert back.job == replace(one, recipe=replace(one.recipe, optimizer_impl=impl))
 
 
-def test_deepspeeds_file_has_keys_of_later_releases_only_where_they_say_something():
-    """DeepSpeed refuses keys that it does not know, as 0.18.0 these."""
+def test_deepspeeds_file_has_keys_of_later_releases_only_if_they_differ_from_the_default():
+    """DeepSpeed refuses keys that it does not know; 0.18.0 does not know these."""
     late = {"compute_grad_norm": False, "stage3_allgather_sequential": True}
     for options, written in ((DeepSpeedOptions(), {}), (DeepSpeedOptions(**late), late)):
         one = described(engine="deepspeed", stage=3, deepspeed=options)
@@ -81,9 +81,9 @@ def test_deepspeeds_own_parser_takes_its_file(said: dict, monkeypatch: pytest.Mo
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("said", [one for one in JOBS if "optimizer" not in one])  # the Trainer's own is `optim`
+@pytest.mark.parametrize("said", [one for one in JOBS if "optimizer" not in one])  # the Trainer sets its optimizer with `optim`
 def test_transformers_takes_deepspeeds_file_beside_its_own_arguments(said: dict, tmp_path: Path):
-    """`HfArgumentParser` parses arguments that name the file; where they contradict it, transformers refuses, and so do we."""
+    """Arguments beside the file pass transformers' check if they agree with it. If not, transformers and we refuse them."""
     pytest.importorskip("deepspeed")
     from transformers import HfArgumentParser, TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -125,7 +125,7 @@ def test_transformers_takes_deepspeeds_file_beside_its_own_arguments(said: dict,
         {"engine": "megatron", "stage": 1, "tensor_parallel": 2, "sequence_parallel": True},
     ],
 )
-def test_the_command_is_the_job(said: dict, capsys: pytest.CaptureFixture[str]):
+def test_the_written_command_estimates_the_same_job(said: dict, capsys: pytest.CaptureFixture[str]):
     one = described(**said)
     with pytest.raises(SystemExit):
         main([*shlex.split(estimate_command(one, ASKED))[1:], "--json"])
@@ -184,7 +184,7 @@ def _as_value(value: object) -> object:
 
 @pytest.mark.torch
 def test_the_fsdp2_script_trains(tmp_path: Path):
-    """On one rank and the CPU, with everything that a script can hold but offload, which needs a GPU."""
+    """On one rank and the CPU: selective recomputation, a fused optimizer, and accumulation without reduction."""
     pytest.importorskip("transformers")
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}  # fmt: skip
@@ -214,7 +214,7 @@ def test_every_fsdp2_script_is_python(said: dict):
     assert ("CPUOffloadPolicy()" in text) == ("offload_param" in said)
 
 
-def test_what_a_target_cannot_say_is_refused():
+def test_a_setting_that_a_target_cannot_express_is_refused():
     chunked, partly = described(loss="chunked"), described(recompute="selective")
     assert cannot_say(partly.recipe, "fsdp2") == ""
     deepspeed = described(engine="deepspeed", stage=2, recompute="selective")
@@ -236,8 +236,8 @@ def test_every_target_writes_an_engines_layout_or_says_why_not(engine: str, targ
     assert refused == "" or f"--emit {target}" in refused
 
 
-def test_accelerate_is_told_when_to_reduce():
-    """Left alone it keeps whole gradients of every micro-batch until the last one, which the estimate of this job does not."""
+def test_a_note_for_accelerate_says_when_to_reduce():
+    """By default accelerate keeps whole gradients until the last micro-batch, which the estimate of this job does not."""
     each, last = (
         export(described(grad_accum=4, sync_every_micro_batch=every, fsdp2=REDUCED), "accelerate").notes[0]
         for every in (True, False)
@@ -246,7 +246,7 @@ def test_accelerate_is_told_when_to_reduce():
     assert "sync_each_batch=False" in last
 
 
-def test_adapters_are_the_scripts_own():
+def test_adapters_are_left_to_the_users_script():
     adapted = described(lora_rank=8, fsdp2=REDUCED)
     assert any("peft" in note for note in export(adapted, "accelerate").notes)
     with pytest.raises(SpecError, match="no adapters"):
@@ -263,7 +263,7 @@ def test_nothing_is_written_over_without_force(tmp_path: Path):
     assert "fully_shard" in (tmp_path / "fsdp2-zeroplan.py").read_text()
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path):
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path):
     made = export(described(), "fsdp2")
     (tmp_path / "fsdp2-zeroplan.py").mkdir()
     with pytest.raises(SpecError, match=r"'.*fsdp2-zeroplan.py' cannot be written: it is there and is not a file"):
@@ -277,7 +277,7 @@ def test_a_job_without_a_gpu_has_a_command_without_one():
     assert words[words.index("--gpus") + 1] == "16"
 
 
-def test_accelerate_returns_fp32_logits_of_16_bits_only():
+def test_accelerate_returns_fp32_logits_only_in_mixed_precision():
     whole = replace(ASKED, precision="fp32")
     assert as_accelerate_has_it(whole) == whole
     mixed = as_accelerate_has_it(ASKED)
@@ -288,7 +288,7 @@ def test_accelerate_returns_fp32_logits_of_16_bits_only():
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
 def test_the_script_recomputes_the_first_blocks_alone():
-    """Its own lines, on three blocks: those that torch has wrapped."""
+    """The lines of the written script, run on three blocks, wrap the first two."""
     torch = pytest.importorskip("torch")
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 

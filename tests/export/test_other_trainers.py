@@ -1,4 +1,4 @@
-"""What is written for torchtitan and Megatron-LM: names of their own parsers, the degrees, and read back as the same job."""
+"""Files written for torchtitan and Megatron-LM use their parsers' names, have all degrees, and read back as the same job."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ def test_torchtitan_knows_every_key(said: dict):
          {"--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"}),
     ],
 )  # fmt: skip
-def test_megatron_is_told_in_its_own_options_and_read_back(said: dict, expected: set[str], tmp_path: Path):
+def test_megatrons_options_are_its_own_and_read_back(said: dict, expected: set[str], tmp_path: Path):
     one = described(**{"gpus": 8} | said)
     text = export(one, "megatron").files[0].text
     (tmp_path / "mine.txt").write_text(text)
     back = resolve(Request(from_file=str(tmp_path / "mine.txt"), gpus=one.mesh.world_size)).job
-    if one.recipe.engine in ("megatron", "fsdp2"):  # of another engine's job Megatron-Core makes its own
+    if one.recipe.engine in ("megatron", "fsdp2"):  # Megatron-Core runs jobs of other engines in its own way
         assert estimate(back).peak_bytes == estimate(one).peak_bytes
     lines = text.splitlines()
     assert expected <= set(lines)
@@ -123,25 +123,25 @@ def test_megatron_is_told_in_its_own_options_and_read_back(said: dict, expected:
     assert ("--untie-embeddings-and-output-weights" in lines) != (said["model"] == "llama-3.2-1b")
 
 
-def test_what_megatron_itself_would_hold_is_told():
+def test_a_note_says_what_megatron_itself_would_hold():
     own = estimate(described(model="llama-3.1-8b", gpus=8, stage=1, engine="megatron"))
     beside, nothing = (export(described(model="llama-3.1-8b", gpus=8, stage=stage), "megatron").notes[0] for stage in (1, 3))
     assert f"{own.least_bytes / 1e9:.2f} GB" in beside
     assert "its own account" not in nothing
     some = export(described(model="llama-3.1-8b", gpus=8, stage=1, recompute="full", recompute_layers=8), "megatron")
-    assert "--recompute-num-layers 8\n" in some.files[0].text  # of which its account has no formula
+    assert "--recompute-num-layers 8\n" in some.files[0].text  # the estimate of Megatron has no formula for it
     assert "its own account" not in some.notes[0]
     alone = described(model="llama-3.1-8b", gpus=8, stage=1, engine="megatron")
     assert len(export(alone, "megatron").notes) == 1
 
 
 def test_every_degree_is_written():
-    """No engine takes all of them yet: the writers are asked alone."""
+    """No engine takes all degrees at once yet, so the writers are called directly."""
     from zeroplan.export.megatron import megatron_arguments
     from zeroplan.export.torchtitan import torchtitan_toml
 
     class Meshed:
-        """A job with a mesh of its own, unchecked."""
+        """A job with another mesh, which is not checked."""
 
         def __init__(self, one: JobSpec, mesh: MeshSpec) -> None:
             self.model, self.recipe, self.batch, self.cluster, self.mesh = one.model, one.recipe, one.batch, one.cluster, mesh
@@ -173,7 +173,7 @@ def test_every_degree_is_written():
         ({"params": "7e9"}, "megatron", "is not written"),
     ],
 )
-def test_what_they_cannot_say_is_refused(said: dict, target: str, expected: str):
+def test_a_job_that_a_trainer_cannot_express_is_refused(said: dict, target: str, expected: str):
     with pytest.raises(SpecError, match=expected):
         export(described(gpus=8, **said), target)  # type: ignore[arg-type]
     assert not cannot_say(RecipeSpec(), target)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Advice in the words of the file that a job came from: written into that file, the words make the job that was advised."""
+"""Advice in the keys of the file that a job came from: written into that file, the keys make the advised job."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def changed(before: JobSpec, batch: dict[str, int] | None = None, **recipe: Any)
     return replace(before, recipe=replace(before.recipe, **recipe), batch=replace(before.batch, **(batch or {})))
 
 
-def test_words_in_accelerates_own_section_of_deepspeed(tmp_path: Path):
-    """Stage, device and accumulation are its keys: read again, they are the job; all else stands in a file of DeepSpeed's."""
+def test_advice_in_accelerates_own_section_of_deepspeed(tmp_path: Path):
+    """The section has keys for stage, device and accumulation, which read back. All else needs a file of DeepSpeed's."""
     data: dict[str, Any] = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "num_processes": 8,
                             "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 1}}  # fmt: skip
 
@@ -94,7 +94,7 @@ def test_a_file_without_deepspeed_has_no_key_for_its_batch():
 
 @pytest.mark.parametrize("tokens", [False, True])
 def test_torchtitans_batch_in_sequences_and_in_tokens(tokens: bool, tmp_path: Path):
-    """Both read back: what a rank takes at once, as its file says it."""
+    """A rank's micro-batch is written in the unit of the file, and reads back."""
     batch = "num_tokens_per_microbatch_per_dp_rank = 4096\nmax_context_length = 1024" if tokens else (
         "local_batch_size = 4\nseq_len = 1024"
     )  # fmt: skip
@@ -113,7 +113,7 @@ def test_torchtitans_batch_in_sequences_and_in_tokens(tokens: bool, tmp_path: Pa
     assert read().batch.micro_batch_size == 2
 
 
-def test_torchtitans_pipeline_says_a_ranks_batch_and_the_size_of_its_parts():
+def test_torchtitans_pipeline_needs_a_ranks_batch_and_the_size_of_its_micro_batches():
     before = job(model="llama-3.1-8b", gpus=8, engine="fsdp2", stage=2, pipeline_parallel=2, grad_accum=8)
     after = changed(before, {"micro_batch_size": 2, "grad_accum_steps": 4})
     assert in_its_words(before, after, "torchtitan", {}) == (

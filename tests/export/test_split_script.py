@@ -1,4 +1,4 @@
-"""The script for FSDP2 of a split model and shared sequences, run on the fake GPU as one rank of a fake group."""
+"""The FSDP2 script with tensor and context parallelism, run on the fake GPU as one rank of a fake group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroplan import SpecError, job
 from zeroplan.export.files import export
 from zeroplan.verify.replaced import replaced
 
-#: What the script asks of a machine with GPUs, and what the fake one says; weights without values are not initialised.
+#: Lines of the script that need a machine with GPUs, and their replacements here. Fake weights are not initialised.
 SAID = {
     '"cuda" if gpu else "cpu"': "DEVICE",
     'dist.init_process_group("nccl" if gpu else "gloo")': "",
@@ -39,8 +39,8 @@ def script(folder: Path, **said: Any) -> str:
 
 
 @pytest.mark.torch
-def test_a_split_model_trains_on_shared_sequences(tmp_path: Path):
-    """Keys and values go round: attention is torch's ring, which takes no mask."""
+def test_a_script_with_tensor_and_context_parallelism_trains(tmp_path: Path):
+    """Ranks pass keys and values around: attention is torch's ring, which takes no mask."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     text = script(tmp_path, gpus=8, replicas=2, recompute="full", grad_accum=2, tensor_parallel=2, context_parallel=2)
@@ -49,11 +49,11 @@ def test_a_split_model_trains_on_shared_sequences(tmp_path: Path):
         text = text.replace(there, instead)
     printed, calls = on_the_fake_gpu(_run, text, tmp_path)
     assert "step 1 of 1" in printed
-    assert calls["all_to_all", 2] == 2 * 2 * 2  # of two micro-batches and two layers, two ranks each
+    assert calls["all_to_all", 2] == 2 * 2 * 2  # 2 micro-batches x 2 layers x 2
 
 
 def _run(text: str, folder: Path) -> tuple[str, Counter[tuple[str, int]]]:
-    """Run a script as rank 0 of 8; what it prints, and its collectives by kind and size of group."""
+    """Run a script as rank 0 of 8; return what it prints, and its collectives by kind and size of group."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed import device_mesh
 
@@ -84,7 +84,7 @@ def _run(text: str, folder: Path) -> tuple[str, Counter[tuple[str, int]]]:
 
 
 @pytest.mark.parametrize("said", [{"tensor_parallel": 2}, {"context_parallel": 2}])
-def test_what_is_not_asked_for_is_not_in_it(said: dict[str, int], tmp_path: Path):
+def test_the_script_has_only_the_parallelism_that_is_asked_for(said: dict[str, int], tmp_path: Path):
     text = script(tmp_path, gpus=8, **said)
     compile(text, "<script>", "exec")
     assert ("context_parallel(" in text, "parallelize_module(" in text) == (
@@ -93,6 +93,6 @@ def test_what_is_not_asked_for_is_not_in_it(said: dict[str, int], tmp_path: Path
     )
 
 
-def test_experts_on_several_ranks_are_not_written():
+def test_expert_parallelism_is_refused():
     with pytest.raises(SpecError, match="no words for ep=8"):
         export(job(model="mixtral-8x7b", gpus=8, stage=3, expert_parallel=8), "fsdp2")

@@ -24,10 +24,10 @@ def _estimated(micro_batch: int, release: str | None) -> int:
 
 
 @pytest.mark.parametrize(("release", "micro_batch"), MEASURED)
-def test_the_release_that_ran_is_what_was_measured(release: str, micro_batch: int):
+def test_with_the_release_that_ran_the_estimate_is_what_was_measured(release: str, micro_batch: int):
     measured = MEASURED[release, micro_batch]
     assert _estimated(micro_batch, release) == pytest.approx(measured, rel=1.2e-3)
 
 
-def test_without_it_the_estimate_is_too_low_for_logits_that_are_copied():
+def test_without_the_release_the_estimate_lacks_the_copy_of_the_logits():
     assert _estimated(8, None) < 0.95 * MEASURED["4.48.1", 8]

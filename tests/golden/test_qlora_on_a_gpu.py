@@ -1,4 +1,4 @@
-"""What a real GPU held for a 4-bit fine-tune, by a public snapshot of its allocator, against the account. Needs no torch."""
+"""A 4-bit fine-tune on a real GPU: a public snapshot of its allocator against the estimate. Needs no torch."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,16 @@ from zeroplan.engines.device import workspace_line
 from zeroplan.ledger import Kind
 
 SNAPSHOT = json.loads((Path(__file__).parent / "requests_on_gpus.jsonl").read_text().splitlines()[0])
-#: The notebook beside it: TinyLlama 1.1B in nf4, prepared by peft, adapters of rank 16 on peft's default targets, 1,000 tokens.
+#: From the notebook beside the snapshot: TinyLlama 1.1B in nf4, prepared by peft, rank 16 on peft's default targets, 1,000 tokens.
 JOB = job(model="tinyllama-1.1b", gpus=1, gpu="rtx-3090", lora_rank=16, lora_targets="q_proj,v_proj", quantize="nf4", seq_len=1000,
           precision="fp32")  # fmt: skip
 LAYERS = 22
 
 
-def test_before_the_first_step_a_gpu_held_what_the_account_says_to_the_byte():
-    """Weights in 4 bits, their scales and tables, adapters, norms, embedding and head in fp32, cuBLAS's workspaces, the batch.
+def test_before_the_first_step_the_gpu_held_what_is_estimated_to_the_byte():
+    """4-bit weights with scales and tables; adapters, norms, embedding and head in fp32; cuBLAS's workspaces; the batch.
 
-    transformers 4.41 kept inverse frequencies of 32 numbers in every layer, where it keeps them once today.
+    transformers 4.41 kept 32 inverse frequencies in every layer; today it keeps them once.
     """
     held = sum(n_bytes for _, blocks in SNAPSHOT["segments"] for _, n_bytes in blocks)
     parameters = sum(int(line.n_bytes) for line in estimate(JOB).states if line.kind is Kind.PARAMETERS)

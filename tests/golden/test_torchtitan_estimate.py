@@ -1,4 +1,4 @@
-"""What torchtitan reported from eight H100, against the estimate: its loop holds fp32 logits, which the job must say."""
+"""torchtitan's peaks on eight H100 against the estimate. Its loop keeps fp32 logits, so the job must say so."""
 
 import tomllib
 from pathlib import Path
@@ -14,13 +14,13 @@ PUBLISHED = tomllib.loads((Path(__file__).parents[1] / "on_gpus" / "published.to
 
 
 def share(recompute: str, *, keep_logits: bool | str) -> float:
-    """The estimated peak. [percent of the card]"""
+    """Return the estimated peak. [percent of the card]"""
     asked = {"model": "llama-2-7b", "gpus": 8, "stage": 3, "micro_batch": 8, "seq_len": 2048, "gpu": "h100"}
     return 100 * estimate(job(**asked, recompute=recompute, keep_logits=keep_logits)).peak_bytes / CARD
 
 
 @pytest.mark.parametrize("recompute", MEASURED)
-def test_with_the_logits_that_torchtitan_keeps_the_estimate_is_within_half_a_percent(recompute: str):
+def test_with_kept_fp32_logits_the_estimate_is_within_half_a_percent(recompute: str):
     assert share(recompute, keep_logits="fp32") == pytest.approx(MEASURED[recompute], rel=0.005)
 
 

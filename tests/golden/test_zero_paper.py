@@ -1,4 +1,4 @@
-"""Every figure of the ZeRO paper that the engine `paper` covers, at the printed precision."""
+"""Every figure of the ZeRO paper that the engine `paper` covers, to the printed digits."""
 
 import tomllib
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
@@ -32,7 +32,7 @@ def answer(parameters: float, gpus: int, stage: int) -> Estimate:
 
 
 def as_printed(value: Decimal, printed: str, *, rounds: bool = True) -> str:
-    """Round (or truncate, where the paper does) to the decimals that are printed."""
+    """Round to the printed decimals, or truncate where the paper does."""
     return str(value.quantize(Decimal(printed), rounding=ROUND_HALF_UP if rounds else ROUND_DOWN))
 
 
@@ -52,7 +52,7 @@ def test_table_1(parameters: float, gpus: int, stage: int, printed: str, rounds:
 
 @pytest.mark.parametrize("row", TABLE_2["rows"], ids=lambda row: f"mp{row[0]}")
 def test_table_2(row: list[object]):
-    """Bytes per parameter of each stage, measured on a large model, give the largest model that fits."""
+    """The estimated bytes per parameter of each stage, at 64B parameters, give the largest model that fits."""
     degree, *columns = row
     for stage, printed in enumerate(map(str, columns)):
         single = as_printed(largest_model(stage), str(TABLE_2["rows"][0][1 + stage]))
@@ -62,7 +62,7 @@ def test_table_2(row: list[object]):
 
 
 def largest_model(stage: int) -> Decimal:
-    """In 10^9 parameters, on the paper's GPU with one tensor-parallel rank."""
+    """Return the largest model in 10^9 parameters, on the paper's GPU with one tensor-parallel rank."""
     probe = 64 * 10**9
     return Decimal(TABLE_2["memory_gb"]) * probe / states(probe, TABLE_2["gpus_per_replica"], stage)
 

@@ -1,6 +1,6 @@
-"""Executes the notebooks in fresh kernels and keeps of their outputs what does not change by itself.
+"""Executes the notebooks in fresh kernels and keeps the parts of their outputs that are the same in every run.
 
-Run as a script it writes them anew: ``python -m tests.notebooks.executed [NAME...]``.
+As a script it rewrites them: ``python -m tests.notebooks.executed [NAME...]``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _KERNEL = {
     "language_info": {"name": "python"},
 }
 _BARS = "ignore:IProgress not found"
-"""tqdm's word on progress bars, where widgets are not installed, which nobody needs."""
+"""Hides tqdm's warning that widgets for progress bars are not installed."""
 _TIMEOUT_S = 170
 _COLOURS = 128
 
 
 def executed(path: Path) -> NotebookNode:
-    """The notebook, run from top to bottom in a kernel of its own, with no internet, nobody's settings and this code."""
+    """Return the notebook, run in a kernel of its own: offline, without user settings, with this checkout's code."""
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         nobodys = dict.fromkeys(("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"), folder)
@@ -49,7 +49,7 @@ def executed(path: Path) -> NotebookNode:
 
 
 def normalised(notebook: NotebookNode) -> NotebookNode:
-    """Without times, identities and versions; pictures with as many colours as they need."""
+    """Return the notebook without times, ids and versions, and with pictures of few colours."""
     notebook.metadata = nbformat.from_dict(_KERNEL)
     notebook.nbformat_minor = 5
     ran = 0
@@ -63,7 +63,7 @@ def normalised(notebook: NotebookNode) -> NotebookNode:
 
 
 def _joined(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
-    """Pieces of one stream come as the kernel's buffer is emptied; here they are one."""
+    """Join adjacent pieces of a stream, which the kernel splits whenever it empties its buffer."""
     last = None
     for output in outputs:
         if (
@@ -98,14 +98,14 @@ def _small(png: str) -> str:
 
 
 def written(notebook: NotebookNode) -> str:
-    """The notebook as its file has it."""
+    """Return the text of the notebook's file."""
     nbformat.validate(notebook)
     text: str = nbformat.writes(notebook, indent=1, sort_keys=True)
     return text + "\n"
 
 
 def shown(notebook: NotebookNode) -> list[list[str]]:
-    """What every cell of code shows but for pictures, which are named only."""
+    """Return the outputs of every code cell, with only the names of pictures."""
     return [[_shown(output) for output in cell.outputs] for cell in notebook.cells if cell.cell_type == "code"]
 
 
@@ -119,13 +119,13 @@ def _shown(output: NotebookNode) -> str:
 
 
 def pictures(notebook: NotebookNode) -> list[bytes]:
-    """The pictures, in their order."""
+    """Return the pictures in order."""
     outputs = (output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs)
     return [base64.b64decode(output.data["image/png"]) for output in outputs if "image/png" in output.get("data", {})]
 
 
 def refresh(names: list[str]) -> None:
-    """Execute the notebooks of these names, or all, and write them."""
+    """Execute the named notebooks, or all, and write them."""
     for path in NOTEBOOKS:
         if not names or path.stem in names:
             path.write_text(written(executed(path)), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The snapshot that a notebook reads: a training run on a GPU that is too small, as torch's allocator would have written it down.
+"""Makes the snapshot that a notebook reads: a training run on a GPU that is too small, in the format of torch's allocator.
 
-No GPU ran it. What is asked for and given back, in which order and by which line of torch and transformers, is the run on fake
-tensors; where it lies and when the card is full is the model of CUDA's allocator. As a script it writes the file anew:
+No GPU ran it. Requests and releases, their order and their lines of torch and transformers come from a run on fake tensors.
+Our model of CUDA's allocator gives the addresses and the moment when the card is full. As a script it rewrites the file:
 ``python -m tests.notebooks.out_of_memory``.
 """
 
@@ -45,7 +45,7 @@ _SMALL, _LARGE = 0x7E00_0000_0000, 0x7F00_0000_0000
 
 
 class Stacks(Tracker):
-    """A tracker that remembers who asked, as ``_record_memory_history(stacks="python")`` does."""
+    """A tracker that keeps the stack of each request, as ``_record_memory_history(stacks="python")`` does."""
 
     def __init__(self) -> None:
         super().__init__(device=CUDA)
@@ -55,7 +55,7 @@ class Stacks(Tracker):
     def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
         block = super()._request(watch, n_bytes, func)
         phase = self.spans[-1].phase
-        places = () if phase is Phase.BACKWARD else tuple(_places())  # autograd's thread has no frames of Python's
+        places = () if phase is Phase.BACKWARD else tuple(_places())  # autograd's thread has no Python frames
         main = {"filename": "/home/me/train.py", "name": "train", "line": _LINES[phase]}
         frames = self._kept.setdefault((*places, ("", _LINES[phase])), [_frame(*place) for place in places] + [main])
         self.frames[block] = [] if phase is Phase.BACKWARD else frames
@@ -63,7 +63,7 @@ class Stacks(Tracker):
 
 
 def _places() -> Iterator[tuple[str, str, int]]:
-    """The lines of torch and transformers on the way to a request, innermost first."""
+    """Yield the frames of torch and transformers above a request, innermost first."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -77,7 +77,7 @@ def _frame(file: str, name: str, line: int) -> dict[str, object]:
 
 
 class InUse(NamedTuple):
-    """A stretch of memory that is handed out, and to whom."""
+    """A block of memory in use, and the stack of its request."""
 
     chunk: Chunk
     n_bytes: int
@@ -85,7 +85,7 @@ class InUse(NamedTuple):
 
 
 class Card:
-    """A GPU with so many bytes for its allocator, and the history of what that did."""
+    """A GPU with ``room_bytes`` for its allocator, and the allocator's history."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room = room_bytes
@@ -95,7 +95,7 @@ class Card:
         self.trace: list[dict[str, object]] = []
 
     def ask(self, n_bytes: int, frames: Frames) -> int | None:
-        """Hand out memory and return its address; None, and a word in the history, where there is none left."""
+        """Allocate memory and return its address. If there is none left, record that in the history and return None."""
         before = self._allocator.reserved_bytes
         chunk = self._allocator.request(n_bytes)
         grown = self._allocator.reserved_bytes - before
@@ -112,7 +112,7 @@ class Card:
         return place(chunk)
 
     def release(self, address: int) -> None:
-        """Take memory back."""
+        """Free memory."""
         chunk, n_bytes, _ = self.in_use.pop(address)
         for action in ("free_requested", "free_completed"):
             self.trace.append(self._entry(action, n_bytes, []) | {"addr": address})
@@ -120,11 +120,11 @@ class Card:
 
     @property
     def reserved_bytes(self) -> int:
-        """What is taken from the card."""
+        """Return the bytes that the allocator has reserved on the card."""
         return sum(self.segments.values())
 
     def _give_back(self) -> None:
-        """Segments that are wholly free go back to the card before the allocator gives up."""
+        """Release segments that are wholly free, as the allocator does before it gives up."""
         for pool in self._allocator._pools.values():
             for chunk in [one for one in pool.free if self.segments.get(place(one)) == one.size]:
                 pool.remove(chunk)
@@ -136,12 +136,12 @@ class Card:
 
 
 def place(chunk: Chunk) -> int:
-    """The address of a stretch of memory."""
+    """Return the address of a block."""
     return (_SMALL if chunk.pool.small else _LARGE) + chunk.address
 
 
 def snapshot(asked: JobSpec) -> dict[str, object]:
-    """Train two steps, or as far as the card's memory goes."""
+    """Train two steps, or until the card runs out of memory."""
     install_node()
     seen = Stacks()
     run(asked, seen, device=CUDA)
@@ -165,7 +165,7 @@ def snapshot(asked: JobSpec) -> dict[str, object]:
 
 
 def _events(seen: Stacks) -> Iterator[tuple[Block, bool]]:
-    """Requests (True) and releases on the GPU, in order."""
+    """Return requests (True) and releases on the GPU, in order."""
     blocks = [block for block in seen.blocks if block.operation != LIFTED]
     events = [(block.born, block, True) for block in blocks]
     events += [(block.died, block, False) for block in blocks if block.died != STILL_HELD]
@@ -173,7 +173,7 @@ def _events(seen: Stacks) -> Iterator[tuple[Block, bool]]:
 
 
 def _segments(card: Card) -> Iterator[dict[str, object]]:
-    """What is taken from the card in the end, its blocks in use and its free stretches."""
+    """Return the segments reserved at the end, with their blocks in use and free blocks."""
     for address, size in card.segments.items():
         blocks, at, end = [], address, address + size
         for start in [*sorted(one for one in card.in_use if address <= one < end), end]:

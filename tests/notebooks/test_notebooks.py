@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and shows what is kept in it."""
+"""Every notebook runs from top to bottom, and gives the outputs that its file has."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.notebooks.executed import FOLDER, NOTEBOOKS, executed, pictures, show
 
 _TORCH = "zero-from-scratch"
 _EDGES = 0.5
-"""Root mean square over colours from 0 to 255: edges of letters may differ, one figure of a label may not."""
+"""Root mean square over colours from 0 to 255. Edges of letters may differ, a digit of a label may not."""
 _LARGEST = 300_000
 ANEW = "`python -m tests.notebooks.executed` writes it anew"
 
@@ -24,7 +24,7 @@ def named(path: Path) -> object:
 
 
 @pytest.mark.parametrize("path", [named(path) for path in NOTEBOOKS])
-def test_a_notebook_shows_what_it_shows_when_it_is_run(path: Path, tmp_path: Path):
+def test_a_notebook_has_the_outputs_of_its_run(path: Path, tmp_path: Path):
     if path.stem == _TORCH:
         pytest.importorskip("torch")
         pytest.importorskip("transformers")

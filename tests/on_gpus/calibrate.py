@@ -1,10 +1,10 @@
-"""Derive from records what only hardware can tell: ``python -m tests.on_gpus.calibrate [FILE...]``, by default of those kept here.
+"""Derives figures that only hardware can give from records: ``python -m tests.on_gpus.calibrate [FILE...]``.
 
-Prints tables for ``zeroplan/engines/device_figures.toml``, each of one GPU and the versions it ran under, and as comments what is
-told and not used: the scratch of attention's kernels beside what the estimate says of it. Needs no torch.
+By default it reads the records kept here. It prints tables for ``zeroplan/engines/device_figures.toml``, each for one GPU and
+its versions. Comments show figures that are not used: the scratch of attention kernels, measured and estimated. Needs no torch.
 
-Outside the allocator, what a rank of the fake process group has at its end is context and kernels; what a rank of NCCL's has more
-than that is communicators. Reserved is held against the middle of the estimate's band, with the allocator's default settings.
+At its end a rank of the fake process group holds context and kernels outside the allocator. What a rank of NCCL holds beyond
+that is communicators. Reserved memory, with the allocator's default settings, is compared with the middle of the estimate's band.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HANDLES = 2
 
 
 class Versions(NamedTuple):
-    """What figures hold for."""
+    """The GPU and the versions for which figures hold."""
 
     gpu: str
     torch: str
@@ -41,7 +41,7 @@ class Versions(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A figure, and of how many records it is."""
+    """A figure, and the number of values that it was derived from."""
 
     what: str
     value: int
@@ -50,7 +50,7 @@ class Derived(NamedTuple):
 
 
 def tables(records: list[Measurement]) -> str:
-    """All figures of some records as TOML."""
+    """Return all figures of some records as TOML."""
     return "\n".join(text for versions, of_it in _groups(records).items() for text in _texts(versions, of_it))
 
 
@@ -64,7 +64,7 @@ def _groups(records: list[Measurement]) -> dict[Versions, list[Measurement]]:
 
 
 def _name(card: CardMeasured) -> str:
-    """What the catalogue calls the card, or else what the card does."""
+    """Return the card's name in the catalogue, or else its own."""
     try:
         return find_gpu(card.name).name
     except ZeroplanError:
@@ -72,7 +72,7 @@ def _name(card: CardMeasured) -> str:
 
 
 def derived(records: list[Measurement]) -> Iterator[Derived]:
-    """The figures of records of one GPU and one set of versions."""
+    """Yield the figures of records of one GPU and one set of versions."""
     alone = [record for record in records if record.process_group == "fake"]
     yield from _ends("process", [_card(record).outside_bytes for record in alone])
     yield from _ends("context", [found for record in records if (found := _card(record).context_bytes) is not None])
@@ -93,7 +93,7 @@ def _card(record: Measurement) -> CardMeasured:
 
 
 def _ends(what: str, values: list[int]) -> Iterator[Derived]:
-    """The smallest, the middle and the largest of what was seen; once where they are one."""
+    """Yield the smallest, the middle and the largest value, each distinct one once."""
     if values:
         for value in sorted({min(values), median_high(values), max(values)}):
             if value > 0:
@@ -101,7 +101,7 @@ def _ends(what: str, values: list[int]) -> Iterator[Derived]:
 
 
 def _workspace(records: list[Measurement]) -> Iterator[Derived]:
-    """A workspace of cuBLAS, where every record shows the same and it is not what torch's source says."""
+    """Yield the workspace of cuBLAS if all records show the same one and it differs from torch's source."""
     found = {one.workspace_bytes // _HANDLES for record in records for one in record.allocator if one.workspace_bytes}
     said = workspace(records[0].job.cluster.gpu)[0]
     if len(found) == 1 and found != {said}:
@@ -116,7 +116,7 @@ def _reserved(records: list[Measurement]) -> Iterator[Derived]:
 
 
 def _shares(record: Measurement) -> Iterator[int]:
-    """What was reserved, in thousandths of what the moments say, before any figure."""
+    """Yield reserved memory in thousandths of the expected figure that the moments alone give."""
     sizes = sizes_of(account_of(record.job, record.job.batch).moments, record.job.recipe)
     expected = int(reserved(sizes, record.job.recipe).expected_bytes)
     for shown in record.allocator:
@@ -167,7 +167,7 @@ def _scratch(record: Measurement) -> int:
 
 
 def main(paths: list[str], say: Callable[[str], object] = print) -> int:
-    """Print the figures of records; 2 where there is none of a GPU."""
+    """Print the figures of records. Return 2 if none is of a GPU."""
     chosen = [Path(path) for path in paths] or files(RECORDS)
     records = [one.record for path in chosen for one in results(path) if one.record is not None and one.record.card is not None]
     if not records:

@@ -1,8 +1,8 @@
-"""How long the operators of a training step take on the card at hand: ``python -m tests.on_gpus.card_operators FILE``.
+"""Measures the operators of a training step on the card at hand: ``python -m tests.on_gpus.card_operators FILE``.
 
-Writes CSV rows: operator, shape, microseconds, operations and bytes that the operator must move at least. Each time is the median
-of several runs between two CUDA events, each after a large buffer was overwritten, so that no input is in the cache. The row
-``sustained product`` has no such pause: it shows what is left of a product's rate once the card runs at its power limit.
+Writes CSV rows: operator, shape, microseconds, operations and the fewest bytes that the operator must move. Each time is the
+median of several runs between two CUDA events. Before each run a large buffer is overwritten, so that no input is in the cache.
+The rows ``sustained product`` have no such pause: they show a product's rate once the card runs at its power limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUNS = 9
 _FLUSHED = 1 << 28
 HALF, SINGLE = 2, 4
 TOKENS = (2048, 8192)
-#: Rows and columns of the weights: Llama 3.2 1B, 3.1 8B and 70B, each whole and as a tensor-parallel rank has it.
+#: Rows and columns of weights of Llama 3.2 1B, 3.1 8B and 70B, whole and on a tensor-parallel rank.
 WEIGHTS = (
     (2048, 2048), (2048, 512), (2048, 8192), (8192, 2048),
     (4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 7168), (7168, 4096),
@@ -39,12 +39,12 @@ ATTENTION = (
     (1, 8192, 64, 8, 128), (1, 8192, 8, 1, 128), (8, 1024, 25, 25, 64),
 )  # fmt: skip
 WIDTHS = ((4096, 2048), (4096, 4096), (16384, 4096), (8192, 8192))
-"""Tokens and hidden size of operators that memory bounds."""
+"""Tokens and hidden size for memory-bound operators."""
 VOCABULARY = 128256
 
 
 def gradients(out: torch.Tensor, *leaves: torch.Tensor) -> Callable[[], object]:
-    """The backward of an output to its leaves, to be run again and again; nothing is added to a ``grad``."""
+    """Return a function that runs the backward of an output to its leaves, repeatably and without touching ``grad``."""
     again = torch.ones_like(out)
     return lambda: torch.autograd.grad(out, leaves, again, retain_graph=True, allow_unused=True)
 
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 class Bench:
-    """Times functions on a device; on the CPU by the clock, which tries the program alone."""
+    """Times functions on a device. On the CPU it uses the clock, only to try out this program."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -70,7 +70,7 @@ class Bench:
         return (torch.randn(shape, device=self.device, dtype=dtype) * 0.02).requires_grad_(grad)
 
     def microseconds(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-        """The median of some runs; ``before`` is called ahead of each and not timed. [µs]"""
+        """Return the median time of some runs. ``before`` is called ahead of each and is not timed. [µs]"""
         for _ in range(2):
             before()
             run()
@@ -92,7 +92,7 @@ class Bench:
 
 
 def products(bench: Bench) -> Iterator[Row]:
-    """A linear layer's three products: forward, gradient of the input, gradient of the weight."""
+    """Time a linear layer's three products: forward, gradient of the input, gradient of the weight."""
     for tokens in TOKENS:
         for into, out in WEIGHTS:
             x, w, dy = bench.tensor(tokens, into), bench.tensor(out, into), bench.tensor(tokens, out)
@@ -105,7 +105,7 @@ def products(bench: Bench) -> Iterator[Row]:
 
 
 def sustained(bench: Bench, seconds: float = 6.0) -> Iterator[Row]:
-    """A large product again and again without a pause, a row for each half second."""
+    """Time a large product repeated without a pause, a row for each half second."""
     size = 8192 if bench.device == "cuda" else 64
     a, b = bench.tensor(size, size), bench.tensor(size, size)
     until = time.perf_counter() + (seconds if bench.device == "cuda" else 0.0)
@@ -126,11 +126,11 @@ def sustained(bench: Bench, seconds: float = 6.0) -> Iterator[Row]:
 
 
 def attention(bench: Bench) -> Iterator[Row]:
-    """Causal scaled_dot_product_attention, forward and backward, by the kernel that torch chooses."""
+    """Time causal scaled_dot_product_attention, forward and backward, with the kernel that torch chooses."""
     for batch, length, heads, kv_heads, width in ATTENTION:
         q = bench.tensor(batch, heads, length, width, grad=True)
         k, v = (bench.tensor(batch, kv_heads, length, width, grad=True) for _ in range(2))
-        flops = 2 * batch * heads * length * length * width  # two products, half of each masked
+        flops = 2 * batch * heads * length * length * width  # two products, each half masked
         moved = HALF * batch * length * width * (2 * heads + 2 * kv_heads)
         shape = f"{batch}x{length}x{heads}/{kv_heads}x{width}"
 
@@ -144,7 +144,7 @@ def attention(bench: Bench) -> Iterator[Row]:
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As transformers' Llama norms: in fp32, then back."""
+    """Normalise as transformers' Llama does: in fp32, then cast back."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return weight * wide.to(x.dtype)
@@ -156,7 +156,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def bound_by_memory(bench: Bench) -> Iterator[Row]:
-    """Norms, rope, gated products and sums of a block, forward and backward."""
+    """Time a block's norms, rope, gated products and sums, forward and backward."""
     for tokens, hidden in WIDTHS:
         leaves = _Leaves.of(bench, tokens, hidden)
         for name, run, tensors in _in_a_block(bench, leaves, tokens, hidden):
@@ -166,7 +166,7 @@ def bound_by_memory(bench: Bench) -> Iterator[Row]:
 
 
 class _Leaves(NamedTuple):
-    """What the operators of a block are given."""
+    """The inputs of a block's operators."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -182,7 +182,7 @@ class _Leaves(NamedTuple):
 def _in_a_block(
     bench: Bench, leaves: _Leaves, tokens: int, hidden: int
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor], int]]:
-    """Each operator's name, how it runs, and how many tensors of the block's width it reads and writes."""
+    """Yield each operator's name, a function that runs it, and the number of tensors of the block's width that it moves."""
     x, y, weight, heads = leaves
     cos, sin = bench.tensor(tokens, 128), bench.tensor(tokens, 128)
     yield "norm, eager", lambda: _rms_norm(x, weight), 2
@@ -196,7 +196,7 @@ def _in_a_block(
 
 
 def ends(bench: Bench) -> Iterator[Row]:
-    """The embedding, and the loss on fp32 logits."""
+    """Time the embedding, and the loss on fp32 logits."""
     tokens, hidden = TOKENS[0], 4096
     ids = torch.randint(0, VOCABULARY, (tokens,), device=bench.device)
     table = bench.tensor(VOCABULARY, hidden, grad=True)
@@ -228,7 +228,7 @@ def ends(bench: Bench) -> Iterator[Row]:
 
 
 def optimizers(bench: Bench) -> Iterator[Row]:
-    """AdamW on fp32 parameters, as many tensors as a model of a billion has."""
+    """Time AdamW on fp32 parameters, with the tensors of a model of a billion parameters."""
     for tensors, size in ((150, 4_000_000), (150, 500_000)):
         for impl in ("fused", "foreach", "forloop"):
             params = [bench.tensor(size, dtype=torch.float32, grad=True) for _ in range(tensors)]
@@ -239,7 +239,7 @@ def optimizers(bench: Bench) -> Iterator[Row]:
 
 
 def copies(bench: Bench) -> Iterator[Row]:
-    """Copies on the card, casts, and both ways to the host."""
+    """Time copies and casts on the card, and copies to and from the host."""
     size = 1 << 28
     single = bench.tensor(size, dtype=torch.float32)
     half = single.to(torch.bfloat16)
@@ -268,7 +268,7 @@ def copies(bench: Bench) -> Iterator[Row]:
 
 
 def launches(bench: Bench) -> Iterator[Row]:
-    """How long the CPU takes for one operator: many small ones in a row, without and with autograd."""
+    """Time the CPU's launch of one operator: many small ones in a row, without and with autograd."""
     small, many = bench.tensor(16), 2000
     tracked = bench.tensor(16, grad=True)
     matrix, layer = bench.tensor(8, 64), torch.nn.Linear(64, 64, bias=False, device=bench.device, dtype=torch.bfloat16)
@@ -292,7 +292,7 @@ GROUPS = (launches, copies, products, attention, bound_by_memory, ends, optimize
 
 
 def main(path: Path, device: str = "cuda") -> int:
-    """Measure all groups; a group that fails is said and left out."""
+    """Measure all groups. A group that fails is reported and left out."""
     torch.manual_seed(0)
     bench = Bench(device)
     worst = 0

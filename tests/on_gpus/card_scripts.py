@@ -1,7 +1,8 @@
-"""Scripts on the card at hand beside their dry runs: ``python -m tests.on_gpus.card_scripts FOLDER`` keeps a file for each.
+"""Runs scripts on the card at hand and compares their dry runs: ``python -m tests.on_gpus.card_scripts FOLDER``.
 
-They are programs of the survey (`tests/dryrun/programs.toml`) whose packages are here, each as one rank of its GPUs on one card. A
-program that has a file is left out, so the same command goes on where it was. The exit code is the worst of ``zeroplan dryrun``.
+The scripts are programs of the survey (`tests/dryrun/programs.toml`) whose packages are installed. Each runs as one rank of its
+GPUs on one card, and leaves a file in FOLDER. A program that has a file is skipped, so that the same command resumes. The exit
+code is the worst of ``zeroplan dryrun``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.dryrun.survey import lacking, programs, run
 if TYPE_CHECKING:
     from tests.dryrun.survey import Program
 
-#: First what needs torch and transformers alone, last what needs more packages.
+#: First programs that need only torch and transformers, then those that need more packages.
 NAMES = (
     "FSDP2, a plain loop", "DDP, autocast and a gradient scaler", "accelerate, DDP", "accelerate, FSDP2", "Trainer, FSDP2",
     "Trainer, DeepSpeed ZeRO-3", "FSDP2, a plain loop, 32 layers 4,096 wide", "Trainer, FSDP1", "Trainer, LoRA and checkpointing",
@@ -38,13 +39,13 @@ def file_of(program: Program, folder: Path) -> Path:
 
 
 def kept(program: Program, answer: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of an answer: no path of the machine, and of the dry run its figures alone."""
+    """Return an answer to keep, without paths of the machine and with only the figures of the dry run."""
     predicted = {name: answer["predicted"][name] for name in ("gpu", "gpus", "rank", "environment", "allocator", "stood_in")}
     return {"name": program.name, "command": program.command, **answer, "predicted": predicted}
 
 
 def main(folder: Path) -> int:
-    """Run what has no file yet; the worst exit code."""
+    """Run the programs that have no file yet; return the worst exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     worst = 0
     for program in wanted():

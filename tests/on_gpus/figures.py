@@ -1,4 +1,4 @@
-"""Figures of GPUs that others published, each beside what zeroplan says: one form for every source. Needs no torch."""
+"""Figures that others measured on GPUs, beside zeroplan's, in one form for all sources. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 PUBLISHED, CAUSES = FOLDER / "published.toml", FOLDER / "causes.toml"
-#: How zeroplan found its figure: from the settings alone, or by the source's own program, run without a GPU.
+#: How zeroplan found its figure: by an estimate from the settings, by a simulation, or by a dry run of the source's own program.
 ESTIMATE, SIMULATED, DRY_RUN = "estimate", "simulated", "dry run"
-#: Figures further off than this need a cause.
+#: Figures whose error is larger need a cause.
 FAR = 0.03
 OPEN = "open"
 
@@ -31,24 +31,24 @@ class Figure(NamedTuple):
     source: str
     engine: str
     method: str
-    """What is trained, in a few words: the kind of model, or full weights, LoRA and the like."""
+    """What is trained, in a few words: the kind of model, or full weights, LoRA and so on."""
     gpu: str
     name: str
-    """The row, as its source calls it."""
+    """The row's name in its source."""
     measured: float
     found: float
     how: str = ESTIMATE
     why: str = ""
-    """What the source of the figure says of a difference."""
+    """The source's own explanation of a difference."""
 
     @property
     def error(self) -> float:
-        """How far zeroplan's figure is off, as a share of the measured one; negative where it is too low."""
+        """Return the relative error of zeroplan's figure; negative if it is too low."""
         return self.found / self.measured - 1
 
 
 def ninety(errors: Sequence[float]) -> float:
-    """The error that 90 of 100 rows stay within, as a share.
+    """Return the absolute error that 90 of 100 rows stay within, as a share.
 
     >>> ninety([0.01, -0.02, 0.03, -0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.5])
     0.09
@@ -57,26 +57,26 @@ def ninety(errors: Sequence[float]) -> float:
 
 
 class Source(NamedTuple):
-    """All figures of a source, and what of it is no job of zeroplan's."""
+    """All figures of a source, and the rows that zeroplan cannot express."""
 
     name: str
     where: str
-    """Repository and commit, or page."""
+    """The repository and commit, or the page."""
     counter: str
-    """What was counted."""
+    """The quantity that was measured."""
     figures: tuple[Figure, ...]
     refused: Counter[str]
-    """Rows by the reason why they cannot be expressed."""
+    """Numbers of rows by the reason why zeroplan cannot express them."""
     held: Mapping[str, Sequence[float]] = {}
-    """Errors of what is held between steps by kind of run, as shares; negative where zeroplan's figure is too low."""
+    """Relative errors of the memory held between steps, by kind of run; negative if zeroplan's figure is too low."""
     room: Sequence[float] = ()
-    """How far what the allocator is expected to reserve lies above the measured peak, as shares. A card with just that room is said
-    to fit the job: below 0 this is wrong."""
+    """Expected reserved memory over the measured peak, less one. zeroplan says that a card with that much memory fits the job. A
+    value below 0 shows that this is wrong."""
 
 
 @cache
 def sources() -> tuple[Source, ...]:
-    """Every source that is scored here, in the order of the page."""
+    """Return every source in the order of the page."""
     return _megatron(), _b200(), *_hf_stack(), _reports()
 
 
@@ -111,7 +111,7 @@ def _b200() -> Source:
 
 
 def _hf_stack() -> Iterator[Source]:
-    """Runs whose every setting is known, and those of which only mean lengths are stated."""
+    """Yield the runs whose settings are all known, then those whose sequence lengths are not stated."""
     held, refused = hf_stack.kept()
     where = "foundation-model-stack/fms-acceleration 876e2ed and earlier revisions, scripts/benchmarks/refs*"
     for name, drawn in ((_FMS, False), (f"{_FMS}, lengths unknown", True)):
@@ -130,7 +130,7 @@ _FMS = "fms-acceleration's benchmarks"
 
 
 def _reports() -> Source:
-    """Single figures from reports, and the sources' own scripts under the dry run."""
+    """Return single figures from reports, and dry runs of the sources' own scripts."""
     name = "single figures"
     rows = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["row"]
     figures = [
@@ -144,7 +144,7 @@ def _reports() -> Source:
 
 
 def _number(text: str) -> float:
-    """A figure as its source prints it."""
+    """Read a number in the form that a source prints."""
     return float(text.replace(",", ""))
 
 
@@ -161,7 +161,7 @@ def _scripts(source: str) -> Iterator[Figure]:
 
 
 def cause_of(figure: Figure, causes: Iterable[dict[str, Any]]) -> str:
-    """Why a figure is far off; ``open`` where nothing explains it.
+    """Return why a figure is far off; ``open`` if no known cause explains it.
 
     A cause applies to the rows of a source whose name has one of its words, on its GPU, in its direction.
     """
@@ -175,6 +175,6 @@ def cause_of(figure: Figure, causes: Iterable[dict[str, Any]]) -> str:
 
 
 def causes() -> list[dict[str, Any]]:
-    """The causes that are known, as ``causes.toml`` has them."""
+    """Return the known causes from ``causes.toml``."""
     found: list[dict[str, Any]] = tomllib.loads(CAUSES.read_text(encoding="utf-8"))["cause"]
     return found

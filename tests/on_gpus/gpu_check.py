@@ -1,6 +1,6 @@
-"""Is a record from somebody's GPU complete, and does it say nothing of them? ``python -m tests.on_gpus.gpu_check FILE...``
+"""Checks that records from GPUs are complete and contain nothing private: ``python -m tests.on_gpus.gpu_check FILE...``
 
-A record is refused with every reason, one line each. Nothing of it is changed. Needs no torch.
+A record is refused with all reasons, one per line. The file is not changed. Needs no torch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _PRIVATE = {
     "a host": re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:local|localdomain|internal|intranet|lan|corp|cluster|amazonaws\.com)\b"),
 }  # fmt: skip
 _NEEDED = ("zeroplan", "torch", "transformers")
-#: Names that many machines and users share, and that are words of a record too.
+#: Names that many machines and users share, and that records contain as words.
 _COMMON = ("localhost", "root", "user", "ubuntu", "admin", "runner", "jupyter", "default")
 _SHORTEST_NAME = 4
 
 
 def problems(path: Path) -> list[str]:
-    """Why a file is not taken; nothing where it is."""
+    """Return the reasons to refuse a file; empty if there are none."""
     try:
         found = results(path)
     except ZeroplanError as error:
@@ -84,7 +84,7 @@ def _is_day(text: str) -> bool:
 
 
 def _private(path: Path) -> Iterator[str]:
-    """Texts anywhere in the file that tell of a machine or a person."""
+    """Yield a problem for each text in the file that identifies a machine or a person."""
     for text in sorted({text for line in path.read_text(encoding="utf-8").splitlines() for text in _texts(line)}):
         for what, pattern in (*_PRIVATE.items(), *_names_of_this_machine()):
             if found := pattern.search(text):
@@ -92,7 +92,7 @@ def _private(path: Path) -> Iterator[str]:
 
 
 def _texts(line: str) -> Iterator[str]:
-    """All texts of a line of JSON; of a record over many lines, the line itself."""
+    """Yield all texts in a line of JSON, or the line itself if it is only a part of a JSON text."""
     try:
         pending: list[object] = [json.loads(line)]
     except ValueError:
@@ -109,7 +109,7 @@ def _texts(line: str) -> Iterator[str]:
 
 
 def _names_of_this_machine() -> Iterator[tuple[str, re.Pattern[str]]]:
-    """The host and the user, where the check runs on the machine that the record is of."""
+    """Yield patterns for this machine's host and user, which the record names if it is from here."""
     for what, name in (("this host", socket.gethostname()), ("its user", _user())):
         if len(name) >= _SHORTEST_NAME and name.lower() not in _COMMON:
             yield what, re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])", re.IGNORECASE)
@@ -118,12 +118,12 @@ def _names_of_this_machine() -> Iterator[tuple[str, re.Pattern[str]]]:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a container without an entry for its user
+    except (OSError, KeyError):  # a container may have no entry for its user
         return ""
 
 
 def main(paths: list[str]) -> int:
-    """Check files, and say of each whether it is taken."""
+    """Check files and print for each whether it is complete. Return 2 if one is refused or none is given."""
     refused = 0
     for path in map(Path, paths):
         found = problems(path)

@@ -1,6 +1,6 @@
-"""Write docs/measured-on-gpus.md from all kept figures of GPUs: ``python -m tests.on_gpus.gpu_page`` from the root.
+"""Writes docs/measured-on-gpus.md from all kept figures of GPUs: ``python -m tests.on_gpus.gpu_page`` from the root.
 
-Needs no torch. A test demands that the page is what the records and figures say.
+Needs no torch. A test requires that the page is up to date.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write() -> None:
 
 
 def page(found: list[Seen], published: Sequence[Source]) -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     own, others = (
         (*_top(found), *_cases(found)),
         (*_others(published), *_reserved_elsewhere(), *_expressed(published), *_far_off(published)),
@@ -126,7 +126,7 @@ def _errors(found: list[Seen]) -> list[float]:
 
 
 def _right(one: Seen) -> bool:
-    """Whether it ran where the estimate fits, and ran out of memory where it does not."""
+    """Whether the verdict was right: the case ran and the estimate fits, or it ran out of memory and the estimate does not."""
     return one.judged.fits is (one.record is not None)
 
 
@@ -135,7 +135,7 @@ def _share(truths: Sequence[bool]) -> str:
 
 
 def _cases(found: list[Seen]) -> Iterator[str]:
-    """A table for each GPU, driver, torch and day."""
+    """Yield a table for each GPU, driver, torch and day."""
     for where in dict.fromkeys(one.where for one in found):
         of_it = [one for one in found if one.where == where]
         yield f"## {where.gpu}\n"
@@ -198,7 +198,7 @@ def _gib(n_bytes: int) -> str:
 
 
 class Group(NamedTuple):
-    """Figures that the summary counts together."""
+    """The figures of one row of the summary."""
 
     how: str
     source: str
@@ -264,7 +264,7 @@ def _summary(published: Sequence[Source]) -> Iterator[Row]:
     order = (ESTIMATE, SIMULATED, DRY_RUN)
     for group, errors in sorted(groups.items(), key=lambda one: (order.index(one[0].how), *one[0][1:])):
         gpus = {other.gpu for other in groups if other[:4] == group[:4]}
-        if group.gpu == "all" and len(gpus) == 2:  # one GPU alone has its own row
+        if group.gpu == "all" and len(gpus) == 2:  # with a single GPU, its own row is enough
             continue
         yield (*group, str(len(errors)), *_of_errors(errors))
 
@@ -275,7 +275,7 @@ def _of_errors(errors: Sequence[float]) -> Row:
 
 
 def _reserved_elsewhere() -> Iterator[str]:
-    """What the allocator reserved in others' runs, beside the estimate with and without a replay."""
+    """Yield the section on reserved memory in others' runs, beside the estimate with and without a replay."""
     yield "### Reserved memory\n"
     yield (
         "These sources count what CUDA's allocator reserves. *Estimate* is the expected figure that `zeroplan estimate` prints,\n"

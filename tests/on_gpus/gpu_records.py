@@ -1,4 +1,4 @@
-"""Records of real GPUs that are kept here: which there are, and what the estimate makes of each. Needs no torch."""
+"""The kept records of real GPUs, each compared with the estimate. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 RECORDS = FOLDER / "records"
-#: What is asked of the estimate on a GPU: every peak, and their median. [fraction of what was measured]
+#: The largest error of every peak that we accept on a GPU, and of their median. [fraction of the measured peak]
 EVERY, MEDIAN = 0.02, 0.005
 
 
 class Where(NamedTuple):
-    """What a record was taken on, and on which day."""
+    """The GPU, versions and day of a record."""
 
     gpu: str
     driver: str
@@ -36,31 +36,31 @@ class Where(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """One case on a GPU: its result, held against the estimate, and where it was taken."""
+    """A case on a GPU: where it ran, and its result beside the estimate."""
 
     where: Where
     judged: Judged
 
     @property
     def name(self) -> str:
-        """The case, as a matrix calls it."""
+        """Return the case's name in its matrix."""
         return self.judged.result.name
 
     @property
     def record(self) -> Measurement | None:
-        """What was measured; None where it did not run."""
+        """Return the measurement; None if the case did not run."""
         return self.judged.result.record
 
     @property
     def reserved(self) -> tuple[Band, int] | None:
-        """What is said of the allocator's memory, and what it took. [bytes]"""
+        """Return the estimated band of reserved memory, and what was reserved. [bytes]"""
         if self.record is None:
             return None
         return estimate(self.record.job).reserved, max(one.reserved_bytes for one in self.record.allocator)
 
     @property
     def reserved_within(self) -> bool | None:
-        """Whether it took what the band allows, as near as peaks are to agree."""
+        """Whether reserved memory is within the band, give or take the error that peaks may have; None without a record."""
         if self.reserved is None:
             return None
         band, took = self.reserved
@@ -68,17 +68,17 @@ class Seen(NamedTuple):
 
 
 def files(folder: Path = RECORDS) -> list[Path]:
-    """The kept files: results of a matrix (.jsonl) and single records (.json)."""
+    """Return the kept files: results of a matrix (.jsonl) and single records (.json)."""
     return sorted((*folder.glob("*.jsonl"), *folder.glob("*.json")))
 
 
 def seen(folder: Path = RECORDS) -> list[Seen]:
-    """Every case that ran, or ran out of memory, in the order of the files."""
+    """Return every case that ran or ran out of memory, in the order of the files."""
     return [one for path in files(folder) for one in _seen_in(path)]
 
 
 def results(path: Path) -> list[Result]:
-    """What a file holds; of a case that was run more than once the last result."""
+    """Return a file's results; only the last one of a case that ran several times."""
     found = [_as_result(read_record(path))] if path.suffix == ".json" else read_results(path)
     return list({(one.name, one.task): one for one in found}.values())
 
@@ -116,6 +116,6 @@ def _where(record: Measurement) -> Where:
 
 
 def _told_by_others(one: Result, others: list[Where]) -> Where:
-    """Where a case ran that left no record: on the same card as the others of its file."""
+    """Return where a case without a record ran: on the same card as the others of its file."""
     same = [where for where in others if where.gpu == one.card]
     return same[0] if same else Where(one.card, "unknown", "unknown", "unknown", "unknown")

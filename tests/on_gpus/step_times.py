@@ -1,7 +1,7 @@
-"""The kept records' step times beside the clock's: ``python -m tests.on_gpus.step_times``.
+"""Compares the step times of kept records with the predicted ones: ``python -m tests.on_gpus.step_times``.
 
-Steps after the first are compared, without the time of collectives, since one GPU played one rank of many. The GPU's times repeat
-to a hundredth; those of the CPU, which shared its cores, vary by half, so that the quickest step is shown beside the median.
+The first step is left out, and the time of collectives too, since one GPU stood for one rank of many. Steps bound by the GPU
+repeat within 1 %. Steps bound by the CPU, which shared its cores, vary by half. So the quickest step is shown beside the median.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zeroplan.steptime.parts import Does
 if TYPE_CHECKING:
     from zeroplan.measurement import Measurement
 
-#: Cases whose quickest steps gave the constants of :mod:`zeroplan.steptime.launches`, ``stepping`` and ``pointwise``, by how their
-#: names begin.
+#: Beginnings of the names of cases whose quickest steps gave the constants of :mod:`zeroplan.steptime.launches`, ``stepping``
+#: and ``pointwise``.
 GAVE = (
     "llama-3.2-1b deepspeed-0", "llama-3.2-1b deepspeed-1", "llama-3.2-1b deepspeed-3", "llama-3.2-1b/2 deepspeed-",
     "llama-3.2-1b fsdp1-3 r0/8 bf16-mixed 1x", "llama-3.2-1b fsdp2-3 r0/8 bf16-mixed 1x",
@@ -29,7 +29,7 @@ GAVE = (
 
 
 class Timed(NamedTuple):
-    """A case, its quickest and its median step, and what the clock says. [s]"""
+    """A case with its quickest, its median and its predicted step. [s]"""
 
     name: str
     quickest: float
@@ -38,18 +38,18 @@ class Timed(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Predicted over the quickest step, less one."""
+        """Return the predicted over the quickest step, less one."""
         return self.predicted / self.quickest - 1
 
     @property
     def gave(self) -> bool:
-        """Whether a constant was taken from it."""
+        """Whether a constant was derived from the case."""
         return self.name.startswith(GAVE)
 
 
 @cache
 def timed() -> tuple[Timed, ...]:
-    """Every record of a named GPU that has step times, in the order of the files; others are of toys."""
+    """Return every record that has step times and names its GPU, in the order of the files. Others are of toy models."""
     return tuple(
         Timed(one.name, min(steps), median(steps), _predicted(one.record))
         for path in files()

@@ -1,4 +1,4 @@
-"""The script for a card at hand, with an interpreter that only says what it is asked: order, time, the worst exit code."""
+"""The script for a card at hand: order, time limit, worst exit code. Its Python is fake and only prints its arguments."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def steps(done: "subprocess.CompletedProcess[str]") -> list[str]:
     return [line.split(" after ")[0] for line in done.stdout.splitlines() if line.startswith("== ")]
 
 
-def test_all_there_is_is_run_in_order_whatever_fails_and_the_worst_is_told(tmp_path: Path):
+def test_all_parts_run_in_order_whatever_fails_and_the_worst_exit_code_is_returned(tmp_path: Path):
     done = called(tmp_path)
     assert steps(done) == [
         "== machine: exit 0", "== smoke: exit 0", "== operators: exit 0", "== snapshot: exit 0", "== diagnose: exit 0",
@@ -50,12 +50,12 @@ def test_all_there_is_is_run_in_order_whatever_fails_and_the_worst_is_told(tmp_p
     assert f"verify --matrix one-140gb --backend cuda --record-dir {tmp_path}/kept" in done.stdout
 
 
-def test_called_again_it_takes_no_second_snapshot(tmp_path: Path):
+def test_a_second_call_takes_no_second_snapshot(tmp_path: Path):
     called(tmp_path)
     assert "== snapshot: exit 0" not in steps(called(tmp_path))
 
 
-def test_it_ends_in_time_and_says_what_it_left_out(tmp_path: Path):
+def test_the_script_ends_in_time_and_lists_the_parts_left_out(tmp_path: Path):
     done = called(tmp_path, "10")
     left_out = ("machine", "smoke", "operators", "snapshot", "scripts", "matrix", "tests", "complete", "figures")
     assert steps(done) == [f"== {name}: no time left" for name in left_out]
@@ -70,13 +70,13 @@ def test_a_card_of_80_gb_runs_its_own_matrix(tmp_path: Path):
     assert "verify --matrix one-80gb --backend cuda" in done.stdout
 
 
-def test_without_a_gpu_it_is_tried_on_other_tensors(tmp_path: Path):
+def test_without_a_gpu_the_script_can_be_tried_with_another_backend(tmp_path: Path):
     done = called(tmp_path, BACKEND="simulate", MATRIX="mine.toml")
     assert steps(done) == ["== machine: exit 0", "== smoke: exit 0", "== matrix: exit 0"]
     assert "--matrix mine.toml --backend simulate" in done.stdout
 
 
-def test_the_smoke_is_every_engine_and_stage_small():
+def test_the_smoke_matrix_has_a_small_job_of_each_engine_and_stage():
     path = Path(__file__).with_name("smoke.toml")
     jobs = [case.task.job for case in read_matrix(path, tensors="cuda")]
     assert {(job.recipe.engine, job.recipe.zero_stage) for job in jobs} == {
@@ -87,7 +87,7 @@ def test_the_smoke_is_every_engine_and_stage_small():
     assert tomllib.loads(path.read_text())["defaults"]["gpus"] == 2
 
 
-def test_scripts_on_the_card_are_programs_of_the_survey_and_what_is_kept_of_them_names_no_path(tmp_path: Path, monkeypatch):
+def test_scripts_of_the_survey_run_on_the_card_and_kept_answers_name_no_path(tmp_path: Path, monkeypatch):
     seen = []
 
     def run(program: Program, _: Path, *, on_card: tuple[str, ...]) -> Run:

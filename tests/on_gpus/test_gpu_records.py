@@ -1,6 +1,6 @@
-"""Evidence from GPUs: the page is what the kept records say, what is kept is complete and private to nobody, figures are derived.
+"""Records from GPUs: the page follows from them, they are complete and hold nothing private, and figures are derived from them.
 
-The records of these tests are made up here, and none of them is kept.
+Where a test needs other records than the kept ones, it makes them up.
 """
 
 import json
@@ -35,7 +35,7 @@ CARD = CardMeasured(name="NVIDIA H200", total_bytes=150 * GB, used_bytes=9 * GB,
 
 
 def made_up(*, factor: float = 1.0, **said: Any) -> Measurement:
-    """As a GPU might have left it: the estimate's own peaks, times a factor, and a card that reserved a tenth more."""
+    """Return a made-up record of a GPU: the estimate's peaks times a factor, with a tenth more reserved."""
     record = twin(model="gpt2", gpus=4, stage=3, seq_len=128, gpu="h200")
     answer = estimate(record.job)
     peak, took = int(answer.peak_bytes * factor), int(answer.reserved.expected_bytes * 1.1)
@@ -62,7 +62,7 @@ def made_up(*, factor: float = 1.0, **said: Any) -> Measurement:
 
 
 def kept(folder: Path, *records: Measurement, out_of_memory: bool = False) -> Path:
-    """A file of results, as a matrix leaves it."""
+    """Write a file of results in the form that a matrix leaves, and return its path."""
     path = folder / "one-140gb-cuda.jsonl"
     with opened(path, say=print) as results:
         for number, record in enumerate(records):
@@ -79,15 +79,15 @@ def kept(folder: Path, *records: Measurement, out_of_memory: bool = False) -> Pa
 
 
 def test_the_page_says_what_the_kept_records_say():
-    """`python -m tests.on_gpus.gpu_page` writes it anew."""
+    """`python -m tests.on_gpus.gpu_page` rewrites the page."""
     assert gpu_page.page(gpu_records.seen(), sources()) == gpu_page.PAGE.read_text(encoding="utf-8")
 
 
 def test_replays_of_fsdp1_and_of_deepspeed_0_to_2_are_what_a_gpu_counted():
-    """All jobs had their model built on the GPU, and a GPU that kept up: it is small, and the profiler slows the program.
+    """All jobs built their model on the GPU. The GPU kept up with the CPU, since jobs are small and the profiler slows the CPU.
 
-    Where the GPU is as far behind as the program lets it be, what other streams still use cannot be used again. No more is reserved
-    on top than is busy so at once.
+    If the GPU is as far behind as the program allows, blocks that other streams still use cannot be reused. The additional reserved
+    memory is at most what is busy in this way at once.
     """
     engines = [("fsdp1", 2), ("fsdp1", 3), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2)]
     every = [one.record for one in gpu_records.seen() if one.record is not None]
@@ -104,7 +104,7 @@ def test_replays_of_fsdp1_and_of_deepspeed_0_to_2_are_what_a_gpu_counted():
 
 
 def _busy(log: Log) -> int:
-    """The most that the program has let go of at once and another stream uses, if the GPU does only what the program waits for."""
+    """Return the most bytes that are freed but still used by another stream, if the GPU runs only what the program waits for."""
     busy, most = dict[int, int](), 0
     for at, deed in enumerate(log.deeds):
         busy = {gone: n_bytes for gone, n_bytes in busy.items() if gone > log.waits.get(at, -1)}
@@ -197,13 +197,13 @@ def test_a_cause_needs_source_name_gpu_and_direction():
 
 
 def test_every_known_cause_explains_a_row():
-    """A cause goes when its rows are no longer far off."""
+    """A cause must be removed when its rows are no longer far off."""
     far = [one for source in sources() for one in source.figures if abs(one.error) > FAR]
     for cause in figures_module.causes():
         assert any(cause_of(one, [cause]) == cause["cause"] for one in far), cause["names"]
 
 
-# What is taken
+# Complete and refused records
 
 
 def test_a_complete_record_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -226,14 +226,14 @@ def test_a_complete_record_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtur
     ({"remarks": ("ask jane@example.org",)}, "it names an address: 'jane@example.org'"),
     ({"remarks": ("ran on pinkfloyd",)}, "it names this host: 'pinkfloyd'"),
 ])  # fmt: skip
-def test_what_is_missing_or_private_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], why: str):
+def test_missing_or_private_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], why: str):
     monkeypatch.setattr(gpu_check.socket, "gethostname", lambda: "pinkfloyd")
     for path in (kept(tmp_path, made_up(**said)), write_record(made_up(**said), tmp_path)):
         assert any(why in problem for problem in gpu_check.problems(path)), path
     assert gpu_check.main([str(path)]) == 2
 
 
-def test_what_is_no_record_is_one_line(tmp_path: Path):
+def test_a_file_that_is_no_record_has_one_problem(tmp_path: Path):
     newer, cut, none = (tmp_path / name for name in ("newer.json", "cut.jsonl", "none.jsonl"))
     newer.write_text(json.dumps({**asdict(made_up()), "schema_version": 99}))
     cut.write_text("[1, 2]\n")
@@ -245,11 +245,11 @@ def test_what_is_no_record_is_one_line(tmp_path: Path):
     assert gpu_check.problems(none) == ["none.jsonl holds no case that was measured"]
 
 
-# What only hardware can tell
+# Figures that only hardware can give
 
 
 def test_figures_are_derived_by_gpu_and_versions(tmp_path: Path):
-    """Context and kernels alone, communicators by what ranks have more, and the model takes the tables as they are printed."""
+    """A lone rank gives context and kernels; what NCCL's ranks hold more is communicators. The printed tables can be read back."""
     alone = [made_up(card=replace(CARD, outside_bytes=n_bytes)) for n_bytes in (600_000_000, 640_000_000, 700_000_000)]
     together = made_up(process_group="nccl", card=replace(CARD, outside_bytes=1_140_000_000))
     path = tmp_path / "figures.toml"
@@ -268,14 +268,14 @@ def test_figures_are_derived_by_gpu_and_versions(tmp_path: Path):
     assert "cudnn_attention_backward; scratch 777 bytes, the estimate says" in path.read_text()
 
 
-def test_other_versions_are_other_figures(tmp_path: Path):
+def test_each_version_of_torch_has_its_own_figures(tmp_path: Path):
     newer = made_up(environment=replace(WHERE, packages={**WHERE.packages, "torch": "2.12.0"}))
     path = tmp_path / "figures.toml"
     path.write_text(calibrate.tables([made_up(), newer]))
     assert {one.torch for one in figures(path)} == {"2.11.0", "2.12.0"}
 
 
-def test_without_a_record_there_is_nothing_to_derive():
+def test_calibrate_reads_the_kept_records_by_default():
     said: list[str] = []
     assert calibrate.main([], said.append) == (0 if gpu_records.files() else 2)
     assert said

@@ -1,8 +1,9 @@
-"""Is what would be published whole, wherever it is installed? ``python -m tests.packaging.nightly``: minutes, and the network.
+"""Checks that the package is complete wherever it is installed: ``python -m tests.packaging.nightly``.
 
-Builds wheel and source; installs the wheel with the newest libraries that it admits, in empty environments of each Python that is
-here (3.11 to 3.14), and in the first with the oldest, with no repository near; runs the program there, and from the archive of the
-source the tests that need no torch; and has pip resolve each extra alone. Prints a table; exit code 1 where something fell.
+It takes minutes and needs the network. It builds the wheel and the source archive. It installs the wheel in an empty environment
+of each Python that is here (3.11 to 3.14), with the newest libraries that the wheel admits, and for the oldest Python also with
+the oldest. There it runs the program, and the tests of the source archive that need no torch. It lets pip resolve each extra
+alone. It prints a table; the exit code is 1 if a check failed.
 """
 
 import argparse
@@ -24,10 +25,10 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, BUILD = PYPROJECT["project"], PYPROJECT["build-system"]["requires"]
 OLDEST_PYTHON = PROJECT["requires-python"].removeprefix(">=")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-#: Extras whose oldest releases are installed beside the dependencies': the others bring torch.
+#: Extras whose oldest releases are installed too. The other extras bring torch.
 LIGHT = ("plot", "web")
 TESTS = ("tests/cli", "tests/spec", "tests/catalog", "tests/explore/test_server.py", "tests/report", "tests/test_estimator.py")
-#: Tests whose tools the package does not need; none has a bound of its own.
+#: Packages for the tests, which the package itself does not need.
 TOOLS = ("pytest", "hypothesis", "httpx", "pytest-mpl")
 SAID = (
     ("--version",), ("doctor",), ("models",), ("gpus",), ("estimate", "--params", "7e9", "--gpus", "8", "--stage", "3"),
@@ -38,14 +39,14 @@ _TAIL = 12
 
 
 class Row(NamedTuple):
-    """One line of the table, and the end of what was said where it fell."""
+    """One line of the table, with the end of the output if the check failed."""
 
     what: str
     fell: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do all of it, and print the table."""
+    """Run all checks and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", action="append", help="a version, as 3.12, instead of all that are here; repeatable")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="what to run in each environment")
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def rows_of(folder: Path, pythons: Sequence[str], tests: Sequence[str], *, extras: bool) -> Iterator[Row]:
-    """Every check, as it is done."""
+    """Yield each check when it is done."""
     wheel, source = built(folder)
     yield Row("wheel and source are built", "")
     yield Row("the source builds the same wheel", differing(wheel, source, folder / "again"))
@@ -74,7 +75,7 @@ def rows_of(folder: Path, pythons: Sequence[str], tests: Sequence[str], *, extra
         if python is None:
             yield Row(f"Python {version} is not here", "")
             continue
-        # The oldest libraries know the oldest Python alone: none of that age was built for a later one.
+        # The oldest libraries were built for the oldest Python only.
         for age in ("newest", "oldest") if version == OLDEST_PYTHON else ("newest",):
             where = environment(folder / f"{version}-{age}", python)
             what = f"Python {version}, {age}"
@@ -86,7 +87,7 @@ def rows_of(folder: Path, pythons: Sequence[str], tests: Sequence[str], *, extra
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of that version that starts (a shim of a version manager may not)."""
+    """Return a Python of that version that starts, which a version manager's shim may not."""
     of_pyenv = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python"))
     for found in (shutil.which(f"python{version}"), *map(str, of_pyenv)):
         if found and not run(found, "-c", f"import sys, venv; assert sys.version.startswith('{version}.')"):
@@ -95,7 +96,7 @@ def interpreter(version: str) -> str | None:
 
 
 def built(folder: Path) -> tuple[Path, Path]:
-    """Wheel and source archive, by the build backend in an environment of its own."""
+    """Build wheel and source archive with the build backend in an environment of its own."""
     python = environment(folder / "build", sys.executable)
     must(python, "-m", "pip", "install", "--quiet", *BUILD)
     must(python, "-m", "hatchling", "build", "-d", str(folder / "dist"), cwd=ROOT)
@@ -104,7 +105,7 @@ def built(folder: Path) -> tuple[Path, Path]:
 
 
 def differing(wheel: Path, source: Path, folder: Path) -> str:
-    """What differs between a wheel and the one that pip builds from the source archive; empty for nothing."""
+    """Return the differences between a wheel and the one that pip builds from the source archive; empty if there are none."""
     if fell := run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(source)):
         return fell
     with ZipFile(wheel) as first, ZipFile(next(folder.glob("*.whl"))) as second:
@@ -113,7 +114,7 @@ def differing(wheel: Path, source: Path, folder: Path) -> str:
 
 
 def checked(python: str, wheel: Path, *, what: str, pins: Sequence[str]) -> Iterator[Row]:
-    """Install the wheel, and run the program in an empty folder."""
+    """Install the wheel and run the program in an empty folder."""
     fell = run(python, "-m", "pip", "install", "--quiet", f"{wheel}[{','.join(LIGHT)}]", *pins)
     yield Row(f"{what}: installed ({', '.join(versions(python))})", fell)
     bin_ = Path(python).parent
@@ -124,44 +125,44 @@ def checked(python: str, wheel: Path, *, what: str, pins: Sequence[str]) -> Iter
 
 
 def tested(python: str, source: Path, tests: Sequence[str], *, what: str) -> Iterator[Row]:
-    """Run the tests that need no torch, which find the package where it is installed and nowhere else."""
+    """Run the tests that need no torch. They can find only the installed package."""
     if tests:
         must(python, "-m", "pip", "install", "--quiet", *TOOLS)
         said = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_LENIENT, *tests)
         yield Row(f"{what}: tests", run(*said, cwd=source))
 
 
-#: Old releases are told by new ones that their ways will end, which is no fault of ours.
+#: Old releases of libraries cause deprecation warnings, which are no fault of ours.
 _LENIENT = ("-W", "ignore::DeprecationWarning")
 
 
 def oldest() -> list[str]:
-    """The oldest release that each dependency's bound admits, as pip takes it."""
+    """Return the oldest release that each dependency's bound admits, in pip's form."""
     asked = [*PROJECT["dependencies"], *(one for extra in LIGHT for one in PROJECT["optional-dependencies"][extra])]
     return [re.sub(r">=", "==", one.partition(";")[0].strip()) for one in asked]
 
 
 def versions(python: str) -> list[str]:
-    """What of the dependencies is installed, in short."""
+    """Return name and version of each installed dependency."""
     listed = subprocess.run([python, "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True).stdout
     names = {re.split(r"[\[>=<]", one)[0].lower() for one in PROJECT["dependencies"]}
     return [line.replace("==", " ") for line in listed.splitlines() if line.partition("==")[0].lower() in names]
 
 
 def resolved(wheel: Path, extra: str) -> Row:
-    """Whether pip finds releases that go together for an extra alone; nothing is installed."""
+    """Let pip resolve an extra alone, without installing it."""
     said = (sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", f"{wheel}[{extra}]")
     return Row(f"extra {extra} resolves", run(*said))
 
 
 def environment(folder: Path, python: str) -> str:
-    """The Python of a new environment."""
+    """Make an environment and return its Python."""
     must(python, "-m", "venv", str(folder))
     return str(folder / "bin" / "python")
 
 
 def run(*command: str, cwd: Path | None = None) -> str:
-    """What a command said last where it fell; empty where it did not."""
+    """Run a command; return the end of its output if it failed, else an empty text."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, check=False)
     said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_TAIL:])
@@ -169,7 +170,7 @@ def run(*command: str, cwd: Path | None = None) -> str:
 
 
 def must(*command: str, cwd: Path | None = None) -> None:
-    """Run a command without which nothing else can be done."""
+    """Run a command that all else needs; exit if it fails."""
     if fell := run(*command, cwd=cwd):
         raise SystemExit(f"{' '.join(command)} fell:\n{fell}")
 

@@ -1,4 +1,4 @@
-"""What is installed is whole: every file of the package, nothing imported that is not asked for, a shell that completes."""
+"""The installed package has all its files, imports only declared dependencies, and completes commands in shells."""
 
 import ast
 import os
@@ -14,12 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-#: Packages that are imported by another name than they are installed by.
+#: Packages whose import name differs from their name in the registry.
 IMPORTED_AS = {"liger-kernel": "liger_kernel", "pyyaml": "yaml"}
-#: What those that are asked for bring along by their own metadata, being nothing without.
+#: Packages that a declared dependency always installs: package, and that dependency.
 BROUGHT_ALONG = {"megatron": "megatron-core", "starlette": "fastapi", "huggingface_hub": "transformers", "anyio": "mcp"}
-#: What a user's own script may have imported, which is then there.
-#: Lightning is the user's, whose Trainer calls the callback.
+#: Packages that only a user's script imports. Lightning's Trainer calls our callback.
 OF_SCRIPTS = {"accelerate", "triton", "lightning", "pytorch_lightning"}
 
 
@@ -28,7 +27,7 @@ def of_the_package() -> set[str]:
 
 
 def built(folder: Path) -> set[str]:
-    """What a wheel that is built now would hold, or where this very tree is installed as one, what that holds."""
+    """Return the files of the installed wheel, or if the package runs from source, of a wheel that is built now."""
     installed = {str(path) for path in files("zeroplan") or ()}
     if "zeroplan/__init__.py" in installed:
         return {path for path in installed if path.startswith("zeroplan/") and not path.endswith(".pyc")}
@@ -53,7 +52,7 @@ def _imported() -> Iterator[tuple[str, str]]:
                 yield node.module.partition(".")[0], str(path)
 
 
-def test_nothing_is_imported_that_no_extra_brings():
+def test_every_import_is_of_a_dependency_or_an_extra():
     every = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
     asked = {re.split(r"[\[>=<; ]", one)[0] for one in every}
     known = {IMPORTED_AS.get(name, name) for name in asked} | {one for one, whose in BROUGHT_ALONG.items() if whose in asked}

@@ -1,6 +1,6 @@
-"""The files for GitHub, containers and conda: they have the keys that their readers demand, and the project's own versions.
+"""The files for GitHub, containers and conda have the keys that these demand, and the project's versions.
 
-GitHub publishes JSON schemas of forms and workflows; what they demand of the keys that are used here is written out below.
+GitHub publishes JSON schemas of forms and workflows. The demands on the keys that we use are repeated below.
 """
 
 import re
@@ -19,7 +19,7 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 CONTAINER = (ROOT / "docs/packaging/Containerfile").read_text()
 RECIPE = yaml.safe_load((ROOT / "docs/packaging/recipe.yaml").read_text())
 
-#: The attributes of each element of a form: those that it must have, and those that it may.
+#: The attributes of each element of a form: required ones, and allowed ones.
 ELEMENTS = {
     "markdown": ({"value"}, set()),
     "input": ({"label"}, {"description", "placeholder", "value"}),
@@ -48,7 +48,7 @@ SCOPES = {
 
 
 class Strict(yaml.SafeLoader):
-    """Refuses a key that occurs twice, and reads ``on`` as a word, as GitHub does."""
+    """A YAML loader that refuses duplicate keys and reads ``on`` as text, as GitHub does."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  yaml's own
         sign: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:bool"]
@@ -161,7 +161,7 @@ def test_the_tag_that_starts_a_release_names_the_projects_version():
 
 
 def versions(requirements: list[str]) -> set[str]:
-    """Requirements as conda writes them."""
+    """Return requirements in conda's form."""
     return {re.sub(r"\s*(>=)", r" \1", one) for one in requirements}
 
 

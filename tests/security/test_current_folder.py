@@ -1,6 +1,6 @@
-"""Nothing of the folder that a command is started in is imported, unless ``--workload`` names it, and no network is reached.
+"""A command imports nothing from the current folder, unless ``--workload`` names it, and reaches no network.
 
-The folder holds a module of the name of every module that there is to import. Each leaves its name when it is run.
+The folder holds a trap for every module that could be imported, under that module's name. A trap that is run writes its name.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ except Exception as error:
 else:
     raise AssertionError
 """
-#: What libraries look for, and go without.
+#: Modules that libraries try to import and can do without.
 OPTIONAL = {"h2", "apex", "wandb", "mpi4py", "flash_attn", "triton", "sitecustomize", "usercustomize"}
 SCRIPT = (sys.executable, "../program")
 DEEPSPEED = (*TORCH, pytest.mark.deepspeed, pytest.mark.skipif(find_spec("deepspeed") is None, reason="no DeepSpeed"))
 
 
 def names_of_modules() -> set[str]:
-    """Of the standard library, of everything installed, and of what libraries look for."""
+    """Return the names of modules of the standard library, of everything installed, and of what libraries look for."""
     folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *filter(os.path.isdir, sys.path)}
     found = {entry.name.partition(".")[0] for folder in folders for entry in os.scandir(folder)}
     return {name for name in found | sys.stdlib_module_names | OPTIONAL if name.isidentifier()} - {"zeroplan", "tests"}
@@ -65,7 +65,7 @@ def traps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def watched(tmp_path: Path, traps: Path) -> Watched:
-    """A folder full of traps, and in it what a command needs."""
+    """Return a folder full of traps with the files that commands need."""
     shutil.copytree(traps, tmp_path / "here")
     found = Watched(tmp_path)
     (found.folder / "matrix.toml").write_text(MATRIX)
@@ -84,14 +84,14 @@ def test_a_command_imports_nothing_from_here(watched: Watched, command: tuple[st
 
 
 @pytest.mark.parametrize("command", [SCRIPT, MODULE], ids=["script", "module"])
-def test_nor_where_a_part_of_the_path_is_empty(watched: Watched, command: tuple[str, ...]):
-    """As ``PYTHONPATH=$PYTHONPATH:/mine`` makes one. What Python looks for by itself before any program begins is not ours."""
+def test_nothing_is_imported_from_here_if_a_part_of_the_path_is_empty(watched: Watched, command: tuple[str, ...]):
+    """``PYTHONPATH=$PYTHONPATH:/mine`` makes such a part. What Python itself imports before a program begins is not ours."""
     for name in ("sitecustomize", "usercustomize"):
         (watched.folder / f"{name}.py").unlink(missing_ok=True)
     watched.run(*command, "verify", *JOB, "--backend", "none", path=os.pathsep, code=2)
     assert watched.sprung() == ""
     watched.run(*command, "models", path=f"{watched.folder}{os.pathsep}")
-    assert watched.sprung()  # a folder that is named is meant
+    assert watched.sprung()  # a folder that the path names is used
 
 
 @pytest.mark.parametrize(("command", "arguments"), [
@@ -103,14 +103,16 @@ def test_nor_where_a_part_of_the_path_is_empty(watched: Watched, command: tuple[
     pytest.param(MODULE, ("profile", "--config", "tiny", "--engine", "fsdp2", "--recompute", "none", "--precision", "fp32"),
                  id="profile", marks=TORCH),
 ])  # fmt: skip
-def test_nor_does_what_runs_engines(watched: Watched, command: tuple[str, ...], arguments: tuple[str, ...]):
+def test_commands_that_run_engines_import_nothing_from_here(
+    watched: Watched, command: tuple[str, ...], arguments: tuple[str, ...]
+):
     watched.run(*command, *arguments)
     assert (watched.sprung(), watched.reached()) == ("", "")
 
 
 @pytest.mark.torch
 @TORCH[1]
-def test_nor_does_a_rank_under_torchrun(watched: Watched):
+def test_a_rank_under_torchrun_imports_nothing_from_here(watched: Watched):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{free.getsockname()[1]}"
@@ -123,7 +125,7 @@ def test_nor_does_a_rank_under_torchrun(watched: Watched):
 
 @pytest.mark.torch
 @TORCH[1]
-def test_a_workload_is_imported_with_its_neighbours_where_it_is_here_alone(tmp_path: Path):
+def test_a_workload_imports_modules_beside_it_only_if_it_is_in_this_folder(tmp_path: Path):
     watched = Watched(tmp_path)
     (tmp_path / "program").write_text(PROGRAM)
     (watched.folder / "work.py").write_text(WORK)
@@ -137,7 +139,7 @@ def test_a_workload_is_imported_with_its_neighbours_where_it_is_here_alone(tmp_p
     assert watched.sprung() == ""
 
 
-def test_a_job_of_slurms_sets_the_same_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_slurm_job_sets_a_safe_path_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from types import ModuleType, SimpleNamespace
 
     from tests.measured_twins import twin

@@ -1,4 +1,4 @@
-"""Nothing that a user hands over is run: no pickle is loaded as such, nothing is evaluated, no shell is asked."""
+"""The package runs nothing that a user hands over: it loads no pickle as such, evaluates no text and starts no shell."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import pytest
 import zeroplan
 
 PACKAGE = Path(zeroplan.__file__).parent
-#: Names that are not called, whatever they are called on; of ``load`` those of modules that build objects.
+#: Functions that the package must not call.
 FORBIDDEN = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.execv", "os.execvp", "os.execve", "pty.spawn",
              "pickle.load", "pickle.loads", "marshal.load", "marshal.loads", "shelve.open", "yaml.unsafe_load", "yaml.full_load",
              "yaml.load_all", "torch.load", "runpy.run_path", "runpy.run_module", "builtins.eval", "builtins.exec"}  # fmt: skip
 
 
 def dotted(node: ast.expr) -> str:
-    """``os.system`` of a call to it; nothing of what is no plain name."""
+    """Return a function's name with dots, such as ``os.system``; an empty text for what is no plain name."""
     if isinstance(node, ast.Name):
         return node.id
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
 
 
 def faults(text: str) -> list[str]:
-    """Every call in a module that runs what it is given."""
+    """Return every call in a module's text that would run what it is given."""
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "marshal", "os", "subprocess"):
@@ -44,7 +44,7 @@ def faults(text: str) -> list[str]:
     return found
 
 
-#: A dry run runs the script that the user names, which is what the command is for; its ranks read what they pickle for each other.
+#: Exceptions: a dry run is meant to run the user's script, and its ranks read pickles that they write for each other.
 ON_PURPOSE = {"dryrun/parcels.py": ["pickle.loads"], "dryrun/script.py": ["runpy.run_module", "runpy.run_path"]}
 
 
@@ -56,7 +56,7 @@ def test_nothing_in_the_package_runs_what_it_is_given():
 
 
 def test_modules_are_imported_by_name_in_few_places():
-    """All but two are the package's own: modules of torch, from a list, and what ``--workload`` names, which that flag is for."""
+    """Four import modules of others: names in torch and what an engine needs, from lists, DeepSpeed, and ``--workload``."""
     found = [
         path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if "import_module(" in path.read_text("utf-8")
     ]
@@ -76,8 +76,8 @@ def test_modules_are_imported_by_name_in_few_places():
     ]
 
 
-def test_the_one_reader_of_yaml_is_a_safe_one():
-    """Its class stands in the function that reads: no other way leads to ``yaml.load``."""
+def test_yaml_is_read_in_one_place_and_safely():
+    """The one module that imports ``yaml`` reads with a subclass of ``SafeLoader``."""
     text = (PACKAGE / "catalog" / "setups" / "parsing.py").read_text(encoding="utf-8")
     classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef) and node.name == "Loader"]
     assert [dotted(base) for one in classes for base in one.bases] == ["yaml.SafeLoader"]
@@ -89,5 +89,5 @@ def test_the_one_reader_of_yaml_is_a_safe_one():
     "eval('1')", "import os\nos.system('ls')", "subprocess.run('ls', shell=True)", "subprocess.run('ls', shell=x)",
     "import pickle\npickle.load(file)", "yaml.load(text)", "yaml.load(text, yaml.UnsafeLoader)", "from pickle import loads",
 ])  # fmt: skip
-def test_a_fault_is_found(text: str):
+def test_an_unsafe_call_is_found(text: str):
     assert faults(text)

@@ -1,4 +1,4 @@
-"""What is written: whole or not at all, over nothing that is there without ``--force``, refused before anything is computed."""
+"""Files are written whole or not at all, replace others only with ``--force``, and are refused before anything is computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGE = Path(zeroplan.__file__).parent
 JOB = ("--model", "gpt2", "--gpus", "2", "--gpu", "l4-24gb", "--seq-len", "256")
 LLAMA = ("--model", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100-sxm-80gb", "--seq-len", "2048")
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
-#: Commands that write, what they write, and the flags that say where.
+#: Commands that write files, and the names of these files.
 WRITERS = [
     pytest.param(("report", *JOB, "--out", "a.html"), ("a.html",), id="report"),
     *(pytest.param(("plot", "scaling", *JOB, "-o", f"a.{kind}"), (f"a.{kind}",), id=kind, marks=needs_matplotlib)
@@ -56,7 +56,7 @@ def no_room(*_: object) -> NoReturn:
 
 
 @pytest.mark.parametrize(("command", "names"), WRITERS)
-def test_each_writes_over_nothing_without_force(run: Run, tmp_path: Path, command: tuple[str, ...], names: tuple[str, ...]):
+def test_no_command_overwrites_a_file_without_force(run: Run, tmp_path: Path, command: tuple[str, ...], names: tuple[str, ...]):
     for name in names:
         (tmp_path / name).write_text("mine")
     code, out, err = run(*command)
@@ -87,8 +87,8 @@ def test_a_full_disk_leaves_what_was_there(
     ("report", *JOB, "--out", "a.html"), pytest.param(("plot", "scaling", *JOB, "-o", "a.png"), marks=needs_matplotlib),
     ("plan", *JOB, "--engine", "deepspeed", "--emit", "accelerate"),
 ], ids=lambda words: words[0])  # fmt: skip
-def test_a_disk_that_is_full_in_truth_does_too(tmp_path: Path, command: tuple[str, ...]):
-    """Files may have a hundred bytes: the system refuses what comes after, as it does on a full disk."""
+def test_a_file_size_limit_leaves_what_was_there(tmp_path: Path, command: tuple[str, ...]):
+    """The system refuses to write more than 100 bytes per file, as on a full disk."""
     names = ("a.html", "a.png", "accelerate-zeroplan.yaml", "deepspeed-zeroplan.json")
     for name in names:
         (tmp_path / name).write_text("mine")
@@ -146,7 +146,9 @@ def test_a_folder_for_records_is_tried_before_the_run(run: Run, tmp_path: Path, 
     assert inside(tmp_path) == {"file": "mine"}
 
 
-def test_so_it_is_by_a_rank_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_rank_under_torchrun_tries_the_folder_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     from zeroplan.verify.processes import torchrun
 
     monkeypatch.setattr(torchrun, "meeting", lambda _: pytest.fail("met the others"))
@@ -157,7 +159,7 @@ def test_so_it_is_by_a_rank_under_torchrun(tmp_path: Path, monkeypatch: pytest.M
     assert "cannot be written to: Not a directory" in capsys.readouterr().err
 
 
-def test_results_that_nothing_came_of_leave_no_file(tmp_path: Path):
+def test_a_case_that_began_and_gave_no_result_leaves_no_file(tmp_path: Path):
     from zeroplan.verify.cases.results import opened
 
     with opened(tmp_path / "r.jsonl", say=print) as results:
@@ -165,7 +167,7 @@ def test_results_that_nothing_came_of_leave_no_file(tmp_path: Path):
     assert inside(tmp_path) == {}
 
 
-# The one way to write
+# Writing files whole
 
 
 def test_a_link_stays_a_link_and_a_file_keeps_its_mode(tmp_path: Path):
@@ -183,7 +185,7 @@ def test_a_link_stays_a_link_and_a_file_keeps_its_mode(tmp_path: Path):
     assert [path.name for path in (tmp_path / "real").iterdir()] == ["file"]
 
 
-def test_several_files_are_there_all_or_none(tmp_path: Path):
+def test_several_files_are_written_all_or_none(tmp_path: Path):
     first, second = tmp_path / "first", tmp_path / "second"
     second.write_text("mine")
     with pytest.raises(FileExistsError) as there:
@@ -196,17 +198,17 @@ def test_several_files_are_there_all_or_none(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["second"]
 
 
-def test_what_somebody_puts_there_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_appears_during_the_write_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "file"
     with unfinished(path) as beside:
-        monkeypatch.setattr(os.path, "lexists", lambda _: False)  # it came after the look
+        monkeypatch.setattr(os.path, "lexists", lambda _: False)  # the file appears after this check
         path.write_text("mine")
         with pytest.raises(FileExistsError):
             put(beside, path, force=False)
     assert inside(tmp_path) == {"file": "mine"}
 
 
-def test_a_folder_is_tried_without_a_trace(tmp_path: Path):
+def test_trying_a_folder_leaves_nothing_behind(tmp_path: Path):
     refuse_folder(tmp_path / "new" / "below", "--record-dir")
     assert inside(tmp_path) == {}
 
@@ -217,15 +219,15 @@ def test_an_unfinished_file_that_is_interrupted_is_gone(tmp_path: Path):
     assert inside(tmp_path) == {}
 
 
-def test_a_record_and_an_order_are_as_whole_as_before(tmp_path: Path):
+def test_writing_records_leaves_no_unfinished_files(tmp_path: Path):
     from zeroplan.verify.record import write_record
 
     names = [write_record(twin(), tmp_path).name for _ in range(2)]
     assert sorted(names) == sorted(inside(tmp_path))
 
 
-#: Beside the one module that does it, what writes for itself: a file that the module made, files that are gone with their folder,
-#: a file of results, to which lines are added, and what the system has for throwing away.
+#: Modules that open files to write: ``whole.py``, and those that write to files that they made, to temporary folders, to a file
+#: of results line by line, or to the null device.
 THEMSELVES = {
     "dryrun/child.py", "dryrun/companions.py", "dryrun/launch.py", "dryrun/mail.py", "dryrun/on_card/child.py",
     "dryrun/on_card/launch.py", "dryrun/unwritten.py", "dryrun/without_bytes.py", "explore/opened.py", "hooks/lightning.py",
@@ -236,7 +238,7 @@ THEMSELVES = {
 
 
 def writes(text: str) -> bool:
-    """Whether a module opens a file to write, by any of Python's and matplotlib's usual ways."""
+    """Whether a module's text opens a file to write, in any usual way of Python and matplotlib."""
     return any(isinstance(node, ast.Call) and _writes(node) for node in ast.walk(ast.parse(text)))
 
 
@@ -251,13 +253,13 @@ def _writes(call: ast.Call) -> bool:
     )
 
 
-def test_there_is_one_way_to_write():
+def test_only_known_modules_write_files():
     found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if writes(path.read_text(encoding="utf-8"))}
     assert found == THEMSELVES
 
 
 @pytest.mark.parametrize("text", ["path.write_text('x')", "open(path, 'w')", "path.open('ab')", "path.open(mode='x')",
                                   "os.open(path, os.O_CREAT | os.O_WRONLY)", "figure.savefig(path)"])  # fmt: skip
-def test_another_way_is_found(text: str):
+def test_each_way_to_write_is_found(text: str):
     assert writes(text)
     assert not writes("path.open('rb')\nopen(path)\nos.open(path, os.O_RDONLY)\ntext.replace('w', 'a')")

@@ -1,4 +1,4 @@
-"""A command in a folder of its own, with every host that it turns to written down, in every process that it starts."""
+"""Runs a command in a folder of its own, and records every host that it or a process of it contacts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCH = (
     pytest.mark.torch,
     pytest.mark.skipif(find_spec("torch") is None or find_spec("transformers") is None, reason="torch is not installed"),
 )
-#: What Python runs first, in every process. Of names of this machine nobody else is asked.
+#: ``sitecustomize``, which Python runs first in every process. It records all hosts except this machine.
 WATCH = """
 import os, sys
 
@@ -42,7 +42,7 @@ MODULE = (sys.executable, "-m", "zeroplan")
 
 
 class Watched:
-    """Where commands are run: ``folder``. Beside it lies what they need, and what is written down of them."""
+    """Runs commands in ``folder``. Their helper files and the records about them lie beside it."""
 
     def __init__(self, base: Path) -> None:
         self.folder, self._reached, self._sprung, self._watch = base / "here", base / "reached", base / "sprung", base / "watch"
@@ -52,7 +52,7 @@ class Watched:
         (self.folder / "tiny" / "config.json").write_text(json.dumps(TINY))
 
     def run(self, *command: str, code: int = 0, path: str = "") -> None:
-        """Run a command, which must do what it is for. ``path`` is put before what is on Python's path anyway."""
+        """Run a command; assert its exit code, unless a trap was run. ``path`` is put first on PYTHONPATH."""
         offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
         said = {name: value for name, value in environment().items() if name not in ("PYTHONSAFEPATH", *offline)}
         said |= {
@@ -64,9 +64,9 @@ class Watched:
         assert self.sprung() or done.returncode == code, done.stderr
 
     def sprung(self) -> str:
-        """Which modules of the folder were run."""
+        """Return the names of the traps that were run."""
         return self._sprung.read_text() if self._sprung.exists() else ""
 
     def reached(self) -> str:
-        """To which hosts commands turned that are not this one."""
+        """Return the other hosts that commands contacted."""
         return self._reached.read_text() if self._reached.exists() else ""

@@ -1,4 +1,4 @@
-"""What held the memory: blocks are named by their lives and their stacks, at the highest moment or where memory ran out."""
+"""What held the memory at the peak or when it ran out: blocks get their kind from their lifetime and their stack."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_the_highest_moment_of_a_step_is_sorted_into_kinds(card: Written, tmp_pa
     assert (seen.live_bytes, seen.part, seen.failure) == (sum(kinds(seen).values()), "backward", None)
 
 
-def test_a_forward_alone_keeps_what_is_left_of_it(card: Written, tmp_path: Path):
+def test_what_a_forward_alone_leaves_is_activations(card: Written, tmp_path: Path):
     card.release(card.ask(300, FORWARD))
     card.ask(5_000, FORWARD)
     assert kinds(found(card, tmp_path)) == {Kind.PARAMETERS: 4_000, Kind.ACTIVATIONS: 5_000}
 
 
-def test_what_the_step_makes_and_drops_is_its_temporaries(card: Written, tmp_path: Path):
+def test_what_the_step_allocates_and_frees_is_its_temporaries(card: Written, tmp_path: Path):
     gradient = card.ask(4_000, AUTOGRAD)
     card.ask(8_000, STEP)
     scratch = card.ask(50_000, STEP)
@@ -82,7 +82,7 @@ def test_an_engines_own_function_says_what_its_buffer_is_for(card: Written, tmp_
     assert kinds(found(card, tmp_path)) == {Kind.PARAMETERS: 4_000, Kind.GATHER: 10_000}
 
 
-def test_what_is_recomputed_are_activations(card: Written, tmp_path: Path):
+def test_recomputed_tensors_are_activations(card: Written, tmp_path: Path):
     card.ask(100, FORWARD)
     again = card.ask(20_000, RECOMPUTED)
     card.ask(4_000, AUTOGRAD)
@@ -96,7 +96,7 @@ def test_a_workspace_of_cublas_is_known_by_its_size_and_because_it_stays(card: W
     assert kinds(found(card, tmp_path)) == {Kind.PARAMETERS: 4_000, Kind.WORKSPACE: 32 * MIB, Kind.TEMPORARY: 32 * MIB}
 
 
-def test_what_stays_because_memory_ran_out_is_no_workspace(card: Written, tmp_path: Path):
+def test_blocks_that_stay_only_because_memory_ran_out_are_no_workspace(card: Written, tmp_path: Path):
     card.ask(32 * MIB, FORWARD)
     step(card, states=True)
     kept = [card.ask(32 * MIB, FORWARD) for _ in range(3)]
@@ -106,8 +106,8 @@ def test_what_stays_because_memory_ran_out_is_no_workspace(card: Written, tmp_pa
     assert seen[Kind.ACTIVATIONS] == len(kept) * 32 * MIB
 
 
-def test_a_history_without_its_beginning_is_made_up_from_the_end(card: Written, tmp_path: Path):
-    """What the ring buffer has lost has no stack: a gradient's size tells its parameter and states, and nothing tells the rest."""
+def test_blocks_from_before_the_history_are_inferred_from_its_end(card: Written, tmp_path: Path):
+    """Blocks that the ring buffer lost have no stack. A parameter and its states have a gradient's size; the rest is unknown."""
     card.ask(77, MODULE)
     step(card, states=True)
     card.forget(len(card.trace))
@@ -119,7 +119,7 @@ def test_a_history_without_its_beginning_is_made_up_from_the_end(card: Written, 
     assert seen.before_bytes == 4_000 + 77 + 8_000
 
 
-def test_the_account_made_backwards_is_the_one_made_forwards(card: Written, tmp_path: Path):
+def test_live_bytes_counted_backwards_equal_those_counted_forwards(card: Written, tmp_path: Path):
     step(card, states=True)
     lives = lives_of(read_snapshot(card.to(tmp_path / "snapshot.pickle")))
     total, forwards = 0, [0]
@@ -131,7 +131,7 @@ def test_the_account_made_backwards_is_the_one_made_forwards(card: Written, tmp_
     assert [sum(life.n_bytes for life in alive(lives, at)) for at in range(BEFORE, len(forwards) - 1)] == forwards
 
 
-def test_out_of_memory_says_what_was_asked_for_by_whom_and_what_was_in_the_way(card: Written, tmp_path: Path):
+def test_out_of_memory_names_the_request_its_caller_and_what_held_the_memory(card: Written, tmp_path: Path):
     step(card, states=True)
     card.ask(5_000, FORWARD)
     card.fail(60_000, LOSS, left=1_000)
@@ -144,7 +144,7 @@ def test_out_of_memory_says_what_was_asked_for_by_whom_and_what_was_in_the_way(c
     assert said.endswith("57.22 KiB = 58.59 kB were lacking, all that was reserved and idle counted as room.")
 
 
-def test_what_is_allocated_outside_a_step_is_said_so(card: Written, tmp_path: Path):
+def test_the_text_says_if_the_peak_is_outside_a_step(card: Written, tmp_path: Path):
     card.ask(5_000, [("/home/me/train.py", "evaluate", 3)])
     said = diagnosis_text(found(card, tmp_path), where="it.pickle")
     assert "in use, last allocated outside a step" in said
@@ -164,7 +164,7 @@ def test_a_snapshot_without_stacks_says_what_is_missing(card: Written, tmp_path:
     assert "_record_memory_history" in said
 
 
-def test_the_data_are_what_the_text_says(card: Written, tmp_path: Path):
+def test_the_json_has_the_kinds_of_the_diagnosis(card: Written, tmp_path: Path):
     step(card, states=True)
     seen = found(card, tmp_path)
     data = json.loads(json.dumps(diagnosis_payload(seen, where="it.pickle")))
@@ -173,8 +173,8 @@ def test_the_data_are_what_the_text_says(card: Written, tmp_path: Path):
     assert data["live_bytes"] == sum(kinds(seen).values())
 
 
-def test_torchs_wrapper_of_every_optimizer_is_its_step(card: Written, tmp_path: Path):
-    """An optimizer of someone's own, known by ``Optimizer.profile_hook_step``; making gradients zero is no step."""
+def test_torchs_wrapper_marks_the_step_of_any_optimizer(card: Written, tmp_path: Path):
+    """A user's own optimizer is known by ``Optimizer.profile_hook_step``. ``zero_grad`` is no step."""
     wrapper = [("/home/me/train.py", "main", 9), (f"{TORCH}/optim/optimizer.py", "wrapper", 500), ("/home/me/mine.py", "go", 5)]
     zeroed = [("/home/me/train.py", "main", 8), (f"{TORCH}/optim/optimizer.py", "zero_grad", 900)]
     step(card, states=False)
@@ -193,8 +193,8 @@ def test_a_workspace_of_cublas_is_known_by_its_own_functions_whatever_its_size(c
     assert kinds(found(card, tmp_path))[Kind.WORKSPACE] == 12_345
 
 
-def test_of_more_blocks_than_a_gradient_has_uses_the_rest_is_unknown(card: Written, tmp_path: Path):
-    """A parameter and two states have a gradient's size; a fourth such block, from before the history, could be anything."""
+def test_more_blocks_of_a_gradients_size_than_it_can_have_are_unknown(card: Written, tmp_path: Path):
+    """A parameter and two states have a gradient's size. A fourth such block, from before the history, could be anything."""
     card.ask(4_000, MODULE)
     step(card, states=True)
     card.forget(len(card.trace))
@@ -204,7 +204,7 @@ def test_of_more_blocks_than_a_gradient_has_uses_the_rest_is_unknown(card: Writt
 
 
 def test_a_history_with_holes_is_not_replayed(card: Written, tmp_path: Path):
-    """A block that lies across the end of its segment stands where no allocator puts one."""
+    """A block crosses the end of its segment, where no allocator puts one."""
     path = card.to(tmp_path / "snapshot.pickle")
     whole = read_snapshot(path)
     card.forget(len(card.trace))
@@ -215,8 +215,8 @@ def test_a_history_with_holes_is_not_replayed(card: Written, tmp_path: Path):
     assert replayed(torn, lives_of(torn)) is None
 
 
-def test_a_rest_that_was_not_split_off_an_older_block_belongs_to_it():
-    """The second block lies behind 0.5 MiB that only the first can have, and so 17.5 MiB fit where the first one was."""
+def test_the_unsplit_rest_of_an_older_block_belongs_to_it():
+    """Between both blocks are 0.5 MiB that must belong to the first, so that 17.5 MiB fit where the first one was."""
     piece, first = MIB // 2, 17 * MIB
     asked = [(first + piece, 5 * piece, "requested"), (0, first, "released"), (0, first + piece, "requested")]
     events = tuple(Event(action, address, n_bytes, (), 10, 0) for address, n_bytes, action in asked)

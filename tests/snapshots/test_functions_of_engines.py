@@ -1,4 +1,4 @@
-"""What functions of engines ask memory for is known in two places, which say the same: to whoever reads snapshots, and to runs."""
+"""Two tables say what an engine's functions allocate memory for: one for snapshots, one for runs. They must agree."""
 
 import ast
 from pathlib import Path

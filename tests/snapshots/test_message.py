@@ -1,4 +1,4 @@
-"""Torch's message about a full GPU: every release's words are read, and the request that it is about is found."""
+"""Torch's out-of-memory message: the wording of every release is read, and the request that failed is found."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_release_is_read(text: str, read: tuple[int | None, ...]):
     assert found == read
 
 
-def test_the_last_message_counts_and_lines_may_be_broken():
+def test_the_last_message_is_read_even_with_broken_lines():
     broken = NEW.replace(" of which ", "\n   of which ").replace(" Of the ", "\nOf the ")
     assert read_message(f"{OF_2_1}\n{broken}", where="a log").tried_text == "22.78 GiB"
     said = read_message(GRAPHS, where="a log")
@@ -70,7 +70,7 @@ def test_the_last_message_counts_and_lines_may_be_broken():
 @pytest.mark.parametrize(("text", "why"), [
     ("", "no line 'CUDA out of memory"), ("Killed", "no snapshot"), (NEW[:120], "no free"), (OF_2_0[:70], "no capacity"),
 ])  # fmt: skip
-def test_what_is_no_message_is_one_line(text: str, why: str):
+def test_text_without_a_message_is_refused_in_one_line(text: str, why: str):
     with pytest.raises(SpecError, match=why) as refused:
         read_message(text, where="a log")
     assert "\n" not in str(refused.value)
@@ -99,14 +99,14 @@ def test_the_request_that_fails_on_a_smaller_card_is_found_by_its_message(asked:
     span = [span for span in replay.log.spans if span.start <= full.at][-1]
     assert (found.kind, found.n_bytes, found.phase, found.step) == (one.kind.value, one.n_bytes, span.phase.value, span.step)
     assert found.replayed
-    far = said._replace(unallocated_bytes=said.unallocated_bytes + 4 * answer.peak_bytes)  # there the replay does not run out
+    far = said._replace(unallocated_bytes=said.unallocated_bytes + 4 * answer.peak_bytes)  # the replay does not run out there
     nearest = request_of(far, answer)
     assert nearest is not None
     assert not nearest.replayed
 
 
 def written(replay: StepReplay, full: Full, room: int) -> str:
-    """Return the message as torch writes it, with two digits, of a GPU on which the allocator may have so much."""
+    """Return torch's message, with two digits, for a GPU that has ``room`` bytes for the allocator."""
     tried = as_torch_prints(segment_bytes(replay.log.requests[replay.log.deeds[full.at]].n_bytes))
     return (
         f"CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total capacity of {as_torch_prints(room)} of which "

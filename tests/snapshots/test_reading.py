@@ -1,4 +1,4 @@
-"""Snapshots are data from strangers: nothing in them runs, and whatever is no snapshot is refused in one line."""
+"""Snapshots come from strangers: no code in them runs, and a file that is no snapshot is refused in one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_no_snapshot_is_refused_in_one_line(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "harmed").exists()
 
 
-def test_files_that_are_not_there_or_no_files(tmp_path: Path):
+def test_absent_files_and_folders_are_refused(tmp_path: Path):
     with pytest.raises(SpecError, match="does not exist"):
         read_snapshot(tmp_path / "nowhere")
     with pytest.raises(SpecError, match="is not a file"):
@@ -70,7 +70,7 @@ def test_the_busiest_device_is_read_unless_another_is_named(tmp_path: Path):
         read_snapshot(path, device=2)
 
 
-def test_older_snapshots_leave_addresses_to_be_added_up(tmp_path: Path):
+def test_older_snapshots_without_addresses_are_read(tmp_path: Path):
     blocks = [{"size": 512, "state": "inactive"}, {"size": 1024, "state": "active_allocated"}]
     release = {"action": "free_requested", "addr": 1000, "size": 500, "stream": 0}
     data = {"segments": [{"address": 1000, "total_size": 1536, "blocks": blocks}], "device_traces": [[release]]}
@@ -94,10 +94,10 @@ def test_a_damaged_snapshot_is_read_or_refused(tmp_path_factory: pytest.TempPath
         diagnose(read_snapshot(path))
 
 
-def test_files_that_cannot_be_read_or_are_no_snapshots_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_that_are_too_large_or_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     large = tmp_path / "large.pickle"
     with large.open("wb") as file:
-        file.truncate(LARGEST_FILE_BYTES + 1)  # with no bytes on the disk
+        file.truncate(LARGEST_FILE_BYTES + 1)  # a sparse file, which takes no disk
     with pytest.raises(SpecError, match=r"is larger than 2,048 MiB; record fewer events \(max_entries\)"):
         read_snapshot(large)
 
@@ -111,7 +111,7 @@ def test_files_that_cannot_be_read_or_are_no_snapshots_size(tmp_path: Path, monk
         read_snapshot(small)
 
 
-def test_where_the_system_sets_no_limit_a_snapshot_is_read_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_snapshot_is_read_where_the_system_cannot_limit_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     card = Written()
     step(card, states=True)
     path = card.to(tmp_path / "snapshot.pickle")
@@ -121,8 +121,8 @@ def test_where_the_system_sets_no_limit_a_snapshot_is_read_without(tmp_path: Pat
     assert read_snapshot(path) == limited
 
 
-def test_steps_are_the_spans_that_torch_notes_of_them(tmp_path: Path):
-    """``external_annotations`` (torch, csrc/profiler and cuda/memory.py): begun and ended on a device, among spans of others."""
+def test_steps_are_the_spans_that_torch_annotates(tmp_path: Path):
+    """``external_annotations`` (torch, csrc/profiler and cuda/memory.py) have a start and an end on a device, among other spans."""
     card, step_of = Written(), "Optimizer.step#AdamW.step"
     card.ask(100, MODULE)
     notes = [(0, step_of, "END", 3), (0, "forward", "START", 4), (0, step_of, "START", 5), (1, step_of, "START", 6),

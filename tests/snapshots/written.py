@@ -1,4 +1,4 @@
-"""Snapshots in the form in which torch writes them, made by a small allocator that hands out addresses in order."""
+"""Makes snapshots in torch's format, with a small allocator that hands out addresses in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORWARD = [
     ("/home/me/model.py", "forward", 21),
 ]
 LOSS = [*FORWARD, (f"{TORCH}/nn/functional.py", "cross_entropy", 30)]
-AUTOGRAD: list[tuple[str, str, int]] = []  # autograd's thread has no frames of Python's
+AUTOGRAD: list[tuple[str, str, int]] = []  # autograd's thread has no Python frames
 CPP_BACKWARD = [
     ("??", "torch::autograd::Engine::thread_main(x)", 0),
     ("??", "torch::autograd::generated::MmBackward0::apply(x)", 0),
@@ -29,7 +29,7 @@ GATHER = [*FORWARD, (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.p
 
 
 class Written:
-    """An allocator that notes what it does; stacks are given outermost first, as one reads them."""
+    """An allocator that records its events. Stacks are given with the outermost frame first."""
 
     def __init__(self) -> None:
         self.trace: list[dict[str, object]] = []
@@ -54,7 +54,7 @@ class Written:
         )
 
     def forget(self, events: int) -> None:
-        """Lose the beginning of the history, as a ring buffer does; what stands is still there, without a stack."""
+        """Drop the first events of the history, as a ring buffer does. Blocks still in use lose their stack."""
         lost = {id(entry) for entry in self.trace[:events]}
         self.trace = self.trace[events:]
         for entry in self.in_use.values():
@@ -62,7 +62,7 @@ class Written:
                 entry["frames"] = []
 
     def data(self, *, idle: tuple[int, ...] = ()) -> dict[str, object]:
-        """The snapshot; ``idle`` are free pieces of what is reserved."""
+        """Return the snapshot. ``idle`` are sizes of reserved blocks that are free. [bytes]"""
         blocks = [(entry["size"], "active_allocated", entry["frames"], entry["addr"]) for entry in self.in_use.values()]
         blocks += [(size, "inactive", [], 1 + at) for at, size in enumerate(idle)]
         segments = [
@@ -86,7 +86,7 @@ def _frames(stack: list[tuple[str, str, int]]) -> list[dict[str, object]]:
 
 
 def step(card: Written, *, states: bool, backward: list[tuple[str, str, int]] = AUTOGRAD) -> None:
-    """One training step of a model of one weight of 4,000 bytes: activations, logits, a gradient, Adam's two states."""
+    """Take a training step of a model with one weight of 4,000 bytes: activations, logits, a gradient, Adam's two states."""
     scratch = card.ask(300, FORWARD)
     kept = card.ask(5_000, FORWARD)
     card.release(scratch)

@@ -1,4 +1,4 @@
-"""What can be said of adapters, and what is refused, each in one line."""
+"""Adapters, quantised weights and frozen parts in a job's description. What is not modelled is refused in one line."""
 
 from dataclasses import replace
 from typing import Any
@@ -93,12 +93,12 @@ def test_a_complete_job_keeps_its_adapters_and_takes_another_rank():
     assert again.model == replace(complete.model, adapter=AdapterSpec(rank=4, targets="attention"))
 
 
-def test_groups_stand_for_their_layers_once():
+def test_a_group_of_targets_names_each_layer_once():
     assert AdapterSpec(rank=1, targets="mlp, up_proj,q_proj").layers == ("q_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def test_a_layer_in_four_bits_follows_its_input_before_the_release_that_keeps_the_dtype_asked_for():
-    """Its weight is then written out in fp32 beside the copies in 16 bits. Where no norm is fp32 both releases hold the same."""
+def test_before_bitsandbytes_0_47_a_4_bit_layer_computes_in_the_dtype_of_its_input():
+    """Its weight is then written out in fp32 beside the 16-bit copies. If no norm is in fp32, both releases hold the same."""
     model = ModelSpec(
         family="llama", hidden_size=1024, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=16,
         num_key_value_heads=16, head_dim=64, vocab_size=128,

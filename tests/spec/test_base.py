@@ -1,4 +1,4 @@
-"""Descriptions check themselves, whichever way they come in."""
+"""Descriptions of jobs check their fields, whether they are built in Python or read from a file."""
 
 from dataclasses import FrozenInstanceError, replace
 
@@ -40,7 +40,7 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize("wrong", BAD_FIELDS, ids=str)
-def test_a_bad_field_is_refused_in_one_line_on_both_ways_in(wrong: dict[str, object]):
+def test_a_bad_field_is_refused_in_one_line_when_built_and_when_read(wrong: dict[str, object]):
     with pytest.raises(SpecError) as built:
         ModelSpec(**(TINY | wrong))
     with pytest.raises(SpecError, match=r"job\.toml") as read_in:
@@ -59,7 +59,7 @@ def test_a_bad_field_is_refused_in_one_line_on_both_ways_in(wrong: dict[str, obj
     ({"model": TINY, "recipe": {"deepspeed": {"reduce_bucket_size": 5e8}}}, "reduce_bucket_size"),
     ({"model": TINY, "a\n\x1b[31m": 2}, r"\x1b"),
 ])  # fmt: skip
-def test_foreign_data_is_refused_with_its_key(data: dict[str, object], says: str):
+def test_bad_data_is_refused_with_its_key(data: dict[str, object], says: str):
     with pytest.raises(SpecError) as caught:
         read(JobSpec, data, where="job.toml")
     assert says in str(caught.value)

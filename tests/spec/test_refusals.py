@@ -1,4 +1,4 @@
-"""What contradicts itself in a description is refused, with the line that says what and what to do."""
+"""Descriptions that contradict themselves are refused, in a line that says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -121,15 +121,15 @@ OF_PROFILES: list[tuple[Callable[[], object], str]] = [
 @pytest.mark.parametrize(
     ("built", "line"), [*OF_MODELS, *OF_RECIPES, *OF_PROFILES], ids=lambda one: one if isinstance(one, str) else ""
 )
-def test_what_contradicts_itself_is_refused(built: Callable[[], object], line: str):
+def test_a_contradiction_is_refused(built: Callable[[], object], line: str):
     with pytest.raises(SpecError) as refused:
         built()
     said = str(refused.value)
     assert said.endswith(line) if "not a name" in line else said == line
 
 
-def test_what_those_lines_ask_for_is_taken():
-    """Each of them with the way out that it names."""
+def test_what_these_refusals_ask_for_is_accepted():
+    """Some of the refused descriptions, changed as their line says."""
     assert model("gpt_neox", head_dim=24, parallel_residual=False, hidden_act="gelu_fast").head_dim == 24
     assert model("gpt2", attention_bias=True, mlp_bias=True, positions=64).positions == 64
     assert model("mixtral", moe=MOE, intermediate_size=96).moe == MOE
@@ -137,7 +137,7 @@ def test_what_those_lines_ask_for_is_taken():
     assert job(model_of(by_hand()), engine="fsdp2", keep_logits=True).recipe.keep_logits
 
 
-def test_a_description_with_a_field_that_cannot_be_checked_is_no_description():
+def test_a_field_whose_type_cannot_be_checked_is_an_error():
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Wrong(Spec):
         field: AnyStr = "any"

@@ -1,4 +1,4 @@
-"""The published training runs of tests/golden/throughput.toml as jobs, in two halves that were drawn before any was looked at."""
+"""The published training runs of tests/golden/throughput.toml as jobs, split by hash into two halves before any was examined."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ TRITON = Running(flash=1)
 
 
 class Run(NamedTuple):
-    """One row: where it is from, what was run, what was measured."""
+    """One row: its source, the job that ran, and the speed that was measured."""
 
     id: str
     drawn_with: str
-    """Whose groups are halved together."""
+    """The rows whose groups are halved together: a publisher's, or those that it added later."""
     group: str
-    """Publisher, model and GPU: what stands in one half together."""
+    """Publisher, model and GPU. The rows of a group are all in the same half."""
     job: JobSpec
     tokens_per_s: float
     running: Running
-    """Its kernels."""
+    """The kernels of the run."""
 
 
 @cache
 def runs() -> tuple[Run, ...]:
-    """Every row whose recomputation is stated."""
+    """Return every row, except those that recompute partly."""
     data = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return tuple(
         _run(data["models"], table, row) for table in data["tables"] for row in table["rows"] if row["recompute"] != "partly"
@@ -47,12 +47,12 @@ def runs() -> tuple[Run, ...]:
 
 @cache
 def built_on() -> frozenset[str]:
-    """The groups that the constants were fitted on: of each publisher every other one, in the order of their hashes."""
+    """Return the groups that the constants were fitted on: every other group of each publisher, in the order of their hashes."""
     return every_other(runs())
 
 
 def every_other(rows: tuple[Run, ...]) -> frozenset[str]:
-    """Of what is drawn together every other group, in the order of their hashes."""
+    """Return every other group of those with the same ``drawn_with``, in the order of their hashes."""
     ordered = sorted({(run.drawn_with, hashlib.sha256(run.group.encode()).hexdigest(), run.group) for run in rows})
     each = (list(of_one) for _, of_one in groupby(ordered, key=lambda one: one[0]))
     return frozenset(group for of_one in each for *_, group in of_one[::2])
@@ -85,7 +85,7 @@ def _job(sizes: dict, table: dict, row: dict) -> JobSpec:
 
 
 def cluster_of(name: str, table: dict) -> ClusterSpec:
-    """Nodes of eight GPUs, on the network that the source states."""
+    """Return nodes of eight GPUs with the network that the source states."""
     card, network = gpu(name), table["node_network_gbit_per_s"]
     if network:
         figure = replace(card.network_link_bytes_per_s, value=network * 1e9 / 8 / 8, check=None)
@@ -114,7 +114,7 @@ def shape_of(sizes: dict, row: dict) -> ModelSpec:
 
 
 def predicted(run: Run, **assumed: object) -> StepTime:
-    """What zeroplan says of a run."""
+    """Return zeroplan's time of a run's step."""
     job = run.job
     account = engine_module(job.recipe.engine).account(job.model, job.recipe, job.mesh, job.batch)
     return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, running=run.running, **assumed)

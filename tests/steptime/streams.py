@@ -1,8 +1,8 @@
-"""A step of an engine played on streams: what the GPU computes, and a network that carries one call after the other.
+"""Simulates an engine's step on two streams: the GPU's computing, and a network that carries one call after the other.
 
-Under FSDP each block is gathered while the one before it computes, and its gradients are reduced while the next one computes (torch
-2.13, ``_fsdp_param_group.py``): a gather begins once the block before has begun, a reduction once the block has ended and the
-reduction before has, for which computing waits. While the network is busy, NCCL's SMs are missing from what computes.
+Under FSDP each block is gathered while the one before it computes, and its gradients are reduced while the next one computes
+(torch 2.13, ``_fsdp_param_group.py``). A gather begins once the block before has begun. A reduction begins once its block and
+the reduction before have ended; computing waits for the latter. While the network is busy, computing lacks NCCL's SMs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """One block, or the root: times of a pass. [s]"""
+    """Times of one block, or of the root. [s]"""
 
     forward: float
     backward: float
@@ -23,7 +23,7 @@ class Unit(NamedTuple):
 
 @dataclass
 class Streams:
-    """Two streams, and the time until which each has been played. [s]"""
+    """Two streams, and the time at which each is next free. [s]"""
 
     taken: float
     computed: float = 0.0
@@ -31,7 +31,7 @@ class Streams:
     busy: list[tuple[float, float]] = field(default_factory=list)
 
     def send(self, issued: float, takes: float) -> float:
-        """Carry a call that is issued at some time, after those before it; return its end."""
+        """Carry a call after those before it and not before it is issued; return its end."""
         begins = max(self.sent, issued)
         self.sent = begins + takes
         if takes:
@@ -39,7 +39,7 @@ class Streams:
         return self.sent
 
     def compute(self, ready: float, takes: float) -> float:
-        """Compute for so long if nothing is sent, slower while something is; calls that are issued later do not count."""
+        """Compute for ``takes``, longer while a call is being sent; return the end. Calls that are issued later do not count."""
         at, left = max(self.computed, ready), takes
         for begins, ends in self.busy:
             if ends <= at:
@@ -53,7 +53,7 @@ class Streams:
 
 
 def micro_batch(streams: Streams, root: Unit, blocks: list[Unit], head: Unit) -> None:
-    """Play one micro-batch: the root is gathered once, blocks for each pass."""
+    """Simulate one micro-batch of FSDP: the root is gathered once, a block once per pass."""
     ready = streams.send(streams.computed, root.gather)
     ready = streams.send(ready, blocks[0].gather)
     for at, block in enumerate(blocks):
@@ -74,16 +74,16 @@ def micro_batch(streams: Streams, root: Unit, blocks: list[Unit], head: Unit) ->
 
 
 class Piece(NamedTuple):
-    """A part of a backward up to which a bucket is full. [s]"""
+    """The part of a backward that ends when a bucket is full, and the time of its reduction. [s]"""
 
     backward: float
     reduce: float
 
 
 def in_buckets(streams: Streams, forward: float, pieces: list[Piece], *, waits: bool) -> None:
-    """Play one micro-batch of DDP, or of DeepSpeed at stages 1 and 2: each bucket is reduced once it is full.
+    """Simulate one micro-batch of DDP, or of DeepSpeed at stages 1 and 2: each bucket is reduced once it is full.
 
-    ``waits``: computing waits for the reduction before (DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``average_tensor``).
+    ``waits``: computing waits for the reduction before it (DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``average_tensor``).
     """
     streams.compute(0.0, forward)
     reduced = 0.0
@@ -96,7 +96,7 @@ def in_buckets(streams: Streams, forward: float, pieces: list[Piece], *, waits: 
 
 
 class Module(NamedTuple):
-    """What ZeRO-3 gathers together: the embedding, a block, the head; ``flushes`` are the buckets that it fills. [s]"""
+    """What ZeRO-3 gathers at once: the embedding, a block or the head. ``flushes``: times of the reductions that it fills. [s]"""
 
     forward: float
     backward: float
@@ -106,7 +106,7 @@ class Module(NamedTuple):
 
 
 def of_stage_3(streams: Streams, modules: list[Module]) -> None:
-    """Play one micro-batch of DeepSpeed's stage 3, whose host runs ahead: forwards gather on and on, backwards one module ahead.
+    """Simulate one micro-batch of DeepSpeed's stage 3. The host issues all gathers of a forward ahead, of a backward one ahead.
 
     Calls go out in the order in which the host issues them. Two reductions may be under way (DeepSpeed 0.19.8, ``stage3.py``,
     ``max_param_reduce_events``).

@@ -1,4 +1,4 @@
-"""Single operators of a step: products by shape, what memory-bound operators move, and the kernels that a step runs with."""
+"""Times of single operators: matrix products by shape, memory-bound operators by bytes, and the choice of kernels."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_a_product_split_over_ranks_takes_more_than_its_share() -> None:
     assert split.backward > 1.1 * whole.backward / 8
 
 
-def test_any_number_of_tokens_is_aligned():
-    """The three products of a layer read memory along its features, never along tokens."""
+def test_an_odd_number_of_tokens_costs_nothing_and_an_odd_width_does():
+    """A layer's three products read memory along its features, never along tokens."""
     odd, even = (seconds((Product(4096.0, 4096.0, 1.0),), tokens, A100, accumulates=True) for tokens in (8191.0, 8192.0))
     assert odd.backward == pytest.approx(even.backward, rel=1e-3)
     assert seconds((Product(4100.0, 4096.0, 1.0),), 8192.0, A100, accumulates=True).backward > 1.5 * even.backward
@@ -67,7 +67,7 @@ def test_few_tokens_per_expert_and_odd_sizes_are_slow() -> None:
 
 
 def test_a_product_takes_at_least_the_reading_of_its_matrices() -> None:
-    """One row: 16,384 x 16,384 weights of two bytes, and two vectors."""
+    """One token: 16,384 x 16,384 weights of two bytes, and two vectors."""
     found = seconds((Product(16384.0, 16384.0, 1.0, frozen=True),), 1.0, A100, accumulates=False)
     assert found.forward >= (2 * 16384**2 + 4 * 16384) / 1.6e12
 
@@ -101,15 +101,15 @@ def test_fused_kernels_move_less_than_eager_ones() -> None:
         assert eager.backward > fused.backward > compiled.backward
 
 
-def test_a_norm_by_hand() -> None:
-    """A block of one layer: two LayerNorms of 5.3 + 14.5 bytes per element, two sums of 6 + 6, a GELU, biases, copied heads."""
+def test_a_block_of_gpt2_by_hand() -> None:
+    """Bytes per element, forward + backward: two LayerNorms of 5.3 + 14.5, two sums of 6 + 6, a GELU, biases, copied heads."""
     model = replace(job(model="gpt2").model, hidden_act="gelu")
     found = pointwise.of_block(model, "fused", pointwise.Split(1.0), experts=False)
     assert found.forward == pytest.approx(768 * (2 * 5.3 + 2 * 6 + 4 * 4))
     assert found.backward == pytest.approx(768 * (2 * 14.5 + 2 * 6 + 4 * 5.5) + 2 * 768 * (1 + 2 + 1) + 2 * 768 * (4 + 1))
 
 
-#: Of one H100: by operator and shape, microseconds and operations.
+#: Measured on an H100: microseconds and operations, by operator and shape.
 CARD = {
     (row["operator"], row["shape"]): (float(row["microseconds"]), int(row["operations"]))
     for row in csv.DictReader((RECORDS / "h100-operators.csv").read_text(encoding="utf-8").splitlines())
@@ -125,15 +125,15 @@ CARD = {
     ],
 )  # fmt: skip
 def test_an_operator_takes_what_it_took_on_the_card(name: str, moved: pointwise.Moved) -> None:
-    """Large operators, where launching them counts for little: within 12 % of the measured times."""
+    """Within 12 % of the measured times, for operators so large that their launch hardly counts."""
     for shape in ("2048x128256",) if name == "loss" else ("16384x4096", "8192x8192"):
         elements = math.prod(map(int, shape.split("x")))
         for way, n_bytes in (("forward", moved.forward), ("backward", moved.backward)):
             assert elements * n_bytes / (0.8 * 3.352e12) == pytest.approx(CARD[f"{name}, {way}", shape][0] / 1e6, rel=0.12)
 
 
-def test_attention_takes_what_cudnns_took_on_the_card() -> None:
-    """Nine shapes, forward and backward: each within 13 %, most within 8 %."""
+def test_attention_takes_what_cudnns_kernel_took_on_the_card() -> None:
+    """Nine shapes, forward and backward: all within 13 %, most within 8 %."""
     wrong = []
     for (name, shape), (took, operations) in CARD.items():
         if name.startswith("attention"):
@@ -155,8 +155,8 @@ def test_kernels_change_the_step() -> None:
     assert part(timed(one, operands="fp8"), "matrix") < 0.75 * part(usual, "matrix")
 
 
-def test_parts_with_a_kernel_of_their_own_move_less() -> None:
-    """Of a step of Llama 3.1 8B three named parts save most of what fused kernels save of all; norms the largest share."""
+def test_each_fused_kernel_saves_memory_traffic() -> None:
+    """In a step of Llama 3.1 8B three kernels save over 80 % of what all fused kernels save; the norm's saves the most."""
     said = {"model": "llama-3.1-8b", "gpu": "h100", "gpus": 8, "seq_len": 4096}
     name = "operators"
     usual = part(timed(job(**said)), name)

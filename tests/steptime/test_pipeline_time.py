@@ -1,4 +1,4 @@
-"""The time of a pipeline: published shares of the bubble, and an order of passes that is played through."""
+"""The time of a pipeline, against published shares of the bubble and simulated orders of passes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_equal_ranks_wait_as_long_as_is_published(ranks: int, chunks: int, micro
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(4, 2, 8), (2, 3, 6), (4, 4, 16)])
-def test_the_order_played_through_takes_that_long(ranks: int, chunks: int, micro_batches: int) -> None:
-    """A forward takes 1 on each stage, a backward 2; a pass begins when its rank is free and what it needs is there."""
+def test_the_simulated_order_takes_as_long(ranks: int, chunks: int, micro_batches: int) -> None:
+    """A stage's forward takes 1, its backward 2. A pass begins when its rank is free and its inputs are there."""
     orders = [interleaved(rank=rank, pp=ranks, chunks=chunks, micro_batches=micro_batches) for rank in range(ranks)]
     bubble = Bubble((3.0 * chunks * micro_batches,) * ranks, chunks, micro_batches)
     assert _played(orders, chunks) == bubble.pace_s + bubble.idle_s
@@ -59,7 +59,7 @@ def _played(orders: list[tuple[Action, ...]], chunks: int) -> float:
 def test_weights_fill_the_bubble(ranks: int, micro_batches: int) -> None:
     """Qi et al. 2024, arXiv:2401.10241, table 1: (p - 1)(F + B - W) with ZB-1P, 1/v of that with v stages on each rank.
 
-    Where the three take as long, that is a third of what 1F1B waits, and of the V the same.
+    If all three take equally long, that is a third of 1F1B's bubble. The V-shaped schedule has the same bubble.
     """
     places = {name: [Place(name, rank, ranks, 2, micro_batches) for rank in range(ranks)] for name in SPLIT}
     for name, cost in (("interleaved-zero-bubble", Costs(1.0, 1.25, 0.75)), ("zbv", Costs(1.0, 1.0, 1.0))):
@@ -70,15 +70,15 @@ def test_weights_fill_the_bubble(ranks: int, micro_batches: int) -> None:
 
 
 class _AllSplit(Costs):
-    """A first stage that splits its backward, too, as Megatron's does."""
+    """Costs of a pipeline whose first stage splits its backward too, as in Megatron."""
 
     def of(self, kind: str, _stage: int) -> float:
-        """The cost of a pass."""
+        """Return the cost of a pass."""
         return float({"forward": self.forward, "input": self.inputs, "weights": self.weights}[kind])
 
 
-def test_what_zero_bubbles_gain_over_1f1b_is_near_what_is_published() -> None:
-    """F, B and W of one block as table 1 counts them, nothing fitted; the played order is that of ZB-1p."""
+def test_zero_bubble_gains_over_1f1b_about_what_is_published() -> None:
+    """Forward, backward and weight pass of a block as table 1 counts them, without fitting, in the order of ZB-1p."""
     errors = []
     for run in tomllib.loads((GOLDEN / "zero_bubble.toml").read_text())["run"]:
         matrices, scores = 24 * run["hidden"], 4 * run["seq_len"]
@@ -127,10 +127,12 @@ def _parts(**said: object) -> dict[str, float]:
     return {part.name: float(part.seconds + part.hidden_s) for part in time.parts}
 
 
-def test_what_is_on_the_host_is_copied_once_or_whenever_it_is_gathered() -> None:
+def test_offloaded_parameters_are_copied_once_or_for_every_gather() -> None:
     here, at_2, at_3 = _parts(), *(_parts(offload_optimizer="cpu", offload_param="cpu", stage=stage) for stage in (2, 3))
     copies = "copies to and from the host"
-    assert at_3[copies] == pytest.approx(at_2[copies] * (1 + 1 + 8) / 2)  # of the last rank: one forward, then every backward
+    assert at_3[copies] == pytest.approx(
+        at_2[copies] * (1 + 1 + 8) / 2
+    )  # the last rank gathers for one forward, then for every backward
     assert at_2["optimizer step"] > 5 * here["optimizer step"]
 
 

@@ -1,4 +1,4 @@
-"""The time of a step: by hand, in columns, and held against published runs that no constant was fitted on."""
+"""The time of a step and of collectives: by hand, against published measurements, and in columns."""
 
 import math
 import tomllib
@@ -46,7 +46,7 @@ def test_a_ring_by_hand():
 
 
 def test_a_collective_inside_a_node_takes_what_was_measured():
-    """Eight A100 of one node: 16 MiB all-reduced in 216.5 us (the source's figure), twice in twice that; nothing in no time."""
+    """Eight A100 of a node all-reduce 16 MiB in 216.5 us, the source's figure. Two calls take twice that, zero bytes no time."""
     here = links(ClusterSpec(gpu=gpu("a100-sxm-80gb")))
     assert here is not None
     call = Collective("all_reduce", "", "", 8, 1, 2**24, 14 * 2**24 // 8, 0)
@@ -62,7 +62,7 @@ def test_a_collective_inside_a_node_takes_what_was_measured():
 
 
 def test_a_board_of_four_has_links_for_each_pair():
-    """Two ranks use a third of a GPU's links there, three two thirds, four all; eight GPUs share a switch."""
+    """Two ranks use a third of a GPU's links there, three ranks two thirds, four ranks all. Eight GPUs share a switch."""
     four, eight = (links(ClusterSpec(gpu=gpu("h200"), gpus_per_node=per_node)) for per_node in (4, 8))
     assert [four.bytes_per_s_among(ranks) for ranks in (1, 2, 3, 4, 16)] == pytest.approx([150e9, 150e9, 300e9, 450e9, 450e9])
     assert eight.bytes_per_s_among(2) == 450e9
@@ -71,20 +71,20 @@ def test_a_board_of_four_has_links_for_each_pair():
     ranks = np.array([2, 4])
     columns = seconds(pair._replace(group=ranks, sent_bytes=2**28 * (ranks - 1) // ranks), neighbours(ranks, 4), four)
     assert columns[0] == pytest.approx(float(seconds(pair, neighbours(2, 4), four)))
-    assert rate(strided(4, 2, 4), four) == pytest.approx(0.8 * 100e9)  # two cards, below what a pair's links carry
+    assert rate(strided(4, 2, 4), four) == pytest.approx(0.8 * 100e9)  # two network cards carry less than a pair's links
 
 
 @pytest.mark.parametrize(
     ("group", "members", "expected"),
     [
-        (neighbours(16, 8), 8, 320e9),  # eight cards of 50 GB/s
+        (neighbours(16, 8), 8, 320e9),  # eight network cards of 50 GB/s
         (neighbours(64, 8), 8, 320e9),
-        (strided(2, 8, 8), 1, 40e9),  # one card each
+        (strided(2, 8, 8), 1, 40e9),  # one network card each
         (strided(4, 4, 8), 2, 80e9),
-        (strided(2, 4, 8), 2, 360e9),  # both in one node
+        (strided(2, 4, 8), 2, 360e9),  # both GPUs in one node
     ],
 )
-def test_the_cards_of_all_members_in_a_node_carry_a_ring(group: object, members: int, expected: float):
+def test_a_ring_uses_the_network_cards_of_all_its_members_in_a_node(group: object, members: int, expected: float):
     here = links(ClusterSpec(gpu=gpu("h100")))
     assert here is not None
     assert group.members == members
@@ -103,7 +103,7 @@ def test_the_cards_of_all_members_in_a_node_carry_a_ring(group: object, members:
     ],
 )
 def test_published_rates_within_nodes_are_met(name: str, operation: str, ranks: int, least: float, most: float):
-    """nccl-tests' bus bandwidth at 8 GiB (github.com/stas00/ml-engineering, network/README.md); B200 without NVLS and with."""
+    """Bus bandwidth of nccl-tests at 8 GiB (github.com/stas00/ml-engineering, network/README.md). B200: without and with NVLS."""
     here = links(ClusterSpec(gpu=gpu(name)))
     assert here is not None
     passes, size = 2 if operation == "all_reduce" else 1, 2**33
@@ -113,8 +113,8 @@ def test_published_rates_within_nodes_are_met(name: str, operation: str, ranks: 
     assert 0.94 * least < found < 1.06 * most
 
 
-def test_all_reduces_across_nodes_are_told_better_by_the_tree_than_by_the_ring_alone():
-    """Of what was measured on two nodes the median error falls by a third, and on A100 from 32 MiB on none is beyond 17 %."""
+def test_ring_or_tree_predicts_all_reduces_across_nodes_better_than_the_ring_alone():
+    """The median error of measured all-reduces falls by a third. On A100 from 32 MiB on, all are within a factor of 1.2."""
     ring, both, large = [], [], []
     for table in tomllib.loads(COLLECTIVES.read_text(encoding="utf-8"))["tables"]:
         card, k = gpu(table["gpu"]), table["gpus"]
@@ -133,7 +133,7 @@ def test_all_reduces_across_nodes_are_told_better_by_the_tree_than_by_the_ring_a
 
 
 def test_a_tree_by_hand():
-    """Four nodes of eight A100, 1 MiB: 2 x (7 + 2) hops of 28 us, half of eight cards of 25 GB/s at 80 %; a ring is quicker."""
+    """1 MiB on four nodes of eight A100: 2 x (7 + 2) hops of 28 us, at half of eight network cards' 25 GB/s at 80 %."""
     here = links(ClusterSpec(gpu=gpu("a100-sxm-80gb")))
     assert here is not None
     call = Collective("all_reduce", "", "", 32, 1, 2**20, 2 * 31 * 2**20 // 32, 0)
@@ -151,8 +151,8 @@ def test_a_tree_by_hand():
 # Parts
 
 
-def test_a_rate_that_is_asked_for_is_what_computing_takes():
-    """At 40 % of 989.4 TFLOP/s: three forwards of matrices, three and a half of attention."""
+def test_computing_takes_what_the_given_mfu_says():
+    """At 40 % of 989.4 TFLOP/s, for 3 times a forward's matrix products and 3.5 times its attention."""
     one = job(**SAID)
     found = timed(one, mfu=0.4)
     matrices, tokens = 7_504_658_432, 4096
@@ -162,8 +162,8 @@ def test_a_rate_that_is_asked_for_is_what_computing_takes():
     assert part(timed(job(**SAID, recompute="full"), mfu=0.4), "recomputation") > 0 == part(found, "recomputation")
 
 
-def test_waiting_ends_where_there_is_enough_to_compute():
-    """One long micro-batch hides its gathers but the first; a short one does not."""
+def test_long_sequences_hide_all_gathers():
+    """A long micro-batch hides all gathers but the first; a short one does not."""
     long, short = (timed(job(**SAID | {"seq_len": tokens, "gpus": 64}), mfu=0.5) for tokens in (16384, 256))
     gathers = "waiting for all-gathers"
     assert part(long, gathers) < 0.01 * float(long.seconds)
@@ -178,9 +178,9 @@ def test_deepspeed_below_stage_3_waits_for_its_reductions():
 
 
 def test_a_step_of_deepspeeds_adam_by_hand():
-    """Stage 2 on eight ranks moves 62 bytes per element of the share: norm in fp64 18, join 4, cast 6, Adam 28, copy back 6.
+    """On eight ranks stage 2 moves 62 bytes per element of the share: fp64 norm 18, join 4, cast 6, Adam 28, copy back 6.
 
-    Stage 3 scales gradients too (8). Its own Python takes 2.3 ms, and 12.7 us for each of 291 tensors.
+    Stage 3 also scales gradients (8). DeepSpeed's Python takes 2.3 ms, and 12.7 us for each of 291 tensors.
     """
     said, rate = SAID | {"engine": "deepspeed", "gpus": 8, "optimizer_impl": "fused"}, 0.8 * 3.35e12
     share, around = 8_030_261_248 / 8, 2.3e-3 + 291 * 12.7e-6
@@ -190,7 +190,7 @@ def test_a_step_of_deepspeeds_adam_by_hand():
 
 
 def test_many_small_tensors_are_stepped_one_by_one():
-    """448 matrices of LoRA in lists: 40 us each as DTensors, 18 us each without; fused they take 10.5 us."""
+    """LoRA has 448 matrices. In lists they take 40 us each as DTensors and 18 us as plain tensors; fused 10.5 us."""
     said = {"model": "llama-3.1-8b", "gpu": "h100", "gpus": 2, "lora_rank": 8}
     name = "optimizer step"
     lists, alone = (part(timed(job(**said, engine=engine, stage=stage)), name) for engine, stage in (("fsdp2", 3), ("ddp", 0)))
@@ -201,9 +201,9 @@ def test_many_small_tensors_are_stepped_one_by_one():
 
 
 def test_adapters_launch_and_move_what_peft_does():
-    """Of one q_proj of 4,096 by 4,096 and 4,096 tokens: casts, scaling and sum; under autocast five casts more than in FSDP2.
+    """A q_proj of 4,096 by 4,096 with 4,096 tokens needs casts, scaling and a sum; autocast needs more kernels than FSDP2.
 
-    A layer in four bits is unpacked in both passes.
+    A 4-bit layer is unpacked in both passes.
     """
     said = SAID | {"gpus": 2, "lora_rank": 8, "lora_targets": "q_proj"}
     wide, narrow = job(**said, engine="ddp", stage=0), job(**said)
@@ -220,8 +220,8 @@ def test_adapters_launch_and_move_what_peft_does():
     )
 
 
-def test_tensor_parallel_ranks_copy_what_nccl_joins_along_the_first_axis():
-    """Of two sequences every gathered and every reduced tensor is read and written once more; of one only what is reduced."""
+def test_tensor_parallel_ranks_copy_what_nccl_does_not_join_along_the_sequence():
+    """With two sequences each gathered and each reduced tensor is copied once more, with one only each reduced tensor."""
     name, rate = "copies for tensor-parallel ranks", 0.8 * 3.35e12
     for sequences in (1, 2):
         one = job(**SAID, tensor_parallel=4, micro_batch=sequences)
@@ -242,22 +242,22 @@ def test_offload_puts_the_step_on_the_host():
     assert any(one.name.startswith("copies") for one in away.parts)
 
 
-def test_offloaded_activations_take_copies_and_leave_the_step_where_it_is():
+def test_offloaded_activations_add_copies_and_leave_the_optimizer_step_unchanged():
     here, away = timed(job(**SAID, recompute="full")), timed(job(**SAID, recompute="full", offload_activations=True))
     assert part(away, "optimizer step") == part(here, "optimizer step")
     assert away.seconds == pytest.approx(here.seconds + part(away, "copies of activations"))
     assert part(away, "copies of activations") > 0
 
 
-def test_frozen_weights_take_no_gradients_and_four_bits_multiply_alike():
-    """Forward and backward of adapters take two thirds of the multiplications of everything, and the adapters' own."""
+def test_frozen_weights_save_their_gradients_products_and_4_bit_ones_multiply_equally():
+    """With adapters, two thirds of the products of full training remain, and the adapters' own."""
     whole, adapted, packed = (
         timed(job(**SAID, **said)) for said in ({}, {"lora_rank": 8}, {"lora_rank": 8, "quantize": "nf4"})
     )
     name = "matrix multiplications"
     assert (
         part(whole, name) * 2 / 3 < part(adapted, name) < part(whole, name) * 0.8
-    )  # narrow products read as much as wide ones
+    )  # narrow products read as much memory as wide ones
     assert part(packed, name) == pytest.approx(part(adapted, name))
 
 
@@ -297,7 +297,7 @@ def test_a_column_is_its_jobs(engine: str, stage: int, model: str):
 
 
 def test_a_step_of_small_kernels_waits_for_the_cpu():
-    """512 tokens of Qwen3 0.6B under FSDP2 took 0.337 s on the card; 32,768 tokens compute longer than the CPU launches."""
+    """On the card 512 tokens of Qwen3 0.6B under FSDP2 took 0.337 s. 32,768 tokens compute longer than the CPU needs to launch."""
     said = {"model": "qwen3-0.6b", "gpu": "h100", "gpus": 8, "engine": "fsdp2", "recompute": "full"}
     short, long = (timed(job(**said, seq_len=tokens)) for tokens in (512, 32768))
     name = "launching kernels"
@@ -315,8 +315,8 @@ def test_selective_checkpoints_launch_through_python_and_a_compiled_step_launche
     assert part(compiled, name) < 0.6 * part(plain, name) < 0.5 * part(selective, name)
 
 
-def test_the_network_is_the_users():
-    """Eight GPUs behind four cards of 200 Gbit/s: 12.5 GB/s each; cards alone are shared at their own rate."""
+def test_a_user_can_set_the_network():
+    """Eight GPUs behind four network cards of 200 Gbit/s get 12.5 GB/s each. Fewer cards alone keep their own rate."""
     usual, told, fewer = (
         links(ClusterSpec(gpu=gpu("h100"), **said))
         for said in ({}, {"network_gbit_per_s": 200, "nics_per_node": 4}, {"nics_per_node": 2})
@@ -329,7 +329,7 @@ def test_the_network_is_the_users():
 
 
 def test_collectives_take_sms_from_the_kernels_beside_them():
-    """16 of an H100's 132: a step that its collectives bound takes as long as they do; others lose 16/132 of what they hide."""
+    """16 of an H100's 132 SMs: computing slows by 16/132 of the hidden collectives. The short step is bound by collectives."""
     long, short = (timed(job(**SAID | {"seq_len": tokens, "gpus": 64}), mfu=0.5) for tokens in (16384, 256))
     for found in (long, short):
         hidden = sum(float(one.hidden_s) for one in found.parts if one.name.startswith(("waiting", "collectives")))

@@ -1,4 +1,4 @@
-"""The closed formulas of sending.py beside the same step played on streams, in random jobs of every engine but Megatron."""
+"""The closed formulas of sending.py against a simulation of the same step on streams: random jobs of FSDP2, DDP, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def drawn(seed: int, engine: str = "", stage: int | None = None) -> JobSpec:
 
 
 class Told(NamedTuple):
-    """What the clock says of a job's forwards and backwards, and what of it is computing. [s]"""
+    """The estimated time of a job's forwards and backwards, and the computing in it. [s]"""
 
     account: Account
     here: Links
     whole_s: float
     forward_s: float
-    """Of one micro-batch, likewise the backward."""
+    """Of one micro-batch, as is the backward."""
     backward_s: float
     head: float
-    """The head's share of both."""
+    """The head's share of the operations of a pass."""
     steps: int
 
     @property
     def computing_s(self) -> float:
-        """All forwards and backwards."""
+        """Return the time of all forwards and backwards without waits. [s]"""
         return self.steps * (self.forward_s + self.backward_s)
 
 
@@ -74,7 +74,7 @@ def told_of(one: JobSpec) -> Told:
 
 
 def played_and_told(one: JobSpec) -> tuple[float, float, float]:
-    """Return forwards and backwards with their waits, played on streams and as the clock says, and without them. [s]"""
+    """Return the time of forwards and backwards under FSDP: simulated, estimated, and estimated without waits. [s]"""
     told = told_of(one)
     account, here, _, forward, backward, head, steps = told
     streams, layers = Streams(here.taken), one.model.num_hidden_layers
@@ -94,7 +94,7 @@ def played_and_told(one: JobSpec) -> tuple[float, float, float]:
 
 
 def ddp_played_and_told(one: JobSpec) -> tuple[float, float, float]:
-    """The same of DDP: gradients are ready from the head to the embedding, and buckets are full in that order."""
+    """Return the same for DDP. Gradients are ready from the head to the embedding, and fill buckets in that order."""
     told, layers = told_of(one), one.model.num_hidden_layers
     call = next(call for call in told.account.collectives if call.operation == "all_reduce")
     sizes = bucket_sizes(one.model, 4)
@@ -118,13 +118,13 @@ def ddp_played_and_told(one: JobSpec) -> tuple[float, float, float]:
 
 
 def _of_size(call: Collective, n_bytes: int) -> Collective:
-    """Return one call of so many bytes."""
+    """Return one call of ``n_bytes``."""
     passes, ranks = 2 if call.operation == "all_reduce" else 1, int(call.group)
     return call._replace(calls=1, n_bytes=n_bytes, sent_bytes=passes * n_bytes * (ranks - 1) // ranks)
 
 
 def deepspeed_played_and_told(one: JobSpec) -> tuple[float, float, float]:
-    """The same of DeepSpeed at stages 1 and 2; stage 1 reduces in the last micro-batch alone."""
+    """Return the same for DeepSpeed at stages 1 and 2. Stage 1 reduces only in the last micro-batch."""
     told, layers = told_of(one), one.model.num_hidden_layers
     pieces, at = list[Piece](), 0.0
     for flush, takes in _flushed(one, told):
@@ -143,7 +143,7 @@ def deepspeed_played_and_told(one: JobSpec) -> tuple[float, float, float]:
 
 
 def _flushed(one: JobSpec, told: Told) -> Iterator[tuple[Flush, float]]:
-    """Yield each bucket in the order in which it is full, and the time of its reduction. [s]"""
+    """Yield the buckets in the order in which they fill, with the time of their reduction. [s]"""
     call = next(call for call in told.account.collectives if call.phase is Phase.BACKWARD and call.operation != "all_gather")
     size, stage = one.recipe.deepspeed.reduce_bucket_size, one.recipe.zero_stage
     for flush in reversed(schedule(trained_row(one.model), size, leaves=stage == 3).flushes):
@@ -151,13 +151,13 @@ def _flushed(one: JobSpec, told: Told) -> Iterator[tuple[Flush, float]]:
 
 
 def _left(one: JobSpec, flush: Flush) -> float:
-    """Return how many blocks are still to be computed as a bucket is full."""
+    """Return the number of blocks still to be computed when a bucket is full."""
     of_block = sum(each.end - each.start for each in trained_row(one.model).placed if each.block == flush.block)
     return min(one.model.num_hidden_layers, flush.block + 1 - min(1.0, flush.made / of_block))
 
 
 def stage_3_played_and_told(one: JobSpec) -> tuple[float, float, float]:
-    """The same of DeepSpeed at stage 3: the embedding, blocks and the head are gathered, and buckets reduced behind them."""
+    """Return the same for DeepSpeed at stage 3. Embedding, blocks and head are gathered; buckets are reduced behind them."""
     told, layers = told_of(one), one.model.num_hidden_layers
     whole = trained_row(one.model)
     elements = [sum(each.end - each.start for each in whole.placed if each.block == at) for at in (-1, 0, layers)]
@@ -204,8 +204,8 @@ def _seconds(call: Collective, one: JobSpec, here: Links) -> float:
     return float(seconds(call, group_of(call, one.recipe, one.mesh, here), here))
 
 
-def test_the_formulas_say_what_is_played_on_streams():
-    """Within 3 % in every job and 0.5 % in the median; a fifth and more of some is waiting, a twentieth and less of others."""
+def test_the_formulas_of_fsdp_agree_with_the_simulation():
+    """Within 3 % in every job and 0.5 % in the median. Some jobs wait for over 20 % of the time, others for under 5 %."""
     found = [played_and_told(drawn(seed)) for seed in range(JOBS)]
     ratios = [abs(told / played - 1) for played, told, _ in found]
     assert max(ratios) < 0.03
@@ -215,28 +215,28 @@ def test_the_formulas_say_what_is_played_on_streams():
 
 
 def test_ddps_buckets_are_reduced_as_they_fill():
-    """The last one, with the embedding in it, after the backward: within 4 % in every job and 1 % in the median."""
+    """Within 4 % in every job and 1 % in the median. The last bucket, with the embedding, is reduced after the backward."""
     ratios = _ratios([ddp_played_and_told(drawn(seed, "ddp")) for seed in range(FEWER)])
     assert max(ratios) < 0.04
     assert median(ratios) < 0.01
 
 
 def test_deepspeeds_buckets_are_reduced_as_they_fill():
-    """Some models have but two of 500 million elements: within 2 % in every job and 0.5 % in the median."""
+    """Within 2 % in every job and 0.5 % in the median. Some models fill only two buckets, of 500 million elements."""
     ratios = _ratios([deepspeed_played_and_told(drawn(seed, "deepspeed", 1 + seed % 2)) for seed in range(FEWER)])
     assert max(ratios) < 0.02
     assert median(ratios) < 0.005
 
 
 def test_stage_3_gathers_ahead_and_reduces_behind():
-    """Within a tenth in every job, where calls of both kinds wait for each other, and 1 % in the median."""
+    """Within 10 % in every job, since gathers and reductions wait for each other, and 1 % in the median."""
     ratios = _ratios([stage_3_played_and_told(drawn(seed, "deepspeed", 3)) for seed in range(FEWER)])
     assert max(ratios) < 0.10
     assert median(ratios) < 0.01
 
 
 def _ratios(found: list[tuple[float, float, float]]) -> list[float]:
-    """Return how far the clock is from what was played; some jobs wait much, and some hardly."""
+    """Return the relative errors of the estimate, and require that some jobs wait much and some little."""
     waiting = [1 - computing / played for played, _, computing in found]
     assert sum(share > 0.2 for share in waiting) > 4 < sum(share < 0.1 for share in waiting)
     return [abs(told / played - 1) for played, told, _ in found]

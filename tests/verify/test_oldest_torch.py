@@ -1,9 +1,8 @@
-"""GPU machines have a torch of their own, of which 2.11 is the oldest that is promised: nothing newer is imported to run at all.
+"""Runs start with torch 2.11, the oldest version that GPU machines may have: they import no private name that is newer.
 
-What torch keeps to itself comes and goes with its versions, and the tests run on one of them. So each such name that a module
-of ``zeroplan.verify`` imports at its beginning stands here, by the module of torch 2.11.0 where it was looked up. A name that
-2.11 lacks is asked for where it is needed, and refused in one line where it is not there (``zeroplan/verify/training/experts.py``).
-Needs no torch.
+Torch's private names change between versions, and the tests run on one version. So the private names that every run imports
+are listed here, under the module of torch 2.11.0 in which each was looked up. A name that 2.11 lacks is imported only where
+it is needed; if it is missing there, the run is refused in one line (``zeroplan/verify/training/experts.py``). Needs no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ IN_TORCH_2_11 = {
 
 
 VERIFY = Path(zeroplan.__file__).parent / "verify"
-#: What a process imports before it knows which job it is to run; the rest is imported where a job needs it.
+#: Modules that a process imports before it knows its job. The others are imported where a job needs them.
 FIRST = (
     "worker", "processes.worker", "processes.warm", "processes.rank", "training.workload", "training.user_workload",
     "backends.gpu_ready", "backends.cuda", "backends.cpu", "backends.simulate", "training.deepspeed", "watching.group",
@@ -56,12 +55,12 @@ def file_of(name: str) -> Path:
 
 
 def imports_of(path: Path) -> list[ast.ImportFrom]:
-    """The imports that are done when a file is imported."""
+    """Return the ``from`` imports at the top level of a file."""
     return [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
 
 
 def imported_first() -> list[Path]:
-    """The files of ``zeroplan.verify`` that every run imports."""
+    """Return the files of ``zeroplan.verify`` that every run imports."""
     found, pending = set[str](), list(FIRST)
     assert all(file_of(name).exists() for name in FIRST)
     while pending:
@@ -71,13 +70,13 @@ def imported_first() -> list[Path]:
         found.add(name)
         for node in imports_of(file_of(name)):
             within, _, inside = (node.module or "").partition("zeroplan.verify.")
-            if not within and inside:  # a module, or a folder of which modules are imported
+            if not within and inside:  # a module, or a package from which modules are imported
                 pending += [inside, *(f"{inside}.{alias.name}" for alias in node.names)]
     return [file_of(name) for name in sorted(found)]
 
 
 def imported() -> Iterator[tuple[str, str, str]]:
-    """File, module and name of every import of torch's own names that is done in every run."""
+    """Yield file, module and name of every private name of torch that every run imports."""
     for path in imported_first():
         for node in imports_of(path):
             if node.module and node.module.partition(".")[0] == "torch":
@@ -86,7 +85,7 @@ def imported() -> Iterator[tuple[str, str, str]]:
                         yield path.name, node.module, name
 
 
-def test_what_is_imported_of_torchs_own_is_in_the_oldest_that_is_promised():
+def test_private_names_of_torch_are_in_the_oldest_supported_version():
     found = list(imported())
     known = {name for names in IN_TORCH_2_11.values() for name in names.split()}
     assert len(found) > len(known) // 2

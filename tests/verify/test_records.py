@@ -1,4 +1,4 @@
-"""Records are read back as they were written, are written whole or not at all, and what is no record gets one line."""
+"""Records are read back as written, and written whole or not at all. A file that is no record is refused in one line."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ def test_a_record_is_read_back_as_it_was_written(tmp_path: Path):
     {"model": "deepseek-v3", "gpus": 64, "stage": 3, "engine": "deepspeed"},
     {"params": "7e9", "gpus": 8, "stage": 2, "gpu": "h100"},
 ])  # fmt: skip
-def test_every_job_survives_the_file(tmp_path: Path, job: dict[str, object]):
+def test_every_job_is_read_back(tmp_path: Path, job: dict[str, object]):
     measured = twin(**job)
     assert read_record(write_record(measured, tmp_path)) == measured
 
@@ -57,7 +57,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ZeroplanError, match="cannot be written"):
         write_record(twin(), tmp_path / "file" / "below")
@@ -101,7 +101,7 @@ def texts() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("what", texts())
-def test_what_is_no_record_gets_one_line(tmp_path: Path, what: str):
+def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path, what: str):
     path = tmp_path / "record.json"
     path.write_bytes(texts()[what])
     with pytest.raises(ZeroplanError) as refused:

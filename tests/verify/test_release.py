@@ -1,4 +1,4 @@
-"""Whose FSDP2 a run shows, by the torch that is installed."""
+"""Which version's FSDP2 a run shows: that of the torch that is installed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def job(torch: str | None = None, **mesh: int) -> JobSpec:
 @pytest.mark.parametrize(
     ("found", "said"), [("2.11.0", None), ("2.14.1+cu130", None), ("2.15.0", "2.15"), ("2.16.0a0", "2.15"), ("3.0.0", "2.15")]
 )
-def test_what_is_not_said_is_what_is_installed(monkeypatch: pytest.MonkeyPatch, found: str, said: str | None):
+def test_the_default_version_is_the_installed_one(monkeypatch: pytest.MonkeyPatch, found: str, said: str | None):
     monkeypatch.setattr(release, "version", lambda _: found)
     assert release.as_installed(job()).recipe.fsdp2.torch == said
     asked = job(said or "2.13")
     assert release.as_installed(asked) == asked
 
 
-def test_what_is_said_must_be_installed(monkeypatch: pytest.MonkeyPatch):
+def test_a_version_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(release, "version", lambda _: "2.15.0")
     with pytest.raises(MeasurementError, match=r"is not the FSDP2 of torch 2\.15\.0, which is installed; leave it out"):
         release.as_installed(job("2.13"))
@@ -47,7 +47,7 @@ def test_pipelines_have_the_schedules_of_torch_2_13_and_say_so():
     assert not any("schedules" in note for note in estimate(job(pp=2)).notes)
 
 
-def test_a_release_is_a_name_and_no_number():
+def test_a_version_is_kept_as_text():
     found = with_setting(Request(), "fsdp2.torch=2.15").fsdp2
     assert found is not None
     assert found.torch == "2.15"

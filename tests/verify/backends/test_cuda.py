@@ -1,4 +1,4 @@
-"""The backend for real GPUs, as far as a machine without one goes: its whole flow on CPU tensors, with counts that are scripted."""
+"""The backend for real GPUs, tested without one: its whole flow on CPU tensors, with made-up counts of the allocator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 2
 
 
 class Scripted:
-    """A card that counts up: every phase peaks a thousand bytes above the one before it."""
+    """A fake card: each phase peaks 1,000 bytes above the one before."""
 
     device = "cpu"
 
@@ -73,8 +73,8 @@ def test_more_steps_are_taken_than_are_watched(measured: Measurement):
     assert [phase.phase for phase in measured.steady.phases] == ["forward", "backward", "optimizer step"]
 
 
-def test_peaks_are_the_allocators_and_the_highest_of_all_micro_batches(measured: Measurement):
-    """Before the steps is one phase; a step has two forwards, two backwards, and the optimizer's."""
+def test_each_phase_has_the_allocators_highest_peak_of_all_micro_batches(measured: Measurement):
+    """Initialisation is one phase. A step has five: two forwards, two backwards and the optimizer step."""
     before = 1 + (STEPS + 2) * 5
     peaks = [1000 * (before + phase) for phase in (3, 4, 5)]
     assert [phase.peak_bytes for phase in measured.steady.phases] == peaks
@@ -82,34 +82,34 @@ def test_peaks_are_the_allocators_and_the_highest_of_all_micro_batches(measured:
     assert measured.steady.held_bytes == peaks[-1] // 2
     (shown,) = measured.allocator
     assert (shown.allocated_bytes, shown.reserved_bytes, shown.modelled) == (peaks[-1], peaks[-1] + 2, False)
-    assert shown.workspace_bytes == 0  # a CPU's products keep nothing
+    assert shown.workspace_bytes == 0  # matrix products on a CPU keep no workspace
 
 
-def test_the_kernels_of_attention_are_named_and_the_day(measured: Measurement):
+def test_attention_kernels_and_the_date_are_recorded(measured: Measurement):
     assert measured.attention is not None
     assert [name.removeprefix("aten::_scaled_dot_product_") for name in measured.attention.operators] == [
         "flash_attention_for_cpu", "flash_attention_for_cpu_backward",
     ]  # fmt: skip
     assert measured.environment.date.count("-") == 2
-    assert measured.environment.packages["zeroplan"] == __version__  # also where it is run from its sources
+    assert measured.environment.packages["zeroplan"] == __version__  # also when it runs from source
 
 
-def test_what_libraries_take_is_told_by_who_asked_and_when_it_goes():
+def test_library_memory_is_recognised_by_its_caller_and_lifetime():
     from zeroplan.verify.watching.allocations import Allocation, Timeline
     from zeroplan.verify.watching.libraries import attention_of, kept_by_products
 
     backward = ("autograd", "aten::_scaled_dot_product_cudnn_attention_backward")
     seen = Timeline()
     seen.allocations = [
-        Allocation(1, 32, 0xA, 0, ("aten::linear", "aten::mm")),  # a workspace, never given back
+        Allocation(1, 32, 0xA, 0, ("aten::linear", "aten::mm")),  # a workspace, never freed
         Allocation(2, 8, 0xB, 0, (*backward, "aten::empty")),  # dq, which outlives the kernel
         Allocation(3, 100, 0xC, 0, backward),
         Allocation(4, 50, 0xD, 0, (*backward, "aten::empty")),
         Allocation(5, -50, 0xD, 0, backward),
         Allocation(6, -100, 0xC, 0, backward),
-        Allocation(7, 70, 0xC, 0, backward),  # another layer's
+        Allocation(7, 70, 0xC, 0, backward),  # scratch of another layer
         Allocation(8, -70, 0xC, 0, backward),
-        Allocation(9, 16, 0xE, 0, ("aten::mm",)),  # a gradient that somebody owns
+        Allocation(9, 16, 0xE, 0, ("aten::mm",)),  # a gradient: its owner is known, see below
         Allocation(10, -8, 0xB, 0, ("autograd",)),
     ]
     attention = attention_of(seen)
@@ -119,12 +119,12 @@ def test_what_libraries_take_is_told_by_who_asked_and_when_it_goes():
     assert attention_of(Timeline()) is None
 
 
-def test_what_was_held_at_the_unwatched_peak_is_told_from_the_step_before(measured: Measurement):
+def test_kinds_at_the_unwatched_peak_are_those_of_the_step_before(measured: Measurement):
     assert measured.steps[-1].peak.kinds == measured.steps[-2].peak.kinds != {}
     assert any("unwatched" in remark for remark in measured.remarks)
 
 
-def test_a_step_that_peaks_elsewhere_without_a_watcher_is_reported(measured: Measurement):
+def test_an_unwatched_step_with_another_peak_is_reported(measured: Measurement):
     assert "the unwatched step peaked +5,000 bytes from the one before it" in measured.remarks
 
 
@@ -139,7 +139,7 @@ def test_times_of_all_micro_batches_add_up(measured: Measurement):
     assert measured.steady.seconds > 0
 
 
-def test_a_module_without_memory_gets_this_ranks_share_with_tied_weights_tied():
+def test_a_module_on_meta_gets_this_ranks_shard_and_tied_weights_stay_tied():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -169,7 +169,7 @@ ENTRY = {
 }  # fmt: skip
 
 
-def test_what_the_flight_recorder_kept_becomes_collectives():
+def test_flight_recorder_entries_become_collectives():
     from zeroplan.verify.watching.log import Log
     from zeroplan.verify.watching.nccl import calls_of
 
@@ -229,7 +229,7 @@ def test_a_snapshot_is_written_however_the_run_ends(tmp_path: Path, monkeypatch:
 
 
 def test_selective_recomputation_keeps_the_output_of_whichever_kernel_attention_has():
-    """cuDNN's, which torch takes first on Hopper and Blackwell, as well as the two of torch's own."""
+    """Torch's flash and memory-efficient kernels, and cuDNN's, which torch prefers on Hopper and Blackwell."""
     from types import SimpleNamespace
 
     from torch.utils.checkpoint import CheckpointPolicy

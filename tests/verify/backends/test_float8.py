@@ -34,8 +34,8 @@ def test_the_peak_is_that_of_torchaos_own_layers(family: str, recipe: str, recom
     )
     plain = replace(asked, recipe=replace(asked.recipe, float8_recipe=None))
     found, measured = estimate(asked), simulate(asked)
-    # one number per scale and product, 4 or 8 bytes each, is beside what is counted
+    # the estimate leaves out one number of 4 or 8 bytes for each scale and product
     requested = found.peak_bytes - sum(int(line.n_bytes) for line in found.workspaces)
     assert 0 <= measured.steady.peak.peak_bytes - requested <= 0.0005 * requested
-    if family != "gemma2":  # whose peak is a softmax, which has no linear layer
+    if family != "gemma2":  # its peak is in a softmax, not in a linear layer
         assert found.peak_bytes > estimate(plain).peak_bytes

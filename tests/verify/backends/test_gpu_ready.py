@@ -1,4 +1,4 @@
-"""What a rank says where there is no GPU to be had, or not enough of one: torch, driver and nvidia-smi are played."""
+"""What a rank reports if it has no GPU, or not enough of one. Torch, the driver and nvidia-smi are faked."""
 
 import sys
 from dataclasses import replace
@@ -31,7 +31,7 @@ MEMORY_OF = gpu_ready.memory_of
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A node with one H100 that nobody uses."""
+    """A node with one idle H100."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, found in (
         ("built_for_gpus", lambda: True), ("count", lambda: 1), ("why_none", lambda: ""), ("name_of", lambda _: "NVIDIA H100"),
@@ -60,7 +60,7 @@ NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have a
     ({"memory_of": lambda _: Memory(2 * GB, 80 * GB), "holders": lambda _: [Holder(77, "python", 78 * GB)]}, "fake",
      "it is held by python (pid 77) 78.00 GB"),
 ])  # fmt: skip
-def test_what_is_wrong_is_one_line(card: pytest.MonkeyPatch, names: dict[str, Any], transport: Any, said: str):
+def test_each_problem_is_reported_in_one_line(card: pytest.MonkeyPatch, names: dict[str, Any], transport: Any, said: str):
     for name, found in names.items():
         card.setattr(gpu_ready, name, found)
     card.setenv("LOCAL_WORLD_SIZE", "8")
@@ -72,15 +72,15 @@ def test_what_is_wrong_is_one_line(card: pytest.MonkeyPatch, names: dict[str, An
 
 
 @pytest.mark.parametrize("memory", [
-    Memory(NEEDED, 80 * GB),  # held by others, but enough is left
-    Memory(NEEDED - GB // 2 - 1, NEEDED - 1),  # too small for the job, but all its own: it runs out of memory, which is a result
+    Memory(NEEDED, 80 * GB),  # other processes hold some, and enough is left
+    Memory(NEEDED - GB // 2 - 1, NEEDED - 1),  # nearly idle but too small: the run will end out of memory, which is a result
 ])  # fmt: skip
-def test_a_card_is_not_busy_where_others_do_not_matter(card: pytest.MonkeyPatch, memory: Memory):
+def test_a_card_is_not_called_busy_if_others_do_not_matter(card: pytest.MonkeyPatch, memory: Memory):
     card.setattr(gpu_ready, "memory_of", lambda _: memory)
     assert ready(TASK)[1] == memory.total
 
 
-def test_who_has_just_ended_is_given_a_moment_to_leave(card: pytest.MonkeyPatch):
+def test_a_process_that_has_just_ended_gets_time_to_free_its_memory(card: pytest.MonkeyPatch):
     seen = iter([Memory(GB, 80 * GB), Memory(79 * GB, 80 * GB)])
     card.setattr(gpu_ready, "memory_of", lambda _: next(seen))
     assert ready(TASK)[1] == 80 * GB
@@ -123,8 +123,8 @@ def test_a_rank_that_never_joins_is_named():
         _await_all(store, rank=0, ranks=4, timeout_s=0.2)
 
 
-def test_a_gpus_rank_is_measured_by_the_module_for_it(card: pytest.MonkeyPatch):
-    """The way there: which arguments, which environment, the card's name; the module itself needs a GPU."""
+def test_a_rank_on_a_gpu_calls_the_gpu_module(card: pytest.MonkeyPatch):
+    """The arguments of the call, the context's bytes and the card's name. The module itself is faked, since it needs a GPU."""
     asked: dict[str, Any] = {}
     played = ModuleType("zeroplan.verify.backends.cuda")
 
@@ -135,7 +135,7 @@ def test_a_gpus_rank_is_measured_by_the_module_for_it(card: pytest.MonkeyPatch):
     played.measured_on_gpu = measured_on_gpu  # type: ignore[attr-defined]
     card.setitem(sys.modules, "zeroplan.verify.backends.cuda", played)
     card.setattr("zeroplan.verify.watching.group.join", lambda *_, **__: "log")
-    outside = iter([500, 600])  # when the context is made, and when the group is there
+    outside = iter([500, 600])  # after the CUDA context is made, and after the group is joined
     card.setattr("zeroplan.verify.backends.gpu.outside_bytes", lambda: next(outside))
     card.setattr(torch.cuda, "init", lambda: None)
     card.setattr(torch.cuda, "synchronize", lambda: None)

@@ -1,4 +1,4 @@
-"""On real GPUs, where there are some: one card as a rank of two, and two over NCCL, which must count the same bytes."""
+"""Runs on real GPUs, skipped without one. One card as a rank of two must count the same bytes as two cards over NCCL."""
 
 import json
 from importlib.util import find_spec
@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measured(folder: Path, engine: str, stage: int, *arguments: str) -> list[Measurement]:
-    """Run a small job on cards; the records of its ranks, and that the estimate is within 2 %."""
+    """Run a small job on cards, require exit code 0 (the estimate is within 2 %), and return the records of its ranks."""
     job = ("--config", "config.json", "--engine", engine, "--stage", str(stage), "--gpus", "2", "--seq-len", "1024")
     with pytest.raises(SystemExit) as ended:
         main(["verify", *job, "--backend", "cuda", "--record-dir", str(folder), *arguments])

@@ -1,4 +1,4 @@
-"""Options, optimizers and ranks that are not the usual ones: the engine takes what is estimated, to a ten-thousandth."""
+"""Less common options, optimizers and ranks: the engine's bytes are within 0.01 % of the estimate."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def ddp(name: str = "smollm2-135m", layers: int = 2, *, stage: int = 0, **said: 
 
 STEPS = DdpOptions(step_in_backward=True)
 JOBS = {
-    # With one rank nothing names the root group's last gradient any more when it is reduced.
+    # With one rank, no variable holds the root group's last gradient any more when it is reduced.
     "fsdp2, one rank": job("pythia-160m", 2, ranks=1),
     "fsdp2, one rank, bf16": job("pythia-160m", 2, ranks=1, precision="bf16"),
-    # It casts its parameters one after the other, or fetches and casts them, which is the peak of the forward.
+    # One rank casts its parameters one by one, or with offload fetches and casts them. The forward peaks there.
     "fsdp2, one rank, wide head": job("llama-3.1-8b", 1, ranks=1, tokens=16),
     "fsdp2, one rank, offloaded": job("pythia-160m", 2, ranks=1, tokens=16, fsdp2=Fsdp2Options(cpu_offload=True)),
-    # A block's smaller shard is there until it is copied out, and what is cast for the next gather is as large.
+    # The shard that a block is resharded to lives until it is copied out. The cast for the next gather is as large.
     "fsdp2, resharded two ways, experts": job("deepseek-v3", 5, ranks=4, fsdp2=Fsdp2Options(reshard_after_forward=2)),
     "fsdp2, resharded two ways, bf16": job(
         "deepseek-v3", 5, ranks=4, precision="bf16", fsdp2=Fsdp2Options(reshard_after_forward=2)
     ),
-    # As many ways as there are ranks is ``True``.
+    # ``reshard_after_forward`` equal to the number of ranks is the same as ``True``.
     "fsdp2, resharded all ways": job("qwen3-30b-a3b", 3, ranks=2, fsdp2=Fsdp2Options(reshard_after_forward=2)),
-    # Several sequences: selective recomputation keeps the v projection's output, of which attention saves a copy.
+    # With several sequences attention saves a copy of the v projection's output, which selective recomputation keeps too.
     "one key head, eager attention, selective": job(
         "gemma-3-1b", 7, tokens=512, sequences=3, attention="eager", recompute="selective", precision="bf16"
     ),
     "plain loop": ddp(ranks=1),
     "ddp around one rank": ddp(ranks=1, ddp=DdpOptions(wrap_one_rank=True)),
-    # Each weight's step comes with its gradient: under autocast when the 16-bit one is gone, of a tied head with both summed up.
+    # Each weight is stepped as its gradient arrives: under autocast once the 16-bit one is freed, if tied once both are summed.
     "plain loop, step in the backward": ddp("llama-3.1-8b", 2, ranks=1, optimizer="adamw", optimizer_impl="foreach", ddp=STEPS),
     "plain loop, step in the backward, tied": ddp("gpt2", ranks=1, optimizer="adam", optimizer_impl="foreach", ddp=STEPS),
     "ddp, stage 1 of one rank": ddp(ranks=1, stage=1),
@@ -115,7 +115,7 @@ def test_a_step_in_the_backward_needs_no_more_than_one_gradient_at_a_time():
         ),
     ],
 )
-def test_where_a_step_in_the_backward_is_not_modelled(changed: dict[str, object], said: str):
+def test_a_step_in_the_backward_is_refused_where_it_is_not_modelled(changed: dict[str, object], said: str):
     with pytest.raises(SpecError, match=f"ddp.step_in_backward with .*{said}"):
         replace(JOBS["plain loop, step in the backward"], **changed)
 
@@ -124,7 +124,7 @@ def replace_ddp(name: str, options: DdpOptions) -> JobSpec:
     return replace(JOBS[name], recipe=replace(JOBS[name].recipe, ddp=options))
 
 
-def test_the_rank_that_the_figures_are_of_is_named():
+def test_a_note_names_the_rank_that_the_figures_describe():
     asked = JOBS["ddp, stage 1, another rank takes more in the step"]
     (note,) = [note for note in estimate(asked).notes if "whole tensors" in note]
     assert "rank 0 holds the most optimizer state, and rank 1 needs the most in the optimizer step" in note
@@ -132,8 +132,8 @@ def test_the_rank_that_the_figures_are_of_is_named():
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_a_later_step_is_like_the_one_that_is_kept(engine: str):
-    """Records keep the second step of FSDP2 and the third of DDP: the steady state."""
+def test_later_steps_equal_the_recorded_one(engine: str):
+    """Records keep FSDP2's second step and DDP's third, which are the first of the steady state."""
     from tests.simulated import simulate
 
     stage, kept = (0, 2) if engine == "ddp" else (3, 1)

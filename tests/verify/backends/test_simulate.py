@@ -1,4 +1,4 @@
-"""Simulations against the estimate, and few layers extended against all of them."""
+"""Simulated runs against the estimate, and a simulation of few layers, extended, against one of all layers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ LARGE = {
 
 
 def steps(made: JobSpec) -> int:
-    """How many there are to the steady state."""
+    """Return the number of steps to run until the steady state."""
     return 3 if made.recipe.engine == "ddp" else 2
 
 
@@ -96,11 +96,11 @@ def test_a_large_job_takes_what_is_estimated(name: str):
     assert max(map(abs, off)) < 0.003, off
 
 
-#: Bytes of the frequencies of rotary embeddings, which DDP sends from rank 0 before every forward; the estimate leaves them out.
+#: Bytes of the rotary frequencies, which DDP broadcasts from rank 0 before every forward. The estimate leaves them out.
 OF_BUFFERS = 512
 
 
-#: What is alive at their peaks is named late: parts of a tied head's gradient, scores that flow back.
+#: Jobs whose peak holds tensors whose kind is known only later: parts of a tied head's gradient, gradients of attention scores.
 NAMED_LATE = {
     "fp32, tied head": job(tied=True, vocab=9000, batch=WEIGHTS, precision="fp32"),
     "ddp, fp32, tied head": job(engine="ddp", zero_stage=0, tied=True, vocab=9000, batch=WEIGHTS, precision="fp32"),
@@ -120,7 +120,7 @@ def test_a_small_job_takes_what_is_estimated(name: str):
 
 
 def fullest(made: JobSpec) -> int:
-    """Return the rank that the estimate is of; ZeroRedundancyOptimizer does not give all the same."""
+    """Return the rank that the estimate describes, since ZeroRedundancyOptimizer's shares differ."""
     if made.recipe.zero_stage != 1:
         return 0
     impl = implementation(made.recipe.optimizer, made.recipe.optimizer_impl)
@@ -128,10 +128,10 @@ def fullest(made: JobSpec) -> int:
 
 
 @pytest.mark.parametrize("said", [{}, {"batch": WEIGHTS}, {"recompute": "full"}])
-def test_buckets_and_weight_casts_are_told_apart_as_estimated(said: dict[str, object]):
+def test_buckets_weight_casts_and_gradients_have_the_estimated_bytes(said: dict[str, object]):
     from tests.simulated import simulate
 
-    asked = job(engine="ddp", zero_stage=0, optimizer="sgd", ffn=1024, **said)  # so that backward is the highest
+    asked = job(engine="ddp", zero_stage=0, optimizer="sgd", ffn=1024, **said)  # so that the backward is the peak
     kinds = {row.what: row for row in compare_with_estimate(simulate(asked, steps=3)).kinds}
     for kind in (Kind.REDUCE, Kind.WEIGHT_CASTS, Kind.GRADIENTS):
         assert kinds[kind].predicted == kinds[kind].measured > 0
@@ -165,7 +165,7 @@ MANY_LAYERS = {
     "gpt-oss": tiny("gpt_oss", 10),
     "gpt2": deep(job("gpt2"), 8),
 }
-#: A layer of these fills buckets of its own, as every large model's does.
+#: A width of the MLP at which every layer fills buckets of its own, as in large models.
 LAYERS_OF_MANY_BUCKETS = 60_000
 MANY_LAYERS |= {
     "ddp": deep(job(engine="ddp", zero_stage=0, ffn=LAYERS_OF_MANY_BUCKETS), 9),
@@ -177,7 +177,7 @@ MANY_LAYERS |= {
             sync_every_micro_batch=False), 8
     ),
 }  # fmt: skip
-#: Where a bucket or a rank's share does not grow by the layer, all layers are run.
+#: Jobs whose buckets or shares do not grow evenly with each layer, so that all layers are run.
 NOT_BY_THE_LAYER = {
     "several layers in a bucket": deep(job(engine="ddp", zero_stage=0, ffn=2000), 20),
     "one layer in a bucket, and some": deep(job(engine="ddp", zero_stage=0, ffn=11000), 11),
@@ -209,27 +209,27 @@ def test_few_layers_extended_are_all_layers_to_the_byte(name: str):
 
 
 def off_by_block(asked: JobSpec, measured: Measurement) -> list[float]:
-    """How far the highest moment of each block, and of what is before and after them, is from what was measured there."""
+    """Return the relative error of the highest moment of each block, and of those before and after the blocks."""
     drawn = timeline(asked, measured)
     predicted = [max(instant.total_bytes for instant in drawn.instants[one.first : one.last + 1]) for one in drawn.levels]
     return [(n_bytes - one.n_bytes) / one.n_bytes for n_bytes, one in zip(predicted, drawn.levels, strict=True)]
 
 
 @pytest.mark.parametrize("name", NOT_BY_THE_LAYER)
-def test_all_layers_are_run_where_they_do_not_add_alike(name: str):
+def test_all_layers_are_run_where_they_do_not_add_equal_amounts(name: str):
     from tests.simulated import simulate
 
     measured = simulate(NOT_BY_THE_LAYER[name], all_layers=False, steps=3)
     assert not any("extended" in remark for remark in measured.remarks)
 
 
-def test_the_record_says_where_all_layers_were_run():
+def test_a_run_of_all_layers_has_no_remark_about_extension():
     from tests.simulated import simulate
 
     assert not any("extended" in remark for remark in simulate(FSDP2["llama"]).remarks)
 
 
-def test_the_allocator_is_asked_for_what_was_requested_and_two_workspaces():
+def test_the_replayed_allocator_serves_all_requests_and_two_workspaces():
     from tests.simulated import simulate
 
     measured = simulate(SEVEN_B, all_layers=False)

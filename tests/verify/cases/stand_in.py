@@ -1,8 +1,8 @@
-"""``zeroplan verify --matrix`` with all its processes and without torch: a case is measured when the test lets it.
+"""``zeroplan verify --matrix`` with all its processes but without torch. The test decides when a case ends.
 
-Run as the program, ``stand_in.py verify --matrix ...``, it starts itself, ``stand_in.py warm ...``, in the place of the process
-that cases are copied from. What a case of so many tokens does, its copy writes into the folder ``STAND_IN``: ``began-128`` holds
-the process ids of the copy and of the one it is a copy of; it ends when ``go-128`` is there.
+Run as ``stand_in.py verify --matrix ...``, it starts itself, ``stand_in.py warm ...``, as the process from which cases are
+forked. The fork for a case of 128 tokens writes its own process id and its parent's to ``began-128`` in the folder
+``STAND_IN``. It ends once ``go-128`` is there, or after 20 s.
 """
 
 import os

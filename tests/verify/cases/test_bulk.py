@@ -1,4 +1,4 @@
-"""Many cases in one file: what the file means, what is kept of each, and that whatever ends a run loses at most one."""
+"""Many cases in one matrix file: how the file is read, which results are kept, and how the cases are run."""
 
 import json
 import os
@@ -41,10 +41,10 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-# What the file means
+# Reading the file
 
 
-def test_lists_mean_each_of_their_values_and_a_case_overrides_the_defaults(tmp_path: Path):
+def test_a_list_makes_a_case_of_each_value_and_a_case_overrides_the_defaults(tmp_path: Path):
     path = written(tmp_path, """
         [defaults]
         model = "gpt2"
@@ -73,7 +73,7 @@ def test_lists_mean_each_of_their_values_and_a_case_overrides_the_defaults(tmp_p
     assert (last.job.model.num_hidden_layers, last.rank, last.steps, last.transport) == (2, 3, 4, "fake")
 
 
-def test_options_of_an_engine_are_values_of_a_case_too(tmp_path: Path):
+def test_a_case_can_set_options_of_an_engine(tmp_path: Path):
     settings = ("fsdp2.reshard_after_forward=false", "fsdp2.reshard_after_forward=2")
     path = written(tmp_path, f"[[case]]\nmodel = 'gpt2'\ngpus = 4\nset = {list(settings)}")
     found = [case.task.job.recipe.fsdp2.reshard_after_forward for case in read_matrix(path, tensors="cpu")]
@@ -97,21 +97,21 @@ def test_options_of_an_engine_are_values_of_a_case_too(tmp_path: Path):
     ("[defaults]\nmodel = 'gpt2'\ngpus = 2\nengine = 'deepspeed'\nrecompute = 'selective'\n[[case]]\nstage = [2, 3]",
      "case 1: recompute 'selective' at stage 3 fails in DeepSpeed"),
 ])  # fmt: skip
-def test_what_is_no_matrix_is_one_line(tmp_path: Path, text: str, said: str):
+def test_a_bad_matrix_is_refused_in_one_line(tmp_path: Path, text: str, said: str):
     with pytest.raises(SpecError) as refused:
         read_matrix(written(tmp_path, text), tensors="cpu")
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_an_unknown_matrix_names_the_packages():
+def test_an_unknown_matrix_is_refused_with_the_names_of_the_shipped_ones():
     with pytest.raises(ZeroplanError, match="one-140gb"):
         find_matrix("one-140")
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_the_packages_matrices_fit_as_they_are_meant_to(name: str):
-    """By this estimate: at the edge a few percent off on the side that is asked for, elsewhere with room to spare."""
+def test_cases_of_the_shipped_matrices_fit_as_intended(name: str):
+    """By the estimate: a case at the edge is a little over or under the card, as asked. All others need less than 90 % of it."""
     cases = read_matrix(shipped()[name], tensors="cuda")
     for case in cases:
         answer = estimate(case.task.job)
@@ -129,7 +129,7 @@ def test_the_packages_matrices_fit_as_they_are_meant_to(name: str):
     assert {job.model.family for job in jobs} >= {"llama", "qwen3", "gpt2", "mixtral"}
 
 
-def test_edges_are_those_of_the_card_at_hand(tmp_path: Path):
+def test_cases_at_the_edge_follow_the_card_at_hand(tmp_path: Path):
     path = written(tmp_path, "[[case]]\nmodel = 'gpt2'\ngpus = 8\ngpu = 'h200'\nstage = 3\nedge = [0.98, 1.02]")
     for card_bytes in (10**10, 141 * 10**9):
         below, above = (case.task.job for case in read_matrix(path, tensors="cuda", card_bytes=card_bytes))
@@ -164,7 +164,7 @@ def test_the_driver_is_asked_for_a_cards_memory_and_may_be_absent(monkeypatch: p
     assert needs.card_bytes() is None
 
 
-def test_the_matrix_of_one_card_covers_what_is_asked_of_it():
+def test_the_matrix_of_one_card_covers_the_intended_settings():
     cases = read_matrix(shipped()["one-140gb"], tensors="cuda")
     jobs = [case.task.job for case in cases]
     assert len(cases) >= 60
@@ -176,7 +176,7 @@ def test_the_matrix_of_one_card_covers_what_is_asked_of_it():
     assert (min(job.batch.seq_len for job in jobs), max(job.batch.seq_len for job in jobs)) == (512, 32_768)
 
 
-# What is kept
+# Keeping results
 
 
 def result(name: str = "a", **said: Any) -> Result:
@@ -184,7 +184,7 @@ def result(name: str = "a", **said: Any) -> Result:
     return Result(**{"name": name, "task": Task(job=job, transport="fake"), "outcome": "measured", "record": twin(), **said})
 
 
-def test_results_are_found_again_by_what_was_run(tmp_path: Path):
+def test_a_result_is_found_again_by_its_task(tmp_path: Path):
     path, said = tmp_path / "deep" / "r.jsonl", list[str]()
     first, other = result(), result("b", task=replace(result().task, steps=7), outcome="out of memory", says="no more")
     with opened(path, say=said.append) as results:
@@ -244,7 +244,7 @@ ON_A_CARD = {"outcome": "out of memory", "record": None, "says": "CUDA out of me
     (1.05, ON_A_CARD, True), (0.5, ON_A_CARD, False), (0.99, ON_A_CARD, True),
     (0.5, {}, True), (1.05, {}, False), (1.01, {}, True), (0.5, {"outcome": "failed", "record": None}, None),
 ])  # fmt: skip
-def test_a_verdict_is_judged_outside_the_band(share: float, said: dict[str, Any], *, agrees: bool | None):
+def test_a_verdict_counts_as_wrong_only_outside_the_band(share: float, said: dict[str, Any], *, agrees: bool | None):
     needed = needed_bytes(estimate(twin().job), alone=True)
     task = Task(job=twin().job, transport="fake", tensors="cuda")
     exact = replace(twin(), steps=(_as_estimated(),), collectives=())
@@ -254,7 +254,7 @@ def test_a_verdict_is_judged_outside_the_band(share: float, said: dict[str, Any]
 
 @pytest.mark.parametrize(("said", "agrees"), [(ON_A_CARD, True), ({}, False)])
 def test_where_the_allocator_may_need_more_than_is_left_a_replay_decides(said: dict[str, Any], *, agrees: bool):
-    """With a twentieth of the card left, this job's replay runs out of memory."""
+    """The estimate leaves a twentieth of the card free, and this job's replay runs out of memory."""
     needed = needed_bytes(estimate(twin().job), alone=True)
     task = Task(job=twin().job, transport="fake", tensors="cuda")
     exact = replace(twin(), steps=(_as_estimated(),), collectives=())
@@ -262,7 +262,7 @@ def test_where_the_allocator_may_need_more_than_is_left_a_replay_decides(said: d
     assert (one.goes_through, one.fits, one.agrees) == (False, False, agrees)
 
 
-def test_only_ranks_that_talk_need_room_for_communicators():
+def test_only_ranks_over_nccl_need_room_for_communicators():
     alone, together = (
         judged(result(task=Task(job=twin().job, transport=transport, tensors="cuda")), tolerance=1.0).needed
         for transport in ("fake", "nccl")
@@ -276,10 +276,10 @@ def _as_estimated() -> Any:
     return replace(steady, phases=(PhaseMeasured(phase="forward", peak_bytes=peak, kinds={}),), held_bytes=peak)
 
 
-# Running them
+# Running the cases
 
 
-def test_a_copy_that_cannot_use_the_card_is_restarted_and_so_are_all_after_it():
+def test_if_a_fork_cannot_use_the_card_its_case_and_all_later_ones_run_in_fresh_processes():
     copied: list[bool] = []
     nobody_can = False
 
@@ -301,7 +301,7 @@ def test_a_copy_that_cannot_use_the_card_is_restarted_and_so_are_all_after_it():
             runner.run(case)
 
 
-def test_cases_of_an_engine_that_is_not_here_are_refused_and_the_others_run(
+def test_cases_of_an_engine_that_is_not_installed_are_refused_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     path = written(tmp_path, "[[case]]\nmodel = 'gpt2'\ngpus = 4\nengine = ['deepspeed', 'ddp']\nstage = 1\nseq_len = 128")
@@ -338,7 +338,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def left_over(folder: Path) -> list[int]:
-    """Processes of ours whose scratch folder is below the folder."""
+    """Return the ids of zeroplan's processes whose TMPDIR is in the folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -375,8 +375,8 @@ def started(here: Path, *arguments: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.torch
-def test_cases_are_run_by_their_engines_and_those_without_a_result_again(here: Path):
-    """How a run is killed and taken up again is told in test_faults.py, without engines."""
+def test_engines_run_the_cases_and_cases_without_a_result_run_again(here: Path):
+    """Killed runs are tested in test_faults.py, without engines."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     written(here, MATRIX)
@@ -388,7 +388,7 @@ def test_cases_are_run_by_their_engines_and_those_without_a_result_again(here: P
     again = started(here, "--record-dir", "records", "--json")
     out, err = again.communicate(timeout=120)
     assert "3 of 4 cases have a result already; 1 failed or was refused and is tried again" in err
-    assert again.returncode == 4  # one has no result, and is tried again
+    assert again.returncode == 4  # one case still has no result
     assert [case["agrees"] for case in json.loads(out)["cases"]] == [True, True, None, True]
     lines = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [line["outcome"] for line in lines] == ["measured", "measured", "refused", "out of memory", "refused"]

@@ -1,4 +1,4 @@
-"""What may happen to a run of many cases: at most the running case is lost, and the next run says how the last one ended."""
+"""Faults during a run of many cases: at most the running case is lost, and the next run says how the last one ended."""
 
 import ast
 import errno
@@ -32,7 +32,7 @@ NAME = "gpt2 ddp-1 r0/4 bf16-mixed 1x{}"
 
 
 class Place:
-    """A folder with a matrix of three cases, in which runs are started, watched and killed."""
+    """A folder with a matrix of three cases, in which tests start, watch and kill runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Place:
             (self.folder / "cases" / f"go-{number}").touch()
 
     def began(self, tokens: int) -> tuple[int, int]:
-        """Wait until a case runs; the process that does it, and the one it is a copy of."""
+        """Wait until a case runs; return the ids of its process and of the process that it was forked from."""
         path = self.folder / "cases" / f"began-{tokens}"
         until(path.exists)
         copy, origin = map(int, path.read_text().split())
@@ -118,7 +118,7 @@ def test_a_worker_that_is_killed_is_one_failed_case_and_the_next_run_tries_it_ag
     assert (code, place.outcomes()[3:]) == (0, [(256, "measured")])
 
 
-def test_without_the_process_that_it_is_a_copy_of_a_case_is_measured_all_the_same(place: Place):
+def test_a_case_is_measured_even_if_the_process_it_was_forked_from_is_killed(place: Place):
     place.let(128)
     process = place.start()
     os.kill(place.began(256)[1], signal.SIGKILL)
@@ -132,12 +132,12 @@ def test_a_run_that_is_killed_loses_its_case_and_the_next_says_which_and_runs_it
     place.let(128)
     process = place.start()
     others = place.began(256)
-    code, said = place.finish()  # a second one beside it
+    code, said = place.finish()  # a second run at the same time
     assert (code, said[-1].split("; ")[0]) == (4, "zeroplan: another run is writing to 'kept/some-simulate.jsonl'")
     for number in (process.pid, *(reversed(others) if tree else ())):
         os.kill(number, signal.SIGKILL)
     process.communicate(timeout=FOREVER_S)
-    until(lambda: not place.processes())  # nor a process of it
+    until(lambda: not place.processes())  # all processes of the killed run have ended
     with place.results.open("ab") as file:
         file.write(b'{"schema_version":1,"na')  # as a kill in the middle of a line would leave it
     place.let(256, 384)
@@ -153,12 +153,12 @@ def test_a_run_that_is_killed_loses_its_case_and_the_next_says_which_and_runs_it
     assert [path.name for path in (*place.results.parent.iterdir(), *(place.folder / "tmp").iterdir())] == [place.results.name]
 
 
-# A disk
+# Disk faults
 
 
-def test_on_a_full_disk_what_is_kept_stays_whole_and_the_next_run_goes_on(place: Place):
+def test_on_a_full_disk_kept_results_stay_whole_and_the_next_run_goes_on(place: Place):
     place.let(128, 256, 384)
-    room = 12_500  # for what a worker hands over and for one result, not for two
+    room = 12_500  # enough for what a worker hands over and one result, not for two
     code, said = place.finish(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)))
     assert (code, said[-1]) == (4, "zeroplan: results cannot be written to 'kept/some-simulate.jsonl': File too large")
     assert place.outcomes() == [(128, "measured")]
@@ -167,9 +167,9 @@ def test_on_a_full_disk_what_is_kept_stays_whole_and_the_next_run_goes_on(place:
     assert (code, said[0]) == (0, "results: kept/some-simulate.jsonl; 1 of 3 cases have a result already")
 
 
-def test_where_a_worker_cannot_write_the_run_ends_with_one_line_and_spends_no_time_on_the_other_cases(place: Place):
+def test_if_a_worker_cannot_write_the_run_ends_with_one_line_and_skips_the_other_cases(place: Place):
     place.let(128, 256, 384)
-    room = 6_500  # for an order, not for a record
+    room = 6_500  # enough for the task, not for a record
     code, said = place.finish(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)))
     assert code == 4
     assert said[-1].startswith("zeroplan: the record cannot be written to '")
@@ -177,8 +177,8 @@ def test_where_a_worker_cannot_write_the_run_ends_with_one_line_and_spends_no_ti
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
-def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
-    """Played at the one call, since root may write wherever the file system may be written to."""
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    """The failing call is faked, since root may write to any folder."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise OSError(number, os.strerror(number))
@@ -191,12 +191,12 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path, monkeypa
         pass
 
 
-def test_an_engine_that_cannot_write_is_no_fault_of_the_engine():
+def test_a_full_disk_is_not_blamed_on_the_engine():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/x")
     assert (cause_of(full), text_of(full)) == ("machine", "a file cannot be written ('/cache/x'): No space left on device")
 
 
-def test_nobody_has_to_listen_for_a_run_to_go_on(monkeypatch: pytest.MonkeyPatch):
+def test_a_run_goes_on_if_its_messages_cannot_be_written(monkeypatch: pytest.MonkeyPatch):
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stderr", full)
         say("3/64")
@@ -218,9 +218,9 @@ def test_without_locks_a_run_says_so_and_goes_on(tmp_path: Path, monkeypatch: py
     assert "has no locks (Function not implemented): make sure that no other run writes there" in told[0]
 
 
-def test_only_what_nobody_holds_is_removed_and_only_what_a_run_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folders_of_ended_runs_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "zeroplan-run-mine").mkdir()  # a user's own
+    (tmp_path / "zeroplan-run-mine").mkdir()  # a user's own folder
     left = tmp_path / "zeroplan-run-left"
     left.mkdir()
     (left / "task.json").touch()
@@ -233,8 +233,8 @@ def test_only_what_nobody_holds_is_removed_and_only_what_a_run_made(tmp_path: Pa
 
 # The clock
 
-#: By the clock of the system, and why: torch's profiler goes by it, and so do files' times; ranks on several nodes share no other;
-#: a date.
+#: Files that read the system's clock. Reasons: torch's profiler and file times use it, ranks on several nodes share no other,
+#: or a date is needed.
 BY_THE_SYSTEMS_CLOCK = {"dryrun/unwritten.py", "verify/watching/log.py", "verify/processes/slurm.py", "verify/environment.py"}
 
 

@@ -1,4 +1,4 @@
-"""The fake GPU: what it shows is what fake CPU tensors show, but for differences that have names; autocast is CUDA's own."""
+"""The fake GPU shows the same bytes as fake CPU tensors, except where CUDA has named other kernels. Its autocast is CUDA's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
 
-#: Not larger: numbers of AdamW's steps, in host memory beside a GPU, and the random state that CUDA's flash attention saves.
+#: Blocks up to this size are ignored: AdamW's step counters, in host memory beside a GPU, and flash attention's random state.
 A_FEW_NUMBERS = 16
 OTHER_KERNELS = {
     "llama, fp32": "attention in 32 bits takes another kernel on CUDA, and with grouped heads the one that makes all scores",
@@ -53,7 +53,7 @@ def _peaks(name: str, device: str) -> dict[tuple[int, Phase], int]:
 
 
 @pytest.mark.parametrize("name", [name for name in FSDP2 if name not in OTHER_KERNELS])
-def test_it_shows_what_fake_cpu_tensors_show(name: str):
+def test_the_fake_gpu_shows_the_same_bytes_as_fake_cpu_tensors(name: str):
     assert peaks(name, "cuda") == peaks(name, "cpu")
 
 
@@ -84,7 +84,7 @@ def test_attention_takes_the_kernel_that_cuda_takes(
     assert kernel(query, key, value, torch.empty(16, 16, device="meta") if mask else None) == chosen
 
 
-def test_heads_are_padded_to_eight_and_given_back():
+def test_a_head_size_that_is_no_multiple_of_eight_comes_back_unpadded():
     shape, back = on_the_fake_gpu(_attend, 20)
     assert shape == back == (1, 4, 16, 20)
 
@@ -103,8 +103,8 @@ def _attend(size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(out.shape), tuple(query.grad.shape)
 
 
-def test_an_rms_norm_is_cudas_one_kernel_and_a_channel_shuffle_is_none():
-    """The only two operators in which builds for the CPU and for CUDA differ so (both of torch 2.13)."""
+def test_rms_norm_is_cudas_fused_kernel_and_channel_shuffle_is_not_native():
+    """Only for these two operators does a CPU build of torch 2.13 choose otherwise than a CUDA build."""
     norm, shuffle = on_the_fake_gpu(_operators)
     assert norm == ["aten._fused_rms_norm.default"]
     assert "aten.native_channel_shuffle.default" not in shuffle
@@ -169,7 +169,7 @@ def test_a_run_under_autocast_takes_what_is_estimated(family: str, recompute: Re
 
 
 def test_a_cuda_build_keeps_its_version():
-    """Beside another version, torchvision refuses to be imported."""
+    """With another version, torchvision refuses to be imported."""
     code = """
 import torch
 torch.version.cuda = "13.0"
@@ -181,7 +181,7 @@ print(_CUDA_VERSION)
 
 
 def test_fake_tensors_touch_no_device_where_cuda_is_said_to_be_there():
-    """Those of torch 2.11 make a real tensor on it first (``torch/_subclasses/fake_tensor.py``, ``init_gpu_context``)."""
+    """Those of torch 2.11 first make a real tensor on the device (``torch/_subclasses/fake_tensor.py``, ``init_gpu_context``)."""
     on_the_fake_gpu(_asked_for_a_context)
 
 

@@ -1,4 +1,4 @@
-"""A Slurm of one node on this machine, for as long as a test takes: munge, the controller and the node's daemon, in one folder."""
+"""A Slurm of one node on this machine, for the time of a test. Munge, controller and node daemon share one folder."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ _PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
 def is_here() -> bool:
-    """Whether Slurm's programs are installed, and may be run: its node's daemon wants to be root."""
+    """Whether Slurm's programs are installed and can run: the node daemon needs root."""
     return sys.platform == "linux" and os.geteuid() == 0 and all(shutil.which(name, path=_PATH) for name in PROGRAMS)
 
 
@@ -49,7 +49,7 @@ def configuration(folder: Path) -> str:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Path]:
-    """Run it; what is yielded is its configuration, for SLURM_CONF. Its daemons are gone afterwards."""
+    """Start Slurm, yield the path of its configuration for SLURM_CONF, and stop its daemons afterwards."""
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
     (folder / "munge.key").write_bytes(os.urandom(1024))

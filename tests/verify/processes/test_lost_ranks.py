@@ -1,4 +1,4 @@
-"""What is said of a rank that NCCL takes down, and that an interrupt is heard when processes are being ended. Needs no torch."""
+"""The message about a rank that NCCL aborted; an interrupt while processes are being stopped is obeyed. Needs no torch."""
 
 import signal
 import subprocess
@@ -25,14 +25,14 @@ WATCHDOG = (
 
 
 def told(folder: Path, *messages: Message) -> Started:
-    """Ranks that have said this."""
+    """Return ranks that have sent these messages."""
     queue: SimpleQueue[Message | None] = SimpleQueue()
     for message in messages:
         queue.put(message)
     return Started(None, queue, folder)  # type: ignore[arg-type]  # no process is asked
 
 
-def test_a_rank_that_nccls_watchdog_ends_is_named_with_the_collective_and_records_before_it_are_kept(tmp_path: Path):
+def test_a_rank_that_nccls_watchdog_aborts_is_named_with_its_collective_and_earlier_records_are_kept(tmp_path: Path):
     (tmp_path / "rank2.stderr").write_text(WATCHDOG)
     kept: list[Measurement] = []
     record = {"rank": "0", "record": str(write_record(twin(), tmp_path))}
@@ -45,14 +45,14 @@ def test_a_rank_that_nccls_watchdog_ends_is_named_with_the_collective_and_record
     assert kept == [twin()]
 
 
-def test_what_nccl_said_of_a_rank_that_failed_is_its_line(tmp_path: Path):
+def test_the_line_about_a_failed_rank_is_nccls_message(tmp_path: Path):
     said = "NCCL 2.28.9: unhandled system error: socketConnect: no route; set NCCL_DEBUG=INFO for details"
     with pytest.raises(MeasurementError, match=rf"^rank 1 failed: {said}$"):
         listen(TASK, told(tmp_path, {"rank": "1", "failed": "engine", "text": said}), Listener(lambda _: None, lambda _: None))
 
 
-def test_an_interrupt_while_processes_are_ended_is_heard_when_they_are(monkeypatch: pytest.MonkeyPatch):
-    """One that does not go when it is asked, and interrupts instead, is ended all the same; then the interrupt is heard."""
+def test_an_interrupt_while_a_process_is_stopped_is_raised_afterwards(monkeypatch: pytest.MonkeyPatch):
+    """The process ignores SIGTERM and interrupts its parent. It is still killed; then the interrupt is raised."""
     monkeypatch.setattr(launch, "_GRACE_S", 2.0)
     stubborn = (
         "import os, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))\n"
@@ -62,7 +62,7 @@ def test_an_interrupt_while_processes_are_ended_is_heard_when_they_are(monkeypat
                                start_new_session=True)  # fmt: skip
     assert process.stdout is not None
     process.stdout.readline()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may have it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job may ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             launch.end_session(process)

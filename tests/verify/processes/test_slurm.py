@@ -1,4 +1,4 @@
-"""A job of Slurm's, as far as it can be told without one."""
+"""Slurm jobs, as far as they can be tested without Slurm."""
 
 import json
 from dataclasses import asdict, replace
@@ -45,7 +45,7 @@ def test_the_first_rank_to_fail_says_why(
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"job_id": 7}'])
-def test_a_folder_without_a_job_is_one_line(tmp_path: Path, content: str | None):
+def test_a_folder_without_a_job_is_refused_in_one_line(tmp_path: Path, content: str | None):
     if content is not None:
         (tmp_path / "slurm").mkdir()
         (tmp_path / "slurm" / "job.json").write_text(content)
@@ -54,7 +54,7 @@ def test_a_folder_without_a_job_is_one_line(tmp_path: Path, content: str | None)
     assert "\n" not in str(refused.value)
 
 
-def test_what_was_noted_is_taken_up(tmp_path: Path):
+def test_a_submitted_job_is_read_back_from_its_folder(tmp_path: Path):
     submitted = Submitted(job_id="7", task=TASK)
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "job.json").write_text(json.dumps(asdict(submitted)))

@@ -1,4 +1,4 @@
-"""A job of Slurm's, from submission to the comparison, against a real Slurm that the tests start."""
+"""Slurm jobs from submission to comparison, on a real Slurm that the tests start."""
 
 import json
 import signal
@@ -60,7 +60,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     (("--slurm-option", "constraint=gold"), "Slurm refuses the job: Invalid feature specification"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_what_slurm_refuses_is_its_own_words(run: Run, arguments: tuple[str, ...], said: str):
+def test_a_refused_job_is_reported_in_slurms_own_words(run: Run, arguments: tuple[str, ...], said: str):
     code, out, err = run(*JOB, "--record-dir", "kept", *arguments)
     assert (code, out) == (4, "")
     assert err.splitlines()[-1].startswith("zeroplan: Slurm ")
@@ -98,7 +98,7 @@ def test_a_job_is_submitted_left_and_taken_up_again(here: Path, run: Run, capfd:
     assert code == 0, err
     assert "It agrees within 2 %" in out
     assert "rank 1: peak" in out
-    code, again, _ = run("--resume", "kept")  # when it is over, too
+    code, again, _ = run("--resume", "kept")  # also after the job has ended
     assert (code, again) == (0, out)
     with pytest.raises(SystemExit):
         main(["compare", "kept"])

@@ -1,4 +1,4 @@
-"""A rank as a program under torchrun: two nodes of one rank each, which here are two agents on one machine."""
+"""Ranks that torchrun starts: two nodes of one rank each, here two torchrun agents on one machine."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_two_nodes_under_torchrun(here: Path, capsys: pytest.CaptureFixture[str]
     (("job.toml", "--backend", "cpu", "--timeout", "1"), {"WORLD_SIZE": "2"}, 4, "rank 0's node did not answer at 127.0.0.1:"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_what_is_wrong_is_one_line(
+def test_each_problem_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...],
     environment: dict[str, str], code: int, said: str,
 ):  # fmt: skip

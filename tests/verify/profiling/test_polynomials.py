@@ -1,4 +1,4 @@
-"""Polynomials are exact, or there is none; what covers another is never less, whatever the batch."""
+"""Polynomials through counted bytes: exact, or none. One that covers another is never below it, for any batch."""
 
 from itertools import product
 
@@ -18,23 +18,23 @@ amounts = st.builds(
 
 
 @given(amounts)
-def test_what_is_a_polynomial_is_found(amount: Amount):
+def test_a_polynomial_is_found_from_its_values(amount: Amount):
     assert Fit(SHAPES, OF_MORE).amount([value(amount, shape) for shape in SHAPES]) == amount
 
 
-def test_what_has_fractions_is_none():
+def test_values_that_need_fractions_have_no_polynomial():
     assert Fit(SHAPES[:3], OF_ONE).amount([shape.length**2 // 3 for shape in SHAPES[:3]]) is None
 
 
 @given(amounts, amounts)
-def test_what_covers_is_never_less(first: Amount, second: Amount):
+def test_a_polynomial_that_covers_another_is_never_below_it(first: Amount, second: Amount):
     if covers(first, second):
         for shape in map(Shape._make, product((1, 2, 7), (1, 3, 128, 5000))):
             assert value(first, shape) >= value(second, shape)
 
 
 @pytest.mark.parametrize("multiple", [8, 32, 128])
-def test_what_fills_lengths_up_is_found(multiple: int):
+def test_padding_to_a_multiple_is_found(multiple: int):
     amount = Amount(tokens=6, padding=16)
     counted = {shape: value(amount, shape, multiple) for shape in (Shape(5, 170), Shape(5, 337), Shape(3, 8192))}
     assert padded(Amount(tokens=6), counted) == (amount, multiple)

@@ -1,4 +1,4 @@
-"""A profile of a known family is its formulas, and of an unknown module what a run of the engine takes."""
+"""The profile of a known family equals its formulas; the profile of an unknown module predicts a run of the engine."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.torch
 
 ODD, ATTENDING = "tests.odd_transformer:workload", "tests.odd_transformer:attending"
-#: Neither a length nor a number of sequences that was traced, but for one sequence.
+#: Lengths and numbers of sequences that were not traced, except for the one sequence.
 BATCHES = (BatchSpec(micro_batch_size=4, seq_len=75), BatchSpec(micro_batch_size=1, seq_len=1001))
 
 
 def profile(of: Callable[..., Subject], what: tuple[str, ...], wanted: Wanted, told: list[str] | None = None) -> Profile:
-    """The profile of ``of(*what)`` from the process of the fake GPU; what it says goes to ``told``."""
+    """Profile ``of(*what)`` in the process of the fake GPU; add its messages to ``told``."""
     found, said = on_the_fake_gpu(_profiled, of, what, wanted)
     if told is not None:
         told.extend(said)
@@ -77,7 +77,7 @@ def _profiled(of: Callable[..., Subject], what: tuple[str, ...], wanted: Wanted)
 
 
 def simulated(job: JobSpec, where: str, steps: int) -> Measurement:
-    """The record of a workload, from the process of the fake GPU."""
+    """Simulate a workload in the process of the fake GPU, and return the record."""
     return on_the_fake_gpu(_simulated, job, where, steps)
 
 
@@ -119,14 +119,14 @@ def test_the_profile_of_a_family_is_its_formulas_to_the_byte(family: str, recipe
     _has_the_parameters_of(traced, spec, autocast=compute.autocast)
     for batch in BATCHES:
         formulas = _amounts(spec, compute, batch, recipe)
-        if not spec.positions:  # rotary families' position ids, which the formulas leave out
+        if not spec.positions:  # the formulas leave out the position ids of rotary families
             formulas["shared" if recipe.recompute != "none" else "beside"] += 8 * batch.seq_len
         assert _amounts(traced, compute, batch, recipe) == formulas
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_deepspeed_takes_as_much_of_a_family_as_of_its_profile(accumulated: int, gpt2: Profile) -> None:
-    """Buckets are smaller than the largest gradients, so that they are reduced in the course of the backward."""
+def test_deepspeeds_estimate_of_a_family_is_that_of_its_profile(accumulated: int, gpt2: Profile) -> None:
+    """Buckets are smaller than the largest gradients, so that gradients are reduced during the backward."""
     spec, small = tiny("gpt2"), DeepSpeedOptions(
         reduce_bucket_size=20_000, stage3_max_live_parameters=50_000, stage3_max_reuse_distance=50_000,
         stage3_prefetch_bucket_size=20_000, stage3_param_persistence_threshold=100,
@@ -149,7 +149,7 @@ def _highest(answer: Estimate) -> dict[Phase, int]:
 
 
 def _amounts(model: ModelSpec, compute: Compute, batch: BatchSpec, recipe: RecipeSpec) -> dict[str, int | list[int]]:
-    """What the two must agree on, as the kernels that were traced have it."""
+    """Return the bytes on which formulas and profile must agree, for the kernels that were traced."""
     run = layout(model).runs[0]
     recompute, recomputed = recipe.recompute, recipe.recompute == "full"
     block = block_pass(model, run.kind, compute, batch, recomputed=recomputed)
@@ -191,7 +191,7 @@ def _outside(head: HeadPass, shared: int, size: Callable[..., int]) -> dict[str,
 
 
 def _bytes(lines: tuple[Line, ...], compute: Compute) -> int:
-    """As the kernels have it that were traced."""
+    """Return the bytes of the lines for the kernels that were traced."""
     return cpu_bytes(lines, compute) if compute.kernels == "cpu" else sum(int(line.n_bytes) for line in lines)
 
 
@@ -217,7 +217,7 @@ def odd_under_ddp() -> Profile:
     return profile(of_workload, (ODD,), Wanted(("ddp",), ("bf16-mixed",), ("none",)))
 
 
-def test_kinds_of_blocks_are_found_and_what_is_alike_stands_together(odd: Profile) -> None:
+def test_kinds_of_blocks_are_found_and_equal_neighbours_are_joined(odd: Profile) -> None:
     assert [(run.kind, run.layers) for run in odd.runs] == [("Mixer", 2), ("Gated", 1), ("Mixer", 1)]
     assert [tensor.name for tensor in odd.tail] == ["leave.weight", "leave.bias", "head.weight", "head.bias"]
     assert {len(one.blocks["Gated"].points) > 0 for variant in odd.variants for one in (variant.one, variant.more)} == {True}
@@ -263,8 +263,8 @@ def test_deepspeed_takes_what_the_profile_says(stage: str, odd: Profile, tmp_pat
 
 
 @pytest.mark.deepspeed
-def test_deepspeed_gathers_what_a_module_never_calls_with_the_one_that_reads_it(tmp_path: Path) -> None:
-    """``nn.MultiheadAttention``'s output projection; and of its packed weight autograd saves views."""
+def test_deepspeed_gathers_a_module_that_is_never_called_with_the_one_that_reads_it(tmp_path: Path) -> None:
+    """``nn.MultiheadAttention`` reads its output projection without calling it. Autograd saves views of its packed weight."""
     pytest.importorskip("deepspeed")
     traced = profile(of_workload, (ATTENDING,), Wanted(("deepspeed",), ("bf16-mixed",), ("none",)))
     nothing_kept = ("live_parameters", "reuse_distance")
@@ -276,7 +276,7 @@ def test_deepspeed_gathers_what_a_module_never_calls_with_the_one_that_reads_it(
 
 
 def _under_deepspeed(traced: Profile, workload: str, folder: Path, *more: str) -> Comparison:
-    """Run a module under DeepSpeed, in a process of its own, which it patches for good."""
+    """Compare a module's profile with a run under DeepSpeed, in a process of its own since DeepSpeed patches torch for good."""
     (folder / "traced.json").write_text(json.dumps(said(traced)), encoding="utf-8")
     asked = (
         "--profile", str(folder / "traced.json"), "--workload", workload, "--engine", "deepspeed", "--gpus", "4",
@@ -290,12 +290,12 @@ def _under_deepspeed(traced: Profile, workload: str, folder: Path, *more: str) -
     return compare_with_estimate(read(Measurement, json.loads(done.stdout)["comparisons"][0]["measurement"], where="record"))
 
 
-def test_a_batch_of_its_own_is_made_larger_and_smaller() -> None:
+def test_a_workloads_own_batch_is_made_in_any_shape() -> None:
     made = of_workload("tests.odd_transformer:fixed").make(Shape(3, 7))
     assert {name: tuple(one.shape) for name, one in made.batch.items()} == {"ids": (3, 7)}
 
 
-def test_what_a_profile_says_nothing_of_is_refused(odd: Profile) -> None:
+def test_settings_that_a_profile_does_not_cover_are_refused(odd: Profile) -> None:
     model = model_of(odd)
     with pytest.raises(SpecError, match="does not cover 16 bits with recomputation selective; it covers 16 bits with"):
         estimate(JobSpec(model=model, recipe=RecipeSpec(recompute="selective")))
@@ -305,7 +305,7 @@ def test_what_a_profile_says_nothing_of_is_refused(odd: Profile) -> None:
         JobSpec(model=model, recipe=RecipeSpec(loss="chunked"))
 
 
-def test_a_window_is_told_and_longer_sequences_alone_are_profiled(tmp_path: Path) -> None:
+def test_lengths_on_both_sides_of_a_window_are_refused_and_longer_ones_alone_are_profiled(tmp_path: Path) -> None:
     spec, path = replace(tiny("mistral"), sliding_window=1024), tmp_path / "window.json"
     path.write_text(json.dumps(config(spec)), encoding="utf-8")
     asked = Wanted(("fsdp2",), ("bf16",), ("none",))
@@ -332,8 +332,8 @@ def judging() -> tuple[Profile, list[str]]:
     return profile(of_workload, (JUDGING,), asked, told), told
 
 
-def test_sequences_are_no_longer_than_the_module_takes_them(judging: tuple[Profile, list[str]]) -> None:
-    """Of 512 positions, two classes in batches of two and more, weights that are drawn anew until they fit; nothing inexact."""
+def test_a_module_with_a_longest_sequence_is_profiled_exactly(judging: tuple[Profile, list[str]]) -> None:
+    """The profile covers any length from 1 on, and no variant has a remark that it is inexact."""
     found, _ = judging
     assert (found.seq_len, found.shortest, found.tied_head) == (None, 1, None)
     assert not [remark for one in found.variants for part in (one.one, one.more) for remark in part.remarks]
@@ -357,8 +357,7 @@ def test_a_second_list_of_blocks_is_named(judging: tuple[Profile, list[str]]) ->
     assert told[0].startswith("'decoder' is a list of 2 modules beside the 3 blocks of 'encoder': engines shard its modules ")
 
 
-def test_lengths_are_as_many_as_there_is_room_for() -> None:
-    """Never beyond what the module takes, whatever the shortest is; where that leaves one, it is that one."""
+def test_traced_lengths_lie_between_the_shortest_and_the_longest() -> None:
     for longest in (None, 2, 5, 16, 77, 512, 640, 8192):
         for shortest in (None, 1, 5, 300, 511, 4096):
             if shortest is not None and longest is not None and shortest > longest:
@@ -400,7 +399,7 @@ def written(keys: dict[str, object], folder: Path) -> str:
 def test_other_architectures_are_built_from_what_transformers_writes(
     keys: dict[str, object], longest: int | None, tmp_path: Path
 ) -> None:  # fmt: skip
-    """And one pass is traced. What is of text and images is profiled by its text part, and says so."""
+    """One pass is traced. A model of text and images is profiled by its text part, and its name says so."""
     path = written(keys, tmp_path)
     subject = of_config(path, "sdpa")
     assert (subject.longest, "(text part)" in subject.name) == (longest, "text_config" in keys)
@@ -414,8 +413,8 @@ def _count_of_blocks(path: str) -> int:
     return len(structure_of(subject.whole, subject.layer_kinds, probe, lambda _: None).kinds)
 
 
-def test_a_module_of_other_operators_at_each_length_is_profiled_at_one(tmp_path: Path) -> None:
-    """Qwen 3.5's linear attention goes through a sequence chunk by chunk, in Python."""
+def test_a_module_whose_operators_depend_on_the_length_is_profiled_at_one_length(tmp_path: Path) -> None:
+    """Qwen 3.5's linear attention loops over the chunks of a sequence in Python."""
     subject, asked, told = (written(QWEN_3_5, tmp_path), "sdpa"), Wanted(("fsdp2",), ("bf16",), ("none",)), list[str]()
     with pytest.raises(MeasurementError, match="or of that length alone where each length runs other operators"):
         profile(of_config, subject, asked, told)

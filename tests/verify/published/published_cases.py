@@ -1,6 +1,6 @@
 """Runs whose peak memory was published, set up as their sources ran them: model, engine and loop.
 
-Models follow their published architectures, and loops what their sources do between two steps. Llama runs on fake tensors, the
+Models follow their published architectures, and loops do what the sources do between two steps. Llama runs on fake tensors, the
 small recipe on real ones.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def shown_peaks(recording: Recording, *, workspace_bytes: int) -> dict[tuple[int, Phase], int]:
-    """Return the most that ``memory_allocated`` would have shown in each phase of each step. [bytes]"""
+    """Return the highest value of ``memory_allocated`` in each phase of each step. [bytes]"""
     shown = replay(recording, workspace_bytes=workspace_bytes).allocated
     ends = [span.start for span in recording.spans[1:]] + [recording.now]
     peaks: dict[tuple[int, Phase], int] = {}
@@ -49,7 +49,7 @@ def shown_peaks(recording: Recording, *, workspace_bytes: int) -> dict[tuple[int
 
 
 class RootMeanSquareNorm(nn.Module):
-    """Normalises in fp32, and scales in the input's dtype."""
+    """RMSNorm that normalises in fp32 and scales in the input's dtype."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def _normalised(x: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention; positions are rotations of complex numbers, in fp32."""
+    """Causal attention. Rotary positions are products of complex numbers, in fp32."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Attend within each sequence; ``x`` has the tokens of all sequences one after the other."""
+        """Attend within each sequence. ``x`` has the tokens of all sequences in one row."""
         shape = (-1, turns.shape[0], self.heads, x.shape[1] // self.heads)
         q, k, v = self.q(x), self.k(x), self.v(x)
         q, k, v = q.view(shape), k.view(shape), v.view(shape)
@@ -103,7 +103,7 @@ class GatedMlp(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Gate, and project down."""
+        """Multiply with the gate, and project down."""
         return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
@@ -116,13 +116,13 @@ class Block(nn.Module):
         self.before_attention, self.before_mlp = RootMeanSquareNorm(width), RootMeanSquareNorm(width)
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Add both branches."""
+        """Add attention and MLP to the residual."""
         h = x + self.attention(self.before_attention(x), turns)
         return h + self.mlp(self.before_mlp(h))
 
 
 class Llama(nn.Module):
-    """Llama 2, whose output is upcast to fp32 in the model. Rotations are kept for 65,536 positions, as complex numbers."""
+    """Llama 2. The model casts its logits to fp32, and keeps complex rotations for 65,536 positions."""
 
     def __init__(self, *, width: int, heads: int, inner: int, layers: int, vocab: int) -> None:
         super().__init__()
@@ -147,10 +147,9 @@ LLAMA_7B = {"width": 4096, "heads": 32, "inner": 11008, "layers": 32, "vocab": 3
 
 
 def torchtitan(recompute: Recompute, *, ranks: int = 8, batch: tuple[int, int] = (8, 2048), steps: int = 2) -> Recording:
-    """Run torchtitan's loop: gradients are dropped, and logits let go of, only when the next step's take their place.
+    """Run torchtitan's loop: gradients are freed at the start of the next step, logits only when the next ones replace them.
 
-    The source checkpoints with torch's defaults of its time, early stop among them; torch 2.13 runs here, torch's nightly of
-    March 2024 ran there.
+    The source used a nightly torch of March 2024 and its defaults for checkpoints, with early stop. Here torch 2.13 runs.
     """
     job, tracker = JobSpec(model=model("llama-2-7b"), mesh=MeshSpec(dp_shard=ranks)), Tracker()
     with fake_ranks(job, 0, "cpu") as mesh, fake_tensors(tracker):
@@ -178,10 +177,10 @@ def _steps(tracker: Tracker, mesh: DeviceMesh, recompute: Recompute, *, batch: t
 
 
 def _sharded(llama: Llama, mesh: DeviceMesh, recompute: Recompute) -> None:
-    """Every block, checkpointed, is a unit of its own; the last is not resharded after its forward."""
+    """Checkpoint each block and shard it as its own FSDP2 unit. The last one is not resharded after its forward."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {**checkpoint_options(recompute), "early_stop": True}
-    del options["use_reentrant"]  # the wrapper says it
+    del options["use_reentrant"]  # the wrapper sets it
     for number, block in enumerate(llama.layers):
         wrapped = checkpoint_wrapper(block, **options)
         fully_shard(wrapped, mesh=mesh, mp_policy=policy, reshard_after_forward=number < len(llama.layers) - 1)

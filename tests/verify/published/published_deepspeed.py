@@ -1,7 +1,7 @@
-"""DeepSpeed's example of bf16 master weights (github.com/deepspeedai/DeepSpeedExamples, training/bf16_master_weight), its baseline.
+"""The baseline of DeepSpeed's example of bf16 master weights (DeepSpeedExamples, training/bf16_master_weight, on GitHub).
 
-Run as a program: DeepSpeed patches torch for good. It takes a file to write to: what ``memory_allocated`` would have shown at
-most, and in the end, plain and with every block checkpointed. [bytes]
+Run as a program, since DeepSpeed patches torch for good. It writes to the file that it is given the highest and the last value
+of ``memory_allocated``, without and with every block checkpointed. [bytes]
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CUBLAS_ON_H100 = 32 * MIB
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised after it was added."""
+    """Attention and MLP, each normalised after its output is added to the residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend with the weights asked for, which is torch's default."""
+        """Attend, and return attention weights too, as is torch's default."""
         attended, _ = self.attention(x, x, x)
         x = self.after_attention(x + attended)
         projected = self.mlp(x)
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class SimpleTransformer(nn.Module):
-    """Blocks between two embeddings and a head with a bias."""
+    """Two embeddings, blocks, and a head with a bias."""
 
     def __init__(self, *, checkpointed: bool) -> None:
         super().__init__()
@@ -100,8 +100,8 @@ class SimpleTransformer(nn.Module):
 def example(*, checkpointed: bool) -> Recording:
     """Run the example's loop as rank 0 of 4.
 
-    The model is built in host memory and comes to the GPU whole, in bf16: here it is built as it comes. torch's fused AdamW
-    stands for DeepSpeed's own, which needs a GPU.
+    The example builds the model in host memory and moves it whole to the GPU, in bf16. Here it is built in bf16 at once. Torch's
+    fused AdamW stands for DeepSpeed's own, which needs a GPU.
     """
     recipe = RecipeSpec(engine="deepspeed", zero_stage=3)
     job, tracker = JobSpec(model=model("llama-2-7b"), mesh=MeshSpec(dp_shard=RANKS), recipe=recipe), Tracker()
@@ -116,7 +116,7 @@ def example(*, checkpointed: bool) -> Recording:
 
 
 def _loop(engine: deepspeed.DeepSpeedEngine, tracker: Tracker) -> None:
-    """The example's; logits are held until the next ones are there."""
+    """Run the example's loop. It holds logits until the next ones are there."""
     loss_of = nn.CrossEntropyLoss()
     for step in range(STEPS):
         tracker.enter(Phase.FORWARD, step)
@@ -131,7 +131,7 @@ def _loop(engine: deepspeed.DeepSpeedEngine, tracker: Tracker) -> None:
 
 
 def main(answer: str) -> None:
-    """Run it both ways."""
+    """Run the example without and with checkpoints."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logger.setLevel(logging.ERROR)

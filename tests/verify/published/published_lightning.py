@@ -1,4 +1,4 @@
-"""Lightning's demo Transformer under DDP, as the two pages of Lightning's documentation that print its memory run it.
+"""Lightning's demo Transformer under DDP, run as on the two pages of Lightning's documentation that print its memory.
 
 The pages are docs/source-fabric and docs/source-pytorch, advanced/model_parallel/fsdp.rst, at
 github.com/Lightning-AI/pytorch-lightning; the model is src/lightning/pytorch/demos/transformer.py as of 2.1, with 32 encoder
@@ -35,7 +35,7 @@ WIDTH, LAYERS, VOCAB, BLOCK = 1024, 32, 33278, 35
 
 
 class Positions(nn.Module):
-    """A table of 5,000 positions, of which the demo's slip makes no use, and dropout."""
+    """A table of 5,000 positions, which the demo by mistake does not use, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Positions(nn.Module):
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what is then thrown away, and drop."""
+        """Add the positions, throw the sum away as the demo does, and apply dropout."""
         x + self.table[: x.size(0), :]
         return self.dropout(x)
 
 
 class DemoTransformer(nn.Module):
-    """Torch's own encoder and decoder; the decoder sees the targets, with a causal mask."""
+    """Torch's own encoder and decoder. The decoder reads the targets with a causal mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class DemoTransformer(nn.Module):
         self.output = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return log-probabilities, a row per token."""
+        """Return log-probabilities, one row per token."""
         seen = torch.tril(torch.ones(inputs.shape[1], inputs.shape[1])) == 1
         mask = seen.float().masked_fill(seen == 0, float("-inf")).masked_fill(seen == 1, 0.0)
         source = self.positions(self.embedding(inputs) * WIDTH**0.5)
@@ -71,7 +71,7 @@ class DemoTransformer(nn.Module):
 
 
 class EarlierAdam(torch.optim.Optimizer):
-    """Adam over lists as torch stepped until July 2023: root and denominator are two lists, each as large as the weights."""
+    """Torch's foreach Adam until July 2023: the root and the denominator are two lists, each as large as the weights."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -99,7 +99,7 @@ def lightning(program: Literal["Trainer", "Fabric"], *, steps: int = 2) -> Recor
     loop = _trainer_loop if program == "Trainer" else _fabric_loop
     tracker = Tracker()
     with warnings.catch_warnings(), _ranks(), fake_tensors(tracker), _causal_masks(), tracker:
-        warnings.simplefilter("ignore")  # layers are copied, for which torch asks fake tensors for their address
+        warnings.simplefilter("ignore")  # torch copies layers, for which it asks fake tensors for their address
         net = DistributedDataParallel(DemoTransformer())
         net.register_comm_hook(None, reduce_bucket)
         loop(net, tracker, steps)
@@ -112,12 +112,12 @@ def _ranks() -> AbstractContextManager[object]:
 
 
 def _causal_masks() -> AbstractContextManager[None]:
-    """Answer what torch reads from the mask, whose numbers a fake one has not."""
+    """Replace torch's check of the mask's values, which a fake mask does not have."""
     return replaced(transformer, "_detect_is_causal_mask", lambda mask, *_: mask is not None)
 
 
 def _trainer_loop(net: nn.Module, tracker: Tracker, steps: int) -> None:
-    """Forward, gradients dropped, backward, step; the output is gone with the user's function."""
+    """Run forward, zero_grad, backward, step. The output is freed when the user's function returns."""
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, foreach=True)
     for step in range(steps):
         tracker.enter(Phase.FORWARD, step)
@@ -131,7 +131,7 @@ def _trainer_loop(net: nn.Module, tracker: Tracker, steps: int) -> None:
 
 
 def _fabric_loop(net: nn.Module, tracker: Tracker, steps: int) -> None:
-    """The page's plain loop, which holds the output all along; its Adam is the earlier one."""
+    """Run the page's plain loop, which holds the output all the time. Its Adam is the earlier one."""
     optimizer = EarlierAdam(list(net.parameters()))
     for step in range(steps):
         tracker.enter(Phase.FORWARD, step)

@@ -1,4 +1,4 @@
-"""Peaks that others measured on GPUs, against their own setups run here without one."""
+"""Peaks that others measured on GPUs, against the same setups run without a GPU."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ CUBLAS_ON_H100 = 32 * MIB
 
 @pytest.mark.parametrize("recompute", TORCHTITAN)
 def test_llama_7b_under_fsdp2_takes_what_torchtitan_measured(recompute: str):
-    """To the last digit that was printed, which is 10 MiB.
+    """To the last printed digit, which is 10 MiB.
 
-    The peak is in the loss's backward. Requests alone are 22.62 GiB and 49.44 GiB; cuBLAS and what the allocator does not split off
-    make up the rest. Nothing of torch's own changes since March 2024, and no kernel's scratch, is alive then.
+    The peak is in the loss's backward. Requests alone are 22.62 GiB and 49.44 GiB; the rest is cuBLAS's workspace and what the
+    allocator does not split off. At the peak nothing is alive that torch changed since March 2024, and no kernel's scratch.
     """
     from tests.verify.published.published_cases import shown_peaks, torchtitan
 
@@ -42,11 +42,11 @@ def test_llama_7b_under_fsdp2_takes_what_torchtitan_measured(recompute: str):
 #: docs.pytorch.org/tutorials/recipes/zero_redundancy_optimizer: max_memory_allocated in whole MB (1e6), torch 1.8, two GPUs.
 BEFORE_THE_STEP, WITH_ADAM, WITH_ZERO = 992, 1697, 1361
 WEIGHT = 16 * MIB
-"""What a weight of 2000 x 2000 in fp32 counts: a segment of its own, whose rest below 1 MiB is not split off."""
+"""Bytes that a weight of 2000 x 2000 in fp32 counts: its own segment, whose rest below 1 MiB is not split off."""
 
 
 def test_twenty_layers_under_ddp_take_what_the_recipe_printed():
-    """To the MB. At that time cuBLAS had its workspace not from torch."""
+    """To the MB. At that time cuBLAS did not take its workspace from torch."""
     from tests.verify.published.published_cases import shown_peaks, zero_recipe
 
     peaks = shown_peaks(zero_recipe(zero_stage=0), workspace_bytes=0)
@@ -55,10 +55,10 @@ def test_twenty_layers_under_ddp_take_what_the_recipe_printed():
 
 
 def test_twenty_layers_under_zero_1_take_what_the_recipe_printed():
-    """To the MB, less one weight: torch sorts parameters before it shares them out, torch 1.8 did not.
+    """To the MB, less one weight: torch now sorts parameters before it shares them out, torch 1.8 did not.
 
-    A rank's weights are therefore updated one after another, where biases came between them, and Adam's denominator of the last
-    one is still held when the next is made.
+    So a rank now updates its weights one right after another, and Adam still holds the denominator of the last weight when it
+    makes the next. In torch 1.8 biases came in between.
     """
     from tests.verify.published.published_cases import shown_peaks, zero_recipe
 
@@ -84,22 +84,22 @@ def lightning_peak(program: Literal["Trainer", "Fabric"]) -> int:
 
 
 def test_lightnings_trainer_under_ddp_takes_what_its_page_prints():
-    """To the MiB: weights, their gradients in buckets and out of them, Adam's states and the list of its denominators."""
+    """To the MiB: weights, gradients inside and outside of buckets, Adam's states and the list of its denominators."""
     assert lightning_peak("Trainer") // MIB == TRAINER
 
 
 def test_lightnings_fabric_under_ddp_takes_what_its_page_prints():
-    """Within a thousandth, if Adam is taken as it was until July 2023, with a second list as large as the weights.
+    """Within 0.1 %, with Adam as it was until July 2023, which has a second list as large as the weights.
 
-    The two pages differ by that list (and so do their numbers for FSDP, by each rank's share of it), though both name PyTorch
-    2.1, which has it no more: with today's Adam 14 % would be missing. What the 25 MiB are that are too many is not known.
+    The two pages differ by that list (and their FSDP figures by each rank's share of it). Yet both name PyTorch 2.1, which no
+    longer has it: with today's Adam 14 % would be missing. The other 25 MiB of difference are not explained.
     """
     assert lightning_peak("Fabric") / MIB == pytest.approx(FABRIC, rel=0.001)
 
 
 #: DeepSpeedExamples, training/bf16_master_weight/README.md, 6.86B parameters on four H100: the peak of the process [GiB].
 EXAMPLE = {"plain": 41.28, "checkpointed": 31.38}
-#: And what is left after the last step.
+#: And what is allocated after the last step.
 AFTER = 25.74
 
 
@@ -116,10 +116,10 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("how", EXAMPLE)
 def test_deepspeeds_example_under_stage_3_takes_what_its_readme_says(how: str, example: dict[str, dict[str, int]]):
-    """The peak to the last digit that is printed: in the backward pass, or checkpointed in the optimizer's step.
+    """The peak to the last printed digit. It is in the backward, or with checkpoints in the optimizer step.
 
-    What is left is 25.746, a MiB above what would be printed as 25.74: the last requests decide which ends of segments the
-    allocator does not split off.
+    After the last step 25.746 GiB are allocated, a MiB more than would print as 25.74: the last requests decide which ends of
+    segments the allocator does not split off.
     """
     assert round(example[how]["most"] / GIB, 2) == EXAMPLE[how]
     assert example[how]["last"] / GIB == pytest.approx(AFTER, abs=0.005 + MIB / GIB)

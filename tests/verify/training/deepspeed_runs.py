@@ -1,8 +1,8 @@
-"""Runs of DeepSpeed in a process of its own, which it patches for good: jobs on standard input, one per line, answers out.
+"""Runs DeepSpeed in a process of its own, since it patches torch for good. Reads a job per line and writes an answer per line.
 
-Each job runs in a fork that has torch and DeepSpeed imported. Of a job asked for as ``exact`` the answer is what the profiler
-saw on real tensors, what the tracker saw there, and what it saw on fake ones; of ``simulated``, the record; of ``fails``, the
-error; of ``measured``, the bytes alive in a step of rank 0.
+Each job runs in a fork that has torch and DeepSpeed imported. Its ``ask`` chooses the answer. ``exact``: what the profiler and
+the tracker saw on real tensors, and the tracker on fake ones. ``simulated``: the record. ``fails``: the error. ``measured``: the
+bytes alive in a step of rank 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS = 3
 
 
 def with_weights(job: JobSpec) -> Workload:
-    """Finite numbers, so that no step is skipped."""
+    """Return the job's workload with finite weights, so that no step is skipped."""
     work = workload(job, dtype=stored_dtype(job.recipe))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -69,14 +69,14 @@ def calls(tracker: Tracker) -> list[str]:
 
 
 def simulated(job: JobSpec, rank: int) -> dict[str, object]:
-    """The record that ``zeroplan verify`` leaves."""
+    """Return the record that ``zeroplan verify`` writes."""
     from zeroplan.verify.backends.simulate import simulate
 
     return asdict(simulate(job, rank=rank, steps=STEPS, all_layers=False))
 
 
 def fails(job: JobSpec, rank: int) -> dict[str, object]:
-    """How a run on real tensors, which nobody watches, ends."""
+    """Return the error of one step on real tensors without a tracker; empty if there is none."""
     try:
         unwatched_peaks(job, rank=rank, steps=1, make=lambda: with_weights(job))
     except RuntimeError as error:
@@ -85,7 +85,7 @@ def fails(job: JobSpec, rank: int) -> dict[str, object]:
 
 
 def measured(job: JobSpec, rank: int) -> dict[str, object]:
-    """The bytes alive in a training step of rank 0, as the profiler saw them."""
+    """Return the bytes alive in a training step of rank 0, by the profiler."""
     assert rank == 0
     torch.backends.mkldnn.enabled = False
     return measure(job)
@@ -101,7 +101,7 @@ def answered(line: str) -> str:
 
 
 def main() -> None:
-    with manual_garbage_collection():  # by the runs, many times in each
+    with manual_garbage_collection():  # the runs collect, many times in each
         serve(answered, where_it_fails="{}")
 
 

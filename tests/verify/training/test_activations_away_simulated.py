@@ -1,4 +1,4 @@
-"""Activation offload: torch's own wrapper around blocks, on fake tensors, is what is estimated: on the GPU and in host memory."""
+"""Activation offload, simulated with torch's own wrapper around blocks: GPU and host memory are as estimated."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_gpu_and_the_host_hold_what_is_estimated(name: str):
     assert abs(compared.host.difference) <= A_FEW_NUMBERS
 
 
-def test_few_layers_say_what_many_have_in_host_memory():
+def test_few_layers_extended_give_the_host_memory_of_all_layers():
     job = asked("llama", recipe(), layers=12)
     extended, whole = simulate(job, steps=2, all_layers=False), simulate(job, steps=2)
     assert any("extended" in remark for remark in extended.remarks)

@@ -1,4 +1,4 @@
-"""Engines with peft's adapters take what is estimated: the peak, each phase, and every collective."""
+"""Engines training peft's adapters: the peak, each phase and every collective are as estimated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="peft is not installed, and builds the adapters that are measured here")
 pytestmark = pytest.mark.torch
 
-#: So few words that the blocks, and not the loss, are the peak.
+#: The vocabulary is so small that the peak is in the blocks, not in the loss.
 SHAPE = ModelSpec(
     family="qwen2", hidden_size=256, intermediate_size=704, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4,
     head_dim=32, vocab_size=96, attention_bias=True,
@@ -36,7 +36,7 @@ STREAM = replace(
     stage3_param_persistence_threshold=5_000,
 )  # fmt: skip
 IN_FP32 = replace(BUCKET, grad_accum_dtype="fp32")
-#: Of a step whose states are in host memory next to nothing is on the GPU: small tensors, each rounded up by the allocator. [bytes]
+#: What an optimizer step holds on the GPU if states are in host memory: small tensors, each rounded up by the allocator. [bytes]
 SMALL = 32 * 1024
 
 
@@ -50,11 +50,11 @@ def job(adapter: AdapterSpec, engine: str, stage: int, *, accum: int = 1, **fiel
 
 
 def with_words(few: JobSpec) -> JobSpec:
-    """The same with more words: the loss, and not the final norm, ends the forward."""
+    """Return the job with a larger vocabulary, so that the loss, and not the final norm, is the end of the forward."""
     return replace(few, model=replace(few.model, vocab_size=2048))
 
 
-#: The head has an adapter, too.
+#: An adapter on the head, too.
 HEAD = replace(TWO, targets="q_proj,v_proj,lm_head", dropout=True)
 TORCH = {
     "ddp 0, an adapter of the head": replace(with_words(job(HEAD, "ddp", 0, precision="bf16")), mesh=MeshSpec(dp_shard=1)),
@@ -72,7 +72,7 @@ TORCH = {
     "ddp 0, inputs of blocks in host memory": job(ALL, "ddp", 0, recompute="full", offload_activations=True),
     "ddp 0, all that blocks save in host memory": job(ALL, "ddp", 0, offload_activations=True),
 }
-#: Every other one runs in a process of its own: stage 3 replaces ``linear`` for good.
+#: Stage 3 and other stages by turns, since each job needs a fresh process: stage 3 replaces ``linear`` for good.
 DEEPSPEED = {
     "stage 1, recomputed selectively": job(TWO, "deepspeed", 1, recompute="selective", deepspeed=BUCKET),
     "stage 3, streaming": job(TWO, "deepspeed", 3, deepspeed=STREAM),
@@ -98,7 +98,7 @@ DEEPSPEED = {
 
 
 NF4, NESTED = replace(ALL, quantize="nf4"), replace(TWO, quantize="nf4-double")
-#: At stage 3, to the byte but for scalars.
+#: Jobs at stage 3 whose peak and backward are within 0.05 %.
 SHARDED = {
     "four bits": job(NF4, "deepspeed", 3, deepspeed=STREAM),
     "four bits, some layers without an adapter": job(NESTED, "deepspeed", 3, precision="fp32", deepspeed=BUCKET),
@@ -123,8 +123,8 @@ def test_an_adapted_model_under_torch_takes_what_is_estimated(name: str):
 
 
 @pytest.mark.parametrize("targets", ["v_proj", "k_proj"])
-def test_grouped_heads_in_fp32_save_what_some_factor_needs(targets: str):
-    """Of the first block only what the adapter makes is followed, of its scores perhaps nothing."""
+def test_grouped_heads_in_fp32_save_only_what_a_gradient_needs(targets: str):
+    """In the first block only outputs of an adapter need gradients, so that its attention scores may need none."""
     from tests.simulated import simulate
 
     asked = job(AdapterSpec(rank=8, targets=targets), "fsdp2", 3, precision="fp32")

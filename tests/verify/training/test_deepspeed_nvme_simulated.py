@@ -1,4 +1,4 @@
-"""ZeRO-Infinity: DeepSpeed's own swapping on fake tensors and no disk. GPU, host memory and files are what is estimated."""
+"""ZeRO-Infinity, simulated: DeepSpeed's own swapping without a disk. GPU, host memory and files are as estimated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 
 pytestmark = [pytest.mark.torch, pytest.mark.deepspeed]
 
-#: Wide enough for shares of 1 MiB, which go to files.
+#: Wide enough for shares of 1 MiB, since smaller ones do not go to files.
 WIDE = ModelSpec(
     family="llama", hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
     head_dim=256, vocab_size=1000,
@@ -57,7 +57,7 @@ RUNS = {
     ),
 }
 TODAY = of_the_day(__file__, RUNS)
-#: Numbers by themselves: counters, norms, flags.
+#: Bytes of scalars: counters, norms, flags.
 A_FEW_NUMBERS = 2000
 
 
@@ -77,7 +77,7 @@ def test_every_file_and_buffer_is_estimated(name: str, compared: dict[str, Compa
 
 
 @pytest.mark.parametrize("name", TODAY)
-def test_so_are_the_peak_and_what_is_held(name: str, compared: dict[str, Comparison]):
+def test_the_peak_and_held_bytes_are_estimated(name: str, compared: dict[str, Comparison]):
     found = compared[name]
     assert abs(found.peak.error) < 0.0035, found
     assert abs(found.held.difference) < A_FEW_NUMBERS, found

@@ -1,4 +1,4 @@
-"""DeepSpeed's offload and ZeRO++, run on fake tensors: GPU, what is held and host memory are what is estimated."""
+"""DeepSpeed's offload and ZeRO++, simulated: the peak, what is held, host memory and collectives are as estimated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STREAMED: dict[str, Any] = {
 BOTH = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 
 
-#: On six ranks its norms do not divide, and its matrices and their scales do.
+#: On six ranks its norms do not divide evenly; its matrices and their scales do.
 UNEVEN = replace(SMALL, num_key_value_heads=4, head_dim=72, intermediate_size=720, vocab_size=1008)
 
 
@@ -75,7 +75,7 @@ RUNS = {
     ),
 }
 TODAY = of_the_day(__file__, RUNS)
-#: Numbers by themselves: counters, norms, flags.
+#: Bytes of scalars: counters, norms, flags.
 A_FEW_NUMBERS = 2000
 
 
@@ -86,7 +86,7 @@ def compared() -> dict[str, Comparison]:
 
 
 @pytest.mark.parametrize("name", [name for name, run in TODAY.items() if run.job.recipe.offloads])
-def test_host_memory_is_what_is_estimated_pinned_blocks_and_all(name: str, compared: dict[str, Comparison]):
+def test_host_memory_is_estimated_with_its_pinned_blocks(name: str, compared: dict[str, Comparison]):
     host = compared[name].host
     assert host is not None
     assert host.predicted > 0
@@ -94,12 +94,12 @@ def test_host_memory_is_what_is_estimated_pinned_blocks_and_all(name: str, compa
 
 
 @pytest.mark.parametrize("name", TODAY)
-def test_so_are_the_peak_and_what_is_held(name: str, compared: dict[str, Comparison]):
+def test_the_peak_and_held_bytes_are_estimated(name: str, compared: dict[str, Comparison]):
     found = compared[name]
     assert abs(found.peak.error) < 0.0025, found
     assert abs(found.held.difference) < A_FEW_NUMBERS, found
 
 
 @pytest.mark.parametrize("name", TODAY)
-def test_as_much_is_sent(name: str, compared: dict[str, Comparison]):
+def test_collectives_send_what_is_estimated(name: str, compared: dict[str, Comparison]):
     assert [row for row in compared[name].collectives if abs(row.difference) > A_FEW_NUMBERS] == []

@@ -1,4 +1,4 @@
-"""DeepSpeed on fake tensors takes what it takes on real ones, to the byte, and a large job takes what is estimated."""
+"""DeepSpeed takes the same on fake tensors as on real ones, to the byte; simulated large jobs are as estimated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.deepspeed]
 
 
 class Run(NamedTuple):
-    """A job, as which rank it is run, and what is asked of the run: see ``deepspeed_runs.py``."""
+    """A job, the rank to run it as, and the answer to ask for: see ``deepspeed_runs.py``."""
 
     job: JobSpec
     rank: int = 0
@@ -111,7 +111,7 @@ TODAY = of_the_day(__file__, EXACT | LARGE | REFUSED)
 
 
 def answers(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    """Every run's answer."""
+    """Return the answer of each run."""
     questions = [{"ask": run.ask, "rank": run.rank, "job": asdict(run.job)} for run in runs.values()]
     return dict(zip(runs, asked(questions), strict=True))
 
@@ -122,7 +122,7 @@ def told() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [name for name in TODAY if name in EXACT])
-def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_same(name: str, told: dict[str, dict[str, Any]]):
+def test_the_tracker_sees_what_the_profiler_sees_and_the_same_on_fake_tensors(name: str, told: dict[str, dict[str, Any]]):
     run = told[name]
     assert len(run["profiled"]) == 3 * 3
     assert run["real"] == run["profiled"]
@@ -146,7 +146,7 @@ def test_a_large_job_takes_what_is_estimated(name: str, told: dict[str, dict[str
 
 
 @pytest.mark.parametrize("name", [name for name in TODAY if name in LARGE])
-def test_all_layers_are_run_where_elements_are_counted(name: str, told: dict[str, dict[str, Any]]):
+def test_all_layers_of_a_deepspeed_job_are_run(name: str, told: dict[str, dict[str, Any]]):
     assert not any("extended" in remark for remark in told[name]["remarks"])
 
 

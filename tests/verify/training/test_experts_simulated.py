@@ -1,4 +1,4 @@
-"""Experts on several ranks: transformers' dispatch and FSDP2 with two meshes, simulated and held against the estimate."""
+"""Expert parallelism, simulated with transformers' dispatch and FSDP2 on two meshes: the run is as estimated."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers.distributed.expert_parallel")
 pytestmark = pytest.mark.torch
 
-#: What no estimate counts: a few numbers per layer and per step (the loss, random states of kernels, counts of tokens).
+#: Bytes that the estimate leaves out: scalars per layer and step (the loss, random states of kernels, counts of tokens).
 _NUMBERS = 1_600
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_estimate_is_what_the_run_takes(name: str) -> None:
+def test_the_run_takes_what_is_estimated(name: str) -> None:
     from tests.simulated import simulate
 
     compared = compare_with_estimate(simulate(JOBS[name]))
@@ -29,7 +29,7 @@ def test_estimate_is_what_the_run_takes(name: str) -> None:
 
 
 def test_fake_tensors_take_what_real_ones_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real ones in a fake group, which moves nothing: what a rank would hear, and what routers choose, is even by hand."""
+    """The fake group moves nothing, so the test evens out what a real rank would receive and what its routers choose."""
     from transformers.distributed import expert_parallel
     from transformers.models.mixtral import modeling_mixtral
 
@@ -55,7 +55,7 @@ def test_fake_tensors_take_what_real_ones_take(monkeypatch: pytest.MonkeyPatch) 
 
 
 class _Instead:
-    """torch with some functions replaced."""
+    """The module ``torch`` with some functions replaced."""
 
     def __init__(self, **others: object) -> None:
         self._others = others
@@ -65,7 +65,7 @@ class _Instead:
 
 
 def _peaks(job: JobSpec, *, fake: bool) -> list[int]:
-    """Every phase's peak. A real collective's result is wrapped until it is waited for: of its size, and without memory."""
+    """Return every phase's peak, without the wrappers around results of collectives, which take no memory of their own."""
     from zeroplan.verify.training.run import run
     from zeroplan.verify.watching.timeline import Timeline
     from zeroplan.verify.watching.tracker import Tracker

@@ -1,4 +1,4 @@
-"""A step of small models of families that the matrix does not have, as FSDP2 runs it on the fake GPU."""
+"""A simulated FSDP2 step of small models, for families that are not in the shipped matrices, is as estimated."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ BATCH = BatchSpec(micro_batch_size=2, seq_len=64)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_under_fsdp2_takes_what_is_said(case: str) -> None:
-    """But for buffers and the token ids of two batches, which the estimate leaves out of the states."""
+def test_a_recomputed_step_takes_what_is_estimated(case: str) -> None:
+    """Except for buffers and the token ids of two batches, which the estimate leaves out of the states."""
     assert_a_step_takes_what_is_said(case, "full")
 
 
 @pytest.mark.parametrize("case", [*CASES[CASES.index("deepseek_v3") :], "gemma4_text, experts"])
-def test_and_without_recomputation(case: str) -> None:
+def test_a_step_without_recomputation_takes_what_is_estimated(case: str) -> None:
     assert_a_step_takes_what_is_said(case, "none")
 
 

@@ -1,4 +1,4 @@
-"""Liger's own modules on fake tensors take what is estimated; their kernels' launches do nothing."""
+"""Liger's own modules, simulated: the peak is as estimated. Kernel launches do nothing on fake tensors."""
 
 from __future__ import annotations
 

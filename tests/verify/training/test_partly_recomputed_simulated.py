@@ -1,4 +1,4 @@
-"""Recomputation of the first so many blocks: transformers' own checkpointing on fake tensors is what is estimated."""
+"""Recomputation of only the first blocks, simulated with transformers' own checkpointing: the run is as estimated."""
 
 from __future__ import annotations
 

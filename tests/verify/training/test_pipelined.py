@@ -1,4 +1,4 @@
-"""Torch's own pipelining, run on fake tensors, takes what the estimate says; and its orders are ours."""
+"""Torch's own pipeline schedules, simulated: ranks take what is estimated, and run passes in the order of the estimate."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Case(NamedTuple):
     recipe: dict[str, object]
     micro_batches: int = 3
     seq_len: int = 32
-    """With a short one gradients outweigh activations, and the peak is where they are reduced."""
+    """With a short sequence gradients outweigh activations, and the peak is where they are reduced."""
     family: Family = "llama"
     model: Mapping[str, object] = MappingProxyType({})
-    """What else is otherwise than in ``_MODEL``."""
+    """Fields that differ from ``_MODEL``."""
 
 
 _CASES = [
@@ -98,7 +98,7 @@ def _names(case: Case) -> str:
 @runs
 @pytest.mark.parametrize("case", _CASES, ids=_names)
 def test_a_rank_takes_what_the_estimate_says(case: Case) -> None:
-    """Every phase to the byte but for what no estimate has: rotary frequencies, position ids of one pass, single numbers."""
+    """To the byte in every phase, except what the estimate leaves out: rotary frequencies, position ids of one pass, scalars."""
     from tests.simulated import simulate
 
     torch.set_num_threads(1)
@@ -111,8 +111,8 @@ def test_a_rank_takes_what_the_estimate_says(case: Case) -> None:
 
 @runs
 @pytest.mark.parametrize("case", _SPLIT, ids=_names)
-def test_a_rank_of_stages_that_others_split_takes_what_the_estimate_says(case: Case) -> None:
-    """DTensor inside every stage; hidden states are sent as shares of the sequence, the embedding's gradient adds up whole."""
+def test_a_rank_with_tensor_parallel_stages_takes_what_the_estimate_says(case: Case) -> None:
+    """DTensor in every stage. Ranks send their share of the hidden states' sequence; the embedding's gradient is summed whole."""
     from tests.simulated import simulate
 
     torch.set_num_threads(1)
@@ -131,8 +131,8 @@ _SHARED = [
 
 @runs
 @pytest.mark.parametrize("case", _SHARED, ids=_names)
-def test_a_rank_of_stages_whose_sequences_others_share_takes_what_the_estimate_says(case: Case) -> None:
-    """Torch's ring inside every stage; all sequences of a step are cut at once, and the labels come shifted."""
+def test_a_rank_with_context_parallel_stages_takes_what_the_estimate_says(case: Case) -> None:
+    """Torch's ring attention in every stage. All sequences of a step are cut at once, with labels already shifted."""
     from tests.simulated import simulate
 
     torch.set_num_threads(1)
@@ -152,10 +152,10 @@ _EXPERTS = [
 
 @runs
 @pytest.mark.parametrize(("shards", "dense", "case"), _EXPERTS)
-def test_a_rank_of_stages_with_some_of_the_experts_takes_what_the_estimate_says(shards: int, dense: int, case: Case) -> None:
-    """Transformers' dispatch inside every stage; under a schedule what is not the experts' is reduced before them.
+def test_a_rank_with_expert_parallel_stages_takes_what_the_estimate_says(shards: int, dense: int, case: Case) -> None:
+    """Transformers' dispatch in every stage. A schedule reduces the gradients of all else before those of the experts.
 
-    Where the first layers are ``dense``, the first stage has such alone, and the next of the same rank none.
+    If the first layers are ``dense``, the first stage has only dense layers, and the next stage of the same rank has none.
     """
     from tests.simulated import simulate
 
@@ -170,7 +170,7 @@ def test_a_rank_of_stages_with_some_of_the_experts_takes_what_the_estimate_says(
     assert {"all_gather", "reduce_scatter", "all_to_all", "send"} == {row.what for row in seen.collectives}
 
 
-#: Two tables of 32 bytes a stage, position ids of 32 tokens under two names, losses.
+#: Bytes that the estimate leaves out: two tables of 32 bytes per stage, position ids of 32 tokens under two names, losses.
 _SMALL = 1200
 
 
@@ -190,7 +190,7 @@ def test_the_order_of_interleaved_stages_is_torchs(pp: int, chunks: int, micro_b
 
 
 @pytest.mark.parametrize(("pp", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 9), (3, 3, 6), (4, 2, 2)])
-def test_the_orders_that_split_backwards_are_torchs(pp: int, chunks: int, micro_batches: int) -> None:
+def test_the_order_of_split_backwards_is_torchs(pp: int, chunks: int, micro_batches: int) -> None:
     from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
     rounds, v = (
@@ -217,8 +217,8 @@ _LETTERS = {"forward": "F", "input": "I", "weights": "W"}
 
 
 @runs
-def test_ranks_that_really_send_take_and_send_what_the_estimate_says() -> None:
-    """Two processes over gloo, two stages on each."""
+def test_real_ranks_take_and_send_what_the_estimate_says() -> None:
+    """Two processes over gloo, with two stages each."""
     from zeroplan.verify.processes.launch import launch
     from zeroplan.verify.task import Task
 
@@ -232,7 +232,7 @@ def test_ranks_that_really_send_take_and_send_what_the_estimate_says() -> None:
         assert [(row.what, row.difference) for row in seen.collectives] == [("send", 0)]
 
 
-def test_a_workload_is_not_cut() -> None:
+def test_a_users_workload_is_not_split_into_stages() -> None:
     from zeroplan.verify.processes.rank import measure
     from zeroplan.verify.task import Task
 

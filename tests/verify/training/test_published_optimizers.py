@@ -1,4 +1,4 @@
-"""Lion, Muon and 8-bit AdamW, run as they are published, take what is estimated; and no step takes more than the steady one."""
+"""Simulated runs of Lion, Muon and 8-bit AdamW are as estimated; the first step takes no more than the estimate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.torch
 
 
 def small(recipe: RecipeSpec) -> JobSpec:
-    """Two layers of GPT-2 and few tokens, so that the optimizer's step is the peak where it can be."""
+    """Return a job of two layers of GPT-2 and few tokens, so that the optimizer step is the peak if it can be."""
     gpt2 = replace(model("gpt2"), num_hidden_layers=2)
     return JobSpec(model=gpt2, recipe=recipe, mesh=MeshSpec(dp_shard=4), batch=BatchSpec(seq_len=8))
 
@@ -42,7 +42,7 @@ _WIDE, _FLAT = {"hidden_size": 4096, "intermediate_size": 11008}, {"hidden_size"
 
 @pytest.mark.parametrize(
     ("ranks", "sizes", "sends"),
-    [  # torch's DTensor chooses by sizes and ranks: to gather, to exchange rows for columns at once, for some matrices, never
+    [  # DTensor chooses by sizes and ranks whether to gather a matrix or to swap its rows for columns with an all-to-all
         (2, _FLAT, {"all_gather", "all_reduce"}),
         (3, _FLAT, {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}),
         (4, _WIDE, {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}),
@@ -90,7 +90,7 @@ def test_8_bit_adamw_without_bitsandbytes_is_refused_in_one_line(monkeypatch: py
     ],
     ids=lambda recipe: recipe.engine,
 )
-def test_the_first_step_takes_no_more_than_the_estimate_and_all_from_the_second_on_alike(recipe: RecipeSpec):
+def test_the_first_step_takes_no_more_than_the_estimate_and_later_steps_are_equal(recipe: RecipeSpec):
     from tests.simulated import simulate
 
     measured = simulate(small(recipe), steps=5)

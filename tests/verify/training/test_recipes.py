@@ -1,4 +1,4 @@
-"""Recipes beyond a model's own: selective recomputation, fp32 logits, a loss in chunks. The estimate is held to the runs."""
+"""Selective recomputation, kept fp32 logits, a loss in chunks or pieces: simulated runs against the estimate."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ pytestmark = pytest.mark.torch
 
 LONG = BatchSpec(micro_batch_size=2, seq_len=256)
 NUMBERS = 40
-"""Random state of a kernel, constants of GPT-2's activation. [bytes]"""
+"""Bytes that the estimate leaves out: a kernel's random state, constants of GPT-2's activation."""
 
 
 def latent(case: str) -> JobSpec:
-    """Describe a tiny model with latent attention, its blocks recomputed selectively; widths of heads that no kernel pads."""
+    """Return a job of a tiny model with latent attention, recomputed selectively. No kernel pads its head sizes."""
     spec = model_from_config(tiny_config(case) | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16})
     spec = replace(spec, num_hidden_layers=3)
     return JobSpec(model=spec, recipe=RecipeSpec(recompute="selective"), mesh=MeshSpec(dp_shard=4), batch=LONG)
 
 
 def windowed(family: str, **fields: Any) -> JobSpec:
-    """Describe a job whose model's layers see 128 tokens."""
+    """Return a job whose model has a sliding window of 128 tokens."""
     asked = job(family, **fields)
     return replace(asked, model=replace(asked.model, sliding_window=128))
 
@@ -74,7 +74,7 @@ DDP = {
 
 
 @pytest.mark.parametrize("name", FSDP2)
-def test_the_tracker_sees_what_the_profiler_sees_and_on_fake_tensors_the_same(name: str):
+def test_the_tracker_sees_what_the_profiler_sees_and_the_same_on_fake_tensors(name: str):
     from tests.verify.watching.unwatched import unwatched_peaks, watched_peaks
 
     real = watched_peaks(FSDP2[name], fake=False)
@@ -83,28 +83,28 @@ def test_the_tracker_sees_what_the_profiler_sees_and_on_fake_tensors_the_same(na
 
 
 @pytest.mark.parametrize("name", DDP)
-def test_under_ddp_it_sees_what_the_profiler_sees(name: str):
+def test_under_ddp_the_tracker_sees_what_the_profiler_sees(name: str):
     from tests.verify.watching.unwatched import unwatched_peaks, watched_peaks
 
     assert watched_peaks(DDP[name], fake=False, steps=3) == unwatched_peaks(DDP[name], steps=3)
 
 
-#: Mixtral's estimate has the gradient of the experts' outputs twice, in fp32 and cast, where the run has dropped an operand of it.
-#: With a loss in pieces it has the gradients of all pieces' hidden states at once.
+#: By how much the estimate may be too high. Mixtral's counts the gradient of the experts' outputs twice, in fp32 and cast, where
+#: the run has already freed an operand. With a loss in pieces it counts the gradients of all pieces' hidden states at once.
 ABOVE = {"mixtral, selective": 0.01, "llama, loss in pieces of few tokens, tied head, recomputed": 0.002}
 
 
 @pytest.mark.parametrize("name", FSDP2)
 def test_backward_and_peak_are_what_is_estimated(name: str):
-    """Beside the peak of a small job stand numbers and batches of some hundred bytes that the estimate leaves out."""
+    """The estimate leaves out scalars and batches of some hundred bytes, which show in the peak of a small job."""
     compared = compare_with_estimate(simulate(FSDP2[name]))
     backward = next(row for row in compared.phases if row.what == Phase.BACKWARD)
     for row in (compared.peak, backward):
         assert -0.0005 < row.error < ABOVE.get(name, 0.0005), row
 
 
-def test_selective_recomputation_keeps_every_second_product_and_what_attention_gives():
-    """Of a block of seven products the first, third, fifth and seventh; of its attention the output and the log-sum-exp."""
+def test_selective_recomputation_keeps_every_second_product_and_the_results_of_attention():
+    """A block keeps the first, third, fifth and seventh of its products, and its attention's output and log-sum-exp."""
     from tests.verify.watching.unwatched import watched
 
     tracker = watched(FSDP2["llama, selective"], fake=True)
@@ -117,7 +117,7 @@ def test_selective_recomputation_keeps_every_second_product_and_what_attention_g
     tokens, model = 2 * 64, FSDP2["llama, selective"].model
     hidden, value = 2 * tokens * model.hidden_size, 2 * tokens * model.num_key_value_heads * model.head_dim
     assert kept == [
-        ("", hidden),  # what it hands on, the next block's input
+        ("", hidden),  # its output, the next block's input
         ("mlp.down_proj", hidden),
         ("mlp.gate_proj", 2 * tokens * model.intermediate_size),
         ("self_attn", 4 * tokens * model.num_attention_heads),
@@ -127,7 +127,7 @@ def test_selective_recomputation_keeps_every_second_product_and_what_attention_g
     ]
 
 
-#: Latent attention; scores that are written out, as CUDA does in 32 bits, which no kernel makes; the kernel in its place.
+#: Jobs and the block to look at: latent attention, grouped heads in fp32 (CUDA writes out their scores), and fused attention.
 BLOCKS = {
     "dense, latent attention": (latent("deepseek_v3"), "model.layers.0"),
     "moe, latent attention": (latent("deepseek_v3"), "model.layers.1"),
@@ -148,8 +148,8 @@ def test_a_block_keeps_what_is_estimated_under_selective_recomputation(name: str
 
 
 def _kept(asked: JobSpec, block: str) -> int:
-    """Bytes that a block has saved when backward begins."""
-    from zeroplan.verify.backends.simulate import _recorded  # what is alive at any moment, not only at peaks
+    """Return the bytes that a block has saved when the backward begins."""
+    from zeroplan.verify.backends.simulate import _recorded  # the recording has every moment, a record only the peaks
 
     recording = _recorded(asked, 0, 1)
     start = next(span.start for span in recording.spans if span.phase is Phase.BACKWARD)

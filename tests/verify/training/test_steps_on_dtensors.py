@@ -1,4 +1,4 @@
-"""Which optimizers step over FSDP2's DTensors: what is refused raises, what is not refused does not."""
+"""Which optimizers can step FSDP2's DTensors: those that are refused raise in torch, the others do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = [(optimizer, impl) for optimizer in _BY_TORCH for impl in IMPLEMENTATION
 
 
 def step(make: object) -> None:
-    """Two steps of a small module under ``fully_shard``."""
+    """Take two steps of a small module under ``fully_shard``."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -37,7 +37,7 @@ def step(make: object) -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "impl"), STEPS)
-def test_what_raises_is_refused_and_nothing_else(optimizer: Optimizer, impl: OptimizerImpl):
+def test_an_optimizer_of_torch_raises_exactly_if_it_is_refused(optimizer: Optimizer, impl: OptimizerImpl):
     from zeroplan.verify.training.optimizers import _OPTIMIZERS
 
     cls, arguments = _OPTIMIZERS[optimizer]
@@ -50,7 +50,7 @@ def test_what_raises_is_refused_and_nothing_else(optimizer: Optimizer, impl: Opt
 
 
 @pytest.mark.parametrize(("name", "bits"), [("AdamW", 8), ("Lion", 8), ("Lion", 32)])
-def test_what_bitsandbytes_has_raises(name: str, bits: int):
+def test_optimizers_of_bitsandbytes_raise(name: str, bits: int):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     said = r"mixed torch.Tensor and DTensor" if bits == 8 else "does not have a sharding strategy"
     with pytest.raises((RuntimeError, NotImplementedError), match=said):
@@ -58,14 +58,14 @@ def test_what_bitsandbytes_has_raises(name: str, bits: int):
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"])
-def test_what_torchao_has_does_not(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_optimizers_of_torchao_do_not_raise(name: str, monkeypatch: pytest.MonkeyPatch):
     torchao = pytest.importorskip("torchao.optim")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     step(getattr(torchao, name))
 
 
 @pytest.mark.parametrize(("optimizer", "impl"), sorted(RAISES_ON_DTENSORS))
-def test_run_and_estimate_say_so_in_one_line(optimizer: Optimizer, impl: OptimizerImpl):
+def test_run_and_estimate_refuse_with_the_same_line(optimizer: Optimizer, impl: OptimizerImpl):
     from tests.simulated import simulate
 
     asked = job(model="smollm2-135m", gpus=2, stage=3, optimizer=optimizer, optimizer_impl=impl, seq_len=16)

@@ -1,6 +1,6 @@
-"""Models split over tensor-parallel ranks, sequences shared by context-parallel ones, and both at once, against the estimate.
+"""Tensor-parallel ranks, context-parallel ranks, and both at once: simulated runs against the estimate.
 
-DTensor, torch's ring attention and FSDP2 as they run; to what the estimate leaves out by name.
+DTensor, torch's ring attention and FSDP2 run. The difference is only what the estimate leaves out, which is named below.
 """
 
 from __future__ import annotations
@@ -94,16 +94,16 @@ SHARED = {
     ),
 }  # fmt: skip
 ROTARY_AND_STATE = 2_000
-"""Rotary frequencies, the random state of flash attention (24 bytes a layer) and single numbers. [bytes]"""
+"""Rotary frequencies, the random state of flash attention (24 bytes per layer) and scalars. [bytes]"""
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_estimate_is_the_run(name: str):
+def test_tensor_parallel_ranks_hold_what_the_estimate_says(name: str):
     from tests.simulated import simulate
 
     job = CASES[name]
     seen = compare_with_estimate(simulate(job, all_layers=False))
-    tokens = 8 * job.batch.seq_len * (job.batch.micro_batch_size + 1)  # ids and positions, which outlive a step
+    tokens = 8 * job.batch.seq_len * (job.batch.micro_batch_size + 1)  # token ids and positions, which outlive a step
     for row in (seen.peak, *seen.phases):
         beside = tokens if row.what == "optimizer step" or row is seen.peak else 0
         assert abs(row.difference) <= ROTARY_AND_STATE + beside, row
@@ -114,7 +114,7 @@ def test_the_estimate_is_the_run(name: str):
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_ranks_that_share_sequences_hold_what_the_estimate_says(name: str):
+def test_context_parallel_ranks_hold_what_the_estimate_says(name: str):
     from tests.simulated import simulate
 
     seen = compare_with_estimate(simulate(SHARED[name], all_layers=False))
@@ -124,7 +124,7 @@ def test_ranks_that_share_sequences_hold_what_the_estimate_says(name: str):
 
 
 @pytest.mark.parametrize("name", CASES | SHARED)
-def test_formulas_say_what_is_computed(name: str):
+def test_formulas_give_the_bytes_of_their_lines(name: str):
     answer = estimate((CASES | SHARED)[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)

@@ -1,4 +1,4 @@
-"""The transformers model of a shape: every family of the catalogue, laid out as the estimate lays it out."""
+"""The transformers model built from a shape has the parameters of the estimate, for every family of the catalogue."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def laid_out(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("name", [name for name in TEXT_NAMES if not model(name).unplaced_parameters])
 def test_every_model_of_the_catalogue_has_the_parameters_that_are_estimated(name: str):
-    """With two layers of each kind, which is all that can differ; a hundred take seconds to build."""
+    """Two layers of each kind are enough, since layers of a kind are equal; a hundred take seconds to build."""
     spec = model(name)
     dense = spec.moe.num_dense_layers if spec.moe is not None else 0
-    of_each_kind = 6 if spec.family == "gemma4_text" else 2  # five layers with a window before each one without
+    of_each_kind = 6 if spec.family == "gemma4_text" else 2  # five layers with a window precede each layer without one
     few = replace(spec, num_hidden_layers=min(spec.num_hidden_layers, dense + of_each_kind))
     assert laid_out(few) == named_shapes(few)
 
 
 @pytest.mark.parametrize("case", TINY)
-def test_every_option_of_every_family_comes_back(case: str):
+def test_a_small_model_of_every_family_has_the_parameters_that_are_estimated(case: str):
     spec = model_from_config(tiny_config(case))
     assert laid_out(spec) == named_shapes(spec)
 
 
 @pytest.mark.parametrize("case", TINY)
-def test_the_config_says_what_the_shape_says(case: str):
+def test_a_config_written_from_a_shape_reads_back_as_that_shape(case: str):
     from zeroplan.verify.training.causal_model import config
 
     spec = model_from_config(tiny_config(case))
     assert model_from_config(config(spec)) == spec
 
 
-def test_left_over_parameters_have_no_model():
+def test_a_shape_with_unplaced_parameters_is_refused():
     from dataclasses import replace
 
     from zeroplan.verify.training.causal_model import config
@@ -67,14 +67,14 @@ def test_left_over_parameters_have_no_model():
     ("no_such_package_at_all:f", "No module named"),
     ("json:no_such_function", "no function"),
 ])  # fmt: skip
-def test_a_workload_that_is_not_there_is_named(where: str, says: str):
+def test_a_workload_that_cannot_be_found_is_refused(where: str, says: str):
     from zeroplan.verify.training.user_workload import user_function
 
     with pytest.raises(SpecError, match=says):
         user_function(where)
 
 
-def test_what_a_user_points_at_must_be_a_module_a_batch_and_a_loss():
+def test_a_workload_must_return_a_module_a_batch_and_a_loss():
     from zeroplan.verify.training.user_workload import user_function
 
     with pytest.raises(SpecError, match="must return a module"):

@@ -1,8 +1,8 @@
-"""Every engine, one after the other, in real ranks over gloo and as each rank of a fake group: a process for each rank.
+"""Runs every engine on real ranks over gloo and as each rank of a fake group, with one process per rank.
 
-Run as ``python -m tests.verify.watching.ranks FOLDER torch`` (or ``deepspeed``, which patches torch for good); in the folder,
-``TRANSPORT-RANKS-RANK.json`` says what each case took.
-The processes are forks of one that has imported all there is to import, which is what takes the time.
+Run as ``python -m tests.verify.watching.ranks FOLDER torch`` (or ``deepspeed``, which patches torch for good). The file
+``TRANSPORT-RANKS-RANK.json`` in the folder says what each case took.
+The processes are forks of one that has done all imports, since imports take most of the time.
 """
 
 import gc
@@ -24,7 +24,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, RecipeSpec
 
 STEPS = 3
-#: Four are split both ways, into replicas and by tensors, too.
+#: Numbers of ranks. Four allow two replicas of two shards, and two shards of two tensor-parallel ranks.
 RANKS = {"torch": (2, 4) if every_case() else (4,), "deepspeed": (2, 4) if every_case() else (2,)}
 GPT2 = model("gpt2")
 SPLIT = ModelSpec(
@@ -53,7 +53,7 @@ CASES = {"torch": _TORCH, "deepspeed": _DEEPSPEED}
 
 
 def on(name: str, ranks: int) -> JobSpec:
-    """Return a case on so many ranks."""
+    """Return a case on this number of ranks."""
     replicas, tensor = 2 if "replicas" in name else 1, 2 if "tensor" in name else 1
     return replace(
         (_TORCH | _DEEPSPEED)[name], mesh=MeshSpec(dp_shard=ranks // (replicas * tensor), dp_replicate=replicas, tp=tensor)
@@ -63,7 +63,7 @@ def on(name: str, ranks: int) -> JobSpec:
 def can_be(name: str, rank: int) -> bool:
     """Whether a fake group can show this rank on real tensors.
 
-    The last rank of DeepSpeed's stage 3 is left with memory that nobody wrote, finds an overflow in it and skips its steps.
+    In DeepSpeed's stage 3 the last rank is left with uninitialised memory, finds an overflow there and skips its steps.
     """
     return rank == 0 or name != "deepspeed, stage 3"
 
@@ -71,7 +71,7 @@ def can_be(name: str, rank: int) -> bool:
 def main(folder: Path, library: str) -> None:
     """Measure every case of a library's engines on every rank."""
     import torch
-    import torch._dynamo  # optimizers ask for it in their first step
+    import torch._dynamo  # optimizers import it in their first step
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import zeroplan.verify.backends.cpu
@@ -113,7 +113,7 @@ def _answer(cases: dict[str, JobSpec], transport: Any, ranks: int, rank: int, st
     met = FileStore(str(store), ranks) if transport == "gloo" else HashStore()
     log = join(transport, met, rank=rank, ranks=ranks, timeout_s=100)
     names = [name for name in cases if transport == "gloo" or can_be(name, rank)]
-    with manual_garbage_collection():  # once for all runs, each of which collects many times
+    with manual_garbage_collection():  # set once for all runs, each of which collects many times
         return {name: _figures(_measured(name, ranks, rank, transport, log)) for name in names}
 
 
@@ -134,7 +134,7 @@ def _measured(name: str, ranks: int, rank: int, transport: Any, log: Any) -> Mea
 
 
 def _split(job: JobSpec) -> Any:
-    """The job's own model, which is split by the names of its parts."""
+    """Return the job's own model with weights: tensor parallelism splits it by the names of its parts."""
     import torch
 
     from zeroplan.verify.training.workload import with_weights, workload
@@ -143,7 +143,7 @@ def _split(job: JobSpec) -> Any:
 
 
 def _work() -> Any:
-    """A module whose tensors no number of ranks divides evenly, its batch and its loss."""
+    """Return a module whose tensors do not divide evenly over the ranks, its batch and its loss."""
     import torch
     from torch import nn
 

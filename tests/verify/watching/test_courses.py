@@ -1,4 +1,4 @@
-"""Block by block: what torch's profiler sees of a run on real tensors is what the tracker sees of it."""
+"""In every block of a run on real tensors, the bytes of torch's profiler and of the tracker agree within 0.5 %."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_profiler_and_the_tracker_see_the_same_in_every_block(name: str):
     assert all(courses(step) == {} for step in (*seen[:-1], *tracked[:-1]))
 
 
-def test_nothing_of_the_watching_stays_behind():
+def test_hooks_are_removed_after_watching():
     from torch.nn.modules import module
 
     from zeroplan.verify.watching.places import Places

@@ -1,4 +1,4 @@
-"""What a collective leaves behind: nothing that another thread still holds when it has returned."""
+"""When a collective has returned, no other thread still holds its tensors."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 
-def test_after_a_collective_every_release_is_this_threads_own():
+def test_every_release_after_a_collective_is_by_this_thread():
     from torch._C._distributed_c10d import ProcessGroupGloo
     from torch.distributed import AllreduceOptions, HashStore
 
@@ -29,7 +29,7 @@ def test_after_a_collective_every_release_is_this_threads_own():
 
 
 def test_a_collective_ends_when_the_last_thread_has_dropped_the_tensors_object():
-    """Gloo's thread counts as no holder of the tensor any more when it still waits for Python's lock to give up the object."""
+    """Gloo's thread no longer counts as a holder of the tensor while it waits for Python's lock to drop the object."""
     from zeroplan.verify.watching.group import WatchedGroup, _ended
     from zeroplan.verify.watching.log import Log
 
@@ -51,7 +51,7 @@ def test_a_collective_ends_when_the_last_thread_has_dropped_the_tensors_object()
 
 
 def test_a_tracker_does_not_see_what_the_transport_requests():
-    """Gloo reduces a copy, which its thread gives back whenever that comes round to it."""
+    """Gloo reduces a copy, which its thread frees at some later time."""
     from torch._C._distributed_c10d import ProcessGroupGloo
     from torch.distributed import HashStore, ReduceScatterOptions
 

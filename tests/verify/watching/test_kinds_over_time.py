@@ -1,4 +1,4 @@
-"""What a recording says of each kind adds up to all that is alive, at every moment."""
+"""At every moment of a recording, the bytes of all kinds add up to the bytes alive."""
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.verify.watching.recording import Block, Recording, Span
@@ -20,6 +20,6 @@ def test_kinds_add_up_to_what_is_alive_after_every_request_and_release():
         block(5, 3, None, Kind.ACTIVATIONS),
     ]
     timeline = Timeline(Recording(blocks, [Span(-1, Phase.INIT, 0), Span(0, Phase.FORWARD, 0)], [], 4))
-    blocks[2].died = 9  # given back when the recording is over
+    blocks[2].died = 9  # freed after the recording ends
     assert timeline.by_kind() == {"parameters": [0, 8, 8, 8, 8], "activations": [0, 0, 3, 8, 5]}
     assert [sum(alive) for alive in zip(*timeline.by_kind().values(), strict=True)] == timeline.live == [0, 8, 11, 16, 13]

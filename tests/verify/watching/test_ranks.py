@@ -1,4 +1,4 @@
-"""A fake process group shows every rank what real ranks show, under every engine: peaks, what is held, kinds and collectives."""
+"""Every rank of a fake group shows the same as real ranks, under every engine: peaks, held bytes, kinds and collectives."""
 
 import json
 import os
@@ -31,10 +31,10 @@ def test_the_fake_group_shows_every_rank_what_real_ranks_show(library: str, tmp_
         real, fake = ([read(tmp_path, transport, ranks, rank) for rank in range(ranks)] for transport in ("gloo", "fake"))
         for name in CASES[library]:
             for rank in range(ranks):
-                shown = rank if can_be(name, rank) else 0  # whose share of DeepSpeed's stage 3 is everyone's
+                shown = rank if can_be(name, rank) else 0  # rank 0's share of DeepSpeed's stage 3 is that of every rank
                 assert real[rank][name] == fake[shown][name], (name, ranks, rank)
         first = next(iter(CASES[library]))
-        assert library == "deepspeed" or real[0][first] != real[-1][first]  # ranks are not alike: the last has less
+        assert library == "deepspeed" or real[0][first] != real[-1][first]  # the last rank has less
 
 
 def read(folder: Path, transport: str, ranks: int, rank: int) -> dict[str, object]:

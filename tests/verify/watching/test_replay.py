@@ -15,7 +15,7 @@ STEPS = ((0, Phase.FORWARD, 0), (0, Phase.BACKWARD, 4), (0, Phase.STEP, 6), (1, 
 
 
 def recording(*lives: tuple[int, int, int, int]) -> Recording:
-    """Blocks as (MiB, stream, asked for, given back)."""
+    """Make a recording of blocks, each as (MiB, stream, time of the request, time of the release)."""
     blocks = []
     for size, stream, born, died in lives:
         blocks.append(Block(size * MIB, born, "aten.empty", "", 0, stream))
@@ -23,9 +23,9 @@ def recording(*lives: tuple[int, int, int, int]) -> Recording:
     return Recording(blocks, [Span(*span) for span in STEPS], [], 8)
 
 
-#: 40 MiB of one stream, then 60 of another, then 40 of the first again; at most 60 at once.
+#: 40 MiB on one stream, then 60 on another, and both again; at most 60 at once.
 TURNS = recording((40, 0, 1, 2), (60, 1, 3, 4), (40, 0, 5, 6), (60, 1, 7, 8))
-#: 40 MiB of which 20 stay in use, when another stream asks for 60.
+#: 40 MiB are freed and 20 of them taken for good. Then another stream asks for 60, twice.
 HELD = recording((40, 0, 1, 2), (20, 0, 3, STILL_HELD), (60, 1, 4, 5), (60, 1, 6, 7))
 
 
@@ -38,11 +38,11 @@ def test_a_card_that_never_runs_out_keeps_both_streams_blocks():
     ("room", "fits", "reserved", "retries", "in_last_step", "phase"),
     [
         (100, True, 100, 0, 0, ""),
-        (80, True, 60, 3, 1, ""),  # each stream's block goes when the other asks
+        (80, True, 60, 3, 1, ""),  # each stream's cached block is freed when the other stream asks
         (50, False, 40, 1, 0, "forward"),
     ],
 )
-def test_a_full_card_gives_blocks_back_and_counts_how_often(
+def test_a_full_card_frees_cached_blocks_and_counts_the_retries(
     room: int, fits: bool, reserved: int, retries: int, in_last_step: int, phase: str
 ):
     found = Replays.of(TURNS, workspace_bytes=0).measured(TURNS, workspace_bytes=0, room_bytes=room * MIB)[0].card
@@ -51,15 +51,15 @@ def test_a_full_card_gives_blocks_back_and_counts_how_often(
     assert (found.retries, found.retries_in_last_step, found.phase) == (retries, in_last_step, phase)
 
 
-def test_the_least_room_is_the_peak_and_what_cannot_be_given_back():
-    """A block in use keeps its whole segment with default settings, and its own pages with expandable ones."""
+def test_the_least_room_is_the_peak_and_what_cannot_be_freed():
+    """With default settings a block in use keeps its whole segment reserved, with expandable segments only its own pages."""
     default, expandable = Replays.of(HELD, workspace_bytes=0).measured(HELD, workspace_bytes=0, least_room=True)
     assert default.card is None
     assert default.least_room_bytes == 100 * MIB
     assert expandable.least_room_bytes == 80 * MIB == expandable.allocated_bytes
 
 
-def test_what_a_script_gave_back_before_its_first_step_was_reserved_unless_it_emptied_the_cache():
+def test_memory_that_a_script_freed_before_its_first_step_stays_reserved_unless_it_emptied_the_cache():
     loading = replace(recording((40, 0, 1, 2), (60, 1, 3, 4)), spans=[Span(-1, Phase.INIT, 0), Span(0, Phase.FORWARD, 4)])
     script = replace(loading, from_the_start=True)
     emptied = replace(script, emptied=(2,))

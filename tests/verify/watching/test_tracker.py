@@ -1,4 +1,4 @@
-"""The tracker's peaks are the profiler's on real tensors, and the same again on fake ones: to the byte."""
+"""The tracker's peaks equal the profiler's on real tensors, and are the same on fake ones, to the byte."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ DDP = {
 
 
 @pytest.mark.parametrize("name", [*FSDP2, *DDP])
-def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_same(name: str):
-    """And every collective of the real run is in the fake one."""
+def test_the_tracker_sees_what_the_profiler_sees_and_the_same_on_fake_tensors(name: str):
+    """Every collective of the real run is in the fake one, too."""
     from tests.verify.watching.unwatched import tracked_peaks, unwatched_peaks, watched
 
     asked = (FSDP2 | DDP)[name]
-    steps = 3 if name in DDP else 2  # DDP's buckets are rebuilt in the second
+    steps = 3 if name in DDP else 2  # DDP rebuilds its buckets in the second
     real, fake = (watched(asked, fake=fake, steps=steps) for fake in (False, True))
     assert tracked_peaks(real) == unwatched_peaks(asked, steps=steps)
     assert tracked_peaks(fake) == tracked_peaks(real)
-    sent, said = ([call._replace(moment=0) for call in run.calls] for run in (real, fake))  # gloo has blocks of its own between
+    sent, said = ([call._replace(moment=0) for call in run.calls] for run in (real, fake))  # gloo requests blocks in between
     assert sent == said
     assert bool(real.calls) == (asked.mesh.world_size > 1)

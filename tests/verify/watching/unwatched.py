@@ -1,8 +1,8 @@
-"""The same run without a tracker: torch's profiler writes down every request and release, nothing else looks.
+"""The same run without a tracker: torch's profiler alone records every request and release.
 
-Its peaks are what a tracker's must be, to the byte, once two things are left out by name: what a CPU kernel takes and gives
-back inside itself (:data:`KERNEL_INNER`), and numbers (up to 8 bytes: Python numbers wrapped as tensors, which are host memory
-on a GPU machine).
+A tracker's peaks must equal its peaks to the byte, once two things are left out: what a CPU kernel requests and frees inside
+itself (:data:`KERNEL_INNER`), and blocks of up to 8 bytes (Python numbers wrapped as tensors, which are in host memory on a
+GPU machine).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
     from zeroplan.verify.training.workload import Workload
 
-#: CPU operators that take memory inside their kernel, and why.
+#: CPU operators whose kernel requests and frees memory inside itself, and what for.
 KERNEL_INNER = {
     "aten::_chunk_cat": "padded and cast copies; CUDA's kernel has none",
     "fsdp::chunk_cat_mixed_dtype": "cast copies, in torch 2.15; CUDA's kernel casts as it reads",
@@ -83,9 +83,9 @@ Peaks = dict[tuple[int, Phase], int]
 
 
 def unwatched_peaks(job: JobSpec, *, rank: int = 0, steps: int = 2, make: Callable[[], Workload] | None = None) -> Peaks:
-    """Most bytes alive in each phase of each step, as the profiler saw it."""
+    """Return the most bytes alive in each phase of each step, by the profiler."""
     marker = Marker()
-    gc.collect()  # an earlier model's reference cycles would be released into this recording
+    gc.collect()  # or an earlier model's reference cycles would be freed during this recording
     with plain_kernels():
         run(job, marker, rank=rank, steps=steps, fake=False, make=make)
     assert marker.profiler.profiler is not None
@@ -94,12 +94,12 @@ def unwatched_peaks(job: JobSpec, *, rank: int = 0, steps: int = 2, make: Callab
 
 
 def watched_peaks(job: JobSpec, *, fake: bool, steps: int = 2) -> Peaks:
-    """Most bytes alive in each phase of each step, as the tracker saw it."""
+    """Return the most bytes alive in each phase of each step, by the tracker."""
     return tracked_peaks(watched(job, fake=fake, steps=steps))
 
 
 def tracked_peaks(tracker: Tracker) -> Peaks:
-    """Most bytes alive in each phase of each step of a recording."""
+    """Return the most bytes alive in each phase of each step of a recording."""
     changes = [(block.born, block.n_bytes) for block in tracker.blocks if block.n_bytes > A_NUMBER]
     changes += [(b.died, -b.n_bytes) for b in tracker.blocks if b.n_bytes > A_NUMBER and b.died != STILL_HELD]
     spans = [(span.step, span.phase) for span in tracker.spans]
@@ -109,7 +109,7 @@ def tracked_peaks(tracker: Tracker) -> Peaks:
 def watched(
     job: JobSpec, *, fake: bool, rank: int = 0, steps: int = 2, make: Callable[[], Workload] | None = None
 ) -> Tracker:  # fmt: skip
-    """Run a job under a tracker."""
+    """Run a job under a tracker, and return the tracker."""
     tracker = Tracker()
     gc.collect()
     with plain_kernels():
@@ -133,7 +133,7 @@ def _peaks(changes: list[tuple[float, int]], marks: dict[int, float], spans: lis
 
 
 class _Request(NamedTuple):
-    """A request, or with a negative size a release; and the kernel it was made inside, 0 outside those that have inner ones."""
+    """A request, or a release if the size is negative. ``kernel`` is the call of a ``KERNEL_INNER`` operator around it, or 0."""
 
     time_ns: int
     n_bytes: int
@@ -142,7 +142,7 @@ class _Request(NamedTuple):
 
 
 def _changes(roots: list[_ProfilerEvent]) -> tuple[list[tuple[float, int]], dict[int, float]]:
-    """Requests and releases in time order without kernels' inner ones and numbers, and when each span began."""
+    """Return requests and releases in time order, without those inside kernels and those of numbers; and when each span began."""
     requests, marks = _seen(roots)
     requests.sort(key=lambda request: request.time_ns)
     dropped = _inner(requests)
@@ -167,7 +167,7 @@ def _seen(roots: list[_ProfilerEvent]) -> tuple[list[_Request], dict[int, float]
 
 
 def _inner(requests: list[_Request]) -> set[int]:
-    """What one kernel asks for and gives back itself."""
+    """Return the places of requests that a kernel also frees, and of these releases."""
     found: set[int] = set()
     open_requests: dict[int, int] = {}
     for at, one in enumerate(requests):
@@ -182,7 +182,7 @@ def _inner(requests: list[_Request]) -> set[int]:
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """One thread and no oneDNN, whose reordered copies a GPU does not have."""
+    """Use one thread and no oneDNN, which makes reordered copies that a GPU does not have."""
     threads, one_dnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
