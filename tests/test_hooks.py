@@ -74,5 +74,5 @@ def test_what_is_not_modelled_is_said_and_the_run_goes_on(tmp_path: Path, capsys
 
 def test_what_matters_and_is_not_counted_is_said_beside_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = transformers.LlamaForCausalLM(CONFIG)
-    assert begun(arguments(tmp_path, neftune_noise_alpha=5), model, seq_len=128, gpu="l4-24gb").predicted is not None
-    assert "neftune_noise_alpha=5 takes memory that is not counted" in capsys.readouterr().err
+    assert begun(arguments(tmp_path, label_smoothing_factor=0.1), model, seq_len=128, gpu="l4-24gb").predicted is not None
+    assert "label_smoothing_factor=0.1 takes memory that is not counted" in capsys.readouterr().err

@@ -119,6 +119,6 @@ def test_any_arguments_get_an_answer_or_one_line(tool: str, arguments: dict[str,
 
 
 def test_the_descriptions_of_the_tools_are_short():
-    assert sum(len(json.dumps(tool.schema)) + len(tool.description) for tool in TOOLS) < 14_500
+    assert sum(len(json.dumps(tool.schema)) + len(tool.description) for tool in TOOLS) < 15_000
     (described,) = [tool.schema["properties"]["job"]["properties"] for tool in TOOLS if tool.name == "estimate"]  # type: ignore[index]
     assert set(described) == {name for name, one in OPTIONS.items() if one.help} | {"set"}

@@ -73,7 +73,8 @@ def test_a_message_of_another_gpu_or_of_another_job_is_recognised(run: Run):
 def test_without_a_gpu_the_changes_are_for_the_memory_in_the_message(run: Run):
     job = ("--model", "llama-3.1-8b", "--gpus", "8", "--stage", "2", "--seq-len", "8192")
     out = run("diagnose", _message("3.91 GiB", "75.33 GiB"), *job)[1]
-    assert "What would make it fit a GPU with 79.18 GiB\n  --recompute selective: " in out
+    assert "What would make it fit a GPU with 79.18 GiB\n  --loss fused: " in out
+    assert "\n  --recompute selective: " in out
 
 
 def test_a_text_without_a_message_is_refused_in_one_line(run: Run, tmp_path: Path):

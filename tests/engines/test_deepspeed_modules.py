@@ -10,6 +10,7 @@ import pytest
 from tests.transformer.tiny_configs import TINY, tiny_config
 from zeroplan.catalog.config import model_from_config
 from zeroplan.engines.modules import block_modules, executed_modules, rotary_calls
+from zeroplan.spec.family import NOT_AT_STAGE_3
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import layout, runs_in_order
 
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]  # transf
 def calls(spec: ModelSpec) -> list[str]:
     """Return the names of modules in the order in which a forward calls them."""
     made = AutoConfig.for_model(**config(spec))
-    if spec.moe is not None:
+    if spec.moe is not None and spec.family != "llama4_text":  # whose experts have one implementation
         made._experts_implementation = "grouped_mm"
     module = AutoModelForCausalLM.from_config(made)
     seen: list[str] = []
@@ -43,6 +44,8 @@ def _note(seen: list[str], name: str, *_: object) -> None:
 @pytest.mark.parametrize("case", TINY)
 def test_modules_run_in_the_assumed_order(case: str) -> None:
     spec = model_from_config(tiny_config(case))
+    if spec.family in NOT_AT_STAGE_3:
+        pytest.skip("only DeepSpeed's stage 3 needs the order, and refuses these families")
     seen = calls(spec)
     blocks = [layout(spec).runs[at] for at in runs_in_order(spec)]
     for number, run in enumerate(blocks):

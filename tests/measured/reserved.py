@@ -17,7 +17,7 @@ from tests.measured import stored
 from zeroplan import estimate
 from zeroplan.comparison import moments_as_run, moments_in_replay, stage_of
 from zeroplan.engines import reserved_shares
-from zeroplan.engines.reserved_shares import Pressed, Shares, shares_of
+from zeroplan.engines.reserved_shares import Pressed, Shares, measured_stage, shares_of
 from zeroplan.measurement import SETTINGS
 from zeroplan.timeline import Sizes, band_of, measured_from, sizes_of
 
@@ -56,9 +56,8 @@ class Seen(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Engine and stage, which Megatron-Core's figures do not tell apart."""
-        recipe = self.job.recipe
-        return recipe.engine, 0 if recipe.engine == "megatron" else recipe.zero_stage
+        """Engine and stage, as the figures tell them apart."""
+        return self.job.recipe.engine, measured_stage(self.job.recipe)
 
     @property
     def beyond(self) -> float:

@@ -32,10 +32,11 @@ def test_ninety_five_in_a_hundred_records_lie_in_the_band(engine: str, settings:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_nine_in_ten_records_of_megatron_core_lie_in_a_band_without_them(settings: AllocatorSettings):
-    """Few were run: of so few, the one that reserves least or most is often in the part that is left out."""
-    (found,) = (one for one in reserved.held(settings) if one.key[0] == "megatron")
-    assert found.inside == found.of >= 44
-    assert found.cross_validated >= 0.9 * found.of
+    """Of so few, the one that reserves least or most is often in the part that is left out. Of its FSDP eight in ten lie in it."""
+    plain, of_fsdp = (one for one in reserved.held(settings) if one.key[0] == "megatron")
+    assert (plain.inside, of_fsdp.inside) == (plain.of, of_fsdp.of) >= (44, 16)
+    assert plain.cross_validated >= 0.9 * plain.of
+    assert of_fsdp.cross_validated >= 0.8 * of_fsdp.of
 
 
 def test_all_records_with_a_replay_are_held_against_the_band():

@@ -49,6 +49,7 @@ _MEASURED: dict[tuple[str, int], tuple[Shares, Shares]] = {
     ("fsdp2", 2): (Shares(low=40, expected=1114, high=545), Shares(low=1, expected=1038, high=330)),
     ("fsdp2", 3): (Shares(low=-30, expected=1124, high=487), Shares(low=-29, expected=1054, high=291)),
     ("megatron", 0): (Shares(low=26, expected=1070, high=516), Shares(low=1, expected=1026, high=235)),
+    ("megatron", 3): (Shares(low=174, expected=1218, high=1340), Shares(low=47, expected=1134, high=926)),
     # end
 }
 """By engine and stage, with the allocator's default settings and with expandable segments."""
@@ -66,15 +67,20 @@ _PRESSED: dict[str, tuple[Pressed, Pressed]] = {
 def shares_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Shares | None:
     """The figures of an engine and stage; None on paper, where no engine asks for memory.
 
-    Megatron's stages have the same figures: few jobs of it were replayed, and its optimizer changes little that comes and goes.
-
     >>> shares_of(RecipeSpec(engine="paper"), "default") is None
     True
     """
     at = SETTINGS.index(settings)
     if recipe.engine in ON_PAPER and recipe.engine != "megatron":
         return None
-    return _MEASURED[recipe.engine, 0 if recipe.engine == "megatron" else recipe.zero_stage][at]
+    return _MEASURED[recipe.engine, measured_stage(recipe)][at]
+
+
+def measured_stage(recipe: RecipeSpec) -> int:
+    """The stage whose figures a job has: Megatron-Core's stages 0 and 1 have the same, and so have both of its FSDP."""
+    if recipe.engine != "megatron":
+        return recipe.zero_stage
+    return 3 if recipe.zero_stage > 1 else 0
 
 
 def pressed_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Pressed | None:

@@ -85,8 +85,8 @@ _CONFIG = ConfigKeys(
     read=("partial_rotary_factor",),
 )
 _MODULES = (
-    "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.dense", "mlp", "mlp.fc1",
-    "mlp.activation_fn", "mlp.fc2", "resid_dropout",
+    "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.dense",
+    "resid_dropout", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2", "resid_dropout",
 )  # fmt: skip
 _TABLES = Tables(2 * r * s * TURNED, "rotary cos and sin, of a part of each head", f"{PHI}, PhiRotaryEmbedding.forward")
 FAMILIES = {"phi": Definition(Program(_layer, LAYER, LAYER_NORM), _tensors, _CONFIG, _MODULES, tables=_TABLES)}

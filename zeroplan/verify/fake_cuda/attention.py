@@ -39,7 +39,7 @@ def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
     has precedence. Before compute capability 8.0 there is no flash, and the memory-efficient kernel takes no bf16. Left out:
     cuDNN's kernel, which newer libraries prefer on Hopper and Blackwell.
     """
-    if torch.cuda.get_device_capability()[0] < 8:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
         return "efficient" if query.size(1) == key.size(1) and query.dtype != torch.bfloat16 else "math"
     same_size = query.size(-1) == key.size(-1) == value.size(-1) <= _FLASH_HEAD_DIM
     if mask is None and same_size and query.dtype in (torch.float16, torch.bfloat16):
