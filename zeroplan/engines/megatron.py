@@ -1,14 +1,15 @@
-"""What does Megatron-Core hold on its fullest rank, and at which moments?
+"""The memory and traffic of a Megatron-Core job: what each pipeline rank holds, and at which moments.
 
-Parameters, gradients and optimizer are as its buffers have them (bf16 weights, fp32 main gradients, fp32 weights and Adam's
-moments, which the distributed optimizer shares out over data- and context-parallel ranks, and Megatron-FSDP gradients and weights
-too: ``megatron_sharded.py``); layers are programs
-(``zeroplan/transformer/families/megatron.py``), of which this takes what they keep and the highest moment of their backward;
-micro-batches in flight follow its schedules. Every rank of a pipeline is computed, and the answer is for the one with the
+In mixed precision a rank holds bf16 weights, fp32 main gradients, an fp32 copy of the weights and Adam's moments. The distributed
+optimizer splits the copy and the moments over the data- and context-parallel ranks. Megatron-FSDP also splits gradients and
+weights (``megatron_sharded.py``).
+
+A program per layer (``zeroplan/transformer/families/megatron.py``) gives the activations that the layer keeps, and the peak of its
+backward. Megatron's schedules give the micro-batches in flight. zeroplan computes every pipeline rank and reports the one with the
 highest peak.
 
-Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what collectives take by the way, CUDA graphs;
-histories of FP8's largest values, and the tokens that experts are padded with for it.
+Left out: padding of buckets (each to a multiple of 128 and of the ranks), temporary buffers of collectives, CUDA graphs, FP8's
+history of largest values, and the padding of experts' tokens for FP8.
 """
 
 from collections.abc import Iterator
@@ -135,7 +136,8 @@ ATTENTION_MASK = "attention mask of the data loader (--no-create-attention-mask-
 
 #: Megatron-FSDP's stages: ``optim_grads`` and ``optim_grads_params``.
 GRADIENTS_TOO, WEIGHTS_TOO = 2, 3
-#: Elements of a bucket, and of one for each data-parallel rank if that is more (training/training.py, resolve_ddp_bucket_size).
+#: Elements of a bucket: the larger of the first, and of the second times the data- and context-parallel ranks.
+#: Source: training/training.py, resolve_ddp_bucket_size.
 _BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
 _KEPT = Tag(off_gpu=OffGpu.KEPT)
 
@@ -145,11 +147,11 @@ class Bytes(NamedTuple):
 
     weight: int
     gradient: int
-    """In the buffer that micro-batches add up in."""
+    """In the buffer that accumulates the gradients of all micro-batches."""
     master: int
     """The optimizer's copy of the weights in fp32."""
     at_step: int
-    """Copies of fp16 gradients in fp32, which live until the gradients are set to zero."""
+    """Temporary fp32 copies: of fp16 gradients, or of the precision-aware optimizer's narrow states."""
     name: str
 
 
@@ -164,7 +166,10 @@ _WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 def _bytes_of(recipe: RecipeSpec) -> Bytes:
-    """Raises SpecError for a precision without a line: a search asks before it builds jobs, which refuse it themselves."""
+    """Return the bytes per parameter. Raises SpecError for a precision that is not modelled.
+
+    A search calls this before it builds jobs; the check of a job refuses the same precisions.
+    """
     options = recipe.megatron
     if recipe.precision not in _BYTES:
         said = ", ".join(PRECISIONS)
@@ -172,11 +177,14 @@ def _bytes_of(recipe: RecipeSpec) -> Bytes:
     if options.use_precision_aware_optimizer:
         return _aware(recipe)
     found = _NARROW if recipe.precision == "bf16-mixed" and options.grad_reduce_in_bf16 else _BYTES[recipe.precision]
-    return found._replace(master=4) if recipe.zero_stage >= GRADIENTS_TOO else found  # of fp32 weights, too
+    return found._replace(master=4) if recipe.zero_stage >= GRADIENTS_TOO else found  # Megatron-FSDP also copies fp32 weights
 
 
 def _aware(recipe: RecipeSpec) -> Bytes:
-    """Of the precision-aware optimizer: moments that are not fp32 become so for the step, unless both are bf16."""
+    """Return the bytes per parameter with the precision-aware optimizer.
+
+    During the step it casts moments and main weights that are not fp32 to fp32. Two bf16 moments stay as they are.
+    """
     options, plain = recipe.megatron, _BYTES[recipe.precision]
     narrow = recipe.precision == "fp16-mixed" or options.grad_reduce_in_bf16 or options.main_grads_dtype == "bf16"
     halved = recipe.precision == "bf16-mixed" or options.main_params_dtype == "fp16"
@@ -187,53 +195,57 @@ def _aware(recipe: RecipeSpec) -> Bytes:
 
 
 class Rank(NamedTuple):
-    """A pipeline rank: what it holds, and what is in flight on it."""
+    """A pipeline rank: its parameters, its layers, and the micro-batches in flight on it."""
 
     at: int
     elements: Int
-    """Parameters beside experts."""
+    """Parameters outside experts."""
     experts: Int
     matrices: Int
-    """Of the others, those in matrices that Muon steps."""
+    """Parameters outside experts in matrices that Muon updates."""
     in_fp8: Int
-    """Of all, those in matrices that multiply in FP8."""
+    """Parameters, with experts, in matrices that multiply in FP8."""
     chunks: Int
-    """Chunks of layers whose backward has not run yet, at the most."""
+    """The most chunk forwards that wait for their backward at a time."""
     embeds: Int
-    """Micro-batches whose embedding is kept; 0 where it is on another rank."""
+    """Micro-batches whose embedding keeps tensors at a time; 0 if another rank has the embedding."""
     has_head: bool
     stages: tuple[Chunk, ...]
-    """Its chunks."""
+    """The chunks of layers on this rank."""
     each: tuple[Counts, ...]
-    """Layers of each kind in each of its chunks."""
+    """Number of layers of each kind, chunk by chunk."""
     schedule: Schedule
 
     @property
     def counts(self) -> Counts:
-        """Layers of each kind, of all its chunks."""
+        """Number of layers of each kind in all chunks."""
         return tuple(map(sum, zip(*self.each, strict=True)))
 
     @property
     def layers(self) -> int:
-        """Of all its chunks."""
+        """Number of layers in all chunks."""
         return sum(self.counts)
 
 
 class Flying(NamedTuple):
-    """What waits for its backward on a rank."""
+    """The layers of a rank that wait for their backward."""
 
     counts: tuple[Int, ...]
-    """Layers of each kind; of a checkpoint of several layers, one."""
+    """Number of layers of each kind. A checkpoint of several layers counts as one."""
     formulas: tuple[str, ...]
     words: tuple[str, ...]
     each: tuple[Counts, ...]
-    """The same in every chunk of the rank."""
+    """Number of layers of each kind in every chunk, counted in the same way."""
     letters: tuple[str, ...] = ()
-    """Of a hybrid pattern, each chunk's letters, and the letter of each kind."""
+    """With a hybrid pattern: the letters of each chunk."""
     kinds: str = ""
+    """With a hybrid pattern: the letter of each kind."""
 
     def over(self, kind: int, other: int) -> int:
-        """Layers of the other kind that are over in a chunk when the backward has come to its last one of a kind, and that one."""
+        """Layers of kind ``other`` that no longer wait when a chunk's backward runs its last layer of ``kind``.
+
+        The running layer counts as one of them. Chunks may differ; the smallest number is returned.
+        """
         if self.letters:
             mine, others = self.kinds[kind], self.kinds[other]
             return min(chunk[chunk.rindex(mine) :].count(others) for chunk in self.letters if mine in chunk)
@@ -243,9 +255,9 @@ class Flying(NamedTuple):
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """Memory of the fullest pipeline rank, and its traffic per step. Of several ranks, sizes are ints. [bytes]
+    """Return the memory of the fullest pipeline rank, and its traffic per step. [bytes]
 
-    Source: the files and papers named in each line.
+    With several pipeline ranks, all sizes must be ints. Source: the files and papers named in each line.
     """
     every = accounts(model, recipe, mesh, batch)
     if len(every) == 1:
@@ -257,7 +269,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 
 def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
-    """Memory and traffic of every pipeline rank, first to last. [bytes]"""
+    """Return the memory and traffic of every pipeline rank, first to last. [bytes]"""
     last = int(mesh.pp) - 1
     before = _layers(model, recipe, mesh, batch, received=True) if last else None
     layers = _layers(model, recipe, mesh, batch, received=chunks_per_rank(recipe, mesh) > 1)
@@ -268,13 +280,16 @@ def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> 
 
 
 def account_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """Memory and traffic of one pipeline rank; ranks between the second and the last have no more than the second. [bytes]"""
+    """Return the memory and traffic of one pipeline rank. [bytes]
+
+    Of the ranks between the first and the last with the same layers, the first of them needs most.
+    """
     layers = _layers(model, recipe, mesh, batch, received=at < int(mesh.pp) - 1 or chunks_per_rank(recipe, mesh) > 1)
     return _of_rank(rank_of(at, model, recipe, mesh, batch), layers, model, recipe, mesh, batch)
 
 
 def _layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, received: bool) -> Layers:
-    """Layers of a rank; one that is not the last receives the gradient of its output."""
+    """Return the memory of a rank's layers. ``received``: another chunk sends the gradient of their output."""
     return layers_of(model, tuple(run.kind for run in runs_of(model, recipe)), recipe, mesh, batch, received=received)
 
 
@@ -303,7 +318,7 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
 
 
 def _symbols(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
-    """Symbols of one job's formulas; columns show none."""
+    """Yield the symbols in the formulas of one job."""
     yield Symbol("D_rank", rank.elements, "parameters of this pipeline rank beside experts")
     yield Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts")
     yield from _symbols_of_muon(rank, model, recipe, mesh)
@@ -337,13 +352,13 @@ def _symbols_of_shards(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: M
 
 
 def _symbols_of_left(counts: dict[str, Int], letter: str, what: str) -> Iterator[Symbol]:
-    """Symbols for hidden states that are left at each moment."""
+    """Yield the symbols for leftover hidden states, one per moment."""
     for when, count in counts.items():
         yield Symbol(f"{letter}_{when[0]}", count, f"hidden states {what}: {when}")
 
 
 def _symbols_of_flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Iterator[Symbol]:
-    """Symbols for layers in flight, where the rank's chunks have different ones."""
+    """Yield the symbols for layers in flight if the rank's chunks differ in their layers."""
     for loss, when in ((False, ""), (True, " when the loss is computed")) if len(set(rank.each)) > 1 else ():
         flying = _flying(rank, layers, model, recipe, batch, loss=loss)
         for name, run, count in zip(flying.formulas, runs_of(model, recipe), flying.counts, strict=True):
@@ -351,7 +366,7 @@ def _symbols_of_flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: Rec
 
 
 def _sums(layers: Layers) -> Iterator[Symbol]:
-    """Symbols for what a layer of each kind keeps."""
+    """Yield the symbols for the bytes that a layer of each kind keeps."""
     for kind, one in layers.kinds.items():
         yield Symbol(f"S_{kind}", total_bytes(one.kept), f"bytes one {kind} layer keeps")
         whole = total_bytes((*one.cost.kept, *one.cost.statistics))
@@ -360,7 +375,7 @@ def _sums(layers: Layers) -> Iterator[Symbol]:
 
 
 def _shown(rank: Rank, moments: tuple[Moment, ...]) -> PipelineRank:
-    """The rank, in the form that a pipeline's answer lists."""
+    """Return the rank's row in the answer's table of pipeline ranks."""
     totals = [moment.total_bytes for moment in moments]
     blocks = "; ".join(f"blocks {one.start + 1} to {one.stop}" for one in rank.stages if one.layers)
     named = (*(["embedding"] if rank.at == 0 else []), blocks, *(["norm and head"] if rank.has_head else []))
@@ -372,7 +387,7 @@ def _shown(rank: Rank, moments: tuple[Moment, ...]) -> PipelineRank:
 
 
 def _notes_of_cut(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[str, ...]:
-    """How an uneven pipeline is cut, where the user does not say it."""
+    """Return a note on how an uneven pipeline is cut, unless the user sets the cut."""
     flags = cut_flags(chunks_of(model.num_hidden_layers, int(mesh.pp) * chunks_per_rank(recipe, mesh)))
     if recipe.pipeline_layers is not None or not flags:
         return ()
@@ -383,7 +398,7 @@ def _notes_of_cut(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[str
 
 
 def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
-    """What one pipeline rank has."""
+    """Return the parameters, chunks and schedule of one pipeline rank."""
     pp, chunks = int(mesh.pp), chunks_per_rank(recipe, mesh)
     first, last = at == 0, at == pp - 1
     stages = stages_of(at, model, recipe, mesh)
@@ -392,7 +407,7 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
     embedding, end = _ends(model, recipe, mesh)
     ends = (embedding if first else 0) + (end if last else 0)
     if last and not first and (model.tie_word_embeddings or recipe.megatron.mtp_num_layers):
-        ends = ends + _table(model, recipe, mesh)  # a copy of it: a tied head, or next tokens; positions are the first stage's
+        ends = ends + _table(model, recipe, mesh)  # a copy of the table, without positions: tied, or for next tokens
     group = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
     schedule = Schedule(pp - at - 1 if chunks == 1 else 2 * (pp - at - 1) + (chunks - 1) * group, chunks, group)
     flying = minimum(schedule.warm + 1, batch.grad_accum_steps * chunks)
@@ -413,7 +428,7 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
 
 
 def _embedded_at_once(schedule: Schedule, batch: Batch) -> Int:
-    """Micro-batches whose first chunk waits for its backward, at the most."""
+    """Return the most micro-batches whose first chunk waits for its backward at a time."""
     if schedule.chunks == 1:
         return minimum(schedule.warm + 1, batch.grad_accum_steps)
     embedding = ((1,), *[(0,)] * (schedule.chunks - 1))
@@ -421,7 +436,7 @@ def _embedded_at_once(schedule: Schedule, batch: Batch) -> Int:
 
 
 def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> tuple[Int, Int, Int]:
-    """Parameters of one pipeline rank's layers, this many of each kind: beside experts, in them, and beside them in matrices."""
+    """Return a rank's parameters in its layers: outside experts, in experts, and outside experts in matrices."""
     beside: Int = 0
     experts: Int = 0
     matrices: Int = 0
@@ -436,7 +451,7 @@ def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[in
 
 
 def _in_fp8(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> Int:
-    """Parameters of the layers' matrices, without routers', where they multiply in FP8."""
+    """Return the parameters in matrices that multiply in FP8: all of the layers' but the routers'. 0 without FP8."""
     found: Int = 0
     for run, layers in zip(runs_of(model, recipe), counts if recipe.megatron.fp8_format is not None else (), strict=False):
         for parameter in run.parameters:
@@ -447,14 +462,17 @@ def _in_fp8(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int,
 
 
 def _of_shared_expert(kind: str, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
-    """Parameters of a rank's part of the expert that every token visits."""
+    """Return a rank's parameters in the shared expert, which every token visits."""
     width = recipe.megatron.moe_shared_expert_intermediate_size if kind in ROUTED else None
     matrices = 3 if is_gated(model, recipe) else 2
     return 0 if width is None else ceil_div(matrices * width * model.hidden_size, mesh.tp)
 
 
 def _of_one_rank(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
-    """Experts are split over expert-parallel ranks, matrices over tensor-parallel ones; norms and routers are whole."""
+    """Return the elements of a parameter on one rank.
+
+    Expert-parallel ranks split the experts, and tensor-parallel ranks the matrices. Each rank has whole norms and routers.
+    """
     elements = _as_said(parameter, model, recipe)
     if is_expert(parameter):
         return ceil_div(elements, mesh.ep * recipe.megatron.expert_ways(int(mesh.tp)))
@@ -462,7 +480,7 @@ def _of_one_rank(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec, mes
 
 
 def _as_said(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec) -> int:
-    """Elements of a parameter, where ``--swiglu`` and ``--qk-layernorm`` may be otherwise than in the family."""
+    """Return the elements of a parameter. Without ``--swiglu`` a gated family's MLPs have no gate."""
     if model.family in UNGATED or is_gated(model, recipe):
         return parameter.numel
     if parameter.name.endswith("gate_up_proj"):
@@ -470,26 +488,26 @@ def _as_said(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec) -> int:
     return 0 if "gate_proj" in parameter.name else parameter.numel
 
 
-#: Matrices whose rows tensor-parallel ranks share, so that they add up their results.
+#: Row-parallel matrices, whose outputs the tensor-parallel ranks sum.
 BY_ROWS = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h")
 
 
 def is_expert(parameter: Parameter) -> bool:
-    """Whether only some tokens meet it."""
+    """Whether the parameter belongs to a routed expert, which only some tokens visit."""
     return parameter.active_share != (1, 1)
 
 
 @lru_cache(maxsize=1024)
 def is_split(name: str) -> bool:
-    """Whether tensor-parallel ranks have a part each."""
+    """Whether tensor-parallel ranks split the parameter of this name."""
     module = name.rpartition(".")[0].rpartition(".")[2]
     if "norm" in module or module.startswith("ln_") or module in ("gate", "q_a_proj", "kv_a_proj_with_mqa"):
         return False
-    return not (name.endswith(".bias") and module in BY_ROWS)  # added after the ranks' sum
+    return not (name.endswith(".bias") and module in BY_ROWS)  # a row-parallel matrix adds its bias after the ranks' sum
 
 
 def _ends(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
-    """The embedding, and what follows the layers: the final norm, and a head that is not the embedding."""
+    """Return a rank's parameters before and after the layers: the embedding; the final norm and an untied head."""
     tree, table = layout(model), _table(model, recipe, mesh)
     positions = sum(parameter.numel for parameter in tree.embeddings[1:])
     if model.family not in LEARNED_POSITIONS:  # Megatron-LM adds them to any model
@@ -500,7 +518,10 @@ def _ends(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
 
 
 def _of_script(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
-    """Parameters of BERT's two types of tokens; and of its heads, or of T5's encoder's norm, with the bias of the logits."""
+    """Return the further parameters of BERT and T5 before and after the layers.
+
+    Before: the embedding of BERT's two token types. After: BERT's heads, or the final norm of T5's encoder, and the logits' bias.
+    """
     script, hidden = recipe.megatron.pretrains, model.hidden_size
     bias = ceil_div(padded_vocabulary(model, recipe, mesh), mesh.tp)
     if script == "gpt":
@@ -517,7 +538,7 @@ def _table(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
 
 
 def padded_vocabulary(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
-    """Tokens, padded (``--make-vocab-size-divisible-by``)."""
+    """Return the padded vocabulary size (``--make-vocab-size-divisible-by``). [tokens]"""
     return round_up(model.vocab_size, recipe.megatron.make_vocab_size_divisible_by * mesh.tp)
 
 
@@ -537,12 +558,12 @@ def _instances(recipe: RecipeSpec) -> int:
 
 
 def same_experts(recipe: RecipeSpec, mesh: Mesh) -> Int:
-    """Ranks of a pipeline stage that have the same part of the same experts."""
+    """Return the number of ranks in a pipeline stage that have the same part of the same experts."""
     return mesh.dp_shard * mesh.cp * mesh.tp // (mesh.ep * recipe.megatron.expert_ways(int(mesh.tp)))
 
 
 def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
-    """Weights, gradients and what the optimizer keeps. [bytes]"""
+    """Yield the lines of weights, gradients and optimizer states. [bytes]"""
     width, (share, shared) = _bytes_of(recipe), _shared(rank, recipe, mesh)
     whole = rank.elements + rank.experts, "(D_rank + X_rank)"
     weights, named = (share, shared) if recipe.zero_stage == WEIGHTS_TOO else whole
@@ -571,9 +592,9 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
 
 
 def _weights_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Line]:
-    """Elements that are no other weights, and the line of matrices in FP8, with all layouts that are kept between micro-batches."""
+    """Return the elements that have FP8 weights alone, and the line of all FP8 weights, in every layout that is kept."""
     own, (_, both) = recipe.megatron, bytes_in_fp8(recipe)
-    both = 64 if own.fp8_recipe == "blockwise" else both  # of weights a block is 128 x 128
+    both = 64 if own.fp8_recipe == "blockwise" else both  # blocks of weights are 128 x 128, so their scales are negligible
     if not own.fp8_param_gather:
         reason = "copies of weights in FP8, for all micro-batches"
         n_bytes = both * ceil_div(rank.in_fp8, 32)
@@ -590,7 +611,7 @@ def _formula_in_fp8(recipe: RecipeSpec) -> str:
 
 
 def _share_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Int:
-    """This rank's part of matrices in FP8, of which experts are cut by other ranks."""
+    """Return this rank's share of the FP8 matrices. Different ranks share the experts and the other matrices."""
     dense = ceil_div(rank.in_fp8 - rank.experts, _sharers(recipe, mesh))
     return dense + ceil_div(rank.experts, _expert_sharers(recipe, mesh))
 
@@ -603,7 +624,10 @@ def _symbols_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Symb
 
 
 def _muon_s_states(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
-    """Muon's momentum of matrices, and Adam's states of all else; the layer-wise optimizer shares out whole matrices, evenly."""
+    """Yield Muon's momentum of matrices, and Adam's states of all other parameters.
+
+    The layer-wise optimizer gives each rank whole matrices; zeroplan assumes equal shares.
+    """
     inside, outside = _sharers(recipe, mesh), _expert_sharers(recipe, mesh)
     matrices = ceil_div(rank.matrices, inside) + ceil_div(rank.experts, outside)
     formula = "(ceil(Y_rank/N_opt) + ceil(X_rank/N_exp))"
@@ -614,9 +638,10 @@ def _muon_s_states(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]
 
 
 def _muon_s_step(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
-    """Newton-Schulz iterations of the largest matrix, which every tensor-parallel rank gathers.
+    """Return the memory of the Newton-Schulz iterations for the largest matrix. Every tensor-parallel rank gathers it.
 
-    The update in fp32; gathered parts and the whole matrix in fp32; the iterate in fp32 and bf16, or two in bf16 with two products.
+    A rank holds its update in fp32, and the gathered parts and the whole matrix in fp32. To these it adds the iterate in fp32 and
+    bf16, or two bf16 iterates and two products, whichever is more.
     """
     most: Int = 0
     for (rows, columns), ranks in _largest_matrices(model, recipe, mesh):
@@ -627,7 +652,7 @@ def _muon_s_step(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
 
 
 def _largest_matrices(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[tuple[tuple[int, int], Int]]:
-    """Rows and columns of a layer's large matrices, and the ranks that share them."""
+    """Yield the rows and columns of a layer's large matrices, and the number of ranks that split each."""
     gates, hidden, mla = 2 if is_gated(model, recipe) else 1, model.hidden_size, model.mla
     if mla is None:
         yield ((model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim, hidden), mesh.tp
@@ -640,13 +665,13 @@ def _largest_matrices(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Itera
 
 
 def _shared(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, str]:
-    """Parameters that this rank's optimizer steps, and their formula."""
+    """Return the number of parameters that this rank's optimizer updates, and its formula."""
     share = ceil_div(rank.elements, _sharers(recipe, mesh)) + ceil_div(rank.experts, _expert_sharers(recipe, mesh))
     return share, "(ceil(D_rank/N_opt) + ceil(X_rank/N_exp))"
 
 
 def step_lines(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
-    """What the optimizer's step has beside the states: fp16 gradients again, in fp32. [bytes]"""
+    """Return the step's temporary fp32 copies: of fp16 gradients, or of the precision-aware optimizer's states. [bytes]"""
     n_bytes, (share, shared) = _bytes_of(recipe).at_step, _shared(rank, recipe, mesh)
     if not n_bytes:
         return ()
@@ -714,12 +739,15 @@ def _moments(
 
 
 def _whole(sharding: Sharding | None, at: str) -> tuple[Line, ...]:
-    """Megatron-FSDP's whole weights and gradients at a point of the step."""
+    """Return the lines of Megatron-FSDP's whole weights and gradients at a point of the step. [bytes]"""
     return () if sharding is None else sharding.lines(at)
 
 
 def _sharding(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Sharding | None:
-    """How Megatron-FSDP cuts a rank's parameters; what no other rank has is not cut."""
+    """Return how Megatron-FSDP shards a rank's parameters; None below stage 2.
+
+    It cannot shard experts that only one rank has.
+    """
     if recipe.zero_stage < GRADIENTS_TOO:
         return None
     units, shares = list[Int](), list[Int]()
@@ -730,7 +758,7 @@ def _sharding(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> S
         units += [beside + where(of_experts > 1, experts, 0)] * layers
     bucket = maximum(_BUCKET, _BUCKET_OF_A_RANK * mesh.dp_shard * mesh.cp) if recipe.megatron.overlap_grad_reduce else None
     (embedding, end), width = _ends(model, recipe, mesh), _bytes_of(recipe)
-    if recipe.zero_stage < WEIGHTS_TOO:  # buckets are small, or one of all, reduced at the end
+    if recipe.zero_stage < WEIGHTS_TOO:  # shares of small buckets are not counted; a single bucket is reduced at the end
         shares = [_shared(rank, recipe, mesh)[0] if bucket is None else 0, *[0] * (len(units) - 1)]
     weights: Int = width.weight * sum(units)
     if recipe.megatron.fp8_param_gather:
@@ -743,13 +771,13 @@ def _sharding(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> S
 
 
 def _kinds_backward(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> list[str]:
-    """Kinds of a rank's layers, the last one first."""
+    """Return the kind of each of a rank's layers, in the order of the backward."""
     counted = zip(runs_of(model, recipe), rank.counts, strict=True)
     return [run.kind for run, count in counted for _ in range(count)][::-1]
 
 
 def _lasts(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> set[int]:
-    """Layers behind the last one of each kind."""
+    """Return, for each kind, how many layers run backward before its last layer does."""
     order = _kinds_backward(rank, model, recipe)
     return {order.index(kind) for kind in order}
 
@@ -758,7 +786,10 @@ def _backward_of_shards(
     sharding: Sharding, rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, flying: Flying, *,
     around: tuple[Line, ...],
 ) -> Iterator[Moment]:  # fmt: skip
-    """Backwards of layers, of which each is behind others whose gradients are whole, and before others whose weights are."""
+    """Yield the moments of the layers' backward under Megatron-FSDP.
+
+    Layers whose backward has run may still have whole gradients. Layers before them may already have gathered weights.
+    """
     order, together = _kinds_backward(rank, model, recipe), layers_of_a_checkpoint(recipe)
     again = "" if recipe.recompute == "none" else ", recomputed"
     for behind in sharding.backwards(_lasts(rank, model, recipe)):
@@ -774,7 +805,7 @@ def _backward_of_shards(
 
 
 def _without(flying: Flying, over: tuple[Int, ...]) -> Flying:
-    """What waits for its backward, without so many layers of each kind."""
+    """Return the layers that wait for their backward, without ``over`` layers of each kind."""
     counts = tuple(maximum(0, count - each) for count, each in zip(flying.counts, over, strict=True))
     formulas = tuple(f"({formula} - {each})" for formula, each in zip(flying.formulas, over, strict=True))
     return flying._replace(counts=counts, formulas=formulas)
@@ -784,7 +815,10 @@ def _backward_of_embedding(
     rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, flying: Flying,
     around: tuple[Line, ...],
 ) -> Moment:  # fmt: skip
-    """The gradient of the whole table, when all layers of the first chunk are over for a micro-batch."""
+    """Return the moment at which the embedding makes the gradient of its whole table.
+
+    By then the micro-batch's backward has run all layers of the first chunk.
+    """
     together = layers_of_a_checkpoint(recipe)
     over = tuple(ceil_div(count, together) for count in rank.each[0])
     others = _in_layers(_without(flying, over), layers, model, recipe)
@@ -799,7 +833,7 @@ def _backward_of_embedding(
 
 
 def _left(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Left:
-    """Hidden states that the pipeline's schedule keeps longer than they are needed."""
+    """Return how many hidden states the pipeline's schedule keeps longer than it needs them."""
     pp = int(mesh.pp)
     group = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
     stage = Stage(rank.at, pp, chunks_per_rank(recipe, mesh), batch.grad_accum_steps, group)
@@ -807,7 +841,7 @@ def _left(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Left:
 
 
 def _behind(rank: Rank, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Behind:
-    """Hidden states that token dispatchers' graphs refer to after full recomputation."""
+    """Return how many hidden states the token dispatchers' graphs keep after full recomputation."""
     if recipe.recompute != "full" or model.moe is None:
         return Behind()
     kinds, together = [run.kind in ROUTED for run in runs_of(model, recipe)], layers_of_a_checkpoint(recipe)
@@ -816,15 +850,15 @@ def _behind(rank: Rank, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> B
         sum(ceil_div(count, together) for count, has in zip(counts, kinds, strict=True) if has) for counts in rank.each
     )
     found = left_behind(rank.schedule, layers, routed, batch.grad_accum_steps, received=not rank.has_head)
-    given = [chunk for chunk in range(len(layers)) if rank.at or chunk]  # the schedule has these chunks' inputs
+    given = [chunk for chunk in range(len(layers)) if rank.at or chunk]  # ``_left`` counts the inputs of these chunks
     return found._replace(step=found.step - sum(routed[chunk] == layers[chunk] > 0 for chunk in given))
 
 
 def _saves_mask(recipe: RecipeSpec) -> bool:
     """Whether autograd saves the data loader's mask.
 
-    A checkpoint of core attention or of whole layers does, one of another module does not; and so does torch's softmax of local
-    layers.
+    A checkpoint of whole layers or of core attention saves it, and so does torch's softmax in local layers. Checkpoints of other
+    modules do not.
     """
     of_attention = recipe.recompute == "selective" and "core_attn" in recipe.megatron.recompute_modules.split(",")
     return recipe.recompute == "full" or of_attention or masks_in_place(recipe)
@@ -833,9 +867,9 @@ def _saves_mask(recipe: RecipeSpec) -> bool:
 def _backward(
     rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch, flying: Flying, *, around: tuple[Line, ...]
 ) -> Iterator[Moment]:  # fmt: skip
-    """The highest moment within the backward of the last layer of each kind; ``around`` is alive beside layers.
+    """Yield the peak of the backward of the last layer of each kind. ``around``: the lines outside layers.
 
-    Full recomputation runs the whole layer again first, selective recomputation its core attention.
+    Full recomputation first runs the whole layer again, selective recomputation only some of its modules.
     """
     again = "" if recipe.recompute == "none" else ", recomputed"
     runs = [run for run, count in zip(runs_of(model, recipe), rank.counts, strict=True) if count]
@@ -852,7 +886,10 @@ def _backward(
 
 
 def _deferred(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    """Of the head, of micro-batches that went backward before: gradients of logits and inputs, whose product is left for later."""
+    """Yield what ``--defer-embedding-wgrad-compute`` keeps of earlier micro-batches.
+
+    The head postpones its weight gradient, which needs its inputs and the gradients of its logits.
+    """
     options, before = recipe.megatron, batch.grad_accum_steps - 1
     if not (options.defer_embedding_wgrad_compute and rank.has_head):
         return
@@ -863,19 +900,19 @@ def _deferred(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     each = own_part(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, recipe, mesh)
     formula = own_part_formula("e·T·h", recipe)
     yield Line(Kind.ACTIVATIONS, count * each, "inputs of the head of micro-batches before", f"{counted}·{formula}", DEFERRED)
-    earlier = maximum(0, before - 1)  # the schedule itself still refers to those of the last one
+    earlier = maximum(0, before - 1)  # the schedule counts those of the last micro-batch
     more, counted = (minimum(limit, earlier), f"min({limit}, max(0, B-2))") if limit else (earlier, "max(0, B-2)")
     reason = "inputs of the stage and their gradients of micro-batches before, whose graph the head's inputs hold"
     yield Line(Kind.ACTIVATIONS, 2 * more * each, reason, f"2·{counted}·{formula}", INPUT)
 
 
 def layers_of_a_checkpoint(recipe: RecipeSpec) -> int:
-    """How many layers full recomputation runs again at once (``--recompute-method uniform``)."""
+    """Return how many layers one checkpoint of full recomputation has (``--recompute-method uniform``)."""
     return recipe.megatron.recompute_num_layers if recipe.recompute == "full" else 1
 
 
 def _run_again_with_it(cost: Cost, kind: str, together: int) -> Iterator[Line]:
-    """What the other layers of a checkpoint keep once they have been run again."""
+    """Yield the activations of a checkpoint's other layers, which it runs again together with this one. [bytes]"""
     if together > 1:
         n_bytes = (together - 1) * total_bytes((*cost.kept, *cost.statistics))
         reason = f"what {together - 1} more layers of the checkpoint keep, run again"
@@ -883,7 +920,7 @@ def _run_again_with_it(cost: Cost, kind: str, together: int) -> Iterator[Line]:
 
 
 def _beside_it(cost: Cost, kind: str, recipe: RecipeSpec, batch: Batch) -> Iterator[Line]:
-    """A layer of the next micro-batch, which goes forward beside this one's backward."""
+    """Yield what a layer of the next micro-batch takes, whose forward overlaps this layer's backward. [bytes]"""
     if recipe.megatron.overlap_moe_expert_parallel_comm:
         others = minimum(1, batch.grad_accum_steps - 1)
         kept = total_bytes((*cost.kept, *cost.statistics))
@@ -893,14 +930,17 @@ def _beside_it(cost: Cost, kind: str, recipe: RecipeSpec, batch: Batch) -> Itera
 
 
 def _waiting(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
-    """The head's gradient of a table that is the embedding too, for whose gradient it waits."""
+    """Yield the head's gradient of a tied table, which stays until the embedding's gradient is added. [bytes]"""
     if rank.has_head and rank.at == 0 and model.tie_word_embeddings and not keeps_placeholders(recipe):
         reason = "gradient of the tied table by the head, which waits for the embedding's"
         yield Line(Kind.TEMPORARY, element_of(recipe) * _table(model, recipe, mesh), reason, "e·ceil(V_p·h/p)", HEAD)
 
 
 def _buffers(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
-    """What is made once and kept: a buffer of attention scores and gathered tokens, and Transformer Engine's placeholders."""
+    """Yield the tensors that Megatron-Core allocates once and keeps. [bytes]
+
+    They are one buffer for attention scores and gathered tokens, and Transformer Engine's placeholders for weight gradients.
+    """
     needs = {**_scores(recipe), **_gathered(rank, model, recipe)}
     sizes = tuple(layers.value(name) * (1 if width == "" else model.hidden_size) for name, width in needs.items())
     elements = maximum(*sizes) if len(sizes) > 1 else sum(sizes)
@@ -914,7 +954,7 @@ def _buffers(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
 
 
 def _rotary_tables(layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
-    """The angles of all positions in fp32, which every chunk of layers makes once."""
+    """Yield the rotary angles of all positions in fp32. Every chunk of layers makes them once. [bytes]"""
     if (
         model.positions
         or model.mla is not None
@@ -927,27 +967,33 @@ def _rotary_tables(layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: M
 
 
 def _scores(recipe: RecipeSpec) -> dict[str, str]:
-    """Symbols of the scores that local layers write into the buffer."""
+    """Return the symbols of the attention scores that local layers write into Megatron's buffer."""
     if recipe.megatron.transformer_impl != "local":
         return {}
     return dict.fromkeys(("S_r", "S_e", "S_c") if recipe.megatron.pretrains == "t5" else ("S_r",), "")
 
 
 def _gathered(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> dict[str, str]:
-    """Symbols of the tokens that Megatron's own matrices, and experts by all-gather, gather into it."""
+    """Return the symbols of the tokens gathered into the buffer, with the width of each.
+
+    Megatron's own matrices gather their input there, and so does the all-gather dispatcher of experts.
+    """
     own_matrices = rank.has_head or recipe.megatron.transformer_impl == "local"
     gathers_for_experts = model.moe is not None and recipe.megatron.moe_token_dispatcher_type == "allgather"  # noqa: S105
     return {**({"T_w": "h·"} if own_matrices else {}), **({"T_a": "h·"} if gathers_for_experts else {})}
 
 
 def _stand_ins(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
-    """What autograd is given for gradients that are in the main gradients already: a tensor for each shape of a matrix, kept."""
+    """Return the placeholders that Transformer Engine gives to autograd instead of weight gradients. [bytes]
+
+    The real gradients are in the main gradients already. Transformer Engine keeps one placeholder for each shape of a matrix.
+    """
     reason = "placeholders for gradients that matrices accumulate themselves, one per shape"
     return Line(Kind.WORKSPACE, element_of(recipe) * _of_each_shape(rank, model, recipe, mesh), reason, "e·M", STAND_INS)
 
 
 def _of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
-    """Elements of one matrix of each shape: of a layer's attention, of a dense MLP, of one expert, of the head."""
+    """Return the elements of one matrix of each shape: in attention, dense MLP, one expert and the head."""
     found: dict[str, Int] = {}
     for run in (run for run, here in zip(runs_of(model, recipe), rank.counts, strict=True) if here):
         for parameter in run.parameters:
@@ -963,7 +1009,7 @@ def _of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh)
 
 
 def _flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, loss: bool = False) -> Flying:
-    """Layers in flight when they take most; with ``loss``, when the loss is computed."""
+    """Return the layers in flight when they need most memory; with ``loss``, when the loss is computed."""
     kinds, together = [run.kind for run in runs_of(model, recipe)], layers_of_a_checkpoint(recipe)
     each = tuple(tuple(ceil_div(count, together) for count in counts) for counts in rank.each)
     letters = _letters_of(rank, recipe, kinds)
@@ -979,7 +1025,7 @@ def _flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, ba
 
 
 def _letters_of(rank: Rank, recipe: RecipeSpec, kinds: list[str]) -> tuple[tuple[str, ...], str]:
-    """Of a hybrid pattern, the letters of each of a rank's chunks, and of each kind."""
+    """Return a hybrid pattern's letters for each chunk of a rank, and the letter of each kind; empty without a pattern."""
     pattern = recipe.megatron.hybrid_layer_pattern
     if pattern is None:
         return (), ""
@@ -989,7 +1035,10 @@ def _letters_of(rank: Rank, recipe: RecipeSpec, kinds: list[str]) -> tuple[tuple
 def _in_layers(
     flying: Flying, layers: Layers, model: ModelSpec, recipe: RecipeSpec, *, last: str | None = None
 ) -> Iterator[Line]:
-    """What layers keep; with a ``last`` kind, a layer of it is in its backward, and those behind it in its chunk are over."""
+    """Yield the activations that layers in flight keep. [bytes]
+
+    With ``last``, the backward runs a layer of that kind. Neither this layer nor the later ones of its chunk are counted.
+    """
     kinds = [run.kind for run in runs_of(model, recipe)]
     at = None if last is None else kinds.index(last)
     for number, kind in enumerate(kinds):
@@ -1011,7 +1060,7 @@ def _in_layers(
 
 
 def _encoded(layers: Layers, model: ModelSpec, recipe: RecipeSpec) -> Iterator[Line]:
-    """What T5's encoder returns, which every layer of the decoder reads, and what its final norm keeps."""
+    """Yield the output of T5's encoder, which every decoder layer reads, and what its final norm keeps. [bytes]"""
     tokens, e = layers.value("T_e"), element_of(recipe)
     yield Line(Kind.ACTIVATIONS, e * tokens * model.hidden_size, ENCODED, "e·T_e·h", CROSS)
     norm = (e * model.hidden_size + 8) * tokens
@@ -1019,7 +1068,7 @@ def _encoded(layers: Layers, model: ModelSpec, recipe: RecipeSpec) -> Iterator[L
 
 
 def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    """Token ids, the mask of the embedding's dropout, and what a norm behind the embedding keeps."""
+    """Yield the token ids, the mask of the embedding's dropout, and what a norm after the embedding keeps. [bytes]"""
     tokens = batch.micro_batch_size * batch.seq_len
     width, what = _of_embedding(model, recipe), "input ids and positions, int64" if model.positions else "input ids, int64"
     ids = ceil_div(width * tokens, mesh.cp)
@@ -1043,14 +1092,14 @@ def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
 
 
 def _of_embedding(model: ModelSpec, recipe: RecipeSpec) -> int:
-    """Numbers of tokens, and of positions where these are learned; of BERT and T5 the whole batch in int64. [bytes per token]"""
+    """Return the size of token ids, with positions where these are learned; of BERT's and T5's whole batch. [bytes per token]"""
     return {"gpt": 16 if model.positions else 8, "bert": 40, "t5": 32}[recipe.megatron.pretrains]
 
 
 def _attention_masks(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    """On the first rank and the last: one byte for each pair of tokens, of the micro-batch that runs forward.
+    """Yield the attention mask of the first and the last rank: one byte per pair of tokens of the current micro-batch. [bytes]
 
-    Where autograd saves the mask, there is one for each micro-batch in flight.
+    If autograd saves the mask, the first rank has one for each micro-batch in flight. BERT and T5 have masks of padding instead.
     """
     if recipe.megatron.pretrains != "gpt":
         yield _padding_masks(recipe, batch)
@@ -1065,7 +1114,10 @@ def _attention_masks(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
 
 
 def _padding_masks(recipe: RecipeSpec, batch: Batch) -> Line:
-    """Masks of padding, on every rank: a byte for each token, of which layers make one for each pair; local layers get these."""
+    """Return the masks of padding, which every rank has. [bytes]
+
+    Transformer Engine's layers get one byte per token, local layers one byte per pair of tokens.
+    """
     size, pairs, own = batch.micro_batch_size, recipe.megatron.transformer_impl == "local", batch.seq_len
     other = encoder_length(recipe, batch)
     if recipe.megatron.pretrains == "bert":
@@ -1077,16 +1129,16 @@ def _padding_masks(recipe: RecipeSpec, batch: Batch) -> Line:
     return Line(Kind.ACTIVATIONS, n_bytes, "masks of padding", formula, BERT if recipe.megatron.pretrains == "bert" else T5)
 
 
-#: Per token: labels, loss mask, token ids and positions, as the batch comes to the GPU; where the first rank is the last, those of
-#: the embedding are counted there.
+#: The batch on the GPU: labels, loss mask, token ids and positions. If the first rank is also the last, ``_embedded`` counts the
+#: part that the embedding reads. [bytes per token]
 _BATCH = 8 + 4 + 8 + 8
-#: Per token at the highest point of the loss: labels in the logits' order, maxima, mask and local numbers of targets, their places,
-#: and logits of targets twice.
+#: At the peak of the loss: labels in the logits' order, maxima, mask and local ids of targets, their indices, and the targets'
+#: logits twice. [bytes per token]
 _TARGETS = 8 + 4 + 1 + 8 + 8 + 2 * 4
 
 
 def _of_each_token(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    """A few numbers per token beside the logits: the batch, the loss, and the final norm's statistics."""
+    """Yield the few numbers per token beside the logits: the batch, the loss, and the final norm's statistics. [bytes]"""
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
     whole = _BATCH if recipe.megatron.pretrains == "gpt" else 4 + _of_embedding(model, recipe)
     width = whole if rank.at else whole - _of_embedding(model, recipe)
@@ -1098,10 +1150,10 @@ def _of_each_token(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
 
 
 def head_lines(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """Inputs of the final norm and of the head, and all the logits that the loss holds at its highest point. [bytes]"""
+    """Return the inputs of the final norm and of the head, and all logits at the peak of the loss. [bytes]"""
     tokens, hidden, e = batch.micro_batch_size * batch.seq_len, model.hidden_size, element_of(recipe)
     count, what, source = 2, "inputs of the final norm and of the head", REPORT
-    if recipe.megatron.pretrains == "bert":  # its head is a matrix, GELU and a norm of its own before the vocabulary
+    if recipe.megatron.pretrains == "bert":  # BERT's head has a matrix, GELU and a norm before the vocabulary's matrix
         count, what, source = 5, "inputs of the final norm and of all parts of the head", BERT
     inputs = own_part(count * e * tokens * hidden, recipe, mesh)
     lines = [Line(Kind.LOGITS, inputs, what, own_part_formula(f"{count}·e·T·h", recipe), source)]
@@ -1112,7 +1164,7 @@ def head_lines(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
 
 
 def _of_other_losses(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    """What the losses of multi-token prediction keep, which come before the model's own and go backward after it."""
+    """Yield what the losses of multi-token prediction keep. They run before the model's own loss, and backward after it. [bytes]"""
     modules, tokens, e = recipe.megatron.mtp_num_layers, batch.micro_batch_size * batch.seq_len, element_of(recipe)
     if not modules:
         return
@@ -1127,7 +1179,10 @@ def _of_other_losses(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
 
 
 def _logits_of_loss(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    """Logits during the loss. The first part of its backward has as many: what was fp32 is the gradient, and is cast to 16 bits."""
+    """Yield the logits at the peak of the loss. [bytes]
+
+    Its backward starts with as many: the fp32 tensor holds the gradient, which is cast to 16 bits.
+    """
     options, narrow = recipe.megatron, element_of(recipe) < 4
     fused = options.cross_entropy_fusion_impl == "te"
     if fused and options.transformer_engine_release != "2.18":
@@ -1142,7 +1197,7 @@ def _logits_of_loss(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
 
 
 def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    """When the head's gradients are made: those of logits and input, and of the weight where that is a tensor of its own."""
+    """Yield the gradients in the head's backward: of logits and input, and of the weight unless it is fused. [bytes]"""
     e = element_of(recipe)
     yield _logits(e, model, recipe, mesh, batch, "gradient of the logits", CROSS_ENTROPY)
     read = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
@@ -1166,10 +1221,10 @@ def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
 
 
 def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
-    """What a rank sends per step. Leaves out: single numbers, counts of tokens, gradients of norms."""
+    """Yield the collectives of a rank per step. Left out: single numbers, counts of tokens, gradients of norms."""
     width, beside = _bytes_of(recipe), mesh.dp_shard * mesh.cp
     together = model.moe is None or recipe.megatron.overlap_param_gather
-    times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have an optimizer of their own; each gathers all weights
+    times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have their own optimizer; each optimizer gathers all weights
     parts = [("parameters", Among.SHARDS, beside, rank.elements)]
     if model.moe is not None:
         parts.append(("experts", Among.SHARDS_OF_EXPERTS, same_experts(recipe, mesh), rank.experts))
@@ -1183,7 +1238,7 @@ def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
     if int(mesh.pp) > 1:
         tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
         for phase, is_end in ((Phase.FORWARD, rank.has_head), (Phase.BACKWARD, rank.at == 0)):
-            calls = batch.grad_accum_steps * (len(rank.stages) - is_end)  # the first stage and the last have one neighbour
+            calls = batch.grad_accum_steps * (len(rank.stages) - is_end)  # the first and the last stage have one neighbour
             if not (isinstance(calls, int) and not calls):
                 yield _sent(
                     "hidden states to the next stage",
@@ -1213,7 +1268,7 @@ def _of_gradients(
 def _of_shards(
     sharding: Sharding, what: str, among: Among, ranks: Int, elements: Int, batch: Batch
 ) -> Iterator[Collective]:  # fmt: skip
-    """Under Megatron-FSDP every micro-batch reduces gradients, and gathers the layers' weights."""
+    """Yield Megatron-FSDP's collectives. Every micro-batch reduces gradients, and at stage 3 gathers the layers' weights."""
     calls, gradients = batch.grad_accum_steps, sharding.width_of_gradient * elements
     yield _call("reduce_scatter", f"gradients of {what}", Phase.BACKWARD, among, ranks, calls, gradients)
     if not sharding.gathers:
@@ -1230,12 +1285,16 @@ def _of_shards(
 
 
 def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
-    """Tensor parallelism: two sums per layer and pass, or as many gathers and scatters; a backward gathers inputs once more."""
+    """Yield the collectives within layers.
+
+    Tensor parallelism has two all-reduces per layer and pass. Sequence parallelism has as many all-gathers and reduce-scatters
+    instead, and its backward gathers the matrices' inputs once more.
+    """
     calls = batch.grad_accum_steps * rank.layers
     forwards = 2 if recipe.recompute == "full" else 1
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
     hidden = element_of(recipe) * tokens * model.hidden_size
-    pairs = calls * (2 if recipe.megatron.hybrid_layer_pattern is None else 1)  # of a column-parallel matrix and one by rows
+    pairs = calls * (2 if recipe.megatron.hybrid_layer_pattern is None else 1)  # column-parallel and row-parallel matrix
     for phase, passes in ((Phase.FORWARD, 1), (Phase.BACKWARD, forwards)):
         yield from _between_tensor_ranks(recipe, mesh, phase, passes * pairs, pairs, hidden)
     yield from _at_ends(rank, model, recipe, mesh, batch, hidden)
@@ -1249,7 +1308,11 @@ def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
 def _at_ends(
     rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, hidden: Int
 ) -> Iterator[Collective]:  # fmt: skip
-    """Tensor ranks add up their parts of embedding and logits, and gather or scatter tokens there under sequence parallelism."""
+    """Yield the collectives of tensor-parallel ranks around embedding and head.
+
+    The ranks sum the embedded tokens, the gradient of the head's input and the numbers of the loss. Sequence parallelism replaces
+    the first two sums by reduce-scatters (with learned positions only the second), and gathers what they split.
+    """
     calls, split = batch.grad_accum_steps, recipe.sequence_parallel
     embedded, head = ("embedded tokens", Among.TENSOR, mesh.tp, calls), ("the head's input", Among.TENSOR, mesh.tp, calls)
 
@@ -1272,7 +1335,7 @@ def _at_ends(
 
 
 def _within_t5(calls: Int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
-    """What T5 sums beside a decoder's two per layer: the cross attention's, and the encoder's, whose output each layer reads."""
+    """Yield T5's sums beyond two per decoder layer: of cross attention, of encoder layers, and of the encoder output's gradient."""
     per_token = element_of(recipe) * batch.micro_batch_size * model.hidden_size
     hidden, encoded = per_token * batch.seq_len, per_token * encoder_length(recipe, batch)
     of_encoder = 2 * batch.grad_accum_steps * runs_of(model, recipe)[0].layers
@@ -1296,7 +1359,10 @@ def _between_tensor_ranks(
 def _around_rings(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, calls: Int, forwards: int, tokens: Int
 ) -> Iterator[Collective]:
-    """Context parallelism sends keys and values around (``cp_comm_type p2p``), with their gradients in backward."""
+    """Yield the keys and values that context-parallel ranks send around a ring, with their gradients in the backward.
+
+    Source: ``cp_comm_type p2p``, which is counted for every job.
+    """
     keys = ceil_div(2 * element_of(recipe) * tokens * model.num_key_value_heads * model.head_dim, mesh.tp)
     steps = mesh.cp - 1
     yield _sent("keys and values around the ring", Phase.FORWARD, Among.SEQUENCE, mesh.cp, calls * steps, keys)
@@ -1320,7 +1386,7 @@ def _call(
     operation: str, what: str, phase: Phase, among: Among, ranks: Int, calls: Int, payload: Int, *, passes: int = 1,
     near: bool = False,
 ) -> Collective:  # fmt: skip
-    """A collective of a group, of which a rank keeps its own part."""
+    """Return a collective of a group. Each rank keeps its own part of the payload and sends the others."""
     sent = calls * passes * (payload - payload // ranks)
     volume = where(ranks > 1, passes * calls * payload // 2, 0)
     when = "after the step" if phase is Phase.STEP else phase.value
@@ -1328,6 +1394,6 @@ def _call(
 
 
 def _sent(what: str, phase: Phase, among: Among, ranks: Int, calls: Int, payload: Int) -> Collective:
-    """From one rank to another, whole."""
+    """Return a send of the whole payload from one rank to another."""
     sent: Int = calls * payload
     return Collective("send", what, phase.value, ranks, calls, payload, sent, sent // 2, VOLUME, phase=phase, among=among)
