@@ -1,7 +1,7 @@
-"""Which layers does a rank of Megatron-Core's pipeline have, and how many of them wait for their backward?
+"""The layers of each Megatron-Core pipeline rank, and how many of them wait for their backward.
 
-A rank has one chunk of layers, or several where chunks are interleaved. Chunks may differ in their layers, and in the kinds of
-these (dense ones before those with experts).
+A rank has one chunk of layers, or several with the interleaved schedule. Chunks may differ in the number and kinds of their layers,
+for example dense layers before layers with experts.
 """
 
 from collections.abc import Iterator
@@ -21,26 +21,29 @@ from zeroplan.transformer.parameters import BlockRun, Parameter
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.params_modules import layer_norm, linear
 
-#: Layers of each kind, in the order of the model's runs.
+#: Number of layers of each kind, in the order of the model's runs.
 Counts = tuple[int, ...]
 #: The letter of each kind in a hybrid pattern.
 LETTERS = {kind: letter for letter, kind in HYBRID.items()}
 
 
 def chunks_per_rank(recipe: RecipeSpec, mesh: Mesh) -> int:
-    """Chunks of layers on each pipeline rank (``--num-virtual-stages-per-pipeline-rank``)."""
+    """Return the number of chunks on each pipeline rank (``--num-virtual-stages-per-pipeline-rank``)."""
     return 1 if int(mesh.pp) == 1 else stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
 
 
 def stages_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Chunk, ...]:
-    """The chunks of one pipeline rank: every pp-th of all."""
+    """Return the chunks of one pipeline rank: every pp-th chunk of the model."""
     pp = int(mesh.pp)
     return chunks_of(model.num_hidden_layers, pp * chunks_per_rank(recipe, mesh), recipe.layers_by_hand)[at::pp]
 
 
 @lru_cache(maxsize=256)
 def runs_of(model: ModelSpec, recipe: RecipeSpec) -> tuple[BlockRun, ...]:
-    """The model's layers by kind, with those of multi-token prediction; T5 has an encoder before them, to which they attend."""
+    """Return the model's layers by kind, with those of multi-token prediction.
+
+    T5 has encoder layers first; each decoder layer also has parameters to attend to the encoder's output.
+    """
     runs, hidden, own = layout(model).runs, model.hidden_size, recipe.megatron
     if own.hybrid_layer_pattern is not None:
         return tuple(_hybrid_runs(model, recipe))
@@ -56,13 +59,13 @@ def runs_of(model: ModelSpec, recipe: RecipeSpec) -> tuple[BlockRun, ...]:
     crossed = (
         *layer_norm("ln_cross_attn", hidden), *linear("crossattention.q_attn", hidden, width, bias=True),
         *linear("crossattention.kv_attn", hidden, 2 * width, bias=True), *linear("attn.c_proj", width, hidden, bias=True),
-    )  # fmt: skip  # the last is as large as the self attention's
+    )  # fmt: skip  # the cross attention's output projection is as large as the self attention's
     encoder = runs[0]._replace(kind="encoder", layers=own.encoder_num_layers or runs[0].layers)
     return encoder, runs[0]._replace(kind="decoder", parameters=(*runs[0].parameters, *crossed))
 
 
 def _hybrid_runs(model: ModelSpec, recipe: RecipeSpec) -> Iterator[BlockRun]:
-    """Layers of a hybrid pattern by kind: parts of the model's own, and Mamba-2."""
+    """Yield the layers of a hybrid pattern by kind: attention, MLP or experts of the model's layers, and Mamba-2."""
     own, whole = recipe.megatron, layout(model).runs[-1]
     attends = tuple(one for one in whole.parameters if "attn" in one.name or one.name.startswith(("input_layernorm", "ln_1")))
     rest = tuple(one for one in whole.parameters if one not in attends)
@@ -80,7 +83,7 @@ def _hybrid_runs(model: ModelSpec, recipe: RecipeSpec) -> Iterator[BlockRun]:
 
 
 def counts_of(chunk: Chunk, model: ModelSpec, recipe: RecipeSpec) -> Counts:
-    """How many layers of each kind a chunk has. T5's are all on one rank."""
+    """Return the number of layers of each kind in a chunk. T5 has all layers on one rank."""
     runs = runs_of(model, recipe)
     if recipe.megatron.pretrains == "t5":
         return tuple(run.layers for run in runs)
@@ -98,9 +101,10 @@ def counts_of(chunk: Chunk, model: ModelSpec, recipe: RecipeSpec) -> Counts:
 
 
 def ranks_in_question(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> dict[int, int]:
-    """The ranks that may be the fullest or the slowest, and how many there are like each.
+    """Return the ranks that may be the fullest or the slowest, and for each the number of similar ranks, itself included.
 
-    The first, the last, and of those between that have the same layers the first, with the most in flight.
+    These are the first rank, the last rank, and the first of each group of ranks between with the same layers. The first of a group
+    has the most micro-batches in flight.
     """
     last, alike = int(mesh.pp) - 1, {0: 1}
     first: dict[tuple[Counts, ...], int] = {}
@@ -114,19 +118,23 @@ class Schedule(NamedTuple):
     """The order in which one rank runs its chunks."""
 
     warm: int
-    """Chunks that go forward before each forward is followed by a backward. 1F1B: pp - rank - 1; interleaved: 2·(pp - rank - 1)
-    + (v - 1)·g of v chunks per rank, in groups of g micro-batches. Never more than there are."""
+    """Chunk forwards of the warm-up, before forwards and backwards alternate. A step with fewer forwards cuts it short.
+
+    1F1B: pp - rank - 1. Interleaved: 2·(pp - rank - 1) + (v - 1)·g, with v chunks per rank and groups of g micro-batches.
+    """
     chunks: int
+    """Chunks of layers on the rank."""
     group: int
-    """Micro-batches that pass a chunk before the next chunk's turn."""
+    """Micro-batches that run through a chunk before the next chunk runs."""
 
 
 def fullest(
     schedule: Schedule, each: tuple[Counts, ...], micro_batches: Int, weights: tuple[Int, ...], *, loss: bool
 ) -> tuple[Int, ...]:
-    """Layers of each kind that wait for their backward when they weigh most; ``loss``: when the last chunk has gone forward.
+    """Return the number of layers of each kind that wait for their backward, when their activations are largest.
 
-    ``each``: the layers of every chunk; ``weights``: what a layer of each kind keeps. [bytes]
+    ``loss``: consider only the moments right after the last chunk's forward. ``each``: the layers of every chunk. ``weights``: the
+    activations that a layer of each kind keeps. [bytes]
 
     >>> fullest(Schedule(3, 2, 2), ((3,), (1,)), 4, (1,), loss=False)
     (12,)
@@ -144,7 +152,7 @@ def fullest(
 def _fullest(
     schedule: Schedule, each: tuple[Counts, ...], micro_batches: int, weights: tuple[Int, ...], *, loss: bool
 ) -> Counts:
-    few = min(micro_batches, 4 * schedule.group + micro_batches % schedule.group)  # further groups repeat the earlier ones
+    few = min(micro_batches, 4 * schedule.group + micro_batches % schedule.group)  # later groups repeat the earlier ones
     found = (
         tuple(sum(flying * kinds[at] for flying, kinds in zip(one, each, strict=True)) for at in range(len(weights)))
         for one in _in_flight(schedule, few, loss=loss)
@@ -154,7 +162,7 @@ def _fullest(
 
 @lru_cache(maxsize=1024)
 def _in_flight(schedule: Schedule, micro_batches: int, *, loss: bool) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches of each chunk that wait for their backward, after every forward that follows the warm-up.
+    """Return how many micro-batches of each chunk wait for their backward, after every forward that follows the warm-up.
 
     Source: Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_schedule_table.
     """
@@ -171,7 +179,10 @@ def _in_flight(schedule: Schedule, micro_batches: int, *, loss: bool) -> tuple[t
 
 
 class Behind(NamedTuple):
-    """Hidden states that graphs of layers that were run again leave, at the highest forward, loss, and so on."""
+    """Hidden states that the graphs of recomputed layers keep alive, at the peak of each part of a step.
+
+    Each number counts those beyond the most checkpoint inputs in flight; at the step all count.
+    """
 
     forward: Int = 0
     loss: Int = 0
@@ -183,11 +194,11 @@ class Behind(NamedTuple):
 def left_behind(
     schedule: Schedule, layers: tuple[int, ...], routed: tuple[int, ...], micro_batches: Int, *, received: bool
 ) -> Behind:
-    """What full recomputation of layers with experts leaves beyond what waits for its backward.
+    """Return the hidden states that full recomputation of layers with experts keeps, beyond those that wait for their backward.
 
-    A token dispatcher refers to its layer's last graph, and so to the layer's input and that one's gradient, until the layer runs
-    again. ``layers`` and ``routed``: checkpoints of each chunk, and those of them with experts; ``received``: the gradient of a
-    chunk's output is another tensor.
+    A token dispatcher refers to its layer's last graph, and so to the layer's input and the input's gradient, until the layer runs
+    again. ``layers``: checkpoints of each chunk. ``routed``: those of them with experts. ``received``: another chunk sends the
+    gradient of a chunk's output, so that this is a tensor of its own.
 
     >>> left_behind(Schedule(0, 1, 1), (4,), (4,), 8, received=False)
     Behind(forward=3, loss=0, backward=2, embedding=7, step=8)
@@ -207,7 +218,7 @@ def _behind(
 ) -> Behind:
     order, flying, most = tuple(order_of(schedule.chunks, schedule.group, micro_batches)), 0, 0
     warm = min(schedule.warm, len(order) - 1)
-    left = {chunk: 2 * count for chunk, count in enumerate(routed)}  # of the step before
+    left = {chunk: 2 * count for chunk, count in enumerate(routed)}  # from the previous step
     forward, loss, backward, embedding = [0], [0], [0], [0]
     for at in range(len(order) + warm):
         if at < len(order):

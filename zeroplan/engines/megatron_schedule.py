@@ -1,7 +1,7 @@
-"""Which hidden states do Megatron-Core's pipeline schedules keep alive after the backward that used them?
+"""The hidden states that Megatron-Core's pipeline schedules keep alive although nothing needs them any more.
 
-The schedules are Python functions whose variables, and a module attribute, still refer to tensors that nothing needs. Each is one
-hidden state of a micro-batch. On the first rank, chunk 0 has no input and hence none of these.
+The schedules are Python functions. Their variables, and an attribute of the model, still refer to old inputs and gradients. Each of
+these tensors is one hidden state of a micro-batch. Chunk 0 of the first rank has no input, and so none of them.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ INTERLEAVED = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py
 
 
 class Stage(NamedTuple):
-    """A pipeline rank as its schedule sees it."""
+    """What the schedule of one pipeline rank depends on."""
 
     at: int
     ranks: int
@@ -33,7 +33,7 @@ class Stage(NamedTuple):
     """Chunks of layers on the rank."""
     micro_batches: Int
     group: int
-    """Micro-batches that pass a chunk before the next chunk's turn."""
+    """Micro-batches that run through a chunk before the next chunk runs."""
 
     @property
     def is_last(self) -> bool:
@@ -42,31 +42,33 @@ class Stage(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Chunks that receive hidden states."""
+        """Number of chunks that receive hidden states."""
         return self.chunks - (self.at == 0)
 
     @property
     def rounds(self) -> Int:
-        """Pairs of a forward and a backward, which follow the warm-up."""
+        """Number of forward-backward pairs after the warm-up."""
         warm = self.ranks - self.at - 1 if self.chunks == 1 else 2 * (self.ranks - self.at - 1) + (self.chunks - 1) * self.group
         return self.micro_batches * self.chunks - warm
 
 
 class Left(NamedTuple):
-    """How many hidden states are left from before, at a forward, the loss, a backward, the head's, and the optimizer's step."""
+    """Number of leftover hidden states at each moment of a step."""
 
     forward: Int
     loss: Int
     backward: Int
     head: Int
+    """In the backward of the head."""
     step: Int
+    """In the optimizer's step."""
 
 
 def left_of(stage: Stage, *, overlapped: bool) -> Left:
-    """Count the hidden states that a schedule refers to and no longer needs.
+    """Return the number of hidden states that a schedule refers to and no longer needs.
 
-    1F1B: the last input and its gradient until the next forward is over, and the gradient that came for an output until the next
-    one comes; the backward that uses it counts it itself.
+    1F1B keeps the last input and its gradient until the next forward ends. It keeps the received gradient of an output until the
+    next one arrives; the lines of the backward that uses this gradient count it.
 
     >>> left_of(Stage(1, 2, 1, 4, 2), overlapped=False)
     Left(forward=2, loss=2, backward=1, head=1, step=2)
@@ -82,7 +84,7 @@ def left_of(stage: Stage, *, overlapped: bool) -> Left:
 
 
 def _left_between_chunks(stage: Stage, *, overlapped: bool) -> Left:
-    """Of the interleaved schedule: the most of all rounds."""
+    """Return the numbers for the interleaved schedule: at each moment, the largest of all forward-backward pairs."""
     steps = stage.micro_batches
     if not isinstance(steps, int):
         import numpy as np  # noqa: PLC0415  keeps start-up fast
@@ -109,14 +111,20 @@ def _most_of(stage: Stage, *, overlapped: bool) -> Left:
 
 
 class _Round(NamedTuple):
+    """A forward and the backward after it."""
+
     chunk: int
+    """The chunk that runs forward."""
     back: int
+    """The chunk that runs backward."""
     forward: int
+    """Leftover hidden states in the forward."""
     backward: int
+    """Leftover hidden states in the backward."""
 
 
 class _Interleaved:
-    """One rank's step of ``forward_backward_pipelining_with_interleaving``, with the tensors that its variables refer to."""
+    """Simulates one rank's step of ``forward_backward_pipelining_with_interleaving`` and the tensors that its variables keep."""
 
     def __init__(self, stage: Stage, *, overlapped: bool) -> None:
         self.stage, self.overlapped = stage, overlapped
@@ -125,14 +133,14 @@ class _Interleaved:
         self.warm = min(warm, len(self.order) - 1)
         chunks = range(stage.chunks)
         self.inputs, self.run, self.gone, self.gradients = ([0 for _ in chunks] for _ in range(4))
-        """Of each chunk: inputs that came, micro-batches that went forward, and backward, and gradients of outputs that came."""
+        """Counts per chunk: received inputs, forwards that have run, backwards that have run, and received output gradients."""
         self.first: tuple[int, int] | None = None
-        """The warm-up's last input, by chunk and number, if overlapped: a variable refers to it from then on."""
+        """With overlapped communication: the last input that the warm-up receives, by chunk and number. A variable keeps it."""
         self.before: tuple[int, int] | None = None
-        """The input of the last backward, to whose gradient a variable refers."""
+        """The input of the last backward, by chunk and number. A variable keeps its gradient."""
 
     def rounds(self) -> Iterator[_Round]:
-        """Pairs of a forward and a backward, after the warm-up."""
+        """Yield the forward-backward pairs after the warm-up."""
         self._receive(0, (True, 0) if self.stage.at else (False, 0), self.inputs)
         for at, chunk in enumerate(self.order):
             forward = self._alive(forward=chunk)
@@ -159,9 +167,10 @@ class _Interleaved:
         return self.stage.at > 0 or chunk > 0
 
     def _came(self, at: int, *, ahead: bool) -> tuple[bool, int]:
-        """Whether a tensor comes after this run, and for which chunk; ``ahead``: on the rank that others are behind.
+        """Return whether the rank receives a tensor after forward or backward number ``at``, and for which chunk.
 
-        Source: recv_tensor_from_previous_stage, whose backwards count chunks from the last.
+        ``ahead``: the rank is the first of its direction, whose tensors come from the last rank, pp - 1 runs later. In the backward
+        direction chunks are counted from the last. Source: recv_tensor_from_previous_stage.
         """
         last = self.stage.chunks - 1
         if not ahead:
@@ -178,7 +187,10 @@ class _Interleaved:
             self.first = (came[1], self.inputs[came[1]] - 1)
 
     def _alive(self, *, forward: int | None = None, back: int | None = None) -> int:
-        """Tensors beyond those of micro-batches in flight: a chunk refers to its last input, and so to its gradient."""
+        """Return the number of tensors beyond those of micro-batches in flight.
+
+        A chunk refers to its last input, and so to the input's gradient. ``forward`` and ``back``: the chunk that runs.
+        """
         chunks = [chunk for chunk in range(self.stage.chunks) if self._has_input(chunk)]
         kept = [(chunk, self.run[chunk] - 1) for chunk in chunks if chunk != forward and self.run[chunk]]
         kept += [self.first] if self.first is not None else []
@@ -190,14 +202,14 @@ class _Interleaved:
 
 
 def order_of(chunks: int, group: int, micro_batches: int) -> Iterator[int]:
-    """The chunk of every forward; backwards take the chunks from the last to the first."""
+    """Yield the chunk of every forward. Backwards run the chunks in reverse order."""
     for start in range(0, micro_batches, group):
         for chunk in range(chunks):
             yield from [chunk] * min(group, micro_batches - start)
 
 
 def left_lines(left: Left, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> dict[str, tuple[Line, ...]]:
-    """What is left at each moment, by the names of :class:`Left`. [bytes]"""
+    """Return the lines of the leftover hidden states at each moment, by the names of :class:`Left`. [bytes]"""
     source = INTERLEAVED if recipe.pipeline_schedule == "interleaved-1f1b" else PLAIN
     lines = lines_of(left._asdict(), "L", _SCHEDULED, source, own_state(model, recipe, mesh, batch))
     held = "last input of every chunk and its gradient, which the chunk still refers to"
@@ -205,7 +217,7 @@ def left_lines(left: Left, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
 
 
 def own_state(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Int, str]:
-    """A rank's part of a hidden state, and its formula. [bytes]"""
+    """Return the size of a rank's part of a hidden state, and its formula. [bytes]"""
     whole = element_of(recipe) * batch.micro_batch_size * batch.seq_len * model.hidden_size
     return own_part(whole, recipe, mesh), own_part_formula("e·T·h", recipe)
 
@@ -213,7 +225,10 @@ def own_state(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
 def lines_of(
     counts: dict[str, Int], letter: str, reason: str, source: str, each: tuple[Int, str]
 ) -> dict[str, tuple[Line, ...]]:
-    """Lines for so many hidden states at each moment, without those for none; at the step they wait for the next one."""
+    """Return the lines for ``counts`` hidden states at each moment, without empty lines. [bytes]
+
+    Hidden states that are alive in the optimizer's step stay until the next step.
+    """
     found: dict[str, tuple[Line, ...]] = {}
     for when, count in counts.items():
         tag = _HELD if when == "step" else ledger.PLAIN

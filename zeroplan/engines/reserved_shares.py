@@ -1,11 +1,12 @@
-"""How far did the allocator's reserve go beyond what the moments of a step say? Measured, by engine and stage.
+"""By engine and stage: how far reserved memory goes beyond the memory in use at a step's moments, as measured.
 
 The requests of real engines, recorded on fake tensors, were replayed through the model of CUDA's allocator
 (:mod:`zeroplan.allocator`): 1,245 jobs of models from 135 million to 405 billion parameters and of layers of larger ones, on 1 to
-512 ranks (``tests/measured/*.jsonl``). A band begins with the job that reserves least, and ends where all but one in fifty of an
-engine's and stage's jobs end. The jobs of ``rooms.jsonl`` were also replayed with ever smaller cards.
-``python -m tests.measured.reserved`` derives these figures. The tests demand that they are what the records say, and that
-95 in 100 records of each engine lie in the band: in the one that is here, and in one derived without them.
+512 ranks (``tests/measured/*.jsonl``). A band starts at the job that reserves least. It ends where 98 % of the jobs of an engine
+and stage are below. The jobs of ``rooms.jsonl`` were also replayed on smaller and smaller cards.
+
+``python -m tests.measured.reserved`` derives these figures. Tests check that they match the records, and that 95 % of the records
+of each engine lie in the band here, and in a band that is derived without them.
 """
 
 from typing import NamedTuple
@@ -17,23 +18,23 @@ from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
 
 
 class Shares(NamedTuple):
-    """Where the band of what is reserved lies. [thousandths]"""
+    """The band of reserved memory. [thousandths]"""
 
     low: int
-    """Where it begins, in the measure of :func:`zeroplan.timeline.measured_from`."""
+    """Lower end, as a distance from the middle and on the scale that :func:`zeroplan.timeline.measured_from` returns."""
     expected: int
-    """What is reserved in the middle of all jobs, of the streams' sum."""
+    """Median of reserved memory, as a ratio to the streams' sum."""
     high: int
-    """Where the band ends, in the same measure as where it begins."""
+    """Upper end, from the same middle and on the same scale."""
 
 
 class Pressed(NamedTuple):
-    """The smallest room in which jobs run, of their peak. [thousandths]"""
+    """The smallest memory in which jobs run, as a ratio to their peak. [thousandths]"""
 
     expected: int
-    """In the middle of all jobs."""
+    """Median of all jobs."""
     most: int
-    """Of the job that needs most."""
+    """Ratio of the job that needs most."""
 
 
 _MEASURED: dict[tuple[str, int], tuple[Shares, Shares]] = {
@@ -61,11 +62,11 @@ _PRESSED: dict[str, tuple[Pressed, Pressed]] = {
     "fsdp2": (Pressed(expected=1075, most=1327), Pressed(expected=1003, most=1016)),
     # end
 }
-"""By engine, with the same settings. No stage has jobs enough for figures of its own."""
+"""By engine, with the same settings. No stage alone has enough jobs for its own figures."""
 
 
 def shares_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Shares | None:
-    """The figures of an engine and stage; None on paper, where no engine asks for memory.
+    """Return the band of an engine and stage; None for engines on paper, for which no requests were recorded.
 
     >>> shares_of(RecipeSpec(engine="paper"), "default") is None
     True
@@ -77,16 +78,17 @@ def shares_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Shares | None:
 
 
 def measured_stage(recipe: RecipeSpec) -> int:
-    """The stage whose figures a job has: Megatron-Core's stages 0 and 1 have the same, and so have both of its FSDP."""
+    """Return the stage whose figures apply. Megatron-Core's stages 0 and 1 share figures, and so do Megatron-FSDP's 2 and 3."""
     if recipe.engine != "megatron":
         return recipe.zero_stage
     return 3 if recipe.zero_stage > 1 else 0
 
 
 def pressed_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Pressed | None:
-    """The figures of a full card, by engine; None on paper. Megatron's are DDP's, with the most of DDP and FSDP2.
+    """Return the figures of a full card, by engine; None for engines on paper.
 
-    FSDP1's are FSDP2's: no job of it was replayed in smaller rooms.
+    No job of FSDP1 or Megatron was replayed on smaller cards. FSDP1 gets the figures of FSDP2. Megatron gets the median of DDP, and
+    the larger maximum of DDP and FSDP2.
 
     >>> pressed_of(RecipeSpec(engine="paper"), "default") is None
     True
@@ -100,10 +102,10 @@ def pressed_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Pressed | Non
 
 
 def missed_by(model: ModelSpec, recipe: RecipeSpec) -> int:
-    """By how much runs of such jobs went beyond their estimate at most, for verdicts. [thousandths of the estimated peak]
+    """Return how far the worst measured run of such jobs was above its estimate. [thousandths of the estimated peak]
 
-    Source: Megatron-LM's functional tests (``tests/measured/test_megatron_golden.py``). Others stay within what is expected to be
-    reserved.
+    Verdicts add this. Source: Megatron-LM's functional tests (``tests/measured/test_megatron_golden.py``). 0 for all other jobs:
+    their runs stay within the expected reserved memory.
 
     >>> from zeroplan.resolve import job
     >>> dense, moe = (job(model=name, gpus=8, engine="megatron", stage=1) for name in ("llama-3.1-8b", "mixtral-8x7b"))

@@ -1,7 +1,7 @@
 """Writes a job as Megatron-LM's arguments (megatron/training/arguments.py), one per line.
 
 They contain shape, degrees, batch, precision and recomputation. The user adds data, tokenizer, learning rate and checkpoints.
-For a layout of torch's DDP a note gives its memory with engine ``megatron``; for FSDP2 zeroplan has no such estimate.
+For a layout found with torch's DDP, a note gives its memory with engine ``megatron``. For FSDP2 there is no such estimate.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _OTHER_BUFFERS = "Megatron-LM holds weights and gradients in buffers of its own,
 
 
 def megatron_notes(job: JobSpec) -> tuple[str, ...]:
-    """Return a note on the layout's memory in Megatron-LM itself, with a figure if it is modelled."""
+    """Return a note on the layout's memory under Megatron-LM itself, with a size if zeroplan models it."""
     if job.recipe.engine == "megatron":
         return ()
     own = None if job.recipe.engine != "ddp" else _as_megatron_holds_it(job)

@@ -21,7 +21,7 @@ from zeroplan.spec.recipe import MegatronOptions
 
 _CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16", "fp8", "alltoall", "allgather", "e4m3", "hybrid",
             "delayed", "tensorwise", "blockwise", "mxfp8")  # fmt: skip
-#: Megatron-FSDP's, by stage.
+#: Megatron-FSDP's strategies, in the order of their stages.
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _FLOATS = ("hidden_dropout", "attention_dropout")
 _OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "core_release", "recompute_modules", "moe_aux_loss",
@@ -36,7 +36,7 @@ _ADDS = """
     *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16
     peft.dim kd_config.*
 """
-#: Tables in which Megatron-Bridge and NeMo have the same names.
+#: Prefixes of tables in which Megatron-Bridge and NeMo put arguments of the same names.
 _PREFIXES = re.compile(r"^(model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\.")
 _GENERATES = ("incoming_requests_per_sec", "incoming_requests_per_step", "num_tokens_to_generate")
 #: The attention for each ``--attention-backend`` (AttnBackend); with "auto" Transformer Engine chooses by the GPU.
@@ -59,7 +59,7 @@ _SWITCHES = {
     "no_overlap_p2p_communication": ("overlap_p2p_comm", False), "no_rope_fusion": ("apply_rope_fusion", False),
     "apply_query_key_layer_scaling": ("attention_softmax_in_fp32", True),
 }  # fmt: skip
-#: What Megatron-FSDP is counted with.
+#: The dtypes that zeroplan assumes under Megatron-FSDP.
 _IN_FP32 = {f"megatron_fsdp_{name}_dtype": ("fp32", "auto") for name in ("main_params", "grad_comm")}
 
 
@@ -67,7 +67,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     """Return the job in the arguments; raises SpecError if they train nothing."""
     data = whole.data.get("MODEL_ARGS", whole.data)
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
-    # Megatron-Bridge has the same names inside the tables model and train; dashes and underscores are the same
+    # Megatron-Bridge puts the same names into the tables model and train; dashes and underscores are equal
     plain = {_PREFIXES.sub("", key).lstrip("-").replace("-", "_"): one for key, one in flat.data.items()}
     pattern, _, predicting = str(plain.pop("hybrid_layer_pattern", "")).partition("/")
     if pattern:
@@ -124,7 +124,7 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     own = before != "" or "tuner_type" in table.data or "model" in table.data
     if table.switch(f"{before}use_torch_fsdp2"):
         reading.tell("engine", "use_torch_fsdp2", "fsdp2")
-        reading.unmodelled(saves="transformer_impl")  # transformers' layers are counted, which keep more
+        reading.unmodelled(saves="transformer_impl")  # zeroplan counts transformers' layers, which keep more
         table.leave(("no_gradient_accumulation_fusion",))  # FSDP2 has a gradient of its own for each weight
         reading.tell("stage", "use_torch_fsdp2", 2 if table.switch(f"{before}torch_fsdp2_no_reshard_after_forward") else 3)
         _precision(reading, own=own)
@@ -187,9 +187,9 @@ def _schedule(reading: Reading, before: str, pp: int) -> None:
 
 
 def _unevenly(table: Table, layers: int, pp: int, chunks: int) -> list[int] | None:
-    """Return the layers of each chunk where the first and the last stage have others (``get_num_layers_to_build``); None if even.
+    """Return the layers of each chunk if the first or the last stage differs (``get_num_layers_to_build``), else None.
 
-    The embedding, or the loss, may count as a layer of its stage.
+    The embedding or the loss may count as one layer of its stage.
     """
     first, last = (table.count(f"decoder_{end}_pipeline_num_layers", least=0) for end in ("first", "last"))
     counts = [int(bool(table.switch(f"account_for_{part}_in_pipeline_split"))) for part in ("embedding", "loss")]
@@ -281,12 +281,12 @@ def _optimizer(reading: Reading) -> None:
 
 
 def _is_swift(table: Table) -> bool:
-    """Whether the arguments are those of ms-swift's ``megatron sft``, which has its own defaults."""
+    """Whether the arguments belong to ms-swift's ``megatron sft``, which has its own defaults."""
     return "model" in table.data or "tuner_type" in table.data
 
 
 def _loop(reading: Reading) -> None:
-    """Read ms-swift's methods on Megatron-Core (megatron/trainers/): pairs, the head of a reward model, and the loop."""
+    """Read ms-swift's training methods on Megatron-Core (megatron/trainers/): pairs, reward head, and rollouts."""
     table, flags = reading.table, reading.flags
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
@@ -318,7 +318,7 @@ _FEW = "the logits of few tokens or none are needed: Liger's fused loss is count
 
 
 def tell_task(reading: Reading, table: Table) -> None:
-    """Read the sequences of an example and the head of ms-swift's tasks beside the usual one (template/base.py, model/patcher.py).
+    """Read sequences per example and the head of ms-swift's special tasks (template/base.py, model/patcher.py).
 
     ``_reranker_data_collator`` has MAX_POSITIVE_SAMPLES answers, and MAX_NEGATIVE_SAMPLES more for each.
     """
@@ -337,7 +337,7 @@ def tell_task(reading: Reading, table: Table) -> None:
 
 
 def _on_megatron_alone(reading: Reading) -> bool:
-    """Whether only Megatron-Core's engine answers the job; with adapters only others do."""
+    """Whether engine ``megatron`` answers the job. With adapters only other engines do."""
     engine = reading.flags.get("engine")
     return engine is not None and engine.value == "megatron" and "lora_rank" not in reading.flags
 
@@ -359,9 +359,10 @@ def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_r
 
 
 def _of_megatron_alone(reading: Reading) -> None:
-    """Drop the notes on switches that change nothing: of shared experts without any, and of Megatron-Core with adapters.
+    """Drop the notes on switches that change nothing.
 
-    A job with adapters is refused under Megatron-Core, and no engine that answers it instead has these switches.
+    These are switches for shared experts in models without any, and Megatron-Core's switches in jobs with adapters. zeroplan refuses
+    adapters under Megatron-Core, and the engines that it offers instead do not have these switches.
     """
     table, model = reading.table, reading.known_model()
     none = model is not None and model.family in _NONE_SHARED
@@ -373,7 +374,7 @@ def _of_megatron_alone(reading: Reading) -> None:
 
 
 _MEGATRONS = ("moe_shared_expert_overlap", "moe_expert_capacity_factor", "fp8_format", "fp8_param_gather")
-#: Families of experts that have no shared ones.
+#: Families with experts but without shared experts.
 _NONE_SHARED = ("mixtral", "qwen3_moe")
 
 

@@ -1,9 +1,9 @@
-"""One layer of Megatron-Core as a program: its local modules and Transformer Engine's, attention, MLP and experts.
+"""One Megatron-Core layer as a program: attention, Mamba-2, MLP and experts, of local modules or of Transformer Engine.
 
-T5's decoder layers attend to the encoder's output, too; its encoder layers are a decoder's with other tokens.
+T5's decoder layers also attend to the encoder's output. Its encoder layers run the same program with their own numbers of tokens.
 
-Tokens between matrices are a rank's own (sequence parallelism splits them), those that a matrix reads are gathered for it. Both
-implementations save the same tensors where nothing else is said. Experts are visited evenly.
+Sequence parallelism splits the tokens between matrices over the ranks, and each matrix gathers the tokens that it reads. Local
+modules and Transformer Engine save the same tensors unless a function differs. Experts assume even routing.
 """
 
 from collections.abc import Callable
@@ -17,35 +17,36 @@ from zeroplan.transformer.families.tags import STATISTICS
 from zeroplan.transformer.families.tape import Arriving, Backward, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import E, e, h, o, t, u, w
 
-#: Tokens of a rank between matrices, those that its matrices read, those of them that are gathered for it (0: none), and bytes of a
-#: norm's statistics per token.
+#: T_n: tokens of a rank between matrices. T_m: tokens that its matrices read. T_w: those of them that are gathered (0: none).
+#: w_n: bytes of a norm's statistics per token.
 T_n, T_m, T_w, w_n = symbols("T_n T_m T_w w_n")
 #: Tokens whose attention context-parallel ranks exchange (0: none).
 (T_x,) = symbols("T_x")
-#: A rank's widths: queries, keys, MLP, one expert, shared expert; its heads; numbers in its attention scores.
+#: A rank's widths of queries, keys, MLP, one expert and shared expert; its heads; the elements of its attention scores.
 q_r, k_r, f_r, m_r, f_s, a_r, S_r = symbols("q_r k_r f_r m_r f_s a_r S_r")
-#: A rank's values and attention's output; of latent attention its keys and values as they come out of their matrix.
+#: A rank's widths of values and of attention's output; with latent attention, of the output of the matrix of keys and values.
 v_r, c_r, n_r = symbols("v_r c_r n_r")
-#: T5's encoder: its tokens, numbers in its attention scores, and in those of a decoder's layer over its output.
+#: T5's encoder: its tokens, the elements of its attention scores, and those of a decoder layer's cross attention.
 T_e, S_e, S_c = symbols("T_e S_e S_c")
-#: Pairs of tokens whose scores a mask of padding has a byte for: of a layer's own attention, of the encoder's, and across.
+#: Pairs of tokens; a mask of padding has one byte for each: in a layer's own attention, the encoder's, and the cross attention.
 P_m, P_e, P_c = symbols("P_m P_e P_c")
-#: A rank's key heads, numbers in a table of rotary positions, and pairs of tokens of a sequence.
+#: A rank's key heads, the elements of a table of rotary positions, and pairs of tokens of a sequence.
 a_k, R_r, P_s = symbols("a_k R_r P_s")
-#: Of a gated MLP two, else one.
+#: Matrices before an MLP's activation: 2 with a gate, else 1.
 (g,) = symbols("g")
 #: A rank's part of the hidden width.
 (h_r,) = symbols("h_r")
-#: Mamba-2: a rank's inner width, width of both factors, heads; numbers in the states of all chunks, and in their factors' products.
+#: Mamba-2 on a rank: inner width, width of both factors, heads, elements in the states of all chunks, and in the factors' products.
 i_r, B_r, Z_r, N_r, Q_r = symbols("i_r B_r Z_r N_r Q_r")
-#: Experts: tokens gathered for them, pairs that come to this rank, pairs that it sends; of these those that are copied once more on
-#: their way (0: none); experts of this rank, and those whose gradients are made at once; bytes of a routing weight.
+#: Experts. A pair is a token and one of its experts. T_g: gathered tokens. X_r, X_s: pairs that this rank receives, and sends.
+#: X_1, X_2: pairs that are copied once more before sending, and after receiving (0: none). E_r: experts of this rank. E_g: experts
+#: whose gradients are made at once. w_p: bytes of a routing weight.
 T_g, X_r, X_s, X_1, X_2, E_r, E_g, w_p = symbols("T_g X_r X_s X_1 X_2 E_r E_g w_p")
-#: Of the pairs that come to this rank: the first expert's, the second's, those of experts between, and the last one's.
+#: Received pairs of the first expert, of the second, of those between the second and the last, and of the last.
 X_f, X_g, X_i, X_l = symbols("X_f X_g X_i X_l")
 
-#: FP8: bytes of 32 elements with their scales, in one layout and in those that products take; tokens by 32: those of T_n, T_m, T_w
-#: and X_r.
+#: FP8: bytes of 32 elements with their scales, in one layout and in all layouts that products need. Then T_n, T_m, T_w and X_r,
+#: each divided by 32.
 x_8, y_8, T_u, T_v, T_t, X_u = symbols("x_8 y_8 T_u T_v T_t X_u")
 
 CORE = "Megatron-LM 2026-08, megatron/core"
@@ -97,11 +98,11 @@ class Routing(NamedTuple):
 
     dispatcher: Dispatcher
     grouped: bool
-    """One grouped product for all experts of a rank, else one expert after the other."""
+    """One grouped product for all experts of a rank. Otherwise the experts run one after the other."""
     wide: bool
     """Routing weights are fp32 where activations are not."""
     shared: bool
-    """There is an expert that every token visits."""
+    """There is a shared expert, which every token visits."""
     sigmoid: bool
     """Scores are sigmoids of all experts' logits, not a softmax over the chosen ones."""
     balanced: bool
@@ -109,66 +110,66 @@ class Routing(NamedTuple):
     fused: bool
     """Gate, activation and routing weight are one operator."""
     deterministic: bool
-    """Outputs are put to their tokens by ``index_add_``, which keeps what it adds; ``scatter_add_`` keeps places alone."""
+    """``index_add_`` adds outputs to their tokens, and keeps the outputs. ``scatter_add_`` keeps only indices."""
     late: bool = False
-    """Outputs are multiplied with the routing weights, not what is between the experts' matrices."""
+    """The routing weights multiply the experts' outputs. Otherwise they multiply the inputs of the experts' second matrices."""
 
 
 class Layer(NamedTuple):
-    """The structure of one layer: with the same, the program allocates the same."""
+    """The structure of one layer. Layers of the same structure run the same allocations, with sizes of their own."""
 
     attention: Attention
     local: bool
-    """Megatron's own modules, not Transformer Engine's."""
+    """Megatron's local modules, not Transformer Engine's."""
     wide: bool
     """The compute dtype is fp32."""
     hidden_dropout: bool
     attention_dropout: bool
     turned: bool
-    """Rotary positions turn queries and keys."""
+    """Queries and keys have rotary positions."""
     head_norms: bool
     again: bool
-    """Core attention is run again for its backward."""
+    """Transformer Engine's core attention is recomputed in its backward."""
     again_too: tuple[str, ...] = ()
-    """What selective recomputation makes again."""
+    """The modules that selective recomputation runs again."""
     latent: Literal["no", "plain", "compressed"] = "no"
-    """Latent attention, whose queries are made by one matrix or by two."""
+    """Latent attention, with one matrix for the queries (plain) or two (compressed)."""
     masks_in_place: bool = False
-    """Torch's softmax follows a mask that is written into the scores."""
+    """Torch's softmax, after a mask that is written into the scores in place."""
     wide_softmax: bool = False
     """Torch's softmax works in fp32 where activations are 16 bits wide."""
     routing: Routing | None = None
     received: bool = False
-    """A variable of the schedule refers to the gradient of the output until the backward is done."""
+    """A variable of the schedule keeps the gradient of the output until the backward ends."""
     rerun: bool = False
-    """A checkpoint of whole layers runs it again, and refers to its output and that one's gradient until its backward is done."""
+    """A checkpoint runs the whole layer again, and keeps the output and the output's gradient until the backward ends."""
     exchanged: bool = False
     """Context-parallel ranks exchange heads before attention and after it."""
     of_t5: Literal["no", "encoder", "decoder"] = "no"
     padded: bool = False
-    """Attention reads a mask of padding, which Transformer Engine's unfused attention keeps."""
+    """Attention reads a mask of padding. Transformer Engine's unfused attention keeps it."""
     predicts: bool = False
-    """It belongs to a module for multi-token prediction, which joins hidden states and the next token before it."""
+    """The layer belongs to multi-token prediction, which first joins hidden states and the next token's embedding."""
     part: Literal["whole", "attention", "mlp", "mamba"] = "whole"
-    """What a layer of a hybrid pattern has of the whole."""
+    """The part that a layer of a hybrid pattern has."""
     grouped: bool = False
     """Several query heads share a key head."""
     torch_rotary: bool = False
-    """Torch's operators turn queries and keys, not Transformer Engine's kernel."""
+    """Torch's operators apply rotary positions, not Transformer Engine's kernel."""
     in_fp8: Literal["", "delayed", "current"] = ""
-    """Matrices multiply in FP8, with scales of before or of their own tensors."""
+    """Matrices multiply in FP8, with scales from earlier steps (delayed) or from the tensor itself (current)."""
     makes_mask: bool = False
-    """Torch's softmax of local layers gets no mask, and makes a causal one."""
+    """Local layers get no mask from the data loader, so that torch's softmax makes a causal one."""
 
 
 _INPUT = Tag(Role.BLOCK_INPUT)
-#: One tensor for all layers of a decoder, and hence of none.
+#: All decoder layers read this one tensor, so that no layer counts it.
 ENCODED = "output of the encoder"
 _IN_ENCODER = {"T_n": T_e, "T_m": T_e, "S_r": S_e, "P_m": P_e}
 
 
 def run(structure: Layer) -> tuple[Tape, Value, Value]:
-    """Run a layer forward: the tape, what the layer is given, and what it returns."""
+    """Run a layer's forward. Return the tape, the layer's input and its output."""
     tape = Tape(wide=structure.wide, autocast=False, saving=True)
     tape.in_fp8 = structure.in_fp8
     given = Value(tape.make(op.TENSOR, "input of attention's norm", e * T_n * h, LAYER, _INPUT), e, T_n * h)
@@ -181,7 +182,7 @@ def run(structure: Layer) -> tuple[Tape, Value, Value]:
 
 
 def _predicted(tape: Tape, hidden: Value) -> Value:
-    """A matrix joins hidden states and the embedding of the next token, each behind a norm; ranks gather its output."""
+    """Join hidden states and the next token's embedding by a matrix, each after its own norm. Ranks gather the matrix's output."""
     embedded = op.tensor(tape, "embedding of the next token", e, T_n * h, PREDICTED)
     pair = _norm(tape, embedded, "the next token's norm"), _norm(tape, hidden, "the hidden states' norm")
     tape.release(embedded)
@@ -202,16 +203,16 @@ def _predicted(tape: Tape, hidden: Value) -> Value:
 
 
 def own_size(store: Store, structure: Layer) -> Size:
-    """What a tensor takes of its layer; an encoder's layer has its own numbers of tokens and scores. [bytes]"""
+    """Return the size of a tensor within its layer. Encoder layers have their own numbers of tokens and scores. [bytes]"""
     if store.reason == ENCODED:
         return NOTHING
     return store.size.replacing(_IN_ENCODER) if structure.of_t5 == "encoder" else store.size
 
 
 def layer(tape: Tape, given: Value, structure: Layer) -> Value:
-    """``TransformerLayer.forward``: attention and MLP, each behind a norm, before dropout and the residual stream.
+    """``TransformerLayer.forward``: norm, attention, dropout and residual addition; then the same with the MLP.
 
-    A layer of a hybrid pattern has one of them, or Mamba-2 instead of attention.
+    A layer of a hybrid pattern has only attention, only the MLP, or only Mamba-2.
     """
     if structure.part == "mlp":
         middle = Value(tape.hold(given.store), given.dtype, given.shape)
@@ -237,7 +238,7 @@ def layer(tape: Tape, given: Value, structure: Layer) -> Value:
 
 
 def _norm(tape: Tape, value: Value, name: str, *, shape: Size = T_n * h, rows: Size = T_n) -> Value:
-    """A norm in one operator; its output is what the matrix behind it reads, and keeps for its weight."""
+    """A norm in one operator. The matrix after it reads the norm's output, and keeps it for its weight gradient."""
     made = op.tensor(tape, f"output of {name}", e, shape, NORM)
     kept = tape.make(op.TENSOR, f"statistics of {name}, fp32", w_n * rows, NORM, STATISTICS)
     tape.add(name, (made,), (value.store, kept), op.makes(f"gradient through {name}", NORM, value), of=None)
@@ -249,26 +250,29 @@ _BY_32 = {"T_n": T_u, "T_m": T_v, "T_w": T_t, "X_r": X_u}
 
 
 def _read(tape: Tape, value: Value, name: str, *, shared: bool = False) -> tuple[Store, ...]:
-    """What a matrix keeps of its input: the tensor itself, or its copy in FP8 unless another operator keeps it (``shared``)."""
+    """Return what a matrix keeps of its input: the tensor itself, or an FP8 copy.
+
+    With ``shared`` another operator keeps the tensor, and current scaling makes no copy.
+    """
     if not tape.in_fp8 or (shared and tape.in_fp8 == "current"):
         return (tape.hold(value.store),)
     return (tape.make(op.TENSOR, f"input of {name}, in FP8", x_8 * value.shape.replacing(_BY_32), FP8),)
 
 
 def _through(tape: Tape, elements: Size) -> Size:
-    """What ranks gather of a matrix's input or gradient. [bytes]"""
+    """Return the gathered size of a matrix's input or gradient. [bytes]"""
     return y_8 * elements.replacing(_BY_32) if tape.in_fp8 else e * elements
 
 
 def _narrowed(tape: Tape, elements: Size, name: str) -> None:
-    """The gradient of a matrix's output, in FP8 and in all layouts."""
+    """Allocate and free the FP8 gradient of a matrix's output, in all layouts."""
     tape.temporary(
         f"gradient of the output of {name}, in FP8", y_8 * elements.replacing(_BY_32) if tape.in_fp8 else NOTHING, FP8
     )
 
 
 def _column(tape: Tape, value: Value, width: Size, name: str, *, reads: Size = h, tokens: Size = T_m) -> Value:
-    """A column-parallel matrix: sequence parallelism gathers its input, forward, and again for the weight's gradient."""
+    """A column-parallel matrix. Sequence parallelism gathers its input in the forward, and again for the weight gradient."""
     gathered = tape.make(op.TEMPORARY, f"gathered input of {name}", _through(tape, T_w * reads), COLUMN)
     kept = _read(tape, value, name)
     made = op.tensor(tape, f"output of {name}", e, tokens * width, COLUMN)
@@ -288,7 +292,7 @@ def _column(tape: Tape, value: Value, width: Size, name: str, *, reads: Size = h
 
 
 def _duplicated(tape: Tape, value: Value, width: Size, name: str) -> Value:
-    """A matrix that every rank has whole, over its own tokens."""
+    """A matrix that every rank has whole, and multiplies with its own tokens."""
     kept = _read(tape, value, name)
     made = op.tensor(tape, f"output of {name}", e, T_n * width, LATENT)
 
@@ -304,7 +308,7 @@ def _duplicated(tape: Tape, value: Value, width: Size, name: str) -> Value:
 
 
 def _row(tape: Tape, value: Value, width: Size, name: str, *, shared: bool = False) -> Value:
-    """A row-parallel matrix: ranks' sums are added up, and with sequence parallelism each gets its tokens of them."""
+    """A row-parallel matrix. The ranks sum its outputs; with sequence parallelism each rank gets only its own tokens."""
     kept = _read(tape, value, name, shared=shared)
     whole = tape.make(op.TEMPORARY, f"output of {name} before ranks add it up", e * T_w * h, ROW)
     made = op.tensor(tape, f"output of {name}", e, T_n * h, ROW)
@@ -323,7 +327,7 @@ def _row(tape: Tape, value: Value, width: Size, name: str, *, shared: bool = Fal
 
 
 def _added(tape: Tape, branch: Value, residual: Value, reason: str, structure: Layer) -> Value:
-    """Bias, dropout and the residual addition, one operator."""
+    """Bias, dropout and the residual addition in one operator."""
     made = op.tensor(tape, reason, e, T_n * h, DROPOUT)
     mask = (
         (tape.make(op.TENSOR, f"mask of the dropout before the {reason}", T_n * h, DROPOUT),)
@@ -358,7 +362,7 @@ def _attention(tape: Tape, normal: Value, structure: Layer) -> Value:
 
 
 def _joint(tape: Tape, normal: Value, structure: Layer) -> Value:
-    """Queries, keys and values as core attention takes them."""
+    """Queries, keys and values as core attention reads them."""
     if structure.latent != "no":
         return _latent(tape, normal, structure)
     joint = _column(tape, normal, q_r + k_r + v_r, "the matrix of queries, keys and values")
@@ -367,7 +371,11 @@ def _joint(tape: Tape, normal: Value, structure: Layer) -> Value:
 
 
 def _latent(tape: Tape, normal: Value, structure: Layer) -> Value:
-    """Queries, and keys with values, from latents of their own: each is normalised, made wide, and joined with rotary parts."""
+    """Latent attention's queries, keys and values.
+
+    Keys and values come from one latent, compressed queries from another. Each latent has a norm and a matrix; then the rotary
+    parts are joined.
+    """
     query = _queries(tape, normal) if structure.latent == "compressed" else _column(tape, normal, q_r, "the matrix of queries")
     both = _duplicated(tape, normal, w + o, "the matrix of the latent")
     latent = op.tensor(tape, "latent of keys and values", e, T_n * w, LATENT)
@@ -396,7 +404,7 @@ def _queries(tape: Tape, normal: Value) -> Value:
 
 
 def _heads(tape: Tape, joint: Value, structure: Layer) -> Value:
-    """Queries, keys and values as the kernel takes them: copies where positions, norms or the kernel's layout ask for them."""
+    """Queries, keys and values as the kernel reads them. Head norms, positions and FlashAttention's layout make copies."""
     if structure.head_norms:
         joint = _normal_heads(tape, joint)
     if not (structure.turned or structure.attention == "flash"):
@@ -411,9 +419,9 @@ def _heads(tape: Tape, joint: Value, structure: Layer) -> Value:
 
 
 def _by_torch(tape: Tape, structure: Layer) -> tuple[tuple[Store, ...], tuple[str, Size] | None]:
-    """Return the tables that torch's rotary positions keep, and what their backward makes meanwhile; nothing with a fused kernel.
+    """Return the tables that torch's rotary positions keep, and the temporaries of their backward; nothing with a fused kernel.
 
-    Two products as large as the queries are alive beside the sum and its copy, in the forward and in the backward.
+    In forward and backward, two products as large as the queries are alive beside the sum and its copy.
     """
     if not (structure.turned and structure.torch_rotary):
         return (), None
@@ -423,7 +431,7 @@ def _by_torch(tape: Tape, structure: Layer) -> tuple[tuple[Store, ...], tuple[st
 
 
 def _normal_heads(tape: Tape, joint: Value) -> Value:
-    """Norms over each head of queries and keys, which keep copies of what they read."""
+    """Norms over each head of queries and keys. They keep copies of their inputs."""
     made = op.tensor(tape, "queries, keys and values", e, joint.shape, QUERIES)
     read = tape.make(op.TENSOR, "queries and keys before their norms", e * T_m * (q_r + k_r), QUERIES)
     kept = tape.make(op.TENSOR, "statistics of the heads' norms, fp32", 2 * w_n * T_m * a_r, QUERIES, STATISTICS)
@@ -435,7 +443,7 @@ def _normal_heads(tape: Tape, joint: Value) -> Value:
 
 
 def _attended_locally(tape: Tape, joint: Value, structure: Layer) -> Value:
-    """Attention of Megatron's own modules: norms and positions by torch, and a key and a value for each query head."""
+    """Attention of local modules. Torch runs norms and positions, and repeats keys and values for each query head."""
     shapes = T_m * q_r, T_m * k_r, T_m * v_r
     query, keys, values = op.chunk(tape, joint, shapes, Site("queries, keys and values", QUERIES))
     if structure.grouped:
@@ -464,7 +472,7 @@ def _attended_locally(tape: Tape, joint: Value, structure: Layer) -> Value:
 def _copied(
     tape: Tape, value: Value, reason: str, source: str, backward: Backward, *, saved: tuple[Store, ...] = ()
 ) -> Value:  # fmt: skip
-    """A copy as wide as all query heads."""
+    """Return a copy as wide as all query heads."""
     made = op.tensor(tape, reason, e, T_m * q_r, source)
     tape.add(reason, (made,), saved, backward, of=(value,))
     tape.release(value)
@@ -472,7 +480,7 @@ def _copied(
 
 
 def _runs_core_again(structure: Layer) -> bool:
-    """Whether core attention of local layers is in a checkpoint of its own."""
+    """Whether core attention of a local layer has its own checkpoint."""
     return structure.local and "core_attn" in structure.again_too
 
 
@@ -483,7 +491,7 @@ def _norm_of_heads(tape: Tape, value: Value, name: str, rows: Size) -> Value:
 
 
 def _turned(tape: Tape, value: Value, what: str) -> Value:
-    """Rotary positions by torch's operators, which keep their cosines and sines."""
+    """Rotary positions by torch's operators, which keep the cosines and sines."""
     made = op.tensor(tape, f"{what}, turned", e, value.shape, ROTARY)
     tables = tape.make(op.TENSOR, f"cosines and sines of {what}", 2 * e * R_r, ROTARY)
     tape.add(f"positions of {what}", (made,), (tables,), op.makes(f"gradient of {what}", ROTARY, value), of=(value,))
@@ -497,9 +505,9 @@ def _core(tape: Tape, joint: Value, structure: Layer) -> Value:
 
 
 def _kernel(tape: Tape, joint: Value, structure: Layer) -> Value:
-    """Attention by cuDNN, or FlashAttention, whose result has sequences first and is copied for the projection.
+    """Attention by cuDNN or FlashAttention. FlashAttention's output has sequences first, and is copied for the projection.
 
-    Where heads are exchanged, cuDNN's result is kept before the exchange, too.
+    If context-parallel ranks exchange heads, cuDNN also keeps its output from before the exchange.
     """
     flash = structure.attention == "flash"
     source = FLASH if flash else FUSED
@@ -527,14 +535,14 @@ def _before_exchange(tape: Tape) -> tuple[Store]:
 
 
 def _written_out(tape: Tape, joint: Value, structure: Layer) -> Value:
-    """Scores, softmax, dropout and their product with the values, each a tensor."""
+    """Unfused attention: scores, softmax, dropout and the product with the values are separate tensors."""
     site = Site("queries and keys, and values", UNFUSED)
     pairs, values = op.chunk(tape, joint, (T_m * (q_r + k_r), T_m * v_r), site)
     return _scored(tape, (pairs,), values, S_r, structure, masked=P_m if structure.padded else None)
 
 
 def _crossed(tape: Tape, given: Value, structure: Layer) -> Value:
-    """A decoder's attention to the encoder's output, behind a norm of its own."""
+    """A decoder layer's attention to the encoder's output, after its own norm."""
     encoded = Value(tape.make(op.TENSOR, ENCODED, e * T_e * h, CROSS), e, T_e * h)
     normal = _norm(tape, given, "the cross attention's norm")
     query = _column(tape, normal, q_r, "the matrix of cross queries")
@@ -553,7 +561,7 @@ def _crossed(tape: Tape, given: Value, structure: Layer) -> Value:
 def _scored(
     tape: Tape, pairs: tuple[Value, ...], values: Value, numbers: Size, structure: Layer, *, masked: Size | None
 ) -> Value:  # fmt: skip
-    """Attention from queries and keys, of which there are this many scores. It releases what it is given."""
+    """Attention over queries and keys with ``numbers`` scores. Releases its inputs."""
     again: list[Store] = []
     soft, scores = _softmax(tape, pairs, numbers, structure, again)
     soft = soft if masked is None else _without_padding(tape, soft, masked)
@@ -569,7 +577,7 @@ def _scored(
 
 
 def _made_again(raw: Value, again: list[Store], structure: Layer) -> Backward:
-    """The context's backward; a checkpoint keeps the output that it has made again, and its gradient, until all is done."""
+    """Return the context's backward. A checkpoint keeps the recomputed output and its gradient until its backward ends."""
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         if _runs_core_again(structure):
@@ -584,9 +592,9 @@ def _made_again(raw: Value, again: list[Store], structure: Layer) -> Backward:
 def _softmax(
     tape: Tape, pairs: tuple[Value, ...], numbers: Size, structure: Layer, again: list[Store]
 ) -> tuple[Value, Value]:  # fmt: skip
-    """The softmax, and the scores before it, which a variable of the function still refers to.
+    """Return the softmax, and the scores before it, which a local variable keeps alive.
 
-    Transformer Engine gives the product of queries and keys a tensor of its own to add to; Megatron a buffer that it keeps.
+    The product of queries and keys adds to a tensor: a new one in Transformer Engine, a persistent buffer in Megatron.
     """
     buffer = tape.make(op.TEMPORARY, "what scores are added to", NOTHING if structure.local else e * numbers, UNFUSED)
     raw = op.tensor(tape, "scores", e, numbers, UNFUSED)
@@ -604,7 +612,7 @@ def _softmax(
     if masked is not raw:
         tape.release(masked)
     soft = op.tensor(tape, "attention scores", dtype, numbers, SOFTMAX)
-    written_over = structure.local and not structure.masks_in_place  # the fused kernel puts its gradient into the one it reads
+    written_over = structure.local and not structure.masks_in_place  # the fused kernel overwrites the incoming gradient
     through = op.passes(read) if written_over else op.makes("gradient of the scores", SOFTMAX, read)
     tape.add("softmax", (soft,), (soft.store, *mask), through, of=(read,))
     tape.drop(*mask)
@@ -617,7 +625,7 @@ def _softmax(
 
 
 def _causal_mask(tape: Tape) -> tuple[Store]:
-    """Ones in fp32, of which the upper half is taken and made one byte each."""
+    """Return the causal mask, one byte per pair. Megatron makes it from fp32 ones and their upper half."""
     wide = tape.make(op.TEMPORARY, "ones of the causal mask, and their upper half", 8 * P_s, CAUSAL)
     made = tape.make(op.TENSOR, "causal mask", P_s, CAUSAL)
     tape.drop(wide)
@@ -625,7 +633,7 @@ def _causal_mask(tape: Tape) -> tuple[Store]:
 
 
 def _without_padding(tape: Tape, soft: Value, pairs: Size) -> Value:
-    """``masked_fill`` behind the softmax: a tensor of its own, which keeps the mask."""
+    """``masked_fill`` after the softmax. It returns a new tensor, and keeps the mask."""
     mask = tape.make(op.TENSOR, "mask of padding", pairs, UNFUSED)
     made = op.tensor(tape, "attention scores without padding", e, soft.shape, UNFUSED)
     backward = op.makes("gradient of the scores without padding", UNFUSED, soft)
@@ -636,7 +644,7 @@ def _without_padding(tape: Tape, soft: Value, pairs: Size) -> Value:
 
 
 def _masked(tape: Tape, raw: Value, mask: tuple[Store, ...]) -> Value:
-    """``masked_fill_`` on a view: torch's backward copies the gradient of the whole twice beside the one it makes (CopySlices)."""
+    """``masked_fill_`` on a view. Its backward makes two copies of the whole gradient beside the new one (CopySlices)."""
     made = Value(tape.hold(raw.store), raw.dtype, raw.shape)
     beside = ("gradient of the scores, copied for the mask", 2 * e * raw.shape)
     tape.add(
@@ -659,7 +667,7 @@ def _dropped(tape: Tape, soft: Value) -> Value:
 
 
 def _run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
-    """Core attention in a checkpoint of its own, which keeps queries, keys and values."""
+    """Core attention in its own checkpoint, which keeps queries, keys and values."""
     kept, passing = _of_core(structure)
     forward = tape.make(op.TEMPORARY, "core attention, by the way", kept + passing, CHECKPOINT)
     made = op.tensor(tape, "attention output", e, T_m * c_r, CHECKPOINT)
@@ -675,7 +683,7 @@ def _run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
 
 
 def _of_core(structure: Layer) -> tuple[Size, Size]:
-    """What core attention keeps beside its input and output, and what passes by at its highest."""
+    """Return what core attention keeps beside its input and output, and its temporaries at the peak. [bytes]"""
     if structure.attention != "eager":
         flash = structure.attention == "flash"
         again = e * T_m * c_r if flash else e * T_x * c_r if structure.exchanged else NOTHING
@@ -688,7 +696,7 @@ def _of_core(structure: Layer) -> tuple[Size, Size]:
 
 
 def _mixed(tape: Tape, normal: Value, _structure: Layer) -> Value:
-    """``MambaMixer.forward``: a matrix, convolution and scan in one operator, a norm, and a matrix."""
+    """``MambaMixer.forward``: a matrix, one operator for convolution and scan, a norm, and a matrix."""
     first = _column(tape, normal, 2 * i_r + B_r + Z_r, "Mamba's first matrix")
     read = op.tensor(tape, "gates, inputs, factors and steps of the scan", e, first.shape, MIXER)
     backward = op.makes("gradient of the first matrix's output, tokens first", MIXER, first)
@@ -707,7 +715,7 @@ def _mixed(tape: Tape, normal: Value, _structure: Layer) -> Value:
 
 
 def _scanned(tape: Tape, read: Value) -> Value:
-    """The scan over chunks of tokens: it keeps its input and its result before the gate, and makes all else again."""
+    """The scan over chunks of tokens. It keeps its input and its output before the gate, and recomputes the rest."""
     passing = tape.make(op.TEMPORARY, "convolved inputs and factors", e * T_m * (i_r + B_r), SCAN)
     steps = tape.make(op.TEMPORARY, "steps and their sums, fp32", 8 * T_m * Z_r, STATES)
     wide = tape.make(op.TEMPORARY, "states of each chunk, fp32", 4 * N_r, STATES)
@@ -754,7 +762,7 @@ def _mlp(tape: Tape, normal: Value, width: Size, name: str) -> Value:
 
 
 def _experts(tape: Tape, normal: Value, routing: Routing) -> Value:
-    """``MoELayer.forward``: shared expert, router, dispatch, experts, and the way back."""
+    """``MoELayer.forward``: shared expert, router, dispatch, experts and combination."""
     shared = _mlp(tape, normal, f_s, "shared expert") if routing.shared else None
     weights = _routed(tape, normal, routing)
     there, back = _WAYS[routing.dispatcher]
@@ -772,7 +780,7 @@ def _experts(tape: Tape, normal: Value, routing: Routing) -> Value:
 
 
 def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
-    """Routing weights of all experts, zero for those that were not chosen; a dispatcher by all-to-all keeps them, and the map."""
+    """Routing weights of all experts, zero for those not chosen. The all-to-all dispatcher keeps them and the map of choices."""
     logits = tape.make(op.TEMPORARY, "router: logits", w_p * T_n * E, GATING)
     scores = 4 * T_n * E + 8 * E + 4 if routing.balanced else NOTHING
     balance = tape.make(op.TENSOR, "router: scores of the auxiliary loss, fp32, and tokens of each expert", scores, ROUTER)
@@ -796,11 +804,11 @@ def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
 
 
 Dispatched = tuple[Value, Value]
-"""Tokens by expert, and the routing weight of each."""
+"""Tokens sorted by expert, and the routing weight of each."""
 
 
 def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
-    """All ranks' tokens in the buffer that Megatron keeps, of which a rank picks those of its experts."""
+    """Dispatch by all-gather: all ranks' tokens go to Megatron's persistent buffer, and a rank picks those of its experts."""
     maps = tape.make(op.TENSOR, "experts: maps and weights of all ranks", T_g * E + w_p * T_g * E, ALL_GATHER)
     own = tape.make(op.TENSOR, "experts: map and weights of this rank's", (2 + w_p) * T_g * E_r, ALL_GATHER)
     sorting = tape.make(op.TEMPORARY, "experts: choices, sorted", 16 * T_g * E_r, PERMUTE)
@@ -822,7 +830,10 @@ def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
 
 def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
-    """Tokens sorted by expert, sent to its rank, gathered over expert tensor ranks and sorted by local expert."""
+    """Dispatch by all-to-all.
+
+    Tokens are sorted by expert, sent to the expert's rank, gathered over expert tensor-parallel ranks, and sorted by local expert.
+    """
     order = tape.make(op.TENSOR, "experts: order of tokens", 8 * X_s, PERMUTE)
     every = tape.make(op.TENSOR, "experts: all pairs sorted, of which an index is a view", 8 * T_n * E, PERMUTE)
     sorting = tape.make(op.TEMPORARY, "experts: choices, sorted", 8 * T_n * E, PERMUTE)
@@ -846,10 +857,11 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
 
 def _grouped(tape: Tape, tokens: Value, chosen: Value, routing: Routing) -> Value:
-    """Experts' MLPs: all at once, or one after the other.
+    """Run the experts' MLPs: all at once, or one after the other.
 
-    Those between the second and the last are one here, whose backward frees what they keep before it makes gradients: each frees
-    its own and makes its own, so that the highest moment is at an end. The first one's backward has all outputs' gradients no more.
+    One MLP here stands for all experts between the second and the last. Its backward frees all that they keep before it makes
+    gradients. In truth each expert frees its own tensors and makes its own gradients, so that memory peaks at the first or the last
+    of them. When the first expert's backward runs, the gradients of the other experts' outputs are gone.
     """
     if routing.grouped:
         return _visited(tape, tokens, chosen, X_r, routing)
@@ -867,7 +879,7 @@ def _grouped(tape: Tape, tokens: Value, chosen: Value, routing: Routing) -> Valu
 
 
 def _freed_first(tape: Tape, began: int, given: tuple[Value, ...], made: Value) -> None:
-    """Make one operator of those added since: its backward frees all that they saved, and then makes the gradients of ``given``."""
+    """Replace the operators added since ``began``. The new backward frees all that they saved, then makes ``given``'s gradients."""
     inner = tape.operators[began:]
     del tape.operators[began:]
     between = op.tensor(tape, "experts between", e, NOTHING, SEQUENTIAL)
@@ -879,7 +891,7 @@ def _freed_first(tape: Tape, began: int, given: tuple[Value, ...], made: Value) 
 
 
 def _visited(tape: Tape, tokens: Value, chosen: Value, pairs: Size, routing: Routing) -> Value:
-    """MLPs over so many pairs: the routing weight is applied between their matrices, or later."""
+    """Experts' MLPs over ``pairs`` pairs. The routing weights multiply between the two matrices, or later."""
     source = EXPERTS if routing.grouped else SEQUENTIAL
     wide = _product(tape, tokens, pairs * g * m_r, (h, g * m_r), "experts: the first matrix", source)
     wide.store.reason = "experts: output of the first matrix"
@@ -929,7 +941,7 @@ def _weighted(tape: Tape, wide: Value, chosen: Value, shape: Size, routing: Rout
 
 
 def _times_weights(tape: Tape, value: Value, chosen: Value, routing: Routing, source: str) -> Value:
-    """A product with the routing weights in their dtype, and a cast back where that is wider."""
+    """The product with the routing weights, in their dtype. A wider product is cast back."""
     dtype: Width = 4 if routing.wide else e
     product = op.tensor(tape, "experts: product with routing weights", dtype, value.shape, source)
 
@@ -948,7 +960,7 @@ def _times_weights(tape: Tape, value: Value, chosen: Value, routing: Routing, so
 
 
 def _scattered(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Value:
-    """Outputs at the places of all ranks' tokens, which ranks add up, in the routing weights' dtype."""
+    """Combination after all-gather: outputs go to the places of all ranks' tokens, and ranks sum them in the weights' dtype."""
     if routing.late:
         weighed = _times_weights(tape, outputs, chosen, routing, ALL_GATHER)
         made = _scattered(tape, weighed, chosen, routing._replace(late=False, deterministic=False))
@@ -970,7 +982,10 @@ def _scattered(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> V
 
 
 def _returned(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Value:
-    """Outputs sorted by rank, added up over expert tensor ranks, sent back, and put to their tokens."""
+    """Combination after all-to-all.
+
+    Outputs are sorted by rank, summed over expert tensor-parallel ranks, sent back, and added to their tokens.
+    """
     ordered = tape.make(op.TEMPORARY, "experts: outputs, sorted by rank", e * X_2 * h, SORT)
     cast = tape.make(
         op.TEMPORARY, "experts: the same in the weights' dtype", w_p * X_2 * h if routing.wide else NOTHING, ALL_TO_ALL
@@ -1000,7 +1015,7 @@ def _returned(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Va
 
 
 def _sent_by_hybrid_ep(tape: Tape, normal: Value, weights: Value) -> Dispatched:
-    """One kernel permutes, sends and sorts tokens, through buffers of its own."""
+    """Dispatch by HybridEP: one kernel permutes, sends and sorts tokens, with its own buffers."""
     tokens = op.tensor(tape, "experts: tokens that came", e, X_r * h, HYBRID_EP)
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, HYBRID_EP)
     backward = op.makes("gradient of this rank's tokens, or of the routing weights", HYBRID_EP, normal, weights)
@@ -1014,7 +1029,7 @@ def _returned_by_hybrid_ep(tape: Tape, outputs: Value, _chosen: Value, _routing:
     return made
 
 
-#: How tokens come to their experts, and their outputs back.
+#: Dispatch and combination of each token dispatcher.
 _WAYS: dict[
     Dispatcher, tuple[Callable[[Tape, Value, Value], Dispatched], Callable[[Tape, Value, Value, Routing], Value]]
 ] = {

@@ -1,7 +1,7 @@
-"""Megatron-Core with the interface of the other engines: its GPT of local layers, its DDP, optimizer and schedules.
+"""Runs Megatron-Core's GPT with local layers, its DDP or Megatron-FSDP, optimizer and schedules, with the other engines' interface.
 
-Built as Megatron-LM's ``pretrain_gpt.py`` builds it (gpt_builders.py, training/training.py). Transformer Engine's layers run on
-CUDA alone.
+The model is built as Megatron-LM's ``pretrain_gpt.py`` builds it (gpt_builders.py, training/training.py). Transformer Engine's
+layers need CUDA, so they are left out.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.utils import get_attr_wrapped_model  # noqa: E402
 
 _DROPOUT = 0.1
-#: Megatron-FSDP's whole weights and whole gradients.
+#: The methods that allocate Megatron-FSDP's whole weights and whole gradients.
 _BUCKETS: Requesting = (
     (StorageResizeBasedBucketAllocator, "allocate", Kind.UNSHARDED_PARAMETERS),
     (TemporaryBucketAllocator, "allocate", Kind.UNSHARDED_GRADIENTS),
@@ -55,7 +55,7 @@ _DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "fp32": to
 
 
 class Megatron(Engine):
-    """One rank's chunks of a GPT, each in Megatron's DDP, stepped by its optimizer and run by its schedule."""
+    """One rank's chunks of a GPT, each wrapped in Megatron's DDP or Megatron-FSDP, with Megatron's optimizer and schedule."""
 
     handed_on = Kind.TEMPORARY
     kept: Kind | None = None
@@ -74,7 +74,7 @@ class Megatron(Engine):
         self._claim()
 
     def _hand_over(self) -> None:
-        """What the schedule calls (training/training.py, train)."""
+        """Set the functions that the schedule calls (training/training.py, train)."""
         config, overlapped = self.config, self._job.recipe.megatron.overlap_grad_reduce
         config.grad_scale_func, config.finalize_model_grads_func = self._optimizer.scale_loss, finalize_model_grads
         if overlapped:
@@ -82,7 +82,7 @@ class Megatron(Engine):
             config.no_sync_func = several if len(several) > 1 else several[0]
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Run all micro-batches of a step, and reduce gradients."""
+        """Run all micro-batches of a step and reduce the gradients."""
         assert last  # noqa: S101  the schedule runs all of them in one call
         batch, self._enter = self._job.batch, enter
         several = len(self.chunks) > 1
@@ -100,22 +100,22 @@ class Megatron(Engine):
         return model(tokens, positions, attention_mask, labels=labels), partial(_loss, cast("torch.Tensor", loss_mask))
 
     def optimizer_step(self) -> None:
-        """Update this rank's share of the weights; gather the others."""
+        """Update this rank's share of the weights, then gather the other shares."""
         self._optimizer.step()
         self._claim()
 
     def zero_grad(self) -> None:
-        """Set main gradients to zero, and drop the optimizer's copies."""
+        """Set the main gradients to zero and drop the optimizer's copies."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def _stepped(self) -> list["_Stepped"]:
-        """Megatron's optimizers: one, or experts' own beside it."""
+        """Return Megatron's optimizers: one, and a second one for experts."""
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def _claim(self) -> None:
-        """Give what is kept from step to step its kinds."""
+        """Label the tensors that stay from step to step with their kinds."""
         claim = self._watcher.claim
         claim(Kind.OPTIMIZER_STATE, (one for each in self._stepped() for one in _states(each)))
         for chunk in self.chunks:
@@ -128,7 +128,7 @@ class Megatron(Engine):
 
     @contextmanager
     def labels(self, watcher: Watcher) -> Iterator[None]:
-        """Tell when a backward begins, and what the buffers are that Megatron keeps for good."""
+        """Report the start of every backward, and label Megatron's persistent buffers and Megatron-FSDP's buckets."""
         original = schedules.backward_step
 
         def backward_step(*args: object, **options: object) -> object:
@@ -148,7 +148,7 @@ class Megatron(Engine):
 
 
 def _claim_shards(chunk: FullyShardedDataParallel, claim: Callable[..., None]) -> None:
-    """Give the buffers of Megatron-FSDP their kinds, and its buckets."""
+    """Label Megatron-FSDP's sharded buffers with their kinds."""
     for group in chunk.param_and_grad_buffer.parameter_groups:
         for kind, buffer in (
             (Kind.PARAMETERS, group.model_weight_buffer), (Kind.OPTIMIZER_STATE, group.main_weight_buffer),
@@ -159,7 +159,7 @@ def _claim_shards(chunk: FullyShardedDataParallel, claim: Callable[..., None]) -
 
 
 class _Stepped:
-    """What is asked of one of Megatron's optimizers."""
+    """The attribute that this module reads from each of Megatron's optimizers."""
 
     optimizer: torch.optim.Optimizer
 
@@ -175,7 +175,7 @@ def _states(stepped: _Stepped) -> Iterator[torch.Tensor]:
 
 
 def _chunks(job: JobSpec, config: TransformerConfig) -> list[DistributedDataParallel]:
-    """The rank's chunks of layers, as ``get_model`` of training/training.py builds them."""
+    """Return the rank's chunks of layers, built as ``get_model`` of training/training.py does."""
     several = chunks_per_rank(job.recipe, job.mesh)
     return [_wrapped(job, config, at if several > 1 else None) for at in range(several)]
 
@@ -208,7 +208,11 @@ def _wrapped(job: JobSpec, config: TransformerConfig, at: int | None) -> Distrib
 
 
 def _narrow(config: TransformerConfig, model: nn.Module) -> Float16Module:
-    """The model in 16 bits. Casting real parameters keeps what Megatron notes on them; torch swaps fake ones for others."""
+    """Return the model in 16 bits.
+
+    Megatron stores attributes on parameters. A cast of real parameters keeps them; a cast of fake ones makes new parameters, so the
+    attributes are copied.
+    """
     noted = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     made = Float16Module(config, model)
     for name, parameter in made.module.named_parameters():
@@ -218,7 +222,10 @@ def _narrow(config: TransformerConfig, model: nn.Module) -> Float16Module:
 
 
 def _bucket_size(job: JobSpec) -> int:
-    """Elements (training/training.py, get_model): 40 million, or a million for each data-parallel rank."""
+    """Return the size of a bucket: 40 million, or a million per data- and context-parallel rank if that is more. [elements]
+
+    Source: training/training.py, get_model.
+    """
     return max(40_000_000, 1_000_000 * job.mesh.dp_shard * job.mesh.cp)
 
 
@@ -255,7 +262,7 @@ def _config(job: JobSpec) -> TransformerConfig:
 
 
 def _cut(job: JobSpec) -> dict[str, object]:
-    """Layers of each chunk, where they are not the same everywhere."""
+    """Return the pipeline layout if chunks differ in their number of layers; empty otherwise."""
     if job.mesh.pp == 1:
         return {}
     every = [stages_of(at, job.model, job.recipe, job.mesh) for at in range(job.mesh.pp)]
@@ -313,7 +320,10 @@ _Batch = tuple[torch.Tensor | None, ...]
 
 
 def _batch(job: JobSpec, at: int | None) -> _Batch:
-    """What ``get_batch`` of pretrain_gpt.py returns on the first tensor-parallel rank; a chunk between the ends gets nothing."""
+    """Return what ``get_batch`` of pretrain_gpt.py returns on the first tensor-parallel rank.
+
+    Only the first and the last chunk of the pipeline get a batch.
+    """
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=at)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=at)
     if not (first or last):
@@ -337,7 +347,7 @@ def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
 
 @contextmanager
 def megatron_ranks(job: JobSpec) -> Iterator[None]:
-    """Megatron's process groups inside the existing one."""
+    """Create Megatron's process groups inside the existing group, and destroy them at the end."""
     mesh, several = job.mesh, chunks_per_rank(job.recipe, job.mesh)
     parallel_state.initialize_model_parallel(
         mesh.tp, mesh.pp, several if several > 1 else None, context_parallel_size=mesh.cp, expert_model_parallel_size=mesh.ep,
