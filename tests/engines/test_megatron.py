@@ -1,4 +1,4 @@
-"""Engine megatron: its layer is Korthikanti's, its lines are explained, its pipeline's fullest rank is found, the rest refused."""
+"""Engine megatron: layers match Korthikanti et al., lines have sources, the fullest rank is found, and the rest is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def asked(*, model: ModelSpec = GPT, batch: BatchSpec = BATCH, mesh: dict[str, i
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_layer_of_a_gpt_is_korthikanti_s(*, recompute: str, sequence_parallel: bool) -> None:
-    """Equations 1, 2, 4 and 6; the input that full recomputation keeps is split by sequence parallelism, as Megatron has it."""
+    """Equations 1, 2, 4 and 6. Beyond the paper, Megatron's sequence parallelism splits the input that full recomputation keeps."""
     for tp in (1, 2, 8):
         one = asked(mesh={"tp": tp}, recompute=recompute, sequence_parallel=sequence_parallel, attention="eager")
         published = split_layer_activation_bytes(
@@ -168,7 +168,7 @@ def test_every_line_is_explained(name: str) -> None:
 
 
 def test_a_layer_of_mamba_keeps_what_its_scan_reads_and_makes() -> None:
-    """Per token, in 16 bits: input and output of the norm, the first matrix's output, and three of the inner width."""
+    """In 16 bits per token: input and output of the norm, the first matrix's output, and three tensors of the inner width."""
     one = JOBS["llama whose layers are a hybrid pattern"]
     inner, factors, heads, hidden = 2 * 4096 // 2, 2 * 8 * 128 // 2, 128 // 2, 4096
     kept = total_bytes(layer_lines(one.model, "mamba", one.recipe, one.mesh, one.batch))
@@ -176,14 +176,14 @@ def test_a_layer_of_mamba_keeps_what_its_scan_reads_and_makes() -> None:
 
 
 def test_each_layer_of_a_hybrid_pattern_has_one_pair_of_matrices_to_sum_up() -> None:
-    """On the first of two pipeline ranks five layers, of 16 micro-batches; experts are sent tokens by their own layers alone."""
+    """The first of two pipeline ranks has five layers and 16 micro-batches. Only layers with experts have all-to-alls."""
     one = JOBS["llama whose layers are a hybrid pattern"]
     sums = [
         call.calls
         for call in estimate(one, pipeline_rank=0).traffic.collectives
         if call.operation == "all_reduce" and call.near
     ]
-    assert sums == [5 * 16, 5 * 16, 16]  # the last one is the embedding's
+    assert sums == [5 * 16, 5 * 16, 16]  # the last all-reduce is the embedding's
     pattern = MegatronOptions(hybrid_layer_pattern="ME*EME*E", moe_shared_expert_intermediate_size=128)
     experts = asked(model=replace(MIXTRAL, num_hidden_layers=8), mesh={"dp_shard": 8, "ep": 8}, megatron=pattern)
     sent = [call.calls for call in estimate(experts).traffic.collectives if call.operation == "all_to_all"]
@@ -198,7 +198,7 @@ def test_each_layer_of_a_hybrid_pattern_has_one_pair_of_matrices_to_sum_up() -> 
 
 
 def test_muon_keeps_one_moment_of_matrices_and_steps_the_largest_alone() -> None:
-    """Of two ranks' halves of the layers, a fourth each; vectors, embedding and head have two moments."""
+    """A pipeline rank has half the layers, and four ranks split the states. Vectors, embedding and head have two moments."""
     last = estimate(JOBS["llama by Muon, shared out"], pipeline_rank=1)
     matrices = 16 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) // 2
     others = 16 * 2 * 4096 + 4096 + 128256 * 4096 // 2
@@ -211,7 +211,10 @@ def test_muon_keeps_one_moment_of_matrices_and_steps_the_largest_alone() -> None
 
 
 def test_a_module_that_predicts_has_the_embedding_and_a_loss_of_its_own() -> None:
-    """Beside a layer: three norms, and a matrix of two widths to one; its logits stay in fp32 until the model's loss is over."""
+    """A module adds to a layer three norms and a matrix from two hidden widths to one.
+
+    Its fp32 logits stay until the model's own loss ends.
+    """
     two = JOBS["mixtral that predicts two tokens more, by HybridEP"]
     none = replace(two, recipe=replace(two.recipe, megatron=replace(two.recipe.megatron, mtp_num_layers=0)))
     held = [
@@ -228,7 +231,7 @@ def test_a_module_that_predicts_has_the_embedding_and_a_loss_of_its_own() -> Non
 
 
 def test_the_fullest_rank_is_named() -> None:
-    """Of many micro-batches the first rank has as many in flight as there are ranks; of one, the head's logits weigh more."""
+    """With many micro-batches the first rank has one in flight per pipeline rank. With one, the head's logits decide."""
     long = replace(JOBS["llama on everything"], batch=replace(BATCH, seq_len=8192))
     assert [rank.rank for rank in estimate(long).pipeline] == [0, 1]
     last = estimate(JOBS["llama, fullest at its end"])
@@ -242,7 +245,7 @@ def test_the_fullest_rank_is_named() -> None:
 
 @pytest.mark.parametrize(("stages", "pp"), [(2, 4), (4, 2), (8, 1)])
 def test_interleaving_keeps_as_much_as_the_paper_says(stages: int, pp: int) -> None:
-    """Korthikanti et al., section 4.2.3: L·(1 + (p - 1)/(p·m)) layers on the first rank, the embedding's part apart."""
+    """Korthikanti et al., section 4.2.3: L·(1 + (p - 1)/(p·m)) layers on the first rank, without the embedding's part."""
     schedule = {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": stages} if pp > 1 else {}
     one = asked(mesh={"pp": pp, "tp": 2}, sequence_parallel=True, recompute="selective", **schedule)
     layer = total_bytes(layer_lines(one.model, "dense", one.recipe, one.mesh, one.batch))
@@ -253,10 +256,10 @@ def test_interleaving_keeps_as_much_as_the_paper_says(stages: int, pp: int) -> N
 
 
 def test_bytes_of_a_parameter_are_those_of_megatron_s_table() -> None:
-    """dist_optimizer.md: 6 + 12/d and 4 + 16/d with the distributed optimizer, 18, 20 and 16 without."""
+    """dist_optimizer.md: 6 + 12/d, 4 + 16/d and 8 + 8/d bytes with the distributed optimizer; 18, 20 and 16 without it."""
 
     def per_parameter(precision: str, stage: int, ranks: int) -> float:
-        """Of all that is there at the step, where fp16 gradients have fp32 copies."""
+        """Return the bytes per parameter at the step, when fp16 gradients have fp32 copies."""
         answer = estimate(asked(mesh={"dp_shard": ranks}, precision=precision, zero_stage=stage))
         of_states = [line.n_bytes for line in answer.engine_moments[-1].lines if line.kind is not Kind.WORKSPACE]
         return sum(of_states) / _elements(answer)
@@ -267,7 +270,7 @@ def test_bytes_of_a_parameter_are_those_of_megatron_s_table() -> None:
 
 
 def test_the_precision_aware_optimizer_keeps_less() -> None:
-    """Half of the fp32 weights, moments as they are asked for; gradients are never copied, moments may be for the step."""
+    """It keeps main weights in 16 bits and moments in the given dtypes. It copies moments for the step, but never gradients."""
     aware = {"use_precision_aware_optimizer": True}
     for options, held, at_step in (
         (aware, 2 + 4 + (2 + 8) / 4, 0), ({**aware, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 6 + (2 + 4) / 4, 0),
@@ -299,7 +302,7 @@ def _kept(one: JobSpec, of: str) -> list[int]:
 
 
 def test_what_dropout_attention_and_the_loss_keep_is_asked_for() -> None:
-    """Each of Megatron-LM's arguments that changes memory, by what it is known to hold."""
+    """Each of these arguments of Megatron-LM changes memory by tensors of known size."""
     tokens, hidden, heads, seq_len, vocabulary = 512, 512, 8, 256, 50304
     plain = asked(mesh={}, attention="eager", megatron=MegatronOptions(hidden_dropout=False, attention_dropout=False))
     dropped = asked(mesh={}, attention="eager")
@@ -328,7 +331,7 @@ def test_what_dropout_attention_and_the_loss_keep_is_asked_for() -> None:
     ],
 )  # fmt: skip
 def test_selective_recomputation_keeps_what_it_is_not_asked_for(modules: str, begins: tuple[str, ...]) -> None:
-    """A module's tensors are not kept, but are there at some moment of the layer's backward."""
+    """A recomputed module's tensors are not kept; the layer's backward makes them again."""
     plain = asked(model=MIXTRAL, mesh={}, batch=replace(BATCH, seq_len=4096))
     again = replace(plain.recipe, recompute="selective", megatron=MegatronOptions(recompute_modules=modules))
     one = replace(plain, recipe=again)
@@ -341,7 +344,7 @@ def test_selective_recomputation_keeps_what_it_is_not_asked_for(modules: str, be
 
 
 def test_a_checkpoint_of_several_layers_runs_them_all_again() -> None:
-    """One input for two layers, and both layers whole in the backward (--recompute-method uniform --recompute-num-layers 2)."""
+    """Two layers keep one input, and the backward recomputes both (--recompute-method uniform --recompute-num-layers 2)."""
     single = asked(mesh={}, recompute="full")
     double = replace(single, recipe=replace(single.recipe, megatron=MegatronOptions(recompute_num_layers=2)))
     inputs = [
@@ -362,7 +365,7 @@ def test_a_module_that_megatron_does_not_recompute_is_refused(asked_for: str) ->
 
 
 def test_fp32_activations_are_twice_as_wide() -> None:
-    """But for masks; the loss works on the logits themselves, so that there is one copy of them."""
+    """Masks are the exception. In fp32 the loss works on the logits themselves, so there is one copy of them."""
     narrow, wide = (estimate(asked(mesh={}, precision=precision)) for precision in ("bf16-mixed", "fp32"))
     for reason, n_bytes in _lines(narrow, "").items():
         if reason in dict.fromkeys(line.reason for line in narrow.kept[0][1]):
@@ -391,7 +394,7 @@ def test_its_fused_optimizer_may_be_named() -> None:
 
 
 def test_experts_are_shared_out_among_those_that_have_the_same() -> None:
-    """Eight ranks of tp 2 x dp 4 have one expert each, whose optimizer nobody else shares."""
+    """Eight ranks (tp=2, dp=4) have one expert each. No other rank shares its optimizer states."""
     alone = MegatronOptions(expert_tensor_parallel_size=1)
     split, whole = (
         estimate(asked(model=MIXTRAL, mesh={"dp_shard": 4, "tp": 2, "ep": ep}, sequence_parallel=True, megatron=alone))
@@ -403,7 +406,7 @@ def test_experts_are_shared_out_among_those_that_have_the_same() -> None:
 
 
 def test_tensor_parallel_ranks_split_experts_unless_told_otherwise() -> None:
-    """As Megatron-LM does; eight experts in halves on eight ranks of tp 2 do not go."""
+    """Megatron-LM's default. Eight expert-parallel ranks that also split each expert in two need more than eight GPUs."""
     said = {"model": MIXTRAL, "sequence_parallel": True}
     for etp in (None, 2):
         one = asked(**said, mesh={"dp_shard": 4, "tp": 2}, megatron=MegatronOptions(expert_tensor_parallel_size=etp))
@@ -431,7 +434,7 @@ def test_a_column_of_ranks_and_batches_is_its_points() -> None:
 
 
 def test_dense_layers_are_on_the_first_rank() -> None:
-    """DeepSeek-V3's three among the first of nine ranks' six; the ranks together hold what one would, and the table."""
+    """DeepSeek-V3's three dense layers are on the first of nine ranks. All ranks together hold as much as a single rank would."""
     deepseek = job(model="deepseek-v3", gpus=8).model
     split = asked(model=deepseek, mesh={"pp": 9, "dp_shard": 8, "ep": 8})
     ranks = [estimate(split, pipeline_rank=at) for at in range(9)]
@@ -450,7 +453,7 @@ def _ranks(one: JobSpec) -> list[Rank]:
 
 
 def test_layers_by_hand_are_where_they_are_said() -> None:
-    """Dense layers on two ranks and in two chunks, a chunk with the embedding alone, and each layer once."""
+    """Two ranks have dense layers, one chunk has only the embedding, and every layer is counted once."""
     deepseek = job(model="deepseek-v3", gpus=8).model
     chunked = {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 2}
     ranks = _ranks(asked(model=deepseek, mesh={"pp": 4}, pipeline_layers="0,2,9,9,9,9,15,8", **chunked))
@@ -468,7 +471,7 @@ def test_an_even_cut_by_hand_is_the_even_cut() -> None:
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("steps", [4, 8, 20])
 def test_layers_in_flight_are_those_of_the_schedule_at_its_fullest(rank: int, steps: int) -> None:
-    """Counted forward by forward, from Megatron's rule of the warm-up: 2 x (ranks behind) and all chunks but one."""
+    """Counts them forward by forward. Megatron's warm-up has 2 x (later ranks) forwards, and a group for each chunk but one."""
     each, ranks = ((3,), (1,)), 4
     order = [chunk for _ in range(0, steps, ranks) for chunk in (0, 1) for _ in range(ranks)]
     warm = min(2 * (ranks - rank - 1) + ranks, len(order) - 1)
@@ -486,7 +489,7 @@ def test_layers_in_flight_are_those_of_the_schedule_at_its_fullest(rank: int, st
 @pytest.mark.parametrize(("fp8_recipe", "each", "layouts"), [("delayed", 1, 2), ("tensorwise", 1, 2), ("blockwise", 33 / 32, 2),
                                                              ("mxfp8", 33 / 32, 66 / 32)])  # fmt: skip
 def test_a_layer_in_fp8_keeps_a_byte_of_what_its_matrices_read(fp8_recipe: str, each: float, layouts: float) -> None:
-    """Of the norms' outputs and the second matrix's input; of attention's output a copy if its scale is of before."""
+    """FP8 replaces the norms' outputs and the second matrix's input. Delayed scaling also copies attention's output."""
     own = MegatronOptions(fp8_format="hybrid", fp8_recipe=fp8_recipe)
     wide, narrow = asked(model=LLAMA, mesh={}), asked(model=LLAMA, mesh={}, megatron=own)
     kept = [total_bytes(layer_lines(one.model, "dense", one.recipe, one.mesh, one.batch)) for one in (wide, narrow)]
@@ -550,7 +553,7 @@ def test_what_is_not_modelled_is_refused(changed: dict[str, object], said: str) 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_experts_before_core_0_13_keep_what_they_return(dispatcher: str) -> None:
-    """Of each pair of a token and its expert, 16 bits of the hidden width; the weight itself stays in both."""
+    """They keep one 16-bit vector of hidden width for each pair of a token and its expert. Both releases keep the weight."""
     options = MegatronOptions(moe_token_dispatcher_type=dispatcher, moe_aux_loss=False)
     now = asked(model=MIXTRAL, mesh={"dp_shard": 8, "ep": 8}, megatron=options)
     before = replace(now, recipe=replace(now.recipe, megatron=replace(options, core_release="0.12")))
@@ -559,7 +562,7 @@ def test_experts_before_core_0_13_keep_what_they_return(dispatcher: str) -> None
 
 
 def test_overlapped_micro_batches_have_one_more_layer_in_a_backward() -> None:
-    """Beside a layer's backward the next micro-batch's goes forward, if there is one; the loss has as much as before."""
+    """A layer's backward overlaps the forward of a layer of the next micro-batch, if there is one. The loss stays the same."""
     said = {"model": MIXTRAL, "mesh": {"dp_shard": 4, "tp": 2, "ep": 8}, "sequence_parallel": True}
     for steps, layers in ((1, 0), (2, 1)):
         batch = replace(BATCH, grad_accum_steps=steps)

@@ -1,6 +1,6 @@
-"""BERT and T5 under engine megatron, against what Megatron-Core 0.16.1's own models allocate under ``zeroplan dryrun``.
+"""BERT and T5 under engine megatron, compared with what Megatron-Core 0.16.1's models allocate under ``zeroplan dryrun``.
 
-``tests/dryrun/scripts/megatron_pretrained.py`` says how its figures came about.
+``tests/dryrun/scripts/megatron_pretrained.py`` is the script that gave these figures.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
 from zeroplan.transformer.megatron import cost_of
 from zeroplan.units import KIB, MIB
 
-#: What tensors take at the peak, which is in the loss. [MiB]
+#: Allocated tensors at the peak, which is in the loss. [MiB]
 BERT_ON_2, T5_ON_4, T5_ON_1 = 2807.4328, 1636.5784, 5742.3867
 
 
 def asked(script: str, tp: int, pp: int = 1, *, local: bool = True, **options: object) -> JobSpec:
-    """The models of the script, four sequences at a time."""
+    """Return a job with a model of the script and micro-batches of four sequences."""
     hidden, layers = (1024, 12 * pp) if script == "bert" else (768, 12)
     model = ModelSpec(
         family="gpt2", hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
@@ -43,19 +43,19 @@ def asked(script: str, tp: int, pp: int = 1, *, local: bool = True, **options: o
 
 
 def in_loss(answer: Estimate, *, without: str = "cuBLAS") -> float:
-    """What is alive in the loss, without workspaces. [MiB]"""
+    """Return the memory in the loss, without cuBLAS's workspaces and the lines that start with ``without``. [MiB]"""
     lines = next(moment.lines for moment in answer.moments if moment.name == "loss")
     return sum(line.n_bytes for line in lines if not line.reason.startswith(("cuBLAS", without))) / MIB
 
 
 @pytest.mark.parametrize(("tp", "allocated"), [(4, T5_ON_4), (1, T5_ON_1)])
 def test_t5_takes_what_megatron_s_own_takes(tp: int, allocated: float) -> None:
-    """The encoder, the decoder with its attention across, and the head."""
+    """This covers the encoder, the decoder with its cross attention, and the head."""
     assert in_loss(estimate(asked("t5", tp))) == pytest.approx(allocated, abs=32 * KIB / MIB)
 
 
 def test_bert_takes_what_megatron_s_own_takes() -> None:
-    """The second of two stages; the script has no schedule, and so nothing that is left of one."""
+    """This is the second of two stages. The script runs no schedule, so no hidden states are left over."""
     answer = estimate(asked("bert", 2, 2), pipeline_rank=1)
     assert in_loss(answer, without="hidden states and gradients that the schedule") == pytest.approx(
         BERT_ON_2, abs=64 * KIB / MIB
@@ -63,7 +63,7 @@ def test_bert_takes_what_megatron_s_own_takes() -> None:
 
 
 def test_parameters_are_megatron_s_own() -> None:
-    """Those of the two models, counted by torch: the last stage of BERT's two, and a T5 on one rank."""
+    """Torch counted the parameters of BERT's last stage of two, and of T5 on one rank."""
     bert, t5 = estimate(asked("bert", 2, 2), pipeline_rank=1), estimate(asked("t5", 1))
     weights = [next(line.n_bytes for line in one.states if line.kind is Kind.PARAMETERS) // 2 for one in (bert, t5)]
     assert weights == [92_676_354, 221_314_560]
@@ -79,14 +79,14 @@ JOBS = {
 
 @pytest.mark.parametrize("name", list(JOBS))
 def test_every_line_is_explained(name: str) -> None:
-    """By a source and a formula, and symbols mean one thing."""
+    """Every line has a source and a formula, and no symbol has two meanings."""
     answer = estimate(JOBS[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
 
 
 def test_the_mask_of_padding_is_kept_by_transformer_engine_alone() -> None:
-    """Its unfused attention fills padding with zeros behind the softmax; Megatron's kernel reads the mask and lets it go."""
+    """Its unfused attention fills padding with zeros after the softmax. Megatron's kernel only reads the mask."""
     kept = []
     for one in (asked("bert", 2), asked("bert", 2, local=False)):
         lines = cost_of(one.model, "dense", one.recipe, one.mesh, one.batch).kept
@@ -103,7 +103,7 @@ def test_the_mask_of_padding_is_kept_by_transformer_engine_alone() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_modelled_is_refused(change: dict[str, object], said: str) -> None:
-    """With what to use instead."""
+    """The refusal names the option."""
     one = asked("t5", 1, local=False)
     with pytest.raises(SpecError, match=said):
         replace(one, **change) if "mesh" in change or "model" in change else replace(one, recipe=replace(one.recipe, **change))

@@ -1,7 +1,7 @@
-"""What Megatron-LM's pipeline schedules leave alive, against its own program run without a GPU.
+"""The tensors that Megatron-LM's pipeline schedules keep alive, compared with Megatron-LM run without a GPU.
 
-`zeroplan dryrun --gpus 8 -- pretrain_gpt.py` of Megatron-LM 991c38ff (January 2026) with local layers, torch's softmax and four
-pipeline ranks: what is allocated at the highest point of each phase of the second step, without cuBLAS's workspaces. [MiB]
+The figures are from `zeroplan dryrun --gpus 8 -- pretrain_gpt.py` of Megatron-LM 991c38ff (January 2026), with local layers,
+torch's softmax and four pipeline ranks. They are the peaks of each phase of the second step, without cuBLAS's workspaces. [MiB]
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ OPTIONS = MegatronOptions(
     transformer_impl="local", hidden_dropout=True, attention_dropout=True, masked_softmax_fusion=False, deterministic_mode=True,
     gradient_accumulation_fusion=False,
 )  # fmt: skip
-#: Causal masks of middle chunks, to which no batch comes: one of a byte for each pair of tokens per layer in flight. Left out.
+#: Causal masks of middle chunks, which get no batch: per layer in flight, one byte for each pair of tokens. zeroplan leaves them
+#: out. [MiB]
 MASKS = 8
 
 
 def _allocated(rank: int, moment: str, *, chunks: int) -> float:
-    """The estimate's moment, without workspaces of cuBLAS. [MiB]"""
+    """Return the estimated memory at a moment, without cuBLAS's workspaces. [MiB]"""
     several = chunks > 1
     recipe = RecipeSpec(
         engine="megatron", zero_stage=0, precision="bf16-mixed", attention="eager", megatron=OPTIONS,
@@ -51,7 +52,7 @@ def _allocated(rank: int, moment: str, *, chunks: int) -> float:
     ],
 )  # fmt: skip
 def test_a_pipeline_rank_holds_what_megatron_s_own_program_does(rank: int, chunks: int, moment: str, allocated: float) -> None:
-    """Blocks are rounded up to 512 bytes there, and losses and counts of a few bytes are left out here."""
+    """The run rounds blocks up to 512 bytes. The estimate leaves out losses and counts of a few bytes."""
     assert _allocated(rank, moment, chunks=chunks) == pytest.approx(allocated, abs=0.1)
 
 
@@ -67,9 +68,10 @@ def test_nothing_is_left_without_a_pipeline_or_before_a_second_round() -> None:
 def test_interleaved_ranks_keep_outputs_until_they_are_sent_and_inputs_of_idle_chunks(
     at: int, overlapped: bool, backward: int
 ) -> None:
-    """As in Megatron-Core 0.16.1, run without a GPU with two ranks of two chunks, tensor by tensor at the peak.
+    """Compared tensor by tensor at the peak with Megatron-Core 0.16.1, run without a GPU with two ranks of two chunks.
 
-    The output of the last forward and the gradient of the last backward; on the last rank input and gradient of the chunk of which
-    nothing is in flight. Overlapped, also the next input, and on the last rank the warm-up's last input and its gradient.
+    Alive are the output of the last forward and the gradient of the last backward. The last rank also has the input and gradient of
+    the chunk without micro-batches in flight. With overlapped communication the next input is added, and on the last rank the
+    warm-up's last input and its gradient.
     """
     assert left_of(Stage(at, 2, 2, 4, 2), overlapped=overlapped).backward == backward

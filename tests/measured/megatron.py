@@ -1,7 +1,7 @@
 """Jobs under Megatron-Core's own code: ``python -m tests.measured.megatron`` from the repository's root. It needs megatron-core.
 
-Every job of a random sample is simulated as :mod:`tests.measured.matrix` does it, as a rank of the first pipeline stage or of the
-last, and leaves a line in ``megatron.jsonl``. Jobs that have a line are skipped.
+It simulates every job of a random sample as :mod:`tests.measured.matrix` does, on a rank of the first or the last pipeline stage.
+Each result becomes a line in ``megatron.jsonl``. Jobs that already have a line are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SEED, COUNT, SHARDED = 20_267, 56, 14
 RECORDS = stored.MEGATRON
-#: Models with as many layers as show what more would.
+#: Models and numbers of layers. More layers would show nothing new.
 _MODELS = (
     ("gpt2", 6), ("gpt2", 12), ("gpt2-medium", 8), ("gpt2-large", 4), ("llama-3.2-1b", 4), ("qwen3-0.6b", 6), ("qwen2.5-0.5b", 4),
     ("llama-2-7b", 4), ("mixtral-8x7b", 2), ("mixtral-8x7b", 4), ("qwen3-30b-a3b", 4),
@@ -32,7 +32,7 @@ _SHAPES = ((1, 512), (2, 512), (2, 1024), (1, 1000), (1, 1024), (4, 256))
 
 
 def drawn(count: int = COUNT) -> list[JobSpec]:
-    """Return the first ``count`` jobs. A job that the estimate refuses, or Megatron-Core's local layers, is drawn again.
+    """Return the first ``count`` jobs. If the estimate or Megatron-Core's local layers refuse a job, another one is drawn.
 
     >>> drawn(9)[:6] == drawn(6)
     True
@@ -41,7 +41,7 @@ def drawn(count: int = COUNT) -> list[JobSpec]:
 
 
 def fully_sharded(count: int = SHARDED) -> list[JobSpec]:
-    """Return jobs under Megatron-FSDP, whose products do not write into main gradients; at last two whose queues are full."""
+    """Return jobs under Megatron-FSDP without gradient accumulation fusion. The queues of the last two jobs are full."""
     large = (_full_queue("llama-3.1-70b", 5, 64, overlaps=False), _full_queue("llama-2-7b", 16, 32, overlaps=True))
     return [*islice(different(_sharded_job, SEED + 1), count), *large]
 
@@ -58,7 +58,10 @@ def _full_queue(name: str, layers: int, ranks: int, *, overlaps: bool) -> JobSpe
 
 
 def rank_of(job: JobSpec) -> int:
-    """Return the rank that runs: of a pipeline the first or, with odd numbers of micro-batches or in every third job, the last."""
+    """Return the rank that runs: the first, or for some jobs with a pipeline the last.
+
+    The micro-batch's size and the number of layers decide, so that a job always runs the same rank.
+    """
     last = job.mesh.pp > 1 and (job.batch.micro_batch_size + job.model.num_hidden_layers // 2) % 2 == 1
     return job.mesh.world_size - 1 if last else 0
 
@@ -112,7 +115,7 @@ def _cut(name: str, layers: int) -> ModelSpec:
 
 
 def main() -> None:
-    """Run what has no line yet."""
+    """Run the jobs that have no line yet."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=COUNT, help="how many of the sample's jobs")
     jobs = [*drawn(parser.parse_args().cases), *fully_sharded()]

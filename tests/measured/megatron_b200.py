@@ -1,10 +1,10 @@
 """Score engine megatron on SimuMax's runs on B200: ``python -m tests.measured.megatron_b200``.
 
-Kept in ``tests/golden/megatron_b200.jsonl`` are runs of Megatron-LM 23e00ed0 with Transformer Engine 2.11 on 8 B200, as
-github.com/MooreThreads/SimuMax at commit 4dcaae51 publishes them (docs/b200/b200_release_v1.2_summary.md): the highest
-``torch.cuda.max_memory_allocated()`` of all ranks, to 0.01 GiB. The settings are those of its launchers
-(simu_tools/megatron_scripts/scripts, run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh). Models have few layers of the sizes of
-Llama 3 70B and 405B, DeepSeek-V2 and V3.
+``tests/golden/megatron_b200.jsonl`` has runs of Megatron-LM 23e00ed0 with Transformer Engine 2.11 on 8 B200 GPUs.
+github.com/MooreThreads/SimuMax publishes them at commit 4dcaae51 (docs/b200/b200_release_v1.2_summary.md): the highest
+``torch.cuda.max_memory_allocated()`` of all ranks, to 0.01 GiB. The settings are those of SimuMax's launchers
+(simu_tools/megatron_scripts/scripts, run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh). The models have a few layers with the
+sizes of Llama 3 70B and 405B, DeepSeek-V2 and V3.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from zeroplan.estimator import Estimate
 
 KEPT = Path(__file__).parents[1] / "golden" / "megatron_b200.jsonl"
-#: A workspace of cuBLAS on Blackwell before pytorch/pytorch pull request 175344 of February 2026; they ran torch 2.10. [bytes]
+#: A workspace of cuBLAS on Blackwell in torch 2.10, which ran: before pytorch/pytorch pull request 175344, February 2026. [bytes]
 _WORKSPACE = (2 * 4096 + 8 * 16) * KIB
 _MLA = MlaSpec(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 
 class Run(NamedTuple):
-    """A row of the table, and the sizes of its model."""
+    """A row of SimuMax's table, with the sizes of its model."""
 
     name: str
     hidden: int
@@ -44,7 +44,7 @@ class Run(NamedTuple):
     ffn: int
     vocab: int
     experts: tuple[int, int, int, int, int] | None
-    """How many, how many of them a token visits, the width of one and of the shared one, and dense layers before them."""
+    """Number of experts, experts per token, width of an expert, width of the shared expert, and leading dense layers."""
     seq: int
     micro_batches: int
     tp: int
@@ -53,11 +53,11 @@ class Run(NamedTuple):
     ep: int
     dp: int
     gib: float
-    """What was measured. [GiB]"""
+    """The measured peak. [GiB]"""
 
 
 class Scored(NamedTuple):
-    """A run and how far the estimate is off, as a share of what was measured."""
+    """A run and the error of the estimated peak, as a share of the measured one."""
 
     run: Run
     answer: Estimate
@@ -65,12 +65,12 @@ class Scored(NamedTuple):
 
 
 def kept() -> list[Run]:
-    """The runs that are kept in the repository."""
+    """Return the runs in the repository."""
     return [Run(**json.loads(line)) for line in KEPT.read_text(encoding="utf-8").splitlines()]
 
 
 def job_of(run: Run) -> JobSpec:
-    """A run as a job: its launcher asks for fused attention without dropout, the distributed optimizer and the fused loss."""
+    """Return a run as a job. The launchers set fused attention, no dropout, the distributed optimizer and the fused loss."""
     options = MegatronOptions(
         cross_entropy_fusion_impl="te", transformer_engine_release="2.17", cp_comm_type="a2a", overlap_p2p_comm=False,
         create_attention_mask_in_dataloader=False, hidden_dropout=False, attention_dropout=False, moe_aux_loss=bool(run.experts),
@@ -95,13 +95,13 @@ def _model(run: Run) -> ModelSpec:
         family="deepseek_v3" if moe else "llama", hidden_size=run.hidden, intermediate_size=run.ffn, num_hidden_layers=run.layers,
         num_attention_heads=run.heads, num_key_value_heads=run.kv_heads,
         head_dim=_MLA.qk_nope_head_dim + _MLA.qk_rope_head_dim if moe else run.hidden // run.heads,
-        vocab_size=run.vocab + 1,  # NullTokenizer adds a token that ends documents
+        vocab_size=run.vocab + 1,  # NullTokenizer adds an end-of-document token
         max_position_embeddings=run.seq, tie_word_embeddings=False, moe=moe, mla=_MLA if moe else None,
     )  # fmt: skip
 
 
 def scored(run: Run) -> Scored:
-    """Compare the estimate of the fullest rank with a run."""
+    """Compare the estimate for the fullest rank with a run."""
     answer = estimate(job_of(run))
     allocated = answer.peak_bytes - 2 * (32 * MIB - _WORKSPACE)
     return Scored(run, answer, allocated / (run.gib * GIB) - 1)

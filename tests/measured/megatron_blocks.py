@@ -1,8 +1,9 @@
-"""What do Megatron-LM's states take beyond their bytes?
+"""The memory that blocks of Megatron-LM's states take beyond the states' bytes.
 
-CUDA's allocator counts whole blocks, and splits none of which less than a MiB would be left. Weights, main gradients, their
-fp32 copies and Adam's moments are placed in this order, as the last rank makes them. Without the distributed optimizer every
-one of them but the gradients is a tensor of its own. Temporary tensors of the first steps are left out.
+CUDA's allocator counts whole blocks, and does not split a block if less than a MiB would be left. This module places weights, main
+gradients, fp32 copies of the weights and Adam's moments in the order in which the last rank makes them. Without the distributed
+optimizer, each state has one tensor per parameter, except the main gradients with one tensor per chunk. Left out: other temporary
+tensors of the first steps.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
 
     from tests.measured.megatron_golden import Features, Run
 
-#: Models of which all tensors are written here.
+#: Classes of models whose tensors this module lists.
 PLACED = ("dense-gpt", "bert", "t5")
 
 
 def placed(run: Run) -> bool:
-    """Whether a run's states are tensors of their own that the allocator places without expandable segments."""
+    """Whether a run has one tensor per state and parameter, without expandable segments, so that this module can place them."""
     return run.kind in PLACED and not any(run.features.get(name) for name in ("dist_opt", "expandable"))
 
 
 def beyond(run: Run) -> int:
-    """What blocks of the states take beyond the states' bytes; 0 of a run that is not placed. [bytes]"""
+    """Return the bytes that blocks of the states take beyond the states; 0 for a run that is not placed. [bytes]"""
     if not placed(run):
         return 0
     chunks = list(_chunks(run, tokens_of(run)))
@@ -48,7 +49,7 @@ def beyond(run: Run) -> int:
         hold(4 * one)
         card.release(passing)
     for one in (one for one in every if wide == 2):
-        hold(4 * one)  # the gradient in fp32, which the first step makes before Adam's moments
+        hold(4 * one)  # fp32 gradients; the first step makes them before Adam's moments
     for one in every:
         hold(4 * one)
         hold(4 * one)
@@ -56,7 +57,7 @@ def beyond(run: Run) -> int:
 
 
 def _chunks(run: Run, vocabulary: int) -> Iterator[list[int]]:
-    """Elements of every tensor of the last rank, by chunk of the pipeline."""
+    """Yield the elements of every tensor of the last rank, chunk by chunk of the pipeline."""
     said, hidden = run.features, run.features["hidden"]
     last, parts = said["pp"] > 1, said.get("vpp") or 1
     table = round_up(vocabulary, said["vocab_multiple"] * said["tp"]) * hidden // said["tp"]
@@ -76,7 +77,7 @@ def _chunks(run: Run, vocabulary: int) -> Iterator[list[int]]:
 
 
 def _layer(said: Features) -> list[int]:
-    """Of a layer, in the order of its modules."""
+    """Return the elements of every tensor of a layer, in the order of its modules."""
     hidden, tp = said["hidden"], said["tp"]
     queries, keys = said["heads"] * said["head_dim"], said["kv_groups"] * said["head_dim"]
     joint, width = queries + 2 * keys, said["ffn"]
@@ -88,7 +89,7 @@ def _layer(said: Features) -> list[int]:
 
 
 def _across(said: Features) -> list[int]:
-    """Of a decoder's attention to the encoder's output."""
+    """Return the elements of every tensor of a decoder layer's cross attention."""
     hidden, tp = said["hidden"], said["tp"]
     width = said["heads"] * said["head_dim"]
     return [width * hidden // tp, hidden, width * hidden // tp, width // tp, 2 * width * hidden // tp, 2 * width // tp]

@@ -1,8 +1,8 @@
-"""What Megatron-LM's own MoE layer saves for its backward: ``python -m tests.measured.megatron_experts CHECKOUT``.
+"""The bytes that Megatron-LM's MoE layer saves for its backward: ``python -m tests.measured.megatron_experts CHECKOUT``.
 
-The checkout is github.com/NVIDIA/Megatron-LM at commit d98e8a64dd (2026-08-22). Its layer runs forward on a CPU, one rank, experts
-one by one. Every row of ``megatron_experts.toml`` says what was asked, and the bytes of all storages that autograd saves and that
-the dispatcher keeps by name; the layer's input and weights are left out. The tests read the rows alone.
+The checkout is github.com/NVIDIA/Megatron-LM at commit d98e8a64dd (2026-08-22). Its layer runs forward on a CPU and one rank, one
+expert after the other. Every row of ``megatron_experts.toml`` has a layer's settings, and the bytes of all storages that autograd
+saves or that the dispatcher keeps as attributes. Left out: the layer's input and weights. The tests only read the rows.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _WORDS = """# Bytes that Megatron-LM's own MoE layer (commit d98e8a64dd) saves a
 # Written by python -m tests.measured.megatron_experts. [bytes]
 """
 HIDDEN, WIDTH, SEQ_LEN, SIZE = 64, 96, 32, 2
-#: What a dispatcher keeps by name until the layer runs again.
+#: The dispatcher's attributes that keep tensors until the layer runs again.
 _NAMED = ("probs", "routing_map", "local_map", "local_probs", "reversed_local_input_permutation_mapping")
 
 
 class Asked(NamedTuple):
-    """A layer."""
+    """The settings of a layer, and its saved bytes."""
 
     dispatcher: str
     gated: bool
     deterministic: bool
     router_dtype: str
-    """Empty: that of activations."""
+    """Empty: the dtype of activations."""
     aux_loss: bool
     experts: int
     per_token: int
@@ -54,12 +54,12 @@ class Asked(NamedTuple):
 
 
 def rows() -> list[Asked]:
-    """What is kept of all runs."""
+    """Return the recorded layers."""
     return [Asked(**row) for row in tomllib.loads(ROWS.read_text(encoding="utf-8"))["layer"]]
 
 
 def cases() -> Iterator[Asked]:
-    """The layers that are run."""
+    """Yield the layers to run."""
     shapes = ((8, 2), (4, 3), (16, 4))
     both = (False, True)
     for dispatcher, gated, det, router, aux in product(("alltoall", "allgather"), both, both, ("", "fp32"), both):
@@ -68,7 +68,7 @@ def cases() -> Iterator[Asked]:
 
 
 def estimated(asked: Asked) -> int:
-    """What zeroplan says of the same, behind the norm. [bytes]"""
+    """Return zeroplan's estimate for the same layer, without its norm. [bytes]"""
     model = ModelSpec(
         family="mixtral", hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=4, head_dim=16, vocab_size=128,
@@ -87,14 +87,14 @@ def estimated(asked: Asked) -> int:
 
 
 class _Packed:
-    """What autograd saves in the place of a tensor; it goes when the graph lets go of it."""
+    """Wraps a tensor that autograd saves. It is deleted when the graph releases it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class _Nothing:
-    """A stream or an event of a CPU."""
+    """Replaces CUDA's streams and events on a CPU."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -107,14 +107,14 @@ class _Nothing:
 
 
 def _import_megatron(checkout: str) -> None:
-    """Import it with nothing of CUDA or Triton, and make the groups of one rank."""
+    """Import Megatron-LM without CUDA and Triton, and create the process groups of one rank."""
     import torch
     import torch._dynamo
     import torch._inductor.utils
     import torch.distributed.tensor
 
     sys.path.insert(0, checkout)
-    for name in ("triton", "triton.language"):  # decorators of kernels that never run
+    for name in ("triton", "triton.language"):  # Megatron-LM imports their decorators; the kernels never run
         sys.modules[name] = MagicMock(__spec__=None, __version__="3.0.0")
     torch.compile = lambda function=None, **_: function or (lambda made: made)
     torch.cuda.current_device = lambda: "cpu"
@@ -150,7 +150,7 @@ def _layer(asked: Asked) -> nn.Module:
 
 
 def _saved(asked: Asked) -> int:
-    """Bytes of all storages that autograd saves in a forward, and that the dispatcher names."""
+    """Return the size of all storages that autograd saves in a forward or that the dispatcher keeps. [bytes]"""
     import torch
 
     torch.use_deterministic_algorithms(asked.deterministic)

@@ -1,14 +1,14 @@
 """Score engine megatron on what Megatron-LM's functional tests measured: ``python -m tests.measured.megatron_golden``.
 
-Kept in ``tests/golden`` is what those tests expect of a GPU (github.com/NVIDIA/Megatron-LM at commit d98e8a64dd, 2026-08-22,
-tests/functional_tests/test_cases, ``golden_values_*.json`` beside ``model_config.yaml``): the newest run of each configuration
-and kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. With ``--repository``, a clone of
-Megatron-LM, image and day of a run are those of the oldest commit with the same memory figures: commits rewrite files without
-measuring anew. Every configuration becomes a job, of which the last rank is asked for: it alone writes the counter
+``tests/golden`` has the figures that those tests expect (github.com/NVIDIA/Megatron-LM at commit d98e8a64dd, 2026-08-22,
+tests/functional_tests/test_cases, ``golden_values_*.json`` beside ``model_config.yaml``): the newest run of each configuration and
+kind of GPU. ``--from FILE`` scores another such collection, and ``--keep`` stores it. With ``--repository``, a clone of
+Megatron-LM, a run's image and day are those of the oldest commit with the same memory figures, since commits also rewrite files
+without a new measurement. Every configuration becomes a job. Its last rank is estimated, because only this rank writes the counter
 (megatron/training/global_vars.py, _set_tensorboard_writer).
 
-``peak`` is torch's ``allocated_bytes.all.peak`` since the process began, ``held`` its ``allocated_bytes.all.current`` after a step,
-before gradients are set to zero (megatron/training/training.py, training_log). Both went through fp32.
+``peak`` is torch's ``allocated_bytes.all.peak`` since the process started. ``held`` is ``allocated_bytes.all.current`` after a
+step, before gradients are set to zero (megatron/training/training.py, training_log). Megatron-LM stores both as fp32.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ if TYPE_CHECKING:
     from zeroplan.estimator import Estimate
 
 GPUS = {"A100": "a100-sxm-80gb", "H100": "h100-sxm-80gb", "GB200": "gb200-186gb"}
-#: Tokens of each tokenizer, where the configuration says no ``--vocab-size``.
+#: Vocabulary size of each tokenizer, for configurations without ``--vocab-size``.
 _TOKENS = {
     "GPT2BPETokenizer": 50257, "BertWordPieceCase": 28998, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 256000,
 }  # fmt: skip
 KEPT = Path(__file__).parents[1] / "golden" / "megatron_runs.jsonl"
-#: Classes whose models are decoders of one kind of layer; the others are counted by their class.
+#: Classes of models that zeroplan can estimate, and the name of each in the table.
 CLASSES = {
     "dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention",
     "bert": "BERT", "t5": "T5", "hybrid": "Mamba",
 }  # fmt: skip
-#: The other classes, in words.
+#: The reasons for refusing other classes.
 OTHERS = {
     "multimodal": "a multimodal model", "rl": "reinforcement learning", "hybrid-moe": "Mamba layers and experts",
 }  # fmt: skip
-#: Features that no option expresses, in words.
+#: Features without an option in zeroplan, and their names in messages.
 _UNSAID = {
     "fp4": "FP4", "cuda_graph": "CUDA graphs",
 }  # fmt: skip
-#: The same, by the arguments' own names.
+#: Arguments without an option in zeroplan.
 _UNSAID_ARGUMENTS = (
     "export-kd-cfg", "use-transformer-engine-op-fuser",
 )  # fmt: skip
 
 _LATENT = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
-#: Those that options say beside ``features``.
+#: Arguments that this module reads in addition to ``features``.
 _ARGUMENTS = (
     *_UNSAID_ARGUMENTS, "no-create-attention-mask-in-dataloader", "no-masked-softmax-fusion", "attention-softmax-in-fp32",
     "apply-query-key-layer-scaling", "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "moe-router-dtype",
@@ -76,10 +76,10 @@ _ARGUMENTS = (
     "decoder-seq-length", "vocab-extra-ids", "no-use-layer-wise-param-layout",
 )  # fmt: skip
 _FITS = 0.03
-#: When Megatron-FSDP got its name and folder. The one run of its tests before is of April 2025.
+#: The month in which Megatron-FSDP got its name and folder. One run of its tests is older, of April 2025.
 _MEGATRON_FSDP = "2025-08"
 _CASES = "tests/functional_tests/test_cases"
-#: Where Megatron-LM says what the containers of its environments are built on, or both, the older one first.
+#: Files of Megatron-LM with the base images of its environments. Some have both images, the older one first.
 _STAGES = (".gitlab/stages/01.build.yml", ".gitlab/stages/01.test.yml")
 _MANIFESTS = {name: (f"docker/.ngc_version.{name}", *_STAGES) for name in ("dev", "lts")}
 _NOTHING: dict[str, Any] = {"features": {}, "arguments": {}, "environment": {}}
@@ -88,11 +88,11 @@ Features = dict[str, Any]
 
 
 class RefusedError(Exception):
-    """A configuration that is no job of zeroplan's; its words are the reason."""
+    """A configuration that zeroplan cannot estimate. The message is the reason."""
 
 
 class Run(NamedTuple):
-    """A configuration on a kind of GPU: what was asked, and what was measured. [bytes]"""
+    """A configuration on a kind of GPU, and its measured memory. [bytes]"""
 
     name: str
     kind: str
@@ -107,38 +107,38 @@ class Run(NamedTuple):
     peak: int
     held: int
     steps: int
-    """The last step that was logged; the first has no optimizer states in its backward."""
+    """The last logged step. In the backward of the first step there are no optimizer states yet."""
     day: str = ""
-    """When the figures were first published."""
+    """The day on which the figures were first published."""
 
 
 class Scored(NamedTuple):
-    """A run and how far the estimate is off, as shares of what was measured."""
+    """A run and the errors of the estimate, as shares of the measured values."""
 
     run: Run
     answer: Estimate
     peak: float
     held: float
     reserved: int
-    """What the allocator must have room for by the verdict ``fits``. [bytes]"""
+    """The memory that the verdict ``fits`` requires for the allocator. [bytes]"""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------------
 
 
 def kept() -> list[Run]:
-    """The runs that are kept in the repository."""
+    """Return the runs in the repository."""
     return [Run(**json.loads(line)) for line in KEPT.read_text(encoding="utf-8").splitlines()]
 
 
 def keep(runs: Sequence[Run]) -> None:
-    """Keep runs; of a class that is no job of zeroplan's the name alone."""
+    """Store runs. Runs of classes that zeroplan cannot estimate are stored without their settings."""
     bare = ({**run._asdict(), **({} if run.kind in CLASSES else _NOTHING)} for run in runs)
     KEPT.write_text("".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in bare), encoding="utf-8")
 
 
 def runs_of(path: Path, repository: Path | None = None) -> list[Run]:
-    """Read one run for each configuration and kind of GPU: the newest, since others are repeats on other clusters."""
+    """Return the newest run of each configuration and kind of GPU. The others are repeats on other clusters."""
     found = json.loads(path.read_text(encoding="utf-8"))
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(found["rows"], key=lambda row: str(row["golden_date"])):
@@ -148,7 +148,7 @@ def runs_of(path: Path, repository: Path | None = None) -> list[Run]:
 
 
 def _first(files: dict[str, str], repository: Path) -> dict[str, dict[str, str]]:
-    """When each file first had its memory figures: the image that its environment was built on, and the day."""
+    """Return the base image and the day of the commit in which each file first had its memory figures."""
 
     @cache
     def git(*asked: str) -> str:
@@ -182,7 +182,7 @@ def _first(files: dict[str, str], repository: Path) -> dict[str, dict[str, str]]
 def _run(config: dict[str, Any], row: dict[str, Any]) -> Run:
     features = {**config["features"], **row.get("features_then", {})}
     kind = config["cls"] if config["mode"] == "pretraining" else config["mode"]
-    if kind == "hybrid" and features.get("layer_pattern") is None:  # of a GPT, before the test became one of Mamba
+    if kind == "hybrid" and features.get("layer_pattern") is None:  # a GPT's run, before the test got a Mamba model
         kind = "dense-gpt"
     image = str(row.get("image", "")).rpartition(":")[2].removesuffix("-py3")
     changed = row.get("config_changed_since", {})
@@ -200,7 +200,7 @@ def _run(config: dict[str, Any], row: dict[str, Any]) -> Run:
 
 
 def job_of(run: Run) -> JobSpec:
-    """Say a configuration in zeroplan's words; raises RefusedError or SpecError with the reason where that cannot be."""
+    """Return a configuration as a job. Raises RefusedError or SpecError with the reason if zeroplan cannot express it."""
     _refuse(run)
     said = run.features
     assert run.dp is not None
@@ -234,7 +234,7 @@ def _refuse(run: Run) -> None:
 
 
 def _refuse_values(run: Run) -> None:
-    """Refuse values that options do not take."""
+    """Raise RefusedError for values that zeroplan's options do not accept."""
     said = run.features
     dispatcher = str(said.get("dispatcher", "alltoall")).partition(" ")[0]
     for what, found, known in (
@@ -251,7 +251,7 @@ def _model(run: Run) -> ModelSpec:
     mla = _mla(run) if said.get("mla") else None
     family = "deepseek_v3" if mla else "mixtral" if moe is not None else "gpt2" if said["act"] == "gelu" else "llama"
     pattern = _pattern(run)
-    if pattern:  # GPT-2's layers have as many keys as queries
+    if pattern:  # GPT-2's layers cannot have fewer keys than queries
         family = "llama"
     return ModelSpec(
         family=family, hidden_size=said["hidden"], intermediate_size=said["moe_ffn"] if family == "mixtral" else said["ffn"],
@@ -264,12 +264,12 @@ def _model(run: Run) -> ModelSpec:
 
 
 def _pattern(run: Run) -> str:
-    """Letters of a hybrid model's layers."""
+    """Return the letters of a hybrid model's layers, without the marks of pipeline chunks."""
     return (run.features.get("layer_pattern") or "").replace("|", "")
 
 
 def _moe(run: Run) -> MoeSpec | None:
-    """Experts; a model of latent attention without any has dense layers alone."""
+    """Return the experts. A model with latent attention but without experts gets dense layers only."""
     said = run.features
     if said.get("experts"):
         dense = re.match(r"\(\[0\]\*(\d+)\+", said.get("moe_layers", ""))
@@ -290,9 +290,9 @@ def _mla(run: Run) -> MlaSpec:
 
 
 def tokens_of(run: Run) -> int:
-    """Tokens of a run's vocabulary, before it is padded."""
+    """Return the vocabulary size of a run, before padding. [tokens]"""
     said = run.features
-    if run.kind == "bert":  # its configuration names no tokenizer; the script's is BERT's
+    if run.kind == "bert":  # the configuration names no tokenizer; the script uses BERT's
         return _TOKENS["BertWordPieceCase"]
     if said.get("vocab_size"):
         return int(said["vocab_size"])
@@ -321,10 +321,11 @@ def _recipe(run: Run) -> RecipeSpec:
 
 
 def attention_of(run: Run) -> str:
-    """As configured; else FlashAttention before Hopper (pytorch/attention/dot_product_attention/utils.py, get_attention_backend).
+    """Return the configured attention, or else the one that Transformer Engine chooses.
 
-    So does Blackwell where a job is deterministic and has dropout (common/fused_attn/fused_attn.cpp, nvte_get_fused_attn_backend).
-    The image of January 2024 had none that is deterministic.
+    It chooses FlashAttention before Hopper (pytorch/attention/dot_product_attention/utils.py, get_attention_backend), and on
+    Blackwell for deterministic jobs with dropout (common/fused_attn/fused_attn.cpp, nvte_get_fused_attn_backend). The image of
+    January 2024 had no deterministic kernel, so that such jobs ran unfused attention.
     """
     asked = str(run.features.get("attention", "")).partition(" ")[0]
     if _is_local(run) or asked in ("unfused", "local"):
@@ -338,14 +339,18 @@ def attention_of(run: Run) -> str:
 
 
 def _release(run: Run) -> str:
-    """Transformer Engine by the image: 25.03 came with one of March 2025, 26.04 with one of May 2026 (Dockerfile, pyproject)."""
+    """Return Transformer Engine's release for an image.
+
+    Image 25.03 had Transformer Engine of March 2025, 26.04 that of May 2026 (Dockerfile, pyproject).
+    """
     return "2.2" if run.image < "25.05" else "2.17" if run.image < "26.06" else "2.18"
 
 
 def _core_release(run: Run) -> str:
-    """Routing weights came between the matrices on 9 April 2025 (2659630721), and into a release with 0.13.
+    """Return Megatron-Core's release for a run.
 
-    Release tests of April 2025 are of 0.12 (4b63750ae8).
+    On 9 April 2025 Megatron-Core moved the routing weights between the experts' matrices (2659630721), which 0.13 released first.
+    Release tests of April 2025 ran 0.12 (4b63750ae8).
     """
     return "0.12" if run.day < ("2025-05" if run.name.endswith("_release") else "2025-04-09") else "0.13"
 
@@ -403,10 +408,10 @@ def _of_experts(run: Run) -> dict[str, Any]:
 
 
 def scored(run: Run) -> Scored:
-    """Hold the estimate of the last rank against a run.
+    """Compare the estimate of the last rank with a run.
 
-    Where nothing states how many GPUs there were, it is the power of two with which what is held comes within 3 %, if there is one;
-    without the distributed optimizer every number holds the same.
+    If a run does not state its number of GPUs, this takes the first power of two whose held bytes are within 3 %. Without the
+    distributed optimizer the number does not change the held bytes, so the first one is taken.
     """
     if run.dp is None and run.kind in CLASSES:
         for ranks in (2**power for power in range(11)):
@@ -423,9 +428,10 @@ def scored(run: Run) -> Scored:
 
 
 def _left_gathered(answer: Estimate, run: Run) -> int:
-    """What Megatron-FSDP has gathered after logging the parameters' norm (training/utils/common_utils.py, calc_params_l2_norm).
+    """Return the weights that Megatron-FSDP still has gathered after it logs the parameters' norm. [bytes]
 
-    That releases everything, and since 30 May 2026 (378d81fbd3) only layers: what is left is what the embedding's backward has.
+    The norm releases all gathered weights, and since 30 May 2026 (378d81fbd3) only those of layers. The rest is gathered as in the
+    embedding's backward. Source: training/utils/common_utils.py, calc_params_l2_norm.
     """
     end = next((one.lines for one in answer.moments if one.name == "backward of the embedding"), ())
     outside = sum(line.n_bytes for line in end if line.kind is Kind.UNSHARDED_PARAMETERS)
@@ -433,7 +439,11 @@ def _left_gathered(answer: Estimate, run: Run) -> int:
 
 
 def _peak(answer: Estimate, run: Run) -> int:
-    """The peak; a single step's backward has no Adam's states yet, which are 8 of the optimizer's 12 bytes of bf16 weights."""
+    """Return the estimated peak. [bytes]
+
+    In a run of a single step, Adam's moments do not exist before the optimizer's step. They are 8 of the optimizer's 12 bytes per
+    bf16 weight.
+    """
     if run.steps > 1:
         return answer.peak_bytes
     assert run.features["precision"] == "bf16"
@@ -451,9 +461,10 @@ def _with_ranks(run: Run, dp: int) -> Scored | None:
 
 
 def more_than_default(run: Run) -> int:
-    """What ``CUBLAS_WORKSPACE_CONFIG``, or an older torch, gives two handles more than torch's default of today. [bytes]
+    """Return how much larger two cuBLAS workspaces are than with today's default of torch. [bytes]
 
-    Torch gave Blackwell as much as Ampere until February 2026 (pytorch pull request 175344), and so do images up to 26.02.
+    ``CUBLAS_WORKSPACE_CONFIG`` or an older torch changes their size. Until February 2026 torch used Ampere's size on Blackwell
+    (pytorch pull request 175344); so do images up to 26.02.
     """
     if run.environment.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8":
         return 2 * (32 * MIB - workspace(gpu(GPUS[run.gpu]))[0])
@@ -462,7 +473,7 @@ def more_than_default(run: Run) -> int:
 
 
 def score(runs: Sequence[Run]) -> tuple[list[Scored], Counter[str]]:
-    """Score every run that is a job, and count the others by reason."""
+    """Score every run that zeroplan can estimate, and count the other runs by reason."""
     held, refused = list[Scored](), Counter[str]()
     for run in runs:
         try:
@@ -473,7 +484,11 @@ def score(runs: Sequence[Run]) -> tuple[list[Scored], Counter[str]]:
 
 
 def summary(held: Sequence[Scored]) -> Iterator[tuple[str, ...]]:
-    """Rows of a table: class, GPU, runs, and of peak and held bytes the median error, of the peak lowest and highest too."""
+    """Yield the rows of the table.
+
+    Columns: class, GPU, runs; of the peak's error the median, the median of absolute values, the lowest and the highest; the median
+    error of held bytes.
+    """
     groups: dict[tuple[str, str], list[Scored]] = defaultdict(list)
     for one in held:
         for gpu_name in ("all", one.run.gpu):
@@ -487,7 +502,7 @@ def summary(held: Sequence[Scored]) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Print the table, the reasons of what was refused, and, if asked, every run."""
+    """Print the table, the refused runs by reason, and with ``--every`` all runs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--from", dest="file", type=Path, help="golden values and configurations, JSON; without it those kept")
     parser.add_argument("--keep", action="store_true", help="keep what was read from there")

@@ -1,4 +1,4 @@
-"""What Megatron-LM's own MoE layer saves, against the program of a layer with experts."""
+"""The program of a layer with experts, compared with what Megatron-LM's own MoE layer saves."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def test_every_case_is_kept() -> None:
 
 @pytest.mark.parametrize("asked", rows(), ids=lambda one: f"{one.dispatcher}-{one.experts}-{one.n_bytes}")
 def test_a_layer_saves_what_megatron_s_own_does(asked: Asked) -> None:
-    """To the byte: autograd's storages, and what the dispatcher keeps by name."""
+    """The storages of autograd and of the dispatcher's attributes match to the byte."""
     assert estimated(asked) == asked.n_bytes

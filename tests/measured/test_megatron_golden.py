@@ -1,7 +1,7 @@
-"""Megatron-LM's own functional tests, against engine megatron: what the last rank holds and where it peaks.
+"""Engine megatron compared with Megatron-LM's own functional tests: held bytes and peak of the last rank.
 
-Nothing in the engine was fitted to them. Most are toys of 12 layers of width 512. The allocator counts a block whole of which less
-than a MiB is left over, which is most of what they are too low by.
+Nothing in the engine was fitted to them. Most are small models with 12 layers of width 512. Most estimates are too low, mainly
+because the allocator does not split a block if less than a MiB would be left, and counts all of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def scores() -> list[Scored]:
 
 
 def test_the_notes_say_what_was_found(scores: list[Scored]) -> None:
-    """Their figures are those of these runs."""
+    """The figures in the notes match the errors for these runs."""
     experts, decoders = [one.peak for one in _of(scores, "moe")], _decoders(scores)
     notes = " ".join(note for kind in ("moe", "bert", "t5") for note in _of(scores, kind)[0].answer.notes)
     off = median(abs(one.peak) for one in decoders)
@@ -51,7 +51,7 @@ def _of(scores: list[Scored], kind: str) -> list[Scored]:
 
 
 def test_dense_peaks_are_within_two_and_a_half_percent(scores: list[Scored]) -> None:
-    """Nearly all are too low by what the allocator does not split of blocks."""
+    """Nearly all estimates are too low, by the rests of blocks that the allocator does not split."""
     dense = sorted(_of(scores, "dense-gpt"), key=lambda one: one.peak)
     assert len(dense) > 160
     assert median(abs(one.peak) for one in dense) < 0.0035
@@ -60,17 +60,20 @@ def test_dense_peaks_are_within_two_and_a_half_percent(scores: list[Scored]) -> 
 
 
 def test_peaks_under_expandable_segments_are_exact(scores: list[Scored]) -> None:
-    """There the allocator splits every block, so nothing is counted beside tensors; a run can have changed the settings since."""
+    """With them the allocator splits every block, so it counts only tensors. 12 of 26 runs match within 64 KiB.
+
+    The settings of a test may have changed since it was measured.
+    """
     expandable = [one for one in _of(scores, "dense-gpt") if one.run.features.get("expandable")]
     exact = [one for one in expandable if abs(one.peak * one.run.peak) < 64 * KIB and abs(one.held * one.run.held) < 64 * KIB]
     assert (len(exact), len(expandable)) == (12, 26)
 
 
 def test_peaks_with_experts_are_within_two_and_a_half_percent(scores: list[Scored]) -> None:
-    """Routing weights came before the experts' second matrix on 9 April 2025.
+    """Runs with experts, except one outlier and seven Mixtrals.
 
-    The lowest is of November 2025, before Megatron-LM let go of what an overlapped micro-batch had (a56a0b001d, 5da641cf5f). The
-    seven Mixtrals of 64 to 128 GPUs learn from real text, whose routing is uneven: one grew by 1,644 MiB after its fifth step.
+    The outlier is of November 2025, before Megatron-LM released the tensors of an overlapped micro-batch (a56a0b001d, 5da641cf5f).
+    The Mixtrals ran on 64 to 128 GPUs with real text, whose routing is uneven: one grew by 1,644 MiB after its fifth step.
     """
     real = [one for one in _of(scores, "moe") if one.run.name.startswith("mixtral/")]
     lowest, *experts = sorted((one for one in _of(scores, "moe") if one not in real), key=lambda one: one.peak)
@@ -84,7 +87,7 @@ def test_peaks_with_experts_are_within_two_and_a_half_percent(scores: list[Score
 
 
 def test_predictions_layouts_and_mamba_are_within_three_percent(scores: list[Scored]) -> None:
-    """Pipelines laid out by hand with multi-token prediction, on 8 to 128 GPUs, and hybrid patterns."""
+    """Runs with a pipeline layout and multi-token prediction on 8 to 128 GPUs, and runs with hybrid patterns."""
     predicting, hybrid = [one for one in _of(scores, "mla-moe") if one.run.features.get("layout")], _of(scores, "hybrid")
     assert (len(predicting), len(hybrid)) == (5, 4)
     assert all(-0.024 < one.peak < 0 and abs(one.held) < 0.009 for one in predicting)
@@ -92,9 +95,9 @@ def test_predictions_layouts_and_mamba_are_within_three_percent(scores: list[Sco
 
 
 def test_megatron_fsdp_and_fp8_are_within_two_and_a_half_percent(scores: list[Scored]) -> None:
-    """All that is gathered is released for the logged norm; since 30 May 2026 not what is outside the layers.
+    """Megatron-FSDP releases gathered weights when it logs their norm; since 30 May 2026 only those of layers.
 
-    Gradients of weights in FP8 are bf16, and copied to fp32 at the step, where the others are fp32.
+    FP8 weights have bf16 gradients, which the step copies to fp32. Gradients of other weights are fp32.
     """
     sharded = [one for one in scores if one.run.features.get("fsdp")]
     assert [bool(one.run.features.get("fp8")) for one in sharded] == [True, True, False, False]
@@ -103,7 +106,7 @@ def test_megatron_fsdp_and_fp8_are_within_two_and_a_half_percent(scores: list[Sc
 
 
 def test_verdicts_leave_the_room_that_these_runs_took(scores: list[Scored]) -> None:
-    """Of BERT, T5 and experts as much as the furthest of them; dense models stay within what is expected to be reserved."""
+    """For BERT, T5 and experts the verdict adds the largest error of these runs. Dense models need only the expected reserve."""
     for kinds in (("bert",), ("t5",), ("moe", "mla-moe")):
         ones = [one for kind in kinds for one in _of(scores, kind)]
         missed = missed_by(ones[0].answer.job.model, ones[0].answer.job.recipe)
@@ -113,14 +116,14 @@ def test_verdicts_leave_the_room_that_these_runs_took(scores: list[Scored]) -> N
 
 
 def test_nine_in_ten_configurations_have_an_estimate(scores: list[Scored]) -> None:
-    """The rest has models, optimizers or precisions that no option says."""
+    """The other configurations have models, optimizers or precisions without an option in zeroplan."""
     assert len(scores) / len(RUNS) > 0.9
 
 
 def test_what_is_held_is_within_a_few_percent(scores: list[Scored]) -> None:
-    """Too low where a pipeline's blocks are counted whole.
+    """Estimates are too low for pipelines whose blocks the allocator counts whole.
 
-    Where micro-batches are overlapped, a layer's schedule still refers to something of the last one; what that is, is not known.
+    With overlapped micro-batches, a layer's schedule still refers to some tensors of the last one. Which tensors is unknown.
     """
     overlapped = [one.held for one in _of(scores, "moe") if "a2a_ovlp" in one.run.name]
     held = [one.held for one in _decoders(scores) if "a2a_ovlp" not in one.run.name and not one.run.features.get("fp8")]
@@ -132,9 +135,10 @@ def test_what_is_held_is_within_a_few_percent(scores: list[Scored]) -> None:
 
 
 def test_bert_s_and_t5_s_peaks_are_within_three_percent(scores: list[Scored]) -> None:
-    """But for BERTs of half a GiB on 64 ranks and more, and a T5 that rose by 424 MiB at its 56,405th step.
+    """Exceptions are BERTs of half a GiB on 64 or more ranks, and a T5 whose memory rose by 424 MiB at its 56,405th step.
 
-    T5's lack what the allocator does not split of blocks: the dry run of its code peaks 36 MiB higher with that, and these lack 35.
+    T5's estimates lack the rests of blocks that the allocator does not split. A dry run of its code peaks 36 MiB higher with them,
+    and these estimates are 35 MiB too low.
     """
     for kind, runs, off, exceptions in (("bert", 15, 0.026, 5), ("t5", 19, 0.017, 1)):
         peaks = sorted(one.peak for one in _of(scores, kind))
@@ -145,7 +149,7 @@ def test_bert_s_and_t5_s_peaks_are_within_three_percent(scores: list[Scored]) ->
 
 
 def test_what_is_missing_between_steps_is_in_blocks_that_the_allocator_does_not_split(scores: list[Scored]) -> None:
-    """Placing the states alone explains most of it; where blocks lie that the first step left is not known."""
+    """Placing the blocks of the states explains most of the error. Where the first step left other blocks is unknown."""
     plain = [one for one in scores if placed(one.run) and one.run.features["precision"] == "bf16"]
     assert len(plain) > 110
     assert median(one.held for one in plain) < -0.006
@@ -156,7 +160,7 @@ def test_what_is_missing_between_steps_is_in_blocks_that_the_allocator_does_not_
 
 
 def test_held_bytes_with_blocks_are_within_a_third_of_a_percent(scores: list[Scored]) -> None:
-    """Of all runs, those among them whose blocks are not placed here."""
+    """This includes the runs whose blocks cannot be placed."""
     assert median(abs(one.held + beyond(one.run) / one.run.held) for one in scores) < 0.0033
 
 
@@ -168,7 +172,7 @@ def test_held_bytes_with_blocks_are_within_a_third_of_a_percent(scores: list[Sco
     ],
 )  # fmt: skip
 def test_each_option_of_experts_matters(option: str, instead: object, least: float) -> None:
-    """One of the runs, with one of its options otherwise."""
+    """A run's estimate changes if one of its options is set differently."""
     run = next(run for run in RUNS if run.name.endswith("te_8experts2parallel_ddp_average_in_collective") and run.gpu == "H100")
     job = job_of(run)
     other = replace(job, recipe=replace(job.recipe, megatron=replace(job.recipe.megatron, **{option: instead})))

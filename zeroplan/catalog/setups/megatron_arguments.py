@@ -361,8 +361,8 @@ def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_r
 def _of_megatron_alone(reading: Reading) -> None:
     """Drop the notes on switches that change nothing.
 
-    These are switches for shared experts in models without any, and Megatron-Core's switches in jobs with adapters. zeroplan refuses
-    adapters under Megatron-Core, and the engines that it offers instead do not have these switches.
+    These are switches for shared experts in models without any, and Megatron-Core's switches in jobs with adapters. zeroplan does
+    not model adapters under Megatron-Core, and the engines that it offers instead do not have these switches.
     """
     table, model = reading.table, reading.known_model()
     none = model is not None and model.family in _NONE_SHARED
