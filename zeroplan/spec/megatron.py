@@ -18,7 +18,9 @@ SCHEDULES = (None, "1f1b", "interleaved-1f1b")
 
 
 def chunks_of(layers: int, parts: int, by_hand: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
-    """Cut the layers into pipeline chunks: by hand, or evenly. If they do not divide, embedding and loss count as one layer each.
+    """Cut the layers into pipeline chunks: by hand, or evenly.
+
+    If the chunks do not divide the layers, embedding and loss count as one layer each.
 
     Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, get_num_layers_to_build. A layout
     (``--pipeline-model-parallel-layout``) can describe every cut, also with a chunk without layers.
@@ -124,7 +126,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
 
 
 def _not_fully_sharded(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
-    """Yield what is not modelled under Megatron-FSDP, which stages 2 and 3 are."""
+    """Yield what is not modelled under Megatron-FSDP, which is stages 2 and 3."""
     own, what = recipe.megatron, f"Megatron-FSDP (stage {recipe.zero_stage}) and "
     for asked, name in (
         (mesh.pp > 1, "pipeline ranks"), (mesh.dp_shard * mesh.cp == 1, "one data-parallel rank"),
@@ -156,7 +158,7 @@ def _not_in_fp8(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
 
 
 def _not_by_muon(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
-    """Yield what Megatron-LM's Muon does not support (megatron/core/optimizer/__init__.py), and Mamba-2's matrices."""
+    """Yield what Megatron-LM's Muon does not support (megatron/core/optimizer/__init__.py), and hybrid patterns."""
     own, what = recipe.megatron, "optimizer 'muon' and "
     yield recipe.precision != "bf16-mixed" and f"{what}precision {recipe.precision!r}", "'bf16-mixed'"
     yield own.grad_reduce_in_bf16 and f"{what}grad_reduce_in_bf16", "main gradients in fp32"
@@ -187,7 +189,7 @@ def _not_hybrid(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterato
 
 
 def _not_overlapped(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
-    """Yield what Megatron-LM does not overlap (transformer_config.py, __post_init__), and pipelines, which are not modelled."""
+    """Yield what Megatron-LM refuses with overlap (transformer_config.py, __post_init__), and pipelines, which are not modelled."""
     what, own = "overlap_moe_expert_parallel_comm and ", recipe.megatron
     yield mesh.ep == 1 and f"{what}ep=1", "several expert-parallel ranks"
     gathers = own.moe_token_dispatcher_type == "allgather"  # noqa: S105  tokens of text
@@ -226,7 +228,10 @@ def _not_in_groups(recipe: RecipeSpec, mesh: MeshSpec, steps: int) -> Iterator[t
 
 
 def _beyond_fused_softmax(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> str:
-    """Shapes of local attention that the fused softmax does not take (fusions/fused_softmax.py, is_kernel_available, 0.16)."""
+    """Return the shape of local attention if the fused softmax does not support it; empty otherwise.
+
+    Source: Megatron-Core 0.16, fusions/fused_softmax.py, is_kernel_available.
+    """
     own, tokens = recipe.megatron, batch.seq_len
     if own.transformer_impl != "local" or own.pretrains != "gpt" or not own.masked_softmax_fusion or recipe.precision == "fp32":
         return ""

@@ -36,7 +36,7 @@ HYBRID = {"*": "attention", "-": "mlp", "E": "experts", "M": "mamba"}
 _PARTS: dict[str, Literal["attention", "mlp", "mamba"]] = {
     "attention": "attention", "mlp": "mlp", "experts": "mlp", "mamba": "mamba"
 }  # fmt: skip
-#: Tokens of a chunk of the scan, for which Mamba-2 keeps a state.
+#: Tokens per chunk of Mamba-2's scan, which makes one state for each chunk.
 _CHUNK = 128
 #: Families whose router computes sigmoids of all experts' scores.
 SIGMOIDS = ("deepseek_v3",)
@@ -83,7 +83,7 @@ class _Again(NamedTuple):
     """Tensors that selective recomputation frees, and the operators whose backward needs them again."""
 
     tensors: tuple[str, ...]
-    """Beginnings of their reasons."""
+    """How the reasons of their lines start."""
     operators: tuple[str, ...]
 
 
@@ -146,10 +146,10 @@ def own_part_formula(whole: str, recipe: RecipeSpec) -> str:
 
 
 def keeps_placeholders(recipe: RecipeSpec) -> bool:
-    """Whether autograd gets persistent placeholders as weight gradients. Otherwise each is briefly a tensor as large as the weight.
+    """Whether autograd gets persistent placeholders as weight gradients.
 
-    The latter holds without Transformer Engine, and with its releases before 2.3, even if gradients are fused into main
-    gradients.
+    Otherwise each weight gradient is briefly a tensor as large as the weight. This is so without gradient accumulation fusion, and
+    even with it in local layers and in Transformer Engine before 2.3.
     """
     options = recipe.megatron
     kept = options.transformer_impl == "transformer_engine" and options.transformer_engine_release != "2.2"
@@ -180,7 +180,7 @@ def norms_heads(model: ModelSpec, recipe: RecipeSpec) -> bool:
     return model.family in HEAD_NORMS if said is None else said
 
 
-# --- what a layer takes -----------------------------------------------------------------------------------------------------
+# --- the memory of a layer --------------------------------------------------------------------------------------------------
 
 
 def layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
@@ -199,7 +199,10 @@ def _given(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Li
 
 
 def _masks_kept(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """Under Megatron-FSDP a checkpoint returns a view of the layer's output, whose graph has both masks of its dropout."""
+    """Return both dropout masks of a checkpointed layer at Megatron-FSDP's stage 3; nothing otherwise. [bytes]
+
+    There a checkpoint returns a view of the layer's output, and the view's graph keeps the masks.
+    """
     if recipe.zero_stage < 3 or not drops_hidden(model, recipe):
         return ()
     n_bytes = own_part(2 * model.hidden_size * batch.micro_batch_size * batch.seq_len, recipe, mesh)
@@ -238,14 +241,14 @@ def layers_of(
     found: dict[str, Layer] = {}
     for kind in kinds:
         cost = _of_kind(model, kind, recipe, symbols, received=received)
-        given = (_given(model, recipe, mesh, batch),) * (1 + (kind == PREDICTS))  # and the next token's embedding
+        given = (_given(model, recipe, mesh, batch),) * (1 + (kind == PREDICTS))  # one more for the next token's embedding
         kept = (*given, *_masks_kept(model, recipe, mesh, batch)) if recipe.recompute == "full" else cost.kept
         found[kind] = Layer(kept, () if recipe.recompute == "full" else cost.statistics, cost)
     return Layers(symbols, found)
 
 
 def cost_of(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Cost:
-    """What one layer of ``kind`` takes, run as a whole."""
+    """Return the memory of one layer of ``kind`` when its whole forward and backward run. [bytes]"""
     return _of_kind(model, kind, recipe, symbols_of(model, recipe, mesh, batch))
 
 
@@ -267,7 +270,7 @@ def _of_kind(
 
 
 def _key_of_columns(structure: program.Layer, values: Values, *, fused: bool) -> Hashable:
-    """What a layer's memory depends on; pipeline ranks and schedules share it."""
+    """Return the key of all that a layer's memory depends on. Pipeline ranks and schedules share the result."""
     return _cost, structure, tuple(values), tuple(map(as_key, values.values())), fused
 
 
@@ -316,13 +319,16 @@ def shared_width(model: ModelSpec, recipe: RecipeSpec) -> int:
 
 
 def _softens_in_fp32(recipe: RecipeSpec) -> bool:
-    """Whether it is torch's softmax, in fp32; Transformer Engine has its own fused one."""
+    """Whether local layers run torch's softmax in fp32 on 16-bit scores."""
     options = recipe.megatron
     return masks_in_place(recipe) and options.attention_softmax_in_fp32 and recipe.precision != "fp32"
 
 
 def masks_in_place(recipe: RecipeSpec) -> bool:
-    """Whether it is torch's softmax, behind a mask that is written into the scores; the fused one takes 16 bits alone."""
+    """Whether local layers run torch's softmax, after a mask that is written into the scores in place.
+
+    Megatron's fused softmax supports only 16-bit scores.
+    """
     options = recipe.megatron
     fused = options.masked_softmax_fusion and recipe.precision != "fp32"
     return options.transformer_impl == "local" and not fused and recipe.attention == "eager"
@@ -365,10 +371,11 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
 
 
 def bytes_in_fp8(recipe: RecipeSpec) -> tuple[int, int]:
-    """Return the bytes of 32 elements in FP8 with their scales, in one layout and in all that products take.
+    """Return the bytes of 32 elements in FP8 with their scales: in one layout, and in all layouts that products need.
 
-    Source: Transformer Engine 2026-08, pytorch/tensor/float8_blockwise_tensor.py (an fp32 scale for 128 elements) and
-    mxfp8_tensor.py (a byte for 32); float8_tensor.py, Float8Tensor.update_usage, which Blackwell needs no transpose of.
+    Blackwell's products need no transposed copy with per-tensor scales. Source: Transformer Engine 2026-08,
+    pytorch/tensor/float8_blockwise_tensor.py (an fp32 scale for 128 elements), mxfp8_tensor.py (a byte for 32), and
+    float8_tensor.py, Float8Tensor.update_usage.
     """
     options = recipe.megatron
     if options.fp8_recipe in ("blockwise", "mxfp8"):
