@@ -1,8 +1,8 @@
 """The memory and traffic of a Megatron-Core job: what each pipeline rank holds, and at which moments.
 
-In mixed precision a rank holds bf16 weights, fp32 main gradients, an fp32 copy of the weights and Adam's moments. The distributed
-optimizer splits the copy and the moments over the data- and context-parallel ranks. Megatron-FSDP also splits gradients and
-weights (``megatron_sharded.py``).
+With ``bf16-mixed`` a rank holds bf16 weights, fp32 main gradients, an fp32 copy of the weights and Adam's moments. The distributed
+optimizer splits the copy and the moments over the data- and context-parallel ranks. Megatron-FSDP also splits gradients, and at
+stage 3 weights (``megatron_sharded.py``).
 
 A program per layer (``zeroplan/transformer/families/megatron.py``) gives the activations that the layer keeps, and the peak of its
 backward. Megatron's schedules give the micro-batches in flight. zeroplan computes every pipeline rank and reports the one with the
@@ -640,8 +640,8 @@ def _muon_s_states(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]
 def _muon_s_step(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
     """Return the memory of the Newton-Schulz iterations for the largest matrix. Every tensor-parallel rank gathers it.
 
-    A rank holds its update in fp32, and the gathered parts and the whole matrix in fp32. To these it adds the iterate in fp32 and
-    bf16, or two bf16 iterates and two products, whichever is more.
+    A rank holds its update, the gathered parts and the whole matrix in fp32. In addition it holds the iterate in fp32 and bf16, or
+    two bf16 iterates and two products, whichever is more.
     """
     most: Int = 0
     for (rows, columns), ranks in _largest_matrices(model, recipe, mesh):
@@ -1361,7 +1361,7 @@ def _around_rings(
 ) -> Iterator[Collective]:
     """Yield the keys and values that context-parallel ranks send around a ring, with their gradients in the backward.
 
-    Source: ``cp_comm_type p2p``, which is counted for every job.
+    zeroplan counts ``cp_comm_type p2p`` for every job.
     """
     keys = ceil_div(2 * element_of(recipe) * tokens * model.num_key_value_heads * model.head_dim, mesh.tp)
     steps = mesh.cp - 1
