@@ -171,8 +171,10 @@ def test_the_trainers_notes():
         loaded,
         "auto_find_batch_size makes batches smaller until they fit; the one that is asked for is counted",
         "accelerator_config is a file of its own, 'mine.json', which is left out",
+        "the sequences of a micro-batch are counted as equally long: where the data is padded, attention needs more memory, which "
+        "--padded counts",
     )
-    sharded = trainer({"torch_dtype": "bfloat16", "bf16": True, "fsdp": True, "fsdp_config": {"version": 2}})
+    sharded = trainer({"per_device_train_batch_size": 1, "torch_dtype": "bfloat16", "bf16": True, "fsdp": True, "fsdp_config": {"version": 2}})
     assert (sharded.notes, sharded.own_units) == ((), "accelerate, which the Trainer runs on,")
 
 

@@ -107,9 +107,12 @@ def test_the_trainers_arguments(read: Callable[..., Resolved]):
     assert read({"output_dir": "x", "optim": "adamw_torch"}).job.batch.micro_batch_size == 8
     assert any("is 8 to transformers" in note for note in read({"output_dir": "x"}).notes)
     assert [note.partition(": ")[2].partition(":")[0] for note in notes[1:]] == [
+        "the sequences of a micro-batch are counted as equally long",
         "its keys that say something of the job",
         "taken for granted, as its program does",
     ]
+    joined = read(TRAINER | {"packing": True}, gpus=4)
+    assert not any("counted as equally long" in note for note in joined.notes)
 
 
 @pytest.mark.parametrize(

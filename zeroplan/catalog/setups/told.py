@@ -21,6 +21,15 @@ Kind = Literal[
 ]  # fmt: skip
 
 
+#: Programs whose collators pad the sequences of a batch to the longest, unless a key joins them.
+_PADS: tuple[Kind, ...] = ("trainer", "llama-factory", "axolotl", "ms-swift")
+_JOINS = ("packing", "neat_packing", "sample_packing", "padding_free")
+_MAY_BE_PADDED = (
+    "the sequences of a micro-batch are counted as equally long: where the data is padded, attention needs more memory, which "
+    "--padded counts"
+)
+
+
 class Told(NamedTuple):
     """A setting's value and its key in the file; ``filled`` if it is the program's default, or set by the training script.
 
@@ -532,11 +541,18 @@ class Reading:
             data = data.get(part) if isinstance(data, dict) else None
         return data is not None
 
+    def _batches_apart(self) -> bool:
+        """Whether a micro-batch has several sequences, in rows of their own."""
+        size = self.flags.get("micro_batch")
+        joins = any(str(self.table.data.get(key)).lower() == "true" for key in _JOINS)
+        return size is not None and int(str(size.value)) > 1 and not joins
+
     def setup(self, kind: Kind) -> Setup:
         """Return the settings read, and notes on the keys that no reader used."""
         self.table.suspects()
         matters = self.table.matters
-        notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)))
+        padding = (_MAY_BE_PADDED,) if kind in _PADS and self._batches_apart() else ()
+        notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)), *padding)
         return Setup(
             kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
             saves=frozenset(self.table.saves), head_rows=self.head_rows, pairs=self.pairs, loop=self.loop,
