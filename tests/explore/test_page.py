@@ -379,7 +379,7 @@ def test_a_file_is_opened_scrubbed_and_closed(page: Page, trace: Path):
     page.click("#close")
     page.wait_for_selector("#bar")
     assert page.inner_text("#timeline-title") == "Over one step"
-    assert page.inner_text("#ledger-title") == "What is alive at the peak"
+    page.locator("#ledger-title", has_text="What is alive at the peak").wait_for()
 
 
 def test_a_config_json_is_the_model_until_another_is_named(page: Page, tmp_path: Path):

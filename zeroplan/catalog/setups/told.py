@@ -24,7 +24,7 @@ Kind = Literal[
 #: Programs whose collators pad the sequences of a batch to the longest, unless a key joins them.
 _PADS: tuple[Kind, ...] = ("trainer", "llama-factory", "axolotl", "ms-swift")
 _JOINS = ("packing", "neat_packing", "sample_packing", "padding_free")
-_MAY_BE_PADDED = (
+MAY_BE_PADDED = (
     "the sequences of a micro-batch are counted as equally long: where the data is padded, attention needs more memory, which "
     "--padded counts"
 )
@@ -551,7 +551,7 @@ class Reading:
         """Return the settings read, and notes on the keys that no reader used."""
         self.table.suspects()
         matters = self.table.matters
-        padding = (_MAY_BE_PADDED,) if kind in _PADS and self._batches_apart() else ()
+        padding = (MAY_BE_PADDED,) if kind in _PADS and self._batches_apart() else ()
         notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)), *padding)
         return Setup(
             kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
