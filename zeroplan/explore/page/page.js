@@ -874,7 +874,10 @@ function drawStep() {
   const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Memory over one step; highest in the ${peak.phase}${peak.name && `, ${peak.name}`}: ${size(series.totals[series.peak])}` });
   axis(svg, tall, y, left, width - 8);
   const kinds = layers(svg, series, x, y);
-  if (series.room_bytes) capacityLine(svg, `the GPU leaves ${short(series.room_bytes)} to the allocator`, y(series.room_bytes), left, width - 8, series.totals.map(y));
+  if (series.room_bytes) {
+    const room = short(series.room_bytes), words = width < 480 ? `${room} for the allocator` : `the GPU leaves ${room} to the allocator`;
+    capacityLine(svg, words, y(series.room_bytes), left, width - 8, series.totals.map(y));
+  }
   svg.append(drawn("path", { d: `M ${x(series.peak + 0.5)} ${y(series.totals[series.peak]) - 4} l -5 -9 h 10 z`, class: "mark" }));
   lanes.forEach((operation, at) => lane(svg, series.calls.filter((one) => one.operation === operation), operation, x, height - bottom + 6 + LANE * at, left));
   phases(series, x, svg, height - 8);
