@@ -95,4 +95,5 @@ def _entries(axes: Axes, series: ParetoSeries, theme: Theme) -> Iterator[LegendE
 
 def _words(what: str, one: Named) -> str:
     figures = f"{one.needed_bytes / GIB:,.1f} GiB, {one.tokens_per_s:,.0f} tokens/s"
-    return "\n".join((f"{what}: {figures}", *textwrap.wrap(one.words, _BESIDE)))
+    words = one.words.replace(" x ", "\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}")  # "1 x 32" stays on one line
+    return "\n".join((f"{what}: {figures}", *textwrap.wrap(words, _BESIDE)))
