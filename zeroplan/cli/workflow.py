@@ -6,12 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
+from zeroplan.catalog.setups.told import MAY_BE_PADDED
 from zeroplan.cli import NO, json_text
 from zeroplan.cli.flags import AsJson, flag, number, switch
 from zeroplan.cli.job_flags import keyword, takes_a_job
 from zeroplan.cli.quick import as_command, group_of
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Resolved
+from zeroplan.spec.job import JobSpec
 from zeroplan.units import parse_count
 from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, Asked, Option, flag_of
 
@@ -78,7 +80,8 @@ def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, explain: bool,
     if pairs and not is_step:  # loop_of makes two sequences of a pair
         job = replace(job, batch=replace(job.batch, micro_batch_size=job.batch.micro_batch_size // 2))
     loop = loop_of_step(job, asked) if is_step else loop_of(job, asked)
-    notes = (*resolved.notes, *_another_loss(job.recipe.loss, loop.answer.job.recipe.loss, asked))
+    counted = loop.answer.job
+    notes = (*resolved.notes, *_another_loss(job.recipe.loss, counted.recipe.loss, asked), *_padding(resolved.notes, counted))
     if as_json:
         from zeroplan.report.workflow import loop_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
@@ -89,6 +92,12 @@ def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, explain: bool,
 
         show(loop_text(loop, notes, explain=explain))
     return NO if check and loop.verdict == "does not fit" else 0
+
+
+def _padding(notes: tuple[str, ...], job: JobSpec) -> tuple[str, ...]:
+    """A note if a micro-batch has several sequences, which trainers pad, unless it is there or padding is counted."""
+    is_said = job.recipe.padded or any(MAY_BE_PADDED in note for note in notes)
+    return () if is_said or job.batch.micro_batch_size == 1 or job.recipe.engine == "megatron" else (MAY_BE_PADDED,)
 
 
 def _another_loss(of_job: str, counted: str, asked: Asked) -> tuple[str, ...]:
