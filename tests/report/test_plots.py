@@ -228,7 +228,7 @@ def test_every_layout_has_a_mark_and_the_best_a_star_on_the_front():
     assert {(spot.needed_bytes / GIB, spot.tokens_per_s) for spot in series.spots if spot.engine != "ddp"} == places
     (star,) = [line for line in axes.lines if line.get_marker() == "*"]
     assert (star.get_xdata()[0], star.get_ydata()[0]) == (series.best.needed_bytes / GIB, series.best.tokens_per_s)
-    words = " ".join(text.get_text().replace("\n", " ") for text in texts(drawn("pareto")))
+    words = " ".join(" ".join(text.get_text().split()) for text in texts(drawn("pareto")))
     assert series.best.words in words
     assert all(f"{engine}, " in words for engine in {spot.engine for spot in series.spots})
     assert all(f"a knee: {one.needed_bytes / GIB:,.1f} GiB" in words for one in series.knees)
