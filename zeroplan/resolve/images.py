@@ -34,9 +34,7 @@ def with_images(
     vision = model.vision
     if request.freeze is not None:
         vision = replace(vision, freeze_tower="tower" in frozen, freeze_projector="projector" in frozen)
-    elif (
-        freezes
-    ):  # LLaMA-Factory, hparams/finetuning_args.py, FreezeArguments; ms-swift, arguments/tuner_args.py, TunerArguments
+    elif freezes:  # LLaMA-Factory, finetuning_args.py, FreezeArguments; ms-swift, tuner_args.py, TunerArguments
         vision = replace(vision, freeze_tower=True, freeze_projector=True)
     if vision.has_blocks:
         vision = _with_images(vision, request)
