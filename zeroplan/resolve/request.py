@@ -230,8 +230,8 @@ class Request(Spec):
         control=Control("Attention", OF_RECIPE, "sdpa"),
     )})
     padded: bool | None = field(default=None, metadata={"option": Option(
-        "Sequences of a batch end in padding. Attention (sdpa) then gets a mask, and each block keeps its own copy in numbers. The "
-        "padding counts as tokens.", SWITCHES, sets="recipe.padded",
+        "Sequences of a batch end in padding. With sdpa each block keeps its own copy of the mask in numbers, with flash copies "
+        "without the padding. The padding counts as tokens.", SWITCHES, sets="recipe.padded",
     )})
     loss: Loss | None = field(default=None, metadata={"option": Option(
         "How the loss is computed: full (all logits at once), chunked (in pieces, as in torchtitan), fused (Liger's "
