@@ -416,7 +416,14 @@ def _fewer_sequences(job: JobSpec) -> Iterator[_Candidate]:
         sequences, steps = sequences // factor, steps * factor
         flags = f"--micro-batch {sequences} --grad-accum {steps}"
         change = f"smaller micro-batches, more of them: {sequences:,}"
-        yield _with_batch(change, flags, micro_batch_size=sequences, grad_accum_steps=steps)
+        smaller = _with_batch(change, flags, micro_batch_size=sequences, grad_accum_steps=steps)
+        yield _unpadded(smaller) if sequences == 1 and job.recipe.padded else smaller
+
+
+def _unpadded(smaller: _Candidate) -> _Candidate:
+    """One sequence alone has no other to be as long as."""
+    unpadded = _with_recipe("no padding", "--no-padded", padded=False)
+    return _Candidate(smaller.change, f"{smaller.flags} {unpadded.flags}", lambda job: _all_applied(job, (smaller, unpadded)))
 
 
 def _smallest_factor(number: int) -> int:

@@ -96,3 +96,20 @@ def test_a_workflow_doubles_the_pairs_of_a_file_once(run: Run, tmp_path: Path):
         for said in (["--from", str(tmp_path / "dpo.json")], flags)
     )
     assert of_file == of_flags
+
+
+def test_a_loop_counts_the_padding_of_its_trainer(run: Run):
+    """TRL pads the two sequences of a pair, verl removes padding, and the user knows whether lengths are equal."""
+    job = ("--model", "llama-3.1-8b", "--gpus", "8", "--seq-len", "2048", "--json")
+
+    def training(*words: str) -> int:
+        code, text, err = run("workflow", *words, *job)
+        assert code == 0, err
+        return next(one["peak_bytes"] for one in json.loads(text)["phases"] if one["phase"].startswith(("training", "update")))
+
+    padded, equal = training("dpo"), training("dpo", "--no-padded")
+    assert padded == training("dpo", "--padded") > equal
+    assert training("sft") == training("sft", "--no-padded")  # one sequence
+    assert training("sft", "--micro-batch", "2") == training("sft", "--micro-batch", "2", "--padded")
+    verl = ("ppo", "--engine", "fsdp2", "--gpu", "h100", "--micro-batch", "2")
+    assert training(*verl) == training(*verl, "--no-padded")

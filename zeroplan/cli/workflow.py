@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from zeroplan.catalog.setups.told import MAY_BE_PADDED
 from zeroplan.cli import NO, json_text
 from zeroplan.cli.flags import AsJson, flag, number, switch
 from zeroplan.cli.job_flags import keyword, takes_a_job
 from zeroplan.cli.quick import as_command, group_of
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Resolved
+from zeroplan.resolve.padding import with_padding
 from zeroplan.spec.job import JobSpec
 from zeroplan.units import parse_count
 from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, Asked, Option, flag_of
@@ -72,16 +72,16 @@ def _value(field: str, called: str, text: str | bool | None) -> Any:  # noqa: AN
 
 
 def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, explain: bool, as_json: bool, check: bool) -> int:
-    from zeroplan.workflow.loop import loop_of, loop_of_step  # noqa: PLC0415  --help does not need it
+    from zeroplan.workflow.loop import loop_of_step, step_of  # noqa: PLC0415  --help does not need it
 
     if check and resolved.job.cluster.gpu is None:
         raise SpecError("--check needs a GPU to compare with; add --gpu NAME (`zeroplan gpus` lists them)")
     job, pairs = resolved.job, resolved.pairs and WORKFLOWS[asked.workflow].sequences > 1
-    if pairs and not is_step:  # loop_of makes two sequences of a pair
+    if pairs and not is_step:  # step_of makes two sequences of a pair
         job = replace(job, batch=replace(job.batch, micro_batch_size=job.batch.micro_batch_size // 2))
-    loop = loop_of_step(job, asked) if is_step else loop_of(job, asked)
-    counted = loop.answer.job
-    notes = (*resolved.notes, *_another_loss(job.recipe.loss, counted.recipe.loss, asked), *_padding(resolved.notes, counted))
+    step, padding = _padded(job if is_step else step_of(job, asked), resolved, asked)
+    loop = loop_of_step(step, asked)
+    notes = tuple(filter(None, (*resolved.notes, *_another_loss(job.recipe.loss, step.recipe.loss, asked), padding)))
     if as_json:
         from zeroplan.report.workflow import loop_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
@@ -94,10 +94,11 @@ def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, explain: bool,
     return NO if check and loop.verdict == "does not fit" else 0
 
 
-def _padding(notes: tuple[str, ...], job: JobSpec) -> tuple[str, ...]:
-    """A note if a micro-batch has several sequences, which trainers pad, unless it is there or padding is counted."""
-    is_said = job.recipe.padded or any(MAY_BE_PADDED in note for note in notes)
-    return () if is_said or job.batch.micro_batch_size == 1 or job.recipe.engine == "megatron" else (MAY_BE_PADDED,)
+def _padded(step: JobSpec, resolved: Resolved, asked: Asked) -> tuple[JobSpec, str]:
+    """Return the step with padding if its trainer pads sequences, and a note. Without a file TRL's do and verl's do not."""
+    pads = asked.workflow != "ppo" if resolved.pads is None else resolved.pads
+    said = True if step.recipe.padded else resolved.padded
+    return with_padding(step, said=said, varying=resolved.varying, trainer_pads=pads)
 
 
 def _another_loss(of_job: str, counted: str, asked: Asked) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from zeroplan.catalog.text import is_there
 from zeroplan.catalog.traced import traced_config
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import names_in, with_images
+from zeroplan.resolve.padding import with_padding
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
 from zeroplan.spec.adapter import PEFT_DEFAULT, PEFT_TARGETS, AdapterSpec
 from zeroplan.spec.base import nearest_fields
@@ -28,7 +29,6 @@ from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
-from zeroplan.spec.padding import not_padded
 from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import (
     AUTOMODEL_BLOCKS,
@@ -82,6 +82,10 @@ class Resolved(NamedTuple):
     """The user's file counts its micro-batch in pairs; the job counts their sequences."""
     keys: Mapping[str, str] = {}
     """The keys of the user's files by the flag that they set and that may not contradict them."""
+    padded: bool | None = None
+    """What the user said of padding; None if nothing."""
+    pads: bool | None = None
+    """Whether the program of the user's file pads the sequences of a micro-batch; None without such a file."""
 
 
 def job(**said: object) -> JobSpec:
@@ -150,7 +154,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         mesh=mesh_of(request, gpus),
         batch=batch,
     )
-    complete, padding_note = _with_padding(complete, varying)
+    complete, padding_note = with_padding(complete, said=request.padded, varying=varying, trainer_pads=read.pads)
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (  # first the one that may say that the answer is too low
@@ -171,7 +175,16 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         _wide_adapters(complete.model),
     )
     keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
-    return Resolved(complete, tuple(note for note in notes if note), varying, read.loop, read.pairs, keys)
+    return Resolved(
+        complete,
+        tuple(note for note in notes if note),
+        varying,
+        read.loop,
+        read.pairs,
+        keys,
+        request.padded,
+        read.kind and read.pads,
+    )
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
@@ -391,18 +404,6 @@ def mesh_of(request: Request, gpus: int) -> MeshSpec:
 
 #: TRL's default (1.16, trl/trainer/grpo_config.py, GRPOConfig.max_completion_length).
 COMPLETION = 512
-
-
-def _with_padding(job: JobSpec, varying: "Varying | None") -> tuple[JobSpec, str]:
-    """Return the job with padding if its sequences have different lengths, or a note that it is not counted."""
-    if varying is None or varying.batching.way != "padded" or job.batch.micro_batch_size == 1 or len(set(varying.tokens)) == 1:
-        return job, ""
-    if job.recipe.padded or job.recipe.attention == "eager":  # which always has a mask
-        return job, ""
-    beside = next((asked for asked, _ in not_padded(job.model, job.recipe, job.mesh) if asked), "")
-    if not beside:
-        return replace(job, recipe=replace(job.recipe, padded=True)), ""
-    return job, f"what attention needs for padding is not counted with {beside}, so that the answer is too low"
 
 
 def _scored(recipe: RecipeSpec, read: SetupRead, seq_len: int) -> RecipeSpec:
