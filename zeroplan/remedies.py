@@ -139,6 +139,23 @@ class Longest(NamedTuple):
 _SEQUENCE_STEP = 128
 
 
+def longest_sentence(found: Longest) -> str:
+    """Return what was found as a sentence.
+
+    >>> longest_sentence(Longest(fits=31_232, tightly=37_504, most=131_072))
+    'Sequences of up to 31,232 tokens fit; of up to 37,504 tightly.'
+    """
+    if not found.tightly:
+        return "No length of the sequences fits."
+    if found.fits == found.most:
+        return f"Sequences of all {found.most:,} tokens that the model can read fit."
+    if not found.fits:
+        return f"Sequences of up to {found.tightly:,} tokens fit, tightly."
+    return f"Sequences of up to {found.fits:,} tokens fit" + (
+        f"; of up to {found.tightly:,} tightly." if found.tightly > found.fits else "."
+    )
+
+
 def longest_sequences(job: JobSpec) -> Longest:
     """Return how long the sequences of this job may be on its GPU; everything else stays as it is.
 
