@@ -10,8 +10,9 @@ import pytest
 from tests.engines.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from tests.published_activations import first_stage_activation_bytes, split_layer_activation_bytes
-from zeroplan.engines.megatron import Rank, account, rank_of
-from zeroplan.engines.megatron_chunks import Schedule, fullest
+from zeroplan.engines.megatron import account
+from zeroplan.engines.megatron.chunks import Schedule, fullest
+from zeroplan.engines.megatron.rank import Rank, rank_of
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, total_bytes
