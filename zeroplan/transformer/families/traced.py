@@ -375,7 +375,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=apart))
     above = partial(_above_the_backward, tape, given=given.store, dtypes=dtypes, by_place=by_place)
     reruns = {recompute: index.moments(above(moments)) for recompute, moments in ran.items()}
-    selective = index.of(tape.selected())
+    selective = index.of(tape.selected.stores())
     made = forwards(
         index,
         forward,
@@ -383,7 +383,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
         lambda keeping: run_forward(structure, saving=False, given=given.store, keeps_selected=keeping)[0],
         dtypes,
     )
-    places, arrivals = index.of((given.store, *tape.history.input_copies)), index.arrivals(tape.arrivals)
+    places, arrivals = index.of((given.store, *tape.history.input_copies)), index.arrivals(tape.gradients.arrivals)
     away = () if tape.host is None else index.of(tape.host.copies)
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
@@ -419,7 +419,7 @@ def forwards(
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        return index.forward(tape, (given, *tape.history.input_copies, *(tape.selected() if keeping else ())), dtypes)
+        return index.forward(tape, (given, *tape.history.input_copies, *(tape.selected.stores() if keeping else ())), dtypes)
 
     return {"none": plain, "full": forward(keeping=False), "selective": forward(keeping=True)}
 
@@ -436,7 +436,7 @@ def _run_again(moments: list[Alive]) -> list[Alive]:
 def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
     """Return moments of a recomputation with the selected outputs alive from the beginning, since the forward kept them."""
     first = {store: at for at, moment in reversed(list(enumerate(moments))) for store in moment.stores}
-    kept = tape.selected()
+    kept = tape.selected.stores()
     return [
         moment._replace(stores=(*moment.stores, *(store for store in kept if first.get(store, 0) > at)))
         for at, moment in enumerate(moments)
@@ -479,7 +479,7 @@ def _above_the_backward(
 
 def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[Alive]:
     """Return the backward's moments before the recomputation, with only the checkpoint's kept tensors among the saved ones."""
-    kept = tape.selected() if recompute == "selective" else ()
+    kept = tape.selected.stores() if recompute == "selective" else ()
     return [
         one._replace(stores=(*(store for store in one.stores if store is given or store not in tape.saved), *kept))
         for one in tape.moments[: tape.history.moments_before_rerun]
