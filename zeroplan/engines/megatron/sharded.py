@@ -59,6 +59,10 @@ class Sharding(NamedTuple):
     width_of_gradient: int
     """Size of a gradient. [bytes]"""
 
+    @property
+    def _bucket(self) -> Int:
+        return 0 if self.bucket is None else self.bucket
+
     def _layer(self) -> Int:
         return maximum(1, _sum(self.layers) // max(1, len(self.layers)))
 
@@ -72,7 +76,7 @@ class Sharding(NamedTuple):
         Before Megatron-FSDP adds a bucket, it reduces the oldest ones until the queue holds no more than its limit. If the head has
         a bucket of its own, this is the oldest. Padding makes a layer a little larger than its elements.
         """
-        layer = self._layer() if self.gathers else maximum(1, self.bucket or 1)
+        layer = self._layer() if self.gathers else maximum(1, self._bucket)
         head = where(self._is_cut(), self.ends - self.table, 0)
         beside = (maximum(0, self._queue() - head) // (layer + 1) + 1) * layer
         return where(behind <= beside, behind + head, minimum(behind, (self._queue() // (layer + 1) + 1) * layer))
@@ -122,7 +126,7 @@ class Sharding(NamedTuple):
         """
         if at in (AT_AHEAD, AT_LAST, AT_LOSS, AT_STEP):
             return 0
-        whole, reaching = self.ends + _sum(self.layers), 0 if self.gathers else self.bucket or 0
+        whole, reaching = self.ends + _sum(self.layers), 0 if self.gathers else self._bucket
         if not self.gathers and self.bucket is None:
             return whole
         if at == AT_HEAD:
