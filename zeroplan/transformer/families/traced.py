@@ -240,7 +240,7 @@ def structure_of(
     dense, training = model.moe is None or no_experts, _training(model, kind, compute)
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
-    return Block(
+    block = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
         x.autocast if training is None else compute.autocast and not training.wide_adapters,
@@ -254,33 +254,48 @@ def structure_of(
         model.activation,
         model.attention_bias and TRAITS[model.family].biased_output,
         model.mlp_bias,
-        x.expert_ranks > 1,
-        x.expert_ranks > 1 and x.imbalance != EVEN,
-        compute.cp,
-        head_size(max(x.head_dim, x.context // x.heads)),
-        not dense,
-        model.mla is not None and model.mla.q_lora_rank is not None,
-        x.casts_inputs,
-        model.mla is not None and x.context == x.query,
-        model.family == "bloom" and model.num_hidden_layers == 1,
-        training,
-        sharded,
-        compute.recompute if apart else "none",
-        "single" if single else _chunks(kind, one=masked),
-        compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
-        compute.is_fp16,
-        tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
-        compute.offloaded and compute.recompute == "none",
-        model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
-        model.head_norms,
-        not model.turned or (kind == "global" and TRAITS[model.family].unturned),
-        x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
-        kind == "mlp",
-        kind == "beside",
-        kind == "global" and model.global_head_dim > 0,
-        x.padded and x.attention == "flash",
-        model.mla is None and x.head_dim > WIDEST_OF_FLASH,
-        model.moe is not None and model.moe.num_shared_experts > 0,
+        ring=compute.cp,
+        routed=not dense,
+        casts_inputs=x.casts_inputs,
+        training=training,
+        sharded=sharded,
+        recompute=compute.recompute if apart else "none",
+        chunks="single" if single else _chunks(kind, one=masked),
+        release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
+        is_fp16=compute.is_fp16,
+        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
+        offloaded=compute.offloaded and compute.recompute == "none",
+    )
+    return _with_experts(_with_heads(block, model, kind, x), model, kind, x)
+
+
+def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
+    """Return the structure with that of its heads."""
+    mla, unturned = model.mla, kind == "global" and TRAITS[model.family].unturned
+    return block._replace(
+        head_size=head_size(max(x.head_dim, x.context // x.heads)),
+        compressed=mla is not None and mla.q_lora_rank is not None,
+        one_size=mla is not None and x.context == x.query,
+        alone=model.family == "bloom" and model.num_hidden_layers == 1,
+        head_norms=model.head_norms,
+        unturned=not model.turned or unturned,
+        filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
+        keys_are_values=kind == "global" and model.global_head_dim > 0,
+        padded=x.padded and x.attention == "flash",
+        too_wide=mla is None and x.head_dim > WIDEST_OF_FLASH,
+    )
+
+
+def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
+    """Return the structure with that of its experts, or of the one module that it consists of."""
+    moe = model.moe
+    return block._replace(
+        dispatched=x.expert_ranks > 1,
+        uneven=x.expert_ranks > 1 and x.imbalance != EVEN,
+        looped=moe.num_experts if moe is not None and model.adapter is not None else 0,
+        is_mlp=kind == "mlp",
+        only_gated=kind == "beside",
+        shares=moe is not None and moe.num_shared_experts > 0,
     )
 
 
