@@ -133,10 +133,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     """
     own_folder(extra, "models")  # raises for an invalid catalogue even if no name is looked up
     read = with_setup(request, chosen)
-    model, model_notes = _model(read.request, extra)
-    model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
-    freezes = read.kind in ("llama-factory", "ms-swift")
-    model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
+    model, model_notes = _complete_model(read, extra)
     request, config_notes, config_keys = _with_deepspeed_config(read, model, chosen)
     request, liger_note = (request, "") if read.kind is None else _liger(request, model)
     if read.kind == "automodel":
@@ -147,44 +144,20 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     seq_len, seq_note = _seq_len(request, model)
     cluster = cluster_of(request, extra)
     batch, lengths_note, varying = _batch(request, seq_len)
-    complete = JobSpec(
-        model=model,
-        cluster=cluster,
-        recipe=_scored(_on_device(_on_nodes(_recipe(request, stage), cluster, chosen), cluster, request), read, seq_len),
-        mesh=mesh_of(request, gpus),
-        batch=batch,
-    )
+    recipe = _scored(_on_device(_on_nodes(_recipe(request, stage), cluster, chosen), cluster, request), read, seq_len)
+    complete = JobSpec(model=model, cluster=cluster, recipe=recipe, mesh=mesh_of(request, gpus), batch=batch)
     complete, padding_note = with_padding(complete, said=request.padded, varying=varying, trainer_pads=read.pads)
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (  # first the one that may say that the answer is too low
-        *_without_fused_attention(complete),
-        *model_notes,
-        *image_notes,
-        seq_note,
-        lengths_note,
-        padding_note,
-        imbalance_note,
-        liger_note,
-        *read.notes,
-        *program_notes,
-        *config_notes,
+        *_without_fused_attention(complete), *model_notes, seq_note, lengths_note, padding_note, imbalance_note, liger_note,
+        *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
-        *ignored,
-        _ONE_GPU if read.kind and request.gpus is None else "",
-        _wide_adapters(complete.model),
-    )
+        *ignored, _ONE_GPU if read.kind and request.gpus is None else "", _wide_adapters(complete.model),
+    )  # fmt: skip
     keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
-    return Resolved(
-        complete,
-        tuple(note for note in notes if note),
-        varying,
-        read.loop,
-        read.pairs,
-        keys,
-        request.padded,
-        read.kind and read.pads,
-    )
+    told = tuple(note for note in notes if note)
+    return Resolved(complete, told, varying, read.loop, read.pairs, keys, request.padded, read.kind and read.pads)
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
@@ -239,6 +212,15 @@ def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
 
 
 # The model
+
+
+def _complete_model(read: SetupRead, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:
+    """Return the model with its adapters, frozen parts, scoring head and images, and notes."""
+    model, notes = _model(read.request, extra)
+    model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
+    freezes = read.kind in ("llama-factory", "ms-swift")
+    model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
+    return model, (*notes, *image_notes)
 
 
 def _partly_frozen(model: ModelSpec, request: Request) -> ModelSpec:
