@@ -33,8 +33,6 @@ _IN_FLIGHT = 2
 class FlatRuntime(Runtime):
     """The flat parameters of one rank, and their gradients."""
 
-    replicas = 1
-    """The number of replicas, for a log of collectives."""
     of_outputs = Kind.REDUCE
     """The kind of a reduce-scatter's output. In a log it becomes the gradient."""
 
@@ -42,7 +40,7 @@ class FlatRuntime(Runtime):
         self, plan: FlatPlan, memory: "Memory", made: dict[object, tuple[Line, ...]], following: Mapping[str | int, Unit]
     ) -> None:
         """Begin with everything sharded; ``following``: the unit to prefetch during the forward of the unit with that name."""
-        super().__init__(plan, memory, made)
+        Runtime.__init__(self, plan, memory, made)
         self.flat, self._following = plan, following
         self._below: dict[str | int, Unit] = {}
         self.prefetched, self.freed = set[str | int](), deque[int]()

@@ -91,6 +91,9 @@ class Units:
 class Runtime:
     """The buffers of one rank's collectives, and their holders."""
 
+    replicas = 1
+    """The number of replicas, for a log of collectives."""
+
     def __init__(self, plan: Plan, memory: "Memory", made: dict[object, tuple[Line, ...]]) -> None:
         """Begin with everything sharded; ``made`` caches lines for the next pass of the same units."""
         self.plan, self.memory = plan, memory
@@ -135,6 +138,11 @@ class Runtime:
     def reshard(self, unit: Unit) -> None:
         """``FSDPParamGroup.reshard``."""
         self.memory.drop(*map(unit.unsharded, range(len(unit.parts.groups))))
+
+    def post_forward(self, unit: Unit) -> None:
+        """``FSDPState._post_forward``."""
+        if self.plan.reshard is not False:
+            self.reshard(unit)
 
     def pre_backward(self, unit: Unit, below: Unit | None) -> None:
         """``FSDPState._pre_backward``: gather a unit unless it was prefetched, copy it out, then prefetch the unit below."""

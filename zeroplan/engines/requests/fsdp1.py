@@ -18,55 +18,40 @@ from itertools import pairwise
 
 from zeroplan.engines.fsdp1.flat import FlatPlan, aligned_to, flat_plan, views_of
 from zeroplan.engines.fsdp1.runtime import FlatRuntime
-from zeroplan.engines.fsdp2.runtime import Unit, Units
-from zeroplan.engines.optimizers import LocalTensor
-from zeroplan.engines.precisions import compute_of
+from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.requests.log import Log
-from zeroplan.engines.requests.model import ModelPass
-from zeroplan.engines.requests.optimizer import Update
+from zeroplan.engines.requests.units import UnitPass
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 
 
-class Step(FlatRuntime, ModelPass):
-    """A rank's micro-batches and steps. A unit's name is its layer; the root has all other parameters."""
+class Step(FlatRuntime, UnitPass):
+    """A rank's micro-batches and steps. The root unit has all parameters outside the blocks."""
 
     holds_batch = False
     of_outputs = Kind.GRADIENTS
 
     def __init__(self, job: JobSpec, plan: FlatPlan, log: Log) -> None:
-        compute, units = compute_of(plan.recipe), Units(plan)
-        ModelPass.__init__(self, job.model, plan.recipe, job.batch, log, compute=compute, tree=plan.tree, head=plan.head)
-        self.root = units.root
-        self.units = tuple(Unit(layer, units.blocks[run]) for layer, run in enumerate(self.order))
+        UnitPass.__init__(self, job.model, job.mesh, plan, job.batch, log)
+        self.root = self.outside[0]
         following = {unit.name: after for unit, after in pairwise((self.root, *self.units))}
         FlatRuntime.__init__(self, plan, log, {}, following)
-        tree, self.replicas = self.tree, int(job.mesh.dp_replicate)
-        self.parameters_of = {units.root.parts: (*tree.embeddings, *tree.tail)}
-        self.parameters_of |= {parts: run.parameters for parts, run in zip(units.blocks, tree.runs, strict=True)}
-        self.tensors = list[LocalTensor]()
-        self.optimizer = Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
         self.begins = True
         """Whether a step's first micro-batch comes next."""
         self.forwards = 0
-
-    @property
-    def every_unit(self) -> tuple[Unit, ...]:
-        """The root and all blocks."""
-        return (self.root, *self.units)
 
     def begin(self) -> None:
         """Request each unit's shard, blocks first, as FSDP1 wraps them, and build the optimizer on them."""
         if self.log.starts == "built":
             self._build()
-        for unit in (*self.units, self.root):
+        for unit in self.every_unit:
             self._wrap(unit)
         self.tensors = [one._replace(repeat=1) for one in self.flat.local_tensors for _ in range(one.repeat)]
         self.optimizer.begin(self.log, self.tensors)
 
     def _build(self) -> None:
         """Build the model on the GPU. A tied head has its own weight until it is tied."""
-        for unit in self.every_unit:
+        for unit in (self.root, *self.units):
             self._request_whole(unit)
         if self.tree.tied_head is not None:
             self.log.request(
@@ -109,7 +94,7 @@ class Step(FlatRuntime, ModelPass):
         if self.begins:
             self.log.release("cleared")
         self.begins = self.last
-        self.pre_forward(self.root)
+        super().before_forward()
 
     def lazy_init(self) -> None:
         """``init_flat_param_attributes``, before the first forward: each unit's all-gather output is allocated and freed.
@@ -117,7 +102,7 @@ class Step(FlatRuntime, ModelPass):
         From then on the allocator caches it, on the compute stream.
         """
         log, width = self.log, self.plan.width
-        for unit in self.every_unit:
+        for unit in (self.root, *self.units):
             shard, padded = int(unit.parts.group.shard), int(unit.parts.group.padded)
             tried = (
                 (width.compute * shard, width.compute * padded, width.stored * padded)
@@ -128,30 +113,17 @@ class Step(FlatRuntime, ModelPass):
                 log.request("tried", n_bytes, Kind.UNSHARDED_PARAMETERS, "storage of a flat parameter, freed at once")
                 log.release("tried")
 
-    def before_block(self, layer: int) -> None:
-        """Unshard the block."""
-        self.pre_forward(self.units[layer])
-
-    def after_block(self, layer: int) -> None:
-        """Reshard the block."""
-        self.post_forward(self.units[layer])
-
     def before_ending_backward(self) -> None:
         """The root's ``_pre_backward_hook``: the root is unsharded already; the hook prefetches the last block."""
         self._unshard(self.root, Phase.BACKWARD)
         self.gather_ahead(self.units[-1])
 
-    def before_block_backward(self, layer: int) -> None:
-        """Unshard the block, and prefetch the one below."""
-        self.pre_backward(self.units[layer], self.units[layer - 1] if layer else None)
-
     # --- gradients ----------------------------------------------------------------------------------------------------------
 
     def arrived(self, gradients: list[Hashable]) -> None:
         """Collect gradients of views of a flat parameter, which autograd later concatenates."""
-        unit = self.root if self.log.layer < 0 else self.units[self.log.layer]
         for one in gradients:
-            self.log.rename(one, ("made", unit.name))
+            self.log.rename(one, ("made", self.unit_here.name))
 
     def after_block_backward(self, layer: int) -> None:
         """Concatenate and reduce the block's gradients, or those that have waited. Tables are freed with block 0."""
@@ -166,13 +138,8 @@ class Step(FlatRuntime, ModelPass):
         if self.waiting is not None:
             self.post_backward(self.waiting)
         self.waiting = None
-        self.post_backward(self.root)
+        super().after_backward()
         self.prefetched.clear()
-
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients are reduced in this micro-batch."""
-        return self.last or self.recipe.sync_every_micro_batch
 
     def keep_whole(self, unit: Unit, index: int) -> None:  # noqa: ARG002  the only group
         """Keep the flat gradient under ``no_sync``.
@@ -201,7 +168,7 @@ class Step(FlatRuntime, ModelPass):
 
     def drop_gradients(self) -> None:
         """``zero_grad``. With ``use_orig_params`` it clears only views, and the next forward frees the flat gradients."""
-        for unit in self.every_unit:
+        for unit in (self.root, *self.units):
             self.log.rename(("shard", unit.name), "cleared")
         if not self.flat.options.use_orig_params:
             self.log.release("cleared")
