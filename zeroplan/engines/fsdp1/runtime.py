@@ -67,13 +67,6 @@ class FlatRuntime(Runtime):
         if self.prefetches_forward and unit.name in self._following:
             self.prefetch(self._following[unit.name], Phase.FORWARD)
 
-    def post_forward(self, unit: Unit) -> None:
-        """``_post_forward_reshard``."""
-        if self.frees:
-            self.reshard(unit)
-        else:
-            self.memory.settle(unit.unsharded(0))
-
     def pre_backward(self, unit: Unit, below: Unit | None) -> None:
         """``_pre_backward_hook``: unshard a unit, unless it was prefetched, then prefetch the one below."""
         if not self.frees:

@@ -65,10 +65,6 @@ class FlatMicroBatch(MicroBatch):
         super()._gather_last_block(point)
         self.trace.drop("entering")
 
-    def leave(self, position: Position, unit: Unit) -> None:  # noqa: ARG002  as the base class has it
-        """Reshard a block after its forward, if FSDP1 does."""
-        self.run.post_forward(unit)
-
     def gradients_so_far(self, position: Position) -> None:
         """Hold the shards of the blocks above, and earlier micro-batches' gradients of the others."""
         self._at = position
