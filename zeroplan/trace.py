@@ -203,6 +203,8 @@ class Trace:
         self._risen = False
         self.recording = True
         """Whether it records moments. A program turns this off for layers that cannot hold the maximum."""
+        self.stream, self.point = 0, 0
+        """A log's stream and its number of deeds, which moments do not need."""
 
     def at(self, name: str, phase: Phase, *, of_forward: bool = False) -> None:
         """Name the moments that follow. A moment never spans two phases."""
@@ -256,6 +258,21 @@ class Trace:
     def call(self, operation: str, n_bytes: Int, ranks: Int, among: Among = Among.SHARDS) -> None:
         """Ignore a collective: it takes no memory of its own."""
 
+    def mark(self, key: Hashable) -> None:
+        """Ignore that another stream uses memory: a moment counts memory until the host frees it."""
+
+    def wait_for(self, point: int) -> None:
+        """Ignore that the program waits for the GPU."""
+
+    def settle(self, *keys: Hashable) -> None:
+        """Leave the lines of these keys to a line that sums layers. The keys stay, without lines, until they are dropped."""
+        for key in keys:
+            if key in self._alive:
+                if self._risen:
+                    self._close()
+                self._alive[key] = ()
+                self._together = None
+
     def become(self, key: Hashable, new: Hashable, line: Line) -> None:
         """Free the lines of a key except this one, which moves to another key."""
         self.drop(key)
@@ -302,7 +319,7 @@ class Trace:
 
     def _alive_now(self) -> tuple[tuple[Line, ...], ...]:
         if self._together is None:
-            self._together = tuple(self._alive.values())
+            self._together = tuple([lines for lines in self._alive.values() if lines])
         return self._together
 
     def _write_down(self, alive: tuple[tuple[Line, ...], ...], inside: Inside | None = None) -> None:

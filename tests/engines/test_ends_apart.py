@@ -8,6 +8,7 @@ import pytest
 
 from tests.causal_models import tiny_spec
 from tests.formulas import assert_explained
+from tests.properties.columns import grid_of
 from tests.simulated import simulate
 from zeroplan import estimate
 from zeroplan.comparison import compare_with_estimate
@@ -106,6 +107,13 @@ def test_a_tied_head_leaves_one_unit() -> None:
     tied = replace(asked, model=replace(asked.model, tie_word_embeddings=True))
     plain = replace(tied, recipe=replace(tied.recipe, fsdp2=Fsdp2Options()))
     assert estimate(tied).peak_bytes == estimate(plain).peak_bytes
+
+
+def test_columns_of_ranks_have_the_peak_of_each_with_smaller_shards() -> None:
+    layouts = [job(n=n, options={"reshard_after_forward": 2}, recompute="full") for n in (2, 4, 8)]
+    (grid,) = grid_of(layouts)
+    each = [account(one.model, one.recipe, one.mesh, one.batch).moments.highest({}).peak_bytes for one in layouts]
+    assert list(grid.moments.highest({}).peak_bytes) == each
 
 
 def test_what_is_not_modelled_is_refused() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp1.flat import FlatPlan
-from zeroplan.engines.fsdp1.runtime import FlatRuntime, joined_last, made_gradients
+from zeroplan.engines.fsdp1.runtime import FlatRuntime, joined, made_gradients
 from zeroplan.engines.fsdp2 import buffers, outside
 from zeroplan.engines.fsdp2.runtime import Unit, Units
 from zeroplan.engines.fsdp2.step import MicroBatch
@@ -45,12 +45,13 @@ def _micro_batch(plan: FlatPlan, trace: Trace) -> "FlatMicroBatch":
 class FlatMicroBatch(MicroBatch):
     """A micro-batch through the model, forward and backward."""
 
+    run: FlatRuntime
+
     def __init__(self, plan: FlatPlan, trace: Trace, units: Units) -> None:
         super().__init__(plan, trace, units)
         in_order = (self.root, *(unit for _, unit in self.layers))
         following = {unit.name: after for unit, after in pairwise(in_order)}
         self.flat, self.run = plan, FlatRuntime(plan, trace, units.made, following)
-        self._pending: Unit | None = None
         self._at: Position | None = None
 
     @property
@@ -103,17 +104,10 @@ class FlatMicroBatch(MicroBatch):
         self.trace.shrink("left", *self.plan.left_behind(left, self.left))
 
     def end_block(self, position: Position, unit: Unit) -> None:
-        """End a block's backward: concatenate and reduce its gradients.
-
-        Autograd runs the latest operator of the forward first. The split of a prefetched unit's flat parameter is earlier than
-        the block that ran meanwhile, so the unit's gradients wait until that block's backward has ended, too.
-        """
+        """End a block's backward: concatenate and reduce its gradients, or those of the block above if they have waited."""
         plan, trace, later = self.plan, self.trace, self.flat.options.forward_prefetch
-        trace.put("made", *made_gradients(plan, unit.parts.trained_group))
-        joins: Unit | None = unit
-        if later:
-            trace.rename("made", ("made", unit.name))
-            joins, self._pending = self._pending, unit
+        trace.put(("made", unit.name), *made_gradients(plan, unit.parts.trained_group))
+        joins = self.run.joined_after(unit)
         if joins is None:
             return
         trace.shrink(
@@ -128,18 +122,18 @@ class FlatMicroBatch(MicroBatch):
     def end_of_backward(self) -> None:
         """Make the embedding's gradient, then reduce the root."""
         plan, trace, none = self.plan, self.trace, tuple(0 for _ in self.plan.blocks)
-        first = none if self._pending is None else _with_one(none, self.layers[0][0].run)
+        first = none if self.run.waiting is None else _with_one(none, self.layers[0][0].run)
         trace.drop("kept", "still unsharded")
         self._hold_gradients(tuple(count - one for count, one in zip(plan.every_layer, first, strict=True)), first)
         trace.shrink("shared", *outside.shared_at_embedding(plan))
         outside.backward_of_the_embedding(plan, trace)
-        if self._pending is not None:
+        if self.run.waiting is not None:
             trace.shrink("left", *plan.left_behind(none, self.left))
-            self.run.post_backward(self._pending)
+            self.run.post_backward(self.run.waiting)
             trace.shrink("shards", plan.gradient_shards(plan.every_layer, "reduced so far"))
         trace.drop("left")
         trace.shrink("root gradients")
-        trace.hold("made", *made_gradients(plan, plan.trained_root))
+        trace.hold(("made", self.root.name), *made_gradients(plan, plan.trained_root))
         self.run.post_backward(self.root)
 
 
@@ -155,7 +149,7 @@ def not_reduced(plan: FlatPlan) -> tuple[Moment, ...]:
     root, every = plan.trained_root, plan.every_layer
     held = (*plan.persistent, *buffers.output(plan), *outside.shared_at_embedding(plan), *plan.left_behind(every))
     held += (*buffers.outside_unsharded(plan), *buffers.still_unsharded(plan, every), *made_gradients(plan, root))
-    (flat,) = joined_last(plan, root)
+    (flat,) = joined(plan, root)
     earlier = flat._replace(n_bytes=flat.n_bytes * plan.twice, formula=f"M_2·{flat.formula}")
     joining = Moment("joining the root's gradients, not to be reduced yet", Phase.BACKWARD, _there(plan, *held, earlier, flat))
     if not plan.sums_tied:

@@ -155,8 +155,8 @@ def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
         return
     apart = plan.trained_blocks if plan.is_partly_frozen else ()
     embedding = () if plan.ends is None else (plan.ends.embedding, *((plan.ends.trained_embedding,) if apart else ()))
-    for group in (*embedding, *plan.blocks, *apart):
-        what = "the embedding" if group in embedding else f"one {group.symbol} block"
+    outside = [("the embedding", group) for group in embedding]
+    for what, group in (*outside, *((f"one {group.symbol} block", group) for group in (*plan.blocks, *apart))):
         meaning = f"elements of the smaller shard of {what} between its forward and its backward"
         yield Symbol(f"Q_{group.symbol}", smaller_shard(plan, group), meaning)
 

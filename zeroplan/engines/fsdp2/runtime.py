@@ -91,6 +91,9 @@ class Units:
 class Runtime:
     """The buffers of one rank's collectives, and their holders."""
 
+    replicas = 1
+    """The number of replicas, for a log of collectives."""
+
     def __init__(self, plan: Plan, memory: "Memory", made: dict[object, tuple[Line, ...]]) -> None:
         """Begin with everything sharded; ``made`` caches lines for the next pass of the same units."""
         self.plan, self.memory = plan, memory
@@ -136,11 +139,19 @@ class Runtime:
         """``FSDPParamGroup.reshard``."""
         self.memory.drop(*map(unit.unsharded, range(len(unit.parts.groups))))
 
+    def post_forward(self, unit: Unit) -> None:
+        """``FSDPState._post_forward``: reshard a unit. In a trace a line for all blocks counts one that stays unsharded."""
+        if self.plan.reshard is not False:
+            self.reshard(unit)
+        else:
+            self.memory.settle(*map(unit.unsharded, range(len(unit.parts.groups))))
+
     def pre_backward(self, unit: Unit, below: Unit | None) -> None:
         """``FSDPState._pre_backward``: gather a unit unless it was prefetched, copy it out, then prefetch the unit below."""
+        if self.plan.reshard is False:
+            self.hold_unsharded(unit)
         for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
-            if self.plan.reshard is not False:
-                self.all_gather(unit, index)
+            self.all_gather(unit, index)
             self.copy_out(unit, index, group)
             self.memory.drop(unit.gathered(index))
         self.memory.drop(*map(unit.smaller, range(len(unit.parts.groups))))

@@ -118,7 +118,7 @@ class MicroBatch:
         if plan.of_torch_2_15 and not isinstance(plan.reshard, bool):
             trace.at(f"forward: resharding {position.name}", Phase.FORWARD)
             self.trace.pass_by(*outside.resharding(plan, position))
-        self.run.reshard(unit)
+        self.run.post_forward(unit)
 
     def keep(self, layers: tuple[int, ...], *, every: bool = False) -> None:
         """Hold the activations of these layers of each run, whose forward has run and whose backward has not."""

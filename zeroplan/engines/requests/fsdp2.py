@@ -12,13 +12,11 @@ from typing import NamedTuple
 from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.fsdp2.groups import ParamGroup
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
-from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
+from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.fsdp2.split import summed
 from zeroplan.engines.optimizers import LocalTensor
-from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.requests.log import Log
-from zeroplan.engines.requests.model import ENDING, ModelPass
-from zeroplan.engines.requests.optimizer import Update
+from zeroplan.engines.requests.units import UnitPass
 from zeroplan.ledger import Among, Kind
 from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch, of_a_rank
@@ -91,39 +89,21 @@ GATHERS, REDUCES = 1, 2
 _INT64 = 8
 
 
-class Step(Runtime, ModelPass):
+class Step(UnitPass):
     """A rank's micro-batches and steps."""
 
     def __init__(self, model: ModelSpec, mesh: Mesh, plan: Plan, batch: Batch, log: Log) -> None:
-        compute = compute_of(plan.recipe, tp=int(mesh.tp), ep=int(mesh.ep), cp=int(mesh.cp))
-        ModelPass.__init__(self, model, plan.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
-        Runtime.__init__(self, plan, log, {})
-        self.model, self.replicas, self.cutting = model, int(mesh.dp_replicate), Cutting(plan)
+        super().__init__(model, mesh, plan, batch, log)
+        self.model, self.cutting = model, Cutting(plan)
         self.holds_batch = plan.shared_sequences or plan.loss_in_loop
-        units, tree = Units(plan), self.tree
-        self.outside = (units.root,) if units.ends is None else (units.ends.embedding, units.ends.head)
-        self.units = tuple(Unit(layer, units.blocks[run]) for layer, run in enumerate(self.order))
-        outside = ((*tree.embeddings, *tree.tail),) if units.ends is None else (tree.embeddings, tree.tail)
-        self._sizes = {unit.parts: self.cutting.sizes(of) for unit, of in zip(self.outside, outside, strict=True)}
-        self._sizes |= {parts: self.cutting.sizes(run.parameters) for parts, run in zip(units.blocks, tree.runs, strict=True)}
-        self.optimizer, self.tensors = Update(plan.recipe.optimizer, plan.impl, plan.width.stored), list[LocalTensor]()
+        self._sizes = {parts: self.cutting.sizes(of) for parts, of in self.parameters_of.items()}
         self.gather_stream = GATHERS
         self.made: dict[Hashable, list[Hashable]] = {}
         """Whole gradients of each group; the key is that of earlier micro-batches' gradients."""
 
-    @property
-    def ends_apart(self) -> bool:
-        """Whether embedding and head have units of their own."""
-        return len(self.outside) > 1
-
     def each(self, unit: Unit, index: int) -> Sizes:
         """Return the sizes of a group's parameters."""
         return self._sizes[unit.parts][index]
-
-    @property
-    def every_unit(self) -> tuple[Unit, ...]:
-        """All units, blocks first, as ``fully_shard`` is called."""
-        return (*self.units, *self.outside)
 
     def begin(self) -> None:
         """Request shards, and build the optimizer on them."""
@@ -210,30 +190,12 @@ class Step(Runtime, ModelPass):
         elif stored != self.plan.width.compute:
             self.log.request(key, self.plan.width.compute * elements, Kind.GATHER, "a parameter, cast")
 
-    def before_forward(self) -> None:
-        """Gather the root unit, or the embedding's."""
-        self.pre_forward(self.outside[0])
-
-    def after_embedding(self) -> None:
-        """Reshard the embedding's own unit."""
-        if self.ends_apart:
-            self.leave(self.outside[0])
-
-    def before_block(self, layer: int) -> None:
-        """Gather the block."""
-        self.pre_forward(self.units[layer])
-
-    def after_block(self, layer: int) -> None:
-        """Reshard the block, unless it stays unsharded."""
-        self.leave(self.units[layer])
-
-    def leave(self, unit: Unit) -> None:
+    def post_forward(self, unit: Unit) -> None:
         """``_post_forward``. If ``reshard_after_forward`` is a number, the rank keeps a shard of that many."""
         if not isinstance(self.plan.reshard, bool):
             for index, _ in enumerate(unit.parts.groups):
                 self._keep_smaller(unit, index)
-        if self.plan.reshard is not False:
-            self.reshard(unit)
+        super().post_forward(unit)
 
     def _keep_smaller(self, unit: Unit, index: int) -> None:
         """``to_sharded_post_forward``, parameter by parameter."""
@@ -246,8 +208,7 @@ class Step(Runtime, ModelPass):
 
     def before_ending(self) -> None:
         """Gather the unit of norm and head. A loss in the training loop runs after the model's forward."""
-        if self.ends_apart:
-            self.pre_forward(self.outside[-1])
+        super().before_ending()
         if self.recipe.loss == "chunked" or self.plan.loss_in_loop:
             self.log.release("parked")
 
@@ -260,21 +221,6 @@ class Step(Runtime, ModelPass):
     def before_head_backward(self) -> None:
         """Run the hook of the head's unit, or of the root after a chunked loss's own backward."""
         self.prefetch(self.units[-1])
-
-    def after_ending_backward(self) -> None:
-        """Reduce the unit of norm and head."""
-        if self.ends_apart:
-            self.post_backward(self.outside[-1])
-
-    def before_block_backward(self, layer: int) -> None:
-        """Copy the block out, and prefetch the block below, or the embedding's unit."""
-        below = self.units[layer - 1] if layer else self.outside[0] if self.ends_apart else None
-        self.pre_backward(self.units[layer], below)
-
-    def before_embedding_backward(self) -> None:
-        """Copy the embedding's own unit out."""
-        if self.ends_apart:
-            self.pre_backward(self.outside[0], None)
 
     # --- the batch and the embedding ----------------------------------------------------------------------------------------
 
@@ -320,7 +266,7 @@ class Step(Runtime, ModelPass):
         """Collect gradients, which stay whole until their unit is reduced."""
         if self.log.has("whole gradient"):
             self.log.release("whole gradient", *(() if self.holds_batch else ("batch",)))
-        unit = self._unit_here()
+        unit = self.unit_here
         of_unit = enumerate(self._sizes[unit.parts])
         keys = [(elements, ("whole", unit.name, at)) for at, each in of_unit for elements in each.gradients]
         for one in gradients:
@@ -331,32 +277,18 @@ class Step(Runtime, ModelPass):
             else:
                 self.made.setdefault(key, []).append(one)
 
-    def _unit_here(self) -> Unit:
-        if self.log.layer >= 0:
-            return self.units[self.log.layer]
-        return self.outside[-1] if self.log.layer == ENDING else self.outside[0]
-
     def holds_input(self, layer: int) -> bool:
         """Whether a block's input is still alive: always, except the first block's without a trained unit below it."""
         return bool(layer) or self.plan.is_partly_frozen or self.ends_apart
 
-    def after_block_backward(self, layer: int) -> None:
-        """Reduce the block."""
-        self.post_backward(self.units[layer])
-
     def after_backward(self) -> None:
         """Reduce the root unit, or the embedding's; ``finalize_backward`` frees the reduce-scatter inputs."""
-        self.post_backward(self.outside[0])
+        super().after_backward()
         self.drop_reduce_inputs()
         self.log.release("all-reduced")
         for unit in self.every_unit if self.plan.is_partly_frozen else ():  # what no gradient has reached
             self.reshard(unit)
             self.log.release(*self.keys("gathered", unit), *self.keys("smaller", unit))
-
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients are reduced in this micro-batch."""
-        return self.last or self.recipe.sync_every_micro_batch
 
     def foreach_reduce(self, unit: Unit, index: int, group: ParamGroup) -> None:
         """Reduce a group. A local of its loop over several ranks' chunks holds the last gradient until it returns."""

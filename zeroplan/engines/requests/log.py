@@ -115,6 +115,11 @@ class Log:
         """Mark everything under a key as used by another stream (``record_stream``)."""
         self.marked.update(self.held.get(key, ()))
 
+    @property
+    def point(self) -> int:
+        """The number of deeds so far."""
+        return len(self.deeds)
+
     def wait_for(self, point: int) -> None:
         """Wait until the GPU has reached a deed."""
         self.waits[len(self.deeds)] = point
@@ -132,6 +137,9 @@ class Log:
 
     def hold(self, key: Hashable, *lines: Line) -> None:
         """Ignore lines that exist already."""
+
+    def settle(self, *keys: Hashable) -> None:
+        """Ignore that a line counts these tensors from now on."""
 
     def put(self, key: Hashable, *lines: Line) -> None:
         """Request lines, which are ints."""
