@@ -124,7 +124,11 @@ def test_a_picture_of_the_phases(run: Run, tmp_path: Path, monkeypatch: pytest.M
     drawn = (tmp_path / "phases.svg").read_text()
     for words in ("training step", "rollout", "does not fit", "8 processes", "the GPU's 79.2 GiB"):
         assert words in drawn
-    for more, said in (((), "is there already"), (("--json",), "leave one of them out"), (("--theme", "grey"), "neither light nor dark")):
+    for more, said in (
+        ((), "is there already"),
+        (("--json",), "leave one of them out"),
+        (("--theme", "grey"), "neither light nor dark"),
+    ):
         code, _, err = run(*ASKED, "-o", "phases.svg", *more)
         assert (code, err.count("\n")) == (2, 1)
         assert said in err
