@@ -139,6 +139,23 @@ class Longest(NamedTuple):
 _SEQUENCE_STEP = 128
 
 
+def longest_sentence(found: Longest) -> str:
+    """Return what was found as a sentence.
+
+    >>> longest_sentence(Longest(fits=31_232, tightly=37_504, most=131_072))
+    'Sequences of up to 31,232 tokens fit; of up to 37,504 tightly.'
+    """
+    if not found.tightly:
+        return "No length of the sequences fits."
+    if found.fits == found.most:
+        return f"Sequences of all {found.most:,} tokens that the model can read fit."
+    if not found.fits:
+        return f"Sequences of up to {found.tightly:,} tokens fit, tightly."
+    return f"Sequences of up to {found.fits:,} tokens fit" + (
+        f"; of up to {found.tightly:,} tightly." if found.tightly > found.fits else "."
+    )
+
+
 def longest_sequences(job: JobSpec) -> Longest:
     """Return how long the sequences of this job may be on its GPU; everything else stays as it is.
 
@@ -416,7 +433,14 @@ def _fewer_sequences(job: JobSpec) -> Iterator[_Candidate]:
         sequences, steps = sequences // factor, steps * factor
         flags = f"--micro-batch {sequences} --grad-accum {steps}"
         change = f"smaller micro-batches, more of them: {sequences:,}"
-        yield _with_batch(change, flags, micro_batch_size=sequences, grad_accum_steps=steps)
+        smaller = _with_batch(change, flags, micro_batch_size=sequences, grad_accum_steps=steps)
+        yield _unpadded(smaller) if sequences == 1 and job.recipe.padded else smaller
+
+
+def _unpadded(smaller: _Candidate) -> _Candidate:
+    """One sequence alone has no other to be as long as."""
+    unpadded = _with_recipe("no padding", "--no-padded", padded=False)
+    return _Candidate(smaller.change, f"{smaller.flags} {unpadded.flags}", lambda job: _all_applied(job, (smaller, unpadded)))
 
 
 def _smallest_factor(number: int) -> int:

@@ -42,6 +42,7 @@ KEYS = {
     "nvme_bytes_per_node": type(None), "nvme_lines": list, "fits": type(None), "verdict": str,
     "capacity_bytes": type(None), "room_bytes": type(None), "changes": list, "communication": dict, "approximate": str,
     "notes": list, "pipeline_ranks": list, "replay": type(None), "lengths": type(None),
+    "longest_sequence": type(None),
 }  # fmt: skip
 
 
@@ -548,3 +549,21 @@ def test_force_without_a_file_is_refused(run: Run):
     code, out, err = run(*REPLAYED, "--force")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "no flag writes one; add --trace FILE or --snapshot FILE" in err
+
+
+def test_the_longest_sequence_of_exactly_this_job(run: Run):
+    """The longest length fits with room, the next one tightly; the JSON has both. Without a GPU there is nothing to fit."""
+    asked = ("estimate", "--model", "llama-3.1-8b", "--gpus", "8", "--recompute", "full")
+    on_card = (*asked, "--gpu", "h100")
+    found = json.loads(run(*on_card, "--max-seq", "--json")[1])["longest_sequence"]
+    verdicts = [
+        json.loads(run(*on_card, "--seq-len", str(length), "--json")[1])["verdict"]
+        for length in (found["fits"], found["fits"] + 128, found["tightly"] + 128)
+    ]
+    assert verdicts == ["fits", "tight", "does not fit"]
+    for how in ((), ("--verbose",), ("--markdown",)):
+        text = run(*on_card, "--max-seq", *how)[1]
+        assert f"Sequences of up to {found['fits']:,} tokens fit; of up to {found['tightly']:,} tightly." in text
+    code, _, err = run(*asked, "--max-seq")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "add --gpu NAME" in err

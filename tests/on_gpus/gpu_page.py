@@ -207,52 +207,47 @@ class Group(NamedTuple):
     gpu: str
 
 
+_PUBLIC = (
+    "These figures are public. *Estimate* means `zeroplan estimate` with the settings that the source states. Nothing is\n"
+    "fitted to a row. *Simulated* and *dry run* run the source's own program again without a GPU: they show that the\n"
+    "simulator is right, not that a formula is. *90 in 100* is the error that 90 of 100 rows stay within. The lowest error\n"
+    "is the most optimistic one.\n"
+)
+_HELD = (
+    "The next table compares the memory held between steps, if a source counts it. Without expandable segments torch's\n"
+    "allocator does not split a block if less than a MiB would remain, and counts the whole block. *With blocks that are not\n"
+    "split* adds this for runs without the distributed optimizer: the model of the allocator places their states one after\n"
+    "another (`tests/measured/megatron_blocks.py`).\n"
+)
+_ROOM = (
+    "The verdict is *fits* if a card has room for the expected reserved memory. If a run's measured peak is above that, the\n"
+    "verdict could be *fits* although the run runs out of memory. For BERT, T5 and experts under Megatron-Core the verdict\n"
+    "asks for as much room as the furthest of these runs was above its estimate, so none of these can be above it:\n"
+)
+_SNAPSHOTS = (
+    "The model of CUDA's caching allocator replays three public snapshots of real GPUs. At each of\n"
+    "13,389 requests it reserves what the GPU reserved (`tests/test_allocator.py`).\n"
+    "`zeroplan diagnose` replays any snapshot. It also agreed with the GPU at each of 54,084 requests in 22 more:\n"
+    "12 of Hyperion-shuo/assignment2-systems, 10 of LINYUNLinYun/CS336-assignment2-systems. These are not kept here.\n"
+)
+#: The heads of a row of errors.
+_ERRORS = ("rows:", "median:", "of its absolute value:", "90 in 100:", "lowest:", "highest:")
+
+
 def _others(published: Sequence[Source]) -> Iterator[str]:
     yield "## What others measured\n"
-    yield (
-        "These figures are public. *Estimate* means `zeroplan estimate` with the settings that the source states. Nothing is\n"
-        "fitted to a row. *Simulated* and *dry run* run the source's own program again without a GPU: they show that the\n"
-        "simulator is right, not that a formula is. *90 in 100* is the error that 90 of 100 rows stay within. The lowest error\n"
-        "is the most optimistic one.\n"
-    )
-    head = (
-        "zeroplan's figure",
-        "source",
-        "engine",
-        "method",
-        "GPU",
-        "rows:",
-        "median:",
-        "of its absolute value:",
-        "90 in 100:",
-        "lowest:",
-        "highest:",
-    )
-    yield table(head, [*_summary(published)])
+    yield _PUBLIC
+    yield table(("zeroplan's figure", "source", "engine", "method", "GPU", *_ERRORS), [*_summary(published)])
     yield "\n".join(f"- {one.name}: {one.where}; {one.counter}." for one in published) + "\n"
-    yield (
-        "The next table compares the memory held between steps, if a source counts it. Without expandable segments torch's\n"
-        "allocator does not split a block if less than a MiB would remain, and counts the whole block. *With blocks that are not\n"
-        "split* adds this for runs without the distributed optimizer: the model of the allocator places their states one after\n"
-        "another (`tests/measured/megatron_blocks.py`).\n"
-    )
+    yield _HELD
     kept = [(one.name, runs, errors) for one in published for runs, errors in one.held.items()]
     rows = [(name, runs, str(len(errors)), *_of_errors(errors)) for name, runs, errors in kept]
-    yield table(("source", "runs", *head[5:]), rows)
-    yield (
-        "The verdict is *fits* if a card has room for the expected reserved memory. If a run's measured peak is above that, the\n"
-        "verdict could be *fits* although the run runs out of memory. For BERT, T5 and experts under Megatron-Core the verdict\n"
-        "asks for as much room as the furthest of these runs was above its estimate, so none of these can be above it:\n"
-    )
+    yield table(("source", "runs", *_ERRORS), rows)
+    yield _ROOM
     of_sources = [(one.name, one.room) for one in published if one.room]
     rows = [(name, str(len(room)), str(sum(one < 0 for one in room)), _signed(min(room))) for name, room in of_sources]
     yield table(("source", "rows:", "peak above it:", "least room:"), rows)
-    yield (
-        "The model of CUDA's caching allocator replays three public snapshots of real GPUs. At each of\n"
-        "13,389 requests it reserves what the GPU reserved (`tests/test_allocator.py`).\n"
-        "`zeroplan diagnose` replays any snapshot. It also agreed with the GPU at each of 54,084 requests in 22 more:\n"
-        "12 of Hyperion-shuo/assignment2-systems, 10 of LINYUNLinYun/CS336-assignment2-systems. These are not kept here.\n"
-    )
+    yield _SNAPSHOTS
 
 
 def _summary(published: Sequence[Source]) -> Iterator[Row]:

@@ -20,8 +20,8 @@ from zeroplan import Estimate, JobSpec, Kind, MeshSpec, RecipeSpec, estimate
 from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model as published
 from zeroplan.engines.account import Account
-from zeroplan.engines.megatron import ATTENTION_MASK
-from zeroplan.engines.megatron_chunks import chunks_per_rank
+from zeroplan.engines.megatron.chunks import chunks_per_rank
+from zeroplan.engines.megatron.inputs import ATTENTION_MASK
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.quantised import TABLES
 from zeroplan.engines.requests import STEPS, not_written, requests_of

@@ -15,7 +15,7 @@ from zeroplan.engines.deepspeed.buckets import schedule
 from zeroplan.engines.deepspeed.course import course_of
 from zeroplan.engines.deepspeed.gathers import sharing_of
 from zeroplan.engines.deepspeed.gradients import Plan
-from zeroplan.engines.megatron import ATTENTION_MASK
+from zeroplan.engines.megatron.inputs import ATTENTION_MASK
 from zeroplan.engines.quantised import TABLES
 from zeroplan.engines.rows import row
 from zeroplan.errors import SpecError

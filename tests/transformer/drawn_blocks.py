@@ -106,7 +106,8 @@ def on_an_old_gpu(draw: Random, family: str) -> Case:
     return case._replace(compute=case.compute._replace(kernels="cuda-7", attention="sdpa", is_fp16=is_fp16))
 
 
-def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
+def _sizes(draw: Random, family: str) -> tuple[int, int, int, int, int]:
+    """Draw heads, their width, key/value heads, hidden width and MLP width."""
     plain, heads = family in PLAIN_HEADS, draw.choice((2, 2, 3, 4, 6, 8))
     head_dim = draw.choice((8, 16, 24, 32, 64, 80, 128, draw.choice((136, 160, 256))))
     head_dim += TRAITS[family].turned_width
@@ -116,15 +117,27 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
+    return heads, head_dim, kv_heads, hidden, ffn
+
+
+def _pattern(draw: Random, family: str) -> str:
+    """Draw the kinds of the layers."""
+    if TRAITS[family].one_kind:
+        return draw.choice(("H", "N"))
+    if family == "llama4_text":
+        return draw.choice(("LLG", "LDG", "DGL"))
+    return draw.choice(("*M*", "*-M", "M*M", "-EM") if TRAITS[family].one_module else ("*M*", "*MM", "**M"))
+
+
+def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
+    heads, head_dim, kv_heads, hidden, ffn = _sizes(draw, family)
     mla = _latent(draw) if family in LATENT_FAMILIES else None
     every, patterned = GLOBAL_LAYERS.get(family), family in PATTERNED
     own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1))
     state_space = _state_space(draw, hidden) if patterned and family in LINEAR_FAMILIES else None
     of_one_module = TRAITS[family].one_module
-    own_patterns = ("*M*", "*-M", "M*M", "-EM") if of_one_module else ("*M*", "*MM", "**M")
-    own_patterns = ("LLG", "LDG", "DGL") if family == "llama4_text" else own_patterns
-    pattern = draw.choice(("H", "N") if TRAITS[family].one_kind else own_patterns) if patterned else ""
+    pattern = _pattern(draw, family) if patterned else ""
     routed = (
         "E" in pattern if of_one_module else family in MOE_FAMILIES and not (TRAITS[family].may_be_dense and draw.randint(0, 1))
     )

@@ -10,7 +10,7 @@ from zeroplan.cli.flags import AsJson, AsMarkdown, Force, UnitName, flag, refuse
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, replayed_if_tight
-from zeroplan.remedies import Remedy, in_keys, remedies
+from zeroplan.remedies import Longest, Remedy, in_keys, longest_sentence, longest_sequences, remedies
 from zeroplan.resolve import Resolved
 from zeroplan.units import Unit, unit_named
 
@@ -27,6 +27,9 @@ Replay = Annotated[
         "Replay the step's requests through a model of CUDA's allocator: one figure for reserved memory, not a range.",
     ),
 ]
+MaxSeq = Annotated[
+    bool, switch("--max-seq", "Also find the longest sequences that fit the GPU, with everything else as it is.")
+]
 TraceFile = Annotated[str | None, flag("--trace", "FILE", "Write the step for Perfetto (ui.perfetto.dev).")]
 SnapshotFile = Annotated[str | None, flag("--snapshot", "FILE", "Write the step for torch's memory_viz, as a pickle.")]
 
@@ -42,6 +45,7 @@ def estimate_command(
     as_markdown: AsMarkdown = False,
     check: Check = False,
     replay: Replay = False,
+    max_seq: MaxSeq = False,
     trace: TraceFile = None,
     snapshot: SnapshotFile = None,
     force: Force = False,
@@ -53,16 +57,24 @@ def estimate_command(
     files.refuse()
     if check and resolved.job.cluster.gpu is None:
         raise SpecError("--check needs a GPU to compare with; add --gpu NAME (`zeroplan gpus` lists them)")
+    longest = _longest(resolved) if max_seq else None
     answer = replayed_if_tight(estimate(resolved.job, replay=replay or files.wanted))
     files.write(answer)
     loop = _loop(resolved)
     in_short = not (verbose or explain or as_json or as_markdown)
     if loop is not None and not in_short:
         resolved = resolved._replace(notes=(loop.says, *resolved.notes))
-    how.show(answer, resolved, in_keys(remedies(answer), resolved.keys))
+    how.show(answer, resolved, in_keys(remedies(answer), resolved.keys), longest)
     if loop is not None and in_short:
         say(loop.says)
     return NO if check and not (_passes(answer) and (loop is None or loop.fits)) else 0
+
+
+def _longest(resolved: Resolved) -> Longest:
+    """Return the longest sequences that fit; raises SpecError without a GPU, or with lengths that vary."""
+    if resolved.varying is not None:
+        raise SpecError("--max-seq is for sequences of one length; leave --lengths out")
+    return longest_sequences(resolved.job)
 
 
 def _passes(answer: Estimate) -> bool:
@@ -123,10 +135,10 @@ class _How(NamedTuple):
     as_json: bool
     as_markdown: bool
 
-    def show(self, answer: Estimate, resolved: Resolved, changes: tuple[Remedy, ...]) -> None:
+    def show(self, answer: Estimate, resolved: Resolved, changes: tuple[Remedy, ...], longest: Longest | None) -> None:
         """Print the answer."""
         notes, lengths = resolved.notes, None
-        lines: tuple[str, ...] = ()
+        lines: tuple[str, ...] = () if longest is None else (longest_sentence(longest),)
         if resolved.varying is not None:
             from zeroplan.report.lengths import lengths_lines, lengths_payload  # noqa: PLC0415  only lengths that vary pay for it
             from zeroplan.step_peaks import step_peaks  # noqa: PLC0415
@@ -134,7 +146,7 @@ class _How(NamedTuple):
             found = step_peaks(answer, resolved.varying)
             lines, lengths = lengths_lines(found, self.unit), lengths_payload(found)
         if self.as_json:
-            typer.echo(_json(answer, notes, changes, lengths))
+            typer.echo(_json(answer, notes, changes, lengths, longest))
         elif self.as_markdown:
             from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the rendering asked for is loaded
 
@@ -159,7 +171,13 @@ def _name(answer: Estimate) -> str:
     return f"{job.model.name or job.model.family}, {job.recipe.engine}, one of {job.mesh.world_size} GPUs, estimated"
 
 
-def _json(answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: dict[str, object] | None) -> str:
+def _json(
+    answer: Estimate,
+    notes: tuple[str, ...],
+    changes: tuple[Remedy, ...],
+    lengths: dict[str, object] | None,
+    longest: Longest | None,
+) -> str:
     from zeroplan.report.payload import estimate_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
-    return json_text(estimate_payload(answer, notes, changes, lengths))
+    return json_text(estimate_payload(answer, notes, changes, lengths, longest))

@@ -102,6 +102,7 @@ def _nothing(_: _Words, __: _Value) -> list[str]:
 #: Fields that most files have no key for.
 _IN_SCRIPT: dict[str, _Said] = {
     "recipe.reentrant": _nothing,
+    "recipe.padded": _nothing,  # follows from the micro-batch
     "recipe.attention": _script('attn_implementation="{value}"'),
     "recipe.loss": _script("head and loss in one kernel, Liger's fused linear cross-entropy"),
     "recipe.keep_logits": _script("let go of the model's output before backward"),

@@ -346,7 +346,7 @@ def evaluated(
 def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None, *, reach: bool) -> Found:
     """Return the figures of the fullest rank of Megatron's pipelines."""
     from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
-    from zeroplan.engines.megatron_chunks import ranks_in_question  # noqa: PLC0415  as above
+    from zeroplan.engines.megatron.chunks import ranks_in_question  # noqa: PLC0415  as above
 
     ranks, needs, card = list[Account](), list[Needed](), grid.row(outside_column(grid, base.cluster.gpu))
     most = 2 * room_of(base) - card

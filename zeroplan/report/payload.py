@@ -7,14 +7,18 @@ from zeroplan.engines.account import PipelineRank
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Band, Collective, Kind, Line, Moment
 from zeroplan.measurement import SETTINGS
-from zeroplan.remedies import Remedy
+from zeroplan.remedies import Longest, Remedy
 from zeroplan.traffic import Traffic
 
 SCHEMA_VERSION = 1
 
 
 def estimate_payload(
-    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), lengths: dict[str, object] | None = None
+    answer: Estimate,
+    notes: Sequence[str] = (),
+    changes: Sequence[Remedy] = (),
+    lengths: dict[str, object] | None = None,
+    longest: Longest | None = None,
 ) -> dict[str, object]:
     """Return the answer of ``zeroplan estimate --json``, for ``json.dumps``."""
     return {
@@ -49,6 +53,7 @@ def estimate_payload(
         "changes": [change._asdict() for change in changes],
         "communication": _communication(answer.traffic),
         "lengths": lengths,
+        "longest_sequence": None if longest is None else longest._asdict(),
         "approximate": answer.approximate,
         "notes": list(notes),
     }

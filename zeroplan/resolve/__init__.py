@@ -19,6 +19,7 @@ from zeroplan.catalog.text import is_there
 from zeroplan.catalog.traced import traced_config
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import names_in, with_images
+from zeroplan.resolve.padding import with_padding
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
 from zeroplan.spec.adapter import PEFT_DEFAULT, PEFT_TARGETS, AdapterSpec
 from zeroplan.spec.base import nearest_fields
@@ -28,7 +29,6 @@ from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
-from zeroplan.spec.padding import not_padded
 from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import (
     AUTOMODEL_BLOCKS,
@@ -82,6 +82,10 @@ class Resolved(NamedTuple):
     """The user's file counts its micro-batch in pairs; the job counts their sequences."""
     keys: Mapping[str, str] = {}
     """The keys of the user's files by the flag that they set and that may not contradict them."""
+    padded: bool | None = None
+    """What the user said of padding; None if nothing."""
+    pads: bool | None = None
+    """Whether the program of the user's file pads the sequences of a micro-batch; None without such a file."""
 
 
 def job(**said: object) -> JobSpec:
@@ -129,10 +133,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     """
     own_folder(extra, "models")  # raises for an invalid catalogue even if no name is looked up
     read = with_setup(request, chosen)
-    model, model_notes = _model(read.request, extra)
-    model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
-    freezes = read.kind in ("llama-factory", "ms-swift")
-    model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
+    model, model_notes = _complete_model(read, extra)
     request, config_notes, config_keys = _with_deepspeed_config(read, model, chosen)
     request, liger_note = (request, "") if read.kind is None else _liger(request, model)
     if read.kind == "automodel":
@@ -143,35 +144,20 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     seq_len, seq_note = _seq_len(request, model)
     cluster = cluster_of(request, extra)
     batch, lengths_note, varying = _batch(request, seq_len)
-    complete = JobSpec(
-        model=model,
-        cluster=cluster,
-        recipe=_scored(_on_device(_on_nodes(_recipe(request, stage), cluster, chosen), cluster, request), read, seq_len),
-        mesh=mesh_of(request, gpus),
-        batch=batch,
-    )
-    complete, padding_note = _with_padding(complete, varying)
+    recipe = _scored(_on_device(_on_nodes(_recipe(request, stage), cluster, chosen), cluster, request), read, seq_len)
+    complete = JobSpec(model=model, cluster=cluster, recipe=recipe, mesh=mesh_of(request, gpus), batch=batch)
+    complete, padding_note = with_padding(complete, said=request.padded, varying=varying, trainer_pads=read.pads)
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (  # first the one that may say that the answer is too low
-        *_without_fused_attention(complete),
-        *model_notes,
-        *image_notes,
-        seq_note,
-        lengths_note,
-        padding_note,
-        imbalance_note,
-        liger_note,
-        *read.notes,
-        *program_notes,
-        *config_notes,
+        *_without_fused_attention(complete), *model_notes, seq_note, lengths_note, padding_note, imbalance_note, liger_note,
+        *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
-        *ignored,
-        _ONE_GPU if read.kind and request.gpus is None else "",
-        _wide_adapters(complete.model),
-    )
+        *ignored, _ONE_GPU if read.kind and request.gpus is None else "", _wide_adapters(complete.model),
+    )  # fmt: skip
     keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
-    return Resolved(complete, tuple(note for note in notes if note), varying, read.loop, read.pairs, keys)
+    told = tuple(note for note in notes if note)
+    return Resolved(complete, told, varying, read.loop, read.pairs, keys, request.padded, read.kind and read.pads)
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
@@ -226,6 +212,15 @@ def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
 
 
 # The model
+
+
+def _complete_model(read: SetupRead, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:
+    """Return the model with its adapters, frozen parts, scoring head and images, and notes."""
+    model, notes = _model(read.request, extra)
+    model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
+    freezes = read.kind in ("llama-factory", "ms-swift")
+    model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
+    return model, (*notes, *image_notes)
 
 
 def _partly_frozen(model: ModelSpec, request: Request) -> ModelSpec:
@@ -391,18 +386,6 @@ def mesh_of(request: Request, gpus: int) -> MeshSpec:
 
 #: TRL's default (1.16, trl/trainer/grpo_config.py, GRPOConfig.max_completion_length).
 COMPLETION = 512
-
-
-def _with_padding(job: JobSpec, varying: "Varying | None") -> tuple[JobSpec, str]:
-    """Return the job with padding if its sequences have different lengths, or a note that it is not counted."""
-    if varying is None or varying.batching.way != "padded" or job.batch.micro_batch_size == 1 or len(set(varying.tokens)) == 1:
-        return job, ""
-    if job.recipe.padded or job.recipe.attention == "eager":  # which always has a mask
-        return job, ""
-    beside = next((asked for asked, _ in not_padded(job.model, job.recipe, job.mesh) if asked), "")
-    if not beside:
-        return replace(job, recipe=replace(job.recipe, padded=True)), ""
-    return job, f"what attention needs for padding is not counted with {beside}, so that the answer is too low"
 
 
 def _scored(recipe: RecipeSpec, read: SetupRead, seq_len: int) -> RecipeSpec:

@@ -410,6 +410,8 @@ class SetupRead(NamedTuple):
     """The file's fine-tuning loop, as :class:`~zeroplan.catalog.setups.told.Setup` has it."""
     layers_per_stage: tuple[int | None, str] = (None, "")
     """The same of the layers of a stage."""
+    pads: bool = False
+    """The file's program pads the sequences of a micro-batch to one length."""
 
     @property
     def complete(self) -> Request:

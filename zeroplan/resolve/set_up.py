@@ -43,6 +43,7 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
         setup.pairs and "micro_batch" not in said,
         setup.loop,
         setup.layers_per_stage,
+        setup.pads,
     )
 
 

@@ -55,16 +55,20 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
         narrow = not recipe.precision.endswith("mixed")
         yield narrow and f"{asked}, and precision {recipe.precision!r}", "'bf16-mixed', whose adapters are fp32"
         yield adapter.quantize != "none" and f"{asked}, beside quantised weights", "compute 'autocast'"
-    engines, fused = ("ddp", "fsdp1"), "lora" in recipe.fused_parts
-    gptq = adapter.quantize == "gptq"
+    yield from _of_weights(adapter, recipe)
+    yield from _of_fused_adapters(adapter, recipe)
+    if HEAD in adapter.layers:
+        yield from _of_an_adapted_head(adapter, recipe)
+    yield adapter.dropout and recipe.kernels == "cpu" and "dropout and a CPU's kernels", "no dropout"
+
+
+def _of_weights(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled of the adapter's quantised weights, and what to use instead."""
+    engines, gptq = ("ddp", "fsdp1"), adapter.quantize == "gptq"
     yield gptq and recipe.engine not in engines and f"GPTQ's weights and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp1'"
     yield (
         gptq and recipe.precision != "fp16-mixed" and "GPTQ's weights, whose kernels compute in fp16",
         "precision 'fp16-mixed'",
-    )
-    yield (
-        fused and recipe.engine not in engines and f"fused kernels of adapters and engine {recipe.engine!r}",
-        "'ddp' or 'fsdp1'",
     )
     int8, held = adapter.quantize == "int8", recipe.recompute != "none" and not is_reentrant(recipe)
     yield int8 and recipe.engine != "ddp" and f"weights in 8 bits and engine {recipe.engine!r}", "engine 'ddp'"
@@ -73,28 +77,35 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
         int8 and held and "weights in 8 bits, whose layers keep inputs through such checkpoints,",
         "reentrant true, or recompute 'none'",
     )
+    older = adapter.four_bits_keep_inputs and recipe.recompute != "full"
+    yield older and "bitsandbytes before 0.43.2 and no full recomputation", "recompute 'full', or a later release"
+
+
+def _of_fused_adapters(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled of kernels that fuse adapters, and what to use instead."""
+    if "lora" in recipe.fused_parts:
+        elsewhere = recipe.engine not in ("ddp", "fsdp1")
+        yield elsewhere and f"fused kernels of adapters and engine {recipe.engine!r}", "'ddp' or 'fsdp1'"
+        whole = adapter.quantize not in ("nf4-double", "gptq")
+        yield whole and "fused kernels of adapters and such weights", "quantize 'nf4-double' or 'gptq'"
+        beyond = not set(adapter.layers) <= set(ATTENTION)
+        yield beyond and "fused kernels of adapters in the MLP", "targets 'attention'"
     if "axolotl-lora" in recipe.fused_parts:
         yield recipe.engine != "ddp" and f"Axolotl's kernels and engine {recipe.engine!r}", "engine 'ddp'"
         ours = adapter.quantize in ("none", "nf4", "nf4-double") and not adapter.four_bits_follow_inputs
         yield not ours and "Axolotl's kernels and such weights", "quantize 'none' or 'nf4-double'"
         wide = adapter.compute == "fp32" or (adapter.quantize != "none" and adapter.upcast != "none")
         yield wide and "Axolotl's kernels on inputs in fp32", "upcast 'none', and compute 'autocast'"
-    head = HEAD in adapter.layers
-    yield (
-        head and recipe.engine not in ("ddp", "fsdp2") and f"an adapter of the head and engine {recipe.engine!r}",
-        "'ddp' or 'fsdp2'",
-    )
+
+
+def _of_an_adapted_head(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled of an adapter of the head, and what to use instead."""
+    elsewhere = recipe.engine not in ("ddp", "fsdp2")
+    yield elsewhere and f"an adapter of the head and engine {recipe.engine!r}", "'ddp' or 'fsdp2'"
     cast = recipe.precision != "bf16" and (recipe.engine == "ddp" or adapter.quantize != "none")
-    yield head and cast and "an adapter of the head under autocast, with copies of weights,", "precision 'bf16'"
+    yield cast and "an adapter of the head under autocast, with copies of weights,", "precision 'bf16'"
     plain = recipe.loss == "full" and "loss-in-pieces" not in recipe.fused_parts
-    yield head and not plain and "an adapter of the head and a loss that has the head", "loss 'full'"
-    whole = fused and adapter.quantize not in ("nf4-double", "gptq")
-    yield whole and "fused kernels of adapters and such weights", "quantize 'nf4-double' or 'gptq'"
-    beyond = fused and not set(adapter.layers) <= set(ATTENTION)
-    yield beyond and "fused kernels of adapters in the MLP", "targets 'attention'"
-    yield adapter.dropout and recipe.kernels == "cpu" and "dropout and a CPU's kernels", "no dropout"
-    older = adapter.four_bits_keep_inputs and recipe.recompute != "full"
-    yield older and "bitsandbytes before 0.43.2 and no full recomputation", "recompute 'full', or a later release"
+    yield not plain and "an adapter of the head and a loss that has the head", "loss 'full'"
 
 
 def _beside_experts(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
@@ -150,12 +161,7 @@ class JobSpec(Spec):
                 f"engine {engine!r} has no ZeRO stage {stage} (it has {', '.join(map(str, offered))}); "
                 f"for stage {stage} use {others}"
             )
-        longest = self.model.max_position_embeddings
-        if self.model.positions and self.batch.seq_len > longest:
-            raise SpecError(
-                f"seq_len={self.batch.seq_len:,} is beyond the {longest:,} positions this {self.model.family} model has learned; "
-                "shorten it"
-            )
+        self._check_positions()
         if self.mesh.dp_replicate > 1 and engine not in ("fsdp1", "fsdp2", "paper"):
             raise SpecError(
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
@@ -184,6 +190,14 @@ class JobSpec(Spec):
         if self.recipe.recompute_layers is not None:
             self._check_recompute_layers(self.recipe.recompute_layers)
         self._check_model_ranks()
+
+    def _check_positions(self) -> None:
+        longest = self.model.max_position_embeddings
+        if self.model.positions and self.batch.seq_len > longest:
+            raise SpecError(
+                f"seq_len={self.batch.seq_len:,} is beyond the {longest:,} positions this {self.model.family} model has learned; "
+                "shorten it"
+            )
 
     @property
     def _has_more_before_blocks(self) -> bool:

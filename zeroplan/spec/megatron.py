@@ -88,11 +88,23 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
         yield from _not_by_muon(recipe)
     else:
         yield recipe.optimizer_impl not in (None, "fused") and f"optimizer_impl {recipe.optimizer_impl!r}", "fused, its own"
+    yield from _not_of_recipe(recipe, mesh, has_experts=model.moe is not None)
+    yield from _not_scheduled(recipe, mesh)
+    if recipe.megatron.overlap_moe_expert_parallel_comm:
+        yield from _not_overlapped(model, recipe, mesh)
+    predicts = recipe.megatron.mtp_num_layers > 0
+    yield predicts and model.positions > 0 and "mtp_num_layers and learned positions", "a model with rotary positions"
+    if recipe.megatron.hybrid_layer_pattern is not None:
+        yield from _not_hybrid(model, recipe, mesh)
+
+
+def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled of loss, attention, layers and the distributed optimizer."""
     yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
     yield bool(recipe.keep_logits) and "keep_logits", "no keep_logits"
     yield recipe.offload_activations and "offload_activations", "recompute 'full'"
     yield (
-        mesh.tp > 1 and model.moe is not None and not recipe.sequence_parallel and "experts and tp without sequence_parallel",
+        mesh.tp > 1 and has_experts and not recipe.sequence_parallel and "experts and tp without sequence_parallel",
         "sequence_parallel",
     )
     aware = recipe.megatron.use_precision_aware_optimizer
@@ -102,6 +114,17 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
         yield from _not_fully_sharded(recipe, mesh)
     if recipe.megatron.fp8_format is not None:
         yield from _not_in_fp8(recipe)
+    flex = recipe.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  tokens of text
+    yield flex and recipe.megatron.core_release == "0.12" and "moe_token_dispatcher_type 'flex' and core_release 0.12", "'0.13'"
+    predicts = recipe.megatron.mtp_num_layers > 0
+    yield predicts and recipe.megatron.pretrains != "gpt" and "mtp_num_layers and BERT or T5", "pretrains 'gpt'"
+    local = recipe.megatron.transformer_impl == "local"
+    yield local and recipe.attention != "eager" and f"transformer_impl 'local' and attention {recipe.attention!r}", "'eager'"
+    yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
+
+
+def _not_scheduled(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled of a pipeline's schedule."""
     schedule, each = recipe.pipeline_schedule, recipe.pipeline_stages_per_rank
     yield schedule not in SCHEDULES and f"schedule {schedule!r}", "1f1b or interleaved-1f1b"
     yield mesh.pp == 1 and recipe.cuts_pipelines and "a pipeline's schedule or layers and pp=1", "several pipeline ranks"
@@ -111,18 +134,6 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
         "several pipeline ranks, or leave it out",
     )
     yield schedule == "interleaved-1f1b" and each == 1 and "one stage per rank and an interleaved schedule", "1f1b"
-    if recipe.megatron.overlap_moe_expert_parallel_comm:
-        yield from _not_overlapped(model, recipe, mesh)
-    flex = recipe.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  tokens of text
-    yield flex and recipe.megatron.core_release == "0.12" and "moe_token_dispatcher_type 'flex' and core_release 0.12", "'0.13'"
-    predicts = recipe.megatron.mtp_num_layers > 0
-    yield predicts and model.positions > 0 and "mtp_num_layers and learned positions", "a model with rotary positions"
-    yield predicts and recipe.megatron.pretrains != "gpt" and "mtp_num_layers and BERT or T5", "pretrains 'gpt'"
-    if recipe.megatron.hybrid_layer_pattern is not None:
-        yield from _not_hybrid(model, recipe, mesh)
-    local = recipe.megatron.transformer_impl == "local"
-    yield local and recipe.attention != "eager" and f"transformer_impl 'local' and attention {recipe.attention!r}", "'eager'"
-    yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
 
 
 def _not_fully_sharded(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:

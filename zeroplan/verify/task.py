@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
-from zeroplan.engines.megatron_chunks import stages_of
+from zeroplan.engines.megatron.chunks import stages_of
 from zeroplan.errors import SpecError
 from zeroplan.measurement import Tensors
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec

@@ -38,8 +38,16 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     Raises :class:`~zeroplan.errors.SpecError` for an engine or parallelism that TRL's trainers do not support, and for impossible
     numbers.
     """
+    return loop_of_step(step_of(job, asked), asked)
+
+
+def step_of(job: JobSpec, asked: Asked) -> JobSpec:
+    """Return the training step that the workflow's trainer makes of a job: its loss, and two sequences of a pair.
+
+    Raises what :func:`loop_of` raises.
+    """
     _check(job, asked)
-    return loop_of_step((verl.trained_job if asked.workflow == "ppo" else preference.trained_job)(job, asked), asked)
+    return (verl.trained_job if asked.workflow == "ppo" else preference.trained_job)(job, asked)
 
 
 def loop_of_step(job: JobSpec, asked: Asked) -> Loop:

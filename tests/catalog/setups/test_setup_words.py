@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeroplan.catalog.setups.accelerate import accelerate_setup
-from zeroplan.catalog.setups.told import MAY_BE_PADDED, Setup, Table, Told, option_taken, taken
+from zeroplan.catalog.setups.told import Setup, Table, Told, option_taken, taken
 from zeroplan.catalog.setups.torchtitan import torchtitan_setup
 from zeroplan.catalog.setups.trainer import trainer_setup
 from zeroplan.errors import SpecError
@@ -171,7 +171,6 @@ def test_the_trainers_notes():
         loaded,
         "auto_find_batch_size makes batches smaller until they fit; the one that is asked for is counted",
         "accelerator_config is a file of its own, 'mine.json', which is left out",
-        MAY_BE_PADDED,
     )
     sharded = trainer(
         {"per_device_train_batch_size": 1, "torch_dtype": "bfloat16", "bf16": True, "fsdp": True, "fsdp_config": {"version": 2}}

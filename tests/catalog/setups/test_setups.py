@@ -13,7 +13,7 @@ from zeroplan.catalog.setups import trainer
 from zeroplan.catalog.setups.reading import read_setup
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.errors import SpecError
-from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.resolve import Request, Resolved, padding, resolve
 from zeroplan.spec.recipe import Fsdp1Options
 
 if TYPE_CHECKING:
@@ -106,13 +106,28 @@ def test_the_trainers_arguments(read: Callable[..., Resolved]):
     assert not job.recipe.sync_every_micro_batch  # the Trainer reduces after the last one
     assert read({"output_dir": "x", "optim": "adamw_torch"}).job.batch.micro_batch_size == 8
     assert any("is 8 to transformers" in note for note in read({"output_dir": "x"}).notes)
-    assert [note.partition(": ")[2].partition(":")[0] for note in notes[1:]] == [
-        "the sequences of a micro-batch are counted as equally long",
+    assert [note.partition(": ")[2].partition(":")[0] for note in notes[2:]] == [
         "its keys that say something of the job",
         "taken for granted, as its program does",
     ]
-    joined = read(TRAINER | {"packing": True}, gpus=4)
-    assert not any("counted as equally long" in note for note in joined.notes)
+
+
+def test_a_trainers_padding_is_counted(read: Callable[..., Resolved]):
+    """Attention gets a mask unless sequences are joined, there is one, or the user says that all are equally long."""
+    padded = read(TRAINER, gpus=4)
+    assert (padded.job.recipe.padded, padding.COUNTED in padded.notes) == (True, True)
+    for changed, said in (
+        ({"packing": True}, {}),
+        ({"per_device_train_batch_size": 1}, {}),
+        ({}, {"padded": False}),
+        ({"attn_implementation": "eager"}, {}),
+    ):
+        other = read(TRAINER | changed, gpus=4, **said)
+        assert (other.job.recipe.padded, padding.COUNTED in other.notes) == (False, False)
+    assert read(TRAINER | {"packing": True}, gpus=4, padded=True).job.recipe.padded
+    split = read(TRAINER, gpus=4, engine="fsdp2", tensor_parallel=2, sync_every_micro_batch=True)
+    assert not split.job.recipe.padded
+    assert any("padding is not counted with tp=2, so that the answer is too low" in note for note in split.notes)
 
 
 @pytest.mark.parametrize(

@@ -114,32 +114,17 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     }  # fmt: skip
     tp, pp, cp, ep = sizes.values()
     split = tp * pp * cp
+    own = before != "" or "tuner_type" in table.data or "model" in table.data
     etp = table.count(f"{before}expert_tensor_parallel_size") or tp
     least = lcm(split, ep * etp * pp) if ep > 1 else split
-    note = "" if gpus else f"the file does not say how many GPUs: {least}, the least that its degrees need, are counted"
-    if gpus and gpus % least:
-        note = f"{gpus} GPUs are given, but the degrees need a multiple of {least}: {-(-gpus // least) * least} are counted"
-    gpus = -(-(gpus or least) // least) * least
-    reading.tell("gpus", "world size", gpus, filled=True, note=note)
-    own = before != "" or "tuner_type" in table.data or "model" in table.data
+    gpus = _world_size(reading, gpus, least)
     if table.switch(f"{before}use_torch_fsdp2"):
-        reading.tell("engine", "use_torch_fsdp2", "fsdp2")
-        reading.unmodelled(saves="transformer_impl")  # zeroplan counts transformers' layers, which keep more
-        table.leave(("no_gradient_accumulation_fusion",))  # FSDP2 has a gradient of its own for each weight
-        reading.tell("stage", "use_torch_fsdp2", 2 if table.switch(f"{before}torch_fsdp2_no_reshard_after_forward") else 3)
+        _torch_fsdp2(reading, before)
         _precision(reading, own=own)
         _recomputation(reading, override if before else "")
         return gpus // split
     reading.tell("engine", "Megatron-LM", "megatron")
-    distributed = table.switch(f"{before}use_distributed_optimizer")
-    shards = own if distributed is None else distributed  # ms-swift, Megatron-Bridge and verl shard the optimizer
-    if table.switch(f"{before}use_megatron_fsdp"):
-        strategy = table.text(f"{before}data_parallel_sharding_strategy") or _STRATEGIES[0]
-        if strategy not in _STRATEGIES:
-            raise table.refused(f"{before}data_parallel_sharding_strategy", f"Megatron-LM has {', '.join(_STRATEGIES)}")
-        reading.tell("stage", f"{before}data_parallel_sharding_strategy", _STRATEGIES.index(strategy))
-    else:
-        reading.tell("stage", "use_distributed_optimizer", 1 if shards else 0)
+    _sharding(reading, before, own=own)
     _precision(reading, own=own)
     on = tp > 1 and (
         table.switch(f"{before}sequence_parallel") or (before != "" and table.get(f"{before}sequence_parallel") is None)
@@ -149,6 +134,38 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     _schedule(reading, before, pp)
     _options(reading, override if before else "", etp)
     return gpus // split
+
+
+def _world_size(reading: Reading, gpus: int | None, least: int) -> int:
+    """Read and return the number of GPUs: the next multiple of the ``least`` that the degrees need."""
+    note = "" if gpus else f"the file does not say how many GPUs: {least}, the least that its degrees need, are counted"
+    counted = -(-(gpus or least) // least) * least
+    if gpus and gpus % least:
+        note = f"{gpus} GPUs are given, but the degrees need a multiple of {least}: {counted} are counted"
+    reading.tell("gpus", "world size", counted, filled=True, note=note)
+    return counted
+
+
+def _torch_fsdp2(reading: Reading, before: str) -> None:
+    table = reading.table
+    reading.tell("engine", "use_torch_fsdp2", "fsdp2")
+    reading.unmodelled(saves="transformer_impl")  # zeroplan counts transformers' layers, which keep more
+    table.leave(("no_gradient_accumulation_fusion",))  # FSDP2 has a gradient of its own for each weight
+    reading.tell("stage", "use_torch_fsdp2", 2 if table.switch(f"{before}torch_fsdp2_no_reshard_after_forward") else 3)
+
+
+def _sharding(reading: Reading, before: str, *, own: bool) -> None:
+    """Read what the data-parallel ranks share."""
+    table = reading.table
+    distributed = table.switch(f"{before}use_distributed_optimizer")
+    shards = own if distributed is None else distributed  # ms-swift, Megatron-Bridge and verl shard the optimizer
+    if table.switch(f"{before}use_megatron_fsdp"):
+        strategy = table.text(f"{before}data_parallel_sharding_strategy") or _STRATEGIES[0]
+        if strategy not in _STRATEGIES:
+            raise table.refused(f"{before}data_parallel_sharding_strategy", f"Megatron-LM has {', '.join(_STRATEGIES)}")
+        reading.tell("stage", f"{before}data_parallel_sharding_strategy", _STRATEGIES.index(strategy))
+    else:
+        reading.tell("stage", "use_distributed_optimizer", 1 if shards else 0)
 
 
 def _precision(reading: Reading, *, own: bool) -> None:

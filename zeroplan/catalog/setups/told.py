@@ -22,12 +22,8 @@ Kind = Literal[
 
 
 #: Programs whose collators pad the sequences of a batch to the longest, unless a key joins them.
-_PADS: tuple[Kind, ...] = ("trainer", "llama-factory", "axolotl", "ms-swift")
-_JOINS = ("packing", "neat_packing", "sample_packing", "padding_free")
-MAY_BE_PADDED = (
-    "the sequences of a micro-batch are counted as equally long: where the data is padded, attention needs more memory, which "
-    "--padded counts"
-)
+_PADS: tuple[Kind, ...] = ("trainer", "llama-factory", "axolotl", "ms-swift", "openrlhf")
+_JOINS = ("packing", "neat_packing", "sample_packing", "padding_free", "ds.packing_samples")
 
 
 class Told(NamedTuple):
@@ -82,6 +78,8 @@ class Setup(NamedTuple):
     """The file counts its micro-batch in pairs, each of two sequences."""
     layers_per_stage: tuple[int | None, str] = (None, "")
     """Layers of a pipeline's stage in NeMo AutoModel, and whether the number of stages is rounded up or down."""
+    pads: bool = False
+    """The program pads the sequences of a micro-batch to one length."""
     used: tuple[str, ...] = ()
     """The file's keys that set a flag or an option."""
     loop: Mapping[str, object] = {}
@@ -541,22 +539,19 @@ class Reading:
             data = data.get(part) if isinstance(data, dict) else None
         return data is not None
 
-    def _batches_apart(self) -> bool:
-        """Whether a micro-batch has several sequences, in rows of their own."""
-        size = self.flags.get("micro_batch")
-        joins = any(str(self.table.data.get(key)).lower() == "true" for key in _JOINS)
-        return size is not None and int(str(size.value)) > 1 and not joins
+    def _pads(self, kind: Kind) -> bool:
+        """Whether the program pads the sequences of a micro-batch, and no key joins them instead."""
+        return kind in _PADS and not any(str(self.table.data.get(key)).lower() == "true" for key in _JOINS)
 
     def setup(self, kind: Kind) -> Setup:
         """Return the settings read, and notes on the keys that no reader used."""
         self.table.suspects()
         matters = self.table.matters
-        padding = (MAY_BE_PADDED,) if kind in _PADS and self._batches_apart() else ()
-        notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)), *padding)
+        notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)))
         return Setup(
             kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
             saves=frozenset(self.table.saves), head_rows=self.head_rows, pairs=self.pairs, loop=self.loop,
-            layers_per_stage=self.layers_per_stage,
+            layers_per_stage=self.layers_per_stage, pads=self._pads(kind),
             used=tuple(dict.fromkeys(one.key for one in (*self.flags.values(), *self.options.values()) if self._says(one.key))),
         )  # fmt: skip
 

@@ -525,7 +525,7 @@ def _in_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
     tape.history.actions += [*chunk.history.actions, *(CHUNKS - 1) * _added(chunk)]
     joined = _joined(tape, read)
     tape.moments += forward
-    tape.gradients += weights
+    tape.gradients.made += weights
     return _Ran(joined, (labels, buffer), (labels, buffer), (), tuple(chunk.moments), arrivals)
 
 
@@ -540,9 +540,9 @@ def _one_chunk(
     loss, names = cross_entropy(tape, logits, ())
     forward = tape.moments.copy()
     tape.drop(*names)
-    tape.gradients += weights
+    tape.gradients.made += weights
     tape.run_backward(loss, loss.store)
-    return forward, tuple(tape.arrivals)
+    return forward, tuple(tape.gradients.arrivals)
 
 
 def _added(chunk: Tape) -> list[Action]:
@@ -591,7 +591,7 @@ def _fused(tape: Tape, read: Value, ending: Ending) -> _Ran:
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         for store in made:
             del tape.alive[store]
-            tape.gradients.append(h * V)
+            tape.gradients.made.append(h * V)
             tape.history.actions += [(Do.RELEASE, store), (Do.GRADIENT, h * V)]  # the same memory
         return [op.through(read, through)]
 

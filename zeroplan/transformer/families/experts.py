@@ -244,7 +244,7 @@ def picked(
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         if first:
-            tape.waiting.clear()
+            tape.gradients.waiting.clear()
         return [(value, op.gradient(tape, value, f"gradient of what {reason} came from", source))]
 
     tape.add(reason, (made,), (by,), backward, of=(value,))

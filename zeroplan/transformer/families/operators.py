@@ -227,10 +227,7 @@ def trained_linear(
     weights = [width, matrix] if bias else [matrix]
     kept = matrix if tape.follows(value) else None  # only the gradient of the input needs the weight's copy
     before = weights[addmm:] if tape.autocast else []
-    casts = [
-        _weight(tape, elements, site, tracked=elements is kept, of="weight" if elements is matrix else "bias")
-        for elements in before
-    ]
+    casts = [_weight(tape, one, site, tracked=one is kept, of="weight" if one is matrix else "bias") for one in before]
     given = cast(tape, value, e, Site(f"input of the {site.name}", site.source))
     if addmm and tape.autocast:
         casts.append(_weight(tape, width, site, tracked=False, of="bias"))
@@ -239,23 +236,15 @@ def trained_linear(
     if not bias and copies is None:
         tape.matrix_product(made.store)
 
-    def of_parameter(tape: Tape, elements: Size) -> Arriving:
-        copy = next((one for one in casts if one.shape is elements), None)
-        if copy is None:
-            tape.weight_gradient(elements)
-            return []
-        reason = f"gradient of the {site.name}'s weights, not yet cast"
-        return [(copy, tape.make(TEMPORARY, reason, e * elements, site.source))]
-
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         """``mm`` makes the weight's gradient first, ``addmm`` the input's. ``addmm`` sums the bias's gradient last."""
-        of_weight = [] if bias else of_parameter(tape, matrix)
+        of_weight = [] if bias else _weight_gradient(tape, matrix, casts, site)
         reason = f"gradient through the {site.name}"
         arriving = [(given, gradient(tape, given, reason, site.source))] if tape.follows(given) else []
         if bias:
-            of_weight = of_parameter(tape, matrix)
+            of_weight = _weight_gradient(tape, matrix, casts, site)
             tape.used(given.store)
-            of_weight += of_parameter(tape, width)
+            of_weight += _weight_gradient(tape, width, casts, site)
         return [*arriving, *of_weight]
 
     read = (Beside(f"weight of the {site.name}", e * matrix, strided=not addmm),) if kept is not None else ()
@@ -263,6 +252,16 @@ def trained_linear(
     tape.add(site.name, (made,), (given,), backward, of=None, cast=cast_of, place=site.place, beside=read)
     tape.release(given)
     return made
+
+
+def _weight_gradient(tape: Tape, elements: Size, casts: list[Value], site: Site) -> Arriving:
+    """Make the gradient of a linear layer's parameter, or of its copy among ``casts``."""
+    copy = next((one for one in casts if one.shape is elements), None)
+    if copy is None:
+        tape.weight_gradient(elements)
+        return []
+    reason = f"gradient of the {site.name}'s weights, not yet cast"
+    return [(copy, tape.make(TEMPORARY, reason, e * elements, site.source))]
 
 
 def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size) -> Value:

@@ -267,13 +267,15 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
     An offloaded input returns to the GPU for the recomputation and is freed after it, unless the block saves it.
     """
     tape, given, made = run_forward(structure, saving=False, keeps_selected=keeps, marking=marking)
-    forward, kept = _without(tape.history.actions, given.store), tape.selected() if keeps else ()
+    forward, kept = _without(tape.history.actions, given.store), tape.selected.stores() if keeps else ()
     again, _, output = run_forward(structure, saving=True, given=given.store, recomputed=True, marking=marking)
     places = _Places()
     copies = tape.history.input_copies
     stays = (given.store, made.store, *kept, *copies)
     forward += [(Do.RELEASE, store) for store in tape.alive if store not in stays]  # BLOOM's block has that of another
-    places.same = dict(zip((*(again.selected() if keeps else ()), *again.history.input_copies), (*kept, *copies), strict=True))
+    places.same = dict(
+        zip((*(again.selected.stores() if keeps else ()), *again.history.input_copies), (*kept, *copies), strict=True)
+    )
     to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
     incoming, until_saved = _incoming(output, received=received), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)

@@ -281,6 +281,43 @@ class Arrival(NamedTuple):
     stores: tuple[Store, ...]
 
 
+class WeightGradients:
+    """The weight gradients of a backward so far. Sizes are elements."""
+
+    def __init__(self) -> None:
+        """Start without gradients."""
+        self.made: list[Size] = []
+        self.current: list[Size] = []
+        """Those that the current operator made."""
+        self.waiting: list[Size] = []
+        """Those that have not reached their weights yet."""
+        self.arrivals: list[Arrival] = []
+
+    def add(self, size: Size, *, waits: bool) -> None:
+        """Add a gradient. ``waits``: it does not reach its weight yet."""
+        self.made.append(size)
+        self.current.append(size)
+        if waits:
+            self.waiting.append(size)
+
+
+class Selected:
+    """The tensors that a selective checkpoint keeps: every second plain matrix product, and attention's output."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        """``keeps``: a selective checkpoint runs."""
+        self.keeps = keeps
+        self.products: list[Store] = []
+        """Outputs of plain matrix products, in order."""
+        self.kernel_outputs: list[Store] = []
+        """Outputs of attention's kernel."""
+
+    def stores(self) -> tuple[Store, ...]:
+        """Return the kept tensors."""
+        stores = (*self.products[::2], *self.kernel_outputs)
+        return tuple([one for store in stores for one in (store, store.twin) if one is not None])
+
+
 class Tape:
     """A program's run so far."""
 
@@ -294,12 +331,12 @@ class Tape:
         """``wide``: the compute dtype is fp32. ``saving``: operators save tensors, as they do outside a checkpoint.
 
         ``narrow``: weights and residual stream have the compute dtype even under autocast. ``keeps_selected``: a selective
-        checkpoint keeps every second matrix product and attention's output. ``recomputed``: a recomputation saved the tensors,
-        and the backward frees each right after it reads it. ``marking``: the history marks modules with weights.
+        checkpoint keeps tensors. ``recomputed``: a recomputation saved the tensors, and the backward frees each right after it
+        reads it. ``marking``: the history marks modules with weights.
         ``fused_softmax``: a softmax in fp32 reads 16 bits itself. ``offloading``: autograd copies every saved tensor to host
         memory, once per operator that saves it, and copies it back for the operator's backward.
         """
-        self.keeps_selected, self.recomputed = keeps_selected, recomputed
+        self.selected, self.recomputed = Selected(keeps=keeps_selected), recomputed
         self.marks, self.host = Marks() if marking else None, InHost() if offloading else None
         self.wide, self.autocast, self.saving, self.fused_softmax = wide, autocast, saving, fused_softmax
         self.wide_residual = autocast and not narrow
@@ -324,17 +361,7 @@ class Tape:
         """Elements of the weights whose autocast copies live to the backward."""
         self.cached: list[Size] = []
         """Elements of the weights whose copies autocast caches until its context ends."""
-        self.products: list[Store] = []
-        """Outputs of plain matrix products, in order."""
-        self.kernel_outputs: list[Store] = []
-        """Outputs of attention's kernel."""
-        self.gradients: list[Size] = []
-        """Elements of the weight gradients made so far."""
-        self.current: list[Size] = []
-        """Elements of the weight gradients that the current operator made."""
-        self.waiting: list[Size] = []
-        """Elements of the weight gradients that have not reached their weights yet."""
-        self.arrivals: list[Arrival] = []
+        self.gradients = WeightGradients()
         self.alive_at_forward: dict[Module, tuple[Store, ...]] = {}
         """Tensors alive when a module's forward began, for the modules that engines need to know."""
         self.alive_at_backward: dict[Module, tuple[Store, ...]] = {}
@@ -382,7 +409,7 @@ class Tape:
 
     def record(self) -> None:
         """Record the live tensors as a moment. It replaces the last one if nothing was freed since, because that was lower."""
-        made, making = tuple(self.gradients), tuple(self.current)
+        made, making = tuple(self.gradients.made), tuple(self.gradients.current)
         moment = Alive(
             self.name, tuple(self.alive), made, making, (*self.casts, *self.cached), place=self.place, before=self.before
         )
@@ -561,23 +588,18 @@ class Tape:
         """Record the output of a plain matrix product. A selective checkpoint keeps the first, the third, and so on."""
         if self.mode.keeps:
             return
-        if self.keeps_selected and len(self.products) % 2 == 0:
+        if self.selected.keeps and len(self.selected.products) % 2 == 0:
             self.hold(made)
-        self.products.append(made)
+        self.selected.products.append(made)
 
     def kernel_output(self, *made: Store, of: str = "") -> None:
         """Record outputs of attention's kernel, or the tensors that mode ``of`` keeps, which a selective checkpoint keeps."""
         if self.mode.keeps != of:
             return
-        if self.keeps_selected:
+        if self.selected.keeps:
             for store in made:
                 self.hold(store)
-        self.kernel_outputs += made
-
-    def selected(self) -> tuple[Store, ...]:
-        """Return the tensors that a selective checkpoint keeps."""
-        stores = (*self.products[::2], *self.kernel_outputs)
-        return tuple([one for store in stores for one in (store, store.twin) if one is not None])
+        self.selected.kernel_outputs += made
 
     # --- the backward --------------------------------------------------------------------------------------------------------
 
@@ -608,11 +630,8 @@ class Tape:
         if unsummed is not None:
             self.temporary(*unsummed)
             self.used(*read)
-        self.gradients.append(size)
-        self.current.append(size)
+        self.gradients.add(size, waits=waits)
         self.history.actions.append((Do.GRADIENT, size))
-        if waits:
-            self.waiting.append(size)
 
     def run_backward(self, output: Value, incoming: Store) -> None:
         """Run the backward from ``incoming``, the gradient of ``output``."""
@@ -653,13 +672,14 @@ class Tape:
             ]
         arriving = operator.backward(self, taken)
         self.record()
-        made = len(self.current) > len(self.waiting)
+        gradients = self.gradients
+        made = len(gradients.current) > len(gradients.waiting)
         self.read()
         self.drop(*self.scratch, *self._done_with(operator, taken))
         self.scratch.clear()
         # Engines look up the moment of the loss, so no later moment may replace it.
-        self.freed = self.freed or bool(self.current) or operator.place.at is At.LOSS
-        self.current[:] = self.waiting
+        self.freed = self.freed or bool(gradients.current) or operator.place.at is At.LOSS
+        gradients.current[:] = gradients.waiting
         if operator.cast is not None:
             self.freed = True
             self.casts.remove(operator.cast)
@@ -667,11 +687,11 @@ class Tape:
         if made and self.marks is not None:
             self.history.actions.append((Do.ARRIVE, None))
         self._done(operator)
-        for value, gradient in arriving:
-            self._deliver(value, gradient, waiting)
+        for value, arrived in arriving:
+            self._deliver(value, arrived, waiting)
         if made:
             self.history.actions += [] if self.marks is not None else [(Do.ARRIVE, None)]
-            self.arrivals.append(Arrival(tuple(self.gradients), tuple(self.alive)))
+            gradients.arrivals.append(Arrival(tuple(gradients.made), tuple(self.alive)))
 
     def _begin(self, operator: Operator) -> None:
         self.name, self.place = operator.name, operator.place

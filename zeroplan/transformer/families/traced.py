@@ -240,7 +240,7 @@ def structure_of(
     dense, training = model.moe is None or no_experts, _training(model, kind, compute)
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
-    return Block(
+    block = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
         x.autocast if training is None else compute.autocast and not training.wide_adapters,
@@ -254,33 +254,48 @@ def structure_of(
         model.activation,
         model.attention_bias and TRAITS[model.family].biased_output,
         model.mlp_bias,
-        x.expert_ranks > 1,
-        x.expert_ranks > 1 and x.imbalance != EVEN,
-        compute.cp,
-        head_size(max(x.head_dim, x.context // x.heads)),
-        not dense,
-        model.mla is not None and model.mla.q_lora_rank is not None,
-        x.casts_inputs,
-        model.mla is not None and x.context == x.query,
-        model.family == "bloom" and model.num_hidden_layers == 1,
-        training,
-        sharded,
-        compute.recompute if apart else "none",
-        "single" if single else _chunks(kind, one=masked),
-        compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
-        compute.is_fp16,
-        tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
-        compute.offloaded and compute.recompute == "none",
-        model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
-        model.head_norms,
-        not model.turned or (kind == "global" and TRAITS[model.family].unturned),
-        x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
-        kind == "mlp",
-        kind == "beside",
-        kind == "global" and model.global_head_dim > 0,
-        x.padded and x.attention == "flash",
-        model.mla is None and x.head_dim > WIDEST_OF_FLASH,
-        model.moe is not None and model.moe.num_shared_experts > 0,
+        ring=compute.cp,
+        routed=not dense,
+        casts_inputs=x.casts_inputs,
+        training=training,
+        sharded=sharded,
+        recompute=compute.recompute if apart else "none",
+        chunks="single" if single else _chunks(kind, one=masked),
+        release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
+        is_fp16=compute.is_fp16,
+        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
+        offloaded=compute.offloaded and compute.recompute == "none",
+    )
+    return _with_experts(_with_heads(block, model, kind, x), model, kind, x)
+
+
+def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
+    """Return the structure with that of its heads."""
+    mla, unturned = model.mla, kind == "global" and TRAITS[model.family].unturned
+    return block._replace(
+        head_size=head_size(max(x.head_dim, x.context // x.heads)),
+        compressed=mla is not None and mla.q_lora_rank is not None,
+        one_size=mla is not None and x.context == x.query,
+        alone=model.family == "bloom" and model.num_hidden_layers == 1,
+        head_norms=model.head_norms,
+        unturned=not model.turned or unturned,
+        filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
+        keys_are_values=kind == "global" and model.global_head_dim > 0,
+        padded=x.padded and x.attention == "flash",
+        too_wide=mla is None and x.head_dim > WIDEST_OF_FLASH,
+    )
+
+
+def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
+    """Return the structure with that of its experts, or of the one module that it consists of."""
+    moe = model.moe
+    return block._replace(
+        dispatched=x.expert_ranks > 1,
+        uneven=x.expert_ranks > 1 and x.imbalance != EVEN,
+        looped=moe.num_experts if moe is not None and model.adapter is not None else 0,
+        is_mlp=kind == "mlp",
+        only_gated=kind == "beside",
+        shares=moe is not None and moe.num_shared_experts > 0,
     )
 
 
@@ -375,7 +390,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=apart))
     above = partial(_above_the_backward, tape, given=given.store, dtypes=dtypes, by_place=by_place)
     reruns = {recompute: index.moments(above(moments)) for recompute, moments in ran.items()}
-    selective = index.of(tape.selected())
+    selective = index.of(tape.selected.stores())
     made = forwards(
         index,
         forward,
@@ -383,7 +398,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
         lambda keeping: run_forward(structure, saving=False, given=given.store, keeps_selected=keeping)[0],
         dtypes,
     )
-    places, arrivals = index.of((given.store, *tape.history.input_copies)), index.arrivals(tape.arrivals)
+    places, arrivals = index.of((given.store, *tape.history.input_copies)), index.arrivals(tape.gradients.arrivals)
     away = () if tape.host is None else index.of(tape.host.copies)
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
@@ -419,7 +434,7 @@ def forwards(
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        return index.forward(tape, (given, *tape.history.input_copies, *(tape.selected() if keeping else ())), dtypes)
+        return index.forward(tape, (given, *tape.history.input_copies, *(tape.selected.stores() if keeping else ())), dtypes)
 
     return {"none": plain, "full": forward(keeping=False), "selective": forward(keeping=True)}
 
@@ -436,7 +451,7 @@ def _run_again(moments: list[Alive]) -> list[Alive]:
 def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
     """Return moments of a recomputation with the selected outputs alive from the beginning, since the forward kept them."""
     first = {store: at for at, moment in reversed(list(enumerate(moments))) for store in moment.stores}
-    kept = tape.selected()
+    kept = tape.selected.stores()
     return [
         moment._replace(stores=(*moment.stores, *(store for store in kept if first.get(store, 0) > at)))
         for at, moment in enumerate(moments)
@@ -479,7 +494,7 @@ def _above_the_backward(
 
 def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[Alive]:
     """Return the backward's moments before the recomputation, with only the checkpoint's kept tensors among the saved ones."""
-    kept = tape.selected() if recompute == "selective" else ()
+    kept = tape.selected.stores() if recompute == "selective" else ()
     return [
         one._replace(stores=(*(store for store in one.stores if store is given or store not in tape.saved), *kept))
         for one in tape.moments[: tape.history.moments_before_rerun]

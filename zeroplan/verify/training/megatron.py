@@ -12,8 +12,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from zeroplan.engines.megatron import padded_vocabulary
-from zeroplan.engines.megatron_chunks import chunks_per_rank, stages_of
+from zeroplan.engines.megatron.chunks import chunks_per_rank, stages_of
+from zeroplan.engines.megatron.parameters import padded_vocabulary
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.megatron import UNGATED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width

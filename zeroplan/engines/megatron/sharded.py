@@ -1,4 +1,4 @@
-"""The memory of Megatron-FSDP beyond its shards: gathered weights while layers compute, and whole gradients until it reduces them.
+"""What does Megatron-FSDP hold beyond its shards: gathered weights while layers compute, and whole gradients until it reduces them?
 
 Each layer is an FSDP unit. Embedding, final norm and head are outside the units and stay gathered after their first use. The queue
 of weights takes at least half a billion, the queue of gradients at least a billion: the code limits them with ``max``, not ``min``.
@@ -13,8 +13,14 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
+from zeroplan.engines.megatron.parameters import elements_of, ends_of, table_of
+from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers, updated_by
+from zeroplan.engines.megatron.widths import GRADIENTS_TOO, WEIGHTS_TOO, bytes_of
 from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
 
 _FOLDER = "Megatron-Core 0.16.1, core/distributed/fsdp/src/megatron_fsdp"
 _GATHERED = f"{_FOLDER}/param_and_grad_buffer.py, AllGatherPipeline.all_gather_params"
@@ -24,6 +30,9 @@ _IN_FLIGHT = 1_000_000_000
 #: Points of a step, other than the backward of each layer.
 AT_AHEAD, AT_LAST, AT_LOSS, AT_HEAD, AT_END, AT_STEP = "ahead", "last", "loss", "head", "end", "step"
 _AT_STEP = Tag(Role.UNTIL_NEXT_STEP)
+#: Elements of a bucket: the larger of the first, and of the second times the data- and context-parallel ranks.
+#: Source: training/training.py, resolve_ddp_bucket_size.
+_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
 
 
 class Sharding(NamedTuple):
@@ -50,6 +59,10 @@ class Sharding(NamedTuple):
     width_of_gradient: int
     """Size of a gradient. [bytes]"""
 
+    @property
+    def _bucket(self) -> Int:
+        return 0 if self.bucket is None else self.bucket
+
     def _layer(self) -> Int:
         return maximum(1, _sum(self.layers) // max(1, len(self.layers)))
 
@@ -63,7 +76,7 @@ class Sharding(NamedTuple):
         Before Megatron-FSDP adds a bucket, it reduces the oldest ones until the queue holds no more than its limit. If the head has
         a bucket of its own, this is the oldest. Padding makes a layer a little larger than its elements.
         """
-        layer = self._layer() if self.gathers else maximum(1, self.bucket or 1)
+        layer = self._layer() if self.gathers else maximum(1, self._bucket)
         head = where(self._is_cut(), self.ends - self.table, 0)
         beside = (maximum(0, self._queue() - head) // (layer + 1) + 1) * layer
         return where(behind <= beside, behind + head, minimum(behind, (self._queue() // (layer + 1) + 1) * layer))
@@ -113,7 +126,7 @@ class Sharding(NamedTuple):
         """
         if at in (AT_AHEAD, AT_LAST, AT_LOSS, AT_STEP):
             return 0
-        whole, reaching = self.ends + _sum(self.layers), 0 if self.gathers else self.bucket or 0
+        whole, reaching = self.ends + _sum(self.layers), 0 if self.gathers else self._bucket
         if not self.gathers and self.bucket is None:
             return whole
         if at == AT_HEAD:
@@ -177,6 +190,33 @@ class Sharding(NamedTuple):
         """Return the line of the tensor into which a layer's gradients are reduced. [bytes]"""
         n_bytes, formula = self.width_of_gradient * self.shares[behind], f"{self.width_of_gradient}·I_{behind}"
         return Line(Kind.REDUCE, n_bytes, "this rank's share of gradients, reduced", formula, _REDUCED)
+
+
+def sharding_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Sharding | None:
+    """Return how Megatron-FSDP shards a rank's parameters; None below stage 2.
+
+    It cannot shard experts that only one rank has.
+    """
+    if recipe.zero_stage < GRADIENTS_TOO:
+        return None
+    units, shares = list[Int](), list[Int]()
+    several, of_experts = sharers(recipe, mesh), expert_sharers(recipe, mesh)
+    for at, layers in enumerate(rank.counts):
+        beside, experts, _ = elements_of(model, recipe, mesh, tuple(int(other == at) for other in range(len(rank.counts))))
+        shares += [maximum(ceil_div(beside, several), ceil_div(experts, of_experts))] * layers
+        units += [beside + where(of_experts > 1, experts, 0)] * layers
+    bucket = maximum(_BUCKET, _BUCKET_OF_A_RANK * mesh.dp_shard * mesh.cp) if recipe.megatron.overlap_grad_reduce else None
+    (embedding, end), width = ends_of(model, recipe, mesh), bytes_of(recipe)
+    if recipe.zero_stage < WEIGHTS_TOO:  # shares of small buckets are not counted; a single bucket is reduced at the end
+        shares = [updated_by(rank, recipe, mesh)[0] if bucket is None else 0, *[0] * (len(units) - 1)]
+    weights: Int = width.weight * sum(units)
+    if recipe.megatron.fp8_param_gather:
+        weights = weights - (width.weight - 1) * rank.in_fp8
+    transposes = ceil_div(rank.in_fp8, max(1, len(units))) if recipe.megatron.fp8_transposes else 0
+    return Sharding(
+        recipe.zero_stage == WEIGHTS_TOO, table_of(model, recipe, mesh), embedding + end, tuple(reversed(units)),
+        tuple(reversed(shares)), bucket, width.weight, weights, transposes, width.gradient,
+    )  # fmt: skip
 
 
 def _sum(numbers: Iterable[Int]) -> Int:

@@ -1,4 +1,4 @@
-"""The layers of each Megatron-Core pipeline rank, and how many of them wait for their backward.
+"""Which layers has each Megatron-Core pipeline rank, and how many of them wait for their backward?
 
 A rank has one chunk of layers, or several with the interleaved schedule. Chunks may differ in the number and kinds of their layers,
 for example dense layers before layers with experts.
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.engines.megatron_schedule import order_of
+from zeroplan.engines.megatron.schedule import order_of
 from zeroplan.numeric import Int
 from zeroplan.spec.megatron import chunks_of
 from zeroplan.spec.mesh import Mesh
@@ -30,6 +30,11 @@ LETTERS = {kind: letter for letter, kind in HYBRID.items()}
 def chunks_per_rank(recipe: RecipeSpec, mesh: Mesh) -> int:
     """Return the number of chunks on each pipeline rank (``--num-virtual-stages-per-pipeline-rank``)."""
     return 1 if int(mesh.pp) == 1 else stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
+
+
+def layers_of_a_checkpoint(recipe: RecipeSpec) -> int:
+    """Return how many layers one checkpoint of full recomputation has (``--recompute-method uniform``)."""
+    return recipe.megatron.recompute_num_layers if recipe.recompute == "full" else 1
 
 
 def stages_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Chunk, ...]:

@@ -1,4 +1,4 @@
-"""The hidden states that Megatron-Core's pipeline schedules keep alive although nothing needs them any more.
+"""Which hidden states do Megatron-Core's pipeline schedules keep alive although nothing needs them any more?
 
 The schedules are Python functions. Their variables, and an attribute of the model, still refer to old inputs and gradients. Each of
 these tensors is one hidden state of a micro-batch. Chunk 0 of the first rank has no input, and so none of them.

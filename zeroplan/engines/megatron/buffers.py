@@ -1,0 +1,91 @@
+"""Which tensors does Megatron-Core allocate once and keep?"""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.megatron.chunks import chunks_per_rank, runs_of
+from zeroplan.engines.megatron.parameters import is_expert, is_split, of_one_rank, of_shared_expert, table_of
+from zeroplan.engines.megatron.rank import Rank
+from zeroplan.ledger import Kind, Line, OffGpu, Tag
+from zeroplan.numeric import Int, ceil_div, maximum
+from zeroplan.spec.family import UNROTATED
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.megatron import Layers, element_of, keeps_placeholders
+
+ANGLES = "Megatron-LM 2026-08, megatron/core/models/common/embeddings/rotary_pos_embedding.py, RotaryEmbedding.forward"
+BUFFER = "Megatron-LM 2026-08, megatron/core/utils.py, GlobalMemoryBuffer.get_tensor (name mpu)"
+STAND_INS = "Transformer Engine 2026-08, pytorch/module/base.py, get_dummy_wgrad"
+_KEPT = Tag(off_gpu=OffGpu.KEPT)
+
+
+def buffer_lines(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+    """Yield the tensors that Megatron-Core allocates once and keeps. [bytes]
+
+    They are one buffer for attention scores and gathered tokens, and Transformer Engine's placeholders for weight gradients.
+    """
+    needs = {**_scores(recipe), **_gathered(rank, model, recipe)}
+    sizes = tuple(layers.value(name) * (1 if width == "" else model.hidden_size) for name, width in needs.items())
+    elements = maximum(*sizes) if len(sizes) > 1 else sum(sizes)
+    if needs and not (isinstance(elements, int) and not elements):
+        several = ", ".join(f"{width}{name}" for name, width in needs.items())
+        formula = f"e·max({several})" if len(needs) > 1 else f"e·{several}"
+        reason = "buffer of attention scores, one for all layers" if _scores(recipe) else "buffer of gathered tokens"
+        yield Line(Kind.WORKSPACE, element_of(recipe) * elements, reason, formula, BUFFER, _KEPT)
+    if keeps_placeholders(recipe):
+        yield _stand_ins(rank, model, recipe, mesh)
+
+
+def rotary_tables(layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+    """Yield the rotary angles of all positions in fp32. Every chunk of layers makes them once. [bytes]"""
+    if (
+        model.positions
+        or model.mla is not None
+        or model.family in UNROTATED
+        or recipe.megatron.hybrid_layer_pattern is not None
+    ):
+        return
+    chunks = chunks_per_rank(recipe, mesh)
+    yield Line(Kind.ACTIVATIONS, 4 * chunks * layers.value("R_r"), "angles of rotary positions", f"{4 * chunks}·R_r", ANGLES)
+
+
+def _scores(recipe: RecipeSpec) -> dict[str, str]:
+    """Return the symbols of the attention scores that local layers write into Megatron's buffer."""
+    if recipe.megatron.transformer_impl != "local":
+        return {}
+    return dict.fromkeys(("S_r", "S_e", "S_c") if recipe.megatron.pretrains == "t5" else ("S_r",), "")
+
+
+def _gathered(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> dict[str, str]:
+    """Return the symbols of the tokens gathered into the buffer, with the width of each.
+
+    Megatron's own matrices gather their input there, and so does the all-gather dispatcher of experts.
+    """
+    own_matrices = rank.has_head or recipe.megatron.transformer_impl == "local"
+    gathers_for_experts = model.moe is not None and recipe.megatron.moe_token_dispatcher_type == "allgather"  # noqa: S105
+    return {**({"T_w": "h·"} if own_matrices else {}), **({"T_a": "h·"} if gathers_for_experts else {})}
+
+
+def _stand_ins(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
+    """Return the placeholders that Transformer Engine gives to autograd instead of weight gradients. [bytes]
+
+    The real gradients are in the main gradients already. Transformer Engine keeps one placeholder for each shape of a matrix.
+    """
+    reason = "placeholders for gradients that matrices accumulate themselves, one per shape"
+    return Line(Kind.WORKSPACE, element_of(recipe) * of_each_shape(rank, model, recipe, mesh), reason, "e·M", STAND_INS)
+
+
+def of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Return the elements of one matrix of each shape: in attention, dense MLP, one expert and the head."""
+    found: dict[str, Int] = {}
+    for run in (run for run, here in zip(runs_of(model, recipe), rank.counts, strict=True) if here):
+        for parameter in run.parameters:
+            if is_expert(parameter) and model.moe is not None:
+                found[parameter.name] = ceil_div(of_one_rank(parameter, model, recipe, mesh) * mesh.ep, model.moe.num_experts)
+            elif is_split(parameter.name) and not parameter.name.endswith(".bias"):
+                found[parameter.name] = of_one_rank(parameter, model, recipe, mesh)
+        found["shared expert"] = maximum(found.get("shared expert", 0), of_shared_expert(run.kind, model, recipe, mesh))
+    elements: Int = table_of(model, recipe, mesh) if rank.has_head else 0
+    for each in found.values():
+        elements = elements + each
+    return elements

@@ -1,0 +1,110 @@
+"""Which layers wait for their backward, and what do they keep?"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zeroplan.engines.megatron.chunks import LETTERS, Counts, fullest, layers_of_a_checkpoint, runs_of
+from zeroplan.engines.megatron.rank import Rank
+from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.numeric import Int, ceil_div, maximum
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.families.megatron import CROSS, ENCODED
+from zeroplan.transformer.megatron import Layers, element_of
+
+T5 = "Megatron-LM 2026-08, megatron/core/models/T5/t5_model.py, T5Model.forward"
+SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches"
+
+
+class Flying(NamedTuple):
+    """The layers of a rank that wait for their backward."""
+
+    counts: tuple[Int, ...]
+    """Number of layers of each kind. A checkpoint of several layers counts as one."""
+    formulas: tuple[str, ...]
+    words: tuple[str, ...]
+    each: tuple[Counts, ...]
+    """Number of layers of each kind in every chunk, counted in the same way."""
+    letters: tuple[str, ...] = ()
+    """With a hybrid pattern: the letters of each chunk."""
+    kinds: str = ""
+    """With a hybrid pattern: the letter of each kind."""
+
+    def over(self, kind: int, other: int) -> int:
+        """Layers of kind ``other`` that no longer wait when a chunk's backward runs its last layer of ``kind``.
+
+        The running layer counts as one of them. Chunks may differ; the smallest number is returned.
+        """
+        if self.letters:
+            mine, others = self.kinds[kind], self.kinds[other]
+            return min(chunk[chunk.rindex(mine) :].count(others) for chunk in self.letters if mine in chunk)
+        if other <= kind:
+            return int(other == kind)
+        return min(counts[other] for counts in self.each if counts[kind])
+
+
+def without(flying: Flying, over: tuple[Int, ...]) -> Flying:
+    """Return the layers that wait for their backward, without ``over`` layers of each kind."""
+    counts = tuple(maximum(0, count - each) for count, each in zip(flying.counts, over, strict=True))
+    formulas = tuple(f"({formula} - {each})" for formula, each in zip(flying.formulas, over, strict=True))
+    return flying._replace(counts=counts, formulas=formulas)
+
+
+def flying_of(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, loss: bool = False) -> Flying:
+    """Return the layers in flight when they need most memory; with ``loss``, when the loss is computed."""
+    kinds, together = [run.kind for run in runs_of(model, recipe)], layers_of_a_checkpoint(recipe)
+    each = tuple(tuple(ceil_div(count, together) for count in counts) for counts in rank.each)
+    letters = _letters_of(rank, recipe, kinds)
+    if len(set(each)) == 1:
+        counts: tuple[Int, ...] = tuple(rank.chunks * count for count in each[0])
+        words = tuple(f"{count} {kind} layers of a chunk" for count, kind in zip(each[0], kinds, strict=True))
+        return Flying(counts, tuple(f"K·{count}" for count in each[0]), words, each, *letters)
+    weights = tuple(total_bytes((*layers.kinds[kind].kept, *layers.kinds[kind].statistics)) for kind in kinds)
+    found = fullest(rank.schedule, each, batch.grad_accum_steps, weights, loss=loss)
+    letter = "G" if loss else "F"
+    words = tuple(f"{kind} layers" for kind in kinds)
+    return Flying(found, tuple(f"{letter}_{kind}" for kind in kinds), words, each, *letters)
+
+
+def _letters_of(rank: Rank, recipe: RecipeSpec, kinds: list[str]) -> tuple[tuple[str, ...], str]:
+    """Return a hybrid pattern's letters for each chunk of a rank, and the letter of each kind; empty without a pattern."""
+    pattern = recipe.megatron.hybrid_layer_pattern
+    if pattern is None:
+        return (), ""
+    return tuple(pattern[one.start : one.stop] for one in rank.stages), "".join(LETTERS[kind] for kind in kinds)
+
+
+def in_layers(
+    flying: Flying, layers: Layers, model: ModelSpec, recipe: RecipeSpec, *, last: str | None = None
+) -> Iterator[Line]:
+    """Yield the activations that layers in flight keep. [bytes]
+
+    With ``last``, the backward runs a layer of that kind. Neither this layer nor the later ones of its chunk are counted.
+    """
+    kinds = [run.kind for run in runs_of(model, recipe)]
+    at = None if last is None else kinds.index(last)
+    for number, kind in enumerate(kinds):
+        count, formula = flying.counts[number], flying.formulas[number]
+        over = 0 if at is None else flying.over(at, number)
+        if isinstance(count, int) and count <= over:
+            continue
+        if kind == "decoder":
+            yield from _encoded(layers, model, recipe)
+        several = f"({formula} - {over})" if over else formula
+        for letter, lines, what in (
+            ("S", layers.kinds[kind].kept, "keep"),
+            ("Z", layers.kinds[kind].statistics, "keep of statistics"),
+        ):
+            if lines:
+                reason = f"what {flying.words[number]} {what}, of every chunk in flight"
+                n_bytes = maximum(0, count - over) * total_bytes(lines)
+                yield Line(Kind.ACTIVATIONS, n_bytes, reason, f"{several}·{letter}_{kind}", SCHEDULE)
+
+
+def _encoded(layers: Layers, model: ModelSpec, recipe: RecipeSpec) -> Iterator[Line]:
+    """Yield the output of T5's encoder, which every decoder layer reads, and what its final norm keeps. [bytes]"""
+    tokens, e = layers.value("T_e"), element_of(recipe)
+    yield Line(Kind.ACTIVATIONS, e * tokens * model.hidden_size, ENCODED, "e·T_e·h", CROSS)
+    norm = (e * model.hidden_size + 8) * tokens
+    yield Line(Kind.ACTIVATIONS, norm, "input and statistics of the encoder's final norm", "(e·h + 8)·T_e", T5)

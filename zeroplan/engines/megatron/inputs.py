@@ -1,0 +1,98 @@
+"""What do the batch, the embedding and the attention masks keep?"""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.megatron.flying import T5
+from zeroplan.engines.megatron.rank import Rank
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import ceil_div
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.megatron import drops_hidden, element_of, encoder_length, masks_in_place, own_part, own_part_formula
+
+EMBEDDED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, VocabParallelEmbedding.forward"
+MASK = "Megatron-LM 2026-08, megatron/core/utils.py, get_batch_on_this_tp_rank"
+MASK_SAVED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/random.py, CheckpointFunction.forward"
+BERT = "Megatron-LM 2026-08, megatron/core/models/bert/bert_model.py, BertModel.forward"
+REPORT = "Megatron-LM 2026-08, megatron/training/theoretical_memory_usage.py, compute_activation_memory"
+EMBEDDING_NORM = "BigScience's Megatron-DeepSpeed 2022, megatron/mpu/layers.py, VocabParallelEmbedding.forward"
+ATTENTION_MASK = "attention mask of the data loader (--no-create-attention-mask-in-dataloader goes without)"
+
+
+def saves_mask(recipe: RecipeSpec) -> bool:
+    """Whether autograd saves the data loader's mask.
+
+    A checkpoint of whole layers or of core attention saves it, and so does torch's softmax in local layers. Checkpoints of other
+    modules do not.
+    """
+    of_attention = recipe.recompute == "selective" and "core_attn" in recipe.megatron.recompute_modules.split(",")
+    return recipe.recompute == "full" or of_attention or masks_in_place(recipe)
+
+
+def embedded_lines(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """Yield the token ids, the mask of the embedding's dropout, and what a norm after the embedding keeps. [bytes]"""
+    tokens = batch.micro_batch_size * batch.seq_len
+    width, what = width_of_embedding(model, recipe), "input ids and positions, int64" if model.positions else "input ids, int64"
+    ids = ceil_div(width * tokens, mesh.cp)
+    yield Line(Kind.ACTIVATIONS, rank.embeds * ids, what, f"H·ceil({width}·T/C)", REPORT)
+    if recipe.megatron.pretrains == "t5":
+        read = batch.micro_batch_size * encoder_length(recipe, batch)
+        yield Line(Kind.ACTIVATIONS, rank.embeds * 16 * read, "the encoder's input ids and mask, int64", "H·16·T_e", T5)
+        if drops_hidden(model, recipe):
+            n_bytes = rank.embeds * read * model.hidden_size
+            yield Line(Kind.ACTIVATIONS, n_bytes, "mask of the dropout before the encoder", "H·T_e·h", T5)
+    if drops_hidden(model, recipe):
+        masks, formula = (
+            rank.embeds * own_part(tokens * model.hidden_size, recipe, mesh),
+            f"H·{own_part_formula('T·h', recipe)}",
+        )
+        yield Line(Kind.ACTIVATIONS, masks, "mask of the embedding's dropout", formula, REPORT)
+    if model.family == "bloom":
+        inputs = rank.embeds * ceil_div((element_of(recipe) * model.hidden_size + 8) * tokens, mesh.cp)
+        reason = "input of the embedding's norm, and its statistics"
+        yield Line(Kind.ACTIVATIONS, inputs, reason, "H·ceil((e·h + 8)·T/C)", EMBEDDING_NORM)
+
+
+def width_of_embedding(model: ModelSpec, recipe: RecipeSpec) -> int:
+    """Return the size of token ids, with positions where these are learned; of BERT's and T5's whole batch. [bytes per token]"""
+    return {"gpt": 16 if model.positions else 8, "bert": 40, "t5": 32}[recipe.megatron.pretrains]
+
+
+def attention_masks(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """Yield the attention mask of the first and the last rank: one byte per pair of tokens of the current micro-batch. [bytes]
+
+    If autograd saves the mask, the first rank has one for each micro-batch in flight. BERT and T5 have masks of padding instead.
+    """
+    if recipe.megatron.pretrains != "gpt":
+        yield _padding_masks(recipe, batch)
+        return
+    if not (recipe.megatron.create_attention_mask_in_dataloader and (rank.at == 0 or rank.has_head)):
+        return
+    each = ceil_div(batch.micro_batch_size * batch.seq_len * batch.seq_len, mesh.cp)
+    if not saves_mask(recipe) or rank.at > 0:
+        yield Line(Kind.ACTIVATIONS, each, ATTENTION_MASK, "ceil(T·s/C)", MASK)
+    else:
+        yield Line(Kind.ACTIVATIONS, rank.embeds * each, ATTENTION_MASK, "H·ceil(T·s/C)", MASK_SAVED)
+
+
+def _padding_masks(recipe: RecipeSpec, batch: Batch) -> Line:
+    """Return the masks of padding, which every rank has. [bytes]
+
+    Transformer Engine's layers get one byte per token, local layers one byte per pair of tokens.
+    """
+    size, pairs, own = batch.micro_batch_size, recipe.megatron.transformer_impl == "local", batch.seq_len
+    other = encoder_length(recipe, batch)
+    if recipe.megatron.pretrains == "bert":
+        n_bytes, formula = (size * own * own, "T·s") if pairs else (size * own, "T")
+    elif pairs:
+        n_bytes, formula = size * (other * other + own * own + own * other), "T_e·s_e + T·s + T·s_e"
+    else:
+        n_bytes, formula = size * (other + own), "T_e + T"
+    return Line(Kind.ACTIVATIONS, n_bytes, "masks of padding", formula, BERT if recipe.megatron.pretrains == "bert" else T5)
+
+
+#: The batch on the GPU: labels, loss mask, token ids and positions. If the first rank is also the last, ``embedded_lines`` counts
+#: the part that the embedding reads. [bytes per token]
+BATCH = 8 + 4 + 8 + 8

@@ -1,0 +1,55 @@
+"""What does Muon keep, and what do its Newton-Schulz iterations allocate?"""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, ceil_div, maximum, where
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.megatron import is_gated
+
+MUON = "Megatron-LM 2026-08, megatron/core/optimizer/__init__.py, _get_megatron_emerging_optimizer"
+ITERATES = "Emerging-Optimizers 2026-08, orthogonalized_optimizers/muon_utils.py, newton_schulz_tp"
+
+
+def muon_states(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+    """Yield Muon's momentum of matrices, and Adam's states of all other parameters.
+
+    The layer-wise optimizer gives each rank whole matrices; zeroplan assumes equal shares.
+    """
+    inside, outside = sharers(recipe, mesh), expert_sharers(recipe, mesh)
+    matrices = ceil_div(rank.matrices, inside) + ceil_div(rank.experts, outside)
+    formula = "(ceil(Y_rank/N_opt) + ceil(X_rank/N_exp))"
+    yield Line(Kind.OPTIMIZER_STATE, 4 * matrices, "Muon's momentum of matrices", f"4·{formula}", MUON)
+    others = ceil_div(rank.elements - rank.matrices, inside)
+    reason = "Adam's momentum and variance of embedding, head and vectors"
+    yield Line(Kind.OPTIMIZER_STATE, 8 * others, reason, "8·ceil((D_rank - Y_rank)/N_opt)", MUON)
+
+
+def muon_step(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
+    """Return the memory of the Newton-Schulz iterations for the largest matrix. Every tensor-parallel rank gathers it.
+
+    A rank holds its update, the gathered parts and the whole matrix in fp32. In addition it holds the iterate in fp32 and bf16, or
+    two bf16 iterates and two products, whichever is more.
+    """
+    most: Int = 0
+    for (rows, columns), ranks in _largest_matrices(model, recipe, mesh):
+        whole, product = rows * columns, min(rows, columns) ** 2
+        again = 4 * ceil_div(whole, ranks) + where(ranks > 1, 8 * whole, 0) + max(6 * whole, 4 * whole + 4 * product)
+        most = maximum(most, again)
+    return Line(Kind.OPTIMIZER_TEMPORARY, most, "Newton-Schulz iterates of the largest matrix", "Y_step", ITERATES)
+
+
+def _largest_matrices(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[tuple[tuple[int, int], Int]]:
+    """Yield the rows and columns of a layer's large matrices, and the number of ranks that split each."""
+    gates, hidden, mla = 2 if is_gated(model, recipe) else 1, model.hidden_size, model.mla
+    if mla is None:
+        yield ((model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim, hidden), mesh.tp
+    else:
+        yield (model.num_attention_heads * mla.v_head_dim, hidden), mesh.tp
+    if model.moe is None or model.moe.num_dense_layers:
+        yield (gates * model.intermediate_size, hidden), mesh.tp
+    if model.moe is not None:
+        yield (gates * model.moe.moe_intermediate_size, hidden), recipe.megatron.expert_ways(int(mesh.tp))

@@ -1,0 +1,121 @@
+"""How many parameters does one rank have, in its layers and around them?"""
+
+from functools import lru_cache
+
+from zeroplan.engines.megatron.chunks import runs_of
+from zeroplan.numeric import Int, ceil_div, round_up
+from zeroplan.spec.family import LEARNED_POSITIONS
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.megatron import ROUTED, UNGATED, is_gated
+from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.params import layout
+
+
+def elements_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> tuple[Int, Int, Int]:
+    """Return a rank's parameters in its layers: outside experts, in experts, and outside experts in matrices."""
+    beside: Int = 0
+    experts: Int = 0
+    matrices: Int = 0
+    for run, layers in zip(runs_of(model, recipe), counts, strict=True):
+        for parameter in run.parameters:
+            mine = layers * of_one_rank(parameter, model, recipe, mesh)
+            beside, experts = (beside, experts + mine) if is_expert(parameter) else (beside + mine, experts)
+            matrices = matrices + mine * (len(parameter.shape) > 1 and not is_expert(parameter))
+        shared = layers * of_shared_expert(run.kind, model, recipe, mesh)
+        beside, matrices = beside + shared, matrices + shared
+    return beside, experts, matrices
+
+
+def in_fp8(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> Int:
+    """Return the parameters in matrices that multiply in FP8: all of the layers' but the routers'. 0 without FP8."""
+    found: Int = 0
+    for run, layers in zip(runs_of(model, recipe), counts if recipe.megatron.fp8_format is not None else (), strict=False):
+        for parameter in run.parameters:
+            if len(parameter.shape) > 1 and ".gate." not in f".{parameter.name}":
+                found = found + layers * of_one_rank(parameter, model, recipe, mesh)
+        found = found + layers * of_shared_expert(run.kind, model, recipe, mesh)
+    return found
+
+
+def of_shared_expert(kind: str, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Return a rank's parameters in the shared expert, which every token visits."""
+    width = recipe.megatron.moe_shared_expert_intermediate_size if kind in ROUTED else None
+    matrices = 3 if is_gated(model, recipe) else 2
+    return 0 if width is None else ceil_div(matrices * width * model.hidden_size, mesh.tp)
+
+
+def of_one_rank(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Return the elements of a parameter on one rank.
+
+    Expert-parallel ranks split the experts, and tensor-parallel ranks the matrices. Each rank has whole norms and routers.
+    """
+    elements = _as_said(parameter, model, recipe)
+    if is_expert(parameter):
+        return ceil_div(elements, mesh.ep * recipe.megatron.expert_ways(int(mesh.tp)))
+    return ceil_div(elements, mesh.tp) if is_split(parameter.name) else elements
+
+
+def _as_said(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec) -> int:
+    """Return the elements of a parameter. Without ``--swiglu`` a gated family's MLPs have no gate."""
+    if model.family in UNGATED or is_gated(model, recipe):
+        return parameter.numel
+    if parameter.name.endswith("gate_up_proj"):
+        return parameter.numel // 2
+    return 0 if "gate_proj" in parameter.name else parameter.numel
+
+
+#: Row-parallel matrices, whose outputs the tensor-parallel ranks sum.
+BY_ROWS = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h")
+
+
+def is_expert(parameter: Parameter) -> bool:
+    """Whether the parameter belongs to a routed expert, which only some tokens visit."""
+    return parameter.active_share != (1, 1)
+
+
+@lru_cache(maxsize=1024)
+def is_split(name: str) -> bool:
+    """Whether tensor-parallel ranks split the parameter of this name."""
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    if "norm" in module or module.startswith("ln_") or module in ("gate", "q_a_proj", "kv_a_proj_with_mqa"):
+        return False
+    return not (name.endswith(".bias") and module in BY_ROWS)  # a row-parallel matrix adds its bias after the ranks' sum
+
+
+def ends_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
+    """Return a rank's parameters before and after the layers: the embedding; the final norm and an untied head."""
+    tree, table = layout(model), table_of(model, recipe, mesh)
+    positions = sum(parameter.numel for parameter in tree.embeddings[1:])
+    if model.family not in LEARNED_POSITIONS:  # Megatron-LM adds them to any model
+        positions += model.positions * model.hidden_size
+    norm = sum(parameter.numel for parameter in tree.tail if "norm" in parameter.name or "ln_" in parameter.name)
+    types, more = _of_script(model, recipe, mesh)
+    return table + positions + types, norm + more + (0 if model.tie_word_embeddings else table)
+
+
+def _of_script(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
+    """Return the further parameters of BERT and T5 before and after the layers.
+
+    Before: the embedding of BERT's two token types. After: BERT's heads, or the final norm of T5's encoder, and the logits' bias.
+    """
+    script, hidden = recipe.megatron.pretrains, model.hidden_size
+    bias = ceil_div(padded_vocabulary(model, recipe, mesh), mesh.tp)
+    if script == "gpt":
+        return 0, 0
+    if script == "t5":
+        return 0, 2 * hidden + (bias if model.tie_word_embeddings else 0)
+    dense = hidden * hidden + hidden
+    binary = recipe.megatron.bert_binary_head
+    return 2 * hidden if binary else 0, dense + 2 * hidden + bias + (dense + 2 * hidden + 2 if binary else 0)
+
+
+def table_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Return a rank's elements of the embedding's table."""
+    return ceil_div(padded_vocabulary(model, recipe, mesh) * model.hidden_size, mesh.tp)
+
+
+def padded_vocabulary(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Return the padded vocabulary size (``--make-vocab-size-divisible-by``). [tokens]"""
+    return round_up(model.vocab_size, recipe.megatron.make_vocab_size_divisible_by * mesh.tp)

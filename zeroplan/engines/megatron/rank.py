@@ -1,0 +1,115 @@
+"""Which parameters, layers and schedule does one pipeline rank have, and how many ranks share them?"""
+
+from typing import NamedTuple
+
+from zeroplan.engines.megatron.chunks import (
+    Counts,
+    Schedule,
+    chunks_per_rank,
+    counts_of,
+    fullest,
+    stages_of,
+)
+from zeroplan.engines.megatron.parameters import elements_of, ends_of, in_fp8, table_of
+from zeroplan.numeric import Int, ceil_div, maximum, minimum
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import Stage as Chunk
+from zeroplan.spec.recipe import RecipeSpec
+
+
+class Rank(NamedTuple):
+    """A pipeline rank: its parameters, its layers, and the micro-batches in flight on it."""
+
+    at: int
+    elements: Int
+    """Parameters outside experts."""
+    experts: Int
+    matrices: Int
+    """Parameters outside experts in matrices that Muon updates."""
+    in_fp8: Int
+    """Parameters, with experts, in matrices that multiply in FP8."""
+    chunks: Int
+    """The most chunk forwards that wait for their backward at a time."""
+    embeds: Int
+    """Micro-batches whose embedding keeps tensors at a time; 0 if another rank has the embedding."""
+    has_head: bool
+    stages: tuple[Chunk, ...]
+    """The chunks of layers on this rank."""
+    each: tuple[Counts, ...]
+    """Number of layers of each kind, chunk by chunk."""
+    schedule: Schedule
+
+    @property
+    def counts(self) -> Counts:
+        """Number of layers of each kind in all chunks."""
+        return tuple(map(sum, zip(*self.each, strict=True)))
+
+    @property
+    def layers(self) -> int:
+        """Number of layers in all chunks."""
+        return sum(self.counts)
+
+
+def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
+    """Return the parameters, chunks and schedule of one pipeline rank."""
+    pp, chunks = int(mesh.pp), chunks_per_rank(recipe, mesh)
+    first, last = at == 0, at == pp - 1
+    stages = stages_of(at, model, recipe, mesh)
+    each = tuple(counts_of(stage, model, recipe) for stage in stages)
+    inside, experts, matrices = elements_of(model, recipe, mesh, tuple(map(sum, zip(*each, strict=True))))
+    embedding, end = ends_of(model, recipe, mesh)
+    ends = (embedding if first else 0) + (end if last else 0)
+    if last and not first and (model.tie_word_embeddings or recipe.megatron.mtp_num_layers):
+        ends = ends + table_of(model, recipe, mesh)  # a copy of the table, without positions: tied, or for next tokens
+    group = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
+    schedule = Schedule(pp - at - 1 if chunks == 1 else 2 * (pp - at - 1) + (chunks - 1) * group, chunks, group)
+    flying = minimum(schedule.warm + 1, batch.grad_accum_steps * chunks)
+    matrices = matrices + (model.positions * model.hidden_size if first else 0)
+    return Rank(
+        at,
+        inside + ends,
+        experts,
+        matrices,
+        in_fp8(model, recipe, mesh, tuple(map(sum, zip(*each, strict=True)))),
+        flying,
+        _embedded_at_once(schedule, batch) if first else 0,
+        last,
+        stages,
+        each,
+        schedule,
+    )
+
+
+def _embedded_at_once(schedule: Schedule, batch: Batch) -> Int:
+    """Return the most micro-batches whose first chunk waits for its backward at a time."""
+    if schedule.chunks == 1:
+        return minimum(schedule.warm + 1, batch.grad_accum_steps)
+    embedding = ((1,), *[(0,)] * (schedule.chunks - 1))
+    return fullest(schedule, embedding, batch.grad_accum_steps, (1,), loss=False)[0]
+
+
+def sharers(recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Return the number of ranks that share the optimizer's states."""
+    return maximum(1, mesh.dp_shard * mesh.cp // _instances(recipe)) if recipe.zero_stage else 1
+
+
+def expert_sharers(recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Return the number of ranks that share the optimizer's states of experts."""
+    return maximum(1, same_experts(recipe, mesh) // _instances(recipe)) if recipe.zero_stage else 1
+
+
+def _instances(recipe: RecipeSpec) -> int:
+    return recipe.megatron.num_distributed_optimizer_instances
+
+
+def same_experts(recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Return the number of ranks in a pipeline stage that have the same part of the same experts."""
+    return mesh.dp_shard * mesh.cp * mesh.tp // (mesh.ep * recipe.megatron.expert_ways(int(mesh.tp)))
+
+
+def updated_by(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, str]:
+    """Return the number of parameters that this rank's optimizer updates, and its formula."""
+    share = ceil_div(rank.elements, sharers(recipe, mesh)) + ceil_div(rank.experts, expert_sharers(recipe, mesh))
+    return share, "(ceil(D_rank/N_opt) + ceil(X_rank/N_exp))"

@@ -1,0 +1,79 @@
+"""What do the symbols in a rank's formulas stand for?"""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.account import Symbol
+from zeroplan.engines.megatron.buffers import of_each_shape
+from zeroplan.engines.megatron.chunks import runs_of
+from zeroplan.engines.megatron.flying import flying_of
+from zeroplan.engines.megatron.leftover import behind_by, left_by
+from zeroplan.engines.megatron.moments import lasts_of
+from zeroplan.engines.megatron.muon import muon_step
+from zeroplan.engines.megatron.parameters import padded_vocabulary
+from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers
+from zeroplan.engines.megatron.sharded import sharding_of
+from zeroplan.engines.megatron.states import symbols_in_fp8
+from zeroplan.ledger import total_bytes
+from zeroplan.numeric import Int
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.megatron import Layers
+
+
+def symbols_of(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
+    """Yield the symbols in the formulas of one job."""
+    yield Symbol("D_rank", rank.elements, "parameters of this pipeline rank beside experts")
+    yield Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts")
+    yield from _symbols_of_muon(rank, model, recipe, mesh)
+    yield from symbols_in_fp8(rank, recipe, mesh)
+    yield from _symbols_of_shards(rank, model, recipe, mesh)
+    yield Symbol("N_opt", sharers(recipe, mesh), "ranks that share the optimizer's states")
+    yield Symbol("N_exp", expert_sharers(recipe, mesh), "ranks that share those of experts")
+    yield Symbol("K", rank.chunks, "chunks of layers in flight")
+    yield from _symbols_of_flying(rank, layers, model, recipe, batch)
+    yield Symbol("H", rank.embeds, "micro-batches whose embedding is kept")
+    yield from _symbols_of_left(left_by(rank, recipe, mesh, batch)._asdict(), "L", "left from before")
+    yield from _symbols_of_left(behind_by(rank, model, recipe, batch)._asdict(), "J", "that dispatchers' graphs refer to")
+    yield Symbol("M", of_each_shape(rank, model, recipe, mesh), "elements of one matrix of each shape")
+    yield Symbol("B", batch.grad_accum_steps, "micro-batches of a step")
+    yield Symbol("C", mesh.cp, "context-parallel ranks")
+    yield Symbol("p", mesh.tp, "tensor-parallel ranks")
+    yield Symbol("V_p", padded_vocabulary(model, recipe, mesh), "vocabulary, padded")
+    yield from (Symbol(*one) for one in layers.symbols)
+    yield from _sums(layers)
+
+
+def _symbols_of_muon(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Symbol]:
+    if recipe.optimizer == "muon":
+        yield Symbol("Y_rank", rank.matrices, "those of them in matrices that Muon steps")
+        yield Symbol("Y_step", muon_step(model, recipe, mesh).n_bytes, "bytes of the Newton-Schulz iterates")
+
+
+def _symbols_of_shards(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Symbol, ...]:
+    sharding = sharding_of(rank, model, recipe, mesh)
+    return () if sharding is None else tuple(sharding.symbols(sharding.backwards(lasts_of(rank, model, recipe))))
+
+
+def _symbols_of_left(counts: dict[str, Int], letter: str, what: str) -> Iterator[Symbol]:
+    """Yield the symbols for leftover hidden states, one per moment."""
+    for when, count in counts.items():
+        yield Symbol(f"{letter}_{when[0]}", count, f"hidden states {what}: {when}")
+
+
+def _symbols_of_flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Iterator[Symbol]:
+    """Yield the symbols for layers in flight if the rank's chunks differ in their layers."""
+    for loss, when in ((False, ""), (True, " when the loss is computed")) if len(set(rank.each)) > 1 else ():
+        flying = flying_of(rank, layers, model, recipe, batch, loss=loss)
+        for name, run, count in zip(flying.formulas, runs_of(model, recipe), flying.counts, strict=True):
+            yield Symbol(name, count, f"{run.kind} layers in flight{when}")
+
+
+def _sums(layers: Layers) -> Iterator[Symbol]:
+    """Yield the symbols for the bytes that a layer of each kind keeps."""
+    for kind, one in layers.kinds.items():
+        yield Symbol(f"S_{kind}", total_bytes(one.kept), f"bytes one {kind} layer keeps")
+        whole = total_bytes((*one.cost.kept, *one.cost.statistics))
+        yield Symbol(f"W_{kind}", whole, f"bytes one {kind} layer keeps that is not recomputed whole")
+        yield Symbol(f"Z_{kind}", total_bytes(one.statistics), f"bytes of one {kind} layer's statistics")

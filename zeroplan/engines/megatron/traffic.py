@@ -1,0 +1,198 @@
+"""What does a rank send in a step?"""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.megatron.chunks import runs_of
+from zeroplan.engines.megatron.parameters import table_of
+from zeroplan.engines.megatron.rank import Rank, same_experts
+from zeroplan.engines.megatron.sharded import Sharding, sharding_of
+from zeroplan.engines.megatron.widths import Bytes, bytes_of
+from zeroplan.ledger import Among, Collective, Phase
+from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.megatron import ROUTED, element_of, encoder_length, own_part
+from zeroplan.transformer.published import KORTHIKANTI
+
+VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
+
+
+def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+    """Yield the collectives of a rank per step. Left out: single numbers, counts of tokens, gradients of norms."""
+    width, beside = bytes_of(recipe), mesh.dp_shard * mesh.cp
+    together = model.moe is None or recipe.megatron.overlap_param_gather
+    times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have their own optimizer; each optimizer gathers all weights
+    parts = [("parameters", Among.SHARDS, beside, rank.elements)]
+    if model.moe is not None:
+        parts.append(("experts", Among.SHARDS_OF_EXPERTS, same_experts(recipe, mesh), rank.experts))
+    sharding = sharding_of(rank, model, recipe, mesh)
+    for what, among, ranks, elements in parts:
+        if sharding is None:
+            yield from _of_gradients(what, among, width, recipe, ranks, elements, times)
+        else:
+            yield from _of_shards(sharding, what, among, ranks, elements, batch)
+    yield from _within_layers(rank, model, recipe, mesh, batch)
+    if int(mesh.pp) > 1:
+        tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
+        for phase, is_end in ((Phase.FORWARD, rank.has_head), (Phase.BACKWARD, rank.at == 0)):
+            calls = batch.grad_accum_steps * (len(rank.stages) - is_end)  # the first and the last stage have one neighbour
+            if not (isinstance(calls, int) and not calls):
+                yield _sent(
+                    "hidden states to the next stage",
+                    phase,
+                    Among.STAGES,
+                    2,
+                    calls,
+                    element_of(recipe) * tokens * model.hidden_size,
+                )
+        if model.tie_word_embeddings and (rank.at == 0 or rank.has_head):
+            gradient = bytes_of(recipe).gradient * table_of(model, recipe, mesh)
+            what = "gradient of the tied table, of first and last stage"
+            yield _call("all_reduce", what, Phase.BACKWARD, Among.STAGES, 2, 1, gradient, passes=2)
+
+
+def _of_gradients(
+    what: str, among: Among, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int, times: Int
+) -> Iterator[Collective]:  # fmt: skip
+    gradients: Int = width.gradient * elements
+    if not recipe.zero_stage:
+        yield _call("all_reduce", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients, passes=2)
+        return
+    yield _call("reduce_scatter", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients)
+    yield _call("all_gather", what, Phase.STEP, among, ranks, times, width.weight * elements)
+
+
+def _of_shards(
+    sharding: Sharding, what: str, among: Among, ranks: Int, elements: Int, batch: Batch
+) -> Iterator[Collective]:  # fmt: skip
+    """Yield Megatron-FSDP's collectives. Every micro-batch reduces gradients, and at stage 3 gathers the layers' weights."""
+    calls, gradients = batch.grad_accum_steps, sharding.width_of_gradient * elements
+    yield _call("reduce_scatter", f"gradients of {what}", Phase.BACKWARD, among, ranks, calls, gradients)
+    if not sharding.gathers:
+        yield _call("all_gather", what, Phase.STEP, among, ranks, 1, sharding.width * elements)
+        return
+    ends = 0 if among is Among.SHARDS_OF_EXPERTS else sharding.ends
+    if not (isinstance(ends, int) and not ends):
+        yield _call("all_gather", f"{what} beside layers", Phase.STEP, among, ranks, 1, sharding.width * ends)
+    for phase, gathered in zip(
+        (Phase.FORWARD, Phase.BACKWARD), sharding.gathered_per_micro_batch(elements - ends), strict=True
+    ):
+        if not (isinstance(gathered, int) and not gathered):
+            yield _call("all_gather", f"{what} of layers", phase, among, ranks, calls, sharding.width * gathered)
+
+
+def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+    """Yield the collectives within layers.
+
+    Tensor parallelism has two all-reduces per layer and pass. Sequence parallelism has as many all-gathers and reduce-scatters
+    instead, and its backward gathers the matrices' inputs once more.
+    """
+    calls = batch.grad_accum_steps * rank.layers
+    forwards = 2 if recipe.recompute == "full" else 1
+    tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
+    hidden = element_of(recipe) * tokens * model.hidden_size
+    pairs = calls * (2 if recipe.megatron.hybrid_layer_pattern is None else 1)  # column-parallel and row-parallel matrix
+    for phase, passes in ((Phase.FORWARD, 1), (Phase.BACKWARD, forwards)):
+        yield from _between_tensor_ranks(recipe, mesh, phase, passes * pairs, pairs, hidden)
+    yield from _at_ends(rank, model, recipe, mesh, batch, hidden)
+    if recipe.megatron.pretrains == "t5":
+        yield from _within_t5(calls, model, recipe, mesh, batch)
+    yield from _around_rings(model, recipe, mesh, calls, forwards, tokens)
+    if model.moe is not None:
+        yield from _to_experts(rank, model, recipe, mesh, batch)
+
+
+def _at_ends(
+    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, hidden: Int
+) -> Iterator[Collective]:  # fmt: skip
+    """Yield the collectives of tensor-parallel ranks around embedding and head.
+
+    The ranks sum the embedded tokens, the gradient of the head's input and the numbers of the loss. Sequence parallelism replaces
+    the first two sums by reduce-scatters (with learned positions only the second), and gathers what they split.
+    """
+    calls, split = batch.grad_accum_steps, recipe.sequence_parallel
+    embedded, head = ("embedded tokens", Among.TENSOR, mesh.tp, calls), ("the head's input", Among.TENSOR, mesh.tp, calls)
+
+    def send(operation: str, phase: Phase, which: tuple[str, Among, Int, Int], payload: Int) -> Collective:
+        what, among, ranks, times = which
+        passes = 2 if operation == "all_reduce" else 1
+        return _call(operation, what, phase, among, ranks, times, payload, passes=passes, near=True)
+
+    if rank.at == 0:
+        yield send("reduce_scatter" if split and not model.positions else "all_reduce", Phase.FORWARD, embedded, hidden)
+        if split:
+            yield send("all_gather", Phase.BACKWARD, embedded, hidden)
+    if rank.has_head:
+        if split:
+            yield send("all_gather", Phase.FORWARD, head, hidden)
+            yield send("all_gather", Phase.BACKWARD, head, hidden)
+        yield send("reduce_scatter" if split else "all_reduce", Phase.BACKWARD, head, hidden)
+        of_tokens = 4 * ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
+        yield send("all_reduce", Phase.FORWARD, ("numbers of the loss", Among.TENSOR, mesh.tp, 3 * calls), of_tokens)
+
+
+def _within_t5(calls: Int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+    """Yield T5's sums beyond two per decoder layer: of cross attention, of encoder layers, and of the encoder output's gradient."""
+    per_token = element_of(recipe) * batch.micro_batch_size * model.hidden_size
+    hidden, encoded = per_token * batch.seq_len, per_token * encoder_length(recipe, batch)
+    of_encoder = 2 * batch.grad_accum_steps * runs_of(model, recipe)[0].layers
+    for phase, read in ((Phase.FORWARD, 0), (Phase.BACKWARD, calls)):
+        yield from _between_tensor_ranks(recipe, mesh, phase, calls, 0, hidden)
+        yield from _between_tensor_ranks(recipe, mesh, phase, of_encoder + read, 0, encoded)
+
+
+def _between_tensor_ranks(
+    recipe: RecipeSpec, mesh: Mesh, phase: Phase, sums: Int, pairs: Int, hidden: Int
+) -> Iterator[Collective]:  # fmt: skip
+    what = "hidden states", phase, Among.TENSOR, mesh.tp
+    if not recipe.sequence_parallel:
+        yield _call("all_reduce", *what, sums, hidden, passes=2, near=True)
+        return
+    inputs = pairs if phase is Phase.BACKWARD else 0
+    yield _call("all_gather", *what, sums + inputs, hidden, near=True)
+    yield _call("reduce_scatter", *what, sums, hidden, near=True)
+
+
+def _around_rings(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, calls: Int, forwards: int, tokens: Int
+) -> Iterator[Collective]:
+    """Yield the keys and values that context-parallel ranks send around a ring, with their gradients in the backward.
+
+    zeroplan counts ``cp_comm_type p2p`` for every job.
+    """
+    keys = ceil_div(2 * element_of(recipe) * tokens * model.num_key_value_heads * model.head_dim, mesh.tp)
+    steps = mesh.cp - 1
+    yield _sent("keys and values around the ring", Phase.FORWARD, Among.SEQUENCE, mesh.cp, calls * steps, keys)
+    yield _sent(
+        "keys and values around the ring", Phase.BACKWARD, Among.SEQUENCE, mesh.cp, (1 + forwards) * calls * steps, keys
+    )
+
+
+def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+    assert model.moe is not None  # noqa: S101  asked of models with experts only
+    forwards = 2 if recipe.recompute == "full" else 1
+    tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
+    payload = element_of(recipe) * tokens * model.moe.num_experts_per_tok * model.hidden_size
+    counts = zip(runs_of(model, recipe), rank.counts, strict=True)
+    calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind in ROUTED)
+    yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, mesh.ep, 2 * calls, payload)
+    yield _call("all_to_all", "tokens", Phase.BACKWARD, Among.EXPERTS, mesh.ep, 2 * forwards * calls, payload)
+
+
+def _call(
+    operation: str, what: str, phase: Phase, among: Among, ranks: Int, calls: Int, payload: Int, *, passes: int = 1,
+    near: bool = False,
+) -> Collective:  # fmt: skip
+    """Return a collective of a group. Each rank keeps its own part of the payload and sends the others."""
+    sent = calls * passes * (payload - payload // ranks)
+    volume = where(ranks > 1, passes * calls * payload // 2, 0)
+    when = "after the step" if phase is Phase.STEP else phase.value
+    return Collective(operation, what, when, ranks, calls, payload, sent, volume, VOLUME, near=near, phase=phase, among=among)
+
+
+def _sent(what: str, phase: Phase, among: Among, ranks: Int, calls: Int, payload: Int) -> Collective:
+    """Return a send of the whole payload from one rank to another."""
+    sent: Int = calls * payload
+    return Collective("send", what, phase.value, ranks, calls, payload, sent, sent // 2, VOLUME, phase=phase, among=among)
