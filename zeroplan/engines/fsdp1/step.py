@@ -119,7 +119,7 @@ class FlatMicroBatch(MicroBatch):
         trace.drop("leaving")
 
     def end_of_earlier_backward(self) -> None:
-        """Run the same in a micro-batch that reduces nothing, but adds to the flat gradients of earlier ones."""
+        """Run the end of a backward that reduces nothing, but adds to the flat gradients of earlier micro-batches."""
         plan, trace, run, done = self.flat, self.trace, self.run, self.plan.every_layer
         run.last = False
         trace.hold("states", *plan.persistent, *buffers.output(plan), *buffers.still_unsharded(plan, done))
