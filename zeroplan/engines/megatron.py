@@ -12,7 +12,7 @@ Left out: padding of buckets (each to a multiple of 128 and of the ranks), tempo
 history of largest values, and the padding of experts' tokens for FP8.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from zeroplan.engines.megatron_schedule import INPUT, Left, Stage, left_lines, l
 from zeroplan.engines.megatron_sharded import AT_AHEAD, AT_END, AT_HEAD, AT_LAST, AT_LOSS, AT_STEP, Sharding
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Line, Moment, OffGpu, Phase, Tag, total_bytes
+from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import LEARNED_POSITIONS, UNROTATED
@@ -288,6 +289,14 @@ def account_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, b
     return _of_rank(rank_of(at, model, recipe, mesh, batch), layers, model, recipe, mesh, batch)
 
 
+def memory_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+    """Return the states and moments of :func:`account_of_rank` alone, for a search. [bytes]"""
+    layers = _layers(model, recipe, mesh, batch, received=at < int(mesh.pp) - 1 or chunks_per_rank(recipe, mesh) > 1)
+    rank = rank_of(at, model, recipe, mesh, batch)
+    states = tuple(states_of(rank, recipe, mesh))
+    return Account(states, tuple(_moments(rank, layers, model, recipe, mesh, batch, states)), ())
+
+
 def _layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, received: bool) -> Layers:
     """Return the memory of a rank's layers. ``received``: another chunk sends the gradient of their output."""
     return layers_of(model, tuple(run.kind for run in runs_of(model, recipe)), recipe, mesh, batch, received=received)
@@ -399,6 +408,14 @@ def _notes_of_cut(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[str
 
 def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
     """Return the parameters, chunks and schedule of one pipeline rank."""
+
+    def key() -> Hashable:
+        return rank_of, at, model, recipe, int(mesh.pp), as_key(mesh.tp), as_key(mesh.ep), as_key(batch.grad_accum_steps)
+
+    return recalled(key, lambda: _made(at, model, recipe, mesh, batch))
+
+
+def _made(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
     pp, chunks = int(mesh.pp), chunks_per_rank(recipe, mesh)
     first, last = at == 0, at == pp - 1
     stages = stages_of(at, model, recipe, mesh)
@@ -1222,6 +1239,14 @@ def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
 
 def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     """Yield the collectives of a rank per step. Left out: single numbers, counts of tokens, gradients of norms."""
+    yield from collectives_of_weights(rank, model, recipe, mesh, batch)
+    yield from collectives_of_passes(rank, model, recipe, mesh, batch)
+
+
+def collectives_of_weights(
+    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
+) -> Iterator[Collective]:  # fmt: skip
+    """Yield those of them that reduce gradients and gather weights."""
     width, beside = _bytes_of(recipe), mesh.dp_shard * mesh.cp
     together = model.moe is None or recipe.megatron.overlap_param_gather
     times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have their own optimizer; each optimizer gathers all weights
@@ -1234,6 +1259,12 @@ def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
             yield from _of_gradients(what, among, width, recipe, ranks, elements, times)
         else:
             yield from _of_shards(sharding, what, among, ranks, elements, batch)
+
+
+def collectives_of_passes(
+    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
+) -> Iterator[Collective]:  # fmt: skip
+    """Yield the others: those within layers, and between pipeline stages."""
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
         tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)

@@ -16,7 +16,8 @@ from zeroplan.engines.account import Account
 from zeroplan.engines.megatron import (
     BY_ROWS,
     Rank,
-    collectives_of,
+    collectives_of_passes,
+    collectives_of_weights,
     is_expert,
     is_split,
     padded_vocabulary,
@@ -195,7 +196,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
         as_key(case.batch.seq_len), rank.counts, rank.has_head, rates.share, rates.running, recomputed_modules(recipe),
     )  # fmt: skip
     busy = computing(lambda one: _work(rank, case, kernels, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
-    calls = tuple(collectives_of(rank, case.model, recipe, case.mesh, case.batch))
+    calls = tuple(collectives_of_passes(rank, case.model, recipe, case.mesh, case.batch))
     columns = busy.columns_s * _column_share(case.model)
     attention = busy.attention_s
     passes = _Passes(busy.forward_s, busy.backward_s)
@@ -343,11 +344,10 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
     mesh, per_node, own = case.mesh, machine.here.per_node, case.recipe.megatron
     reduced: Float = 0.0
     gathered: Float = 0.0
-    for call in collectives_of(rank, case.model, case.recipe, mesh, case.batch):
-        if call.among in (Among.SHARDS, Among.SHARDS_OF_EXPERTS):
-            stride = mesh.tp if call.among is Among.SHARDS else mesh.ep
-            time = seconds(call, strided(call.group, stride, per_node), machine.here)
-            reduced, gathered = (reduced, gathered + time) if call.operation == "all_gather" else (reduced + time, gathered)
+    for call in collectives_of_weights(rank, case.model, case.recipe, mesh, case.batch):
+        stride = mesh.tp if call.among is Among.SHARDS else mesh.ep
+        time = seconds(call, strided(call.group, stride, per_node), machine.here)
+        reduced, gathered = (reduced, gathered + time) if call.operation == "all_gather" else (reduced + time, gathered)
     slower = case.batch.grad_accum_steps * (1.0 - machine.here.taken)
     beside = _Passes(*(each / slower for each in passes))
     waits = longest(reduced - beside.backward_s * own.overlap_grad_reduce, 0.0 * reduced)

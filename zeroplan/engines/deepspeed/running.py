@@ -149,11 +149,13 @@ class _Handed:
         """Elements made at each arrival, or at an earlier one."""
 
     @cached_property
-    def tables(self) -> tuple["NDArray[np.int64]", ...]:
-        """Activations and gradients of activations, stacked."""
+    def tables(self) -> tuple["NDArray[np.int64]", tuple["NDArray[np.intp]", ...]]:
+        """Activations and gradients of activations, stacked by arrival, and the indexes of the further axes."""
         import numpy as np  # noqa: PLC0415  a single job never needs it
 
-        return tuple([np.stack(np.broadcast_arrays(*one)).astype(np.int64) for one in zip(*self.running, strict=True)])
+        every = np.broadcast_arrays(*(size for one in self.running for size in one))
+        table = np.stack([np.stack(every[0::2]), np.stack(every[1::2])]).astype(np.int64)
+        return table, np.ix_(*map(np.arange, table.shape[2:]))
 
 
 def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
@@ -164,16 +166,8 @@ def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
         return found.running[min(bisect_left(found.most, made), last)]
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
-    at = np.minimum(np.searchsorted(found.most, made), last)
-    return Running(*(_each_at(table, at) for table in found.tables))
-
-
-def _each_at(table: "NDArray[np.int64]", at: "NDArray[np.int64]") -> Int:
-    """Return the value at each index, if values are columns."""
-    import numpy as np  # noqa: PLC0415  a single job never needs it
-
-    beside = [np.arange(size).reshape(-1, *(1,) * after) for after, size in enumerate(reversed(table.shape[1:]))]
-    return cast("Int", table[(at, *reversed(beside))])
+    table, beside = found.tables
+    return Running(*table[(slice(None), np.minimum(np.searchsorted(found.most, made), last), *beside)])
 
 
 def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:
@@ -190,6 +184,9 @@ def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:
 
 def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
     low, high = (block, block) if isinstance(block, int) else (block.min(), block.max())
+    for run in these.runs:
+        if run.block.handed and run.first <= low and high < run.first + run.n_blocks:
+            return _handed_when(run.block.handed, made)
     inside = low >= 0 and high < these.n_blocks
     found = Running(0, 0) if inside else _beyond_blocks(these, block, made)
     for run in these.runs:
