@@ -247,7 +247,7 @@ def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lamb
         return every[0]
     alive = [beside(one) + one.held.n_bytes for one in every]
     if all(isinstance(n_bytes, int) for n_bytes in alive):
-        return every[alive.index(max(alive))]  # type: ignore[type-var]  # ints
+        return every[alive.index(max(alive))]
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
     return _chosen(every, np.stack(np.broadcast_arrays(*alive)).argmax(axis=0))

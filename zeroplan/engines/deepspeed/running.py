@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.engines.formulas import total_formula
 from zeroplan.engines.passes import Passes, RunPass
@@ -166,8 +166,9 @@ def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
         return found.running[min(bisect_left(found.most, made), last)]
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
-    table, beside = found.tables
-    return Running(*table[(slice(None), np.minimum(np.searchsorted(found.most, made), last), *beside)])
+    (activations, gradients), beside = found.tables
+    at = (np.minimum(np.searchsorted(found.most, made), last), *beside)
+    return Running(activations[at], gradients[at])
 
 
 def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:

@@ -236,7 +236,7 @@ def _by_stream(kept: Int, held: Held) -> tuple[Int, Int, Int]:
 def _highest_among(sizes: Sequence[Int]) -> set[int]:
     """Return the index of the largest size; of columns the index of the largest of every job."""
     if all(isinstance(size, int) for size in sizes):
-        return {sizes.index(max(sizes))}  # type: ignore[type-var]  # ints
+        return {sizes.index(max(sizes))}
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
     return set(np.stack(np.broadcast_arrays(*sizes)).argmax(axis=0).ravel().tolist())
