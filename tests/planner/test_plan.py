@@ -158,7 +158,7 @@ def test_fewer_gpus_are_cheaper_where_each_does_more():
 def test_no_layout_is_faster_than_its_bound():
     """And what is left out is slower than the best."""
     base, fixed = job(model="llama-3.2-1b", gpu="h100", gpus=4, seq_len=4096), Fixed(global_batch_size=64)
-    every, bounds = search(base, fixed), Bounds(base, None)
+    every, bounds = search(base, fixed), Bounds(base, fixed, None)
     assert {one.recipe.engine for one in every.found if one.grid.pp > 1} == {"fsdp2", "megatron"}
     assert {one.recipe.engine for one in every.found if one.grid.pp == 1} == {"ddp", "fsdp2", "deepspeed", "megatron"}
     for one in every.found:

@@ -84,7 +84,7 @@ def search(
     tries it only if nothing fits without it, on request (``offload_too``), or if GPUs are joined only by PCIe. ``slow_too``: also
     pipelines that cannot be nearly as fast as a layout that fits.
     """
-    bounds = None if slow_too else Bounds(base, mfu)
+    bounds = None if slow_too else Bounds(base, fixed, mfu)
     with remembering(), _without_garbage_collection():
         return _search(_Space(base, fixed, Tally(), mfu, inexpressible, bounds=bounds), offload_too=offload_too)
 
@@ -105,7 +105,7 @@ def faster_than(
     rate: float, base: JobSpec, fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None
 ) -> tuple[Found, ...]:
     """Return layouts without offload, including all that fit easily and exceed this rate. [tokens/s of a GPU]"""
-    space = _Space(base, fixed, Tally(), mfu, inexpressible, bounds=Bounds(base, mfu), quickest=NEARLY * rate)
+    space = _Space(base, fixed, Tally(), mfu, inexpressible, bounds=Bounds(base, fixed, mfu), quickest=NEARLY * rate)
     with remembering(), _without_garbage_collection():
         return tuple(_searched(space, offload=False))
 
