@@ -106,13 +106,17 @@ def reserved_of_a_logit(tp: int) -> float:
     """Return what the allocator reserves of a logit once micro-batches follow each other. [bytes]
 
     The requests of the head and of the loss, in their order. An output that stays in its buffer takes half of a free block of
-    fp32, so that the next micro-batch needs another such block; gathering has the parts of all ranks beside the whole.
+    fp32, so that the next micro-batch needs another such block. Gathering (``nn/linear/utils.py``, ``_all_concat``) has the parts
+    of all ranks beside the whole. It gives torch a list of them, so torch also gathers into one flat tensor first
+    (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ``allgather``: ``flatten_for_scatter_gather``, today ``newLikeFlat``). NCCL's
+    stream uses that tensor (``recordStream``), so ``torch.cat``, which is called next, cannot have its memory.
     """
     card, size, outputs = CachingAllocator(), GIB, list[Chunk]()
     for _ in range(4):
         parts = [card.request(2 * size // tp) for _ in range(tp)] if tp > 1 else []
+        flat = [card.request(2 * size)] if tp > 1 else []
         outputs.append(card.request(2 * size))
-        for part in parts:
+        for part in (*flat, *parts):
             card.release(part)
         for before in outputs[:-2]:
             card.release(before)

@@ -100,7 +100,7 @@ def _to_check(cls: type[Spec]) -> tuple[tuple[str, tuple[Check, ...], frozenset[
     """Return each field's name, checks, and the types whose every value passes, which a search asks for most."""
     return tuple(
         (name, checks, frozenset(check.type for check in checks if not check.choices and check.bounds is None))
-        for name, checks in _read_once(cls).items()
+        for name, checks in checks_of(cls).items()
     )
 
 

@@ -72,7 +72,7 @@ def not_written(job: JobSpec) -> str:
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
-        (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 with whole weights on every rank"),
+        (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),
         *(_of_pipelines(job) if mesh.pp > 1 else ()),
         (
             recipe.loss == "chunked" and recipe.engine != "fsdp2" and trained_layout(model).tied_head is not None,
