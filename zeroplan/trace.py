@@ -52,7 +52,11 @@ class Inside:
                 highest = max(self.totals, default=0)
                 self._highest = Highest(highest, (highest, 0, 0))
             else:
-                self._highest = weigh_each([[*chain.from_iterable(parts)] for _, parts in self.points], pools).most()
+                points = [[*chain.from_iterable(parts)] for _, parts in self.points]
+                ints = all(isinstance(line[1], int) for line in every)
+                self._highest = (
+                    most(weigh(lines, pools) for lines in points) if ints else weigh_each(points, pools).most()
+                )  # fmt: skip
         return self._highest
 
 

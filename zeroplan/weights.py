@@ -212,8 +212,15 @@ class Table(NamedTuple):
         for (pool, shape), array in self.arrays.items():
             by_pool[pool].append(array.reshape(len(array), *(1,) * (axes - len(shape)), *shape))
         pools = [summed(arrays) if arrays else 0 for arrays in by_pool]
-        peak, *highest = [each if isinstance(each, int) else each.max(axis=0, initial=0) for each in (summed(pools), *pools)]
+        peak, *highest = map(_most_of_rows, (summed(pools), *pools))
         return Highest(peak, tuple(highest))
+
+
+def _most_of_rows(rows: Int) -> Int:
+    if isinstance(rows, int):
+        return rows
+    most = rows.max(axis=0, initial=0)
+    return most if most.shape else int(most)
 
 
 def weigh_each(groups: Collection[Sequence[Line]], pools: Pools) -> Table:
