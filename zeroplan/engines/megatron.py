@@ -1264,7 +1264,8 @@ def collectives_of_weights(
 def collectives_of_passes(
     rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
 ) -> Iterator[Collective]:  # fmt: skip
-    """Yield the others: those within layers, and between pipeline stages."""
+    """Yield the others: those within layers, and between pipeline stages. Raises SpecError for another precision, like those."""
+    _bytes_of(recipe)
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
         tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
