@@ -403,6 +403,13 @@ def test_public_figures_lie_between_the_least_and_the_most(recompute: str, gib: 
             {"engine": "fsdp1", "stage": 3, "recompute": "full", "fsdp1": Fsdp1Options(checkpoints_units=True)},
             "checkpoints that call units of FSDP1",
         ),
+        ({"model": "gemma-4-12b", "engine": "ddp", "stage": 0}, "Gemma 4 under DDP or DeepSpeed"),
+        ({"model": "gemma-4-12b", "engine": "deepspeed", "stage": 3}, "Gemma 4 under DDP or DeepSpeed"),
+        ({"model": "ernie-4.5-21b-a3b", "engine": "deepspeed", "stage": 1}, "DeepSpeed stage 1 of ERNIE with experts"),
+        (
+            {"model": "olmoe-1b-7b", "engine": "deepspeed", "stage": 3, "recompute": "full"},
+            "DeepSpeed stage 3 with recomputed experts beside norms of whole queries",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_in_one_line(choices: dict[str, object], what: str):

@@ -1,10 +1,14 @@
 """Checks the peak and the band of reserved memory, which follow from moments and from replays of real engines."""
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 
-from zeroplan import Kind, Line, Moment, Phase, RecipeSpec
+from zeroplan import Kind, Line, Moment, Phase, RecipeSpec, weights
 from zeroplan.engines.reserved_shares import Shares, shares_of
 from zeroplan.timeline import Sizes, expected_bytes, measured_from, own_pools, peak, reserved, sizes_of, under_pressure
+from zeroplan.trace import Entry, Inside, highest_of
 from zeroplan.weights import POOLS
 
 PAPER, FSDP2, DDP = RecipeSpec(engine="paper"), RecipeSpec(engine="fsdp2"), RecipeSpec(engine="ddp", zero_stage=0)
@@ -85,3 +89,29 @@ def test_what_megatron_reserves_beyond_its_peak_is_of_what_comes_and_goes():
     assert shares_of(one, "default") == shares_of(other, "default")
     sizes = Sizes(1000, 1000, {Kind.PARAMETERS: 600, Kind.ACTIVATIONS: 300, Kind.TEMPORARY: 100})
     assert measured_from(sizes, one) == (1000, 500)
+
+
+@pytest.mark.parametrize("at_once", [1 << 22, 0], ids=["at once", "one by one"])
+def test_many_sums_at_once_are_those_of_each_alone(monkeypatch: pytest.MonkeyPatch, at_once: int):
+    """Ints and columns of several shapes, in groups that share lines; large columns are added up one by one."""
+    monkeypatch.setattr(weights, "_AT_ONCE", at_once)
+    draw, pools = np.random.default_rng(0), {Kind.GATHER: 1, Kind.REDUCE: 2}
+    sizes = [7, 10**12, *(draw.integers(0, 10**12, shape) for shape in ((1, 3), (2, 1), (2, 3)) for _ in range(4))]
+    kinds = (Kind.ACTIVATIONS, Kind.GATHER, Kind.REDUCE)
+    lines = [Line(kinds[at % 3], size, "") for at, size in enumerate(sizes)]
+    groups = [tuple(lines[at] for at in draw.choice(len(lines), number, replace=False)) for number in (0, 1, 5, 9, 14)]
+    inside = Inside((str(at), (group,)) for at, group in enumerate(groups[2:4]))
+    entries = [
+        Entry("start", Phase.INIT, False, (groups[4],)),
+        *(Entry("step", Phase.BACKWARD, False, (one, two)) for one, two in pairwise(groups)),
+        Entry("block", Phase.BACKWARD, False, (groups[1], groups[3]), inside),
+    ]
+    found = highest_of(entries, pools)
+    moments = [entry.moment(at) for entry in entries for at in range(entry.n_moments)]
+    totals = [np.broadcast_to(sum(line.n_bytes for line in one.lines), (2, 3)) for one in moments]
+    np.testing.assert_array_equal(found.peak_bytes, np.max(totals, axis=0))
+    for pool, highest in enumerate(found.pools):
+        held = [sum(line.n_bytes for line in one.lines if pools.get(line.kind, 0) == pool) for one in moments[1:]]
+        np.testing.assert_array_equal(
+            np.broadcast_to(highest, (2, 3)), np.max([np.broadcast_to(n, (2, 3)) for n in held], axis=0)
+        )

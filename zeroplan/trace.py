@@ -7,12 +7,25 @@ A moment stores the groups of lines that are alive, key by key. The peak is the 
 are joined only when code reads them.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, overload
 
 from zeroplan.ledger import Among, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum
-from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream, summed, together, total, weigh
+from zeroplan.weights import (
+    EMPTY,
+    Highest,
+    Pools,
+    Weight,
+    most,
+    on_one_stream,
+    summed,
+    together,
+    total,
+    weigh,
+    weigh_each,
+)
 
 
 class Inside:
@@ -39,7 +52,11 @@ class Inside:
                 highest = max(self.totals, default=0)
                 self._highest = Highest(highest, (highest, 0, 0))
             else:
-                self._highest = most(together([weigh(lines, pools) for lines in parts]) for _, parts in self.points)
+                points = [[*chain.from_iterable(parts)] for _, parts in self.points]
+                ints = all(isinstance(line[1], int) for line in every)
+                self._highest = (
+                    most(weigh(lines, pools) for lines in points) if ints else weigh_each(points, pools).most()
+                )  # fmt: skip
         return self._highest
 
 
@@ -149,16 +166,36 @@ class Moments(Sequence[Moment]):
         return highest_of(self.entries, pools)
 
 
-def highest_of(entries: Iterable[Entry], pools: Pools) -> Highest:
+def highest_of(entries: Sequence[Entry], pools: Pools) -> Highest:
     """Return the peak of the entries, and the highest total of each pool outside the initialisation; ints or columns. [bytes]"""
-    weights: dict[int, Weight] = {}
+    groups = {id(lines): lines for entry in entries for lines in entry.alive}
+    if all(isinstance(line[1], int) for lines in groups.values() for line in lines):
+        return _highest_of_ints(entries, groups, pools)
+    place = dict(zip(groups, range(len(groups)), strict=True))
+    weights = weigh_each(groups.values(), pools).summed([[*map(place.__getitem__, map(id, one.alive))] for one in entries])
+    rows: dict[tuple[bool, int], list[int]] = {}
+    insides = {id(entry.inside): entry.inside for entry in entries}
+    for at, entry in enumerate(entries):
+        rows.setdefault((entry.phase is Phase.INIT, id(entry.inside)), []).append(at)
+    found, begun = EMPTY, EMPTY
+    for (is_init, of), some in rows.items():
+        most, inside = weights.at(some).most(), insides[of]
+        if inside is not None:
+            found = found.or_of(inside.highest(pools).and_of(most))
+        elif is_init:
+            begun = most
+        else:
+            found = found.or_of(most)
+    return Highest(maximum(found.peak_bytes, begun.peak_bytes), found.pools)
+
+
+def _highest_of_ints(entries: Iterable[Entry], groups: Mapping[int, Sequence[Line]], pools: Pools) -> Highest:
+    """Return the same if the lines of all groups are ints; those inside entries may be columns."""
+    weights = {known: weigh(lines, pools) for known, lines in groups.items()}
     single: list[Weight] = []
     begun: list[Weight] = []
     found = EMPTY
     for entry in entries:
-        for lines in entry.alive:
-            if id(lines) not in weights:
-                weights[id(lines)] = weigh(lines, pools)
         weight = together([weights[id(lines)] for lines in entry.alive])
         if entry.inside is not None:
             found = found.or_of(beside(entry.inside.highest(pools), weight))

@@ -1,15 +1,21 @@
 """Sums lines by pool of the caching allocator, fast: ints directly, columns by shape.
 
-Columns of the same shape are added first, and only the last additions broadcast to the full grid of layouts.
+Columns of the same shape are added first, and only the last additions broadcast to the full grid of layouts. A search sums many
+groups of lines at once (:class:`Table`), since adding small columns one by one takes longer than the additions themselves.
 """
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, maximum
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Pools: TypeAlias = Mapping[Kind, int]
 """The kinds of memory in a pool other than 0, with the number of their pool. Pool 0 is that of the compute stream."""
@@ -48,6 +54,11 @@ class Highest(NamedTuple):
             return Highest(max(self.peak_bytes, other.peak_bytes), tuple(map(max, self.pools, other.pools)))
         pools = tuple([maximum(*both) for both in zip(self.pools, other.pools, strict=True)])
         return Highest(maximum(self.peak_bytes, other.peak_bytes), pools)
+
+    def and_of(self, other: "Highest") -> "Highest":
+        """Return the maxima if both are alive together, whichever moments they are of."""
+        pools = tuple([one + more for one, more in zip(self.pools, other.pools, strict=True)])
+        return Highest(self.peak_bytes + other.peak_bytes, pools)
 
 
 #: The sums of no moments.
@@ -175,3 +186,96 @@ def summed(values: Collection[Int]) -> Int:
     for shape in sorted(by_shape, key=math.prod):
         of_ints = of_ints + by_shape[shape]
     return of_ints
+
+
+# --- many groups at once ------------------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """The bytes of many groups of lines: a row for each, in an array for each pool and shape."""
+
+    arrays: "dict[tuple[int, tuple[int, ...]], NDArray[np.int64]]"
+
+    def at(self, rows: Sequence[int]) -> "Table":
+        """Return some of the rows."""
+        return Table({key: array[rows] for key, array in self.arrays.items()})
+
+    def summed(self, groups: Sequence[Sequence[int]]) -> "Table":
+        """Return a row for each group of rows: their sum."""
+        members = _members(groups)
+        return Table({key: _sums(array, *members, len(groups)) for key, array in self.arrays.items()})
+
+    def most(self) -> Highest:
+        """Return the highest total, and the highest of each pool. [bytes]"""
+        axes = max((len(shape) for _, shape in self.arrays), default=0)
+        by_pool: list[list[Int]] = [[] for _ in POOLS]
+        for (pool, shape), array in self.arrays.items():
+            by_pool[pool].append(array.reshape(len(array), *(1,) * (axes - len(shape)), *shape))
+        pools = [summed(arrays) if arrays else 0 for arrays in by_pool]
+        peak, *highest = map(_most_of_rows, (summed(pools), *pools))
+        return Highest(peak, tuple(highest))
+
+
+def _most_of_rows(rows: Int) -> Int:
+    if isinstance(rows, int):
+        return rows
+    most = rows.max(axis=0, initial=0)
+    return most if most.shape else int(most)
+
+
+def weigh_each(groups: Collection[Sequence[Line]], pools: Pools) -> Table:
+    """Return the sums of each group of lines by pool. [bytes]
+
+    >>> weigh_each([(Line(Kind.GATHER, 3, ""), Line(Kind.PARAMETERS, 4, "")), ()], {Kind.GATHER: 1}).most().pools
+    (4, 3, 0)
+    """
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    lines = {id(line): line for group in groups for line in group}
+    place = dict(zip(lines, range(len(lines)), strict=True))
+    members = np.fromiter(map(place.__getitem__, map(id, chain.from_iterable(groups))), np.intp)
+    owner = np.repeat(np.arange(len(groups)), [*map(len, groups)])
+    alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    sizes = [line[1] for line in lines.values()]
+    for at, (line, size) in enumerate(zip(lines.values(), sizes, strict=True)):
+        alike.setdefault((pools.get(line[0], 0), () if isinstance(size, int) else size.shape), []).append(at)
+    arrays = {}
+    row = np.zeros(len(lines), dtype=np.intp)
+    for key, some in alike.items():
+        row[:] = -1
+        row[some] = np.arange(len(some))
+        rows = row[members]
+        mine = rows >= 0
+        rows, owners = rows[mine], owner[mine]
+        starts = np.flatnonzero(np.diff(owners, prepend=-1))
+        arrays[key] = _sums(np.array([sizes[at] for at in some], dtype=np.int64), rows, starts, owners[starts], len(groups))
+    return Table(arrays)
+
+
+def _members(groups: Sequence[Sequence[int]]) -> "tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]":
+    """Return the members of all groups in a row, the place in it where each group with members starts, and which those are."""
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    sizes = np.fromiter(map(len, groups), np.intp, len(groups))
+    starts = np.cumsum(sizes) - sizes
+    filled = np.flatnonzero(sizes)
+    return np.fromiter(chain.from_iterable(groups), np.intp, int(sizes.sum())), starts[filled], filled
+
+
+def _sums(
+    array: "NDArray[np.int64]", members: "NDArray[np.intp]", starts: "NDArray[np.intp]", filled: "NDArray[np.intp]", groups: int
+) -> "NDArray[np.int64]":  # fmt: skip
+    """Return the sum of the rows of each group. Groups of large columns are added up one by one, to save memory."""
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    found = np.zeros((groups, *array.shape[1:]), dtype=np.int64)
+    if math.prod(array.shape[1:]) * len(members) > _AT_ONCE:
+        for at, start, stop in zip(filled, starts, [*starts[1:], len(members)], strict=True):
+            found[at] = array[members[start:stop]].sum(axis=0)
+    elif len(members):
+        found[filled] = np.add.reduceat(array[members], starts, axis=0)
+    return found
+
+
+#: The most numbers that are copied at once.
+_AT_ONCE = 1 << 22

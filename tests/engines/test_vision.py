@@ -113,6 +113,20 @@ def test_a_vision_tower_with_tensor_parallelism_is_refused() -> None:
         replace(a_job("qwen2.5"), mesh=MeshSpec(dp_shard=2, tp=2))
 
 
+@pytest.mark.parametrize("frozen", [{}, {"freeze_tower": True}], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", MODELS)
+def test_stage_3_of_deepspeed_refuses_a_recomputed_tower_whose_order_is_not_modelled(
+    name: str, frozen: dict[str, bool]
+) -> None:
+    said = {"engine": "deepspeed", "stage": 3, "recompute": "full", "frozen": frozen}
+    if frozen or name == "internvl":
+        with pytest.raises(SpecError, match=r"tower.* is not modelled; use stage 2, recompute 'none' or engine 'fsdp2'"):
+            a_job(name, **said)
+        assert estimate(a_job(name, **{**said, "recompute": "none"})).peak_bytes > 0
+    else:
+        assert estimate(a_job(name, **said)).peak_bytes > 0
+
+
 @pytest.mark.parametrize(("size", "tokens"), [("768x768", 729), ("1024x768", 999), ("28x28", 4), ("10000x10000", 16_129)])
 def test_a_processor_makes_whole_tokens_of_an_image(size: str, tokens: int) -> None:
     """The figures are those of transformers 5.23's ``smart_resize``, whose module needs torchvision."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tests.measured.published_rows import Row, case_of, kept, program, running_of_row
 from zeroplan import JobSpec
 from zeroplan.allocator import CachingAllocator, Chunk
-from zeroplan.engines.megatron import account_of_rank
+from zeroplan.engines.megatron import memory_of_rank
 from zeroplan.estimator import account_of, estimate
 from zeroplan.ledger import Kind, Moment, Phase, bytes_by_kind
 from zeroplan.steptime import step_time
@@ -77,7 +77,7 @@ def needed(one: Tried) -> int:
 def _fullest(one: Tried) -> tuple[int, int, Moment]:
     """Return what is held at the highest moment of the first and the last rank, that rank, and the moment. [bytes]"""
     job = one.job
-    ranks = {at: account_of_rank(at, job.model, job.recipe, job.mesh, job.batch).moments for at in (0, job.mesh.pp - 1)}
+    ranks = {at: memory_of_rank(at, job.model, job.recipe, job.mesh, job.batch).moments for at in (0, job.mesh.pp - 1)}
     every = ((_held(one, at, moment), at, moment) for at, moments in ranks.items() for moment in moments)
     return max(every, key=lambda found: found[0])
 
@@ -106,13 +106,17 @@ def reserved_of_a_logit(tp: int) -> float:
     """Return what the allocator reserves of a logit once micro-batches follow each other. [bytes]
 
     The requests of the head and of the loss, in their order. An output that stays in its buffer takes half of a free block of
-    fp32, so that the next micro-batch needs another such block; gathering has the parts of all ranks beside the whole.
+    fp32, so that the next micro-batch needs another such block. Gathering (``nn/linear/utils.py``, ``_all_concat``) has the parts
+    of all ranks beside the whole. It gives torch a list of them, so torch also gathers into one flat tensor first
+    (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ``allgather``: ``flatten_for_scatter_gather``, today ``newLikeFlat``). NCCL's
+    stream uses that tensor (``recordStream``), so ``torch.cat``, which is called next, cannot have its memory.
     """
     card, size, outputs = CachingAllocator(), GIB, list[Chunk]()
     for _ in range(4):
         parts = [card.request(2 * size // tp) for _ in range(tp)] if tp > 1 else []
+        flat = [card.request(2 * size)] if tp > 1 else []
         outputs.append(card.request(2 * size))
-        for part in parts:
+        for part in (*flat, *parts):
             card.release(part)
         for before in outputs[:-2]:
             card.release(before)

@@ -11,18 +11,18 @@ TOO_MANY = {"aleph-307", "aleph-308"}
 
 
 def test_what_ran_is_said_to_fit_and_most_of_what_ran_out_is_not():
-    """All but two of 165 that ran, and four in five of 257 that ran out; as a plan asks, 92 in 100 of both and more."""
+    """All but two of 165 that ran, and four in five of 257 that ran out; as a plan asks, 93 in 100 of both and more."""
     every = tried()
     assert (sum(one.ran for one in every), len(every)) == (165, 422)
     found = [(fits_in(one), one) for one in every]
     assert {one.row["id"] for fits, one in found if one.ran and not fits} == TOO_MANY
     assert balanced([(fits, one.ran) for fits, one in found])[1] > 0.81
     asked = [(leaves_free(one), one) for one in every]
-    assert sum(balanced([(fits, one.ran) for fits, one in asked])) / 2 > 0.935
-    assert sum(ranked_first([one for fits, one in asked if fits]).values()) <= 4
+    assert sum(balanced([(fits, one.ran) for fits, one in asked])) / 2 > 0.94
+    assert sum(ranked_first([one for fits, one in asked if fits]).values()) <= 3
 
 
-@pytest.mark.parametrize(("tp", "reserved"), [(1, 18), (2, 20), (8, 20)])
+@pytest.mark.parametrize(("tp", "reserved"), [(1, 18), (2, 22), (8, 22)])
 def test_outputs_that_stay_keep_blocks_from_the_loss(tp: int, reserved: int):
-    """Four blocks of fp32 and one of bf16 beside them, and the gathered parts of the logits."""
+    """Four blocks of fp32 and one of bf16 beside them, the gathered parts of the logits, and torch's flat tensor of all parts."""
     assert reserved_of_a_logit(tp) == reserved

@@ -158,7 +158,7 @@ def test_fewer_gpus_are_cheaper_where_each_does_more():
 def test_no_layout_is_faster_than_its_bound():
     """And what is left out is slower than the best."""
     base, fixed = job(model="llama-3.2-1b", gpu="h100", gpus=4, seq_len=4096), Fixed(global_batch_size=64)
-    every, bounds = search(base, fixed), Bounds(base, None)
+    every, bounds = search(base, fixed), Bounds(base, fixed, None)
     assert {one.recipe.engine for one in every.found if one.grid.pp > 1} == {"fsdp2", "megatron"}
     assert {one.recipe.engine for one in every.found if one.grid.pp == 1} == {"ddp", "fsdp2", "deepspeed", "megatron"}
     for one in every.found:
@@ -454,3 +454,17 @@ def test_tight_layouts_are_replayed_until_one_goes_through(monkeypatch: pytest.M
     assert answer.best.tight
     assert len(seen) == tried
     assert answer.best.layout.job == seen[-1]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Request(model="internvl3-8b", gpu="rtx-5000-ada-32gb", gpus=2, seq_len=512),
+        Request(model="llava-1.5-7b", gpu="rtx-a6000-48gb", gpus=4, seq_len=2048, lora_rank=8, stage=3),
+        Request(model="minimax-m2", gpu="rtx-3090-ti-24gb", gpus=1, seq_len=1000, engine="deepspeed", stage=3),
+    ],
+    ids=["scales in a tower's blocks", "a frozen tower", "a replay whose order is not modelled"],
+)
+def test_what_an_engine_does_not_model_is_left_out(asked: Request):
+    """Random requests for plans found these: DeepSpeed's stage 3 raised an error that was no refusal."""
+    assert ask(asked, Question()).evaluated > 0

@@ -1,13 +1,16 @@
 """Upper bounds of a pipeline's speed. They spare the search the evaluation of pipelines that would be clearly too slow."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.errors import SpecError
-from zeroplan.planner.space import Grid
+from zeroplan.planner.degrees import degrees
+from zeroplan.planner.space import Degrees, Fixed, Grid, batches
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import SPLIT, stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
@@ -23,8 +26,8 @@ class Bounds:
     The ranks of a pipeline together compute as much as one rank with all layers, and idle while the pipeline fills and drains.
     """
 
-    def __init__(self, base: JobSpec, mfu: float | None) -> None:
-        self.base, self.mfu = base, mfu
+    def __init__(self, base: JobSpec, fixed: Fixed, mfu: float | None) -> None:
+        self.base, self.fixed, self.mfu = base, fixed, mfu
         self._seconds: dict[RecipeSpec, dict[tuple[int, int, int, int], float]] = {}
 
     def is_near(self, recipe: RecipeSpec, grid: Grid, quickest: float, *, partly: bool = True) -> NDArray[np.bool_]:
@@ -48,8 +51,8 @@ class Bounds:
         plain = replace(recipe, pipeline_schedule=None, pipeline_stages_per_rank=None)
         known, sizes = self._seconds.setdefault(plain, {}), grid.row(grid.micro_batch_size).tolist()
         keys = [(size, grid.tp, grid.cp, grid.ep) for size in sizes]
-        missing = sorted({size for key, size in zip(keys, sizes, strict=True) if key not in known})
-        if missing:
+        if any(key not in known for key in keys):
+            missing = sorted({*sizes, *self._sizes_of_pipelines(grid)})
             one = grid._replace(
                 pp=1, micro_batch_size=np.array([missing]), grad_accum_steps=np.ones((1, len(missing)), np.int64)
             )
@@ -58,3 +61,14 @@ class Bounds:
                 found = one.times(least_computing(self.base.model, plain, one, one, self.base.cluster, mfu=self.mfu))
             known |= {(size, grid.tp, grid.cp, grid.ep): time for size, time in zip(missing, found.tolist(), strict=True)}
         return np.array([known[key] for key in keys])
+
+    def _sizes_of_pipelines(self, grid: Grid) -> Iterator[int]:
+        """Yield the micro-batches of all pipelines of these degrees, whose times are then computed at once."""
+        split = grid.degrees
+        for one in self._degrees:
+            if one._replace(pp=1) == split._replace(pp=1):
+                yield from batches(self.base, self.fixed, self.base.mesh.world_size // one.model_ranks)[0].tolist()
+
+    @cached_property
+    def _degrees(self) -> tuple[Degrees, ...]:
+        return tuple(degrees(self.base, self.fixed))

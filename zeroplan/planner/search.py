@@ -84,7 +84,7 @@ def search(
     tries it only if nothing fits without it, on request (``offload_too``), or if GPUs are joined only by PCIe. ``slow_too``: also
     pipelines that cannot be nearly as fast as a layout that fits.
     """
-    bounds = None if slow_too else Bounds(base, mfu)
+    bounds = None if slow_too else Bounds(base, fixed, mfu)
     with remembering(), _without_garbage_collection():
         return _search(_Space(base, fixed, Tally(), mfu, inexpressible, bounds=bounds), offload_too=offload_too)
 
@@ -105,7 +105,7 @@ def faster_than(
     rate: float, base: JobSpec, fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None
 ) -> tuple[Found, ...]:
     """Return layouts without offload, including all that fit easily and exceed this rate. [tokens/s of a GPU]"""
-    space = _Space(base, fixed, Tally(), mfu, inexpressible, bounds=Bounds(base, mfu), quickest=NEARLY * rate)
+    space = _Space(base, fixed, Tally(), mfu, inexpressible, bounds=Bounds(base, fixed, mfu), quickest=NEARLY * rate)
     with remembering(), _without_garbage_collection():
         return tuple(_searched(space, offload=False))
 
@@ -345,13 +345,13 @@ def evaluated(
 
 def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None, *, reach: bool) -> Found:
     """Return the figures of the fullest rank of Megatron's pipelines."""
-    from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
+    from zeroplan.engines.megatron import memory_of_rank  # noqa: PLC0415  only this engine needs it
     from zeroplan.engines.megatron.chunks import ranks_in_question  # noqa: PLC0415  as above
 
     ranks, needs, card = list[Account](), list[Needed](), grid.row(outside_column(grid, base.cluster.gpu))
     most = 2 * room_of(base) - card
     for at in ranks_in_question(base.model, recipe, grid):
-        ranks.append(account_of_rank(at, base.model, recipe, grid, grid))
+        ranks.append(memory_of_rank(at, base.model, recipe, grid, grid))
         needs.append(_needed(highest(ranks[-1].moments, recipe), recipe, base))
         if reach and (grid.row(needs[-1].least_bytes) > most).all():
             return Found(recipe, grid.with_batches(np.zeros((1, grid.layouts), np.bool_)), card[:0], card[:0], np.zeros(0))
@@ -411,6 +411,10 @@ def job_at(base: JobSpec, recipe: RecipeSpec, grid: Grid, at: int) -> JobSpec:
 
 def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Account:
     """Return the engine's account; DeepSpeed flattens in host memory if the GPU lacks room, as for a single job."""
+    if recipe.engine == "megatron":  # its step time counts the traffic itself
+        from zeroplan.engines.megatron import memory_of_rank  # noqa: PLC0415  only this engine needs it
+
+        return memory_of_rank(0, counted_model(base.model, recipe), recipe, grid, grid)
     engine, gpu = engine_module(recipe.engine), base.cluster.gpu
     model = counted_model(base.model, recipe)
     account = engine.account(model, recipe, grid, grid)

@@ -379,7 +379,7 @@ def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = 
     gpus = base.mesh.world_size
     sharing = gpus // degrees.model_ranks
     replicas = _replicas(recipe, sharing, fixed, pipelined=degrees.pp > 1)
-    sequences, steps, indivisible = _batches(base, fixed, sharing)
+    sequences, steps, indivisible = batches(base, fixed, sharing)
     grid = grid_of(
         replicas, gpus, micro_batch_size=sequences, grad_accum_steps=steps, seq_len=base.batch.seq_len, degrees=degrees
     )
@@ -403,8 +403,11 @@ def _divisors(number: int, most: int) -> Column:
     return tried[divides]
 
 
-def _batches(base: JobSpec, fixed: Fixed, sharing: int) -> tuple[Column, Column, int]:
-    """Return micro-batch sizes, micro-batches per step, and the number of sizes that do not divide a rank's batch."""
+def batches(base: JobSpec, fixed: Fixed, sharing: int) -> tuple[Column, Column, int]:
+    """Return micro-batch sizes, micro-batches per step, and the number of sizes that do not divide a rank's batch.
+
+    ``sharing``: data-parallel ranks.
+    """
     total, size, steps = fixed.global_batch_size, fixed.micro_batch_size, fixed.grad_accum_steps
     most = max(1, MOST_TOKENS // base.batch.seq_len)
     if total is None:

@@ -17,7 +17,7 @@ from zeroplan.engines.megatron.chunks import chunks_per_rank, ranks_in_question
 from zeroplan.engines.megatron.parameters import BY_ROWS, is_expert, is_split, padded_vocabulary
 from zeroplan.engines.megatron.rank import Rank, rank_of
 from zeroplan.engines.megatron.states import states_of, step_lines
-from zeroplan.engines.megatron.traffic import collectives_of
+from zeroplan.engines.megatron.traffic import collectives_of_passes, collectives_of_weights
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Phase
 from zeroplan.memo import as_key
@@ -188,7 +188,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
         as_key(case.batch.seq_len), rank.counts, rank.has_head, rates.share, rates.running, recomputed_modules(recipe),
     )  # fmt: skip
     busy = computing(lambda one: _work(rank, case, kernels, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
-    calls = tuple(collectives_of(rank, case.model, recipe, case.mesh, case.batch))
+    calls = tuple(collectives_of_passes(rank, case.model, recipe, case.mesh, case.batch))
     columns = busy.columns_s * _column_share(case.model)
     attention = busy.attention_s
     passes = _Passes(busy.forward_s, busy.backward_s)
@@ -336,11 +336,10 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
     mesh, per_node, own = case.mesh, machine.here.per_node, case.recipe.megatron
     reduced: Float = 0.0
     gathered: Float = 0.0
-    for call in collectives_of(rank, case.model, case.recipe, mesh, case.batch):
-        if call.among in (Among.SHARDS, Among.SHARDS_OF_EXPERTS):
-            stride = mesh.tp if call.among is Among.SHARDS else mesh.ep
-            time = seconds(call, strided(call.group, stride, per_node), machine.here)
-            reduced, gathered = (reduced, gathered + time) if call.operation == "all_gather" else (reduced + time, gathered)
+    for call in collectives_of_weights(rank, case.model, case.recipe, mesh, case.batch):
+        stride = mesh.tp if call.among is Among.SHARDS else mesh.ep
+        time = seconds(call, strided(call.group, stride, per_node), machine.here)
+        reduced, gathered = (reduced, gathered + time) if call.operation == "all_gather" else (reduced + time, gathered)
     slower = case.batch.grad_accum_steps * (1.0 - machine.here.taken)
     beside = _Passes(*(each / slower for each in passes))
     waits = longest(reduced - beside.backward_s * own.overlap_grad_reduce, 0.0 * reduced)

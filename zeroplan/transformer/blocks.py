@@ -126,7 +126,7 @@ class BlockPass(NamedTuple):
     ``saved``: tensors that autograd saves from its forward to its backward, in program order, without recomputation and without
     weight casts; ``checkpoint``: tensors kept under full recomputation (its input); ``selective``: tensors kept under
     per-operation selective recomputation; ``forward``: live tensors beyond ``saved`` at the peak of its forward;
-    ``forward_recompute``: live tensors beyond the kept ones, under recomputation; ``cast_elements``: elements of the weights
+    ``forward_recompute``: the same beyond the kept ones, under recomputation, else empty; ``cast_elements``: elements of weights
     whose autocast copy lives until their backward (matrices; copies of biases live until the end of the forward); ``away``:
     tensors in host memory between its forward and its backward, with offloaded activations.
 

@@ -9,12 +9,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from zeroplan.engines.collecting import Counts, Event, groups_of, receive
 from zeroplan.engines.deepspeed.gradients import Plan
 from zeroplan.engines.rows import numel
-from zeroplan.numeric import Bool, Int, maximum, where
+from zeroplan.memo import as_key, recalled
+from zeroplan.numeric import Int
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Held(NamedTuple):
@@ -202,16 +207,29 @@ def _is_below(point: tuple[int, int, Seen], after: tuple[int, int, Seen], before
     return (point[1] - after[1]) * (after[0] - before[0]) <= (before[1] - after[1]) * (after[0] - point[0])
 
 
-class Courses(NamedTuple):
+class Courses:
     """A course for each pair of a shard and a number of micro-batches, and the course of every job of a column."""
 
-    each: tuple[Course, ...]
-    which: Int
-    """An index of ``each``."""
+    def __init__(self, each: tuple[Course, ...], which: Int) -> None:
+        """``which``: for every job of a column an index of ``each``."""
+        self.each, self._which = each, which
+        self._at: dict[Place, Sequence[Seen]] = {}
+
+    def at(self, place: Place) -> Sequence[Seen]:
+        """Return the peaks at a place, as columns if courses differ."""
+        if place not in self._at:
+            self._at[place] = _in_columns([course[place] for course in self.each], self._which)
+        return self._at[place]
 
 
 def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
     """Return the courses of ``plan`` for every shard and number of micro-batches. Both may be columns of equal length."""
+    return recalled(
+        lambda: (courses_of, plan, as_key(partition), as_key(micro_batches)), lambda: _made(plan, partition, micro_batches)
+    )
+
+
+def _made(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
     if isinstance(partition, int) and isinstance(micro_batches, int):
         return Courses((course_of(plan.of(partition, micro_batches)),), 0)
     import numpy as np  # noqa: PLC0415  a single job never needs it
@@ -224,14 +242,35 @@ def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
 
 def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lambda _: 0) -> Seen:
     """Return the first moment at a place with most live bytes, including those that ``beside`` returns. [bytes]"""
-    best, *others = _in_columns([course[place] for course in courses.each], courses.which)
-    if not others:
-        return best
-    most = beside(best) + best.held.n_bytes
-    for other in others:
-        alive = beside(other) + other.held.n_bytes
-        best, most = _either(alive > most, other, best), maximum(most, alive)
-    return best
+    every = courses.at(place)
+    if len(every) == 1:
+        return every[0]
+    alive = [beside(one) + one.held.n_bytes for one in every]
+    if all(isinstance(n_bytes, int) for n_bytes in alive):
+        return every[alive.index(max(alive))]
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    return _chosen(every, np.stack(np.broadcast_arrays(*alive)).argmax(axis=0))
+
+
+def _chosen(every: Sequence[Seen], at: "NDArray[np.intp]") -> Seen:
+    """Return the moment with this index, for each job of a column."""
+    first = int(at.flat[0])
+    if (at == first).all():
+        return every[first]
+    fields = ((one.block, one.made, *one.held) for one in every)
+    block, made, *held = (_by_index(values, at) for values in zip(*fields, strict=True))
+    return Seen(block, made, Held(*held))
+
+
+def _by_index(values: Sequence[Int], at: "NDArray[np.intp]") -> Int:
+    first = values[0]
+    if all(value is first or (isinstance(value, int) and isinstance(first, int) and value == first) for value in values):
+        return first
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    which, *columns = np.broadcast_arrays(at, *values)
+    return cast("Int", np.take_along_axis(np.stack(columns), which[None], axis=0)[0])
 
 
 def _in_columns(seen: list[Sequence[Seen]], which: Int) -> Sequence[Seen]:
@@ -256,10 +295,3 @@ def _picked(values: tuple[int, ...], which: Int) -> Int:
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
     return cast("Int", np.array(values, dtype=np.int64)[which])
-
-
-def _either(condition: Bool, yes: Seen, no: Seen) -> Seen:
-    if isinstance(condition, bool):
-        return yes if condition else no
-    held = (where(condition, here, there) for here, there in zip(yes.held, no.held, strict=True))
-    return Seen(where(condition, yes.block, no.block), where(condition, yes.made, no.made), Held(*held))

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.engines.formulas import total_formula
 from zeroplan.engines.passes import Passes, RunPass
@@ -149,11 +149,13 @@ class _Handed:
         """Elements made at each arrival, or at an earlier one."""
 
     @cached_property
-    def tables(self) -> tuple["NDArray[np.int64]", ...]:
-        """Activations and gradients of activations, stacked."""
+    def tables(self) -> tuple["NDArray[np.int64]", tuple["NDArray[np.intp]", ...]]:
+        """Activations and gradients of activations, stacked by arrival, and the indexes of the further axes."""
         import numpy as np  # noqa: PLC0415  a single job never needs it
 
-        return tuple([np.stack(np.broadcast_arrays(*one)).astype(np.int64) for one in zip(*self.running, strict=True)])
+        every = np.broadcast_arrays(*(size for one in self.running for size in one))
+        table = np.stack([np.stack(every[0::2]), np.stack(every[1::2])]).astype(np.int64)
+        return table, np.ix_(*map(np.arange, table.shape[2:]))
 
 
 def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
@@ -164,16 +166,9 @@ def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
         return found.running[min(bisect_left(found.most, made), last)]
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
-    at = np.minimum(np.searchsorted(found.most, made), last)
-    return Running(*(_each_at(table, at) for table in found.tables))
-
-
-def _each_at(table: "NDArray[np.int64]", at: "NDArray[np.int64]") -> Int:
-    """Return the value at each index, if values are columns."""
-    import numpy as np  # noqa: PLC0415  a single job never needs it
-
-    beside = [np.arange(size).reshape(-1, *(1,) * after) for after, size in enumerate(reversed(table.shape[1:]))]
-    return cast("Int", table[(at, *reversed(beside))])
+    (activations, gradients), beside = found.tables
+    at = (np.minimum(np.searchsorted(found.most, made), last), *beside)
+    return Running(activations[at], gradients[at])
 
 
 def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:
@@ -190,6 +185,9 @@ def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:
 
 def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
     low, high = (block, block) if isinstance(block, int) else (block.min(), block.max())
+    for run in these.runs:
+        if run.block.handed and run.first <= low and high < run.first + run.n_blocks:
+            return _handed_when(run.block.handed, made)
     inside = low >= 0 and high < these.n_blocks
     found = Running(0, 0) if inside else _beyond_blocks(these, block, made)
     for run in these.runs:

@@ -119,31 +119,36 @@ class Training(MicroBatch):
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
         """All runs; if kinds alternate, for each kind the runs that are highest at some point of their backward.
 
-        At a point, runs of a kind differ in the activations of earlier blocks and in the gradients in buckets. Runs at both
-        ends stay, too: one has most activations, the other most gradients, which the reserve's band needs. Columns keep all
-        runs.
+        At a point, runs of a kind differ in the activations of earlier blocks and in the gradients in buckets. The allocator
+        has a pool for each stream, so the runs that are highest on one stream stay, too. So do runs at both ends: one has most
+        activations, the other most gradients, which the reserve's band needs.
         """
         runs = tuple(enumerate(self.these.runs))
-        if len(runs) <= _FEW or len(self.courses.each) > 1 or not isinstance(self.kept(self.these.n_blocks), int):
+        if len(runs) <= _FEW:
             return runs
-        best: dict[tuple[str, int], tuple[Int, int]] = {}
+        sizes: dict[tuple[str, int], list[tuple[int, tuple[Int, ...]]]] = {}
         for index, run in runs:
             for point, size in enumerate(self._at_points(index, run)):
-                most, _ = best.get((run.kind, point), (-1, 0))
-                if size > most:
-                    best[run.kind, point] = size, index
-        chosen = {index for _, index in best.values()} | {index for index, _ in (*runs[: _FEW // 2], *runs[-_FEW // 2 :])}
+                sizes.setdefault((run.kind, point), []).append((index, size))
+        chosen = {index for index, _ in (*runs[: _FEW // 2], *runs[-_FEW // 2 :])}
+        for alike in sizes.values():
+            indexes, of_streams = zip(*alike, strict=True)
+            for size in zip(*of_streams, strict=True):
+                chosen.update(indexes[at] for at in _highest_among(size))
         return tuple([each for each in runs if each[0] in chosen])
 
-    def _at_points(self, index: int, run: RunPass) -> Iterator[Int]:
-        """Yield the live bytes, without the point's own lines, at each point of a run's last block and the one before. [bytes]"""
+    def _at_points(self, index: int, run: RunPass) -> Iterator[tuple[Int, ...]]:
+        """Yield the live bytes, without the point's own lines, at each point of a run's last block and the one before. [bytes]
+
+        They are those of both streams, of the compute stream and of the stream of the reductions.
+        """
         kept = self.kept(run.first + run.n_blocks - 1)
         counts = [count for _, count in self._received(run)]
         for count in counts:
-            yield kept + highest(self.courses, ("between", index, count)).held.n_bytes
+            yield _by_stream(kept, highest(self.courses, ("between", index, count)).held)
         for count in counts if run.n_blocks > 1 else ():
             seen = self._seen_before(index, count)
-            yield self.kept(seen.block) + seen.held.n_bytes
+            yield _by_stream(self.kept(seen.block), seen.held)
 
     def kept(self, block: Int) -> Int:
         """Return the bytes that the blocks before one keep, cached because many points need them. [bytes]"""
@@ -220,6 +225,21 @@ class Training(MicroBatch):
                 held = highest(self.courses, ("end", event)).held
                 self.trace.at(name, Phase.BACKWARD)
                 self.trace.pass_by(*held_lines(self.job, held, _COPIES.get(event, _COPY)))
+
+
+def _by_stream(kept: Int, held: Held) -> tuple[Int, Int, Int]:
+    """Return the live bytes on both streams, on the compute stream, and on that of the reductions. [bytes]"""
+    computing, reducing = kept + held.gradients + held.cast + held.own + held.earlier, held.buckets + held.copy
+    return computing + reducing, computing, reducing
+
+
+def _highest_among(sizes: Sequence[Int]) -> set[int]:
+    """Return the index of the largest size; of columns the index of the largest of every job."""
+    if all(isinstance(size, int) for size in sizes):
+        return {sizes.index(max(sizes))}
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    return set(np.stack(np.broadcast_arrays(*sizes)).argmax(axis=0).ravel().tolist())
 
 
 @lru_cache(maxsize=4096)

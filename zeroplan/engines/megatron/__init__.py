@@ -90,13 +90,15 @@ def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> 
     )
 
 
-def account_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """Return the memory and traffic of one pipeline rank. [bytes]
+def memory_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+    """Return the states and moments of one pipeline rank, without its traffic, for a search. [bytes]
 
     Of the ranks between the first and the last with the same layers, the first of them needs most.
     """
     layers = _layers(model, recipe, mesh, batch, received=at < int(mesh.pp) - 1 or chunks_per_rank(recipe, mesh) > 1)
-    return _of_rank(rank_of(at, model, recipe, mesh, batch), layers, model, recipe, mesh, batch)
+    rank = rank_of(at, model, recipe, mesh, batch)
+    states = tuple(states_of(rank, recipe, mesh))
+    return Account(states, tuple(moments_of(rank, layers, model, recipe, mesh, batch, states)), ())
 
 
 def _layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, received: bool) -> Layers:

@@ -1,5 +1,6 @@
 """Which parameters, layers and schedule does one pipeline rank have, and how many ranks share them?"""
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from zeroplan.engines.megatron.chunks import (
@@ -11,6 +12,7 @@ from zeroplan.engines.megatron.chunks import (
     stages_of,
 )
 from zeroplan.engines.megatron.parameters import elements_of, ends_of, in_fp8, table_of
+from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -54,6 +56,14 @@ class Rank(NamedTuple):
 
 def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
     """Return the parameters, chunks and schedule of one pipeline rank."""
+
+    def key() -> Hashable:
+        return rank_of, at, model, recipe, int(mesh.pp), as_key(mesh.tp), as_key(mesh.ep), as_key(batch.grad_accum_steps)
+
+    return recalled(key, lambda: _made(at, model, recipe, mesh, batch))
+
+
+def _made(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
     pp, chunks = int(mesh.pp), chunks_per_rank(recipe, mesh)
     first, last = at == 0, at == pp - 1
     stages = stages_of(at, model, recipe, mesh)

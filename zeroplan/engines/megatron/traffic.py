@@ -21,6 +21,14 @@ VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, 
 
 def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     """Yield the collectives of a rank per step. Left out: single numbers, counts of tokens, gradients of norms."""
+    yield from collectives_of_weights(rank, model, recipe, mesh, batch)
+    yield from collectives_of_passes(rank, model, recipe, mesh, batch)
+
+
+def collectives_of_weights(
+    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
+) -> Iterator[Collective]:  # fmt: skip
+    """Yield those of them that reduce gradients and gather weights."""
     width, beside = bytes_of(recipe), mesh.dp_shard * mesh.cp
     together = model.moe is None or recipe.megatron.overlap_param_gather
     times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have their own optimizer; each optimizer gathers all weights
@@ -33,6 +41,13 @@ def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
             yield from _of_gradients(what, among, width, recipe, ranks, elements, times)
         else:
             yield from _of_shards(sharding, what, among, ranks, elements, batch)
+
+
+def collectives_of_passes(
+    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
+) -> Iterator[Collective]:  # fmt: skip
+    """Yield the others: those within layers, and between pipeline stages. Raises SpecError for another precision, like those."""
+    bytes_of(recipe)
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
         tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)

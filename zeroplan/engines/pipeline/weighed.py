@@ -201,7 +201,7 @@ class WeighedRank:
 
     @cached_property
     def _by_lines(self) -> Highest:
-        return highest_of(map(entry_of, self._account.moments), self.of.pools)
+        return highest_of(tuple(map(entry_of, self._account.moments)), self.of.pools)
 
     @cached_property
     def _account(self) -> Account:

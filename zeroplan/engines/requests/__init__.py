@@ -66,12 +66,13 @@ def not_written(job: JobSpec) -> str:
             (recipe.fsdp1.checkpoints_units, "checkpoints that call units of FSDP1"),
         ),
         "ddp": ((recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),),
-        "deepspeed": _of_stage_3(job) if recipe.zero_stage == 3 else (),
+        "deepspeed": _of_stage_3(job) if recipe.zero_stage == 3 else _of_stage_1(job),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
+        (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),
         *(_of_pipelines(job) if mesh.pp > 1 else ()),
         (
             recipe.loss == "chunked" and recipe.engine != "fsdp2" and trained_layout(model).tied_head is not None,
@@ -116,6 +117,10 @@ def _of_pipelines(job: JobSpec) -> tuple[tuple[bool, str], ...]:
     return ((recipe.loss == "chunked" and recipe.fsdp2.shards_ends, "a pipeline whose loss in chunks reads a unit of its own"),)
 
 
+def _of_stage_1(job: JobSpec) -> tuple[tuple[bool, str], ...]:
+    return ((job.recipe.zero_stage == 1 and job.model.family == "ernie4_5_moe", "DeepSpeed stage 1 of ERNIE with experts"),)
+
+
 def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
     options, moe = job.recipe.deepspeed, job.model.moe
     return (
@@ -126,4 +131,12 @@ def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         ),
         ("nvme" in (options.offload_optimizer, options.offload_param), "DeepSpeed's offload to NVMe"),
         (job.model.linear is not None, "DeepSpeed stage 3 with linear attention"),
+        (
+            job.model.family in _NORMS_BESIDE_EXPERTS and job.recipe.recompute == "full",
+            "DeepSpeed stage 3 with recomputed experts beside norms of whole queries",
+        ),
     )
+
+
+#: Families with experts whose queries and keys have one norm for all heads.
+_NORMS_BESIDE_EXPERTS = ("olmoe", "minimax_m2")

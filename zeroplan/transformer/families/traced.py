@@ -94,7 +94,7 @@ class Plan:
     weights: tuple[Size, ...]
     """Elements of weights."""
     forwards: Mapping[Recompute, Forward]
-    """Without a checkpoint, in a full one, and in a selective one."""
+    """Without a checkpoint; and in the checkpoints that a backward may run again."""
     points: tuple[Placed, ...]
     casts: Places
     """Weights whose autocast copies live to the backward."""
@@ -185,7 +185,7 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
         )
     made = by_mask(is_masked(model, x, kind), lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
     if kind == "frozen" and compute.recompute == "none":
-        return BlockPass((), (), (), made.forward, made.forward, (), 0)
+        return BlockPass((), (), (), made.forward, (), (), 0)
     return made
 
 
@@ -378,13 +378,18 @@ def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tupl
 
 @lru_cache(maxsize=256)
 def plan_of(structure: Block, *, run_again: bool) -> Plan:
-    """Run a structure's program. ``run_again``: a checkpoint's backward runs the forward again, and may peak there."""
+    """Run a structure's program. ``run_again``: a checkpoint's backward runs the forward again, and may peak there.
+
+    A structure with a recomputation has no other; other structures serve both.
+    """
+    checkpoints: tuple[Recompute, ...] = ("full", "selective") if structure.recompute == "none" else (structure.recompute,)
+    checkpoints = checkpoints if run_again else ()
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family in LATENT_FAMILIES}
     tape, given, output = run_forward(structure, saving=True, recomputed=run_again)
     kept = (given.store, *tape.history.input_copies) if structure.offloaded else tape.saved
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
-    ran = _run_backward(tape, structure, given, output, run_again=run_again)
+    ran = _run_backward(tape, structure, given, output, checkpoints)
     by_place = structure.training is not None and structure.training.keeps_inputs
     apart = structure.ring > 1 or structure.offloaded
     points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=apart))
@@ -397,6 +402,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
         given.store,
         lambda keeping: run_forward(structure, saving=False, given=given.store, keeps_selected=keeping)[0],
         dtypes,
+        checkpoints,
     )
     places, arrivals = index.of((given.store, *tape.history.input_copies)), index.arrivals(tape.gradients.arrivals)
     away = () if tape.host is None else index.of(tape.host.copies)
@@ -406,9 +412,9 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
 
 
 def _run_backward(
-    tape: Tape, structure: Block, given: Value, output: Value, *, run_again: bool
+    tape: Tape, structure: Block, given: Value, output: Value, checkpoints: tuple[Recompute, ...]
 ) -> dict[Recompute, list[Alive]]:  # fmt: skip
-    """Run the backward on a tape; return the forward's moments as those of each recomputation, if it runs again."""
+    """Run the backward on a tape; return the forward's moments as those of each recomputation."""
     source = program_of(structure.family).source
     tape.release(output, given)
     tape.drop(*(one for one in tape.history.input_copies if structure.offloaded or one not in tape.saved))
@@ -417,7 +423,9 @@ def _run_backward(
     tape.run_backward(output, incoming)
     if structure.recompute != "none" and structure.training is None:
         tape.moments[: tape.history.moments_before_rerun] = _not_run_again_yet(tape, given.store, structure.recompute)
-    return {"full": _run_again(until_saved), "selective": _with_kept(_run_again(whole), tape)} if run_again else {}
+    return {
+        one: _run_again(until_saved) if one == "full" else _with_kept(_run_again(whole), tape) for one in checkpoints
+    }  # fmt: skip
 
 
 def of_a_rank(plan: Plan) -> Plan:
@@ -428,15 +436,16 @@ def of_a_rank(plan: Plan) -> Plan:
 
 
 def forwards(
-    index: Index, plain: Forward, given: Store, run: Callable[[bool], Tape], dtypes: dict[str, bool]
+    index: Index, plain: Forward, given: Store, run: Callable[[bool], Tape], dtypes: dict[str, bool],
+    checkpoints: tuple[Recompute, ...],
 ) -> dict[Recompute, Forward]:  # fmt: skip
-    """Return the forwards without a checkpoint, in a full one and in a selective one. ``run`` gets whether it is selective."""
+    """Return the forwards without a checkpoint and in these. ``run`` gets whether it is a selective one."""
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
         return index.forward(tape, (given, *tape.history.input_copies, *(tape.selected.stores() if keeping else ())), dtypes)
 
-    return {"none": plain, "full": forward(keeping=False), "selective": forward(keeping=True)}
+    return {"none": plain, **{one: forward(keeping=one == "selective") for one in checkpoints}}
 
 
 def _run_again(moments: list[Alive]) -> list[Alive]:
@@ -651,7 +660,6 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
     """Return the memory of one block, for one batch."""
     plan = sizes.plan
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
-    again: Recompute = "selective" if recompute == "selective" else "full"
     before_experts = plan.forwards[recompute].before_experts
     away = sizes.lines(plan.away)
     return BlockPass(
@@ -659,7 +667,7 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
         given,
         (*given, *sizes.lines(plan.selective)),
         top(sizes, "none", autocast=autocast),
-        top(sizes, again, autocast=autocast),
+        () if recompute == "none" else top(sizes, recompute, autocast=autocast),
         sizes.points(recompute),
         sizes.elements(plan.casts),
         sizes.lines(plan.input_apart),

@@ -100,10 +100,13 @@ _FROZEN_BOUND = (
 def _bound(model: ModelSpec, these: Passes, moments: tuple[Entry, ...]) -> tuple[str, ...]:
     """Return a note if the peak is only an upper bound, because it depends on set iteration or on the order of gathers."""
     keeps_nothing = model.frozen is not None and any(not run.kept for run in these.runs)
-    totals = [moment.total_bytes for moment in moments] if model.moe or keeps_nothing else []
-    if not all(isinstance(total, int) for total in totals) or not totals:
-        return ()
-    if moments[totals.index(max(totals))].phase is not Phase.FORWARD:
+    totals = list[int]()
+    for moment in moments if model.moe or keeps_nothing else ():
+        total = moment.total_bytes
+        if not isinstance(total, int):  # of a grid
+            return ()
+        totals.append(total)
+    if not totals or moments[totals.index(max(totals))].phase is not Phase.FORWARD:
         return ()
     return (_FROZEN_BOUND,) if keeps_nothing else (_UPPER_BOUND,)
 
