@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -520,35 +517,6 @@ def test_a_mirror_and_a_stored_form_have_the_shape_of_their_model(name: str):
 def test_another_owners_model_is_not_taken_for_a_mirror():
     with pytest.raises(UnknownNameError):
         resolve(Request(model="someone/Llama-3.1-8B-longer"))
-
-
-_EXAMPLES = os.environ.get("ZEROPLAN_EXAMPLES")
-#: What is no configuration of a training, by what its refusal says.
-_NO_TRAINING = re.compile(
-    r"not a configuration that zeroplan knows|launches no training|trains nothing|nothing is trained|keys and values"
-    r"|contains nothing|holds nothing"
-    r"|is a model's config|neither JSON nor TOML|is not JSON|twice; keep one|LLaMA-Factory's v1"
-)
-
-
-@pytest.mark.skipif(not _EXAMPLES, reason="ZEROPLAN_EXAMPLES names no folder of others' examples")
-def test_examples_of_others_are_read():
-    """One folder per project: nearly all configurations of trainings are read, with no other error than a line."""
-    for folder in sorted(path for path in Path(_EXAMPLES or "").iterdir() if path.is_dir()):
-        found, readable, plain = 0, 0, 0
-        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-            try:
-                setup = read_setup(file, gpus=None)
-            except ZeroplanError as error:
-                found += str(error).count("\n") * 1000  # an error is one line
-                found += not _NO_TRAINING.search(str(error))
-                continue
-            found, readable, plain = found + 1, readable + 1, plain + (not setup.matters)
-            with suppress(ZeroplanError):
-                estimate(resolve(Request(from_file=str(file))).job)
-        told = f"{folder.name}: {found} configurations of trainings, {readable} read, {plain} with all that matters modelled"
-        sys.stderr.write(f"{told}\n")
-        assert readable >= 0.8 * found, folder.name
 
 
 SWIFT_ON_MEGATRON = (
