@@ -324,6 +324,8 @@ def _symbols(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
     yield from _symbols_of_muon(rank, model, recipe, mesh)
     yield from _symbols_in_fp8(rank, recipe, mesh)
     yield from _symbols_of_shards(rank, model, recipe, mesh)
+    for at, elements in _made(rank, model, recipe, mesh).items():
+        yield Symbol(f"O_{at}", elements, f"gradients that a backward has made, at the moment: {at}")
     yield Symbol("N_opt", _sharers(recipe, mesh), "ranks that share the optimizer's states")
     yield Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts")
     yield Symbol("K", rank.chunks, "chunks of layers in flight")
@@ -578,9 +580,9 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
     gradients, named = (share, shared) if recipe.zero_stage >= GRADIENTS_TOO else whole
     reason = "main gradients, which micro-batches add up in"
     yield Line(Kind.GRADIENTS, width.gradient * gradients, reason, f"{width.gradient}·{named}", STATES)
-    if count := recipe.megatron.gradients_beside:
-        reason = "gradients in 16 bits, and buckets of them"
-        yield Line(Kind.GRADIENTS, 2 * count * whole[0], reason, f"{2 * count}·{whole[1]}", NANOTRON)
+    if (buckets := recipe.megatron.gradients_beside - 1) > 0:
+        reason = "buckets of gradients in 16 bits, which stay"
+        yield Line(Kind.GRADIENTS, 2 * buckets * whole[0], reason, f"{2 * buckets}·{whole[1]}", NANOTRON)
     if width.master:
         reason = "fp32 copy of the weights" if width.master == 4 else "main weights in 16 bits, or what they have beyond bf16"
         yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)
@@ -721,6 +723,7 @@ def _moments(
         yield Moment("backward of the loss", Phase.BACKWARD, (*backward, *left["head"], *gathered, *at_loss, *cast))
         grown = tuple(_head_backward(model, recipe, mesh, batch))
         written = _whole(sharding, AT_HEAD) if keeps_placeholders(recipe) else gathered
+        written = (*written, *_made_lines("head", rank, model, recipe, mesh))
         yield Moment("backward of the head", Phase.BACKWARD, (*backward, *left["head"], *written, *at_loss, head[0], *grown))
         if sharding is not None and not keeps_placeholders(recipe) and not model.tie_word_embeddings:
             copied = (*backward, *left["head"], *_whole(sharding, AT_HEAD), *at_loss, head[0], *grown[1:])
@@ -728,11 +731,13 @@ def _moments(
     around = (*backward, *left["backward"], *_waiting(rank, model, recipe, mesh))
     in_backward = (*around, *graphs["backward"])
     if sharding is None:
-        yield from _backward(rank, layers, model, recipe, batch, flying, around=in_backward)
+        yield from _backward(rank, layers, model, recipe, mesh, batch, flying, around=in_backward)
     else:
-        yield from _backward_of_shards(sharding, rank, layers, model, recipe, flying, around=in_backward)
+        made = _made_lines("end", rank, model, recipe, mesh)
+        yield from _backward_of_shards(sharding, rank, layers, model, recipe, flying, around=(*in_backward, *made))
     if rank.at == 0:
-        at_end = (*around, *graphs["embedding"], *_whole(sharding, AT_END))
+        made = _made_lines("end", rank, model, recipe, mesh)
+        at_end = (*around, *graphs["embedding"], *_whole(sharding, AT_END), *made)
         yield _backward_of_embedding(rank, layers, model, recipe, mesh, batch, flying, at_end)
     step = (_muon_s_step(model, recipe, mesh),) if recipe.optimizer == "muon" else step_lines(rank, recipe, mesh)
     yield Moment("optimizer step", Phase.STEP, (*held, *_whole(sharding, AT_STEP), *left["step"], *graphs["step"], *step))
@@ -865,7 +870,8 @@ def _saves_mask(recipe: RecipeSpec) -> bool:
 
 
 def _backward(
-    rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch, flying: Flying, *, around: tuple[Line, ...]
+    rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, flying: Flying, *,
+    around: tuple[Line, ...],
 ) -> Iterator[Moment]:  # fmt: skip
     """Yield the peak of the backward of the last layer of each kind. ``around``: the lines outside layers.
 
@@ -881,8 +887,48 @@ def _backward(
             *_run_again_with_it(cost, run.kind, together),
             *_beside_it(cost, run.kind, recipe, batch),
         )
+        below = (*below, *_made_lines(run.kind, rank, model, recipe, mesh))
         what = "a layer" if run is runs[-1] else f"a {run.kind} layer"
         yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*around, *below, *cost.backward))
+    if runs and (made := _made_lines("end", rank, model, recipe, mesh)):
+        over = tuple(ceil_div(count, layers_of_a_checkpoint(recipe)) for count in rank.each[0])
+        others = _in_layers(_without(flying, over), layers, model, recipe)
+        cost = layers.kinds[runs[0].kind].cost
+        inside = (
+            *_run_again_with_it(cost, runs[0].kind, together),
+            *_beside_it(cost, runs[0].kind, recipe, batch),
+            *cost.backward,
+        )
+        yield Moment(f"backward of the last layer{again}", Phase.BACKWARD, (*around, *made, *others, *inside))
+
+
+def _made(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> dict[str, Int]:
+    """Return the gradients in 16 bits that a backward has made, by moment: of the head, of each kind's first layer, end. [elements]
+
+    The gradients of a running layer are counted whole. At the end an untied embedding has none yet. With several chunks of layers,
+    a hybrid pattern or sharded gradients, all are counted at every moment, which is the most.
+    """
+    if not recipe.megatron.gradients_beside:
+        return {}
+    order, (embedding, end) = _kinds_backward(rank, model, recipe), _ends(model, recipe, mesh)
+    kinds, tied = dict.fromkeys(order), _table(model, recipe, mesh) if model.tie_word_embeddings else 0
+    everything = rank.elements + rank.experts
+    if len(rank.each) > 1 or recipe.megatron.hybrid_layer_pattern is not None or recipe.zero_stage >= GRADIENTS_TOO:
+        return dict.fromkeys(("head", *kinds, "end"), everything)
+    made = {"head": end + tied if rank.has_head else 0}
+    for kind in kinds:
+        done = order[: order.index(kind) + layers_of_a_checkpoint(recipe)]
+        counts = tuple(done.count(run.kind) for run in runs_of(model, recipe))
+        beside, experts, _ = _elements(model, recipe, mesh, counts)
+        made[kind] = made["head"] + beside + experts
+    return {**made, "end": everything - (embedding if rank.at == 0 and not model.tie_word_embeddings else 0)}
+
+
+def _made_lines(at: str, rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
+    """Return the line of nanotron's gradients in 16 bits at a moment of the backward; its end adds them up in fp32. [bytes]"""
+    made = _made(rank, model, recipe, mesh)
+    reason = "gradients in 16 bits, until the backward of the micro-batch ends"
+    return (Line(Kind.UNSHARDED_GRADIENTS, 2 * made[at], reason, f"2·O_{at}", NANOTRON),) if made else ()
 
 
 def _deferred(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:

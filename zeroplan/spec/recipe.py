@@ -212,7 +212,8 @@ class MegatronOptions(Spec):
     create_attention_mask_in_dataloader: bool = True
     """False is ``--no-create-attention-mask-in-dataloader``: the batch has no mask (one byte per pair of tokens)."""
     gradients_beside: CountOrZero = 0
-    """Copies of all gradients in 16 bits beside the main gradients, as nanotron has: its own, and those in DDP's buckets."""
+    """Copies of gradients in 16 bits beside the main gradients, as nanotron has: the first until a micro-batch's backward ends, and
+    those in DDP's buckets, which stay."""
     deterministic_mode: bool = False
     """``--deterministic-mode``: the experts' outputs are kept and added in a fixed order."""
     gradient_accumulation_fusion: bool = True

@@ -164,6 +164,29 @@ def test_a_nanotron_configuration_is_answered_with_megatrons_engine(read: Callab
     assert job.recipe.megatron.gradients_beside == 2
 
 
+def test_nanotrons_gradients_in_16_bits_grow_during_the_backward(read: Callable[..., Resolved], tmp_path: Path):
+    """The accumulator sets them to None after each backward; the buckets of DDP stay (nanotron, optim/gradient_accumulator.py)."""
+    answer = estimate(read(NANO).job)
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    elements = next(one.value for one in answer.symbols if one.name == "D_rank")
+    table = 128256 * 2048 // 2  # tied, and split by two tensor-parallel ranks
+    layer = (elements - table - 2048) // 16
+    made = {
+        moment.name: sum(line.n_bytes for line in moment.lines if "until the backward" in line.reason)
+        for moment in answer.moments
+    }
+    assert {name: n_bytes for name, n_bytes in made.items() if n_bytes} == {
+        "backward of the head": 2 * (table + 2048), "backward of a layer": 2 * (table + 2048 + layer),
+        "backward of the last layer": 2 * elements, "backward of the embedding": 2 * elements,
+    }  # fmt: skip
+    buckets = [line.n_bytes for line in answer.states if "buckets" in line.reason]
+    assert buckets == [2 * elements]
+    alone = NANO | {"parallelism": {"dp": 1, "tp": 2, "pp": 1, "tp_mode": "REDUCE_SCATTER"}}
+    assert not [line for line in estimate(read(alone).job).states if "buckets" in line.reason]
+    read(NANO | {"optimizer": {"zero_stage": 1, "accumulate_grad_in_fp32": False}})
+    assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"accumulate_grad_in_fp32"}
+
+
 def test_lightning_and_litgpt(read: Callable[..., Resolved]):
     job = read(LIT).job
     assert (job.model.name, job.recipe.engine, job.recipe.precision) == ("llama-3.1-8b", "fsdp1", "bf16")

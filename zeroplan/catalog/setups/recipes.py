@@ -340,7 +340,6 @@ def _auto_adapter(reading: Reading) -> None:
 # nanotron
 
 _NARROW = "accumulate_grad_in_fp32 is false: gradients are counted in fp32, which is the most they take"
-_BESIDE = "gradients in 16 bits, which nanotron adds to fp32 gradients after a backward, are counted during all of it: the most"
 _OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees and fp32 gradients, are counted"
 
 
@@ -362,8 +361,9 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     )
     beside = wide + buckets if word == "bfloat16" else 0
     reading.options["megatron.gradients_beside"] = Told("optimizer.accumulate_grad_in_fp32", beside)
-    table.matters["accumulate_grad_in_fp32"] = _BESIDE if wide else _NARROW
-    table.saves.add("accumulate_grad_in_fp32")
+    if not wide:
+        table.matters["accumulate_grad_in_fp32"] = _NARROW
+        table.saves.add("accumulate_grad_in_fp32")
     mode, schedule = (str(table.get(f"parallelism.{key}") or "") for key in ("tp_mode", "pp_engine"))
     reading.tell("sequence_parallel", "parallelism.tp_mode", tp > 1 and mode.upper() == "REDUCE_SCATTER")
     if pp > 1 and schedule != "1f1b":  # config/parallelism_config.py: all forwards before all backwards
