@@ -156,6 +156,43 @@ def test_automodels_experts_and_the_kernels_that_send_tokens(read: Callable[...,
     assert (phi.recompute, phi.fused_parts) == ("full", ())
 
 
+def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Callable[..., Resolved], tmp_path: Path):
+    kernels = {"dispatcher": "torch", "experts": "torch", "attn": "sdpa", "gate_precision": "float32"}
+
+    def of(named: str) -> tuple[Resolved, set[str]]:
+        ranks = {"dp_size": 4, "activation_checkpointing": True}
+        found = read(AUTO | {"model": {"pretrained_model_name_or_path": named, "backend": kernels}, "distributed": ranks})
+        return found, set(read_setup(tmp_path / "mine.yaml", gpus=None).matters)
+
+    dense, open_keys = of("meta-llama/Llama-3.1-8B")
+    assert (dense.job.recipe.fused_parts, open_keys) == (("norm-in-one", "inputs-kept"), set())
+    assert of("Qwen/Qwen3-30B-A3B")[1] == {"model.backend.dispatcher", "model.backend.experts"}
+    with pytest.raises(UnknownNameError):
+        of("someone/else")
+    assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"model.backend.dispatcher", "model.backend.experts"}
+
+
+@pytest.mark.parametrize(("steps", "again", "named", "noted"), [
+    (8, True, "meta-llama/Llama-3.1-8B", False), (8, False, "meta-llama/Llama-3.1-8B", False), (8, True, "microsoft/phi-4", False),
+    (8, False, "microsoft/phi-4", True), (1, True, "meta-llama/Llama-3.1-8B", True),
+    (1, False, "meta-llama/Llama-3.1-8B", True)])  # fmt: skip
+def test_automodels_hidden_states_are_held_until_the_backward_ends(
+    read: Callable[..., Resolved], tmp_path: Path, steps: int, again: bool, named: str, noted: bool
+):
+    """They raise the peak where no checkpoint or norm keeps them, or where gradients grow while they are held."""
+    model = {"pretrained_model_name_or_path": named, "output_hidden_states": True}
+    batch = {"global_batch_size": 8 * steps, "local_batch_size": 2}
+    read(AUTO | {"model": model, "step_scheduler": batch, "distributed": {"dp_size": 4, "activation_checkpointing": again}})
+    assert ("model.output_hidden_states" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is noted
+
+
+def test_automodels_ranks_of_experts_adapters_are_refused_with_their_models(read: Callable[..., Resolved]):
+    peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True}}
+    assert read(AUTO | peft | {"distributed": {"dp_size": 4}}).job.model.adapter is not None
+    with pytest.raises(SpecError, match="LoRA in a qwen3_moe model is not modelled"):
+        read(AUTO | peft | {"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "distributed": {"dp_size": 4}})
+
+
 def test_a_nanotron_configuration_is_answered_with_megatrons_engine(read: Callable[..., Resolved]):
     job, notes, *_ = read(NANO)
     assert (job.recipe.engine, job.recipe.zero_stage, job.mesh.tp, job.mesh.dp_shard) == ("megatron", 1, 2, 2)
@@ -572,6 +609,34 @@ def test_ms_swifts_tasks_have_several_sequences_to_an_example(read: Callable[...
     plain = f"MAX_NEGATIVE_SAMPLES=3 swift sft --model Qwen/Qwen3-4B --per_device_train_batch_size 2 --max_length 512 {said}\n"
     job = read(plain, "mine.sh").job
     assert (job.batch.micro_batch_size, job.recipe.loss) == (2 * each, "full" if task == "causal_lm" else "fused")
+
+
+CUT = "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --bf16 "
+
+
+@pytest.mark.parametrize(("said", "layers"), [
+    ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2", "2,4,4,2"),
+    ("--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "6,6"),
+    ("--pipeline-model-parallel-size 7 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+     "1,2,2,2,2,2,1")])  # fmt: skip
+def test_stages_that_megatron_cuts_unevenly_are_counted_as_they_are(
+    read: Callable[..., Resolved], tmp_path: Path, said: str, layers: str
+):
+    line = CUT.replace("node 8", "node 28") if "size 7" in said else CUT
+    found = read(f"{line}{said} --global-batch-size 56 --micro-batch-size 1 --seq-length 128\n", "mine.sh")
+    assert found.job.recipe.pipeline_layers == layers
+    assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
+
+
+def test_context_parallel_ranks_that_exchange_heads_and_tokens_are_counted_as_those_that_exchange_heads(
+    read: Callable[..., Resolved], tmp_path: Path
+):
+    both = "--context-parallel-size 4 --cp-comm-type {} --global-batch-size 8 --micro-batch-size 1 --seq-length 1024"
+    found = read(f"{CUT}{both.format('a2a+p2p --hierarchical-context-parallel-sizes 2 2')}\n", "mine.sh")
+    assert (found.job.recipe.megatron.cp_comm_type, found.job.mesh.cp) == ("a2a", 4)
+    assert any("a2a+p2p is counted as a2a" in note for note in found.notes)
+    assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
+    assert read(f"{CUT}{both.format('p2p')}\n", "mine.sh").job.recipe.megatron.cp_comm_type == "p2p"
 
 
 def test_a_first_pipeline_stage_with_its_own_layers(read: Callable[..., Resolved], tmp_path: Path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.told import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setup, Table, Told
 from zeroplan.errors import SpecError
+from zeroplan.spec.recipe import AUTOMODEL_NORMS
 
 _NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"
 _OPTIMIZERS = {
@@ -185,11 +186,14 @@ _AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
     "fake_gate_noise": (),
     "gate_precision": ("float32", "torch.float32"),
 }  # fmt: skip
+#: Of these, what chooses the kernels of experts and their router alone (components/moe/layers.py, MoE.__init__).
+_AUTO_OF_EXPERTS = ("experts", "dispatcher", "dispatcher_num_sms", "dispatcher_share_token_dispatcher", "dispatcher_async_dispatch",
+                    "fake_balanced_gate", "fake_gate_noise", "gate_precision")  # fmt: skip
 _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
 _AUTO_SAVES = """
-    peft.moe_rank_scaling distributed.offload_policy* optimizer.store_param_remainders freeze_config.*
+    distributed.offload_policy* optimizer.store_param_remainders freeze_config.*
     peft.use_memory_efficient_lora
     model.backend.compile_attn optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype
 """
@@ -235,10 +239,22 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         if table.switch(key):
             reading.tell_compiled(table, key)
     _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again not in ("false", "selective"))
-    if again in ("false", "selective") and table.data.get("model.output_hidden_states"):
-        reading.unmodelled(adds="*output_hidden_states")  # with recomputation each block's input is kept anyway
+    if not _auto_keeps_inputs(reading, again=again not in ("false", "selective")):
+        reading.unmodelled(adds="*output_hidden_states")
     table.like("ci.* benchmark.* _* *output_hidden_states")
     return reading.setup("automodel")
+
+
+def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
+    """Whether every block's input is kept anyway, and its being held until the backward ends cannot raise the peak.
+
+    The training loop holds ``out.hidden_states`` during the backward (recipes/llm/train_ft.py, _forward_backward_step).
+    Checkpoints keep the inputs, and so do the norms of AutoModel's own models if all weights are trained. With several
+    micro-batches the last backward begins with as many gradients as it ends with.
+    """
+    model, steps = reading.known_model(), reading.flags.get("grad_accum", Told("", 1)).value
+    own = model is not None and model.family in AUTOMODEL_NORMS and "lora_rank" not in reading.flags
+    return (again or own) and int(str(steps)) > 1
 
 
 def _auto_degrees(reading: Reading, gpus: int | None) -> int:
@@ -304,6 +320,9 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
     table, parts = _flat(reading), ["norm-in-one"]
     chosen = {key.rpartition(".")[2]: table.data[key] for key in table.like("model.backend.*") if key.count(".") == 2}
     chosen = {key: one for key, one in chosen.items() if key[:1] != "_" and not key.startswith("enable_") and one is not None}
+    model = reading.known_model()
+    none_routed = model is not None and model.moe is None
+    chosen = {key: one for key, one in chosen.items() if not (none_routed and key in _AUTO_OF_EXPERTS)}
     for key, one in chosen.items():
         counted = _AUTO_BACKENDS.get(key)
         if counted is None or (counted and one not in counted):
@@ -329,6 +348,9 @@ def _auto_adapter(reading: Reading) -> None:
     names = [targets] if isinstance(targets, str) else targets if isinstance(targets, list) else []
     plain = [re.sub(r"^\*\.?", "", str(one)) for one in names]
     wide = not plain or any("*" in one or one in ("_proj", "proj", "") for one in plain)
+    table.leave(
+        ("peft.moe_rank_scaling",)
+    )  # the rank of experts' adapters (_peft/lora.py), which no family with experts has here
     reading.tell("lora_rank", "peft.dim", rank)
     reading.tell("lora_targets", "peft.target_modules", "all-linear" if wide else ",".join(plain))
     reading.tell("lora_dropout", "peft.dropout", str(dropout or "0").strip("0.") != "")
