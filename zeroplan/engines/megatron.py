@@ -516,7 +516,7 @@ def _ends(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
         positions += model.positions * model.hidden_size
     norm = sum(parameter.numel for parameter in tree.tail if "norm" in parameter.name or "ln_" in parameter.name)
     types, more = _of_script(model, recipe, mesh)
-    return table + positions + types, norm + more + (0 if model.tie_word_embeddings else table)
+    return table + positions + types, norm + more + (0 if model.tie_word_embeddings else _head(model, recipe, mesh)[0])
 
 
 def _of_script(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
@@ -537,6 +537,17 @@ def _of_script(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, I
 
 def _table(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
     return ceil_div(padded_vocabulary(model, recipe, mesh) * model.hidden_size, mesh.tp)
+
+
+def _head(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, str]:
+    """Return the elements of the head's weight on a rank, and the formula. Every rank has a head of few outputs whole.
+
+    Source: verl b178a3cd, models/mcore/model_initializer.py, LinearForLastLayer; mcore-bridge 1.6.5, model/gpt_model.py,
+    OutputLayerLinear.
+    """
+    if model.head_rows is None:
+        return _table(model, recipe, mesh), "ceil(V_p·h/p)"
+    return model.head_rows * model.hidden_size, f"{model.head_rows}·h"
 
 
 def padded_vocabulary(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
@@ -1048,7 +1059,7 @@ def _of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh)
             elif is_split(parameter.name) and not parameter.name.endswith(".bias"):
                 found[parameter.name] = _of_one_rank(parameter, model, recipe, mesh)
         found["shared expert"] = maximum(found.get("shared expert", 0), _of_shared_expert(run.kind, model, recipe, mesh))
-    elements: Int = _table(model, recipe, mesh) if rank.has_head else 0
+    elements: Int = _head(model, recipe, mesh)[0] if rank.has_head else 0
     for each in found.values():
         elements = elements + each
     return elements
@@ -1253,12 +1264,15 @@ def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
         reason = "this rank's part of it, which ranks add up"
         yield Line(Kind.ACTIVATION_GRADIENTS, part, reason, own_part_formula("e·T·h", recipe), HEAD)
     if not keeps_placeholders(recipe):
-        weight = e * _table(model, recipe, mesh)
-        yield Line(Kind.TEMPORARY, weight, "gradient of the head's weight", "e·ceil(V_p·h/p)", HEAD)
+        weight, formula = _head(model, recipe, mesh)
+        yield Line(Kind.TEMPORARY, e * weight, "gradient of the head's weight", f"e·{formula}", HEAD)
 
 
 def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, reason: str, source: str) -> Line:
     tokens = batch.micro_batch_size * batch.seq_len
+    if model.head_rows is not None:
+        n_bytes = ceil_div(width * tokens * model.head_rows, mesh.cp)
+        return Line(Kind.LOGITS, n_bytes, reason, f"ceil({width}·T·{model.head_rows}/C)", source)
     n_bytes = ceil_div(width * tokens * padded_vocabulary(model, recipe, mesh), mesh.cp * mesh.tp)
     return Line(Kind.LOGITS, n_bytes, reason, f"ceil({width}·T·V_p/(C·p))", source)
 

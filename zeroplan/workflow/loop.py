@@ -48,10 +48,10 @@ def loop_of_step(job: JobSpec, asked: Asked) -> Loop:
     Raises what :func:`loop_of` raises.
     """
     _check(job, asked)
+    if job.recipe.engine == "megatron" and (asked.workflow != "ppo" or asked.critic_ways is not None):
+        return _of_megatron(job, asked)
     if asked.workflow == "ppo":
         return _of_verl(job, asked)
-    if job.recipe.engine == "megatron":
-        return _of_megatron(job, asked)
     answer = estimate(job)
     kind = WORKFLOWS[asked.workflow]
     compares = kind.compares or bool(asked.beta)
@@ -95,7 +95,10 @@ def _of_megatron(job: JobSpec, asked: Asked) -> Loop:
     weights = [line for line in answer.states if line.kind is Kind.PARAMETERS]
     kept = WORKFLOWS[asked.workflow].compares or asked.keeps_reference
     copy = [line._replace(reason=f"reference model: {line.reason}") for line in weights if kept]
-    if split > 1 and not WORKFLOWS[asked.workflow].generates:  # outputs of all models travel and wait together
+    critic = verl.critic_on_megatron(job, asked)
+    of_critic = () if critic is None else tuple(line._replace(reason=f"critic: {line.reason}") for line in critic.held)
+    copy += of_critic if asked.critic_stays else ()
+    if split > 1 and not _generates(asked):  # outputs of all models travel and wait together
         if (job.recipe.pipeline_stages_per_rank or 1) > 1:
             raise SpecError(f"workflow {asked.workflow} with several pipeline stages on a rank is not modelled; use one")
         width, batch, others = widths(job.recipe.precision).compute, job.batch, 3 if asked.workflow == "kto" else 1
@@ -106,22 +109,32 @@ def _of_megatron(job: JobSpec, asked: Asked) -> Loop:
     resident, stays = (*copy, *answer.held, *answer.workspaces), () if rollout is None else rollout.while_training
     made = [loading(answer, tuple(copy), efficient=False)]
     if rollout is not None:
-        here = resident if not asked.offloads_between_updates else (*copy, *answer.workspaces)
-        sending = (*here, *(weights if asked.offloads_between_updates else ()))
+        resting = resident if not asked.offloads_between_updates else (*copy, *answer.workspaces)
+        sending = (*resting, *(weights if asked.offloads_between_updates else ()))
         made += [synchronisation(answer, sending, rollout)]
-        made += [LoopPhase("rollout", "vLLM generates", (*here, *rollout.awake))]
+        made += [LoopPhase("rollout", "vLLM generates", (*resting, *rollout.awake))]
     batch_line = [_buffered(job, asked, compares=True)] if WORKFLOWS[asked.workflow].generates else []
+    if critic is not None:
+        kept_on = [line for line in copy if line not in of_critic]
+        here = (*kept_on, *(() if asked.offloads_between_updates else answer.held), *stays)
+        made += [preference.training(critic, here)._replace(name="update of the critic")]
     made += [preference.training(answer, (*copy, *stays, *batch_line)), saving(answer, (*resident, *stays), full=False)]
+    made = list(verl.with_rewards(tuple(made))) if asked.reward_engine else made
     phases = tuple(one._replace(compared_with="") for one in made)
-    memory = (*host(answer, beside=answer.parameters * kept, efficient=False, full=False),
+    beside = answer.parameters * kept + (0 if critic is None else critic.parameters)
+    memory = (*host(answer, beside=beside, efficient=False, full=False),
               *(() if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)))  # fmt: skip
     notes = ("ms-swift's and verl's trainers on Megatron-Core, read and not run.",
              *(() if rollout is None else _of_the_engine(rollout, answer.job, asked)))  # fmt: skip
     return Loop(asked.workflow, answer, phases, resident, memory, notes)
 
 
+def _generates(asked: Asked) -> bool:
+    return WORKFLOWS[asked.workflow].generates or asked.workflow == "ppo"
+
+
 def _generates_here(asked: Asked) -> bool:
-    return WORKFLOWS[asked.workflow].generates and asked.vllm_mode != "server"
+    return _generates(asked) and asked.vllm_mode != "server"
 
 
 _TOGETHER = "ms-swift 3602360a, megatron/trainers/dpo_trainer.py and kto_trainer.py, forward_step"
@@ -242,7 +255,7 @@ def _of_the_engine(rollout: Rollout, job: JobSpec, asked: Asked) -> Iterator[str
 
 def _check(job: JobSpec, asked: Asked) -> None:
     recipe, mesh = job.recipe, job.mesh
-    on_megatron = recipe.engine == "megatron" and bool(asked.full_logits)  # a file of ms-swift's
+    on_megatron = recipe.engine == "megatron" and (bool(asked.full_logits) or asked.critic_ways is not None)  # a file's
     for refused, instead in (
         (recipe.engine not in _ENGINES and not on_megatron and f"engine {recipe.engine!r}", f"one of {', '.join(_ENGINES)}"),
         (

@@ -16,6 +16,7 @@ from zeroplan import estimate
 from zeroplan.catalog.setups import told
 from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
 from zeroplan.catalog.setups.script import launches
+from zeroplan.cli.app import main
 from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.export.megatron import megatron_arguments
 from zeroplan.ledger import Kind
@@ -600,6 +601,75 @@ def test_ms_swifts_loops_on_megatron_core(read: Callable[..., Resolved], tmp_pat
     assert grpo.job.batch.seq_len == 1024 + 512
     names = [one.name for one in loop_of_file(grpo.job, grpo.loop).phases]
     assert names == ["loading", "weight synchronisation", "rollout", "training step", "saving"]
+
+
+PPO_ON_MEGATRON = (
+    "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer algorithm.adv_estimator=gae data.max_prompt_length=1024 "
+    "data.max_response_length=512 actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct trainer.n_gpus_per_node=8 "
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
+    "critic.model.path=Qwen/Qwen2-7B-Instruct critic.ppo_micro_batch_size_per_gpu=2 actor_rollout_ref.rollout.name=vllm {}\n"
+)
+
+
+def test_verls_critic_on_megatron_core_has_ranks_and_a_head_of_its_own(
+    read: Callable[..., Resolved], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    found = read(PPO_ON_MEGATRON.format(""), "mine.sh", gpu="h200-sxm-141gb")
+    assert (found.loop["critic_ways"], found.loop["critic_stays"]) == ((1, 1, 1), True)
+    assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
+    answer, loop = estimate(found.job), loop_of_file(found.job, found.loop)
+    phases = {one.name: one.total_bytes for one in loop.phases}
+    assert list(phases) == ["loading", "weight synchronisation", "rollout", "update of the critic", "training step", "saving"]
+    critic = sum(int(line.n_bytes) for line in loop.resident if line.reason.startswith("critic"))
+    asleep = sum(int(line.n_bytes) for line in loop.phases[4].lines if "vLLM" in line.reason)
+    assert phases["training step"] == int(answer.peak.total_bytes) + critic + asleep
+    elements = answer.parameters - 152064 * 3584 + 3584  # whole on each of eight ranks, with a head of one output
+    weights = [int(line.n_bytes) for line in loop.resident if line.reason.startswith("critic") and line.kind is Kind.PARAMETERS]
+    assert weights == [2 * elements]
+    with pytest.raises(SystemExit):
+        main(["workflow", "ppo", "--from", str(tmp_path / "mine.sh"), "--gpu", "h200-sxm-141gb", "--json"])
+    assert {one["phase"]: one["peak_bytes"] for one in json.loads(capsys.readouterr().out)["phases"]} == phases
+
+
+@pytest.mark.parametrize(("said", "counted", "noted"), [
+    ("critic.megatron.param_offload=True critic.megatron.optimizer_offload=True", True, False),
+    ("critic.megatron.tensor_model_parallel_size=2 critic.megatron.pipeline_model_parallel_size=2", True, False),
+    ("critic.megatron.param_offload=True", False, True), ("actor_rollout_ref.rollout.name=sglang", False, True),
+    ("critic.model.path=Qwen/Qwen2-0.5B", False, True)])  # fmt: skip
+def test_when_verls_critic_on_megatron_core_is_counted(
+    read: Callable[..., Resolved], tmp_path: Path, said: str, counted: bool, noted: bool
+):
+    found = read(PPO_ON_MEGATRON.format(said), "mine.sh", gpu="h200-sxm-141gb")
+    assert ("critic_ways" in found.loop) is counted
+    assert ("algorithm.adv_estimator" in read_setup(tmp_path / "mine.sh", gpus=None).matters) is noted
+    if counted:
+        stays = any(line.reason.startswith("critic") for line in loop_of_file(found.job, found.loop).resident)
+        assert stays is ("offload" not in said)
+
+
+def test_the_command_counts_what_only_a_file_can_say(
+    read: Callable[..., Resolved], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A reference model that stays on the GPU has no flag."""
+    said = "--rlhf_type grpo --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 --max_completion_length 512"
+    found = read(SWIFT_ON_MEGATRON.format("rlhf", f"{said} --vllm_tensor_parallel_size 4"), "mine.sh", gpu="h100")
+    step = next(one for one in loop_of_file(found.job, found.loop).phases if one.name == "training step")
+    with pytest.raises(SystemExit):
+        main(["workflow", "grpo", "--from", str(tmp_path / "mine.sh"), "--gpu", "h100", "--json"])
+    told = {one["phase"]: one["peak_bytes"] for one in json.loads(capsys.readouterr().out)["phases"]}
+    assert told["training step"] == step.total_bytes
+
+
+@pytest.mark.parametrize(("task", "rows"), [("seq_cls --num_labels 3", 3), ("reranker", 1), ("causal_lm", None)])
+def test_a_head_of_few_outputs_on_megatron_core(read: Callable[..., Resolved], tmp_path: Path, task: str, rows: int | None):
+    """mcore-bridge 1.6.5, model/gpt_model.py, OutputLayerLinear: every tensor-parallel rank has the whole head."""
+    found = read(SWIFT_ON_MEGATRON.format("sft", f"--task_type {task}"), "mine.sh", gpu="h100").job
+    assert found.model.head_rows == rows
+    assert "task_type" not in read_setup(tmp_path / "mine.sh", gpus=None).matters
+    loss = next(one for one in estimate(found).moments if one.name == "loss")
+    logits = [int(line.n_bytes) for line in loss.lines if line.reason == "logits in fp32"]
+    tokens = found.batch.micro_batch_size * found.batch.seq_len
+    assert logits == [4 * tokens * rows if rows else 4 * tokens * 152064 // 2]
 
 
 @pytest.mark.parametrize(("task", "each"), [("generative_reranker", 4), ("embedding", 2), ("causal_lm", 1)])

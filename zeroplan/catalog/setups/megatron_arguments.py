@@ -305,8 +305,7 @@ def _loop(reading: Reading) -> None:
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
-    few = {table.text("rlhf_type"), table.text("task_type")} & {"rm", "seq_cls", "reranker", "generative_reranker"}
-    if few and "lora_rank" not in flags:
+    if table.text("task_type") == "generative_reranker" and "lora_rank" not in flags:
         table.matters["task_type"] = _ALL_LOGITS
         table.saves.add("task_type")
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
@@ -325,7 +324,7 @@ def _loop(reading: Reading) -> None:
         rolls_out(reading, table, completion, keeps_reference="lora_rank" not in flags)
 
 
-_ALL_LOGITS = "a head of few outputs is counted with the logits of the whole vocabulary, which take more"
+_ALL_LOGITS = "few tokens' logits are needed, and those of all tokens are counted, which take more"
 _RANKED = "an example is a question with up to {} answers, each a sequence of its own: that many are counted"
 _NEGATIVES = "an embedding's examples are counted as two sequences each; every negative of an example is one more"
 _FEW = "the logits of few tokens or none are needed: Liger's fused loss is counted, which has a piece of all logits beside"

@@ -77,7 +77,7 @@ def _policy(reading: Reading, gpus: int) -> None:
         told = _loop_on_megatron(reading)
     if not told:
         reading.notes.append(_UPDATE)
-    _rewards(reading, counted=told and not uses_megatron)
+    _rewards(reading, counted=told)
     parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
     if any(table.switch(f"{_ACTOR}{part}") for part in parts):
         reading.notes.append(_MOVED)
@@ -155,20 +155,46 @@ def _loop_on_megatron(reading: Reading) -> bool:
     compares = table.switch(f"{_ACTOR}use_kl_loss") or table.switch("algorithm.use_kl_in_reward")
     key = stays.format("actor_rollout_ref.ref", "param")
     away = table.switch(key if key in table.data else f"{_ACTOR}megatron.param_offload")
-    if str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower() == "gae":
-        if not all(table.switch(stays.format("critic", part)) for part in ("param", "optimizer")):
-            table.matters["algorithm.adv_estimator"] = "adv_estimator=gae: a critic stays on the GPU, and is not counted"
-        return False
     here = table.text(f"{_ROLLOUT}name") in (None, "vllm")
+    between = all(table.switch(stays.format(_ACTOR[:-1], part)) for part in ("param", "optimizer"))
+    if str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower() == "gae":
+        return _loop_with_a_critic(reading, keeps_reference=bool(compares and not away), between=between, here=here)
     reading.tell_loop(
         "algorithm.adv_estimator", "grpo", full_logits=True, keeps_reference=(compares and not away) or None,
         max_completion_length=table.count("data.max_response_length"), vllm_mode=None if here else "server",
         vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5) if here else None,
         vllm_tensor_parallel_size=(table.count(f"{_ROLLOUT}tensor_model_parallel_size") or 2) if here else None,
-        offloads_between_updates=all(table.switch(stays.format(_ACTOR[:-1], part)) for part in ("param", "optimizer")) or None,
+        offloads_between_updates=between or None,
         vllm_enable_sleep_mode=(here and table.switch(f"{_ROLLOUT}free_cache_engine") is not False) or None,
     )  # fmt: skip
     return here
+
+
+def _loop_with_a_critic(reading: Reading, *, keeps_reference: bool, between: bool, here: bool) -> bool:
+    """Read PPO on Megatron-Core's workers; returns whether all of its phases are counted.
+
+    The critic has degrees of its own, 1 unless they are said (trainer/config/critic/megatron_critic.yaml). It is counted if it has
+    the actor's layers, no ranks for experts, and is whole on the GPU or whole on the host between its phases.
+    """
+    table, before = reading.table, "critic.megatron."
+    away = [table.switch(f"{before}{part}_offload") or False for part in ("param", "optimizer")]
+    degrees = ("tensor_model", "pipeline_model", "context", "expert_model")
+    tp, pp, cp, ep = (table.count(f"{before}{name}_parallel_size") or 1 for name in degrees)
+    same = table.text("critic.model.path") in (None, table.text(f"{_MODEL}path"))
+    if not (here and same and ep == 1 and len(set(away)) == 1) or "expert_parallel" in reading.flags:
+        if not all(away):
+            table.matters["algorithm.adv_estimator"] = "adv_estimator=gae: a critic stays on the GPU, and is not counted"
+        return False
+    reading.tell_loop(
+        "algorithm.adv_estimator", "ppo", critic_ways=(tp, pp, cp), critic_stays=not away[0],
+        keeps_reference=keeps_reference or None,
+        critic_micro_batch_size_per_gpu=table.count("critic.ppo_micro_batch_size_per_gpu"),
+        vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5),
+        vllm_tensor_parallel_size=table.count(f"{_ROLLOUT}tensor_model_parallel_size"),
+        free_cache_engine="false" if table.switch(f"{_ROLLOUT}free_cache_engine") is False else None,
+        offloads_between_updates=between or None,
+    )  # fmt: skip
+    return True
 
 
 def _critic(reading: Reading) -> dict[str, object]:
