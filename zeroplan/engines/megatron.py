@@ -76,6 +76,7 @@ TARGETS = (
 NANOTRON = "nanotron 2411b022, optim/gradient_accumulator.py, FP32GradientAccumulator.backward, and trainer.py, _init_model"
 FUSED = "Megatron-LM 2026-08, megatron/core/fusions/fused_cross_entropy.py, calculate_predicted_logits"
 FUSED_BY_TRITON = "Transformer Engine 2026-08, pytorch/triton/cross_entropy.py, cross_entropy_forward"
+VERLS_HEAD = "verl b178a3cd, utils/kernel/linear_cross_entropy.py, LinearCrossEntropy, and models/mcore/model_forward_fused.py"
 IN_PLACE = "Transformer Engine 2.17, pytorch/triton/cross_entropy.py, cross_entropy_forward"
 RERUN = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock._checkpointed_forward"
 OVERLAPPED = (
@@ -1059,7 +1060,8 @@ def _of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh)
             elif is_split(parameter.name) and not parameter.name.endswith(".bias"):
                 found[parameter.name] = _of_one_rank(parameter, model, recipe, mesh)
         found["shared expert"] = maximum(found.get("shared expert", 0), _of_shared_expert(run.kind, model, recipe, mesh))
-    elements: Int = _head(model, recipe, mesh)[0] if rank.has_head else 0
+    of_head = rank.has_head and recipe.megatron.cross_entropy_fusion_impl != "verl"  # whose kernels return the gradient
+    elements: Int = _head(model, recipe, mesh)[0] if of_head else 0
     for each in found.values():
         elements = elements + each
     return elements
@@ -1241,6 +1243,9 @@ def _logits_of_loss(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     Its backward starts with as many: the fp32 tensor holds the gradient, which is cast to 16 bits.
     """
     options, narrow = recipe.megatron, element_of(recipe) < 4
+    if options.cross_entropy_fusion_impl == "verl":
+        yield from _kept_by_verl(model, recipe, mesh, batch)
+        return
     fused = options.cross_entropy_fusion_impl == "te"
     if fused and options.transformer_engine_release != "2.18":
         reason = "logits, which their gradient is written over"
@@ -1256,6 +1261,9 @@ def _logits_of_loss(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
 def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
     """Yield the gradients in the head's backward: of logits and input, and of the weight unless it is fused. [bytes]"""
     e = element_of(recipe)
+    if recipe.megatron.cross_entropy_fusion_impl == "verl":
+        yield from _head_of_verl_backward(model, recipe, mesh, batch)
+        return
     yield _logits(e, model, recipe, mesh, batch, "gradient of the logits", CROSS_ENTROPY)
     read = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
     yield Line(Kind.ACTIVATION_GRADIENTS, read, "gradient of the head's input", "ceil(e·T·h/C)", HEAD)
@@ -1266,6 +1274,48 @@ def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
     if not keeps_placeholders(recipe):
         weight, formula = _head(model, recipe, mesh)
         yield Line(Kind.TEMPORARY, e * weight, "gradient of the head's weight", f"e·{formula}", HEAD)
+
+
+#: Columns of the vocabulary that verl's kernels take at a time in the forward and in the backward (utils/kernel/kernels.py).
+_COLUMNS, _COLUMNS_BACKWARD = 1024, 9504
+
+
+def _kept_by_verl(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """Yield what verl's fused head and loss keep beside the head's input, and the forward's sums. [bytes]
+
+    With sequence parallelism the input is gathered and kept. The sums are three numbers for each piece of 1,024 columns and five
+    results, for each token in fp32.
+    """
+    pieces = ceil_div(ceil_div(padded_vocabulary(model, recipe, mesh), mesh.tp), _COLUMNS)
+    tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
+    formula = f"4·(3·ceil(ceil(V_p/p)/{_COLUMNS}) + 5)·ceil(T/C)"
+    reason = "sums of the loss for pieces of the vocabulary"
+    yield Line(Kind.LOGITS, 4 * (3 * pieces + 5) * tokens, reason, formula, VERLS_HEAD)
+    yield from _gathered_for_verl(model, recipe, mesh, batch)
+
+
+def _gathered_for_verl(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    if recipe.sequence_parallel and mesh.tp > 1:
+        tokens, e = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp), element_of(recipe)
+        n_bytes = e * tokens * model.hidden_size
+        yield Line(Kind.LOGITS, n_bytes, "input of the head, gathered and kept", "e·ceil(T/C)·h", VERLS_HEAD)
+
+
+def _head_of_verl_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """Yield the backward of verl's fused head: a piece of the logits' gradient, and the gradients of input and weight. [bytes]
+
+    A piece's product with the weight is added to the gradient of the input; the last piece is copied without its padding. Both at
+    once are counted, which is at most one of them too much.
+    """
+    e, tokens = element_of(recipe), ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
+    yield from _gathered_for_verl(model, recipe, mesh, batch)
+    reason = "two pieces of the gradient of the logits"
+    yield Line(Kind.LOGITS, 2 * e * _COLUMNS_BACKWARD * tokens, reason, f"2·e·{_COLUMNS_BACKWARD}·ceil(T/C)", VERLS_HEAD)
+    read = 2 * e * tokens * model.hidden_size
+    reason = "gradient of the head's input, and a piece's part of it"
+    yield Line(Kind.ACTIVATION_GRADIENTS, read, reason, "2·e·ceil(T/C)·h", VERLS_HEAD)
+    weight, formula = _head(model, recipe, mesh)
+    yield Line(Kind.TEMPORARY, e * weight, "gradient of the head's weight", f"e·{formula}", VERLS_HEAD)
 
 
 def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, reason: str, source: str) -> Line:

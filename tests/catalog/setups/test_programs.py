@@ -631,6 +631,37 @@ def test_verls_critic_on_megatron_core_has_ranks_and_a_head_of_its_own(
     assert {one["phase"]: one["peak_bytes"] for one in json.loads(capsys.readouterr().out)["phases"]} == phases
 
 
+def test_verls_adapters_on_megatron_core_are_noted(read: Callable[..., Resolved], tmp_path: Path):
+    read(PPO_ON_MEGATRON.format("+actor_rollout_ref.model.lora.rank=16"), "mine.sh")
+    setup = read_setup(tmp_path / "mine.sh", gpus=None)
+    assert setup.matters.keys() == setup.saves == {"actor_rollout_ref.model.lora.rank"}
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_verls_fused_head_on_megatron_core_has_pieces_of_the_logits(read: Callable[..., Resolved], tmp_path: Path, ways: int):
+    """utils/kernel/kernels.py, efficient_entropy_forward and efficient_entropy_backward: 1,024 and 9,504 columns at a time."""
+    said = (
+        f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size={ways} actor_rollout_ref.actor.entropy_coeff=0.001 {{}}"
+    )
+    line = PPO_ON_MEGATRON.replace("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "").format(said)
+    fused = read(line.format("actor_rollout_ref.model.use_fused_kernels=True"), "mine.sh", gpu="h200-sxm-141gb").job
+    assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
+    moments = {one.name: one for one in estimate(fused).moments}
+    tokens, hidden, vocabulary = 4 * 1536, 3584, 152064
+    pieces = -(-vocabulary // ways // 1024)
+    gathered = 2 * tokens * hidden if ways > 1 else 0
+    of_loss = {line.reason: int(line.n_bytes) for line in moments["loss"].lines if line.kind is Kind.LOGITS}
+    assert of_loss["sums of the loss for pieces of the vocabulary"] == 4 * (3 * pieces + 5) * tokens
+    assert of_loss.get("input of the head, gathered and kept", 0) == gathered
+    assert not any("in fp32" in reason or "in 16 bits" in reason for reason in of_loss)
+    whole = {line.reason: int(line.n_bytes) for line in moments["backward of the head"].lines}
+    assert whole["two pieces of the gradient of the logits"] == 2 * 2 * tokens * 9504
+    assert whole["gradient of the head's weight"] == 2 * vocabulary // ways * hidden
+    plain = estimate(read(line.format(""), "mine.sh", gpu="h200-sxm-141gb").job)
+    assert read_setup(tmp_path / "mine.sh", gpus=None).matters.keys() == {"actor_rollout_ref.actor.entropy_coeff"}
+    assert int(plain.peak.total_bytes) > int(estimate(fused).peak.total_bytes)
+
+
 @pytest.mark.parametrize(("said", "counted", "noted"), [
     ("critic.megatron.param_offload=True critic.megatron.optimizer_offload=True", True, False),
     ("critic.megatron.tensor_model_parallel_size=2 critic.megatron.pipeline_model_parallel_size=2", True, False),

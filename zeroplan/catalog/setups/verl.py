@@ -38,7 +38,8 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
     reading.tell("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
-    if reading.flags.get("log_probs", Told("", "")).value == "chunks":
+    fused = reading.options.get("megatron.cross_entropy_fusion_impl", Told("", "")).value == "verl"
+    if fused or reading.flags.get("log_probs", Told("", "")).value == "chunks":
         for key in (f"{_MODEL}use_fused_kernels", f"{_MODEL}fused_kernel_options.impl_backend"):
             table.leave((key,))
             table.matters.pop(key, None)
@@ -57,7 +58,8 @@ def _policy(reading: Reading, gpus: int) -> None:
     )  # fmt: skip
     ranks = tell_megatron(reading, gpus, f"{_ACTOR}megatron.") if uses_megatron else gpus // ways
     if uses_megatron:
-        table.unmodelled(adds=_ENTROPY)
+        _loss_on_megatron(reading)
+        _adapters_on_megatron(reading)
         table.leave((f"{_MODEL}enable_gradient_checkpointing",))  # of FSDP's workers alone; Megatron has its own keys
         tell_stages(reading, f"{_ACTOR}megatron.override_transformer_config.")
         reading.tell("seq_len", "data.max_response_length", length)
@@ -81,6 +83,29 @@ def _policy(reading: Reading, gpus: int) -> None:
     parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
     if any(table.switch(f"{_ACTOR}{part}") for part in parts):
         reading.notes.append(_MOVED)
+
+
+def _loss_on_megatron(reading: Reading) -> None:
+    """Read the update's loss on Megatron-Core (workers/actor/megatron_actor.py). verl's fused kernels compute the entropy, too."""
+    table = reading.table
+    comm = f"{_ACTOR}megatron.override_transformer_config.overlap_moe_expert_parallel_comm"
+    if table.switch(f"{_MODEL}use_fused_kernels") and not table.switch(comm):
+        reading.options["megatron.cross_entropy_fusion_impl"] = Told(f"{_MODEL}use_fused_kernels", "verl")
+        table.like(_ENTROPY)
+    else:
+        table.read.discard(f"{_MODEL}use_fused_kernels")
+        table.unmodelled(adds=_ENTROPY)
+
+
+_ADAPTERS = "{}: adapters under Megatron-Core are not modelled; full training is counted, which takes more"
+
+
+def _adapters_on_megatron(reading: Reading) -> None:
+    """Note adapters on Megatron-Core (trainer/config/model/hf_model.yaml, lora)."""
+    for key in (f"{_MODEL}lora.rank", f"{_MODEL}lora_rank"):
+        if reading.table.count(key, least=0):
+            reading.table.matters[key] = _ADAPTERS.format(key)
+            reading.table.saves.add(key)
 
 
 def _rewards(reading: Reading, *, counted: bool) -> None:
