@@ -326,7 +326,7 @@ def _symbols(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
     yield from _symbols_in_fp8(rank, recipe, mesh)
     yield from _symbols_of_shards(rank, model, recipe, mesh)
     for at, elements in _made(rank, model, recipe, mesh).items():
-        yield Symbol(f"O_{at}", elements, f"gradients that a backward has made, at the moment: {at}")
+        yield Symbol(f"A_{at}", elements, f"gradients that a backward has made, at the moment: {at}")
     yield Symbol("N_opt", _sharers(recipe, mesh), "ranks that share the optimizer's states")
     yield Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts")
     yield Symbol("K", rank.chunks, "chunks of layers in flight")
@@ -940,7 +940,7 @@ def _made_lines(at: str, rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh:
     """Return the line of nanotron's gradients in 16 bits at a moment of the backward; its end adds them up in fp32. [bytes]"""
     made = _made(rank, model, recipe, mesh)
     reason = "gradients in 16 bits, until the backward of the micro-batch ends"
-    return (Line(Kind.UNSHARDED_GRADIENTS, 2 * made[at], reason, f"2·O_{at}", NANOTRON),) if made else ()
+    return (Line(Kind.UNSHARDED_GRADIENTS, 2 * made[at], reason, f"2·A_{at}", NANOTRON),) if made else ()
 
 
 def _deferred(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
