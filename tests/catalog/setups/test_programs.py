@@ -631,6 +631,28 @@ def test_verls_critic_on_megatron_core_has_ranks_and_a_head_of_its_own(
     assert {one["phase"]: one["peak_bytes"] for one in json.loads(capsys.readouterr().out)["phases"]} == phases
 
 
+def test_verls_critic_on_megatron_core_recomputes_only_if_it_is_asked(read: Callable[..., Resolved]):
+    actor = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full"
+    own = "critic.megatron.override_transformer_config.recompute_granularity=full"
+    updates = []
+    for said in ("", actor, own, "critic.use_dynamic_bsz=True critic.ppo_max_token_len_per_gpu=6144"):
+        found = read(PPO_ON_MEGATRON.format(said), "mine.sh", gpu="h200-sxm-141gb")
+        phases = {one.name: one.total_bytes for one in loop_of_file(found.job, found.loop).phases}
+        updates.append(phases["update of the critic"])
+    plain, of_actor, of_critic, longer = updates
+    assert plain == of_actor > of_critic
+    assert longer > plain
+
+
+def test_context_parallel_ranks_fill_verls_dynamic_batch_together(read: Callable[..., Resolved]):
+    """workers/actor/megatron_actor.py, update_policy: ppo_max_token_len_per_gpu times context_parallel_size."""
+    said = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144 {}"
+    alone = read(PPO_ON_MEGATRON.format(said.format("")), "mine.sh").job
+    split = read(PPO_ON_MEGATRON.format(said.format("actor_rollout_ref.actor.megatron.context_parallel_size=2")), "mine.sh").job
+    assert (alone.batch.micro_batch_size, alone.mesh.cp) == (4, 1)
+    assert (split.batch.micro_batch_size, split.mesh.cp) == (8, 2)
+
+
 def test_verls_adapters_on_megatron_core_are_noted(read: Callable[..., Resolved], tmp_path: Path):
     read(PPO_ON_MEGATRON.format("+actor_rollout_ref.model.lora.rank=16"), "mine.sh")
     setup = read_setup(tmp_path / "mine.sh", gpus=None)

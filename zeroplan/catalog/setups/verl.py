@@ -5,6 +5,7 @@ GRPO, the job is the actor's update.
 """
 
 from pathlib import Path
+from typing import Any
 
 from zeroplan.catalog.setups.megatron_arguments import tell_megatron, tell_stages
 from zeroplan.catalog.setups.told import FILLED, LIGER, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
@@ -67,7 +68,8 @@ def _policy(reading: Reading, gpus: int) -> None:
         _fsdp(reading, f"{_ACTOR}fsdp_config.", str(table.get(f"{_ACTOR}strategy") or "fsdp"), gpus)
         _model(reading, _MODEL)
         _length(reading, "data.max_response_length", length, ways)
-    each = _micro_batch(reading, length, ways, ranks)
+    split = int(str(reading.flags.get("context_parallel", Told("", 1)).value)) if uses_megatron else ways
+    each = _micro_batch(reading, length, split, ranks)  # ranks that split a sequence fill a dynamic batch together
     total = (table.count(f"{_ACTOR}ppo_mini_batch_size") or 256) * (table.count("actor_rollout_ref.rollout.n") or 1)
     reading.tell_steps(f"{_ACTOR}ppo_mini_batch_size", total, each * max(1, ranks))
     told = not (uses_megatron or ways > 1 or gpus == 1) and table.text(f"{_ROLLOUT}name") in (None, "vllm")
@@ -205,19 +207,22 @@ def _loop_with_a_critic(reading: Reading, *, keeps_reference: bool, between: boo
     away = [table.switch(f"{before}{part}_offload") or False for part in ("param", "optimizer")]
     degrees = ("tensor_model", "pipeline_model", "context", "expert_model")
     tp, pp, cp, ep = (table.count(f"{before}{name}_parallel_size") or 1 for name in degrees)
+    recomputed = (
+        table.text(f"{before}override_transformer_config.recompute_granularity") == "full"
+    )  # counted whole or not at all
     same = table.text("critic.model.path") in (None, table.text(f"{_MODEL}path"))
     if not (here and same and ep == 1 and len(set(away)) == 1) or "expert_parallel" in reading.flags:
         if not all(away):
             table.matters["algorithm.adv_estimator"] = "adv_estimator=gae: a critic stays on the GPU, and is not counted"
         return False
+    own: dict[str, Any] = {**_critic(reading), "critic_recompute": "full" if recomputed else None}
     reading.tell_loop(
         "algorithm.adv_estimator", "ppo", critic_ways=(tp, pp, cp), critic_stays=not away[0],
         keeps_reference=keeps_reference or None,
-        critic_micro_batch_size_per_gpu=table.count("critic.ppo_micro_batch_size_per_gpu"),
         vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5),
         vllm_tensor_parallel_size=table.count(f"{_ROLLOUT}tensor_model_parallel_size"),
         free_cache_engine="false" if table.switch(f"{_ROLLOUT}free_cache_engine") is False else None,
-        offloads_between_updates=between or None,
+        offloads_between_updates=between or None, **own,
     )  # fmt: skip
     return True
 
