@@ -249,7 +249,7 @@ def _options(reading: Reading, before: str, etp: int) -> None:
 
 #: Transformer Engine d0067d0, attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P: it saves queries, keys,
 #: values and the output of exchanged heads, as a2a does. The keys and values are the last that p2p received.
-_BOTH_WAYS = "cp_comm_type a2a+p2p is counted as a2a, which keeps as much"
+_BOTH_WAYS = "cp_comm_type a2a+p2p is counted as a2a, which keeps as much; read from Transformer Engine's code, not run"
 
 
 def _dispatcher(table: Table, before: str) -> str:
