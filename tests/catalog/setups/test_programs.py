@@ -187,6 +187,26 @@ def test_automodels_hidden_states_are_held_until_the_backward_ends(
     assert ("model.output_hidden_states" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is noted
 
 
+@pytest.mark.parametrize(("said", "dtype", "keys", "at_most"), [
+    ({"master_weights": True, "store_param_remainders": True}, "bf16", {"optimizer._target_"}, True),
+    ({}, "bf16", {"optimizer._target_"}, True), ({"master_weights": True}, "float32", set(), True),
+    ({"master_weights": True}, "bf16", {"optimizer._target_", "optimizer.master_weights"}, False)])  # fmt: skip
+def test_automodels_adam_of_transformer_engine_has_states_in_32_bits(
+    read: Callable[..., Resolved], tmp_path: Path, said: dict[str, bool], dtype: str, keys: set[str], at_most: bool
+):
+    optimizer = {
+        "_target_": "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+        "exp_avg_dtype": "torch.float32",
+        **said,
+    }
+    model = {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B", "torch_dtype": dtype}
+    job = read(AUTO | {"model": model, "optimizer": optimizer, "distributed": {"strategy": "fsdp2", "dp_size": 4}}).job
+    setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+    assert (job.recipe.precision, setup.matters.keys(), setup.matters.keys() <= setup.saves) == ("bf16-mixed", keys, at_most)
+    states = sum(int(line.n_bytes) for line in estimate(job).states if line.kind is Kind.OPTIMIZER_STATE)
+    assert states >= 8 * estimate(job).parameters // 4
+
+
 def test_automodels_ranks_of_experts_adapters_are_refused_with_their_models(read: Callable[..., Resolved]):
     peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True}}
     assert read(AUTO | peft | {"distributed": {"dp_size": 4}}).job.model.adapter is not None

@@ -171,7 +171,7 @@ _AUTO_SCHEDULES = {
 }
 _AUTO_ADDS = """
     quantization.load_in_8bit *num_nextn_predict_layers
-    peft.use_dora qat.* teacher_model.* kd_ratio optimizer.master_weights distributed.autocast_dtype longalign.*
+    peft.use_dora qat.* teacher_model.* kd_ratio distributed.autocast_dtype longalign.*
     model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype distributed.enable_fsdp2_prefetch
     distributed.moe.lm_head_precision distributed.bucket_cap_mb
 """
@@ -193,9 +193,9 @@ _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, 
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
 _AUTO_SAVES = """
-    distributed.offload_policy* optimizer.store_param_remainders freeze_config.*
+    distributed.offload_policy* freeze_config.*
     peft.use_memory_efficient_lora
-    model.backend.compile_attn optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype
+    model.backend.compile_attn
 """
 
 
@@ -229,6 +229,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     flash = table.get("model.attn_implementation") == "flash_attention_2"
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
     _optimizer(reading, "optimizer._target_")
+    _auto_te_adam(reading)
     if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
         reading.tell_cut_loss("loss_fn._target_")
     _auto_adapter(reading)
@@ -244,6 +245,32 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     # NEFTune's noise is there while the embedding runs alone (components/training/neftune.py)
     table.like("ci.* benchmark.* _* *output_hidden_states neftune.*")
     return reading.setup("automodel")
+
+
+_TE_ADAM = (
+    "optimizer._target_: Transformer Engine's FusedAdam keeps fp32 states of weights in 16 bits; fp32 weights and gradients are "
+    "counted, which take as much or more"
+)
+_TE_MASTERS = "optimizer.master_weights: whole fp32 weights beside those in 16 bits are not counted: the answer may be too low"
+
+
+def _auto_te_adam(reading: Reading) -> None:
+    """Read Transformer Engine's Adam, whose states have 32 bits by default (d0067d0, pytorch/optimizers/fused_adam.py, FusedAdam).
+
+    With ``store_param_remainders`` master weights are what 16-bit weights lack of fp32, two bytes each. fp32 weights have none.
+    """
+    table = reading.table
+    if not re.fullmatch(r"transformer_engine\.[\w.]*FusedAdam", str(table.data.get("optimizer._target_"))):
+        return
+    masters, remainders = (table.switch(f"optimizer.{key}") for key in ("master_weights", "store_param_remainders"))
+    table.leave(f"optimizer.{key}" for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    if reading.flags["precision"].value == "bf16-mixed":
+        return
+    reading.tell("precision", "optimizer._target_", "bf16-mixed", filled=True, note=_TE_ADAM)
+    table.matters["optimizer._target_"] = _TE_ADAM
+    table.saves.add("optimizer._target_")
+    if masters and not remainders:
+        table.matters["optimizer.master_weights"] = _TE_MASTERS
 
 
 def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
