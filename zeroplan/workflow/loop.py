@@ -91,34 +91,24 @@ def _of_megatron(job: JobSpec, asked: Asked) -> Loop:
     MegatronRLHFTrainer.prepare_model), verl's unless it is offloaded (workers/megatron_workers.py). Models score with the layers
     of the training step and save nothing, so that a scoring forward never needs more than the step.
     """
-    answer, split = estimate(job), job.mesh.pp
-    weights = [line for line in answer.states if line.kind is Kind.PARAMETERS]
+    answer = estimate(job)
+    weights = tuple(line for line in answer.states if line.kind is Kind.PARAMETERS)
     kept = WORKFLOWS[asked.workflow].compares or asked.keeps_reference
-    copy = [line._replace(reason=f"reference model: {line.reason}") for line in weights if kept]
-    critic = verl.critic_on_megatron(job, asked)
+    critic, copy = verl.critic_on_megatron(job, asked), _beside_on_megatron(job, asked, weights if kept else ())
     of_critic = () if critic is None else tuple(line._replace(reason=f"critic: {line.reason}") for line in critic.held)
-    copy += of_critic if asked.critic_stays else ()
-    if split > 1 and not _generates(asked):  # outputs of all models travel and wait together
-        if (job.recipe.pipeline_stages_per_rank or 1) > 1:
-            raise SpecError(f"workflow {asked.workflow} with several pipeline stages on a rank is not modelled; use one")
-        width, batch, others = widths(job.recipe.precision).compute, job.batch, 3 if asked.workflow == "kto" else 1
-        each = width * batch.micro_batch_size * batch.seq_len * job.model.hidden_size // job.mesh.cp
-        reason = "inputs of the other models' layers, received with the trained model's"
-        copy.append(Line(Kind.ACTIVATIONS, (split - 1) * others * each, reason, "", _TOGETHER))
+    others = (*copy, *(of_critic if asked.critic_stays else ()))
     rollout = rollout_of(job, asked, answer.parameters) if _generates_here(asked) else None
-    resident, stays = (*copy, *answer.held, *answer.workspaces), () if rollout is None else rollout.while_training
-    made = [loading(answer, tuple(copy), efficient=False)]
+    resident, stays = (*others, *answer.held, *answer.workspaces), () if rollout is None else rollout.while_training
+    made = [loading(answer, others, efficient=False)]
+    between = () if asked.offloads_between_updates else answer.held
     if rollout is not None:
-        resting = resident if not asked.offloads_between_updates else (*copy, *answer.workspaces)
-        sending = (*resting, *(weights if asked.offloads_between_updates else ()))
-        made += [synchronisation(answer, sending, rollout)]
-        made += [LoopPhase("rollout", "vLLM generates", (*resting, *rollout.awake))]
-    batch_line = [_buffered(job, asked, compares=True)] if WORKFLOWS[asked.workflow].generates else []
+        here = (*others, *between, *answer.workspaces)
+        made += [synchronisation(answer, (*here, *(weights if asked.offloads_between_updates else ())), rollout)]
+        made += [LoopPhase("rollout", "vLLM generates", (*here, *rollout.awake))]
     if critic is not None:
-        kept_on = [line for line in copy if line not in of_critic]
-        here = (*kept_on, *(() if asked.offloads_between_updates else answer.held), *stays)
-        made += [preference.training(critic, here)._replace(name="update of the critic")]
-    made += [preference.training(answer, (*copy, *stays, *batch_line)), saving(answer, (*resident, *stays), full=False)]
+        made += [preference.training(critic, (*copy, *between, *stays))._replace(name="update of the critic")]
+    batch_line = [_buffered(job, asked, compares=True)] if WORKFLOWS[asked.workflow].generates else []
+    made += [preference.training(answer, (*others, *stays, *batch_line)), saving(answer, (*resident, *stays), full=False)]
     made = list(verl.with_rewards(tuple(made))) if asked.reward_engine else made
     phases = tuple(one._replace(compared_with="") for one in made)
     beside = answer.parameters * kept + (0 if critic is None else critic.parameters)
@@ -127,6 +117,19 @@ def _of_megatron(job: JobSpec, asked: Asked) -> Loop:
     notes = ("ms-swift's and verl's trainers on Megatron-Core, read and not run.",
              *(() if rollout is None else _of_the_engine(rollout, answer.job, asked)))  # fmt: skip
     return Loop(asked.workflow, answer, phases, resident, memory, notes)
+
+
+def _beside_on_megatron(job: JobSpec, asked: Asked, weights: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Return the reference model's weights, and with pipelines what waits for its layers beside the trained model's. [bytes]"""
+    copy = tuple(line._replace(reason=f"reference model: {line.reason}") for line in weights)
+    if job.mesh.pp == 1 or _generates(asked):
+        return copy
+    if (job.recipe.pipeline_stages_per_rank or 1) > 1:  # outputs of all models travel and wait together
+        raise SpecError(f"workflow {asked.workflow} with several pipeline stages on a rank is not modelled; use one")
+    width, batch, others = widths(job.recipe.precision).compute, job.batch, 3 if asked.workflow == "kto" else 1
+    each = width * batch.micro_batch_size * batch.seq_len * job.model.hidden_size // job.mesh.cp
+    reason = "inputs of the other models' layers, received with the trained model's"
+    return (*copy, Line(Kind.ACTIVATIONS, (job.mesh.pp - 1) * others * each, reason, "", _TOGETHER))
 
 
 def _generates(asked: Asked) -> bool:
