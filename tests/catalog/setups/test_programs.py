@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.catalog.setups.test_setups import FSDP
+from tests.formulas import assert_explained
 from zeroplan import estimate
 from zeroplan.catalog.setups import told
 from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
@@ -226,6 +227,7 @@ def test_nanotrons_gradients_in_16_bits_grow_during_the_backward(read: Callable[
     """The accumulator sets them to None after each backward; the buckets of DDP stay (nanotron, optim/gradient_accumulator.py)."""
     answer = estimate(read(NANO).job)
     assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert_explained(answer)
     elements = next(one.value for one in answer.symbols if one.name == "D_rank")
     table = 128256 * 2048 // 2  # tied, and split by two tensor-parallel ranks
     layer = (elements - table - 2048) // 16
@@ -688,6 +690,7 @@ def test_verls_fused_head_on_megatron_core_has_pieces_of_the_logits(read: Callab
     line = PPO_ON_MEGATRON.replace("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "").format(said)
     fused = read(line.format("actor_rollout_ref.model.use_fused_kernels=True"), "mine.sh", gpu="h200-sxm-141gb").job
     assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
+    assert_explained(estimate(fused))
     moments = {one.name: one for one in estimate(fused).moments}
     tokens, hidden, vocabulary = 4 * 1536, 3584, 152064
     pieces = -(-vocabulary // ways // 1024)
@@ -739,6 +742,7 @@ def test_a_head_of_few_outputs_on_megatron_core(read: Callable[..., Resolved], t
     found = read(SWIFT_ON_MEGATRON.format("sft", f"--task_type {task}"), "mine.sh", gpu="h100").job
     assert found.model.head_rows == rows
     assert "task_type" not in read_setup(tmp_path / "mine.sh", gpus=None).matters
+    assert_explained(estimate(found))
     loss = next(one for one in estimate(found).moments if one.name == "loss")
     logits = [int(line.n_bytes) for line in loss.lines if line.reason == "logits in fp32"]
     tokens = found.batch.micro_batch_size * found.batch.seq_len
