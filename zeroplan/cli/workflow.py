@@ -42,7 +42,7 @@ def _command(name: Any) -> Any:  # noqa: ANN401  a Name, and click's command
     ) -> int:  # fmt: skip
         mine = {field: _value(field, flag_of(field, name), said[field]) for field in own}
         values: dict[str, Any] = {field: resolved.loop.get(field) if value is None else value for field, value in mine.items()}
-        asked = Asked(workflow=name, **values)
+        asked = Asked(workflow=name, **values, **_of_the_file_alone(resolved, name))
         is_step = _is_the_step(resolved, asked, any(mine.get(field) is not None for field in _OF_THE_STEP))
         picture = _Picture(out, theme, force)
         picture.refuse(as_json=as_json)
@@ -58,6 +58,13 @@ def _command(name: Any) -> Any:  # noqa: ANN401  a Name, and click's command
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     command.__doc__ = WORKFLOWS[name].says
     return as_command(name, takes_a_job(command))
+
+
+def _of_the_file_alone(resolved: Resolved, name: Any) -> dict[str, Any]:  # noqa: ANN401  a Name; of the fields' own types
+    """Return what a file of this loop says that no flag does, such as whether a reference model stays on the GPU."""
+    if resolved.loop.get("workflow") != name:
+        return {}
+    return {field: one for field, one in resolved.loop.items() if field not in (*OPTIONS, "workflow", "alone")}
 
 
 _OF_THE_STEP = ("full_logits", "max_completion_length", "ppo_max_token_len_per_gpu")

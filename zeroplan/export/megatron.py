@@ -58,6 +58,7 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.offloads, "what is offloaded is not written"),
         (sharded and ways_of_resharding(recipe.fsdp2) is not None, "Megatron reshards over all ranks or none"),
         (bool(recipe.keep_logits), "Megatron lets go of its logits"),
+        (recipe.megatron.cross_entropy_fusion_impl == "verl", "verl's fused head is none of Megatron-LM's"),
         (
             recipe.pipeline_schedule not in (None, "1f1b", *(("interleaved-1f1b",) if recipe.engine == "megatron" else ())),
             "of pipelines only 1F1B is written, and interleaved 1F1B of engine megatron",

@@ -185,9 +185,9 @@ class MegatronOptions(Spec):
     """Micro-batches that an interleaved pipeline runs through a chunk before the next chunk. ``None``: as many as ranks."""
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
     """``--transformer-impl``: the layers' implementation. ``local`` has only eager attention, with a buffer for the scores."""
-    cross_entropy_fusion_impl: Literal["native", "te"] | None = None
+    cross_entropy_fusion_impl: Literal["native", "te", "verl"] | None = None
     """``--cross-entropy-loss-fusion`` with this ``--cross-entropy-fusion-impl``: ``native`` makes another fp32 copy of the
-    logits. ``None``: not fused."""
+    logits; ``verl`` is verl's fused head and loss, which never has whole logits. ``None``: not fused."""
     transformer_engine_release: Literal["2.2", "2.17", "2.18"] = "2.18"
     """``2.17``: Transformer Engine 2.3 to 2.17, whose fused loss (``cross_entropy_fusion_impl`` ``te``) writes the gradient over
     the 16-bit logits; since 2.18 the gradient is a separate fp32 tensor. ``2.2``: 2.2 or older, which allocates a placeholder per
@@ -212,7 +212,8 @@ class MegatronOptions(Spec):
     create_attention_mask_in_dataloader: bool = True
     """False is ``--no-create-attention-mask-in-dataloader``: the batch has no mask (one byte per pair of tokens)."""
     gradients_beside: CountOrZero = 0
-    """Copies of all gradients in 16 bits beside the main gradients, as nanotron has: its own, and those in DDP's buckets."""
+    """Copies of gradients in 16 bits beside the main gradients, as nanotron has: the first until a micro-batch's backward ends, and
+    those in DDP's buckets, which stay."""
     deterministic_mode: bool = False
     """``--deterministic-mode``: the experts' outputs are kept and added in a fixed order."""
     gradient_accumulation_fusion: bool = True

@@ -120,6 +120,10 @@ class Asked:
     """verl's reward model runs in a second vLLM on the same GPUs, which sleeps while models train."""
     offloads_between_updates: bool = False
     """It moves the trained model and its optimizer to host memory while vLLM generates."""
+    critic_ways: tuple[int, int, int] | None = None
+    """Tensor-, pipeline- and context-parallel ranks of verl's critic on Megatron-Core; None without a critic."""
+    critic_stays: bool = True
+    """That critic and its optimizer stay on the GPU outside their own phases."""
 
     def __post_init__(self) -> None:
         """Raise SpecError for options of another workflow, and for impossible numbers."""

@@ -56,10 +56,10 @@ def loop_of_step(job: JobSpec, asked: Asked) -> Loop:
     Raises what :func:`loop_of` raises.
     """
     _check(job, asked)
+    if job.recipe.engine == "megatron" and (asked.workflow != "ppo" or asked.critic_ways is not None):
+        return _of_megatron(job, asked)
     if asked.workflow == "ppo":
         return _of_verl(job, asked)
-    if job.recipe.engine == "megatron":
-        return _of_megatron(job, asked)
     answer = estimate(job)
     kind = WORKFLOWS[asked.workflow]
     compares = kind.compares or bool(asked.beta)
@@ -99,37 +99,53 @@ def _of_megatron(job: JobSpec, asked: Asked) -> Loop:
     MegatronRLHFTrainer.prepare_model), verl's unless it is offloaded (workers/megatron_workers.py). Models score with the layers
     of the training step and save nothing, so that a scoring forward never needs more than the step.
     """
-    answer, split = estimate(job), job.mesh.pp
-    weights = [line for line in answer.states if line.kind is Kind.PARAMETERS]
+    answer = estimate(job)
+    weights = tuple(line for line in answer.states if line.kind is Kind.PARAMETERS)
     kept = WORKFLOWS[asked.workflow].compares or asked.keeps_reference
-    copy = [line._replace(reason=f"reference model: {line.reason}") for line in weights if kept]
-    if split > 1 and not WORKFLOWS[asked.workflow].generates:  # outputs of all models travel and wait together
-        if (job.recipe.pipeline_stages_per_rank or 1) > 1:
-            raise SpecError(f"workflow {asked.workflow} with several pipeline stages on a rank is not modelled; use one")
-        width, batch, others = widths(job.recipe.precision).compute, job.batch, 3 if asked.workflow == "kto" else 1
-        each = width * batch.micro_batch_size * batch.seq_len * job.model.hidden_size // job.mesh.cp
-        reason = "inputs of the other models' layers, received with the trained model's"
-        copy.append(Line(Kind.ACTIVATIONS, (split - 1) * others * each, reason, "", _TOGETHER))
+    critic, copy = verl.critic_on_megatron(job, asked), _beside_on_megatron(job, asked, weights if kept else ())
+    of_critic = () if critic is None else tuple(line._replace(reason=f"critic: {line.reason}") for line in critic.held)
+    others = (*copy, *(of_critic if asked.critic_stays else ()))
     rollout = rollout_of(job, asked, answer.parameters) if _generates_here(asked) else None
-    resident, stays = (*copy, *answer.held, *answer.workspaces), () if rollout is None else rollout.while_training
-    made = [loading(answer, tuple(copy), efficient=False)]
+    resident, stays = (*others, *answer.held, *answer.workspaces), () if rollout is None else rollout.while_training
+    made = [loading(answer, others, efficient=False)]
+    between = () if asked.offloads_between_updates else answer.held
     if rollout is not None:
-        here = resident if not asked.offloads_between_updates else (*copy, *answer.workspaces)
-        sending = (*here, *(weights if asked.offloads_between_updates else ()))
-        made += [synchronisation(answer, sending, rollout)]
+        here = (*others, *between, *answer.workspaces)
+        made += [synchronisation(answer, (*here, *(weights if asked.offloads_between_updates else ())), rollout)]
         made += [LoopPhase("rollout", "vLLM generates", (*here, *rollout.awake))]
+    if critic is not None:
+        made += [preference.training(critic, (*copy, *between, *stays))._replace(name="update of the critic")]
     batch_line = [_buffered(job, asked, compares=True)] if WORKFLOWS[asked.workflow].generates else []
-    made += [preference.training(answer, (*copy, *stays, *batch_line)), saving(answer, (*resident, *stays), full=False)]
+    made += [preference.training(answer, (*others, *stays, *batch_line)), saving(answer, (*resident, *stays), full=False)]
+    made = list(verl.with_rewards(tuple(made))) if asked.reward_engine else made
     phases = tuple(one._replace(compared_with="") for one in made)
-    memory = (*host(answer, beside=answer.parameters * kept, efficient=False, full=False),
+    beside = answer.parameters * kept + (0 if critic is None else critic.parameters)
+    memory = (*host(answer, beside=beside, efficient=False, full=False),
               *(() if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)))  # fmt: skip
     notes = ("ms-swift's and verl's trainers on Megatron-Core, read and not run.",
              *(() if rollout is None else _of_the_engine(rollout, answer.job, asked)))  # fmt: skip
     return Loop(asked.workflow, answer, phases, resident, memory, notes)
 
 
+def _beside_on_megatron(job: JobSpec, asked: Asked, weights: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Return the reference model's weights, and with pipelines what waits for its layers beside the trained model's. [bytes]"""
+    copy = tuple(line._replace(reason=f"reference model: {line.reason}") for line in weights)
+    if job.mesh.pp == 1 or _generates(asked):
+        return copy
+    if (job.recipe.pipeline_stages_per_rank or 1) > 1:  # outputs of all models travel and wait together
+        raise SpecError(f"workflow {asked.workflow} with several pipeline stages on a rank is not modelled; use one")
+    width, batch, others = widths(job.recipe.precision).compute, job.batch, 3 if asked.workflow == "kto" else 1
+    each = width * batch.micro_batch_size * batch.seq_len * job.model.hidden_size // job.mesh.cp
+    reason = "inputs of the other models' layers, received with the trained model's"
+    return (*copy, Line(Kind.ACTIVATIONS, (job.mesh.pp - 1) * others * each, reason, "", _TOGETHER))
+
+
+def _generates(asked: Asked) -> bool:
+    return WORKFLOWS[asked.workflow].generates or asked.workflow == "ppo"
+
+
 def _generates_here(asked: Asked) -> bool:
-    return WORKFLOWS[asked.workflow].generates and asked.vllm_mode != "server"
+    return _generates(asked) and asked.vllm_mode != "server"
 
 
 _TOGETHER = "ms-swift 3602360a, megatron/trainers/dpo_trainer.py and kto_trainer.py, forward_step"
@@ -250,7 +266,7 @@ def _of_the_engine(rollout: Rollout, job: JobSpec, asked: Asked) -> Iterator[str
 
 def _check(job: JobSpec, asked: Asked) -> None:
     recipe, mesh = job.recipe, job.mesh
-    on_megatron = recipe.engine == "megatron" and bool(asked.full_logits)  # a file of ms-swift's
+    on_megatron = recipe.engine == "megatron" and (bool(asked.full_logits) or asked.critic_ways is not None)  # a file's
     for refused, instead in (
         (recipe.engine not in _ENGINES and not on_megatron and f"engine {recipe.engine!r}", f"one of {', '.join(_ENGINES)}"),
         (

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.engines.precisions import widths
+from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
@@ -76,6 +77,30 @@ def _critic(job: JobSpec, asked: Asked) -> JobSpec:
     batch = replace(job.batch, micro_batch_size=1, seq_len=tokens) if tokens else replace(job.batch, micro_batch_size=size)
     recipe = replace(job.recipe, loss="full", recompute=asked.critic_recompute or job.recipe.recompute)
     return replace(job, model=as_scorer(job.model, 1), recipe=recipe, batch=batch)
+
+
+def critic_on_megatron(job: JobSpec, asked: Asked) -> Estimate | None:
+    """Return the critic's training step on Megatron-Core, with its own degrees; None without a critic. [bytes]
+
+    Source: verl b178a3cd, workers/megatron_workers.py, CriticWorker: the actor's layers, and a head with one output. Recomputation
+    is off unless it is asked. Context-parallel ranks fill a dynamic batch together (workers/critic/megatron_critic.py).
+    """
+    if asked.critic_ways is None:
+        return None
+    (tp, pp, cp), mesh, batch = asked.critic_ways, job.mesh, job.batch
+    if mesh.world_size % (tp * pp * cp):
+        raise SpecError(f"a critic on tp={tp}, pp={pp} and cp={cp} ranks does not divide {mesh.world_size} GPUs")
+    ways = replace(mesh, tp=tp, pp=pp, cp=cp, ep=1, dp_replicate=1, dp_shard=mesh.world_size // (tp * pp * cp))
+    size, tokens = asked.critic_micro_batch_size_per_gpu or batch.micro_batch_size, asked.critic_max_token_len_per_gpu
+    total = batch.micro_batch_size * batch.grad_accum_steps * mesh.dp_shard
+    steps = replace(batch, micro_batch_size=size, grad_accum_steps=max(1, total // (size * ways.dp_shard)))
+    steps = replace(steps, micro_batch_size=1, seq_len=tokens * cp) if tokens else steps
+    recipe = replace(
+        job.recipe, sequence_parallel=tp > 1, pipeline_layers=None, pipeline_stages_per_rank=None, recompute_layers=None,
+        recompute=asked.critic_recompute or "none",
+        megatron=replace(job.recipe.megatron, cross_entropy_fusion_impl=None, recompute_num_layers=1),
+    )  # fmt: skip
+    return estimate(replace(job, model=as_scorer(job.model, 1), recipe=recipe, mesh=ways, batch=steps))
 
 
 def has_reference(job: JobSpec, asked: Asked) -> bool:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +12,12 @@ import pytest
 import yaml
 
 from tests.catalog.setups.test_setups import FSDP
+from tests.formulas import assert_explained
 from zeroplan import estimate
 from zeroplan.catalog.setups import told
 from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
 from zeroplan.catalog.setups.script import launches
+from zeroplan.cli.app import main
 from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.export.megatron import megatron_arguments
 from zeroplan.ledger import Kind
@@ -159,12 +158,93 @@ def test_automodels_experts_and_the_kernels_that_send_tokens(read: Callable[...,
     assert (phi.recompute, phi.fused_parts) == ("full", ())
 
 
+def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Callable[..., Resolved], tmp_path: Path):
+    kernels = {"dispatcher": "torch", "experts": "torch", "attn": "sdpa", "gate_precision": "float32"}
+
+    def of(named: str) -> tuple[Resolved, set[str]]:
+        ranks = {"dp_size": 4, "activation_checkpointing": True}
+        found = read(AUTO | {"model": {"pretrained_model_name_or_path": named, "backend": kernels}, "distributed": ranks})
+        return found, set(read_setup(tmp_path / "mine.yaml", gpus=None).matters)
+
+    dense, open_keys = of("meta-llama/Llama-3.1-8B")
+    assert (dense.job.recipe.fused_parts, open_keys) == (("norm-in-one", "inputs-kept"), set())
+    assert of("Qwen/Qwen3-30B-A3B")[1] == {"model.backend.dispatcher", "model.backend.experts"}
+    with pytest.raises(UnknownNameError):
+        of("someone/else")
+    assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"model.backend.dispatcher", "model.backend.experts"}
+
+
+@pytest.mark.parametrize(("steps", "again", "named", "noted"), [
+    (8, True, "meta-llama/Llama-3.1-8B", False), (8, False, "meta-llama/Llama-3.1-8B", False), (8, True, "microsoft/phi-4", False),
+    (8, False, "microsoft/phi-4", True), (1, True, "meta-llama/Llama-3.1-8B", True),
+    (1, False, "meta-llama/Llama-3.1-8B", True)])  # fmt: skip
+def test_automodels_hidden_states_are_held_until_the_backward_ends(
+    read: Callable[..., Resolved], tmp_path: Path, steps: int, again: bool, named: str, noted: bool
+):
+    """They raise the peak where no checkpoint or norm keeps them, or where gradients grow while they are held."""
+    model = {"pretrained_model_name_or_path": named, "output_hidden_states": True}
+    batch = {"global_batch_size": 8 * steps, "local_batch_size": 2}
+    read(AUTO | {"model": model, "step_scheduler": batch, "distributed": {"dp_size": 4, "activation_checkpointing": again}})
+    assert ("model.output_hidden_states" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is noted
+
+
+@pytest.mark.parametrize(("said", "dtype", "keys", "at_most"), [
+    ({"master_weights": True, "store_param_remainders": True}, "bf16", {"optimizer._target_"}, True),
+    ({}, "bf16", {"optimizer._target_"}, True), ({"master_weights": True}, "float32", set(), True),
+    ({"master_weights": True}, "bf16", {"optimizer._target_", "optimizer.master_weights"}, False)])  # fmt: skip
+def test_automodels_adam_of_transformer_engine_has_states_in_32_bits(
+    read: Callable[..., Resolved], tmp_path: Path, said: dict[str, bool], dtype: str, keys: set[str], at_most: bool
+):
+    optimizer = {
+        "_target_": "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+        "exp_avg_dtype": "torch.float32",
+        **said,
+    }
+    model = {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B", "torch_dtype": dtype}
+    job = read(AUTO | {"model": model, "optimizer": optimizer, "distributed": {"strategy": "fsdp2", "dp_size": 4}}).job
+    setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+    assert (job.recipe.precision, setup.matters.keys(), setup.matters.keys() <= setup.saves) == ("bf16-mixed", keys, at_most)
+    states = sum(int(line.n_bytes) for line in estimate(job).states if line.kind is Kind.OPTIMIZER_STATE)
+    assert states >= 8 * estimate(job).parameters // 4
+
+
+def test_automodels_ranks_of_experts_adapters_are_refused_with_their_models(read: Callable[..., Resolved]):
+    peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True}}
+    assert read(AUTO | peft | {"distributed": {"dp_size": 4}}).job.model.adapter is not None
+    with pytest.raises(SpecError, match="LoRA in a qwen3_moe model is not modelled"):
+        read(AUTO | peft | {"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "distributed": {"dp_size": 4}})
+
+
 def test_a_nanotron_configuration_is_answered_with_megatrons_engine(read: Callable[..., Resolved]):
     job, notes, *_ = read(NANO)
     assert (job.recipe.engine, job.recipe.zero_stage, job.mesh.tp, job.mesh.dp_shard) == ("megatron", 1, 2, 2)
     assert (job.model.hidden_size, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2048, 3, 2)
     assert any("nanotron's own layers are not modelled" in note for note in notes)
     assert job.recipe.megatron.gradients_beside == 2
+
+
+def test_nanotrons_gradients_in_16_bits_grow_during_the_backward(read: Callable[..., Resolved], tmp_path: Path):
+    """The accumulator sets them to None after each backward; the buckets of DDP stay (nanotron, optim/gradient_accumulator.py)."""
+    answer = estimate(read(NANO).job)
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert_explained(answer)
+    elements = next(one.value for one in answer.symbols if one.name == "D_rank")
+    table = 128256 * 2048 // 2  # tied, and split by two tensor-parallel ranks
+    layer = (elements - table - 2048) // 16
+    made = {
+        moment.name: sum(line.n_bytes for line in moment.lines if "until the backward" in line.reason)
+        for moment in answer.moments
+    }
+    assert {name: n_bytes for name, n_bytes in made.items() if n_bytes} == {
+        "backward of the head": 2 * (table + 2048), "backward of a layer": 2 * (table + 2048 + layer),
+        "backward of the last layer": 2 * elements, "backward of the embedding": 2 * elements,
+    }  # fmt: skip
+    buckets = [line.n_bytes for line in answer.states if "buckets" in line.reason]
+    assert buckets == [2 * elements]
+    alone = NANO | {"parallelism": {"dp": 1, "tp": 2, "pp": 1, "tp_mode": "REDUCE_SCATTER"}}
+    assert not [line for line in estimate(read(alone).job).states if "buckets" in line.reason]
+    read(NANO | {"optimizer": {"zero_stage": 1, "accumulate_grad_in_fp32": False}})
+    assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"accumulate_grad_in_fp32"}
 
 
 def test_lightning_and_litgpt(read: Callable[..., Resolved]):
@@ -522,35 +602,6 @@ def test_another_owners_model_is_not_taken_for_a_mirror():
         resolve(Request(model="someone/Llama-3.1-8B-longer"))
 
 
-_EXAMPLES = os.environ.get("ZEROPLAN_EXAMPLES")
-#: What is no configuration of a training, by what its refusal says.
-_NO_TRAINING = re.compile(
-    r"not a configuration that zeroplan knows|launches no training|trains nothing|nothing is trained|keys and values"
-    r"|contains nothing|holds nothing"
-    r"|is a model's config|neither JSON nor TOML|is not JSON|twice; keep one|LLaMA-Factory's v1"
-)
-
-
-@pytest.mark.skipif(not _EXAMPLES, reason="ZEROPLAN_EXAMPLES names no folder of others' examples")
-def test_examples_of_others_are_read():
-    """One folder per project: nearly all configurations of trainings are read, with no other error than a line."""
-    for folder in sorted(path for path in Path(_EXAMPLES or "").iterdir() if path.is_dir()):
-        found, readable, plain = 0, 0, 0
-        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-            try:
-                setup = read_setup(file, gpus=None)
-            except ZeroplanError as error:
-                found += str(error).count("\n") * 1000  # an error is one line
-                found += not _NO_TRAINING.search(str(error))
-                continue
-            found, readable, plain = found + 1, readable + 1, plain + (not setup.matters)
-            with suppress(ZeroplanError):
-                estimate(resolve(Request(from_file=str(file))).job)
-        told = f"{folder.name}: {found} configurations of trainings, {readable} read, {plain} with all that matters modelled"
-        sys.stderr.write(f"{told}\n")
-        assert readable >= 0.8 * found, folder.name
-
-
 SWIFT_ON_MEGATRON = (
     "NPROC_PER_NODE=8 MAX_NEGATIVE_SAMPLES=3 megatron {} --model Qwen/Qwen3-30B-A3B --tensor_model_parallel_size 2 "
     "--expert_model_parallel_size 4 --micro_batch_size 2 --global_batch_size 16 --max_length 1024 "
@@ -574,6 +625,130 @@ def test_ms_swifts_loops_on_megatron_core(read: Callable[..., Resolved], tmp_pat
     assert names == ["loading", "weight synchronisation", "rollout", "training step", "saving"]
 
 
+PPO_ON_MEGATRON = (
+    "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer algorithm.adv_estimator=gae data.max_prompt_length=1024 "
+    "data.max_response_length=512 actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct trainer.n_gpus_per_node=8 "
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
+    "critic.model.path=Qwen/Qwen2-7B-Instruct critic.ppo_micro_batch_size_per_gpu=2 actor_rollout_ref.rollout.name=vllm {}\n"
+)
+
+
+def test_verls_critic_on_megatron_core_has_ranks_and_a_head_of_its_own(
+    read: Callable[..., Resolved], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    found = read(PPO_ON_MEGATRON.format(""), "mine.sh", gpu="h200-sxm-141gb")
+    assert (found.loop["critic_ways"], found.loop["critic_stays"]) == ((1, 1, 1), True)
+    assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
+    answer, loop = estimate(found.job), loop_of_file(found.job, found.loop)
+    phases = {one.name: one.total_bytes for one in loop.phases}
+    assert list(phases) == ["loading", "weight synchronisation", "rollout", "update of the critic", "training step", "saving"]
+    critic = sum(int(line.n_bytes) for line in loop.resident if line.reason.startswith("critic"))
+    asleep = sum(int(line.n_bytes) for line in loop.phases[4].lines if "vLLM" in line.reason)
+    assert phases["training step"] == int(answer.peak.total_bytes) + critic + asleep
+    elements = answer.parameters - 152064 * 3584 + 3584  # whole on each of eight ranks, with a head of one output
+    weights = [int(line.n_bytes) for line in loop.resident if line.reason.startswith("critic") and line.kind is Kind.PARAMETERS]
+    assert weights == [2 * elements]
+    with pytest.raises(SystemExit):
+        main(["workflow", "ppo", "--from", str(tmp_path / "mine.sh"), "--gpu", "h200-sxm-141gb", "--json"])
+    assert {one["phase"]: one["peak_bytes"] for one in json.loads(capsys.readouterr().out)["phases"]} == phases
+
+
+def test_verls_critic_on_megatron_core_recomputes_only_if_it_is_asked(read: Callable[..., Resolved]):
+    actor = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full"
+    own = "critic.megatron.override_transformer_config.recompute_granularity=full"
+    updates = []
+    for said in ("", actor, own, "critic.use_dynamic_bsz=True critic.ppo_max_token_len_per_gpu=6144"):
+        found = read(PPO_ON_MEGATRON.format(said), "mine.sh", gpu="h200-sxm-141gb")
+        phases = {one.name: one.total_bytes for one in loop_of_file(found.job, found.loop).phases}
+        updates.append(phases["update of the critic"])
+    plain, of_actor, of_critic, longer = updates
+    assert plain == of_actor > of_critic
+    assert longer > plain
+
+
+def test_context_parallel_ranks_fill_verls_dynamic_batch_together(read: Callable[..., Resolved]):
+    """workers/actor/megatron_actor.py, update_policy: ppo_max_token_len_per_gpu times context_parallel_size."""
+    said = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144 {}"
+    alone = read(PPO_ON_MEGATRON.format(said.format("")), "mine.sh").job
+    split = read(PPO_ON_MEGATRON.format(said.format("actor_rollout_ref.actor.megatron.context_parallel_size=2")), "mine.sh").job
+    assert (alone.batch.micro_batch_size, alone.mesh.cp) == (4, 1)
+    assert (split.batch.micro_batch_size, split.mesh.cp) == (8, 2)
+
+
+def test_verls_adapters_on_megatron_core_are_noted(read: Callable[..., Resolved], tmp_path: Path):
+    read(PPO_ON_MEGATRON.format("+actor_rollout_ref.model.lora.rank=16"), "mine.sh")
+    setup = read_setup(tmp_path / "mine.sh", gpus=None)
+    assert setup.matters.keys() == setup.saves == {"actor_rollout_ref.model.lora.rank"}
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_verls_fused_head_on_megatron_core_has_pieces_of_the_logits(read: Callable[..., Resolved], tmp_path: Path, ways: int):
+    """utils/kernel/kernels.py, efficient_entropy_forward and efficient_entropy_backward: 1,024 and 9,504 columns at a time."""
+    said = (
+        f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size={ways} actor_rollout_ref.actor.entropy_coeff=0.001 {{}}"
+    )
+    line = PPO_ON_MEGATRON.replace("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "").format(said)
+    fused = read(line.format("actor_rollout_ref.model.use_fused_kernels=True"), "mine.sh", gpu="h200-sxm-141gb").job
+    assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
+    assert_explained(estimate(fused))
+    moments = {one.name: one for one in estimate(fused).moments}
+    tokens, hidden, vocabulary = 4 * 1536, 3584, 152064
+    pieces = -(-vocabulary // ways // 1024)
+    gathered = 2 * tokens * hidden if ways > 1 else 0
+    of_loss = {line.reason: int(line.n_bytes) for line in moments["loss"].lines if line.kind is Kind.LOGITS}
+    assert of_loss["sums of the loss for pieces of the vocabulary"] == 4 * (3 * pieces + 5) * tokens
+    assert of_loss.get("input of the head, gathered and kept", 0) == gathered
+    assert not any("in fp32" in reason or "in 16 bits" in reason for reason in of_loss)
+    whole = {line.reason: int(line.n_bytes) for line in moments["backward of the head"].lines}
+    assert whole["two pieces of the gradient of the logits"] == 2 * 2 * tokens * 9504
+    assert whole["gradient of the head's weight"] == 2 * vocabulary // ways * hidden
+    plain = estimate(read(line.format(""), "mine.sh", gpu="h200-sxm-141gb").job)
+    assert read_setup(tmp_path / "mine.sh", gpus=None).matters.keys() == {"actor_rollout_ref.actor.entropy_coeff"}
+    assert int(plain.peak.total_bytes) > int(estimate(fused).peak.total_bytes)
+
+
+@pytest.mark.parametrize(("said", "counted", "noted"), [
+    ("critic.megatron.param_offload=True critic.megatron.optimizer_offload=True", True, False),
+    ("critic.megatron.tensor_model_parallel_size=2 critic.megatron.pipeline_model_parallel_size=2", True, False),
+    ("critic.megatron.param_offload=True", False, True), ("actor_rollout_ref.rollout.name=sglang", False, True),
+    ("critic.model.path=Qwen/Qwen2-0.5B", False, True)])  # fmt: skip
+def test_when_verls_critic_on_megatron_core_is_counted(
+    read: Callable[..., Resolved], tmp_path: Path, said: str, counted: bool, noted: bool
+):
+    found = read(PPO_ON_MEGATRON.format(said), "mine.sh", gpu="h200-sxm-141gb")
+    assert ("critic_ways" in found.loop) is counted
+    assert ("algorithm.adv_estimator" in read_setup(tmp_path / "mine.sh", gpus=None).matters) is noted
+    if counted:
+        stays = any(line.reason.startswith("critic") for line in loop_of_file(found.job, found.loop).resident)
+        assert stays is ("offload" not in said)
+
+
+def test_the_command_counts_what_only_a_file_can_say(
+    read: Callable[..., Resolved], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A reference model that stays on the GPU has no flag."""
+    said = "--rlhf_type grpo --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 --max_completion_length 512"
+    found = read(SWIFT_ON_MEGATRON.format("rlhf", f"{said} --vllm_tensor_parallel_size 4"), "mine.sh", gpu="h100")
+    step = next(one for one in loop_of_file(found.job, found.loop).phases if one.name == "training step")
+    with pytest.raises(SystemExit):
+        main(["workflow", "grpo", "--from", str(tmp_path / "mine.sh"), "--gpu", "h100", "--json"])
+    told = {one["phase"]: one["peak_bytes"] for one in json.loads(capsys.readouterr().out)["phases"]}
+    assert told["training step"] == step.total_bytes
+
+
+@pytest.mark.parametrize(("task", "rows"), [("seq_cls --num_labels 3", 3), ("reranker", 1), ("causal_lm", None)])
+def test_a_head_of_few_outputs_on_megatron_core(read: Callable[..., Resolved], tmp_path: Path, task: str, rows: int | None):
+    """mcore-bridge 1.6.5, model/gpt_model.py, OutputLayerLinear: every tensor-parallel rank has the whole head."""
+    found = read(SWIFT_ON_MEGATRON.format("sft", f"--task_type {task}"), "mine.sh", gpu="h100").job
+    assert found.model.head_rows == rows
+    assert "task_type" not in read_setup(tmp_path / "mine.sh", gpus=None).matters
+    assert_explained(estimate(found))
+    loss = next(one for one in estimate(found).moments if one.name == "loss")
+    logits = [int(line.n_bytes) for line in loss.lines if line.reason == "logits in fp32"]
+    tokens = found.batch.micro_batch_size * found.batch.seq_len
+    assert logits == [4 * tokens * rows if rows else 4 * tokens * 152064 // 2]
+
+
 @pytest.mark.parametrize(("task", "each"), [("generative_reranker", 4), ("embedding", 2), ("causal_lm", 1)])
 def test_ms_swifts_tasks_have_several_sequences_to_an_example(read: Callable[..., Resolved], task: str, each: int):
     said = f"--task_type {task}"
@@ -581,6 +756,34 @@ def test_ms_swifts_tasks_have_several_sequences_to_an_example(read: Callable[...
     plain = f"MAX_NEGATIVE_SAMPLES=3 swift sft --model Qwen/Qwen3-4B --per_device_train_batch_size 2 --max_length 512 {said}\n"
     job = read(plain, "mine.sh").job
     assert (job.batch.micro_batch_size, job.recipe.loss) == (2 * each, "full" if task == "causal_lm" else "fused")
+
+
+CUT = "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --bf16 "
+
+
+@pytest.mark.parametrize(("said", "layers"), [
+    ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2", "2,4,4,2"),
+    ("--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "6,6"),
+    ("--pipeline-model-parallel-size 7 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+     "1,2,2,2,2,2,1")])  # fmt: skip
+def test_stages_that_megatron_cuts_unevenly_are_counted_as_they_are(
+    read: Callable[..., Resolved], tmp_path: Path, said: str, layers: str
+):
+    line = CUT.replace("node 8", "node 28") if "size 7" in said else CUT
+    found = read(f"{line}{said} --global-batch-size 56 --micro-batch-size 1 --seq-length 128\n", "mine.sh")
+    assert found.job.recipe.pipeline_layers == layers
+    assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
+
+
+def test_context_parallel_ranks_that_exchange_heads_and_tokens_are_counted_as_those_that_exchange_heads(
+    read: Callable[..., Resolved], tmp_path: Path
+):
+    both = "--context-parallel-size 4 --cp-comm-type {} --global-batch-size 8 --micro-batch-size 1 --seq-length 1024"
+    found = read(f"{CUT}{both.format('a2a+p2p --hierarchical-context-parallel-sizes 2 2')}\n", "mine.sh")
+    assert (found.job.recipe.megatron.cp_comm_type, found.job.mesh.cp) == ("a2a", 4)
+    assert any("a2a+p2p is counted as a2a" in note for note in found.notes)
+    assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
+    assert read(f"{CUT}{both.format('p2p')}\n", "mine.sh").job.recipe.megatron.cp_comm_type == "p2p"
 
 
 def test_a_first_pipeline_stage_with_its_own_layers(read: Callable[..., Resolved], tmp_path: Path):

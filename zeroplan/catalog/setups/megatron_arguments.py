@@ -8,6 +8,7 @@ docs/from-a-file.md lists. The arguments also give the model's shape, unless the
 
 import re
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from math import lcm
 from pathlib import Path
 from typing import cast
@@ -49,9 +50,11 @@ _LAYERS = {
     "linear_fc2": "down_proj",
 }
 _NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
-_SAVES = """
+#: Layers of the first and the last stage, which set the stages' layers where they are read.
+_CUTS = "*num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split"
+_SAVES = f"""
+    {_CUTS}
     *optimizer_offload_fraction *fine_grained_activation_offloading *optimizer_cpu_offload *cpu_offloading
-    *num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split
     *megatron_fsdp_main_params_dtype *megatron_fsdp_grad_comm_dtype
 """
 #: Switches of Megatron-LM that set an option of another name.
@@ -95,7 +98,9 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
     table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format moe_shared_expert_overlap")
-    if "pipeline_layers" not in reading.flags:
+    if "pipeline_layers" in reading.flags:
+        _read_as_stages(table, [key for key in table.matters if any(fnmatchcase(key, one) for one in _CUTS.split())])
+    else:
         tell_stages(reading)
     _of_megatron_alone(reading)
     if _is_swift(table):
@@ -244,6 +249,10 @@ def _options(reading: Reading, before: str, etp: int) -> None:
     if table.count("num_experts") or "expert_parallel" in reading.flags:
         options["expert_tensor_parallel_size"] = etp
         options["moe_token_dispatcher_type"] = _dispatcher(table, before)
+    if table.get(f"{before}cp_comm_type") == "a2a+p2p":
+        options["cp_comm_type"] = "a2a"
+        table.leave((f"{before}hierarchical_context_parallel_sizes",))
+        reading.notes.append(_BOTH_WAYS)
     options |= {name: value for switch, (name, value) in _SWITCHES.items() if table.switch(f"{before}{switch}")}
     if table.get(f"{before}megatron_fsdp_main_grads_dtype") == "bf16":
         options["grad_reduce_in_bf16"] = True
@@ -253,6 +262,11 @@ def _options(reading: Reading, before: str, etp: int) -> None:
     if fuses or (fuses is None and not before and _is_swift(table)):
         options["cross_entropy_fusion_impl"] = table.text(f"{before}cross_entropy_fusion_impl") or "native"
     reading.options |= {f"megatron.{name}": Told(name, one) for name, one in options.items() if one is not None}
+
+
+#: Transformer Engine d0067d0, attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P: it saves queries, keys,
+#: values and the output of exchanged heads, as a2a does. The keys and values are the last that p2p received.
+_BOTH_WAYS = "cp_comm_type a2a+p2p is counted as a2a, which keeps as much; read from Transformer Engine's code, not run"
 
 
 def _dispatcher(table: Table, before: str) -> str:
@@ -308,8 +322,7 @@ def _loop(reading: Reading) -> None:
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
-    few = {table.text("rlhf_type"), table.text("task_type")} & {"rm", "seq_cls", "reranker", "generative_reranker"}
-    if few and "lora_rank" not in flags:
+    if table.text("task_type") == "generative_reranker" and "lora_rank" not in flags:
         table.matters["task_type"] = _ALL_LOGITS
         table.saves.add("task_type")
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
@@ -328,7 +341,7 @@ def _loop(reading: Reading) -> None:
         rolls_out(reading, table, completion, keeps_reference="lora_rank" not in flags)
 
 
-_ALL_LOGITS = "a head of few outputs is counted with the logits of the whole vocabulary, which take more"
+_ALL_LOGITS = "few tokens' logits are needed, and those of all tokens are counted, which take more"
 _RANKED = "an example is a question with up to {} answers, each a sequence of its own: that many are counted"
 _NEGATIVES = "an embedding's examples are counted as two sequences each; every negative of an example is one more"
 _FEW = "the logits of few tokens or none are needed: Liger's fused loss is counted, which has a piece of all logits beside"
@@ -413,7 +426,12 @@ def tell_stages(reading: Reading, before: str = "") -> None:
     chunks = ([first] if first else []) + [left // rest] * rest + ([last] if last else [])
     said = [key for end in keys for key in end if key in table.data]
     reading.tell("pipeline_layers", said[0], ",".join(map(str, chunks)))
-    for key in said:
+    _read_as_stages(table, said)
+
+
+def _read_as_stages(table: Table, keys: list[str]) -> None:
+    """Drop the notes on keys whose layers of each stage are counted."""
+    for key in keys:
         table.matters.pop(key, None)
         table.saves.discard(key)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.told import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setup, Table, Told
 from zeroplan.errors import SpecError
+from zeroplan.spec.recipe import AUTOMODEL_NORMS
 
 _NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"
 _OPTIMIZERS = {
@@ -170,7 +171,7 @@ _AUTO_SCHEDULES = {
 }
 _AUTO_ADDS = """
     quantization.load_in_8bit *num_nextn_predict_layers
-    peft.use_dora qat.* neftune.* teacher_model.* kd_ratio optimizer.master_weights distributed.autocast_dtype longalign.*
+    peft.use_dora qat.* teacher_model.* kd_ratio distributed.autocast_dtype longalign.*
     model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype distributed.enable_fsdp2_prefetch
     distributed.moe.lm_head_precision distributed.bucket_cap_mb
 """
@@ -185,13 +186,16 @@ _AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
     "fake_gate_noise": (),
     "gate_precision": ("float32", "torch.float32"),
 }  # fmt: skip
+#: Of these, what chooses the kernels of experts and their router alone (components/moe/layers.py, MoE.__init__).
+_AUTO_OF_EXPERTS = ("experts", "dispatcher", "dispatcher_num_sms", "dispatcher_share_token_dispatcher", "dispatcher_async_dispatch",
+                    "fake_balanced_gate", "fake_gate_noise", "gate_precision")  # fmt: skip
 _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
 _AUTO_SAVES = """
-    peft.moe_rank_scaling distributed.offload_policy* optimizer.store_param_remainders freeze_config.*
+    distributed.offload_policy* freeze_config.*
     peft.use_memory_efficient_lora
-    model.backend.compile_attn optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype
+    model.backend.compile_attn
 """
 
 
@@ -225,6 +229,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     flash = table.get("model.attn_implementation") == "flash_attention_2"
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
     _optimizer(reading, "optimizer._target_")
+    _auto_te_adam(reading)
     if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
         reading.tell_cut_loss("loss_fn._target_")
     _auto_adapter(reading)
@@ -235,10 +240,49 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         if table.switch(key):
             reading.tell_compiled(table, key)
     _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again not in ("false", "selective"))
-    if again in ("false", "selective") and table.data.get("model.output_hidden_states"):
-        reading.unmodelled(adds="*output_hidden_states")  # with recomputation each block's input is kept anyway
-    table.like("ci.* benchmark.* _* *output_hidden_states")
+    if not _auto_keeps_inputs(reading, again=again not in ("false", "selective")):
+        reading.unmodelled(adds="*output_hidden_states")
+    # NEFTune's noise is there while the embedding runs alone (components/training/neftune.py)
+    table.like("ci.* benchmark.* _* *output_hidden_states neftune.*")
     return reading.setup("automodel")
+
+
+_TE_ADAM = (
+    "optimizer._target_: Transformer Engine's FusedAdam keeps fp32 states of weights in 16 bits; fp32 weights and gradients are "
+    "counted, which take as much or more"
+)
+_TE_MASTERS = "optimizer.master_weights: whole fp32 weights beside those in 16 bits are not counted: the answer may be too low"
+
+
+def _auto_te_adam(reading: Reading) -> None:
+    """Read Transformer Engine's Adam, whose states have 32 bits by default (d0067d0, pytorch/optimizers/fused_adam.py, FusedAdam).
+
+    With ``store_param_remainders`` master weights are what 16-bit weights lack of fp32, two bytes each. fp32 weights have none.
+    """
+    table = reading.table
+    if not re.fullmatch(r"transformer_engine\.[\w.]*FusedAdam", str(table.data.get("optimizer._target_"))):
+        return
+    masters, remainders = (table.switch(f"optimizer.{key}") for key in ("master_weights", "store_param_remainders"))
+    table.leave(f"optimizer.{key}" for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    if reading.flags["precision"].value == "bf16-mixed":
+        return
+    reading.tell("precision", "optimizer._target_", "bf16-mixed", filled=True, note=_TE_ADAM)
+    table.matters["optimizer._target_"] = _TE_ADAM
+    table.saves.add("optimizer._target_")
+    if masters and not remainders:
+        table.matters["optimizer.master_weights"] = _TE_MASTERS
+
+
+def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
+    """Whether every block's input is kept anyway, and its being held until the backward ends cannot raise the peak.
+
+    The training loop holds ``out.hidden_states`` during the backward (recipes/llm/train_ft.py, _forward_backward_step).
+    Checkpoints keep the inputs, and so do the norms of AutoModel's own models if all weights are trained. With several
+    micro-batches the last backward begins with as many gradients as it ends with.
+    """
+    model, steps = reading.known_model(), reading.flags.get("grad_accum", Told("", 1)).value
+    own = model is not None and model.family in AUTOMODEL_NORMS and "lora_rank" not in reading.flags
+    return (again or own) and int(str(steps)) > 1
 
 
 def _auto_degrees(reading: Reading, gpus: int | None) -> int:
@@ -304,6 +348,9 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
     table, parts = _flat(reading), ["norm-in-one"]
     chosen = {key.rpartition(".")[2]: table.data[key] for key in table.like("model.backend.*") if key.count(".") == 2}
     chosen = {key: one for key, one in chosen.items() if key[:1] != "_" and not key.startswith("enable_") and one is not None}
+    model = reading.known_model()
+    none_routed = model is not None and model.moe is None
+    chosen = {key: one for key, one in chosen.items() if not (none_routed and key in _AUTO_OF_EXPERTS)}
     for key, one in chosen.items():
         counted = _AUTO_BACKENDS.get(key)
         if counted is None or (counted and one not in counted):
@@ -329,6 +376,9 @@ def _auto_adapter(reading: Reading) -> None:
     names = [targets] if isinstance(targets, str) else targets if isinstance(targets, list) else []
     plain = [re.sub(r"^\*\.?", "", str(one)) for one in names]
     wide = not plain or any("*" in one or one in ("_proj", "proj", "") for one in plain)
+    table.leave(
+        ("peft.moe_rank_scaling",)
+    )  # the rank of experts' adapters (_peft/lora.py), which no family with experts has here
     reading.tell("lora_rank", "peft.dim", rank)
     reading.tell("lora_targets", "peft.target_modules", "all-linear" if wide else ",".join(plain))
     reading.tell("lora_dropout", "peft.dropout", str(dropout or "0").strip("0.") != "")
@@ -340,7 +390,6 @@ def _auto_adapter(reading: Reading) -> None:
 # nanotron
 
 _NARROW = "accumulate_grad_in_fp32 is false: gradients are counted in fp32, which is the most they take"
-_BESIDE = "gradients in 16 bits, which nanotron adds to fp32 gradients after a backward, are counted during all of it: the most"
 _OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees and fp32 gradients, are counted"
 
 
@@ -362,8 +411,9 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     )
     beside = wide + buckets if word == "bfloat16" else 0
     reading.options["megatron.gradients_beside"] = Told("optimizer.accumulate_grad_in_fp32", beside)
-    table.matters["accumulate_grad_in_fp32"] = _BESIDE if wide else _NARROW
-    table.saves.add("accumulate_grad_in_fp32")
+    if not wide:
+        table.matters["accumulate_grad_in_fp32"] = _NARROW
+        table.saves.add("accumulate_grad_in_fp32")
     mode, schedule = (str(table.get(f"parallelism.{key}") or "") for key in ("tp_mode", "pp_engine"))
     reading.tell("sequence_parallel", "parallelism.tp_mode", tp > 1 and mode.upper() == "REDUCE_SCATTER")
     if pp > 1 and schedule != "1f1b":  # config/parallelism_config.py: all forwards before all backwards

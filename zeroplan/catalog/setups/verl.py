@@ -5,6 +5,7 @@ GRPO, the job is the actor's update.
 """
 
 from pathlib import Path
+from typing import Any
 
 from zeroplan.catalog.setups.megatron_arguments import tell_megatron, tell_stages
 from zeroplan.catalog.setups.told import FILLED, LIGER, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
@@ -38,7 +39,8 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
     reading.tell("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
-    if reading.flags.get("log_probs", Told("", "")).value == "chunks":
+    fused = reading.options.get("megatron.cross_entropy_fusion_impl", Told("", "")).value == "verl"
+    if fused or reading.flags.get("log_probs", Told("", "")).value == "chunks":
         for key in (f"{_MODEL}use_fused_kernels", f"{_MODEL}fused_kernel_options.impl_backend"):
             table.leave((key,))
             table.matters.pop(key, None)
@@ -57,7 +59,8 @@ def _policy(reading: Reading, gpus: int) -> None:
     )  # fmt: skip
     ranks = tell_megatron(reading, gpus, f"{_ACTOR}megatron.") if uses_megatron else gpus // ways
     if uses_megatron:
-        table.unmodelled(adds=_ENTROPY)
+        _loss_on_megatron(reading)
+        _adapters_on_megatron(reading)
         table.leave((f"{_MODEL}enable_gradient_checkpointing",))  # of FSDP's workers alone; Megatron has its own keys
         tell_stages(reading, f"{_ACTOR}megatron.override_transformer_config.")
         reading.tell("seq_len", "data.max_response_length", length)
@@ -65,7 +68,8 @@ def _policy(reading: Reading, gpus: int) -> None:
         _fsdp(reading, f"{_ACTOR}fsdp_config.", str(table.get(f"{_ACTOR}strategy") or "fsdp"), gpus)
         _model(reading, _MODEL)
         _length(reading, "data.max_response_length", length, ways)
-    each = _micro_batch(reading, length, ways, ranks)
+    split = int(str(reading.flags.get("context_parallel", Told("", 1)).value)) if uses_megatron else ways
+    each = _micro_batch(reading, length, split, ranks)  # ranks that split a sequence fill a dynamic batch together
     total = (table.count(f"{_ACTOR}ppo_mini_batch_size") or 256) * (table.count("actor_rollout_ref.rollout.n") or 1)
     reading.tell_steps(f"{_ACTOR}ppo_mini_batch_size", total, each * max(1, ranks))
     told = not (uses_megatron or ways > 1 or gpus == 1) and table.text(f"{_ROLLOUT}name") in (None, "vllm")
@@ -77,10 +81,33 @@ def _policy(reading: Reading, gpus: int) -> None:
         told = _loop_on_megatron(reading)
     if not told:
         reading.notes.append(_UPDATE)
-    _rewards(reading, counted=told and not uses_megatron)
+    _rewards(reading, counted=told)
     parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
     if any(table.switch(f"{_ACTOR}{part}") for part in parts):
         reading.notes.append(_MOVED)
+
+
+def _loss_on_megatron(reading: Reading) -> None:
+    """Read the update's loss on Megatron-Core (workers/actor/megatron_actor.py). verl's fused kernels compute the entropy, too."""
+    table = reading.table
+    comm = f"{_ACTOR}megatron.override_transformer_config.overlap_moe_expert_parallel_comm"
+    if table.switch(f"{_MODEL}use_fused_kernels") and not table.switch(comm):
+        reading.options["megatron.cross_entropy_fusion_impl"] = Told(f"{_MODEL}use_fused_kernels", "verl")
+        table.like(_ENTROPY)
+    else:
+        table.read.discard(f"{_MODEL}use_fused_kernels")
+        table.unmodelled(adds=_ENTROPY)
+
+
+_ADAPTERS = "{}: adapters under Megatron-Core are not modelled; full training is counted, which takes more"
+
+
+def _adapters_on_megatron(reading: Reading) -> None:
+    """Note adapters on Megatron-Core (trainer/config/model/hf_model.yaml, lora)."""
+    for key in (f"{_MODEL}lora.rank", f"{_MODEL}lora_rank"):
+        if reading.table.count(key, least=0):
+            reading.table.matters[key] = _ADAPTERS.format(key)
+            reading.table.saves.add(key)
 
 
 def _rewards(reading: Reading, *, counted: bool) -> None:
@@ -155,20 +182,49 @@ def _loop_on_megatron(reading: Reading) -> bool:
     compares = table.switch(f"{_ACTOR}use_kl_loss") or table.switch("algorithm.use_kl_in_reward")
     key = stays.format("actor_rollout_ref.ref", "param")
     away = table.switch(key if key in table.data else f"{_ACTOR}megatron.param_offload")
-    if str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower() == "gae":
-        if not all(table.switch(stays.format("critic", part)) for part in ("param", "optimizer")):
-            table.matters["algorithm.adv_estimator"] = "adv_estimator=gae: a critic stays on the GPU, and is not counted"
-        return False
     here = table.text(f"{_ROLLOUT}name") in (None, "vllm")
+    between = all(table.switch(stays.format(_ACTOR[:-1], part)) for part in ("param", "optimizer"))
+    if str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower() == "gae":
+        return _loop_with_a_critic(reading, keeps_reference=bool(compares and not away), between=between, here=here)
     reading.tell_loop(
         "algorithm.adv_estimator", "grpo", full_logits=True, keeps_reference=(compares and not away) or None,
         max_completion_length=table.count("data.max_response_length"), vllm_mode=None if here else "server",
         vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5) if here else None,
         vllm_tensor_parallel_size=(table.count(f"{_ROLLOUT}tensor_model_parallel_size") or 2) if here else None,
-        offloads_between_updates=all(table.switch(stays.format(_ACTOR[:-1], part)) for part in ("param", "optimizer")) or None,
+        offloads_between_updates=between or None,
         vllm_enable_sleep_mode=(here and table.switch(f"{_ROLLOUT}free_cache_engine") is not False) or None,
     )  # fmt: skip
     return here
+
+
+def _loop_with_a_critic(reading: Reading, *, keeps_reference: bool, between: bool, here: bool) -> bool:
+    """Read PPO on Megatron-Core's workers; returns whether all of its phases are counted.
+
+    The critic has degrees of its own, 1 unless they are said (trainer/config/critic/megatron_critic.yaml). It is counted if it has
+    the actor's layers, no ranks for experts, and is whole on the GPU or whole on the host between its phases.
+    """
+    table, before = reading.table, "critic.megatron."
+    away = [table.switch(f"{before}{part}_offload") or False for part in ("param", "optimizer")]
+    degrees = ("tensor_model", "pipeline_model", "context", "expert_model")
+    tp, pp, cp, ep = (table.count(f"{before}{name}_parallel_size") or 1 for name in degrees)
+    recomputed = (
+        table.text(f"{before}override_transformer_config.recompute_granularity") == "full"
+    )  # counted whole or not at all
+    same = table.text("critic.model.path") in (None, table.text(f"{_MODEL}path"))
+    if not (here and same and ep == 1 and len(set(away)) == 1) or "expert_parallel" in reading.flags:
+        if not all(away):
+            table.matters["algorithm.adv_estimator"] = "adv_estimator=gae: a critic stays on the GPU, and is not counted"
+        return False
+    own: dict[str, Any] = {**_critic(reading), "critic_recompute": "full" if recomputed else None}
+    reading.tell_loop(
+        "algorithm.adv_estimator", "ppo", critic_ways=(tp, pp, cp), critic_stays=not away[0],
+        keeps_reference=keeps_reference or None,
+        vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5),
+        vllm_tensor_parallel_size=table.count(f"{_ROLLOUT}tensor_model_parallel_size"),
+        free_cache_engine="false" if table.switch(f"{_ROLLOUT}free_cache_engine") is False else None,
+        offloads_between_updates=between or None, **own,
+    )  # fmt: skip
+    return True
 
 
 def _critic(reading: Reading) -> dict[str, object]:

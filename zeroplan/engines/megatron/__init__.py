@@ -62,6 +62,9 @@ _SHARDED_NOTE = (
     "--megatron-fsdp-main-grads-dtype says fp32 (grad_reduce_in_bf16); the step time is not modelled"
 )
 _FP8_NOTE = "FP8 is read from Transformer Engine's code, not run; the step time is not modelled with it"
+_ROWS_NOTE = "a head of few outputs is whole on every tensor-parallel rank, read from verl's and ms-swift's code, not run"
+_VERLS_NOTE = "verl's fused head and loss are read from its code, not run"
+_BESIDE_NOTE = "nanotron's gradients in 16 bits are read from its code, not run"
 _PREDICTING_NOTE = "multi-token prediction is on the last pipeline rank; the step time is not modelled with it"
 
 
@@ -121,6 +124,9 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
             *((_HYBRID_NOTE,) if recipe.megatron.hybrid_layer_pattern is not None else ()),
             *((_SHARDED_NOTE,) if recipe.zero_stage >= GRADIENTS_TOO else ()),
             *((_FP8_NOTE,) if recipe.megatron.fp8_format is not None else ()),
+            *((_ROWS_NOTE,) if model.head_rows is not None else ()),
+            *((_VERLS_NOTE,) if recipe.megatron.cross_entropy_fusion_impl == "verl" else ()),
+            *((_BESIDE_NOTE,) if recipe.megatron.gradients_beside else ()),
             *((_PREDICTING_NOTE,) if recipe.megatron.mtp_num_layers else ()),
             *_notes_of_cut(model, recipe, mesh),
             *{"gpt": (), "bert": (_BERT_NOTE,), "t5": (_T5_NOTE,)}[recipe.megatron.pretrains],

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.megatron.chunks import chunks_per_rank, runs_of
-from zeroplan.engines.megatron.parameters import is_expert, is_split, of_one_rank, of_shared_expert, table_of
+from zeroplan.engines.megatron.parameters import head_of, is_expert, is_split, of_one_rank, of_shared_expert
 from zeroplan.engines.megatron.rank import Rank
 from zeroplan.ledger import Kind, Line, OffGpu, Tag
 from zeroplan.numeric import Int, ceil_div, maximum
@@ -85,7 +85,8 @@ def of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) 
             elif is_split(parameter.name) and not parameter.name.endswith(".bias"):
                 found[parameter.name] = of_one_rank(parameter, model, recipe, mesh)
         found["shared expert"] = maximum(found.get("shared expert", 0), of_shared_expert(run.kind, model, recipe, mesh))
-    elements: Int = table_of(model, recipe, mesh) if rank.has_head else 0
+    of_head = rank.has_head and recipe.megatron.cross_entropy_fusion_impl != "verl"  # whose kernels return the gradient
+    elements: Int = head_of(model, recipe, mesh)[0] if of_head else 0
     for each in found.values():
         elements = elements + each
     return elements

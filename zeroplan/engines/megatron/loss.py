@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.megatron.inputs import BATCH, BERT, MASK, REPORT, width_of_embedding
-from zeroplan.engines.megatron.parameters import padded_vocabulary, table_of
+from zeroplan.engines.megatron.parameters import head_of, padded_vocabulary
 from zeroplan.engines.megatron.rank import Rank
 from zeroplan.engines.megatron.schedule import INPUT
+from zeroplan.engines.megatron.verls_head import head_of_verl_backward, kept_by_verl
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import ceil_div, maximum, minimum
 from zeroplan.spec.batch import Batch
@@ -99,6 +100,9 @@ def logits_of_loss(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
     Its backward starts with as many: the fp32 tensor holds the gradient, which is cast to 16 bits.
     """
     options, narrow = recipe.megatron, element_of(recipe) < 4
+    if options.cross_entropy_fusion_impl == "verl":
+        yield from kept_by_verl(model, recipe, mesh, batch)
+        return
     fused = options.cross_entropy_fusion_impl == "te"
     if fused and options.transformer_engine_release != "2.18":
         reason = "logits, which their gradient is written over"
@@ -114,6 +118,9 @@ def logits_of_loss(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
 def head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
     """Yield the gradients in the head's backward: of logits and input, and of the weight unless it is fused. [bytes]"""
     e = element_of(recipe)
+    if recipe.megatron.cross_entropy_fusion_impl == "verl":
+        yield from head_of_verl_backward(model, recipe, mesh, batch)
+        return
     yield _logits(e, model, recipe, mesh, batch, "gradient of the logits", CROSS_ENTROPY)
     read = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
     yield Line(Kind.ACTIVATION_GRADIENTS, read, "gradient of the head's input", "ceil(e·T·h/C)", HEAD)
@@ -122,11 +129,14 @@ def head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
         reason = "this rank's part of it, which ranks add up"
         yield Line(Kind.ACTIVATION_GRADIENTS, part, reason, own_part_formula("e·T·h", recipe), HEAD)
     if not keeps_placeholders(recipe):
-        weight = e * table_of(model, recipe, mesh)
-        yield Line(Kind.TEMPORARY, weight, "gradient of the head's weight", "e·ceil(V_p·h/p)", HEAD)
+        weight, formula = head_of(model, recipe, mesh)
+        yield Line(Kind.TEMPORARY, e * weight, "gradient of the head's weight", f"e·{formula}", HEAD)
 
 
 def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, reason: str, source: str) -> Line:
     tokens = batch.micro_batch_size * batch.seq_len
+    if model.head_rows is not None:
+        n_bytes = ceil_div(width * tokens * model.head_rows, mesh.cp)
+        return Line(Kind.LOGITS, n_bytes, reason, f"ceil({width}·T·{model.head_rows}/C)", source)
     n_bytes = ceil_div(width * tokens * padded_vocabulary(model, recipe, mesh), mesh.cp * mesh.tp)
     return Line(Kind.LOGITS, n_bytes, reason, f"ceil({width}·T·V_p/(C·p))", source)

@@ -17,9 +17,10 @@ from zeroplan.engines.megatron.loss import (
     logits_of_loss,
     other_losses,
 )
+from zeroplan.engines.megatron.made_gradients import made_lines
 from zeroplan.engines.megatron.muon import muon_step
 from zeroplan.engines.megatron.parameters import table_of
-from zeroplan.engines.megatron.rank import Rank
+from zeroplan.engines.megatron.rank import Rank, kinds_backward
 from zeroplan.engines.megatron.sharded import AT_AHEAD, AT_END, AT_HEAD, AT_LAST, AT_LOSS, AT_STEP, Sharding, sharding_of
 from zeroplan.engines.megatron.states import step_lines
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
@@ -73,6 +74,10 @@ class Step(NamedTuple):
         """Return Megatron-FSDP's whole weights and gradients at a point of the step. [bytes]"""
         return () if self.sharding is None else self.sharding.lines(at)
 
+    def made(self, at: str) -> tuple[Line, ...]:
+        """Return the gradients in 16 bits that the backward has made (:func:`made_lines`). [bytes]"""
+        return made_lines(at, self.rank, self.model, self.recipe, self.mesh)
+
     def waiting_layers(self, flying: Flying, *, last: str | None = None) -> tuple[Line, ...]:
         """Return what layers in flight keep (:func:`in_layers`). [bytes]"""
         return tuple(in_layers(flying, self.layers, self.model, self.recipe, last=last))
@@ -103,7 +108,7 @@ def moments_of(
 def _forward(step: Step) -> Iterator[Moment]:
     """Yield the forward with all layers in flight, and with weights gathered ahead."""
     flying, sharding = step.flying, step.sharding
-    kinds = _kinds_backward(step.rank, step.model, step.recipe)
+    kinds = kinds_backward(step.rank, step.model, step.recipe)
     running = step.layers.kinds[kinds[0]].cost.forward if kinds else ()
     around = *step.held, *step.embedded, *step.masks, *step.left["forward"], *step.graphs["forward"]
     lines = (*around, *step.whole(AT_LAST), *step.waiting_layers(flying), *running)
@@ -126,22 +131,16 @@ def _around_loss(step: Step) -> Iterator[Moment]:
     around, cast = (*step.until_backward, *step.left["head"]), (head[0], *logits_of_loss(model, recipe, mesh, batch))
     yield Moment("backward of the loss", Phase.BACKWARD, (*around, *gathered, *at_loss, *cast))
     grown, placeholders = tuple(head_backward(model, recipe, mesh, batch)), keeps_placeholders(recipe)
-    written = step.whole(AT_HEAD) if placeholders else gathered
+    written = (*(step.whole(AT_HEAD) if placeholders else gathered), *step.made("head"))
     yield Moment("backward of the head", Phase.BACKWARD, (*around, *written, *at_loss, head[0], *grown))
     if step.sharding is not None and not placeholders and not model.tie_word_embeddings:
         copied = (*around, *step.whole(AT_HEAD), *at_loss, head[0], *grown[1:])
         yield Moment("gradient of the head, copied", Phase.BACKWARD, copied)
 
 
-def _kinds_backward(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> list[str]:
-    """Return the kind of each of a rank's layers, in the order of the backward."""
-    counted = zip(runs_of(model, recipe), rank.counts, strict=True)
-    return [run.kind for run, count in counted for _ in range(count)][::-1]
-
-
 def lasts_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> set[int]:
     """Return, for each kind, how many layers run backward before its last layer does."""
-    order = _kinds_backward(rank, model, recipe)
+    order = kinds_backward(rank, model, recipe)
     return {order.index(kind) for kind in order}
 
 
@@ -151,8 +150,8 @@ def _backward_of_shards(step: Step, sharding: Sharding) -> Iterator[Moment]:
     Layers whose backward has run may still have whole gradients. Layers before them may already have gathered weights.
     """
     rank, _, model, recipe = step[:4]
-    order, together = _kinds_backward(rank, model, recipe), layers_of_a_checkpoint(recipe)
-    around = *step.in_backward, *step.graphs["backward"]
+    order, together = kinds_backward(rank, model, recipe), layers_of_a_checkpoint(recipe)
+    around = *step.in_backward, *step.graphs["backward"], *step.made("end")
     again = "" if recipe.recompute == "none" else ", recomputed"
     for behind in sharding.backwards(lasts_of(rank, model, recipe)):
         kind = order[behind]
@@ -180,7 +179,7 @@ def _backward_of_embedding(step: Step) -> Moment:
     gradient = Line(Kind.ACTIVATION_GRADIENTS, arrived, what, f"ceil({several}·e·T·h/C)", EMBEDDED)
     table = e * table_of(model, recipe, mesh)
     whole = Line(Kind.TEMPORARY, table, "gradient of the embedding's table", "e·ceil(V_p·h/p)", EMBEDDED)
-    around = *step.in_backward, *step.graphs["embedding"], *step.whole(AT_END)
+    around = *step.in_backward, *step.graphs["embedding"], *step.whole(AT_END), *step.made("end")
     return Moment("backward of the embedding", Phase.BACKWARD, (*around, *others, whole, gradient))
 
 
@@ -200,9 +199,24 @@ def _backward(step: Step) -> Iterator[Moment]:
             *step.waiting_layers(step.flying, last=run.kind),
             *_run_again_with_it(cost, run.kind, together),
             *_beside_it(cost, run.kind, recipe, step.batch),
+            *step.made(run.kind),
         )
         what = "a layer" if run is runs[-1] else f"a {run.kind} layer"
         yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*around, *below, *cost.backward))
+    if runs and (made := step.made("end")):
+        yield _last_backward(step, runs[0].kind, together, (*around, *made), again)
+
+
+def _last_backward(step: Step, kind: str, together: int, around: tuple[Line, ...], again: str) -> Moment:
+    """Return the backward of the layer that runs last, with the gradients of all layers."""
+    over = tuple(ceil_div(count, layers_of_a_checkpoint(step.recipe)) for count in step.rank.each[0])
+    others, cost = step.waiting_layers(without(step.flying, over)), step.layers.kinds[kind].cost
+    inside = (
+        *_run_again_with_it(cost, kind, together),
+        *_beside_it(cost, kind, step.recipe, step.batch),
+        *cost.backward,
+    )
+    return Moment(f"backward of the last layer{again}", Phase.BACKWARD, (*around, *others, *inside))
 
 
 def _run_again_with_it(cost: Cost, kind: str, together: int) -> Iterator[Line]:

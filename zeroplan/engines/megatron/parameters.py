@@ -92,7 +92,7 @@ def ends_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]
         positions += model.positions * model.hidden_size
     norm = sum(parameter.numel for parameter in tree.tail if "norm" in parameter.name or "ln_" in parameter.name)
     types, more = _of_script(model, recipe, mesh)
-    return table + positions + types, norm + more + (0 if model.tie_word_embeddings else table)
+    return table + positions + types, norm + more + (0 if model.tie_word_embeddings else head_of(model, recipe, mesh)[0])
 
 
 def _of_script(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
@@ -114,6 +114,17 @@ def _of_script(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, I
 def table_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
     """Return a rank's elements of the embedding's table."""
     return ceil_div(padded_vocabulary(model, recipe, mesh) * model.hidden_size, mesh.tp)
+
+
+def head_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, str]:
+    """Return the elements of the head's weight on a rank, and the formula. Every rank has a head of few outputs whole.
+
+    Source: verl b178a3cd, models/mcore/model_initializer.py, LinearForLastLayer; mcore-bridge 1.6.5, model/gpt_model.py,
+    OutputLayerLinear.
+    """
+    if model.head_rows is None:
+        return table_of(model, recipe, mesh), "ceil(V_p·h/p)"
+    return model.head_rows * model.hidden_size, f"{model.head_rows}·h"
 
 
 def padded_vocabulary(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:

@@ -9,6 +9,7 @@ from zeroplan.engines.megatron.chunks import (
     chunks_per_rank,
     counts_of,
     fullest,
+    runs_of,
     stages_of,
 )
 from zeroplan.engines.megatron.parameters import elements_of, ends_of, in_fp8, table_of
@@ -98,6 +99,12 @@ def _embedded_at_once(schedule: Schedule, batch: Batch) -> Int:
         return minimum(schedule.warm + 1, batch.grad_accum_steps)
     embedding = ((1,), *[(0,)] * (schedule.chunks - 1))
     return fullest(schedule, embedding, batch.grad_accum_steps, (1,), loss=False)[0]
+
+
+def kinds_backward(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> list[str]:
+    """Return the kind of each of a rank's layers, in the order of the backward."""
+    counted = zip(runs_of(model, recipe), rank.counts, strict=True)
+    return [run.kind for run, count in counted for _ in range(count)][::-1]
 
 
 def sharers(recipe: RecipeSpec, mesh: Mesh) -> Int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Symbol
+from zeroplan.engines.megatron.made_gradients import NANOTRON
 from zeroplan.engines.megatron.muon import muon_states
 from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers, updated_by
 from zeroplan.engines.megatron.widths import GRADIENTS_TOO, WEIGHTS_TOO, WIDTHS, bytes_of
@@ -17,7 +18,6 @@ OPTIMIZER = "Megatron-LM 2026-08, megatron/core/optimizer/distrib_optimizer.py, 
 COPIES = "Megatron-LM 2026-08, megatron/core/optimizer/optimizer.py, _copy_model_grads_to_main_grads"
 UNSCALED = "Transformer Engine 2026-08, pytorch/optimizers/fused_adam.py, FusedAdam.get_unscaled_state"
 CACHED = "Transformer Engine 2026-08, pytorch/module/base.py, quantize_weight (read, not run)"
-NANOTRON = "nanotron 2411b022, optim/gradient_accumulator.py, FP32GradientAccumulator.backward, and trainer.py, _init_model"
 
 
 def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
@@ -36,9 +36,9 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
     gradients, named = (share, shared) if recipe.zero_stage >= GRADIENTS_TOO else whole
     reason = "main gradients, which micro-batches add up in"
     yield Line(Kind.GRADIENTS, width.gradient * gradients, reason, f"{width.gradient}·{named}", STATES)
-    if count := recipe.megatron.gradients_beside:
-        reason = "gradients in 16 bits, and buckets of them"
-        yield Line(Kind.GRADIENTS, 2 * count * whole[0], reason, f"{2 * count}·{whole[1]}", NANOTRON)
+    if (buckets := recipe.megatron.gradients_beside - 1) > 0:
+        reason = "buckets of gradients in 16 bits, which stay"
+        yield Line(Kind.GRADIENTS, 2 * buckets * whole[0], reason, f"{2 * buckets}·{whole[1]}", NANOTRON)
     if width.master:
         reason = "fp32 copy of the weights" if width.master == 4 else "main weights in 16 bits, or what they have beyond bf16"
         yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)

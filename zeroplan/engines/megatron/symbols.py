@@ -7,6 +7,7 @@ from zeroplan.engines.megatron.buffers import of_each_shape
 from zeroplan.engines.megatron.chunks import runs_of
 from zeroplan.engines.megatron.flying import flying_of
 from zeroplan.engines.megatron.leftover import behind_by, left_by
+from zeroplan.engines.megatron.made_gradients import made_gradients
 from zeroplan.engines.megatron.moments import lasts_of
 from zeroplan.engines.megatron.muon import muon_step
 from zeroplan.engines.megatron.parameters import padded_vocabulary
@@ -29,6 +30,8 @@ def symbols_of(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec,
     yield from _symbols_of_muon(rank, model, recipe, mesh)
     yield from symbols_in_fp8(rank, recipe, mesh)
     yield from _symbols_of_shards(rank, model, recipe, mesh)
+    for at, elements in made_gradients(rank, model, recipe, mesh).items():
+        yield Symbol(f"A_{at}", elements, f"gradients that a backward has made, at the moment: {at}")
     yield Symbol("N_opt", sharers(recipe, mesh), "ranks that share the optimizer's states")
     yield Symbol("N_exp", expert_sharers(recipe, mesh), "ranks that share those of experts")
     yield Symbol("K", rank.chunks, "chunks of layers in flight")
