@@ -97,6 +97,7 @@ _JOBS = (
     {"engine": "fsdp1", "stage": 2, **_LLAMA, "fsdp1": Fsdp1Options(use_orig_params=False), "grad_accum": 3, **_NO_SYNC},
     {"engine": "fsdp1", "stage": 3, **_LLAMA, "fsdp1": Fsdp1Options(forward_prefetch=True), "grad_accum": 3},
     {"engine": "fsdp1", "stage": 3, "fsdp1": Fsdp1Options(use_orig_params=False), "grad_accum": 3, **_NO_SYNC, "gpus": 3},
+    {"engine": "fsdp1", "stage": 2, "fsdp1": Fsdp1Options(forward_prefetch=True), "grad_accum": 3, **_NO_SYNC, "seq_len": 64},
     {"engine": "fsdp1", "stage": 3, "replicas": 2, "fsdp1": Fsdp1Options(reduce_dtype="fp32"), "grad_accum": 2},
     {"engine": "fsdp1", "stage": 3, "model": "qwen3-30b-a3b", "fsdp1": Fsdp1Options(backward_prefetch="no_prefetch")},
     {"engine": "fsdp1", "stage": 2, "precision": "fp32", "recompute": "selective", "optimizer": "adagrad"},

@@ -113,3 +113,24 @@ def test_a_loop_counts_the_padding_of_its_trainer(run: Run):
     assert training("sft", "--micro-batch", "2") == training("sft", "--micro-batch", "2", "--padded")
     verl = ("ppo", "--engine", "fsdp2", "--gpu", "h100", "--micro-batch", "2")
     assert training(*verl) == training(*verl, "--no-padded")
+
+
+def test_a_picture_of_the_phases(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It names every phase and both verdicts; what stands there already is not overwritten, and no data goes with it."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*ASKED, "--vllm-gpu-memory-utilization", "0.9", "-o", "phases.svg")
+    assert (code, err) == (0, "")
+    assert out.endswith("wrote phases.svg\n")
+    drawn = (tmp_path / "phases.svg").read_text()
+    for words in ("training step", "rollout", "does not fit", "8 processes", "the GPU's 79.2 GiB"):
+        assert words in drawn
+    for more, said in (
+        ((), "is there already"),
+        (("--json",), "leave one of them out"),
+        (("--theme", "grey"), "neither light nor dark"),
+    ):
+        code, _, err = run(*ASKED, "-o", "phases.svg", *more)
+        assert (code, err.count("\n")) == (2, 1)
+        assert said in err
+    code, _, err = run(*ASKED, "--force")
+    assert (code, "none is named" in err) == (2, True)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SAVED_RUN = Path(__file__).with_name("run.gz")
 """`zeroplan dryrun --gpus 8 --save run.gz -- train.py 4 512 512`; the script is ``tests/dryrun/scripts/fsdp2.py``."""
+EVALUATION = Path(__file__).with_name("evaluates.gz")
+"""`zeroplan dryrun --gpus 8 --gpu h100 --until-end --save evaluates.gz -- train.py`: ``tests/dryrun/scripts/evaluates.py``."""
 FIGURES = ROOT / "docs" / "figures"
 _SHOWN = re.compile(r"\]\((?:\.\./)*(?:docs/)?figures/([\w-]+\.png)[#)]")
 THEMES = ("light", "dark")
@@ -32,8 +34,9 @@ def _records() -> tuple[Measurement, ...]:
 
 
 def place_records(folder: Path) -> None:
-    """Write the records and the saved run that the pages' commands name into a folder."""
-    shutil.copy(SAVED_RUN, folder)
+    """Write the records and the saved runs that the pages' commands name into a folder."""
+    for saved in (SAVED_RUN, EVALUATION):
+        shutil.copy(saved, folder)
     for record in _records():
         write_record(record, folder / "records")
 

@@ -30,9 +30,9 @@ OF_AN_ADAPTER = 3000
 
 def job(
     *, batch: BatchSpec = FEW, adapter: AdapterSpec | None = None, tied: bool = False, mesh: dict[str, int] | None = None,
-    options: dict[str, object] | None = None, layers: int = 6, **recipe: object,
+    options: dict[str, object] | None = None, layers: int = 6, vocab: int = 250, **recipe: object,
 ) -> JobSpec:  # fmt: skip
-    model = tiny_spec("llama", ffn=176, vocab=250, heads=4, kv_heads=2, head_dim=16, layers=layers)
+    model = tiny_spec("llama", ffn=176, vocab=vocab, heads=4, kv_heads=2, head_dim=16, layers=layers)
     said = {"engine": "fsdp1", "zero_stage": 3, "fsdp1": Fsdp1Options(**(options or {})), **recipe}  # type: ignore[arg-type]
     return JobSpec(
         model=replace(model, tie_word_embeddings=tied, adapter=adapter),
@@ -56,6 +56,15 @@ CASES = {
     "fp32 reduction, three ranks": job(options={"reduce_dtype": "fp32"}, mesh={"dp_shard": 3}),
     "prefetched after": job(options={"backward_prefetch": "backward_post"}),
     "prefetched both ways": job(options={"forward_prefetch": True}, batch=accumulated(FEW, 3), sync_every_micro_batch=False),
+    "prefetched both ways, tied": job(
+        zero_stage=2,
+        options={"forward_prefetch": True},
+        tied=True,
+        vocab=2000,
+        batch=accumulated(FEW, 3),
+        sync_every_micro_batch=False,
+        optimizer="sgd",
+    ),
     "added up, fp32 reduction": job(
         options={"reduce_dtype": "fp32"}, batch=accumulated(FEW, 2), sync_every_micro_batch=False, optimizer="sgd"
     ),
@@ -63,6 +72,7 @@ CASES = {
     "summed by micro-batch": job(batch=accumulated(FEW, 3), options=VIEWS),
     "checkpoints around units": job(batch=MANY, recompute="full", options={"checkpoints_units": True}),
 }
+TIED = job(tied=True, batch=accumulated(FEW, 2), sync_every_micro_batch=False)
 ADAPTED = {
     "lora": job(batch=MANY, adapter=LORA, options=VIEWS),
     "lora, recomputed": job(batch=MANY, adapter=LORA, options=VIEWS, recompute="full"),
@@ -123,6 +133,25 @@ def test_the_flat_gradient_and_the_gradients_joined_to_it_are_alive_together() -
     )
     made, flat = (line for line in moment.lines if line.kind is Kind.UNSHARDED_GRADIENTS and "root" not in line.reason)
     assert made.n_bytes == flat.n_bytes
+
+
+def test_a_block_that_waits_is_joined_after_a_tied_head_s_gradient_is_added() -> None:
+    answer = estimate(job(tied=True, options={"forward_prefetch": True}))
+    moment = next(one for one in answer.engine_moments if one.name == "backward: joining the gradients of block 1 of 6")
+    elements = next(symbol.value for symbol in answer.symbols if symbol.name == "G_root")
+    of_root = [line.n_bytes for line in moment.lines if line.reason.startswith("root group's")]
+    assert of_root == [2 * int(elements)]
+
+
+def test_a_block_waits_for_the_embedding_in_every_micro_batch() -> None:
+    """So its parameters and its gradients are there when a tied head's gradient is added, before anything is reduced."""
+    at_the_sum = [
+        max(int(one.total_bytes) for one in answer.engine_moments if one.name.endswith("gradient, not to be reduced yet"))
+        for ahead in (False, True)
+        for answer in [estimate(replace(TIED, recipe=replace(TIED.recipe, fsdp1=Fsdp1Options(forward_prefetch=ahead))))]
+    ]
+    block = next(symbol.value for symbol in estimate(TIED).symbols if symbol.name == "P_dense")
+    assert at_the_sum[1] - at_the_sum[0] == 2 * int(block)
 
 
 @pytest.mark.parametrize("name", [*CASES, *ADAPTED])

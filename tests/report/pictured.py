@@ -8,6 +8,7 @@ from zeroplan.report.series.heat import HeatSeries
 from zeroplan.report.series.levels import Level
 from zeroplan.report.series.pareto import Named, ParetoSeries, Spot
 from zeroplan.report.series.parts import Caption, Part
+from zeroplan.report.series.phases import HostColumn, PhaseColumn, PhasesSeries
 from zeroplan.report.series.scaling import Point, ScalingLine, ScalingSeries
 from zeroplan.report.series.stacks import Stack, StacksSeries
 from zeroplan.report.series.stages import StageColumn, StagesSeries
@@ -52,6 +53,30 @@ def stages() -> StagesSeries:
         ),
         capacity_bytes=CAPACITY,
     )  # fmt: skip
+
+
+def _phase(name: str, moment: str, **gib: float) -> PhaseColumn:
+    parts = (*_parts(**gib), Part(OUTSIDE, GIB))
+    needed = sum(part.n_bytes for part in parts)
+    verdict = "fits" if needed <= CAPACITY else "does not fit"
+    return PhaseColumn(name=name, moment=moment, parts=parts, needed_bytes=needed, verdict=verdict)
+
+
+def phases() -> PhasesSeries:
+    """One phase that breaks, one with a long name, and a node that loads in every process."""
+    return PhasesSeries(
+        caption=_about("Memory in the phases of grpo: one GPU at its peaks, and its node"),
+        columns=(
+            _phase("loading", "the largest unit is cut", parameters=4, temporary=8),
+            _phase("weight synchronisation", "both copies of the weights", parameters=18, optimizer_state=8),
+            _phase("training step", "backward of the loss", parameters=18, optimizer_state=8, activations=12, logits=3),
+        ),
+        host=(
+            HostColumn(when="loading", n_bytes=240 * GIB, processes=8),
+            HostColumn(when="saving", n_bytes=30 * GIB, processes=1),
+        ),
+        capacity_bytes=CAPACITY,
+    )
 
 
 def stacks() -> StacksSeries:

@@ -25,8 +25,8 @@ DRAWN_WITH = (3, 11)
 """Of another version letters are shaped otherwise, and nothing can be said about the rest."""
 TOLERANCE = 0.25
 """Of 255, root mean square over the picture: what another processor's rounding may do. A tick's label is more."""
-PICTURES = (("stages", "light"), ("stacks", "light"), ("timeline", "light"), ("scaling", "light"), ("scaling", "dark"),
-            ("heat", "light"), ("pareto", "light"), ("validation", "light"))  # fmt: skip
+PICTURES = (("stages", "light"), ("phases", "light"), ("stacks", "light"), ("timeline", "light"), ("scaling", "light"),
+            ("scaling", "dark"), ("heat", "light"), ("pareto", "light"), ("validation", "light"))  # fmt: skip
 
 
 def pictures() -> list[object]:

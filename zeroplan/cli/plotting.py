@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 kinds_app = typer.Typer()
 _ENDINGS = (".png", ".svg", ".pdf")
 
-_Out = Annotated[
+Out = Annotated[
     str | None,
     flag("-o", "FILE", "The picture to write: a .png, .svg or .pdf. (default: show it on the screen)", short="--out"),
 ]
-_Theme = Annotated[str, flag("--theme", "light|dark", "Colours for a light or a dark page.", shown=True)]
+ThemeName = Annotated[str, flag("--theme", "light|dark", "Colours for a light or a dark page.", shown=True)]
 _Text = Annotated[bool, switch("--text", "Draw bars of text in the terminal.")]
 
 
-class _Where(NamedTuple):
+class Where(NamedTuple):
     """Where and how to draw a picture."""
 
     out: Path | None
@@ -49,7 +49,7 @@ class _Where(NamedTuple):
     force: bool
 
 
-def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
+def where_to_draw(out: str | None, theme: str, *, text: bool, force: bool) -> Where:
     """Check the flags before the computation, and return them."""
     if theme not in THEMES:
         raise SpecError(f"--theme {theme!r} is neither light nor dark")
@@ -68,10 +68,11 @@ def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
     has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if not text and out is None and not has_display:
         raise SpecError("there is no display to draw on; write a file with -o FILE.png, or use --text")
-    return _Where(None if out is None else Path(out), theme, text, force)
+    return Where(None if out is None else Path(out), theme, text, force)
 
 
-def _drawn(kind: str, series: object, where: _Where) -> None:
+def drawn(kind: str, series: object, where: Where) -> None:
+    """Draw a series of this kind."""
     if where.text:
         _print(kind, series)
         return
@@ -111,14 +112,14 @@ def _job_picture(kind: str) -> Callable[..., int | None]:
     """Return the command for a kind of picture that needs only a job."""
 
     def command(
-        *, resolved: Resolved, out: _Out = None, theme: _Theme = "light", text: _Text = False, force: Force = False
+        *, resolved: Resolved, out: Out = None, theme: ThemeName = "light", text: _Text = False, force: Force = False
     ) -> None:
-        where = _where(out, theme, text=text, force=force)
+        where = where_to_draw(out, theme, text=text, force=force)
         series: Callable[[Any], object] = getattr(import_module(f"zeroplan.report.series.{kind}"), kind)
         with shown_if_slow():
             made = series(resolved.job)
         say_notes(resolved.notes)
-        _drawn(kind, made, where)
+        drawn(kind, made, where)
 
     command.__doc__ = _HELP[kind]
     return takes_a_job(command)
@@ -136,20 +137,20 @@ for _kind in _HELP:
 
 def _pareto(
     *, asked: Asked, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
-    max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, mfu: Mfu = None, out: _Out = None,
-    theme: _Theme = "light", text: _Text = False, force: Force = False,
+    max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, mfu: Mfu = None, out: Out = None,
+    theme: ThemeName = "light", text: _Text = False, force: Force = False,
 ) -> int:  # fmt: skip
     """Every layout that `zeroplan plan` computes, by memory and speed, with the best one marked. Exit code 1: nothing fits."""
     from zeroplan.planner.asking import ask  # noqa: PLC0415  only this kind pays for the planner
     from zeroplan.report.series.pareto import pareto  # noqa: PLC0415
 
-    where = _where(out, theme, text=text, force=force)
+    where = where_to_draw(out, theme, text=text, force=force)
     question = question_of(
         global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
     )
     with shown_if_slow():
         answer = ask(asked.request, question, extra=asked.extra)
-    _drawn("pareto", pareto(answer), where)
+    drawn("pareto", pareto(answer), where)
     return NO if answer.best is None else 0
 
 
@@ -177,8 +178,8 @@ def _timeline(
     record: _Record = None,
     run: _Run = None,
     whole: _Whole = False,
-    out: _Out = None,
-    theme: _Theme = "light",
+    out: Out = None,
+    theme: ThemeName = "light",
     text: _Text = False,
     force: Force = False,
 ) -> None:
@@ -186,7 +187,7 @@ def _timeline(
     from zeroplan.records import read_record  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.timeline import timeline  # noqa: PLC0415
 
-    where = _where(out, theme, text=text, force=force)
+    where = where_to_draw(out, theme, text=text, force=force)
     if run is not None or whole:
         _draw_run(run, where, whole=whole, other=resolved is not None or record is not None)
         return
@@ -200,10 +201,10 @@ def _timeline(
         made = timeline(measured.job, measured)
     else:
         raise SpecError("a timeline needs a job, a record or both; add flags of a job such as --model NAME, or --record FILE")
-    _drawn("timeline", made, where)
+    drawn("timeline", made, where)
 
 
-def _draw_step(job: "JobSpec", moments: "TimelineSeries", where: _Where) -> bool:
+def _draw_step(job: "JobSpec", moments: "TimelineSeries", where: Where) -> bool:
     """Draw a step request by request; returns False if zeroplan does not know its requests."""
     from zeroplan.estimator import estimate  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.run import run_of_step  # noqa: PLC0415
@@ -211,11 +212,11 @@ def _draw_step(job: "JobSpec", moments: "TimelineSeries", where: _Where) -> bool
 
     found = step(estimate(job), moments)
     if found.requests:
-        _drawn("run", run_of_step(found), where)
+        drawn("run", run_of_step(found), where)
     return found.requests
 
 
-def _draw_run(run: str | None, where: _Where, *, whole: bool, other: bool) -> None:
+def _draw_run(run: str | None, where: Where, *, whole: bool, other: bool) -> None:
     from zeroplan.report.series.run import phases  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.run import run as series_of  # noqa: PLC0415
     from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415
@@ -226,9 +227,9 @@ def _draw_run(run: str | None, where: _Where, *, whole: bool, other: bool) -> No
         raise SpecError(f"--run {run!r} has a job of its own; leave out --record and the flags of a job")
     saved = read_saved(Path(run))
     if where.text:
-        _drawn("timeline", phases(saved), where)
+        drawn("timeline", phases(saved), where)
         return
-    _drawn("run", series_of(saved, whole=whole), where)
+    drawn("run", series_of(saved, whole=whole), where)
 
 
 kinds_app.command("timeline", cls=QuickCommand)(takes_a_job(_timeline, or_none=True))
@@ -239,8 +240,8 @@ def _validation(
     records: Records,
     *,
     tolerance: Annotated[str, typer.Option("--tolerance", metavar="FRACTION", help="The limit that is drawn.")] = TOLERANCE,
-    out: _Out = None,
-    theme: _Theme = "light",
+    out: Out = None,
+    theme: ThemeName = "light",
     text: _Text = False,
     force: Force = False,
 ) -> None:
@@ -248,7 +249,7 @@ def _validation(
     from zeroplan.cli.comparing import given, judged  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.validation import validation  # noqa: PLC0415
 
-    where, limit = _where(out, theme, text=text, force=force), parse_tolerance(tolerance)
+    where, limit = where_to_draw(out, theme, text=text, force=force), parse_tolerance(tolerance)
     found = given(records)
     pairs = [(one.measurement, one.comparison) for one in (*judged(found.held), *found.measured)]
-    _drawn("validation", validation(pairs, limits=(limit,)), where)
+    drawn("validation", validation(pairs, limits=(limit,)), where)

@@ -2,12 +2,12 @@
 
 import inspect
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from zeroplan.cli import NO, json_text
-from zeroplan.cli.flags import AsJson, flag, number, switch
+from zeroplan.cli.flags import AsJson, Force, flag, number, switch
 from zeroplan.cli.job_flags import keyword, takes_a_job
 from zeroplan.cli.quick import as_command, group_of
 from zeroplan.errors import SpecError
@@ -17,27 +17,44 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.units import parse_count
 from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, Asked, Option, flag_of
 
+if TYPE_CHECKING:
+    from zeroplan.workflow import Loop
+
 _ANSWER = {
     "explain": Annotated[bool, switch("--explain", "Every line with its source.")],
     "as_json": AsJson,
     "check": Annotated[bool, switch("--check", "Exit with 1 if a phase does not fit its GPU.")],
+    "out": Annotated[str | None, flag("-o", "FILE", "Also draw the phases: a .png, .svg or .pdf.", short="--out")],
+    "theme": Annotated[str, flag("--theme", "light|dark", "Colours for a light or a dark page.", shown=True)],
+    "force": Force,
 }
+_DEFAULTS: dict[str, Any] = {"out": None, "theme": "light"}
+"""The other flags of the answer are switches."""
 
 
 def _command(name: Any) -> Any:  # noqa: ANN401  a Name, and click's command
     """Return the command of a workflow, with the flags of the job and of this workflow."""
     own = {field: one for field, one in OPTIONS.items() if name in one.of}
 
-    def command(*, resolved: Resolved, explain: bool, as_json: bool, check: bool, **said: str | bool | None) -> int:
+    def command(
+        *, resolved: Resolved, explain: bool, as_json: bool, check: bool, out: str | None, theme: str, force: bool,
+        **said: str | bool | None,
+    ) -> int:  # fmt: skip
         mine = {field: _value(field, flag_of(field, name), said[field]) for field in own}
         values: dict[str, Any] = {field: resolved.loop.get(field) if value is None else value for field, value in mine.items()}
         asked = Asked(workflow=name, **values)
         is_step = _is_the_step(resolved, asked, any(mine.get(field) is not None for field in _OF_THE_STEP))
-        return _answered(resolved, asked, is_step=is_step, explain=explain, as_json=as_json, check=check)
+        picture = _Picture(out, theme, force)
+        picture.refuse(as_json=as_json)
+        loop, notes = _answered(resolved, asked, is_step=is_step, check=check)
+        _shown(loop, notes, explain=explain, as_json=as_json)
+        picture.draw(loop)
+        return NO if check and loop.verdict == "does not fit" else 0
 
     flags = {field: (_flag(flag_of(field, name), one), None if one.value else False) for field, one in own.items()}
-    flags |= {"resolved": (Resolved, None), **{field: (annotation, False) for field, annotation in _ANSWER.items()}}
-    parameters = [keyword(field, *said) for field, said in flags.items()]
+    flags |= {"resolved": (Resolved, None)}
+    answer = {field: (annotation, _DEFAULTS.get(field, False)) for field, annotation in _ANSWER.items()}
+    parameters = [keyword(field, *said) for field, said in (flags | answer).items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     command.__doc__ = WORKFLOWS[name].says
     return as_command(name, takes_a_job(command))
@@ -71,7 +88,33 @@ def _value(field: str, called: str, text: str | bool | None) -> Any:  # noqa: AN
     return text
 
 
-def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, explain: bool, as_json: bool, check: bool) -> int:
+class _Picture(NamedTuple):
+    """The picture of the phases, if one was requested."""
+
+    out: str | None
+    theme: str
+    force: bool
+
+    def refuse(self, *, as_json: bool) -> None:
+        """Raise SpecError, before anything is computed, for a picture that could not be written."""
+        if self.out is not None and as_json:
+            raise SpecError("--json prints data and -o draws a picture; leave one of them out")
+        if self.out is not None or self.force:
+            from zeroplan.cli.plotting import where_to_draw  # noqa: PLC0415  only pictures need it
+
+            where_to_draw(self.out, self.theme, text=False, force=self.force)
+
+    def draw(self, loop: "Loop") -> None:
+        """Write the picture."""
+        if self.out is None:
+            return
+        from zeroplan.cli.plotting import drawn, where_to_draw  # noqa: PLC0415  only pictures need it
+        from zeroplan.report.series.phases import phases  # noqa: PLC0415
+
+        drawn("phases", phases(loop), where_to_draw(self.out, self.theme, text=False, force=self.force))
+
+
+def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, check: bool) -> tuple["Loop", tuple[str, ...]]:
     from zeroplan.workflow.loop import loop_of_step, step_of  # noqa: PLC0415  --help does not need it
 
     if check and resolved.job.cluster.gpu is None:
@@ -80,18 +123,20 @@ def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, explain: bool,
     if pairs and not is_step:  # step_of makes two sequences of a pair
         job = replace(job, batch=replace(job.batch, micro_batch_size=job.batch.micro_batch_size // 2))
     step, padding = _padded(job if is_step else step_of(job, asked), resolved, asked)
-    loop = loop_of_step(step, asked)
-    notes = tuple(filter(None, (*resolved.notes, *_another_loss(job.recipe.loss, step.recipe.loss, asked), padding)))
+    notes = (*resolved.notes, *_another_loss(job.recipe.loss, step.recipe.loss, asked), padding)
+    return loop_of_step(step, asked), tuple(filter(None, notes))
+
+
+def _shown(loop: "Loop", notes: tuple[str, ...], *, explain: bool, as_json: bool) -> None:
     if as_json:
         from zeroplan.report.workflow import loop_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
         typer.echo(json_text(loop_payload(loop, notes)))
-    else:
-        from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
-        from zeroplan.report.workflow import loop_text  # noqa: PLC0415
+        return
+    from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
+    from zeroplan.report.workflow import loop_text  # noqa: PLC0415
 
-        show(loop_text(loop, notes, explain=explain))
-    return NO if check and loop.verdict == "does not fit" else 0
+    show(loop_text(loop, notes, explain=explain))
 
 
 def _padded(step: JobSpec, resolved: Resolved, asked: Asked) -> tuple[JobSpec, str]:

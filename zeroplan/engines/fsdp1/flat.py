@@ -54,6 +54,11 @@ class FlatPlan(Plan):
         return "P" if self.options.use_orig_params else "G"
 
     @property
+    def earlier(self) -> str:
+        """The symbol of ``several`` in formulas."""
+        return "M"
+
+    @property
     def gathered_blocks(self) -> tuple[tuple[Group, ...], tuple[str, ...]]:
         """The groups that a block's all-gathers collect. Ignored adapters are whole on every rank, so they are none of them."""
         if not self.options.ignores_adapters:
@@ -75,8 +80,19 @@ class FlatPlan(Plan):
         width = self.width.compute
         elements_of = blocks_sum(self.letter, layers, self.trained_kinds, sum_of(self.letter, outside))
         reason = "flat gradients accumulated by earlier micro-batches"
-        n_bytes, formula = self.several * width * elements, f"{width}·M·({elements_of})"
+        n_bytes, formula = self.several * width * elements, f"{width}·{self.earlier}·({elements_of})"
         return (Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, formula, ACCUMULATE),)
+
+
+class EarlierPlan(FlatPlan):
+    """The same for a micro-batch before the last. It finds gradients if at least two are before the last."""
+
+    __slots__ = ()
+
+    @property
+    def earlier(self) -> str:
+        """The symbol of ``several`` in formulas."""
+        return "M_2"
 
 
 def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> FlatPlan:

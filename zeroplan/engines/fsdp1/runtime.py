@@ -163,6 +163,10 @@ class FlatRuntime(Runtime):
             self.keep_whole(unit, 0)
         memory.drop("added")
 
+    def keep_whole(self, unit: Unit, index: int) -> None:  # noqa: ARG002  the only group
+        """Keep the flat gradient under ``no_sync``."""
+        self.memory.rename(("flat", unit.name), ("left", unit.name))
+
     def _reduce(self, unit: Unit, flat: Hashable) -> None:
         """``_reduce_grad``: cast, pad, reduce-scatter, cast again; then store the shard as this rank's gradient or add it."""
         memory, group, shard = self.memory, unit.parts.trained_group, ("shard", unit.name)
@@ -200,7 +204,7 @@ def left(plan: Plan, group: Group) -> tuple[Line, ...]:
     if plan.recipe.sync_every_micro_batch:
         return ()
     (line,) = joined(plan, group)
-    n_bytes, formula = plan.several * line.n_bytes, f"M·{line.formula}"
+    n_bytes, formula = plan.several * line.n_bytes, f"{cast('FlatPlan', plan).earlier}·{line.formula}"
     return (Line(line.kind, n_bytes, "the unit's flat gradient of earlier micro-batches", formula, ACCUMULATE),)
 
 

@@ -6,14 +6,12 @@ It runs the last micro-batch of a step, with the gradients of earlier ones.
 from collections.abc import Iterator
 from itertools import pairwise
 
-from zeroplan.engines.formulas import product
-from zeroplan.engines.fsdp1.flat import FlatPlan
-from zeroplan.engines.fsdp1.runtime import FlatRuntime, joined, made_gradients
+from zeroplan.engines.fsdp1.flat import EarlierPlan, FlatPlan
+from zeroplan.engines.fsdp1.runtime import FlatRuntime, made_gradients
 from zeroplan.engines.fsdp2 import buffers, outside
 from zeroplan.engines.fsdp2.runtime import Unit, Units
 from zeroplan.engines.fsdp2.step import MicroBatch
 from zeroplan.engines.positions import Position
-from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.trace import Moments, Trace, entry_of
 from zeroplan.transformer.blocks import BackwardPoint
@@ -100,7 +98,8 @@ class FlatMicroBatch(MicroBatch):
             yield name, (*parts, self.run_again())
 
     def _hold_gradients(self, done: tuple[int, ...], left: tuple[int, ...]) -> None:
-        self.trace.shrink("shards", self.plan.gradient_shards(done, "reduced so far"))
+        if self.run.reduces:
+            self.trace.shrink("shards", self.plan.gradient_shards(done, "reduced so far"))
         self.trace.shrink("left", *self.plan.left_behind(left, self.left))
 
     def end_block(self, position: Position, unit: Unit) -> None:
@@ -119,6 +118,21 @@ class FlatMicroBatch(MicroBatch):
         self.run.post_backward(joins)
         trace.drop("leaving")
 
+    def end_of_earlier_backward(self) -> None:
+        """Run the end of a backward that reduces nothing, but adds to the flat gradients of earlier micro-batches."""
+        plan, trace, run, done = self.flat, self.trace, self.run, self.plan.every_layer
+        run.last = False
+        trace.hold("states", *plan.persistent, *buffers.output(plan), *buffers.still_unsharded(plan, done))
+        run.hold_unsharded(self.root)
+        if plan.options.forward_prefetch:
+            position, run.waiting = self.layers[0]
+            trace.hold(("made", run.waiting.name), *made_gradients(plan, run.waiting.parts.trained_group))
+            if run.frees:
+                run.hold_unsharded(run.waiting)
+            done = _with_one(done, position.run, -1)
+        trace.hold("accumulated", *FlatPlan(*plan._replace(several=1)).left_behind(done))
+        self.end_of_backward()
+
     def end_of_backward(self) -> None:
         """Make the embedding's gradient, then reduce the root."""
         plan, trace, none = self.plan, self.trace, tuple(0 for _ in self.plan.blocks)
@@ -129,35 +143,29 @@ class FlatMicroBatch(MicroBatch):
         outside.backward_of_the_embedding(plan, trace)
         if self.run.waiting is not None:
             trace.shrink("left", *plan.left_behind(none, self.left))
+            trace.shrink("root gradients", buffers.root_gradients(plan, plan.trained_root.numel))
             self.run.post_backward(self.run.waiting)
-            trace.shrink("shards", plan.gradient_shards(plan.every_layer, "reduced so far"))
+            self._hold_gradients(plan.every_layer, none)
         trace.drop("left")
         trace.shrink("root gradients")
         trace.hold(("made", self.root.name), *made_gradients(plan, plan.trained_root))
         self.run.post_backward(self.root)
 
 
-def _with_one(layers: tuple[int, ...], run: int) -> tuple[int, ...]:
-    return tuple(count + (at == run) for at, count in enumerate(layers))
+def _with_one(layers: tuple[int, ...], run: int, more: int = 1) -> tuple[int, ...]:
+    return tuple(count + more * (at == run) for at, count in enumerate(layers))
 
 
 def not_reduced(plan: FlatPlan) -> tuple[Moment, ...]:
-    """Return the end of an earlier micro-batch's backward under ``no_sync``, where the root's gradients are concatenated."""
+    """Return the end of an earlier micro-batch's backward under ``no_sync``: the second or a later one, except the last."""
     alone = isinstance(plan.several, int) and not plan.several
     if plan.recipe.sync_every_micro_batch or plan.is_partly_frozen or alone:
         return ()
-    root, every = plan.trained_root, plan.every_layer
-    held = (*plan.persistent, *buffers.output(plan), *outside.shared_at_embedding(plan), *plan.left_behind(every))
-    held += (*buffers.outside_unsharded(plan), *buffers.still_unsharded(plan, every), *made_gradients(plan, root))
-    (flat,) = joined(plan, root)
-    earlier = flat._replace(n_bytes=flat.n_bytes * plan.twice, formula=f"M_2·{flat.formula}")
-    joining = Moment("joining the root's gradients, not to be reduced yet", Phase.BACKWARD, _there(plan, *held, earlier, flat))
-    if not plan.sums_tied:
-        return (joining,)
-    width, waiting = plan.width.compute, plan.waiting_elements
-    tied = Line(Kind.UNSHARDED_GRADIENTS, 2 * width * waiting, outside.SUM_OF_TIED, product(2 * width, waiting), INPUT_BUFFER)
-    summing = Moment(f"{outside.SUM_OF_TIED}, not to be reduced yet", Phase.BACKWARD, _there(plan, *held, earlier, tied))
-    return joining, summing
+    trace, of_this = Trace(), EarlierPlan(*plan._replace(several=plan.twice))
+    FlatMicroBatch(of_this, trace, Units(of_this)).end_of_earlier_backward()
+    return tuple(
+        Moment(f"{one.name}, not to be reduced yet", one.phase, _there(plan, *one.lines)) for one in Moments(trace.finished())
+    )
 
 
 def _there(plan: FlatPlan, *lines: Line) -> tuple[Line, ...]:

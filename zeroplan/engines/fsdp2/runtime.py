@@ -93,6 +93,8 @@ class Runtime:
 
     replicas = 1
     """The number of replicas, for a log of collectives."""
+    last = True
+    """Whether the micro-batch is the step's last."""
 
     def __init__(self, plan: Plan, memory: "Memory", made: dict[object, tuple[Line, ...]]) -> None:
         """Begin with everything sharded; ``made`` caches lines for the next pass of the same units."""
@@ -229,7 +231,7 @@ class Runtime:
     @property
     def reduces(self) -> bool:
         """Whether gradients are reduced in this micro-batch."""
-        return True
+        return self.last or self.plan.recipe.sync_every_micro_batch
 
     def keep_whole(self, unit: Unit, index: int) -> None:
         """``FSDPParam.to_accumulated_grad_if_needed``: do nothing, since a trace of moments counts whole gradients by layers."""

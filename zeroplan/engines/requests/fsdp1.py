@@ -141,15 +141,11 @@ class Step(FlatRuntime, UnitPass):
         super().after_backward()
         self.prefetched.clear()
 
-    def keep_whole(self, unit: Unit, index: int) -> None:  # noqa: ARG002  the only group
-        """Keep the flat gradient under ``no_sync``.
-
-        ``_use_unsharded_grad_views`` of the first one makes an empty gradient for each parameter's part in the shard, soon
-        replaced by a view.
-        """
-        log, is_first = self.log, not self.log.has("added")
-        log.rename(("flat", unit.name), ("left", unit.name))
-        if not is_first or not self.frees or not self.flat.options.use_orig_params:
+    def keep_whole(self, unit: Unit, index: int) -> None:
+        """``_use_unsharded_grad_views``: make an empty gradient for each parameter's part in the shard, soon replaced by a view."""
+        log = self.log
+        super().keep_whole(unit, index)
+        if log.has("added") or not self.frees or not self.flat.options.use_orig_params:
             return
         for elements in views_of(self.parameters_of[unit.parts], unit.parts.group, aligned_to(self.recipe)):
             log.request("empty", self.plan.width.stored * int(elements), Kind.UNSHARDED_GRADIENTS, "an empty gradient")

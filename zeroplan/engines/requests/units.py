@@ -46,11 +46,6 @@ class UnitPass(Runtime, ModelPass):
             return self.units[self.log.layer]
         return self.outside[-1] if self.log.layer == ENDING else self.outside[0]
 
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients are reduced in this micro-batch."""
-        return self.last or self.recipe.sync_every_micro_batch
-
     def before_forward(self) -> None:
         """Unshard the root unit, or the embedding's."""
         self.pre_forward(self.outside[0])

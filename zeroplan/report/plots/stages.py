@@ -1,13 +1,14 @@
 """Draws a column of bands per ZeRO stage, and a line at the GPU's capacity."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
+from zeroplan.estimator import Verdict
 from zeroplan.report.palette import LOOKS, Theme, on
 from zeroplan.report.plots.frame import SMALL, UNIT, LegendEntry, framed, kind_entries, legend
 from zeroplan.report.series.parts import Part, kinds_of
@@ -66,7 +67,7 @@ def _overview(axes: Axes, series: StagesSeries, tallest: float, theme: Theme) ->
     """Draw all columns to one scale, without their numbers."""
     axes.set(xlim=(-0.5, len(series.columns) - 0.5), ylim=(0, tallest * 1.02), ylabel=UNIT)
     for at, column in enumerate(series.columns):
-        for part, bottom in _bands(column):
+        for part, bottom in _bands(column.parts):
             band(axes, at, bottom, part.n_bytes / GIB, part.what, theme)
     axes.set_xticks(range(len(series.columns)), [str(column.stage) for column in series.columns])
     axes.set_xlabel("stage")
@@ -80,27 +81,33 @@ def _column(axes: Axes, at: int, column: StageColumn, top: float, theme: Theme) 
         words = "\n".join(textwrap.wrap(column.refusal, _UNDER))
         axes.text(at, top * 0.03, words, ha="center", va="bottom", fontsize=SMALL - 1, style="italic", color=theme.faint)
         return
-    for part, bottom in _bands(column):
+    stacked(axes, at, column.parts, top, theme)
+    _cache(axes, at, column, theme)
+    height = min(top, max(column.needed_bytes / GIB, _comfortable(column)))
+    above(axes, at, column.needed_bytes, column.verdict, height, theme)
+
+
+def stacked(axes: Axes, at: int, parts: Sequence[Part], top: float, theme: Theme) -> None:
+    """Draw the bands of column ``at``, with their sizes where there is room on an axis up to ``top``. [GiB]"""
+    for part, bottom in _bands(parts):
         tall = part.n_bytes / GIB
         band(axes, at, bottom, tall, part.what, theme)
         shown = min(tall, top - bottom)
         if shown > READABLE * top:
             _number(axes, at, part, bottom + shown / 2)
-    _cache(axes, at, column, theme)
-    _above(axes, at, column, min(top, max(column.needed_bytes / GIB, _comfortable(column))), theme)
 
 
-def _bands(column: StageColumn) -> Iterator[tuple[Part, float]]:
+def _bands(parts: Sequence[Part]) -> Iterator[tuple[Part, float]]:
     """Every part of a column with its bottom. [GiB]"""
     bottom = 0.0
-    for part in column.parts:
+    for part in parts:
         yield part, bottom
         bottom += part.n_bytes / GIB
 
 
 def _number(axes: Axes, at: int, part: Part, height: float) -> None:
     colour = LOOKS[part.what].colour
-    axes.text(at, height, _figure(part.n_bytes), ha="center", va="center", fontsize=SMALL, color=on(colour),
+    axes.text(at, height, figure_of(part.n_bytes), ha="center", va="center", fontsize=SMALL, color=on(colour),
               zorder=5, bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0})  # fmt: skip
 
 
@@ -122,17 +129,19 @@ def _cache(axes: Axes, at: int, column: StageColumn, theme: Theme) -> None:
     axes.plot([at, at], [low, high], color=theme.faint, linewidth=1.0, marker="_", markevery=[1], markersize=9)
 
 
-def _above(axes: Axes, at: int, column: StageColumn, height: float, theme: Theme) -> None:
-    short = column.verdict == "does not fit"
-    verdict = "" if column.verdict == "unknown" else f"\n{column.verdict}"
+def above(axes: Axes, at: int, needed_bytes: int, verdict: Verdict, height: float, theme: Theme) -> None:
+    """Write the needed memory and the verdict above column ``at``, which is ``height`` GiB tall."""
+    short = verdict == "does not fit"
+    said = "" if verdict == "unknown" else f"\n{verdict}"
     axes.annotate(
-        f"{_figure(column.needed_bytes)} GiB{verdict}", (at, height), (0, 3), textcoords="offset points", ha="center", va="bottom",
+        f"{figure_of(needed_bytes)} GiB{said}", (at, height), (0, 3), textcoords="offset points", ha="center", va="bottom",
         fontsize=SMALL + 0.5, fontweight="bold", color=theme.warn if short else theme.ink, zorder=6,
         path_effects=[withStroke(linewidth=3, foreground=theme.paper)],
     )  # fmt: skip
 
 
-def _figure(n_bytes: int) -> str:
+def figure_of(n_bytes: int) -> str:
+    """Return a size with as many digits as a picture needs. [GiB]"""
     gib = n_bytes / GIB
     return f"{gib:,.0f}" if gib >= 1000 else f"{gib:,.1f}" if gib >= 1 else f"{gib:.2f}"
 
@@ -148,9 +157,14 @@ def _wrapped(engine: str) -> list[str]:
 
 
 def _lines(axes: Axes, series: StagesSeries, theme: Theme) -> Iterator[LegendEntry]:
-    if series.capacity_bytes is not None:
-        gib = series.capacity_bytes / GIB
-        capacity = axes.axhline(gib, color=theme.warn, linewidth=1.4, linestyle="--", zorder=4)
-        yield (capacity,), f"the GPU's {gib:.1f} GiB"
+    yield from capacity_line(axes, series.capacity_bytes, theme)
     cache = Line2D([], [], color=theme.faint, linewidth=1.0, marker="|", markersize=6)
     yield (cache,), "up to here with the\nallocator's freed blocks"
+
+
+def capacity_line(axes: Axes, capacity_bytes: int | None, theme: Theme) -> Iterator[LegendEntry]:
+    """Draw a line at the GPU's memory and yield its entry for the legend; nothing without a GPU."""
+    if capacity_bytes is not None:
+        gib = capacity_bytes / GIB
+        capacity = axes.axhline(gib, color=theme.warn, linewidth=1.4, linestyle="--", zorder=4)
+        yield (capacity,), f"the GPU's {gib:.1f} GiB"
