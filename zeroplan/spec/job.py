@@ -92,9 +92,27 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
     yield whole and "fused kernels of adapters and such weights", "quantize 'nf4-double' or 'gptq'"
     beyond = fused and not set(adapter.layers) <= set(ATTENTION)
     yield beyond and "fused kernels of adapters in the MLP", "targets 'attention'"
+    yield from _of_whole_modules(adapter, recipe)
     yield adapter.dropout and recipe.kernels == "cpu" and "dropout and a CPU's kernels", "no dropout"
     older = adapter.four_bits_keep_inputs and recipe.recompute != "full"
     yield older and "bitsandbytes before 0.43.2 and no full recomputation", "recompute 'full', or a later release"
+
+
+def _of_whole_modules(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled for modules that are trained whole beside adapters, and what to use instead.
+
+    torch's ZeroRedundancyOptimizer takes parameters of one dtype, and its GradScaler no gradients in 16 bits.
+    """
+    if not adapter.saved:
+        return
+    asked, engines = "modules that are trained whole", ("ddp", "fsdp2", "deepspeed")
+    yield recipe.engine not in engines and f"{asked}, and engine {recipe.engine!r}", "'ddp', 'fsdp2' or 'deepspeed'"
+    copied = recipe.engine == "ddp" and recipe.precision.endswith("mixed")
+    narrow = copied and (adapter.quantize == "none" or adapter.upcast != "all")
+    yield narrow and recipe.zero_stage > 0 and f"{asked} in 16 bits, and ZeroRedundancyOptimizer", "stage 0, or engine 'fsdp2'"
+    yield narrow and recipe.precision == "fp16-mixed" and f"{asked} in fp16 under GradScaler", "precision 'bf16-mixed'"
+    yield narrow and recipe.ddp.step_in_backward and f"{asked} in 16 bits, and a step in the backward", "false for it"
+    yield recipe.loss == "chunked" and f"{asked}, and a chunked loss", "loss 'full' or 'fused'"
 
 
 def _beside_experts(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
@@ -414,6 +432,12 @@ class JobSpec(Spec):
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
             *_of_the_adapter(adapter, recipe),
             *_beside_experts(self.model, adapter, recipe),
+            (
+                bool(adapter.saved)
+                and self.mesh.model_ranks > 1
+                and "modules that are trained whole on ranks that split the model",
+                "data-parallel ranks",
+            ),
             (HEAD in adapter.layers and self.model.tie_word_embeddings and "an adapter of a tied head", "other targets"),
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):

@@ -15,6 +15,7 @@ from zeroplan.errors import SpecError
 _INSTEAD = {
     "model_name_or_path": "model", "attn_implementation": "attn_impl", "use_peft": "tuner_type", "lora_r": "lora_rank",
     "lora_target_modules": "target_modules", "load_in_4bit": "quant_bits", "dtype": "torch_dtype", "optim": "optimizer",
+    "lora_modules_to_save": "modules_to_save",
 }  # fmt: skip
 #: The offload section of the DeepSpeed files that ms-swift ships (config/, such as zero2.json).
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
@@ -22,7 +23,7 @@ _SAVES = """
     freeze_llm freeze_parameters* use_logits_to_keep use_galore use_muon lisa_activated_layers
 """
 _ADDS = """
-    rlhf_type teacher_model reward_model modules_to_save use_dora
+    rlhf_type teacher_model reward_model use_dora
     new_special_tokens label_smoothing_factor llamapro_num_new_blocks log_entropy top_entropy_quantile target_regex
     lora_bias optim_target_modules torch_compile fp8 activation_cpu_offload router_aux_loss_coef
 """
@@ -128,21 +129,24 @@ def _made(whole: Table) -> dict[str, object]:
     word = whole.text("torch_dtype") or "bfloat16"
     attention = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2",
                  "flash_attention_3": "flash_attention_3", "sdpa": "sdpa", "eager": "eager"}  # fmt: skip
-    said = whole.text("attn_impl") or whole.text("attn_implementation")
+    named = whole.text("attn_impl") or whole.text("attn_implementation")
     bits, method = whole.count("quant_bits"), whole.text("quant_method")
     if bits not in (None, 4):
         raise SpecError(f"{whole.where}: quant_bits={bits} is not modelled; four bits are")
     if bits is not None and method not in (None, "bnb"):
         whole.matters["quant_method"] = f"quant_method={method}: bitsandbytes' four bits are counted in its place"
     targets = whole.get("target_modules") or "all-linear"
+    said = whole.get("modules_to_save") or []
+    whole_modules = said.split() if isinstance(said, str) else said
     adapters = {
+        "lora_modules_to_save": whole_modules,
         "use_peft": True, "lora_r": whole.count("lora_rank") or 8, "load_in_4bit": bits == 4,
         "lora_target_modules": "all-linear" if targets in ("all-linear", ["all-linear"]) else targets,
         "lora_dropout": number_of(whole.get("lora_dropout"), 0.05),
     }  # fmt: skip
     mixed = whole.switch("bf16") is not False and word == "bfloat16"
     return {
-        "model_name_or_path": whole.text("model"), "attn_implementation": attention.get(said or ""),
+        "model_name_or_path": whole.text("model"), "attn_implementation": attention.get(named or ""),
         "bf16": mixed, "fp16": not mixed and word == "float16", "dtype": None if tuner == "lora" else word,
         "per_device_train_batch_size": whole.count("per_device_train_batch_size") or 1,
         "gradient_checkpointing": whole.switch("gradient_checkpointing") is not False,
