@@ -17,7 +17,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
-from zeroplan.spec.recipe import ON_PAPER, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
+from zeroplan.spec.recipe import ON_PAPER, ROUNDED_FAMILIES, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.releases import check_release, is_reentrant
 from zeroplan.spec.split import (
     check_context_parallel,
@@ -189,6 +189,7 @@ class JobSpec(Spec):
         check_torchtitan(self.model, self.recipe, self.mesh)
         check_release(self.model, self.recipe, self.mesh)
         check_fsdp1(self.model, self.recipe, self.mesh)
+        self._check_quantisation_aware()
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         self._check_ends_apart()
         self._check_step_in_backward()
@@ -418,6 +419,21 @@ class JobSpec(Spec):
             raise SpecError("fused_kernels with a profile are not modelled: the module was traced with its own; leave them out")
         if recipe.keep_logits == "fp32":
             raise SpecError("keep_logits='fp32' with a profile is not modelled; use yes or no")
+
+    def _check_quantisation_aware(self) -> None:
+        """Raise SpecError for models and ranks with which quantisation-aware training is not modelled."""
+        model = self.model
+        if "int4-qat" not in self.recipe.fused_parts:
+            return
+        for asked, instead in (
+            (model.family not in ROUNDED_FAMILIES and f"a {model.family} model", f"one of {', '.join(ROUNDED_FAMILIES)}"),
+            (model.frozen is not None and "frozen parts", "full training or adapters"),
+            (model.vision is not None and "images", "a text model"),
+            (model.is_quantised and "quantised weights", "quantize 'none'"),
+            (self.mesh.model_ranks * self.mesh.ep > 1 and "ranks that split the model", "data-parallel ranks"),
+        ):
+            if asked:
+                raise SpecError(f"fused_kernels 'int4-qat' with {asked} is not modelled; use {instead}")
 
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""

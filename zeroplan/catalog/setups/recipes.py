@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.told import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setup, Table, Told
 from zeroplan.errors import SpecError
+from zeroplan.spec.recipe import ROUNDED_FAMILIES
 
 _NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"
 _OPTIMIZERS = {
@@ -107,7 +108,10 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading.notes.append(_NOT_THEIR_MODULES.format("torchtune"))
     _tune_step(reading)
     _tune_loss(reading)
+    _tune_quantizer(reading)
     reading.unmodelled(saves="*ac_mode", adds=_TUNE_ADDS)
+    if "int4-qat" in str(reading.flags.get("fused_kernels", Told("", "")).value):
+        table.matters.pop("quantizer._component_")
     if table.last("loss._component_") == "DPOLoss":  # recipes/*_dpo_*.py: chosen and rejected in one batch
         reading.tell_pairs()
         reading.tell_loop("loss._component_", "dpo", full_logits=True)
@@ -127,6 +131,27 @@ def _tune_loss(reading: Reading) -> None:
     else:
         table.matters["loss._component_"] = "the loss is counted with all logits at once, which takes more than in pieces"
         table.saves.add("loss._component_")
+
+
+_ROUNDED = (
+    "quantisation-aware training rounds the head once for each piece of the loss, if the head is not the embedding: all pieces are "
+    "counted together until the backward ends, the most they take"
+)
+
+
+def _tune_quantizer(reading: Reading) -> None:
+    """Read torchao's 8-bit inputs and 4-bit weights (recipes/qat_*.py), which are modelled for data-parallel ranks."""
+    table, flags = _flat(reading), reading.flags
+    model = reading.known_model()
+    name, group = table.last("quantizer._component_"), table.count("quantizer.groupsize")
+    plain = not {"tensor_parallel", "context_parallel", "offload_activations", "quantize"} & flags.keys()
+    if name != "Int8DynActInt4WeightQATQuantizer" or group not in (None, 256) or not plain:
+        return
+    if model is not None and model.family not in ROUNDED_FAMILIES:
+        return
+    others = str(flags["fused_kernels"].value) if "fused_kernels" in flags else ""
+    both = ",".join(filter(None, (others, "int4-qat")))
+    reading.tell("fused_kernels", "quantizer._component_", both, note="" if "lora_rank" in flags else _ROUNDED)
 
 
 def _tune_step(reading: Reading) -> None:

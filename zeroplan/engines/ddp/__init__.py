@@ -29,6 +29,7 @@ from zeroplan.engines.optimizers import (
     step_temporary_lines,
     whole_tensors,
 )
+from zeroplan.engines.outside import held_beside
 from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.published_optimizers import notes_of
@@ -44,7 +45,6 @@ from zeroplan.trace import Moments, Trace, entry_of
 from zeroplan.transformer.buffers import buffer_bytes, tables_in_layers
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 from zeroplan.transformer.recomputed import first_recomputed, in_two
-from zeroplan.transformer.vision import pixels
 from zeroplan.units import GIB, MIB
 
 _REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
@@ -76,7 +76,16 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     frozen = frozen_lines(model, width, element_bytes, "parameters", _REDUCER_OF)
     buckets, gradients = _gradient_states(recipe, element_bytes, whole.n_elements, mesh.dp_shard)
     tables = tables_in_layers(model, recipe, width)
-    base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers, *tables, *pixels(model, batch))
+    base = (
+        parameters,
+        *frozen,
+        buckets,
+        *held,
+        *_scaler(recipe),
+        *layout(model).buffers,
+        *tables,
+        *held_beside(model, recipe, batch),
+    )
     if recipe.ddp.step_in_backward:
         gradients, temporary = (), ()
     states, copied = (*base, *gradients), _copied(model, recipe, these)
