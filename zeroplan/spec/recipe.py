@@ -24,7 +24,9 @@ Optimizer = Literal[
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 #: Optimizers whose step on a tensor is elementwise.
-STEPS_ALONE: tuple[Optimizer, ...] = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "lion")
+STEPS_ALONE: tuple[Optimizer, ...] = (
+    "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "lion", "adamw-8bit", "paged-adamw-8bit",
+)  # fmt: skip
 Float8Recipe = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]

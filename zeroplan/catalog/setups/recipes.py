@@ -124,7 +124,8 @@ def _tune_loss(reading: Reading) -> None:
     table, flags = _flat(reading), reading.flags
     if table.last("loss._component_") not in ("LinearCrossEntropyLoss", "SFTLoss"):
         return
-    alone = not {"tensor_parallel", "context_parallel", "offload_activations"} & flags.keys()
+    alone = not {"tensor_parallel", "context_parallel"} & flags.keys()
+    alone = alone and ("offload_activations" not in flags or flags["recompute"].value == "full")
     alone = alone and not table.switch("model.apply_lora_to_output")
     if flags["precision"].value == "bf16" and alone:
         reading.tell("fused_kernels", "loss._component_", "loss-in-pieces", filled=True)
@@ -157,7 +158,8 @@ def _tune_quantizer(reading: Reading) -> None:
 def _tune_step(reading: Reading) -> None:
     """Read the optimizer step in backward (training/memory.py, OptimizerInBackwardWrapper), modelled for AdamW on one GPU."""
     table, flags = reading.table, reading.flags
-    is_modelled = flags["engine"].value == "ddp" and flags["optimizer"].value == "adamw" and flags["grad_accum"].value == 1
+    steps_alone = flags["optimizer"].value in ("adamw", "adamw-8bit")
+    is_modelled = flags["engine"].value == "ddp" and steps_alone and flags["grad_accum"].value == 1
     if is_modelled and table.switch("optimizer_in_bwd"):
         reading.options["ddp.step_in_backward"] = Told("optimizer_in_bwd", value=True)
     else:

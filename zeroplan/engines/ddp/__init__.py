@@ -55,6 +55,8 @@ _BUFFERS = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParalle
 _REDUCER_OF = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel._ddp_init_helper"
 _SCALER = "torch 2.13, torch/amp/grad_scaler.py, GradScaler._lazy_init_scale_growth_tracker"
 
+_TABLES = "bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state"
+_QUANTISED_FROM = 4096  # bitsandbytes 0.50, optim/adamw.py, AdamW8bit: min_8bit_size
 _FIRST_BUCKET_BYTES = 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultFirstBucketBytes
 _NOTABLE_BUCKETS = 50  # a fiftieth of the parameters is worth a note
 BUCKET_BYTES = 25 * 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultBucketBytesCap
@@ -71,6 +73,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     whole, narrow = plan.whole, are_narrow(model, recipe)
     these = in_fp32(these, model) if narrow else these
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
+    held = (*held, *_tables_of_each_optimizer(model, recipe))
     parameters = _whole(Kind.PARAMETERS, element_bytes, whole.n_elements, _held(model), _REDUCER_OF)
     width = element_bytes if model.adapter is None else compute.element_bytes  # without adapters frozen weights stay uncast
     frozen = frozen_lines(model, width, element_bytes, "parameters", _REDUCER_OF)
@@ -234,6 +237,17 @@ def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, r
     if isinstance(ranks, int):
         return share(ranks)
     return _column(lambda n: share(n)[0], ranks), _column(lambda n: share(n)[1], ranks)
+
+
+def _tables_of_each_optimizer(model: ModelSpec, recipe: RecipeSpec) -> Lines:
+    """Return the tables of codes of optimizers in 8 bits that step in the backward: every weight has an optimizer of its own. [bytes]"""
+    if not recipe.ddp.step_in_backward or not recipe.optimizer.endswith("adamw-8bit"):
+        return ()
+    quantised = sum(one.repeat for one in whole_tensors(trained_layout(model)) if int(one.numel) >= _QUANTISED_FROM)
+    more = max(0, quantised - 1)
+    return (
+        Line(Kind.OPTIMIZER_STATE, 2048 * more, "tables of codes of the other weights' optimizers", f"2048·{more}", _TABLES),
+    )
 
 
 def _column(share: Callable[[int], Lines], ranks: Int) -> Lines:
