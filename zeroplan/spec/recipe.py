@@ -32,7 +32,9 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks"]
+LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "jsd", "kd"]
+#: Losses that compare all logits with a teacher's.
+WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd")
 #: The names that ``fused_kernels`` accepts.
 FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",

@@ -106,6 +106,8 @@ def _loop(reading: Reading, whole: Table) -> None:
         from zeroplan.catalog.setups.megatron_arguments import rolls_out  # noqa: PLC0415  few files roll out
 
         rolls_out(reading, whole, whole.count("max_completion_length"))
+    elif kind == "gkd":
+        _distils(reading, whole)
     if kind is not None and "fused_kernels" in reading.flags:  # Liger has another loss for these
         for flag in ("fused_kernels", "loss"):
             reading.flags.pop(flag, None)
@@ -115,6 +117,30 @@ def _loop(reading: Reading, whole: Table) -> None:
             whole.matters.pop(key, None)
     if reference not in (None, whole.data.get("model")):
         whole.matters["ref_model"] = f"ref_model={reference}: a reference model of the trained model's own size is counted"
+
+
+def _distils(reading: Reading, whole: Table) -> None:
+    """Read GKD with a teacher on the GPUs, and completions from the data or from vLLM; the whole batch counts as scored.
+
+    The loss is counted in the compute dtype, which logits have with DeepSpeed (rlhf_trainers/gkd_trainer.py, gkd_loss.py).
+    """
+    teacher, vllm = whole.text("teacher_model"), bool(whole.switch("use_vllm"))
+    generates = number_of(whole.get("lmbda"), 0.5) > 0
+    same = str(whole.get("teacher_deepspeed") or "")[:5] in ("", str(whole.get("deepspeed") or "")[:5])
+    others = ("sft_alpha", "teacher_model_server", "external_plugins", "sequence_parallel_size")
+    beyond = any(str(whole.get(key) or "0") not in ("0", "1", "0.0") for key in others)
+    if teacher is None or reading.deepspeed is None or (generates and not vllm) or not same or beyond:
+        return
+    here = vllm and whole.text("vllm_mode") != "server"
+    share = number_of(whole.get("vllm_gpu_memory_utilization"), 0.9) if here else None
+    reading.tell_log_probs("rlhf_type", how="jsd")
+    reading.tell_loop(
+        "rlhf_type", "distill", teacher_model=teacher, vllm_mode="colocate" if here else "server",
+        vllm_gpu_memory_utilization=share, vllm_tensor_parallel_size=whole.count("vllm_tensor_parallel_size") if here else None,
+        vllm_enable_sleep_mode=(here and whole.count("sleep_level", least=0) not in (None, 0)) or None,
+    )  # fmt: skip
+    for key in ("rlhf_type", "teacher_model", "offload_teacher_model"):  # a teacher moved to the host is counted on the GPU
+        whole.matters.pop(key, None)
 
 
 def _is_like(key: str, patterns: str) -> bool:

@@ -112,6 +112,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading.unmodelled(saves="*ac_mode", adds=_TUNE_ADDS)
     if "int4-qat" in str(reading.flags.get("fused_kernels", Told("", "")).value):
         table.matters.pop("quantizer._component_")
+    _tune_teacher(reading)
     if table.last("loss._component_") == "DPOLoss":  # recipes/*_dpo_*.py: chosen and rejected in one batch
         reading.tell_pairs()
         reading.tell_loop("loss._component_", "dpo", full_logits=True)
@@ -132,6 +133,23 @@ def _tune_loss(reading: Reading) -> None:
     else:
         table.matters["loss._component_"] = "the loss is counted with all logits at once, which takes more than in pieces"
         table.saves.add("loss._component_")
+
+
+def _tune_teacher(reading: Reading) -> None:
+    """Read knowledge distillation (recipes/knowledge_distillation_*.py); a sharded teacher counts as whole, the most it takes."""
+    table, flags = _flat(reading), reading.flags
+    teacher, losses = (
+        table.text("teacher_model._component_"),
+        (table.last("loss._component_"), table.last("kd_loss._component_")),
+    )
+    if losses != ("CEWithChunkedOutputLoss", "ForwardKLWithChunkedOutputLoss") or flags["precision"].value != "bf16":
+        return
+    named = table.text("teacher_checkpointer.checkpoint_dir")
+    if teacher is None or not named:
+        return
+    reading.tell_log_probs("kd_loss._component_", how="kd")
+    reading.tell_loop("kd_loss._component_", "distill", teacher_model=named.rstrip("/").rpartition("/")[2], vllm_mode="server")
+    table.matters.pop("teacher_model._component_", None)
 
 
 _ROUNDED = (

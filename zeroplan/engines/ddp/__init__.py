@@ -240,7 +240,7 @@ def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, r
 
 
 def _tables_of_each_optimizer(model: ModelSpec, recipe: RecipeSpec) -> Lines:
-    """Return the tables of codes of optimizers in 8 bits that step in the backward: every weight has an optimizer of its own. [bytes]"""
+    """Return the tables of codes of 8-bit optimizers that step in the backward: every weight has an optimizer. [bytes]"""
     if not recipe.ddp.step_in_backward or not recipe.optimizer.endswith("adamw-8bit"):
         return ()
     quantised = sum(one.repeat for one in whole_tensors(trained_layout(model)) if int(one.numel) >= _QUANTISED_FROM)

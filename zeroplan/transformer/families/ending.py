@@ -742,6 +742,48 @@ def _by_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
     return _Ran(loss, (labels,), (labels, scores))
 
 
+class _Divergence(NamedTuple):
+    """Bytes of a logit: held in the forward beside the student's own and what is kept, kept, and beside that in the backward."""
+
+    source: str
+    held: Size
+    kept: Size
+    backward: Size
+
+
+#: Between 0 and 1 of ``beta``; at either end both are smaller.
+_JSD = _Divergence("ms-swift 3602360a, rlhf_trainers/gkd_loss.py, gkd_loss", 6 * e, 7 * e, 2 * e + ceil(e, 2))
+_KD = _Divergence(
+    "torchtune 0.7, modules/loss/kd_losses.py, ForwardKLWithChunkedOutputLoss, and CEWithChunkedOutputLoss",
+    3 + 0 * e, 13 + 0 * e, 1 + e,
+)  # fmt: skip
+
+
+def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> _Ran:
+    """Run a loss that compares all logits with a teacher's, as if every token counted: the most that it takes.
+
+    What it takes was measured on a CPU, with the functions named in ``kind.source`` in 16 bits and in fp32.
+    """
+    made = _product(tape, read, bias=ending.head_bias)
+    product = _capped(tape, made) if ending.family in CAPPED else made
+    labels = tape.make(LOGITS, "labels", 8 * T, kind.source, LABELS)
+    reason = "the teacher's logits, copies of both, and steps of the last piece"
+    held = tape.make(LOGITS, reason, kind.held * product.shape, kind.source)
+    kept = tape.make(
+        LOGITS, "log-probabilities and what is made of them, of all pieces", kind.kept * product.shape, kind.source
+    )
+    loss = _scalar()
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.drop(
+            tape.make(LOGITS, "gradients of the last piece and of all logits", kind.backward * product.shape, kind.source)
+        )
+        return [(product, tape.make(LOGITS, "gradient of the logits", product.dtype * product.shape, kind.source))]
+
+    tape.add("divergence", (loss,), (kept, labels), backward, of=(product,), place=AT_LOSS)
+    return _Ran(loss, (kept, labels), (held, labels, kept, product.store), (product.store,))
+
+
 def _scored(tape: Tape, read: Value, mask: Store) -> Value:
     """Return a copy of the hidden states of the counted tokens."""
     most = Value(tape.hold(read.store), read.dtype, read.shape)
@@ -779,4 +821,6 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, in place": _in_place,
     "log-probs, chunks": _by_chunks,
     "log-probs, entropy": partial(_in_place, entropy=True),
+    "log-probs, jsd": partial(_compared, kind=_JSD),
+    "log-probs, kd": partial(_compared, kind=_KD),
 }
