@@ -150,6 +150,16 @@ def test_ms_swifts_distillation(tmp_path: Path, more: str, read: bool):
         assert ("rollout" in phases) is ("colocate" in more)
 
 
+@pytest.mark.parametrize("method", ["orpo", "cpo", "simpo"])
+def test_ms_swifts_losses_of_pairs_without_a_reference(tmp_path: Path, method: str):
+    """In 16 bits they take less than cross-entropy; the fp32 logits that accelerate returns without DeepSpeed take more."""
+    file = tmp_path / "mine.sh"
+    for engine, read in (("--deepspeed zero2", True), ("", False)):
+        file.write_text(f"swift rlhf --rlhf_type {method} --model Qwen/Qwen2.5-7B --max_length 1024 {engine}\n")
+        assert ("rlhf_type" not in read_setup(file, gpus=2).matters) is read
+    assert resolve(Request(from_file=str(file), gpus=2)).job.batch.micro_batch_size == 2
+
+
 def test_a_loss_beside_a_file_of_sft_is_taken(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(f"{FILE}packing: true\n")
     recipe = resolve(Request(from_file=str(tmp_path / "mine.yaml"), loss="full")).job.recipe

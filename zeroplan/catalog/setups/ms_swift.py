@@ -29,6 +29,12 @@ _ADDS = """
 """
 #: Methods that train on pairs, and methods that train on a prompt with its completion (arguments/rlhf_args.py).
 _PAIRED, _COMPLETED = ("dpo", "orpo", "simpo", "cpo", "rm"), ("grpo", "ppo", "gkd")
+#: Methods without a reference model whose losses read the logits of pairs once or twice (TRL, experimental/orpo/ and cpo/).
+_ODDS = ("orpo", "cpo", "simpo")
+_READ_TWICE = (
+    "the loss reads the logits of pairs in 16 bits, twice for chosen answers: "
+    "cross-entropy's fp32 copy is counted, which takes more"
+)
 _PADDING = "padding_free puts a batch into one row: as many full sequences are counted"
 _KNOWN = """
     model_author enable_thinking add_non_thinking_prefix packing* max_completion_length* beta lmbda sleep_level
@@ -108,6 +114,9 @@ def _loop(reading: Reading, whole: Table) -> None:
         rolls_out(reading, whole, whole.count("max_completion_length"))
     elif kind == "gkd":
         _distils(reading, whole)
+    elif kind in _ODDS and reading.deepspeed is not None:
+        del whole.matters["rlhf_type"]
+        reading.notes.append(_READ_TWICE)
     if kind is not None and "fused_kernels" in reading.flags:  # Liger has another loss for these
         for flag in ("fused_kernels", "loss"):
             reading.flags.pop(flag, None)
