@@ -150,6 +150,17 @@ def test_ms_swifts_distillation(tmp_path: Path, more: str, read: bool):
         assert ("rollout" in phases) is ("colocate" in more)
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_ms_swifts_losses_keep_the_fp32_logits_that_accelerate_returns(tmp_path: Path, method: str):
+    file, kept = tmp_path / "mine.sh", []
+    for engine in ("--deepspeed zero2", ""):
+        file.write_text(f"swift rlhf --rlhf_type {method} --model Qwen/Qwen2.5-7B --max_length 1024 {engine}\n")
+        found = resolve(Request(from_file=str(file), gpus=2))
+        kept.append(found.job.recipe.keep_logits)
+        loop_of_file(found.job, found.loop)
+    assert kept == [False, "fp32"]
+
+
 @pytest.mark.parametrize("method", ["orpo", "cpo", "simpo"])
 def test_ms_swifts_losses_of_pairs_without_a_reference(tmp_path: Path, method: str):
     """In 16 bits they take less than cross-entropy; the fp32 logits that accelerate returns without DeepSpeed take more."""

@@ -121,11 +121,23 @@ def _loop(reading: Reading, whole: Table) -> None:
         for flag in ("fused_kernels", "loss"):
             reading.flags.pop(flag, None)
         whole.unmodelled(saves="use_liger_kernel")
+    _wide_logits(reading)
     if reading.loop or kind == "rm":
         for key in ("rlhf_type", "num_generations"):
             whole.matters.pop(key, None)
     if reference not in (None, whole.data.get("model")):
         whole.matters["ref_model"] = f"ref_model={reference}: a reference model of the trained model's own size is counted"
+
+
+def _wide_logits(reading: Reading) -> None:
+    """Count the fp32 logits that accelerate returns under mixed precision (accelerate 1.15, ConvertOutputsToFp32).
+
+    log-sum-exp (TRL's selective_log_softmax) keeps them until its backward, which takes 16 bytes of a logit (measured on a CPU):
+    as much as cross-entropy's 12 with fp32 logits that stay.
+    """
+    scores = reading.loop.get("workflow") in ("dpo", "kto", "grpo") and reading.deepspeed is None
+    if scores and str(reading.flags["precision"].value).endswith("mixed"):
+        reading.tell("keep_logits", "rlhf_type", "fp32", filled=True)
 
 
 def _distils(reading: Reading, whole: Table) -> None:
