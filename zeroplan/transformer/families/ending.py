@@ -293,9 +293,7 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
             training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
     if _QAT in ending.fused:
-        from zeroplan.transformer.families.fake_quantised import mode_of  # noqa: PLC0415  as above
-
-        tape.mode = mode_of(tape.mode, None)
+        tape.mode = fake_quantised.mode_of(tape.mode, None)
     tape.mode = tape.mode._replace(
         fused_norms="rms-norm" in ending.fused,
         liger_norms="liger-rms-norm" in ending.fused,
