@@ -8,20 +8,21 @@ from collections.abc import Iterator
 
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.frozen import FrozenSpec
-from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, kind_of_first
 from zeroplan.transformer.params_modules import Parameters
 
 
-def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
+def adapted_layout(whole: Layout, model: ModelSpec, adapter: AdapterSpec) -> Layout:
     """Return a frozen model with adapters in its blocks.
 
-    The first block is a kind of its own: no trained weight comes before it, so its input may have no gradient. Where kinds of
-    attention alternate, it is a local one.
+    The first block is a kind of its own: no trained weight comes before it, so its input may have no gradient.
     """
-    first = next((run for run in whole.runs if run.kind == "local"), whole.runs[0])
-    runs = tuple(run for old in whole.runs for run in _with_adapters(old, adapter, apart=old is first))
+    kind, names = kind_of_first(model), adapter.layers_in(model.family)
+    first = next((run for run in whole.runs if run.kind == kind), whole.runs[0])
+    runs = tuple(run for old in whole.runs for run in _with_adapters(old, adapter, names, apart=old is first))
     tied = whole.tied_head
-    tail = tuple(one._replace(quantised=False) for one in _wrapped(whole.tail, adapter))
+    tail = tuple(one._replace(quantised=False) for one in _wrapped(whole.tail, adapter, names))
     return Layout(_frozen(whole.embeddings), runs, tail, None if tied is None else tied._replace(frozen=True))
 
 
@@ -57,21 +58,21 @@ def only_frozen(whole: Layout) -> Layout:
     return Layout(_frozen_of(whole.embeddings), runs, _frozen_of(whole.tail))
 
 
-def _with_adapters(run: BlockRun, adapter: AdapterSpec, *, apart: bool) -> tuple[BlockRun, ...]:
-    inside = tuple(_wrapped(run.parameters, adapter))
+def _with_adapters(run: BlockRun, adapter: AdapterSpec, names: tuple[str, ...], *, apart: bool) -> tuple[BlockRun, ...]:
+    inside = tuple(_wrapped(run.parameters, adapter, names))
     if not apart:
         return (run._replace(parameters=inside),)
     first = BlockRun("first", 1, inside)
     return (first, BlockRun(run.kind, run.layers - 1, inside)) if run.layers > 1 else (first,)
 
 
-def _wrapped(parameters: Parameters, adapter: AdapterSpec) -> Iterator[Parameter]:
+def _wrapped(parameters: Parameters, adapter: AdapterSpec, names: tuple[str, ...]) -> Iterator[Parameter]:
     for parameter, after in zip(parameters, (*parameters[1:], None), strict=True):
         module, _, tensor = parameter.name.rpartition(".")
-        quantised = adapter.quantize != "none" and parameter.autocast and tensor == "weight"
+        quantised = adapter.quantize != "none" and parameter.autocast and tensor == "weight" and len(parameter.shape) == 2
         if adapter.quantize == "gptq" and module.endswith(".gate"):
             quantised = False  # quantised checkpoints keep a router's layer in 16 bits
-        if module.rpartition(".")[2] not in adapter.layers:
+        if module.rpartition(".")[2] not in names:
             yield parameter._replace(frozen=True, quantised=quantised)
             continue
         yield parameter._replace(name=f"{module}.base_layer.{tensor}", frozen=True, quantised=quantised)
