@@ -94,7 +94,7 @@ def adapted_model(spec: ModelSpec, compute: Compute, *, layers: int | None = Non
 
     model = causal_model(replace(spec, adapter=None), compute._replace(autocast=False), layers=layers)
     recipe = RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed" if compute.autocast else "bf16")
-    return with_adapters(model, spec.adapter, recipe)
+    return with_adapters(model, spec.adapter, recipe, family=spec.family)
 
 
 def weight_dtype(compute: Compute) -> torch.dtype:

@@ -21,7 +21,7 @@ from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
 from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.errors import SpecError
 from zeroplan.spec import megatron, releases
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, ATTENTION, GROUPS, AdapterSpec
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, ATTENTION, GROUPS, AdapterSpec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     DISPATCHED_FAMILIES,
@@ -181,12 +181,12 @@ def adapted(draw: Random) -> ModelSpec:
         rank=_about(draw, 1, 256), targets=",".join(names), quantize=quantize, dropout=draw.choice((False, False, True)),
         upcast=draw.choice(("all", "all", "norms", "none")),
     )  # fmt: skip
-    return replace(model(draw, ADAPTED_FAMILIES), adapter=adapter)
+    return replace(model(draw, ADAPTED_LIKE_LLAMA), adapter=adapter)
 
 
 def partly_frozen(draw: Random) -> ModelSpec:
     """A model with frozen parts."""
-    one = model(draw, ADAPTED_FAMILIES)
+    one = model(draw, ADAPTED_LIKE_LLAMA)
     parts = [part for part in PARTS if draw.choice((False, True))]
     if one.tie_word_embeddings and ("head" in parts) != ("embedding" in parts):
         parts = ["embedding", "head"]

@@ -52,6 +52,34 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
             {"lora_rank": 8, "modules_to_save": "lm_head", "tensor_parallel": 2},
             "trained whole on ranks that split the model is not modelled",
         ),
+        ({"lora_rank": 8, "model": "gpt-oss-20b", "lora_targets": "mlp"}, "a gpt_oss model has none of these linear layers"),
+        (
+            {"lora_rank": 8, "model": "qwen3-next-80b-a3b"},
+            "peft makes them adapters of a qwen3_next model's experts, .*use --lora-targets attention,in_proj_qkvz,in_proj_ba",
+        ),
+        (
+            {"lora_rank": 8, "model": "qwen3-30b-a3b", "lora_targets": "q_proj,up_proj"},
+            "adapters of a qwen3_moe model's experts, which are not modelled; use --lora-targets attention",
+        ),
+        (
+            {"lora_rank": 8, "model": "llama-4-scout"},
+            "cannot run an adapter of Llama 4's router.*use --lora-targets attention,mlp",
+        ),
+        ({"lora_rank": 8, "model": "falcon-h1-0.5b"}, "peft refuses an adapter of out_proj in a falcon_h1 model; use"),
+        (
+            {"lora_rank": 8, "model": "qwen3.5-27b", "lora_targets": "attention", "recompute": "none"},
+            "a first layer without an adapter, and no recomputation, is not modelled",
+        ),
+        ({"lora_rank": 8, "model": "gpt-oss-20b", "quantize": "nf4"}, "quantised weights of a gpt_oss model are not modelled"),
+        (
+            {"lora_rank": 8, "model": "gpt-oss-20b", "engine": "deepspeed", "stage": 3},
+            "a gpt_oss model at stage 3 of DeepSpeed is not modelled yet; use a lower stage",
+        ),
+        (
+            {"lora_rank": 8, "model": "llama-4-scout", "lora_targets": "attention", "engine": "ddp", "stage": 0},
+            "a llama4_text model under autocast is not modelled yet; use precision 'bf16'",
+        ),
+        ({"lora_rank": 8, "model": "phi-3-mini", "engine": "fsdp1"}, "a phi3 model and engine 'fsdp1' is not modelled"),
         ({"lora_dropout": True}, "--lora-dropout needs the adapters' rank"),
         (
             {"lora_rank": 8, "lora_compute": "fp32"},

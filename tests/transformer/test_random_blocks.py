@@ -19,7 +19,7 @@ from tests.transformer.drawn_blocks import drawn as drawn_block
 from tests.transformer.fake_blocks import BlockRun, block_run
 from tests.transformer.moe_models import moe_spec
 from tests.transformer.test_blocks_on_a_gpu import predicted
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, AdapterSpec
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import FAMILIES, FREE_ACTIVATION, MOE_FAMILIES, PLAIN_HEADS, Activation
 from zeroplan.spec.model import LinearSpec, ModelSpec
@@ -169,7 +169,7 @@ def test_activation_functions(activation: Activation, *, recompute: bool) -> Non
         assert_runs_as_is_said(replace(spec, hidden_act=activation), compute, size, recompute=recompute)
 
 
-@pytest.mark.parametrize("family", ADAPTED_FAMILIES)
+@pytest.mark.parametrize("family", ADAPTED_LIKE_LLAMA)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_adapters_beside_attention_that_is_written_out(family: str, recompute: Literal["none", "full"]) -> None:
     pytest.importorskip("peft")

@@ -1,8 +1,9 @@
 """Options of LoRA and QLoRA: low-rank adapters beside frozen weights."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Range, Spec
@@ -11,7 +12,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 #: The head, which peft adapts where it is named, and ``all-linear`` leaves out.
 HEAD = "lm_head"
-#: Names for several linear layers; ``all-linear`` is peft's own.
+#: Names for several linear layers; ``all-linear`` is peft's own. Those of a family with Llama's names.
 GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 
 #: The targets of a file that names no layers, and the layers that peft then adapts, by model type; it has no default for others.
@@ -26,12 +27,94 @@ Quantize = Literal["none", "nf4", "nf4-double", "gptq", "int8"]
 Compute = Literal["autocast", "fp32"]
 Upcast = Literal["none", "norms", "all"]
 
-#: Families whose linear layers have these names and whose blocks with adapters are modelled.
+
+class Layers(NamedTuple):
+    """The names of a family's linear layers that peft can adapt, in the order in which a block runs them."""
+
+    attention: tuple[str, ...] = ATTENTION
+    mlp: tuple[str, ...] = MLP
+    others: tuple[str, ...] = ()
+    """Those of linear attention, of Mamba-2, and of a router or a gate that is an ``nn.Linear``."""
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All of them: what ``all-linear`` means."""
+        return (*self.others, *self.attention, *self.mlp)
+
+
+_JOINT, _ALONE = Layers(mlp=("gate_up_proj", "down_proj")), Layers(mlp=())
+_GATED_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+_LATENT = Layers(("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+_MAMBA = Layers(others=("in_proj", "out_proj"))
+#: Families whose linear layers have other names than Llama's. Experts and most routers are no linear layers in transformers 5.
+LAYERS_OF: Mapping[str, Layers] = {
+    "phi3": Layers(("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),
+    "phi": Layers(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
+    "glm": _JOINT, "glm4": _JOINT, "gemma4_text": Layers(others=("proj",)),
+    "gpt_oss": _ALONE, "granitemoe": _ALONE, "llama4_text": Layers(others=("router",)),
+    "qwen2_moe": Layers(others=("shared_expert_gate",)),
+    "qwen3_next": Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")),
+    "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
+    "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
+    "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": Layers(mlp=("up_proj", "down_proj"), others=_MAMBA.others),
+    "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT,
+}  # fmt: skip
+_LLAMA = Layers()
+_NAMES = tuple(dict.fromkeys(name for one in (_LLAMA, *LAYERS_OF.values()) for name in one.every))
+
+#: Families whose blocks with adapters are modelled.
 ADAPTED_FAMILIES = (
+    "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
+    "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere", "cohere2",
+    "phi", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
+    "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
+)  # fmt: skip
+#: Of these, families that are modelled also with quantised weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
+ADAPTED_LIKE_LLAMA = (
     "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma2", "gemma3_text", "olmo2", "granite",
 )  # fmt: skip
+#: Families whose blocks with adapters are modelled in 16 bits or fp32 alone. Autocast, which then runs on 16-bit weights, widens
+#: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
+NOT_UNDER_AUTOCAST = ("llama4_text", "phi", "olmoe", "qwen2_moe", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1")
 #: Families whose blocks with adapters are modelled only with older releases of transformers.
 ADAPTED_IN_OLDER = ("mixtral",)
+
+
+#: Families in which peft makes targets of these names adapters of the fused experts and of the router: in each forward it adds
+#: them to the whole weight. Source: peft 0.21.2, utils/transformers_weight_conversion.py, _convert_peft_config_moe.
+_EXPERTS_ADAPTED = (
+    "olmoe", "minimax_m2", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1",
+)  # fmt: skip
+#: Families in which peft refuses an adapter of Mamba-2's output projection (tuners/tuners_utils.py,
+#: _check_lora_target_modules_mamba).
+_OUTPUT_REFUSED = ("nemotron_h", "falcon_h1")
+#: The linear layers of Nemotron-H's blocks, which have one module each, by the letter of the pattern.
+_ONE_MODULE = {"M": _MAMBA.others, "*": ATTENTION, "-": MLP, "E": MLP}
+
+
+def refused_layers(family: str, layers: tuple[str, ...]) -> str:
+    """Return why adapters of these layers are not modelled in a family, and what to use instead; empty if they are."""
+    own = LAYERS_OF.get(family, _LLAMA)
+    if not set(layers) & {*own.every, HEAD}:
+        return f"a {family} model has none of these linear layers; name some of {', '.join(own.every)}"
+    if family in _EXPERTS_ADAPTED and set(layers) & set(MLP):
+        return (
+            f"peft makes them adapters of a {family} model's experts, which are not modelled; use --lora-targets "
+            f"{','.join(('attention', *own.others))}"
+        )
+    if family in _OUTPUT_REFUSED and "out_proj" in layers:
+        return f"peft refuses an adapter of out_proj in a {family} model; use --lora-targets attention,mlp,in_proj"
+    if family == "llama4_text" and "router" in layers:
+        return "peft cannot run an adapter of Llama 4's router, which returns two tensors; use --lora-targets attention,mlp"
+    return ""
+
+
+def first_is_bare(family: str, layers: tuple[str, ...], first: str) -> bool:
+    """Whether the first layer has no adapter. ``first``: its letter in the model's pattern, M for linear attention, or empty."""
+    own = LAYERS_OF.get(family, _LLAMA)
+    there = own.every if first != "M" else (*own.others, *own.mlp)
+    return not set(layers) & set(_ONE_MODULE[first] if family == "nemotron_h" else there)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +156,8 @@ class AdapterSpec(Spec):
         if not self.targets:
             raise SpecError("LoRA needs linear layers; name some (q_proj,v_proj), or all-linear")
         for name in self.targets.split(","):
-            if name.strip() not in (*GROUPS, *GROUPS["all-linear"], HEAD):
-                there = ", ".join((*GROUPS, *GROUPS["all-linear"], HEAD))
+            if name.strip() not in (*GROUPS, *_NAMES, HEAD):
+                there = ", ".join((*GROUPS, *_NAMES, HEAD))
                 raise SpecError(f"LoRA has no target {name.strip()!r}; there are {there}")
         for name in self.saved:
             if name not in TRAINED_MODULES:
@@ -117,6 +200,16 @@ class AdapterSpec(Spec):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Return the names of the adapted linear layers, in the order in which a block runs them."""
-        named = {one for name in self.targets.split(",") for one in GROUPS.get(name.strip(), (name.strip(),))}
-        return tuple(name for name in (*GROUPS["all-linear"], HEAD) if name in named)
+        """Return the names of the adapted linear layers, in a family with Llama's names."""
+        return self.layers_in("llama")
+
+    def layers_in(self, family: str) -> tuple[str, ...]:
+        """Return the names of the adapted linear layers of a family, in the order in which a block runs them.
+
+        >>> AdapterSpec(rank=8, targets="mlp").layers_in("glm4")
+        ('gate_up_proj', 'down_proj')
+        """
+        own = LAYERS_OF.get(family, _LLAMA)
+        groups = {"all-linear": own.every, "attention": own.attention, "mlp": own.mlp}
+        named = {one for name in self.targets.split(",") for one in groups.get(name.strip(), (name.strip(),))}
+        return tuple(name for name in (*own.every, HEAD) if name in named)

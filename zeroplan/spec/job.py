@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ATTENTION, HEAD, AdapterSpec
+from zeroplan.spec.adapter import ADAPTED_IN_OLDER, ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, NOT_AT_STAGE_3, TRAITS, WIDE_ROUTERS
@@ -126,12 +126,23 @@ def _of_whole_modules(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tupl
     yield recipe.loss == "chunked" and f"{asked}, and a chunked loss", "loss 'full' or 'fused'"
 
 
-def _beside_experts(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
-    """Yield what is not modelled for adapters in a model with experts, and what to use instead."""
-    if model.moe is None:
+def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled for adapters in some families, and what to use instead."""
+    if model.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
+        this, at_3 = f"a {model.family} model", recipe.engine == "deepspeed" and recipe.zero_stage == 3
+        yield at_3 and f"{this} at stage 3 of DeepSpeed", "a lower stage, or engine 'fsdp2'"
+        yield recipe.engine == "fsdp1" and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
+        ours = {"lora", "axolotl-lora"} & set(recipe.fused_parts)
+        yield bool(ours) and f"fused kernels of adapters in {this}", "none"
+        yield bool(adapter.saved) and f"modules that are trained whole in {this}", "adapters alone"
+        cast = model.family in NOT_UNDER_AUTOCAST and recipe.engine == "ddp" and recipe.precision.endswith("mixed")
+        yield cast and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
+        bare = model.first_is_bare and recipe.recompute == "none"
+        yield bare and "a first layer without an adapter, and no recomputation,", "recompute 'full', or targets 'all-linear'"
+    if model.family not in ADAPTED_IN_OLDER:
         return
     yield recipe.engine not in ("ddp", "fsdp1") and f"experts and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp1'"
-    yield not set(adapter.layers) <= set(ATTENTION) and "adapters in experts", "targets 'attention'"
+    yield not set(model.adapted_layers) <= set(ATTENTION) and "adapters in experts", "targets 'attention'"
 
 
 def engine_at(stage: Stage, engine: Engine) -> Engine:
@@ -468,7 +479,7 @@ class JobSpec(Spec):
             (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
             *_of_the_adapter(adapter, recipe),
-            *_beside_experts(self.model, adapter, recipe),
+            *_in_the_family(self.model, adapter, recipe),
             (
                 bool(adapter.saved)
                 and self.mesh.model_ranks > 1

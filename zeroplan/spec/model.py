@@ -4,7 +4,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Protocol
 
 from zeroplan.errors import NoFormulasError, SpecError
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_IN_OLDER, AdapterSpec
+from zeroplan.spec.adapter import (
+    ADAPTED_FAMILIES,
+    ADAPTED_IN_OLDER,
+    ADAPTED_LIKE_LLAMA,
+    AdapterSpec,
+    first_is_bare,
+    refused_layers,
+)
 from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
@@ -234,6 +241,17 @@ class ModelSpec(Spec):
         return self.adapter is not None and self.adapter.quantize != "none"
 
     @property
+    def adapted_layers(self) -> tuple[str, ...]:
+        """The names of the linear layers with adapters."""
+        return () if self.adapter is None else self.adapter.layers_in(self.family)
+
+    @property
+    def first_is_bare(self) -> bool:
+        """Whether the first layer has no adapter, in a model with adapters."""
+        first = self.letters[:1] or "M" * (self.family in LINEAR_FAMILIES)
+        return self.adapter is not None and first_is_bare(self.family, self.adapted_layers, first)
+
+    @property
     def upcasts_norms(self) -> bool:
         """Whether norms are fp32 under autocast with bitsandbytes' weights, and with them the residual stream."""
         adapter = self.adapter
@@ -254,12 +272,20 @@ class ModelSpec(Spec):
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
             raise SpecError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
         self._check_family()
-        if self.adapter is not None and self.family not in (*ADAPTED_FAMILIES, *ADAPTED_IN_OLDER):
+        if self.adapter is not None:
+            self._check_adapter()
+        if self.frozen is not None:
+            self._check_frozen(self.frozen)
+
+    def _check_adapter(self) -> None:
+        if self.family not in (*ADAPTED_FAMILIES, *ADAPTED_IN_OLDER):
             raise SpecError(
                 f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
             )
-        if self.frozen is not None:
-            self._check_frozen(self.frozen)
+        if refused := refused_layers(self.family, self.adapted_layers):
+            raise SpecError(f"LoRA with these targets: {refused}")
+        if self.is_quantised and self.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
+            raise SpecError(f"quantised weights of a {self.family} model are not modelled; leave --quantize out")
 
     def _check_frozen(self, frozen: FrozenSpec) -> None:
         if self.adapter is not None:

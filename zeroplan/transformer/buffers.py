@@ -13,6 +13,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.spec.releases import release_of
 from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.parameters import plain_kind
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.vision import VISION, tower_buffers
 
@@ -67,7 +68,11 @@ def _frequencies(model: ModelSpec) -> int:
     rotated = TRAITS[model.family].turned_width or width // TRAITS[model.family].turned
     if model.global_head_dim:
         return _FREQUENCIES_TWICE * (ceil_div(rotated, 2) + ceil_div(model.global_head_dim, 2))
-    tables = len({run.kind for run in layout(model).runs if run.kind != VISION}) if TRAITS[model.family].angles_of_kinds else 1
+    tables = (
+        len({plain_kind(model, run.kind) for run in layout(model).runs if run.kind != VISION})
+        if TRAITS[model.family].angles_of_kinds
+        else 1
+    )
     return tables * _FREQUENCIES_TWICE * ceil_div(rotated, 2)
 
 

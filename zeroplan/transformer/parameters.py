@@ -4,6 +4,8 @@ import math
 from typing import NamedTuple
 
 from zeroplan.ledger import Line
+from zeroplan.spec.family import GLOBAL_LAYERS, LINEAR_FAMILIES
+from zeroplan.spec.model import ModelSpec
 
 
 class Parameter(NamedTuple):
@@ -58,6 +60,27 @@ KINDS_OF_LETTERS = {
 }  # fmt: skip
 #: Kinds of layers with linear attention; ``beside``: attention and Mamba-2 side by side, the latter gated or normalised.
 WITH_STATES = ("linear", "beside", "beside, normed")
+
+
+def kind_of_first(model: ModelSpec) -> str:
+    """Return the kind of the first layer, in a model without adapters.
+
+    >>> kind_of_first(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                         num_key_value_heads=1, head_dim=4, vocab_size=10))
+    'dense'
+    """
+    if model.layer_pattern:
+        return KINDS_OF_LETTERS[model.letters[0]]
+    if model.family in LINEAR_FAMILIES:
+        return "linear"
+    if model.family in GLOBAL_LAYERS:
+        return "local"
+    return "dense" if model.moe is None or model.moe.num_dense_layers else "moe"
+
+
+def plain_kind(model: ModelSpec, kind: str) -> str:
+    """Return the kind of a block without adapters: a block of kind ``first`` is like the model's first layer."""
+    return kind_of_first(model) if kind == "first" else kind
 
 
 class BlockRun(NamedTuple):

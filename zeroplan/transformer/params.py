@@ -34,7 +34,7 @@ def layout(model: ModelSpec) -> Layout:
         return profiled_layout(profile_of(model))
     built = definition_of(model.family).tensors(model)
     if model.adapter is not None:
-        built = adapted_layout(built, model.adapter)
+        built = adapted_layout(built, model, model.adapter)
     if model.frozen is not None:
         built = partly_frozen_layout(built, model.frozen)
     built = with_tower(built, model)
@@ -93,7 +93,8 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
     runs = layout(model).runs
     at = {run.kind: index for index, run in enumerate(runs)}
     if model.layer_pattern:
-        return tuple(at[KINDS_OF_LETTERS[letter]] for letter in model.letters)
+        kinds = [KINDS_OF_LETTERS[letter] for letter in model.letters]
+        return tuple(at["first" if layer == 0 and "first" in at else kind] for layer, kind in enumerate(kinds))
     often, rare = KINDS_IN_TURN[model.family in LINEAR_FAMILIES]
     if not at.keys() >= {often, rare}:
         return tuple(index for index, run in enumerate(runs) for _ in range(run.layers))

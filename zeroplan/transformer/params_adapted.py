@@ -9,21 +9,22 @@ from collections.abc import Iterator
 
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.frozen import FrozenSpec
-from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, kind_of_first
 from zeroplan.transformer.params_modules import Parameters
 
 
-def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
+def adapted_layout(whole: Layout, model: ModelSpec, adapter: AdapterSpec) -> Layout:
     """Return a frozen model with adapters in its blocks, and with trained copies of modules outside them.
 
-    The first block is a kind of its own: no trained weight comes before it, so its input may have no gradient. Where kinds of
-    attention alternate, it is a local one. With a trained embedding it is like the others. A copy of a head that is the embedding
-    too is a tensor of its own.
+    The first block is a kind of its own: no trained weight comes before it, so its input may have no gradient. With a
+    trained embedding it is like the others. A copy of a head that is the embedding too is a tensor of its own.
     """
-    first, tracked = next((run for run in whole.runs if run.kind == "local"), whole.runs[0]), adapter.trains("embedding")
-    runs = tuple(run for old in whole.runs for run in _with_adapters(old, adapter, apart=old is first and not tracked))
+    kind, names, tracked = kind_of_first(model), adapter.layers_in(model.family), adapter.trains("embedding")
+    first = next((run for run in whole.runs if run.kind == kind), whole.runs[0])
+    runs = tuple(run for old in whole.runs for run in _with_adapters(old, adapter, names, apart=old is first and not tracked))
     tied = whole.tied_head
-    tail = _with_copies(tuple(one._replace(quantised=False) for one in _wrapped(whole.tail, adapter)), adapter)
+    tail = _with_copies(tuple(one._replace(quantised=False) for one in _wrapped(whole.tail, adapter, names)), adapter)
     if tied is not None and adapter.trains("head"):
         tail, tied = (*tail, Parameter(_COPY.format("lm_head"), tied.shape, autocast=True)), None
     embeddings = _with_copies(_frozen(whole.embeddings), adapter)
@@ -80,21 +81,21 @@ def only_frozen(whole: Layout) -> Layout:
     return Layout(_frozen_of(whole.embeddings), runs, _frozen_of(whole.tail))
 
 
-def _with_adapters(run: BlockRun, adapter: AdapterSpec, *, apart: bool) -> tuple[BlockRun, ...]:
-    inside = tuple(_wrapped(run.parameters, adapter))
+def _with_adapters(run: BlockRun, adapter: AdapterSpec, names: tuple[str, ...], *, apart: bool) -> tuple[BlockRun, ...]:
+    inside = tuple(_wrapped(run.parameters, adapter, names))
     if not apart:
         return (run._replace(parameters=inside),)
     first = BlockRun("first", 1, inside)
     return (first, BlockRun(run.kind, run.layers - 1, inside)) if run.layers > 1 else (first,)
 
 
-def _wrapped(parameters: Parameters, adapter: AdapterSpec) -> Iterator[Parameter]:
+def _wrapped(parameters: Parameters, adapter: AdapterSpec, names: tuple[str, ...]) -> Iterator[Parameter]:
     for parameter, after in zip(parameters, (*parameters[1:], None), strict=True):
         module, _, tensor = parameter.name.rpartition(".")
-        quantised = adapter.quantize != "none" and parameter.autocast and tensor == "weight"
+        quantised = adapter.quantize != "none" and parameter.autocast and tensor == "weight" and len(parameter.shape) == 2
         if adapter.quantize == "gptq" and module.endswith(".gate"):
             quantised = False  # quantised checkpoints keep a router's layer in 16 bits
-        if module.rpartition(".")[2] not in adapter.layers:
+        if module.rpartition(".")[2] not in names:
             yield parameter._replace(frozen=True, quantised=quantised)
             continue
         yield parameter._replace(name=f"{module}.base_layer.{tensor}", frozen=True, quantised=quantised)

@@ -12,7 +12,7 @@ from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, Told, Tra
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_FAMILIES
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA
 
 #: Axolotl's key for each key of TrainingArguments and TRL.
 _INSTEAD = {
@@ -181,7 +181,7 @@ def _beside_experts(reading: Reading, whole: Table) -> None:
     """Note keys of experts and of some families once: with adapters such a model is refused, and others have no such parts."""
     said = [key for key in (*_OF_EXPERTS, *_OF_FAMILIES) if whole.matters.pop(key, "")]
     model = reading.known_model()
-    if model is not None and model.family not in ADAPTED_FAMILIES:  # fused_attn_kernel: loaders/patch_manager.py, by family
+    if model is not None and model.family not in ADAPTED_LIKE_LLAMA:  # fused_attn_kernel: loaders/patch_manager.py, by family
         said += [key for key in ("fused_attn_kernel", *_KERNELS) if whole.matters.pop(key, "")]
     if {"use_scattermoe", "use_sonicmoe"} & set(said) and whole.matters.pop("use_kernels", ""):
         said.append("use_kernels")  # which the plugin for these two sets (integrations/kernels/args.py, check_use_kernels)

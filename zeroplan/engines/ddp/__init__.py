@@ -283,7 +283,7 @@ def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -
     reduce = Collective(
         "all_reduce", what, "backward", ranks, calls, payload, 2 * share * calls, 2 * moved * calls, _ALL_REDUCE
     )
-    kept = buffers_sent(model, width, calls, ranks)
+    kept = buffers_sent(model, recipe, calls, ranks)
     if recipe.zero_stage == 0:
         return (reduce, *kept)
     updated = "parameters, each tensor by the rank that updated it"
@@ -294,9 +294,13 @@ def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -
     )
 
 
-def buffers_sent(model: ModelSpec, width: int, calls: Int, ranks: Int) -> tuple[Collective, ...]:
-    """Return the broadcast of rank 0's buffers before a forward that follows a synchronised backward. It is no part of the 2·Ψ."""
-    n_bytes = buffer_bytes(model, width)
+def buffers_sent(model: ModelSpec, recipe: RecipeSpec, calls: Int, ranks: Int) -> tuple[Collective, ...]:
+    """Return the broadcast of rank 0's buffers before a forward that follows a synchronised backward. It is no part of the 2·Ψ.
+
+    Beside adapters they have the dtype of the frozen weights.
+    """
+    width = widths(recipe.precision)
+    n_bytes = buffer_bytes(model, width.stored if model.adapter is None else width.compute)
     if not n_bytes:
         return ()
     share = ceil_div(n_bytes, ranks) * (ranks - 1)

@@ -13,7 +13,7 @@ from importlib import import_module
 from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import HEAD
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, HEAD
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.spec.releases import is_reentrant, release_of
@@ -109,6 +109,7 @@ def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         (adapter is not None and adapter.compute == "fp32", "adapters that compute in fp32"),
         (adapter is not None and adapter.four_bits_keep_inputs, "bitsandbytes before 0.43.2"),
         (adapter is not None and job.model.moe is not None, "adapters beside experts"),
+        (adapter is not None and job.model.family not in ADAPTED_LIKE_LLAMA, "adapters in a family unlike Llama"),
         (adapter is not None and adapter.upcast == "norms" and job.model.is_quantised, "norms alone cast to fp32"),
     )
 

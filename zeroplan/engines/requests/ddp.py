@@ -42,7 +42,7 @@ class Step(WholePass):
         """``Reducer::rebuild_buckets``, in the second forward."""
         super().before_forward()
         if self.begins or self.recipe.sync_every_micro_batch:
-            self.log.call_all(buffers_sent(self.job.model, self.stored, 1, self.ranks))
+            self.log.call_all(buffers_sent(self.job.model, self.job.recipe, 1, self.ranks))
         self.begins = self.last
         if self.forwards == 1 and self.wrapped:
             stays = self.views and self.recipe.sync_every_micro_batch and self.job.batch.grad_accum_steps > 1

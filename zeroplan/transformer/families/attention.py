@@ -592,10 +592,11 @@ def _with_a_sink(tape: Tape, scores: Value) -> Value:
     made = tensor(tape, "scores and sink", scores.dtype, a * T * (s + 1), SINKS)
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        tape.weight_gradient(a)
+        if not tape.mode.weights_frozen:
+            tape.weight_gradient(a)
         return [op.through(scores, taken[0])]
 
-    tape.add("attention: scores and sink", (made,), (), backward, of=None)
+    tape.add("attention: scores and sink", (made,), (), backward, of=tape.with_weight(scores))
     return made
 
 

@@ -216,16 +216,18 @@ def gated_mlp(tape: Tape, normal: Value, block: Block, source: str, *, width: Si
     if tape.mode.mlp is not None and block.activation == "silu" and not prefix:
         return tape.mode.mlp(tape, normal)
     bias, modules = block.mlp_bias, (Module.NONE,) * 3 if prefix else (Module.GATE, Module.UP, Module.DOWN)
-    gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0]), bias=bias)
+    gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0], layer="gate_proj"), bias=bias)
     if tape.mode.fused_gates and block.activation == "silu":
         return _gated_by_liger(tape, normal, gate, block, source, width=width, prefix=prefix)
     active = activated(tape, gate, block.activation, f"{prefix}{block.activation} of the gate", source)
     tape.release(gate)
-    up = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, modules[1]), bias=bias)
+    site = Site(f"{prefix}up projection", source, modules[1], layer="up_proj")
+    up = op.linear(tape, normal, width, site, bias=bias)
     reason = f"{prefix}gated product, input of the down projection"
     inner = op.product(tape, active, up, reason, Site(f"{prefix}gated product", source))
     tape.release(active, up)
-    made = op.linear(tape, inner, h, Site(f"{prefix}down projection", source, modules[2]), reads=width, bias=bias)
+    site = Site(f"{prefix}down projection", source, modules[2], layer="down_proj")
+    made = op.linear(tape, inner, h, site, reads=width, bias=bias)
     tape.release(inner)
     return made
 
@@ -246,7 +248,7 @@ def _gated_by_liger(
 
 def joint_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
     """Return the same for a gated MLP whose gate and up projections are one matrix. The gate's variable lives until it returns."""
-    both = op.linear(tape, normal, (f + f), Site("joint gate and up projection", source))
+    both = op.linear(tape, normal, (f + f), Site("joint gate and up projection", source, layer="gate_up_proj"))
     gate, up = op.chunk(tape, both, (T * f, T * f), Site("gate and up", source))
     tape.release(both)
     active = activated(tape, gate, block.activation, f"{block.activation} of the gate", source)
@@ -270,14 +272,19 @@ def ungated_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
 
 
 def two_layer_mlp(
-    tape: Tape, normal: Value, block: Block, source: str, *, addmm: bool = False, frees_input: bool = False
+    tape: Tape, normal: Value, block: Block, source: str, *, addmm: bool = False, frees_input: bool = False,
+    layers: tuple[str, str] = ("", ""),
 ) -> Value:  # fmt: skip
-    """Return ``second(act(first(x)))``. Autograd saves x, first(x) if the activation reads it, and the second layer's input."""
-    inner = op.linear(tape, normal, f, Site("first MLP projection", source), bias=True, addmm=addmm)
+    """Return ``second(act(first(x)))``. Autograd saves x, first(x) if the activation reads it, and the second layer's input.
+
+    ``layers``: the names of both linear layers.
+    """
+    inner = op.linear(tape, normal, f, Site("first MLP projection", source, layer=layers[0]), bias=True, addmm=addmm)
     if frees_input:
         tape.release(normal)
     active = activated(tape, inner, block.activation, "activation, input of the second projection", source)
     tape.release(inner)
-    made = op.linear(tape, active, h, Site("second MLP projection", source), reads=f, bias=True, addmm=addmm)
+    site = Site("second MLP projection", source, layer=layers[1])
+    made = op.linear(tape, active, h, site, reads=f, bias=True, addmm=addmm)
     tape.release(active)
     return made

@@ -54,7 +54,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     queries = _queries(tape, normal, block)
     bare, turning = op.chunk(tape, queries, (T * BARE, T * a * o), Site("parts of the queries", LATENT))
     name = "first projection of keys and values"
-    compressed = op.linear(tape, normal, w + o, Site(name, LATENT), bias=block.attention_bias)
+    compressed = op.linear(tape, normal, w + o, Site(name, LATENT, layer="kv_a_proj_with_mqa"), bias=block.attention_bias)
     latent, rotary_key = op.chunk(tape, compressed, (T * w, T * o), Site("latent and rotary key", LATENT))
     latent_norm = _norm(tape, latent, "norm of the latent", w)
     if block.family == "deepseek_v2":
@@ -69,7 +69,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     query = _scaled(tape, query) if block.family == "mistral4" else query
     key, value = _expanded(tape, latent_norm, turned[1])
     context, weights = _attend(block)(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
-    made = op.linear(tape, context, h, Site("output projection", LATENT), reads=c, bias=block.attention_bias)
+    made = op.linear(tape, context, h, Site("output projection", LATENT, layer="o_proj"), reads=c, bias=block.attention_bias)
     tape.release(queries, bare, compressed, latent_norm, *turned, query, key, value, context)
     return Attended(made, weights)
 
@@ -93,12 +93,12 @@ def _by_head(tape: Tape, heads: Heads, *, attend: Attend) -> Attended:
 def _queries(tape: Tape, normal: Value, block: Block) -> Value:
     """Project queries with one matrix, or with two low-rank ones and a norm between them."""
     if not block.compressed:
-        return op.linear(tape, normal, q, Site("q projection", LATENT))
+        return op.linear(tape, normal, q, Site("q projection", LATENT, layer="q_proj"))
     name = "first projection of the queries"
-    compressed = op.linear(tape, normal, u, Site(name, LATENT), bias=block.attention_bias)
+    compressed = op.linear(tape, normal, u, Site(name, LATENT, layer="q_a_proj"), bias=block.attention_bias)
     latent = _norm(tape, compressed, "norm of the compressed queries", u)
     tape.release(compressed)
-    made = op.linear(tape, latent, q, Site("second projection of the queries", LATENT), reads=u)
+    made = op.linear(tape, latent, q, Site("second projection of the queries", LATENT, layer="q_b_proj"), reads=u)
     tape.release(latent)
     return made
 
@@ -149,7 +149,7 @@ def _scaled(tape: Tape, query: Value) -> Value:
 
 def _expanded(tape: Tape, latent: Value, rotary_key: Value) -> tuple[Value, Value]:
     """Return keys and values of all heads, which share the rotary key. One projection makes values and the keys' first part."""
-    joint = op.linear(tape, latent, JOINT, Site("projection to keys and values", EXPAND), reads=w)
+    joint = op.linear(tape, latent, JOINT, Site("projection to keys and values", EXPAND, layer="kv_b_proj"), reads=w)
     bare, value = op.chunk(tape, joint, (T * BARE, T * c), Site("keys and values", EXPAND))
     spread = Value(tape.hold(rotary_key.store), rotary_key.dtype, T * a * o)
     summed = op.makes("gradient of the rotary key, summed over heads", EXPAND, rotary_key)

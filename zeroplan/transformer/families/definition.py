@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, Values
-from zeroplan.ledger import PLAIN, Kind, Line, Module, Tag
+from zeroplan.ledger import PLAIN, Kind, Line, Tag
 from zeroplan.spec.adapter import Quantize
 from zeroplan.spec.family import TRAITS, Activation
 from zeroplan.spec.hardware import Kernels
@@ -16,7 +16,7 @@ from zeroplan.spec.releases import NOW, Release
 from zeroplan.transformer.families import attention as kernels_of
 from zeroplan.transformer.families.attention import Attend, HeadSize
 from zeroplan.transformer.families.operators import Norm
-from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.symbols import d, d_4, r, s
 
@@ -76,9 +76,9 @@ class Training(NamedTuple):
         """Whether autocast leaves the residual stream in fp32."""
         return self.upcast or self.weights != "adapted"
 
-    def adapts(self, module: Module) -> bool:
+    def adapts(self, site: Site) -> bool:
         """Whether a linear layer has an adapter."""
-        return module.rpartition(".")[2] in self.layers
+        return (site.layer or site.module.rpartition(".")[2]) in self.layers
 
 
 class Block(NamedTuple):

@@ -60,10 +60,11 @@ def logits_in_32_bits(tape: Tape, flat: Value) -> Value:
     """Multiply fp32 copies of the router's input and weight. Autograd saves both copies."""
     given = op.cast(tape, flat, 4, Site("input of the router", ROUTER))
     weight = Value(tape.make(op.TENSOR, "router's weight in fp32", 4 * E * h, ROUTER), 4, E * h)
-    tape.add("router: cast of the weight gradient", (weight,), (), op.makes_weight_gradient(E * h), of=None)
+    tape.add("router: cast of the weight gradient", (weight,), (), op.makes_weight_gradient(E * h), of=tape.with_weight())
+    saved = op.factors(tape, (given, (given.store,)), (weight, (weight.store,)))
     made = op.run(
-        tape, (given, weight), "output of the router", Site("router", ROUTER), dtype=4, shape=T * E,
-        saved=(given.store, weight.store), gradient="gradient of a factor of the router",
+        tape, (given, weight), "output of the router", Site("router", ROUTER), dtype=4, shape=T * E, saved=saved,
+        gradient="gradient of a factor of the router",
     )  # fmt: skip
     tape.matrix_product(made.store)
     tape.release(given, weight)
@@ -185,11 +186,13 @@ def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], end
     made = op.tensor(tape, f"{name}: output", r, P_own * width, EXPERTS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(experts * reads * width, waits=experts == x)
+        if not tape.mode.weights_frozen:
+            tape.weight_gradient(experts * reads * width, waits=experts == x)
         return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
 
     weights = Beside(f"weights of {name}", r * experts * reads * width, strided=True)
-    tape.add(name, (made,), (value, ends), backward, of=None, beside=(weights,))
+    saved = (ends,) if tape.mode.weights_frozen else (value, ends)
+    tape.add(name, (made,), saved, backward, of=tape.with_weight(value), beside=(weights,))
     return made
 
 
@@ -197,7 +200,7 @@ def _bias(tape: Tape, name: str, width: Size, sorting: _Sorting, experts: Size) 
     """Return the bias of each pair's expert, one row per pair. Autograd saves the experts' indices."""
     made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", r, P_own * width, EXPERTS)
     backward = op.makes_weight_gradient(experts * width, waits=experts == x)
-    tape.add(f"experts: bias of the {name} projection", (made,), (sorting.experts,), backward, of=None)
+    tape.add(f"experts: bias of the {name} projection", (made,), (sorting.experts,), backward, of=tape.with_weight())
     return made
 
 

@@ -38,7 +38,7 @@ def _linear(
     others: Mode,
 ) -> Value:  # fmt: skip
     """Run a linear layer with rounded factors. The bias is added as it is."""
-    if training is not None and others.linear is not None and not training.adapts(site.module):
+    if training is not None and others.linear is not None and not training.adapts(site):
         return others.linear(tape, value, width, site, reads=reads, bias=bias)
     made = product(tape, value, width, site, reads=reads, bias=bias, frozen=training is not None)
     if training is None:

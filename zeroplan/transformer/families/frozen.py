@@ -35,7 +35,7 @@ CLONE = "peft 0.21, tuners/lora/bnb.py, Linear4bit.forward"
 
 def freeze(tape: Tape, given: Value, training: Training) -> None:
     """Set how the tape runs a block's linear layers and norms, as ``training`` describes, before the program runs on ``given``."""
-    tape.mode = Mode(partial(linear, training=training), norms_frozen=training.weights != "trained")
+    tape.mode = Mode(partial(linear, training=training), weights_frozen=training.weights != "trained")
     if training.fused and {"q_proj", "k_proj", "v_proj"} <= set(training.layers):
         tape.mode = tape.mode._replace(projections=partial(_projections, training=training))
     if training.fused == "axolotl-lora" and set(MLP) <= set(training.layers):
@@ -71,7 +71,7 @@ def linear(
     if training.weights == "frozen" and tape.autocast:
         return _copied_linear(tape, value, width, site, reads=reads, bias=bias)
     with tape.inside(site.module):
-        if training.fused and site.module is Module.O and training.adapts(Module.O):
+        if training.fused and site.module is Module.O and training.adapts(site):
             from zeroplan.transformer.families.fused_lora import output  # noqa: PLC0415  few jobs have it
 
             return output(tape, value, width, site, training, reads=reads)
@@ -82,7 +82,7 @@ def linear(
 
 def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size, bias: bool) -> Value:
     """Run a frozen linear layer and its adapter, if any. peft casts, scales and adds in separate operators."""
-    adapts = training.adapts(site.module)
+    adapts = training.adapts(site)
     with tape.owning() if adapts else nullcontext():
         made = _frozen_linear(tape, value, width, site, reads=reads, bias=bias, keeps_input=training.keeps_inputs)
     if not adapts:
@@ -128,7 +128,7 @@ def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: 
 
 def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size) -> Value:
     """Run a layer in four bits and its adapter, if any. Autocast casts the adapter's input."""
-    adapted = training.adapts(site.module)
+    adapted = training.adapts(site)
     with tape.owning() if adapted else nullcontext():
         if training.quantize == "gptq":
             made = _product_of_gptq(tape, value, site, width=width, reads=reads)

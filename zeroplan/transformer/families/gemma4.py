@@ -143,14 +143,14 @@ def _router(tape: Tape, flat: Value) -> Routing:
     bare = op.norm(tape, flat, "router: norm", _BARE)
     wide = _times_weight(tape, bare)
     entry = op.scaled(tape, wide, "router: its input", Site("router: scale", ROUTER))
-    logits = op.linear(tape, entry, E, Site("router", ROUTER))
+    logits = op.linear(tape, entry, E, Site("router", ROUTER, layer="proj"))
     reason, cast_at, at = "router: scores of all experts", Site("router: logits", ROUTER), Site("router: softmax", ROUTER)
     scores = op.softmax_in_32_bits(tape, logits, reason, cast_at, at)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     bare_weights = divided_by_their_sum(tape, chosen, 4, ROUTER)
     numbers = op.tensor(tape, "router: number of each chosen expert", r, T * t, ROUTER)
-    tape.add("router: numbers", (numbers,), (indices,), op.makes_weight_gradient(E), of=None)
+    tape.add("router: numbers", (numbers,), (indices,), op.makes_weight_gradient(E), of=tape.with_weight())
     weights = op.product(tape, bare_weights, numbers, "router: weights", Site("router: weights", ROUTER))
     tape.release(numbers, bare_weights, entry, logits)
     return Routing(scores, weights, indices)
@@ -162,10 +162,13 @@ def _times_weight(tape: Tape, bare: Value) -> Value:
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         passed = op.gradient(tape, bare, "gradient of the router's normalised input", ROUTER)
-        tape.weight_gradient(h, unsummed=("gradient of the router's scale, not yet summed", made.dtype * made.shape, ROUTER))
+        if not frozen:
+            unsummed = ("gradient of the router's scale, not yet summed", made.dtype * made.shape, ROUTER)
+            tape.weight_gradient(h, unsummed=unsummed)
         return [(bare, passed)]
 
-    tape.add("router: weights of its input", (made,), (bare,), backward, of=None)
+    saved, frozen = () if tape.mode.weights_frozen else (bare,), tape.mode.weights_frozen
+    tape.add("router: weights of its input", (made,), saved, backward, of=tape.with_weight(bare))
     tape.release(bare)
     return made
 

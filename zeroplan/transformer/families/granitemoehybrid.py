@@ -40,13 +40,13 @@ def _mamba(tape: Tape, normal: Value, block: Block) -> Attended:
 
 def _shared_mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """Return the MLP's output. One variable holds first the joint projection, then the gated product."""
-    joint = op.linear(tape, normal, (f + f), Site("joint gate and up projection", MLP))
+    joint = op.linear(tape, normal, (f + f), Site("joint gate and up projection", MLP, layer="input_linear"))
     gate, up = op.chunk(tape, joint, (T * f, T * f), Site("gate and up", MLP))
     tape.release(joint)
     active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
     inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", MLP))
     tape.release(active)
-    made = op.linear(tape, inner, h, Site("down projection", MLP, Module.DOWN), reads=f)
+    made = op.linear(tape, inner, h, Site("down projection", MLP, Module.DOWN, layer="output_linear"), reads=f)
     tape.release(inner, gate, up)
     return made
 

@@ -201,13 +201,13 @@ def _scaled_copies(tape: Tape, flat: Value, scores: Value) -> Value:
 
 
 def _experts(tape: Tape, entry: Value, block: Block) -> Value:
-    both = op.trained_linear(tape, entry, (m + m), Site("experts: gate and up projections", EXPERTS), copies=E)
+    both = op.batched_linear(tape, entry, (m + m), Site("experts: gate and up projections", EXPERTS), copies=E)
     gate, up = op.chunk(tape, both, (T * E * m, T * E * m), Site("experts: gates and ups", EXPERTS))
     active = activated(tape, gate, block.activation, "experts: silu of the gate", EXPERTS)
     reason = "experts: gated product, input of the down projection"
     inner = op.product(tape, up, active, reason, Site("experts: gated product", EXPERTS))
     tape.release(active)
-    made = op.trained_linear(tape, inner, h, Site("experts: down projection", EXPERTS), reads=m, copies=E)
+    made = op.batched_linear(tape, inner, h, Site("experts: down projection", EXPERTS), reads=m, copies=E)
     tape.release(inner, gate, up, both)
     return made
 

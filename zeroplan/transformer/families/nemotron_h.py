@@ -50,10 +50,11 @@ def _module(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _mlp(tape: Tape, normal: Value, width: Size, prefix: str, source: str) -> Value:
-    inner = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, Module.NONE if prefix else Module.UP))
+    site = Site(f"{prefix}up projection", source, Module.NONE if prefix else Module.UP, layer="up_proj")
+    inner = op.linear(tape, normal, width, site)
     active = activated(tape, inner, "relu2", f"{prefix}square of the relu, input of the down projection", source)
     tape.release(inner)
-    site = Site(f"{prefix}down projection", source, Module.NONE if prefix else Module.DOWN)
+    site = Site(f"{prefix}down projection", source, Module.NONE if prefix else Module.DOWN, layer="down_proj")
     made = op.linear(tape, active, h, site, reads=width)
     tape.release(active)
     return made

@@ -264,6 +264,20 @@ def _weight_gradient(tape: Tape, elements: Size, casts: list[Value], site: Site)
     return [(copy, tape.make(TEMPORARY, reason, e * elements, site.source))]
 
 
+def batched_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, copies: Size) -> Value:
+    """``bmm`` with ``copies`` weights, each for its own tokens. If they are frozen, autograd saves them alone."""
+    if not tape.mode.weights_frozen:
+        return trained_linear(tape, value, width, site, reads=reads, copies=copies)
+    of, read = (
+        f"gradient through the {site.name}",
+        Beside(f"weight of the {site.name}", e * copies * reads * width, strided=True),
+    )
+    made = tensor(tape, f"output of the {site.name}", e, T * copies * width, site.source)
+    backward = makes(of, site.source, value)
+    tape.add(site.name, (made,), (), backward, of=(value,), place=site.place, saves_weight=True, beside=(read,))
+    return made
+
+
 def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size) -> Value:
     """``nn.Linear`` in fp32, outside autocast, whose weight is trained."""
     made = tensor(tape, f"output of the {site.name}", 4, T * width, site.source, Tag(Role.OUTPUT, site.module))
@@ -300,14 +314,18 @@ def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site, *
     """
     elements = width * taps
     wide = cast(tape, value, r, Site(f"input of the {site.name}, in its weight's dtype", site.source))
-    biases = [_weight(tape, width, site, tracked=False, of="bias")] if tape.autocast and bias else []
-    weight = _weight(tape, elements, site, tracked=True, of="weight") if tape.autocast else None
+    frozen = tape.mode.weights_frozen
+    casts = tape.autocast and not frozen
+    biases = [_weight(tape, width, site, tracked=False, of="bias")] if casts and bias else []
+    weight = _weight(tape, elements, site, tracked=True, of="weight") if casts else None
     given = cast(tape, wide, e, Site(f"input of the {site.name}", site.source))
     made = tensor(tape, f"output of the {site.name}", e, (T + b * (taps - 1)) * width, site.source)
     tape.release(wide)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         arriving = [(given, gradient(tape, given, f"gradient through the {site.name}", site.source))]
+        if frozen:
+            return arriving
         if weight is None:
             tape.weight_gradient(elements)
             for _ in range(bias):
@@ -317,7 +335,7 @@ def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site, *
         return [*arriving, *((one, tape.make(TEMPORARY, reason, e * one.shape, site.source)) for one in (weight, *biases))]
 
     cast_of = None if weight is None else elements
-    tape.add(site.name, (made,), (given.store,), backward, of=None, cast=cast_of, place=site.place)
+    tape.add(site.name, (made,), (given.store,), backward, of=tape.with_weight(given), cast=cast_of, place=site.place)
     (cut,) = slices(tape, made, (T * width,), Site(f"sequence in the {site.name}'s output", site.source))
     tape.release(given, made)
     return cut
@@ -563,11 +581,11 @@ def _norm_by_liger(tape: Tape, value: Value, weight: Size, rows: Size, site: Sit
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
         tape.temporary(f"{site.name}: gradients of its weight by multiprocessor", 4 * PROCESSORS * weight, LIGER_NORM)
-        if not tape.mode.norms_frozen:
+        if not tape.mode.weights_frozen:
             tape.weight_gradient(weight)
         return [through(value, taken[0])] if tape.follows(value) else []
 
-    followed = (value,) if tape.mode.norms_frozen else None
+    followed = (value,) if tape.mode.weights_frozen else None
     tape.add(site.name, (made,), (value, root), backward, of=followed, place=site.place)
     tape.drop(root)
     return made
@@ -594,12 +612,12 @@ def _norm_in_one_operator(tape: Tape, value: Value, weight: Size, rows: Size, si
         kept = tape.make(TENSOR, f"{name}: reciprocal root mean square", 4 * rows, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        for _ in range(0 if tape.mode.norms_frozen else 1 + is_layer):
+        for _ in range(0 if tape.mode.weights_frozen else 1 + is_layer):
             tape.weight_gradient(weight)
         return [(value, gradient(tape, value, f"gradient through the {name}", site.source))] if tape.follows(value) else []
 
     read = tuple(Beside(f"{name}: its {one}", r * weight) for one in (("weight", "bias") if is_layer else ("weight",)))
-    followed = (value,) if tape.mode.norms_frozen else None
+    followed = (value,) if tape.mode.weights_frozen else None
     tape.add(name, (made,), (value, kept), backward, of=followed, place=site.place, beside=read)
     tape.drop(kept)
     return made
@@ -619,7 +637,7 @@ def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, si
         return _weighted_by_power(tape, normal, value.dtype, 0 if kind.kind == "power, no weight" else weight, site, named)
     if kind.kind == "cast, then weighted":
         narrow = cast(tape, normal, value.dtype, site._replace(name=f"{site.name}: normalised input"), NORMALISED)
-        made = weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow,), weight, site)
+        made = weighted(tape, narrow, () if tape.mode.weights_frozen else (narrow,), weight, site)
         tape.release(narrow, normal)  # the fp32 one has a variable until the norm returns
     else:
         copied = not tape.is_wide(r) if kind.kind == "copied weight, then cast" else None
@@ -636,7 +654,7 @@ def _cast_and_weighted(tape: Tape, normal: Value, dtype: Width, weight: Size | N
     tape.release(normal)
     if weight is None:
         return narrow
-    made = weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow,), weight, site)
+    made = weighted(tape, narrow, () if tape.mode.weights_frozen else (narrow,), weight, site)
     tape.release(narrow)
     return made
 
@@ -653,7 +671,7 @@ def _weighted_in_32_bits(
     name = site.name
     words = f"{name}: one plus its weight, fp32" if one_plus else f"{name}: its weight in fp32"
     plus = (tape.make(TENSOR, words, 4 * weight, site.source),) if one_plus or copied else ()
-    scaled = weighted(tape, normal, plus if tape.mode.norms_frozen else (normal, *plus), weight, site, plus=bool(plus))
+    scaled = weighted(tape, normal, plus if tape.mode.weights_frozen else (normal, *plus), weight, site, plus=bool(plus))
     tape.drop(*plus)
     one_plus = one_plus or (copied is not None and not named)
     if one_plus:
@@ -722,7 +740,7 @@ def weighted(tape: Tape, value: Value, saved: Saved, weight: Size, site: Site, *
 
     ``plus``: one plus the weight, which is among ``saved``, takes its place.
     """
-    frozen = tape.mode.norms_frozen
+    frozen = tape.mode.weights_frozen
     made = tensor(tape, f"output of the {site.name}", wider(tape, value.dtype, r), value.shape, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:

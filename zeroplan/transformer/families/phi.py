@@ -28,7 +28,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     """Run one layer. The variables of both branches and of the norm's output live until the sum exists."""
     normal = op.norm(tape, given, "norm before both branches", LAYER_NORM, place=AT_ATTENTION_NORM)
     attended, weights = _attention(tape, normal, block)
-    branch = two_layer_mlp(tape, normal, block, f"{PHI}, PhiMLP.forward")
+    branch = two_layer_mlp(tape, normal, block, f"{PHI}, PhiMLP.forward", layers=("fc1", "fc2"))
     both = op.add(tape, attended, branch, "sum of attention and MLP", Site("addition of the branches", LAYER))
     made = op.add(tape, both, given, "block output", Site("residual addition", LAYER))
     tape.release(both, normal, attended, branch, *(() if weights is None else (weights,)))
@@ -57,7 +57,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     )
     tape.release(*projected[:2])
     context, weights = block.attend(tape, Heads(query, key, value, block.grouped, block.one_key, joined=True))
-    made = op.linear(tape, context, h, Site("output projection", ATTENTION, Module.O), reads=c, bias=True)
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION, Module.O, layer="dense"), reads=c, bias=True)
     tape.release(value, query, key, context, *turned, *(rest for _, rest in parts))
     return Attended(made, weights)
 

@@ -75,8 +75,8 @@ def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     if block.family != "qwen3_next":
         return _of_four_projections(tape, normal, block)
     wide = 2 * J * D + 2 * A * I
-    joint = op.linear(tape, normal, wide, Site("joint projection of q, k, v and z", LINEAR))
-    rates = op.linear(tape, normal, 2 * A, Site("joint projection of beta and decay", LINEAR))
+    joint = op.linear(tape, normal, wide, Site("joint projection of q, k, v and z", LINEAR, layer="in_proj_qkvz"))
+    rates = op.linear(tape, normal, 2 * A, Site("joint projection of beta and decay", LINEAR, layer="in_proj_ba"))
     heads, keys = T * A * I, T * J * D
     query, key, value, gate = op.chunk(tape, joint, (keys, keys, heads, heads), Site("parts q, k, v and z", LINEAR))
     beta, decay = op.chunk(tape, rates, (T * A, T * A), Site("parts beta and decay", LINEAR))
@@ -95,9 +95,13 @@ def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 def _of_four_projections(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run ``Qwen3_5GatedDeltaNet``."""
-    joint = op.linear(tape, normal, 2 * J * D + A * I, Site("joint projection of q, k and v", LINEAR_3_5))
-    gate = op.linear(tape, normal, A * I, Site("projection to z", LINEAR_3_5))
-    beta, decay = (op.linear(tape, normal, A, Site(f"projection to {name}", LINEAR_3_5)) for name in ("beta", "decay"))
+    site = Site("joint projection of q, k and v", LINEAR_3_5, layer="in_proj_qkv")
+    joint = op.linear(tape, normal, 2 * J * D + A * I, site)
+    gate = op.linear(tape, normal, A * I, Site("projection to z", LINEAR_3_5, layer="in_proj_z"))
+    beta, decay = (
+        op.linear(tape, normal, A, Site(f"projection to {name}", LINEAR_3_5, layer=layer))
+        for name, layer in (("beta", "in_proj_b"), ("decay", "in_proj_a"))
+    )
     mixed = _convolved(tape, joint)
     out = _by_the_rule(tape, mixed, beta, decay, gate, block)
     tape.release(gate, beta, decay)
@@ -112,7 +116,7 @@ def _by_the_rule(tape: Tape, mixed: Value, beta: Value, decay: Value, gate: Valu
     made = gated_delta_rule(tape, Given(query, key, value, learnt, logarithm), block)
     normed = _gated_norm(tape, made, gate)
     tape.release(made, learnt)
-    out = op.linear(tape, normed, h, Site("output projection", LINEAR), reads=A * I)
+    out = op.linear(tape, normed, h, Site("output projection", LINEAR, layer="out_proj"), reads=A * I)
     tape.release(normed, mixed, query, key, value, logarithm)
     return out
 
@@ -145,22 +149,27 @@ def _decay(tape: Tape, given: Value) -> Value:
     raised = op.tensor(tape, "decay and its bias", 4, T * A, LINEAR)
 
     def biased(tape: Tape, taken: list[Store]) -> Arriving:
-        tape.weight_gradient(A)
+        if not tape.mode.weights_frozen:
+            tape.weight_gradient(A)
         return [op.through(wide, taken[0])]
 
-    tape.add("decay: bias", (raised,), (), biased, of=None)
+    tape.add("decay: bias", (raised,), (), biased, of=tape.with_weight(wide))
     tape.release(wide)
-    rates = tape.make(op.TENSOR, "rates of decay, and the negative", 8 * A, LINEAR)
+    frozen = tape.mode.weights_frozen  # then autograd saves the negative rates alone
+    words, size = ("rates of decay, negative", 4 * A) if frozen else ("rates of decay, and the negative", 8 * A)
+    rates = tape.make(op.TENSOR, words, size, LINEAR)
     soft = op.pointwise(tape, raised, "softplus of the decay", Site("decay: softplus", LINEAR))
     tape.release(raised)
     made = op.tensor(tape, "logarithm of the decay", 4, T * A, LINEAR)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("gradient of the rates of decay, not yet summed", 4 * T * A, LINEAR)
-        tape.weight_gradient(A)
+        if not frozen:
+            tape.temporary("gradient of the rates of decay, not yet summed", 4 * T * A, LINEAR)
+            tape.weight_gradient(A)
         return [(soft, op.gradient(tape, soft, "gradient of the softplus", LINEAR))]
 
-    tape.add("decay: rates", (made,), (soft.store, rates), backward, of=None)
+    saved = (rates,) if frozen else (soft.store, rates)
+    tape.add("decay: rates", (made,), saved, backward, of=tape.with_weight(soft))
     tape.drop(rates)
     tape.release(soft)
     return made
@@ -218,7 +227,7 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
     routing = router(tape, flat, narrowed=True, divided=block.family != "qwen2_moe")
     with tape.inside(Module.EXPERTS), tape.owning():
         routed = experts_here(tape, flat, routing.weights)
-    bare = op.linear(tape, flat, _ONE, Site("gate of the shared expert", MOE))
+    bare = op.linear(tape, flat, _ONE, Site("gate of the shared expert", MOE, layer="shared_expert_gate"))
     gate = op.pointwise(tape, bare, "gate of the shared expert", Site("shared expert: sigmoid", MOE), saves_result=True)
     tape.release(bare, flat)
     weighted = _weighted(tape, shared, gate)

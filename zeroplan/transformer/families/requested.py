@@ -24,7 +24,7 @@ from zeroplan.transformer.families.tags import INCOMING
 from zeroplan.transformer.families.tape import Action, Do, Exchange, Owner, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
 from zeroplan.transformer.families.widths import in_one_chunk, is_masked, values_of, widths
-from zeroplan.transformer.parameters import WITH_STATES, BlockRun
+from zeroplan.transformer.parameters import WITH_STATES, BlockRun, plain_kind
 from zeroplan.transformer.symbols import r
 
 _Thing: TypeAlias = Store | Size | Owner | Exchange
@@ -91,8 +91,9 @@ def block_requests(
     autograd adds nothing to it in place.
     """
     x = widths(model, compute, batch)
-    masked = _one(in_one_chunk(model, x) if kind in WITH_STATES else is_masked(model, x, kind))
-    single = kind in WITH_STATES and masked and bool(model.layer_pattern) and _one(x.micro_batch == 1)
+    alike = plain_kind(model, kind)
+    masked = _one(in_one_chunk(model, x) if alike in WITH_STATES else is_masked(model, x, alike))
+    single = alike in WITH_STATES and masked and bool(model.layer_pattern) and _one(x.micro_batch == 1)
     structure = structure_of(model, kind, compute, x, masked=masked, single=single)
     made = _of_a_block(structure, recompute, offloaded=compute.offloaded, marking=marking, received=received)
     return _sized(made, values_of(model, x, compute.tp if structure.sharded else 1))

@@ -39,7 +39,7 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
     ``multiplied``: Falcon-H1's, with multipliers on its input and, in the residual stream's dtype, on its first projection.
     """
     inner, side = A * I, J * D
-    name, site = "input of Mamba-2, scaled", Site("joint projection of gate, x, B, C and dt", MIXER)
+    name, site = "input of Mamba-2, scaled", Site("joint projection of gate, x, B, C and dt", MIXER, layer="in_proj")
     entry = op.multiplied(tape, normal, name, Site(name, FALCON)) if multiplied else normal
     joint = op.linear(tape, entry, inner + inner + 2 * side + A, site)
     if multiplied:
@@ -54,12 +54,15 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
         active = wide
     x, keys, queries = op.chunk(tape, active, (T * inner, T * side, T * side), Site("parts x, B and C", MIXER))
     decay = tape.make(op.TENSOR, "rates of decay", 4 * A, MIXER), tape.make(op.TENSOR, "rates of decay, negative", 4 * A, MIXER)
+    tape.drop(
+        *(decay[:1] if tape.mode.weights_frozen else ())
+    )  # autograd saves them for the gradient of their logarithms alone
     scanned = _scan(tape, (x, keys, queries, rates), decay, block)
     normed = (_gated if block.only_gated else _gated_norm)(tape, scanned, gate)
     tape.release(scanned)
     narrow = op.cast(tape, normed, r, Site("input of the output projection", MIXER))
     tape.release(normed)
-    made = op.linear(tape, narrow, h, Site("output projection", MIXER), reads=inner)
+    made = op.linear(tape, narrow, h, Site("output projection", MIXER, layer="out_proj"), reads=inner)
     tape.release(narrow, x, keys, queries, active, gate, bare, rates, joint)
     tape.drop(decay[1])
     return made
@@ -135,10 +138,11 @@ def _step(tape: Tape, bare: Value) -> Value:
     raised = op.tensor(tape, "dt and its bias", bare.dtype, T * A, SCAN)
 
     def biased(tape: Tape, taken: list[Store]) -> Arriving:
-        tape.weight_gradient(A)
+        if not tape.mode.weights_frozen:
+            tape.weight_gradient(A)
         return [op.through(bare, taken[0])]
 
-    tape.add("dt: bias", (raised,), (), biased, of=None)
+    tape.add("dt: bias", (raised,), (), biased, of=tape.with_weight(bare))
     wide = op.cast(tape, raised, 4 if tape.autocast else raised.dtype, Site("dt", SCAN))
     tape.release(raised)
     soft = op.pointwise(tape, wide, "softplus of dt", Site("dt: softplus", SCAN))
@@ -167,10 +171,12 @@ def _skipped(tape: Tape, x: Value) -> Value:
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         passed = op.gradient(tape, filled, "gradient of x beside the scan", SCAN)
-        tape.weight_gradient(A, unsummed=("gradient of its weight, not yet summed", 4 * VALUES, SCAN))
+        if not tape.mode.weights_frozen:
+            tape.weight_gradient(A, unsummed=("gradient of its weight, not yet summed", 4 * VALUES, SCAN))
         return [(filled, passed)]
 
-    tape.add("x beside the scan: weight", (made,), (filled,), backward, of=None)
+    saved = () if tape.mode.weights_frozen else (filled,)
+    tape.add("x beside the scan: weight", (made,), saved, backward, of=tape.with_weight(filled))
     tape.release(filled)
     return made
 
@@ -183,12 +189,14 @@ def _times_step(tape: Tape, x: Value, step: Value, decay: tuple[Store, Store]) -
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         passed = op.gradient(tape, again, "gradient of dt", SCAN)
-        tape.weight_gradient(A, unsummed=("gradient of the rates of decay, not yet summed", 4 * T * A, SCAN))
+        if not tape.mode.weights_frozen:
+            tape.weight_gradient(A, unsummed=("gradient of the rates of decay, not yet summed", 4 * T * A, SCAN))
         return [(again, passed)]
 
-    tape.add("decay", (made,), (again.store, *decay), backward, of=None)
+    saved = (decay[1],) if tape.mode.weights_frozen else (again.store, *decay)
+    tape.add("decay", (made,), saved, backward, of=tape.with_weight(again))
     tape.release(x, once, again)
-    tape.drop(decay[0])
+    tape.drop(*(() if tape.mode.weights_frozen else decay[:1]))
     return stepped, made
 
 

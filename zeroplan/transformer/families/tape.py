@@ -89,8 +89,8 @@ class Mode(NamedTuple):
     """How a program's layers run, if they are not all trained on one rank."""
 
     linear: Linear | None = None
-    norms_frozen: bool = False
-    """The weights of norms get no gradient."""
+    weights_frozen: bool = False
+    """The weights of norms and experts get no gradient, nor do single parameters such as biases of a state space."""
     sharded: bool = False
     """Tensor-parallel ranks split matrices and, between them, the sequence."""
     projections: "Callable[[Tape, Value], tuple[Value, ...]] | None" = None
@@ -126,6 +126,8 @@ class Site(NamedTuple):
     source: str
     module: Module = Module.NONE
     at: At = At.ANYWHERE
+    layer: str = ""
+    """The name of its linear layer, where that is not the last part of ``module``."""
 
     @property
     def place(self) -> Place:
@@ -434,6 +436,10 @@ class Tape:
         del self.alive[store]
         self.history.actions.append((Do.RELEASE, store))
         self.freed = True
+
+    def with_weight(self, *inputs: Value) -> tuple[Value, ...] | None:
+        """Return ``of`` of an operator with a weight: None if the weight is trained, else its other inputs."""
+        return inputs if self.mode.weights_frozen else None
 
     def release(self, *values: Value) -> None:
         """End the variables that hold some tensors."""

@@ -33,7 +33,7 @@ from zeroplan.transformer.families.widths import (
     quantities,
     values_of,
 )
-from zeroplan.transformer.parameters import WITH_STATES
+from zeroplan.transformer.parameters import WITH_STATES, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
@@ -174,7 +174,8 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
     """
     if compute.tp > 1 or compute.cp > 1:
         _refuse_a_window(model, compute, x)
-    if kind in WITH_STATES:
+    alike = plain_kind(model, kind)
+    if alike in WITH_STATES:
         alone = x.micro_batch == 1  # Mamba-2 copies less of a single sequence of one chunk
         return by_mask(
             in_one_chunk(model, x),
@@ -183,7 +184,7 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
                 lambda single: _of(model, kind, compute, x, recompute, masked=one, single=single),
             ),
         )
-    made = by_mask(is_masked(model, x, kind), lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
+    made = by_mask(is_masked(model, x, alike), lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
     if kind == "frozen" and compute.recompute == "none":
         return BlockPass((), (), (), made.forward, (), (), 0)
     return made
@@ -236,8 +237,9 @@ def structure_of(
     model: ModelSpec, kind: str, compute: Compute, x: Widths, *, masked: bool, single: bool = False
 ) -> Block:  # fmt: skip
     """Return the structure of a model's block of this kind. ``single``: the batch is one sequence, of one chunk."""
+    training, kind = _training(model, kind, compute), plain_kind(model, kind)
     no_experts = kind == "dense" or (TRAITS[model.family].one_module and kind != "moe")
-    dense, training = model.moe is None or no_experts, _training(model, kind, compute)
+    dense = model.moe is None or no_experts
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
     block = Block(
@@ -292,7 +294,7 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
     return block._replace(
         dispatched=x.expert_ranks > 1,
         uneven=x.expert_ranks > 1 and x.imbalance != EVEN,
-        looped=moe.num_experts if moe is not None and model.adapter is not None else 0,
+        looped=moe.num_experts if moe is not None and block.release.loops_over_experts else 0,
         is_mlp=kind == "mlp",
         only_gated=kind == "beside",
         shares=moe is not None and moe.num_shared_experts > 0,
@@ -320,7 +322,7 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
         tracked = kind != "first" or recomputed
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
-            "adapted", tracked, compute.keeps_inputs, adapter.layers, adapter.quantize, upcast=model.upcasts_norms,
+            "adapted", tracked, compute.keeps_inputs, model.adapted_layers, adapter.quantize, upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
             fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""),

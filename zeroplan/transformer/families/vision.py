@@ -69,7 +69,9 @@ def _turned(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, 
 
 def _scaled(tape: Tape, branch: Value, name: str) -> Value:
     """Multiply a branch by InternVL's learned scale of each channel, and release it."""
-    made = op.weighted(tape, branch, () if tape.mode.norms_frozen else (branch,), h, Site(f"scale of the {name}", INTERN_LAYER))
+    made = op.weighted(
+        tape, branch, () if tape.mode.weights_frozen else (branch,), h, Site(f"scale of the {name}", INTERN_LAYER)
+    )
     tape.release(branch)
     return made
 

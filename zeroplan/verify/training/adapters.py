@@ -12,24 +12,26 @@ from zeroplan.spec.recipe import RecipeSpec
 _DROPOUT = 0.1  # any rate above 0 allocates the same
 
 
-def with_adapters(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, *, device: str = "cpu") -> nn.Module:
-    """A transformers model, frozen, with peft's adapters beside its linear layers, quantised on ``device`` if configured.
+def with_adapters(
+    model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, *, family: str, device: str = "cpu"
+) -> nn.Module:  # fmt: skip
+    """A transformers model of this family, frozen, with peft's adapters, quantised on ``device`` if configured.
 
     Under mixed precision peft makes adapters of 16-bit weights in fp32. DeepSpeed casts the whole module to 16 bits, so its
     adapters are in 16 bits.
     """
     with warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore")  # peft calls functions that transformers has deprecated
-        return _adapted(model, adapter, recipe)
+        return _adapted(model, adapter, recipe, family)
 
 
-def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> nn.Module:
+def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, family: str) -> nn.Module:
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415  takes seconds
 
     if adapter.quantize != "none":
         _quantise(model, adapter, recipe)
     wanted = LoraConfig(
-        r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=list(adapter.layers), task_type="CAUSAL_LM",
+        r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=list(adapter.layers_in(family)), task_type="CAUSAL_LM",
         lora_dropout=_DROPOUT if adapter.dropout else 0.0, modules_to_save=list(adapter.saved) or None,
     )  # fmt: skip
     wide = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed"
