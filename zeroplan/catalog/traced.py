@@ -1,7 +1,7 @@
-"""Configurations of well-known models without formulas, which are traced where torch is: encoders, encoder-decoders, vision models.
+"""Configurations of well-known models without formulas, traced where torch is: encoders, vision models, diffusion transformers.
 
 One file each in ``traced/``: the keys of its ``config.json`` that size the model and, as ``zeroplan``, their source, the number of
-parameters of transformers' class, and what the makers say.
+parameters of its class, and what the makers say.
 """
 
 from pathlib import Path
