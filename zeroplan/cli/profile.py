@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -120,7 +121,7 @@ def _tokens(flag: str, said: str | None) -> int | None:
 
 def _traced(
     workload: str | None, config: str | None, engines: tuple[str, ...], precisions: tuple[str, ...], recompute: tuple[str, ...],
-    attention: tuple[str, ...], lengths: tuple[int | None, int | None], picture: dict[str, object],
+    attention: tuple[str, ...], lengths: tuple[int | None, int | None], picture: Mapping[str, object],
 ) -> "Profile":  # fmt: skip
     """Return the profile; ``lengths``: --seq-len and its fallback. Errors of the user's workload get their own message."""
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")  # the trace fakes GPUs, so real ones are hidden
@@ -146,7 +147,7 @@ def _traced(
             raise MeasurementError(f"the module cannot be traced: {last}{hint(last, _NO_VALUES)}") from error
 
 
-def _of_config(config: str, attention: str, picture: dict[str, object]) -> "Subject":
+def _of_config(config: str, attention: str, picture: Mapping[str, object]) -> "Subject":
     """Return the model of a config.json of transformers or diffusers; ``picture`` is for one of diffusers alone."""
     from zeroplan.catalog.diffusion import is_diffuser  # noqa: PLC0415
     from zeroplan.verify.profiling.subject import config_file, of_config, of_diffuser, read_keys  # noqa: PLC0415

@@ -42,7 +42,7 @@ def stacks_of(config: Config, module: nn.Module) -> tuple[nn.ModuleList, ...]:
     return tuple(cast("nn.ModuleList", getattr(module, name)) for name in diffuser_of(config).stacks)
 
 
-def places_of(stacks: Sequence[Sequence[nn.Module]]) -> Places:
+def places_of(stacks: Sequence[nn.ModuleList]) -> Places:
     """The blocks of each stack to trace: the first three and the last of every run of equal ones."""
     return tuple(_places([shapes_of(block) for block in stack]) for stack in stacks)
 
