@@ -141,8 +141,10 @@ def test_the_engine_takes_what_the_profile_of_adapters_says(name: str, said: str
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("said", DEEPSPEED)
-@pytest.mark.parametrize("name", ["flux", "sd3", "qwen", "wan"])
+@pytest.mark.parametrize(("name", "said"), [
+    ("flux", "stage 2"), ("flux", "stage 3"), ("sd3", "stage 2"), ("sd3", "stage 3"), ("qwen", "stage 2"), ("qwen", "stage 3"),
+    ("wan", "stage 2"),  # its table of shifts belongs to no module that runs, which stage 3 refuses
+])  # fmt: skip
 def test_deepspeed_takes_what_the_profile_says(name: str, said: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:  # DeepSpeed patches torch for good
