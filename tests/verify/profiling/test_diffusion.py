@@ -70,7 +70,7 @@ DEEPSPEED = {
 }
 LORA = {"rank": 4, "targets": "attention"}
 #: Rotary tables and one sequence's ids count for every picture, and inputs that a loop holds in 16 bits count in 32.
-ABOVE = 0.015
+ABOVE, ABOVE_IN_16_BITS = 0.015, 0.025
 #: Under autocast the copies of weights before the blocks live to the end of the forward, and do not count.
 BELOW, BELOW_AUTOCAST = 0.001, 0.005
 SEQUENCES = 3
@@ -128,7 +128,7 @@ def test_the_engine_takes_what_the_profile_says(name: str, said: str, tmp_path: 
     recipe = RECIPES[said]
     compared, profiled, whole = on_the_fake_gpu(_compared, written(CONFIGS[name], tmp_path), asked(name), recipe)
     assert profiled == whole
-    check(compared, BELOW_AUTOCAST if said == "ddp" else BELOW)
+    check(compared, BELOW_AUTOCAST if said == "ddp" else BELOW, ABOVE_IN_16_BITS if said.endswith("16 bits") else ABOVE)
 
 
 @pytest.mark.parametrize("said", ["fsdp2", "fsdp2, recomputed", "ddp, 16 bits", "fsdp2, 16 bits"])
