@@ -10,12 +10,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from zeroplan.catalog.config import is_content, named_after, read_config
+from zeroplan.catalog.diffusion import is_diffuser, left_out, picture_of
 from zeroplan.catalog.profile import read_profile
 from zeroplan.current_folder import environment
 from zeroplan.errors import MeasurementError, NoFormulasError, SpecError
@@ -70,9 +71,9 @@ def _profiled(
     recipe = recipe_of(request, chosen=chosen)
     if recipe.engine not in _ENGINES:
         return Traced(request)
-    if lacking := not_installed("torch", "transformers", by="tracing the model itself"):
-        raise NoFormulasError(f"{unknown}; {lacking}") from None
     wanted = _Wanted.of(request, recipe, every=every)
+    if lacking := not_installed(*wanted.modules, by="tracing the model itself"):
+        raise NoFormulasError(f"{unknown}; {lacking}") from None
     kept = next((one for one in wanted.kept() if _is_readable(one)), None)
     file = kept or _made(wanted, unknown, say)
     profile = profile_of(read_profile(str(file)))
@@ -80,7 +81,11 @@ def _profiled(
     note = f"no formulas for {profile.name}: the model's own code was traced, with {releases} ({file})"
     if kept:
         say(f"note: {note}")
-    return Traced(replace(request, config=None, model=None, fetched=None, profile=str(file)), (note,))
+    request = replace(request, config=None, model=None, fetched=None, profile=str(file))
+    if not is_diffuser(wanted.keys):
+        return Traced(request, (note,))
+    traced = replace(request, image_size=None, frames=None, text_tokens=None, lora_rank=None, lora_targets=None)
+    return Traced(traced, (note, left_out(wanted.keys)))
 
 
 class _Wanted(NamedTuple):
@@ -90,6 +95,13 @@ class _Wanted(NamedTuple):
     name: str
     flags: tuple[str, ...]
     seq_len: int
+    keys: Mapping[str, object]
+    """The keys of the config file."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that the trace imports."""
+        return ("torch", "transformers", *(("diffusers", "peft") if is_diffuser(self.keys) else ()))
 
     @classmethod
     def of(cls, request: Request, recipe: RecipeSpec, *, every: bool) -> "_Wanted":
@@ -102,15 +114,43 @@ class _Wanted(NamedTuple):
         if not every:
             flags += ["--engine", recipe.engine, "--recompute", recipe.recompute]
         name = str(request.model) if request.fetched else named_after(said, file)
-        return cls(file, name, tuple(flags), request.seq_len or _USUAL_SEQ_LEN)
+        keys = json.loads(file.read_text(encoding="utf-8"))
+        flags += _of_a_picture(request, keys) if is_diffuser(keys) else []
+        return cls(file, name, tuple(flags), request.seq_len or _USUAL_SEQ_LEN, keys)
 
     def kept(self) -> Iterator[Path]:
         """Yield the paths where it may be cached: a profile for every sequence length, then one for this length."""
-        made_of = (SCHEMA_VERSION, _releases(), _own_code(), self.name, self.flags, self.file.read_text(encoding="utf-8"))
+        made_of = (
+            SCHEMA_VERSION,
+            _releases(self.modules),
+            _own_code(),
+            self.name,
+            self.flags,
+            self.file.read_text(encoding="utf-8"),
+        )
         key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
         stem = "".join(sign if sign.isalnum() or sign in "-._" else "-" for sign in self.name).strip(".-")
         yield cache_folder() / f"{stem}-{key}.json"
         yield cache_folder() / f"{stem}-{key}-{self.seq_len}.json"
+
+
+def _of_a_picture(request: Request, keys: Mapping[str, object]) -> list[str]:
+    """Return the flags of `zeroplan profile` for a picture of a diffusion transformer, all of them filled in.
+
+    Raises SpecError for options of adapters that are not traced.
+    """
+    for flag, value in (
+        ("--quantize", request.quantize), ("--lora-dropout", request.lora_dropout), ("--lora-compute", request.lora_compute),
+        ("--upcast", request.upcast), ("--images", request.images), ("--freeze", request.freeze),
+    ):  # fmt: skip
+        if value not in (None, "none", False):
+            raise SpecError(f"{flag} with a transformer of diffusers is not modelled; leave it out")
+    rank, targets = request.lora_rank, request.lora_targets
+    found = picture_of(
+        keys, size=request.image_size, frames=request.frames, text=request.text_tokens, rank=rank, targets=targets
+    )
+    flags = ["--image-size", f"{found.width}x{found.height}", "--frames", str(found.frames), "--text-tokens", str(found.text)]
+    return [*flags, "--lora-rank", str(found.rank), "--lora-targets", ",".join(found.targets)] if found.rank else flags
 
 
 def cache_folder() -> Path:
@@ -119,8 +159,8 @@ def cache_folder() -> Path:
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "zeroplan" / "profiles"
 
 
-def _releases() -> dict[str, str | None]:
-    return {package.name: installed(package) for package in PACKAGES if package.name in ("torch", "transformers")}
+def _releases(modules: tuple[str, ...]) -> dict[str, str | None]:
+    return {package.name: installed(package) for package in PACKAGES if package.module in modules}
 
 
 def _own_code() -> str:

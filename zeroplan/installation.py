@@ -17,6 +17,7 @@ class Package(NamedTuple):
     extra: str
 
 
+DIFFUSERS_PACKAGE = Package("diffusers", "diffusers", "diffusion")
 PACKAGES = (
     Package("pydantic", "pydantic", ""),
     Package("typer", "typer", ""),
@@ -34,6 +35,7 @@ PACKAGES = (
     Package("deepspeed", "deepspeed", "deepspeed"),
     Package("megatron-core", "megatron", "megatron"),
     Package("submitit", "submitit", "slurm"),
+    DIFFUSERS_PACKAGE,
 )
 _BY_MODULE = {package.module: package for package in PACKAGES}
 
@@ -61,6 +63,7 @@ _ABILITIES = (
     ("explore", ("fastapi", "uvicorn")),
     ("mcp", ("mcp",)),
     ("profile", ("torch", "transformers")),
+    ("profile, diffusion transformers", ("torch", "transformers", "diffusers", "peft")),
     ("verify --backend simulate", ("torch", "transformers")),
     ("verify --backend simulate, DeepSpeed", ("torch", "transformers", "deepspeed")),
     ("verify --backend simulate, Megatron-Core", ("torch", "transformers", "megatron")),

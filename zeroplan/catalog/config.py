@@ -21,6 +21,7 @@ from zeroplan.catalog.config_rest import (
     quantised,
     unknown_keys,
 )
+from zeroplan.catalog.diffusion import diffuser_of, is_diffuser
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, nearest, unknown_name
 from zeroplan.spec.family import (
@@ -225,6 +226,10 @@ class _Source(NamedTuple):
 
 def _refuse_other_kinds(config: Config) -> None:
     """Raise NoFormulasError for anything but a decoder-only transformer, also with --treat-as."""
+    if is_diffuser(config):
+        raise NoFormulasError(
+            f"{diffuser_of(config).class_name} of diffusers has no formulas; `zeroplan profile --config` traces it"
+        )
     model_type = config.get("model_type")
     kinds = [f"model_type {shown(model_type)} is {kind}" for kind, types in OTHER_KINDS.items() if model_type in types]
     if config.get("is_encoder_decoder") is True:

@@ -1,7 +1,7 @@
-"""Configurations of well-known models without formulas, which are traced where torch is: encoders, Gemma 4 E2B and others.
+"""Configurations of well-known models without formulas, traced where torch is: encoders, diffusion transformers, and others.
 
 One file each in ``traced/``: the keys of its ``config.json`` that size the model and, as ``zeroplan``, their source, the number of
-parameters of transformers' class, and what the makers say.
+parameters of its class, and what the makers say.
 """
 
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -13,11 +14,12 @@ from zeroplan.cli.flags import Force, flag
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 from zeroplan.spec.base import Spec
-from zeroplan.units import parse_tokens
+from zeroplan.units import parse_count, parse_tokens
 from zeroplan.whole import refuse_target, unwritten, write_whole
 
 if TYPE_CHECKING:
     from zeroplan.spec.profile import Profile
+    from zeroplan.verify.profiling.subject import Subject
 
 _ENGINES = ("fsdp2", "ddp", "deepspeed")
 _PRECISIONS = ("bf16-mixed", "bf16", "fp32")
@@ -54,6 +56,14 @@ _FallbackSeqLen = Annotated[
     str | None,
     flag("--fallback-seq-len", "TOKENS", "The same as --seq-len, but only if one profile for all lengths is impossible."),
 ]
+_ImageSize = Annotated[str | None, flag("--image-size", "WxH", "Pixels of a picture, for a diffusion transformer.")]
+_Frames = Annotated[str | None, flag("--frames", "N", "Frames of a video, for a diffusion transformer of videos.")]
+_TextTokens = Annotated[str | None, flag("--text-tokens", "N", "Tokens of the text beside a picture.")]
+_LoraRank = Annotated[str | None, flag("--lora-rank", "N", "Train adapters of this rank in a diffusion transformer.")]
+_LoraTargets = Annotated[
+    str | None,
+    flag("--lora-targets", "NAMES", "The layers that get adapters: attention, or the ends of names such as to_q,to_k."),
+]
 _Out = Annotated[str, flag("--out", "FILE", "Where to write the profile.", shown=True)]
 
 
@@ -67,6 +77,11 @@ def profile_command(
     recompute: _Recompute = None,
     seq_len: _SeqLen = None,
     fallback_seq_len: _FallbackSeqLen = None,
+    image_size: _ImageSize = None,
+    frames: _Frames = None,
+    text_tokens: _TextTokens = None,
+    lora_rank: _LoraRank = None,
+    lora_targets: _LoraTargets = None,
     out: _Out = "profile.json",
     force: Force = False,
 ) -> None:
@@ -83,7 +98,9 @@ def profile_command(
     lengths = (_tokens("--seq-len", seq_len), _tokens("--fallback-seq-len", fallback_seq_len))
     if None not in lengths:
         raise SpecError("--fallback-seq-len has no effect beside --seq-len; leave one out")
-    found = _traced(workload, config, *said, lengths=lengths)
+    counts = {"frames": ("--frames", frames), "text": ("--text-tokens", text_tokens), "rank": ("--lora-rank", lora_rank)}
+    picture = {"size": image_size, "targets": lora_targets, **{name: _count(*one) for name, one in counts.items()}}
+    found = _traced(workload, config, *said, lengths=lengths, picture=picture)
     _write(found, Path(out), force=force)
     _summarise(found, out)
 
@@ -94,13 +111,17 @@ def _one_of(flag: str, chosen: str | None, there: tuple[str, ...]) -> tuple[str,
     return there if chosen is None else (chosen,)
 
 
+def _count(flag: str, said: str | None) -> int | None:
+    return None if said is None else parse_count(said, what=flag, examples="16 or 512", most=10**6)
+
+
 def _tokens(flag: str, said: str | None) -> int | None:
     return None if said is None else parse_tokens(said, what=flag)
 
 
 def _traced(
     workload: str | None, config: str | None, engines: tuple[str, ...], precisions: tuple[str, ...], recompute: tuple[str, ...],
-    attention: tuple[str, ...], lengths: tuple[int | None, int | None],
+    attention: tuple[str, ...], lengths: tuple[int | None, int | None], picture: Mapping[str, object],
 ) -> "Profile":  # fmt: skip
     """Return the profile; ``lengths``: --seq-len and its fallback. Errors of the user's workload get their own message."""
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")  # the trace fakes GPUs, so real ones are hidden
@@ -108,13 +129,13 @@ def _traced(
 
     from zeroplan.verify.failures import cause_of, hint, text_of, workload_raised  # noqa: PLC0415
     from zeroplan.verify.profiling.profile import Wanted, profile  # noqa: PLC0415
-    from zeroplan.verify.profiling.subject import of_config, of_workload  # noqa: PLC0415
+    from zeroplan.verify.profiling.subject import of_workload  # noqa: PLC0415
 
     wanted = Wanted(engines, precisions, recompute, *lengths)  # type: ignore[arg-type]  # each is one of those above
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            subject = of_workload(workload) if workload is not None else of_config(cast("str", config), attention[0])  # type: ignore[arg-type]
+            subject = of_workload(workload) if workload is not None else _of_config(cast("str", config), attention[0], picture)
             return profile(subject, wanted, say=say)
         except (SpecError, MeasurementError):
             raise
@@ -124,6 +145,25 @@ def _traced(
                 raise workload_raised(text, rank=0, say=say, instead=_NO_VALUES) from error
             last = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise MeasurementError(f"the module cannot be traced: {last}{hint(last, _NO_VALUES)}") from error
+
+
+def _of_config(config: str, attention: str, picture: Mapping[str, object]) -> "Subject":
+    """Return the model of a config.json of transformers or diffusers; ``picture`` is for one of diffusers alone."""
+    from zeroplan.catalog.diffusion import is_diffuser  # noqa: PLC0415
+    from zeroplan.verify.profiling.subject import config_file, of_config, of_diffuser, read_keys  # noqa: PLC0415
+
+    if is_diffuser(read_keys(config_file(config))):
+        if lacking := not_installed("diffusers", "peft", by="tracing a transformer of diffusers"):
+            raise MeasurementError(lacking)
+        return of_diffuser(config, picture)
+    if said := next((name for name, value in picture.items() if value is not None), None):
+        raise SpecError(f"{_OF_PICTURES[said]} is for a transformer of diffusers, and {config!r} is none; leave it out")
+    return of_config(config, attention)  # type: ignore[arg-type]  # checked by the flag
+
+
+_OF_PICTURES = {
+    "size": "--image-size", "frames": "--frames", "text": "--text-tokens", "rank": "--lora-rank", "targets": "--lora-targets",
+}  # fmt: skip
 
 
 def _write(found: "Profile", path: Path, *, force: bool) -> None:

@@ -122,7 +122,7 @@ def is_leaf(whole: Row, each: Placed) -> bool:
 def embedding_elements(whole: Row) -> int:
     """Return the elements of the token embedding's gradient, 0 if it is frozen; for a profile, of the tied or the largest table."""
     if whole.model.profile is not None:
-        return max(_of_embeddings(whole))
+        return max(_of_embeddings(whole), default=0)
     return 0 if is_frozen(whole.model, "embedding") else whole.model.vocab_size * whole.model.hidden_size
 
 
@@ -155,7 +155,7 @@ def row_of(model: ModelSpec, parts: Layout) -> Row:
     """Return the parameters of a layout of ``model`` one after the other."""
     blocks = [parts.runs[run].parameters for run in runs_in_order(model)]
     groups = ((-1, parts.embeddings), *enumerate(blocks), (len(blocks), parts.tail))
-    flat = _as_registered(model, [(block, parameter) for block, parameters in groups for parameter in parameters])
+    flat = _as_registered(model, [(block, parameter) for block, parameters in groups for parameter in parameters], len(blocks))
     if model.family == "opt":
         below = below_blocks(parts)
         flat = [(len(blocks) if block < 0 and one not in below else block, one) for block, one in flat]
@@ -168,13 +168,12 @@ def row_of(model: ModelSpec, parts: Layout) -> Row:
     return Row(model, placed, starts, ends, executed, records, ends[-1], len(blocks), trained)
 
 
-def _as_registered(model: ModelSpec, flat: list[tuple[int, Parameter]]) -> list[tuple[int, Parameter]]:
+def _as_registered(model: ModelSpec, flat: list[tuple[int, Parameter]], n_blocks: int) -> list[tuple[int, Parameter]]:
     """Return parameters in the module's order, which layouts of families already have."""
     if model.profile is None:
         return flat
     from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
 
-    n_blocks = max(block for block, _ in flat)
     place = {name: at for at, name in enumerate(profile_of(model).order)}
     return sorted(flat, key=lambda each: place[each[1].name if each[0] in (-1, n_blocks) else ""])
 

@@ -25,6 +25,8 @@ def with_images(
         asked = {
             "--images": request.images,
             "--image-size": request.image_size,
+            "--frames": request.frames,
+            "--text-tokens": request.text_tokens,
             "--freeze": "" if freezes else ", ".join(frozen),
         }
         for flag, value in asked.items():

@@ -318,6 +318,13 @@ class Request(Spec):
         "Width and height of an image in pixels, such as 1024x768. The model's processor turns them into tokens. (default: "
         "768x768)", BATCH, "WxH",
     )})
+    frames: Count | None = field(default=None, metadata={"option": Option(
+        "Frames of a video, for a diffusion transformer of videos: 4 n + 1. (default: 81)", BATCH, "N",
+    )})
+    text_tokens: Count | None = field(default=None, metadata={"option": Option(
+        "Tokens of the text beside a picture, for a diffusion transformer. (default: as many as its pipeline fills prompts up "
+        "to)", BATCH, "N",
+    )})
     lengths: str | None = field(default=None, metadata={"option": Option(
         "For sequences of several lengths: a file with a length per line, JSON Lines (length or token ids; FILE:FIELD), or "
         "lognormal(MEAN,SPREAD,SEQUENCES), SPREAD of the logarithm. Estimates the longest micro-batch of a run, and the peaks "

@@ -451,6 +451,18 @@ class JobSpec(Spec):
             raise SpecError("fused_kernels with a profile are not modelled: the module was traced with its own; leave them out")
         if recipe.keep_logits == "fp32":
             raise SpecError("keep_logits='fp32' with a profile is not modelled; use yes or no")
+        if self.model.profile is not None and self.model.profile.trains_adapters:
+            self._check_traced_adapters()
+
+    def _check_traced_adapters(self) -> None:
+        """Raise SpecError for engines in which frozen weights beside trained ones of a profile's block are not modelled."""
+        recipe = self.recipe
+        if recipe.engine == "ddp" and recipe.precision.endswith("mixed"):
+            raise SpecError(
+                f"precision {recipe.precision!r} with adapters in a profile is not modelled; use bf16, or engine fsdp2"
+            )
+        if recipe.engine == "deepspeed" and recipe.zero_stage == 3:
+            raise SpecError("stage 3 with adapters in a profile is not modelled; use a lower stage, or engine fsdp2")
 
     def _check_quantisation_aware(self) -> None:
         """Raise SpecError for models and ranks with which quantisation-aware training is not modelled."""

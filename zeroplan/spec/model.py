@@ -110,6 +110,11 @@ class Profiled(Spec):
 
     __slots__ = ()
 
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether its blocks have frozen weights and trained ones beside them."""
+        return False
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: "_Handler") -> object:
         """Make pydantic read a :class:`zeroplan.spec.profile.Profile`."""

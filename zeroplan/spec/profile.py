@@ -53,11 +53,15 @@ class Part(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flash(Spec):
-    """A flash-attention kernel that runs in a backward: its heads, their size, the key/value heads."""
+    """A flash-attention kernel that runs in a backward: its heads, their size, the key/value heads.
+
+    ``queries``: the queries of each sequence, if not its tokens: a text joins a picture, an encoder has its own length.
+    """
 
     heads: Dimension
     head_dim: Dimension
     kv_heads: Dimension
+    queries: CountOrZero = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +211,8 @@ class Profile(Profiled):
     modules: Modules
     tied_head: str | None = None
     buffer_bytes: CountOrZero = 0
+    attribute_bytes: CountOrZero = 0
+    """Tensors that modules hold as plain attributes, which no engine knows. [bytes]"""
     inputs: CountOrZero = 0
     seq_len: Count | None = None
     shortest: Count = 1
@@ -240,6 +246,11 @@ class Profile(Profiled):
     def has_frozen(self) -> bool:
         """Whether the module freezes some parameters itself, as Whisper its positions."""
         return any(tensor.frozen for tensor in (*self.embeddings, *self.tail, *chain(*self.kinds.values())))
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether the first block has frozen weights and trained ones beside them."""
+        return len({tensor.frozen for tensor in self.kinds[self.runs[0].kind]}) > 1
 
 
 def _check_order(profile: Profile) -> None:

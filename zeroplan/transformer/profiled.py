@@ -276,9 +276,10 @@ class _Scale:
         filled = 32 if flash.head_dim <= 128 else 64
         row = 4 * flash.heads * (ceil_div(flash.head_dim, filled) * filled + 1)
         repeated = 0 if flash.heads == flash.kv_heads else 2 * compute.element_bytes * flash.heads * flash.head_dim
-        rows: Int = ceil_div(self._length, 128) * 128 * self._sequences
-        n_bytes: Int = row * rows + repeated * self._sequences * self._length
-        formula = f"{row}·b·128·ceil(s/128) + {repeated}·T"
+        length, said = (flash.queries, str(flash.queries)) if flash.queries else (self._length, "s")
+        rows: Int = ceil_div(length, 128) * 128 * self._sequences
+        n_bytes: Int = row * rows + repeated * self._sequences * length
+        formula = f"{row}·b·128·ceil({said}/128) + {repeated}·b·{said}"
         formula = formula if self._has_formulas else ""
         return Line(Kind.TEMPORARY, n_bytes, FLASH_SCRATCH, formula, FLASH_BACKWARD, SCRATCH)
 

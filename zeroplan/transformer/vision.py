@@ -239,14 +239,21 @@ def pixels(
 ) -> tuple[Line, ...]:
     """Return the pixels of the images: the training loop's fp32 tensor, or a copy in another dtype. [bytes]"""
     vision = model.vision
+    held: tuple[Line, ...] = ()
     each = 0 if vision is None else element * vision.patch_numbers * vision.images * vision.patches
     if model.profile is not None:
         from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
 
-        each, reason = profile_of(model).inputs, "pixels or spectrograms, fp32"
+        profile = profile_of(model)
+        each, reason = profile.inputs, "the loop's inputs: pixels, spectrograms, or latents and embeddings, fp32"
+        of_modules, said = profile.attribute_bytes, "tensors that modules hold as attributes"
+        held = (Line(Kind.PARAMETERS, of_modules, said, str(of_modules), _FORWARD),) if of_modules else ()
     if not each:
-        return ()
-    return (Line(Kind.ACTIVATIONS, each * batch.micro_batch_size, reason, f"{each}·b", _FORWARD),)
+        return held
+    return (
+        *held,
+        Line(Kind.ACTIVATIONS, each * batch.micro_batch_size, reason, f"{each}·b", _FORWARD),
+    )
 
 
 def _saved_by_the_projector(vision: VisionSpec, element: int, residual: int) -> int:

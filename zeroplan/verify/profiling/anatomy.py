@@ -13,12 +13,16 @@ from zeroplan.spec.recipe import Recompute
 
 
 class Manner(NamedTuple):
-    """The way a module is executed: bytes per element, autocast, kernels, recomputation."""
+    """The way a module is executed: bytes per element, autocast, kernels, recomputation.
+
+    ``casts_inputs``: each block's fp32 inputs are cast, as FSDP2 does in mixed precision.
+    """
 
     element_bytes: int
     autocast: bool
     kernels: Kernels
     recompute: Recompute
+    casts_inputs: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -38,7 +42,7 @@ class Instant(NamedTuple):
 
     ``saved`` are the block's saved activations, ``working`` everything else [bytes]. ``gradients`` counts the elements of weight
     gradients so far, ``current`` the elements that autograd has not yet passed on, ``casts`` the elements of live weight casts.
-    ``flash`` has heads, head size and key/value heads of a running flash kernel.
+    ``flash`` has heads, head size, key/value heads and queries of a running flash kernel.
     """
 
     name: str
@@ -47,7 +51,7 @@ class Instant(NamedTuple):
     gradients: int
     current: int
     casts: int
-    flash: tuple[int, int, int] | None = None
+    flash: tuple[int, int, int, int] | None = None
 
 
 class GradientReady(NamedTuple):

@@ -17,7 +17,7 @@ from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.fake_cuda.installed import CUDA, install_node
 from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Called, GradientReady, Instant, Manner, Operations, Piece
 from zeroplan.verify.profiling.watched import PassWatcher
-from zeroplan.verify.training.modules import prefixes_of
+from zeroplan.verify.training.modules import cast_inputs, prefixes_of
 from zeroplan.verify.training.recomputation import recompute_blocks
 from zeroplan.verify.training.workload import Workload, placed, store_as
 from zeroplan.verify.watching.recording import STILL_HELD, Block, live
@@ -52,6 +52,8 @@ def _prepare(work: Workload, manner: Manner) -> None:
         raise MeasurementError("the workload has no list of blocks (an nn.ModuleList), so it cannot be profiled block by block")
     store_as(work.module, manner.dtype)
     recompute_blocks(work.blocks, manner.recompute)
+    if manner.casts_inputs:
+        cast_inputs(work.blocks, manner.dtype)
 
 
 _OUTSIDE = -1

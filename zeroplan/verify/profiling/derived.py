@@ -121,10 +121,18 @@ class Derived:
             gradients=first.gradients,
             current=first.current,
             casts=first.casts,
-            flash=None
-            if first.flash is None
-            else Flash(heads=first.flash[0], head_dim=first.flash[1], kv_heads=first.flash[2]),
+            flash=self._flash(column),
         )
+
+    def _flash(self, column: Sequence[Instant]) -> Flash | None:
+        """A running flash kernel. Its queries are a sequence's tokens, or of one number; else the most that a trace had."""
+        shapes = (*self._shapes, *self._held_out)
+        seen = [(one.flash, shape.length) for one, shape in zip(column, shapes, strict=True) if one.flash is not None]
+        if not seen:
+            return None
+        (heads, head_dim, kv_heads, most), _ = max(seen, key=lambda one: one[0][-1])
+        of_tokens = all(flash[-1] == length for flash, length in seen)
+        return Flash(heads=heads, head_dim=head_dim, kv_heads=kv_heads, queries=0 if of_tokens else most)
 
     def _same_program(self, what: str, seen: Sequence[object]) -> None:
         shapes = [*self._shapes, *self._held_out]

@@ -44,8 +44,9 @@ def manners(wanted: Wanted) -> tuple[Manner, ...]:
         for engine in wanted.engines:
             for precision in wanted.precisions:
                 autocast = engine == "ddp" and precision.endswith("mixed")
-                found.append(Manner(4 if precision == "fp32" else 2, autocast=autocast, kernels="cuda", recompute=recompute))
-    return tuple(dict.fromkeys(found))
+                manner = Manner(4 if precision == "fp32" else 2, autocast=autocast, kernels="cuda", recompute=recompute)
+                found.append(manner._replace(casts_inputs=engine == "fsdp2" and precision.endswith("mixed")))
+    return tuple(one for one in dict.fromkeys(found) if one.casts_inputs or one._replace(casts_inputs=True) not in found)
 
 
 def profile(subject: Subject, wanted: Wanted, *, say: Callable[[str], None]) -> Profile:
@@ -73,12 +74,18 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
     return Profile(
         name=subject.name,
         source=subject.source,
-        packages={name: environment().packages[name] for name in ("torch", "transformers") if name in environment().packages},
+        packages={
+            **{name: environment().packages[name] for name in ("torch", "transformers") if name in environment().packages},
+            **subject.packages,
+        },
         attention=subject.attention,
         embeddings=tuple(_tensor(name, one, cast, whole.frozen) for name, one in whole.outside if name not in tail),
         runs=runs,
         kinds={
-            kind: tuple(_tensor(name, one, cast, whole.frozen, whole.names[at]) for name, one in whole.inside(at))
+            kind: tuple(
+                _tensor(name, one, _as_whole(cast, whole, kind), whole.frozen, whole.names[at])
+                for name, one in whole.inside(at)
+            )
             for kind, at in kinds.items()
         },
         tail=tuple(_tensor(name, one, cast, whole.frozen) for name, one in whole.outside if name in tail),
@@ -86,6 +93,7 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
         modules=_modules(next(iter(tracer.first.values())), whole),
         tied_head=whole.tied,
         buffer_bytes=whole.buffer_bytes,
+        attribute_bytes=whole.attribute_bytes,
         inputs=subject.inputs,
         seq_len=tracer.fixed_length,
         longest=subject.longest if tracer.fixed_length is None else None,
@@ -126,6 +134,12 @@ def _modules(seen: Anatomy, whole: "Structure") -> Modules:
         unnoticed=tuple(one.name for one in before if not one.noticed),
         tied=next((one.name for one in outside if one.after_blocks and one.shares), None),
     )
+
+
+def _as_whole(cast: frozenset[str], whole: Structure, kind: str) -> frozenset[str]:
+    """The parameters that autocast copies in the traced block of a kind, under their names in the whole module."""
+    traced, at = whole.traced_names[whole.traced[kind]], whole.kinds.index(kind)
+    return frozenset(whole.names[at] + name.removeprefix(traced) for name in cast if name.startswith(traced))
 
 
 def _tensor(name: str, shape: tuple[int, ...], cast: frozenset[str], frozen: frozenset[str], prefix: str = "") -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from zeroplan.errors import MeasurementError
@@ -28,6 +29,7 @@ class Structure(NamedTuple):
     traced_kinds: tuple[str, ...]
     tied: str | None
     buffer_bytes: int
+    attribute_bytes: int
     frozen: frozenset[str]
 
     @property
@@ -79,6 +81,7 @@ def structure_of(
         parameters = shapes_of(whole.module)
         frozen = frozenset(name for name, one in whole.module.named_parameters() if not one.requires_grad)
         buffers = sum(one.nbytes for one in whole.module.buffers())
+        attributes = sum(one.nbytes for one in _attributes(whole.module))
     seen = probe()
     traced = len(seen.blocks)
     if traced == len(keys):
@@ -90,7 +93,8 @@ def structure_of(
         shorten(traced)
     kinds = tuple(named[at] for at in places or range(traced))
     return Structure(
-        parameters, names, tuple(named), _standing(kinds), seen.names[:traced], kinds, _tied(twice, seen), buffers, frozen
+        parameters, names, tuple(named), _standing(kinds), seen.names[:traced], kinds, _tied(twice, seen), buffers, attributes,
+        frozen,
     )  # fmt: skip
 
 
@@ -105,6 +109,12 @@ def fewest(keys: Sequence[object]) -> int:
     (3, 4)
     """
     return min(len(keys), max(_FEWEST_LAYERS, max(keys.index(key) for key in keys) + 2))
+
+
+def _attributes(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that parts hold as plain attributes, such as Qwen-Image's table of rotary angles."""
+    for part in module.modules():
+        yield from (one for one in vars(part).values() if isinstance(one, torch.Tensor))
 
 
 def _keys(work: Workload, layer_kinds: tuple[str, ...] | None) -> list[tuple[object, ...]]:

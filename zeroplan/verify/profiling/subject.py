@@ -4,14 +4,16 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from zeroplan.catalog.config import named_after
+from zeroplan.catalog.diffusion import picture_of, tokens_of
 from zeroplan.catalog.text import one_line, read_text, strict_json
 from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.installation import DIFFUSERS_PACKAGE, installed
 from zeroplan.spec.recipe import Attention
 from zeroplan.verify.profiling.anatomy import Anatomy, Manner
 from zeroplan.verify.profiling.heads import (
@@ -42,7 +44,8 @@ class Subject(NamedTuple):
     layers of one class. ``longest`` is the maximum sequence length, if known. ``has_batch`` means that the module's own batch
     is resized. ``taken_apart`` traces a module that already exists on fake tensors; ``shorten`` reduces it to some of its
     blocks. ``places`` are the indices of the layers that ``make`` builds, if not the first ones. ``only`` is the length of every
-    sequence, if the module has only one. [tokens] ``inputs`` are the floating-point inputs of one sequence. [bytes]
+    sequence, if the module has only one. [tokens] ``inputs`` are the floating-point inputs of one sequence. [bytes] ``packages``
+    are the releases that the profile names beside torch and transformers.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Subject(NamedTuple):
     places: tuple[int, ...] | None = None
     only: int | None = None
     inputs: int = 0
+    packages: Mapping[str, str] = {}
 
 
 def of_workload(where: str) -> Subject:
@@ -96,7 +100,7 @@ def of_config(named: str, attention: Attention) -> Subject:
 
     For a configuration of text and images, it is the text part, and the name says so.
     """
-    path = Path(named) / "config.json" if Path(named).is_dir() else Path(named)
+    path = config_file(named)
     keys = _mapping(path)
     made, head, is_part = configuration(keys, path)
     stacks = stacks_of(causal_model(made, attention=attention, dtype=torch.float32, device="meta", auto=head.auto), made)
@@ -118,6 +122,46 @@ def of_config(named: str, attention: Attention) -> Subject:
     )
 
 
+def of_diffuser(named: str, picture: Mapping[str, Any]) -> Subject:
+    """The transformer that diffusers builds for a ``config.json`` with ``_class_name``, and what is trained with it.
+
+    ``picture``: the keywords of :func:`zeroplan.catalog.diffusion.picture_of`.
+    """
+    from zeroplan.verify.profiling import diffusion as of  # noqa: PLC0415  few models need it
+
+    path = config_file(named)
+    keys = read_keys(path)
+    asked = picture_of(keys, **picture)
+    with torch.device("meta"):
+        stacks = of.stacks_of(keys, of.module_of(keys))
+    counts, places, tokens = tuple(map(len, stacks)), of.places_of(stacks), tokens_of(keys, asked)
+    return Subject(
+        name=f"{named_after(Path(named), path)} ({asked.words})",
+        source=f"diffusers' {keys['_class_name']}",
+        whole=lambda: of.in_a_batch(keys, asked, 1),
+        make=lambda shape: of.in_a_batch(keys, asked, shape.sequences, places),
+        layer_kinds=kinds_in(counts),
+        longest=tokens,
+        places=of.flat(places, counts),
+        only=tokens,
+        inputs=of.inputs_of(keys, asked),
+        packages={"diffusers": str(installed(DIFFUSERS_PACKAGE))},
+    )
+
+
+def config_file(named: str) -> Path:
+    """The path of a config.json, or of the one in a folder."""
+    return Path(named) / "config.json" if Path(named).is_dir() else Path(named)
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """The keys of a config.json, whichever library's it is. Raises SpecError for a file that holds no JSON object."""
+    keys = strict_json(read_text(path, what="configuration"), f"configuration {str(path)!r}")
+    if not isinstance(keys, dict):
+        raise SpecError(f"configuration {str(path)!r} holds no JSON object")
+    return keys
+
+
 def _fewer(
     made: "PreTrainedConfig", stacks: tuple[tuple[nn.Module, ...], ...], kinds: tuple[str, ...]
 ) -> "tuple[PreTrainedConfig, tuple[int, ...] | None]":
@@ -135,8 +179,8 @@ def _fewer(
 
 
 def _mapping(path: Path) -> dict[str, object]:
-    keys = strict_json(read_text(path, what="configuration"), f"configuration {str(path)!r}")
-    if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):
+    keys = read_keys(path)
+    if not isinstance(keys.get("model_type"), str):
         raise SpecError(f"configuration {str(path)!r} names no model_type; it is not one of transformers")
     return keys
 

@@ -31,7 +31,7 @@ class PassWatcher(Tracker):
         """The outputs of the last block that ran."""
         self.returned: list[Block] = []
         self.casts: dict[int, str] = {}
-        self.flash: dict[int, tuple[int, int, int]] = {}
+        self.flash: dict[int, tuple[int, int, int, int]] = {}
         self.called: dict[str, tuple[int, bool]] = {}
         """For each module, when it was first called, and whether gradients flow to its input."""
         self.returning: dict[str, tuple[int, bool]] = {}
@@ -143,8 +143,8 @@ class PassWatcher(Tracker):
         if str(func) == _FLASH_BACKWARD:
             self._heads.append(tensor.shape)
             if len(self._heads) == 3 and (last := self._block_of(tensor)) is not None:
-                (_, heads, _, size), (_, grouped, _, _), _ = self._heads
-                self.flash[id(last)] = (heads, size, grouped)
+                (_, heads, queries, size), (_, grouped, _, _), _ = self._heads
+                self.flash[id(last)] = (heads, size, grouped, queries)
                 self._heads = []
 
 
