@@ -38,7 +38,8 @@ _ASKED: dict[str, tuple[str, ...]] = {
     "--model llama-3.1-8b --gpus 8 --engine ddp --stage 1": (
         "--optimizer adam --grad-accum 2", "--optimizer adafactor", "--optimizer adamw-8bit", "--stage 0 --optimizer adafactor",
         "--recompute full --recompute-layers 7", "--loss fused", "--optimizer-impl forloop",
-        "--lora-rank 16 --stage 0", "--lora-rank 8 --quantize nf4 --stage 0", "--precision bf16", "--keep-logits yes",
+        "--lora-rank 16 --stage 0", "--lora-rank 8 --quantize nf4 --stage 0",
+        "--lora-rank 16 --modules-to-save embed_tokens,lm_head --stage 0", "--precision bf16", "--keep-logits yes",
     ),
     "--model qwen2.5-7b --gpus 16 --engine deepspeed --stage 3": (
         "--offload-optimizer cpu", "--offload-optimizer cpu --offload-param cpu",

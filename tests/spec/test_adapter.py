@@ -34,6 +34,24 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
             "LoRA with quantised weights .QLoRA. and offload to host memory is not modelled",
         ),
         ({"lora_rank": 8, "model": "gpt2"}, "LoRA in a gpt2 model is not modelled"),
+        ({"lora_rank": 8, "modules_to_save": "wte"}, "modules_to_save has no module 'wte'; there are embed_tokens, lm_head"),
+        (
+            {"lora_rank": 8, "modules_to_save": "lm_head", "lora_targets": "lm_head"},
+            "lm_head has an adapter or is trained whole",
+        ),
+        ({"modules_to_save": "lm_head"}, "--modules-to-save lm_head needs the adapters' rank"),
+        (
+            {"lora_rank": 8, "modules_to_save": "lm_head", "engine": "fsdp1"},
+            "trained whole, and engine 'fsdp1' is not modelled",
+        ),
+        (
+            {"lora_rank": 8, "modules_to_save": "lm_head", "engine": "ddp", "stage": 1},
+            "trained whole in 16 bits, and ZeroRedundancyOptimizer is not modelled",
+        ),
+        (
+            {"lora_rank": 8, "modules_to_save": "lm_head", "tensor_parallel": 2},
+            "trained whole on ranks that split the model is not modelled",
+        ),
         ({"lora_dropout": True}, "--lora-dropout needs the adapters' rank"),
         (
             {"lora_rank": 8, "lora_compute": "fp32"},

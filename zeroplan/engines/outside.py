@@ -1,11 +1,13 @@
 """The memory outside the blocks under a recipe. It is the same for every engine."""
 
 from zeroplan.engines.precisions import compute_of
+from zeroplan.ledger import Line
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import HeadPass
 from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.vision import pixels
 
 
 def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp: int = 1) -> HeadPass:
@@ -23,3 +25,13 @@ def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, 
     from zeroplan.transformer.context import with_shared_sequences  # noqa: PLC0415  keeps start-up fast
 
     return with_shared_sequences(head, batch, cp)
+
+
+def held_beside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line, ...]:
+    """Return what the loop and the model's layers hold beside the engine: pixels, and scales of rounded layers. [bytes]"""
+    images = pixels(model, batch)
+    if "int4-qat" not in recipe.fused_parts:
+        return images
+    from zeroplan.transformer.families.fake_quantised import scales_kept  # noqa: PLC0415  few jobs have it
+
+    return (*images, *scales_kept(model, batch))

@@ -61,13 +61,13 @@ def row(model: ModelSpec) -> Row:
     >>> row(tiny).placed[1].start, row(tiny).n_elements
     (80, 1352)
     """
-    return _row(model, layout(model))
+    return row_of(model, layout(model))
 
 
 @lru_cache(maxsize=256)
 def trained_row(model: ModelSpec) -> Row:
     """Return the row of the parameters that get gradients: all of them, or those of the adapters."""
-    return _row(model, trained_layout(model)) if has_frozen(model) else row(model)
+    return row_of(model, trained_layout(model)) if has_frozen(model) else row(model)
 
 
 @lru_cache(maxsize=256)
@@ -77,7 +77,7 @@ def row_as_held(model: ModelSpec, element_bytes: int) -> Row:
         return row(model)
     from zeroplan.engines.quantised import packed_layout  # noqa: PLC0415  keeps start-up fast
 
-    return _row(model, packed_layout(model, element_bytes))
+    return row_of(model, packed_layout(model, element_bytes))
 
 
 def numel(each: Placed) -> int:
@@ -148,10 +148,11 @@ def has_tied_head(whole: Row) -> bool:
     """Whether the embedding is also the head, and so gets two gradients."""
     if whole.model.profile is not None:
         return layout(whole.model).tied_head is not None
-    return whole.model.tie_word_embeddings and not is_frozen(whole.model, "embedding")
+    return whole.model.tie_word_embeddings and whole.model.adapter is None and not is_frozen(whole.model, "embedding")
 
 
-def _row(model: ModelSpec, parts: Layout) -> Row:
+def row_of(model: ModelSpec, parts: Layout) -> Row:
+    """Return the parameters of a layout of ``model`` one after the other."""
     blocks = [parts.runs[run].parameters for run in runs_in_order(model)]
     groups = ((-1, parts.embeddings), *enumerate(blocks), (len(blocks), parts.tail))
     flat = _as_registered(model, [(block, parameter) for block, parameters in groups for parameter in parameters])

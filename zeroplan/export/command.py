@@ -73,6 +73,8 @@ def _adapter(adapter: AdapterSpec) -> Iterator[str]:
         yield from ("--quantize", adapter.quantize)
     if adapter.dropout:
         yield "--lora-dropout"
+    if adapter.modules_to_save:
+        yield from ("--modules-to-save", adapter.modules_to_save)
     if adapter.compute != "autocast":
         yield from ("--lora-compute", adapter.compute)
     if adapter.upcast != "all":

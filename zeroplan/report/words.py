@@ -140,7 +140,8 @@ def method_words(model: ModelSpec) -> str:
 def partly_trained(model: ModelSpec) -> str:
     """Return the layers with adapters, or the frozen parts; empty if every parameter is trained."""
     if model.adapter is not None:
-        return f"adapters in {model.adapter.targets}"
+        whole = f"; {model.adapter.modules_to_save} trained whole" if model.adapter.modules_to_save else ""
+        return f"adapters in {model.adapter.targets}{whole}"
     if model.frozen is None:
         return ""
     blocks = (f"the first {plural(model.frozen.layers, 'block')}",) if model.frozen.layers else ()

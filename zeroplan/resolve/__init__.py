@@ -238,7 +238,7 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
     asked = {
         "rank": request.lora_rank, "targets": request.lora_targets, "quantize": request.quantize,
         "dropout": request.lora_dropout, "compute": request.lora_compute, "upcast": request.upcast,
-        "bitsandbytes": request.bitsandbytes, "group_size": request.group_size,
+        "modules_to_save": request.modules_to_save, "bitsandbytes": request.bitsandbytes, "group_size": request.group_size,
     }  # fmt: skip
     if request.lora_targets == PEFT_DEFAULT:
         if model.family not in PEFT_TARGETS:
@@ -257,7 +257,7 @@ def _first_flag(request: Request) -> str:
     for name, value in (
         ("quantize", request.quantize), ("lora-targets", request.lora_targets), ("upcast", request.upcast),
         ("lora-compute", request.lora_compute), ("bitsandbytes", request.bitsandbytes),
-        ("group-size", request.group_size),
+        ("group-size", request.group_size), ("modules-to-save", request.modules_to_save),
     ):  # fmt: skip
         if value is not None:
             return f"--{name} {value}"

@@ -91,6 +91,11 @@ class Request(Spec):
         "all-linear)",
         MODEL, "NAMES",
     )})
+    modules_to_save: str | None = field(default=None, metadata={"option": Option(
+        "Modules outside the blocks that are trained whole beside adapters, in a copy (peft's `modules_to_save`): embed_tokens, "
+        "lm_head, or both. (default: none)",
+        MODEL, "NAMES",
+    )})
     quantize: Quantize | None = field(default=None, metadata={"option": Option(
         "How the frozen weights of the blocks are stored (QLoRA): none (not quantised), in 4 bits: nf4 or nf4-double "
         "(bitsandbytes; nf4-double also quantises the scales), or gptq; or int8 (bitsandbytes' 8 bits). (default: none)",

@@ -19,6 +19,9 @@ GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attenti
 PEFT_DEFAULT = "peft-default"
 PEFT_TARGETS = dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text"), "q_proj,v_proj")
 
+#: Modules outside the blocks that can be trained beside adapters, and the names of these parts in :mod:`zeroplan.spec.frozen`.
+TRAINED_MODULES = {"embed_tokens": "embedding", HEAD: "head"}
+
 Quantize = Literal["none", "nf4", "nf4-double", "gptq", "int8"]
 Compute = Literal["autocast", "fp32"]
 Upcast = Literal["none", "norms", "all"]
@@ -38,7 +41,7 @@ class AdapterSpec(Spec):
     Each targeted linear layer gets a product of two matrices of ``rank``; everything else is frozen. ``targets`` names
     linear layers as peft does, separated by commas (``lm_head`` is one), or ``all-linear``, ``attention`` or ``mlp``.
     Frozen weights have the compute dtype. Adapters have the dtype of trained parameters (fp32 under mixed precision, as in
-    peft). Leaves out biases of adapters, DoRA, and embeddings or heads that are trained themselves.
+    peft). Leaves out biases of adapters, and DoRA.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
     ('q_proj', 'v_proj')
@@ -59,6 +62,8 @@ class AdapterSpec(Spec):
     upcast: Upcast = "all"
     """Which unquantised weights are fp32 under autocast: embedding, norms and head (``all``: peft's
     ``prepare_model_for_kbit_training``); only norms (``norms``: TRL's ``peft_module_casting_to_bf16``); or none."""
+    modules_to_save: str = ""
+    """Modules that are trained whole, in a copy beside the frozen original: ``embed_tokens``, ``lm_head``, or both."""
     bitsandbytes: str | None = None
     """The release of bitsandbytes, such as ``0.43.1``. Before 0.43.2 a 4-bit layer saves its input, and before 0.47.0 it computes
     in fp32 after a norm in fp32. ``None``: 0.50."""
@@ -71,10 +76,28 @@ class AdapterSpec(Spec):
             if name.strip() not in (*GROUPS, *GROUPS["all-linear"], HEAD):
                 there = ", ".join((*GROUPS, *GROUPS["all-linear"], HEAD))
                 raise SpecError(f"LoRA has no target {name.strip()!r}; there are {there}")
+        for name in self.saved:
+            if name not in TRAINED_MODULES:
+                raise SpecError(f"modules_to_save has no module {name!r}; there are {', '.join(TRAINED_MODULES)}")
+            if name in self.layers:
+                raise SpecError(f"{name} has an adapter or is trained whole, not both; leave it out of one of them")
         if self.group_size < 1 and self.group_size != -1:
             raise SpecError(f"group_size={self.group_size} is no number of weights; write 128, or -1 for no groups")
         if self.bitsandbytes is not None and re.fullmatch(r"0\.\d+(\.\d+)?", self.bitsandbytes) is None:
             raise SpecError(f"bitsandbytes={self.bitsandbytes!r} is not a release; write 0.43.1")
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Return the names of the modules that are trained whole.
+
+        >>> AdapterSpec(rank=8, modules_to_save="lm_head, embed_tokens").saved
+        ('lm_head', 'embed_tokens')
+        """
+        return tuple(name.strip() for name in self.modules_to_save.split(",")) if self.modules_to_save else ()
+
+    def trains(self, part: str) -> bool:
+        """Whether a part outside the blocks (``embedding``, ``norm`` or ``head``) is trained whole."""
+        return any(TRAINED_MODULES[name] == part for name in self.saved)
 
     @property
     def four_bits_keep_inputs(self) -> bool:

@@ -17,7 +17,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
-from zeroplan.spec.recipe import ON_PAPER, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
+from zeroplan.spec.recipe import ON_PAPER, ROUNDED_FAMILIES, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.releases import check_release, is_reentrant
 from zeroplan.spec.split import (
     check_context_parallel,
@@ -59,6 +59,7 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
     yield from _of_fused_adapters(adapter, recipe)
     if HEAD in adapter.layers:
         yield from _of_an_adapted_head(adapter, recipe)
+    yield from _of_whole_modules(adapter, recipe)
     yield adapter.dropout and recipe.kernels == "cpu" and "dropout and a CPU's kernels", "no dropout"
 
 
@@ -106,6 +107,23 @@ def _of_an_adapted_head(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tu
     yield cast and "an adapter of the head under autocast, with copies of weights,", "precision 'bf16'"
     plain = recipe.loss == "full" and "loss-in-pieces" not in recipe.fused_parts
     yield not plain and "an adapter of the head and a loss that has the head", "loss 'full'"
+
+
+def _of_whole_modules(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled for modules that are trained whole beside adapters, and what to use instead.
+
+    torch's ZeroRedundancyOptimizer takes parameters of one dtype, and its GradScaler no gradients in 16 bits.
+    """
+    if not adapter.saved:
+        return
+    asked, engines = "modules that are trained whole", ("ddp", "fsdp2", "deepspeed")
+    yield recipe.engine not in engines and f"{asked}, and engine {recipe.engine!r}", "'ddp', 'fsdp2' or 'deepspeed'"
+    copied = recipe.engine == "ddp" and recipe.precision.endswith("mixed")
+    narrow = copied and (adapter.quantize == "none" or adapter.upcast != "all")
+    yield narrow and recipe.zero_stage > 0 and f"{asked} in 16 bits, and ZeroRedundancyOptimizer", "stage 0, or engine 'fsdp2'"
+    yield narrow and recipe.precision == "fp16-mixed" and f"{asked} in fp16 under GradScaler", "precision 'bf16-mixed'"
+    yield narrow and recipe.ddp.step_in_backward and f"{asked} in 16 bits, and a step in the backward", "false for it"
+    yield recipe.loss == "chunked" and f"{asked}, and a chunked loss", "loss 'full' or 'fused'"
 
 
 def _beside_experts(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
@@ -177,6 +195,7 @@ class JobSpec(Spec):
         check_torchtitan(self.model, self.recipe, self.mesh)
         check_release(self.model, self.recipe, self.mesh)
         check_fsdp1(self.model, self.recipe, self.mesh)
+        self._check_quantisation_aware()
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         self._check_ends_apart()
         self._check_step_in_backward()
@@ -418,6 +437,21 @@ class JobSpec(Spec):
         if recipe.keep_logits == "fp32":
             raise SpecError("keep_logits='fp32' with a profile is not modelled; use yes or no")
 
+    def _check_quantisation_aware(self) -> None:
+        """Raise SpecError for models and ranks with which quantisation-aware training is not modelled."""
+        model = self.model
+        if "int4-qat" not in self.recipe.fused_parts:
+            return
+        for asked, instead in (
+            (model.family not in ROUNDED_FAMILIES and f"a {model.family} model", f"one of {', '.join(ROUNDED_FAMILIES)}"),
+            (model.frozen is not None and "frozen parts", "full training or adapters"),
+            (model.vision is not None and "images", "a text model"),
+            (model.is_quantised and "quantised weights", "quantize 'none'"),
+            (self.mesh.model_ranks * self.mesh.ep > 1 and "ranks that split the model", "data-parallel ranks"),
+        ):
+            if asked:
+                raise SpecError(f"fused_kernels 'int4-qat' with {asked} is not modelled; use {instead}")
+
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""
         recipe = self.recipe
@@ -431,6 +465,12 @@ class JobSpec(Spec):
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
             *_of_the_adapter(adapter, recipe),
             *_beside_experts(self.model, adapter, recipe),
+            (
+                bool(adapter.saved)
+                and self.mesh.model_ranks > 1
+                and "modules that are trained whole on ranks that split the model",
+                "data-parallel ranks",
+            ),
             (HEAD in adapter.layers and self.model.tie_word_embeddings and "an adapter of a tied head", "other targets"),
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):

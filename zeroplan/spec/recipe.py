@@ -24,18 +24,25 @@ Optimizer = Literal[
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 #: Optimizers whose step on a tensor is elementwise.
-STEPS_ALONE: tuple[Optimizer, ...] = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "lion")
+STEPS_ALONE: tuple[Optimizer, ...] = (
+    "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "lion", "adamw-8bit", "paged-adamw-8bit",
+)  # fmt: skip
 Float8Recipe = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks"]
+LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "jsd", "kd"]
+#: Losses that compare all logits with a teacher's.
+WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd")
 #: The names that ``fused_kernels`` accepts.
 FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
     "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
+    "int4-qat",
 )  # fmt: skip
+#: Families all of whose matrix products are linear layers, and that were compared with torchao's fake-quantised ones.
+ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: Kernels that send tokens to their experts; the experts weight what they compute between their two products.
 SENDING = frozenset({"deepep", "hybridep"})
 #: The names that Liger has.
@@ -483,6 +490,7 @@ class RecipeSpec(Spec):
     ``axolotl-lora``: attention's projections and gated MLPs with adapters. Liger's are
     ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
     ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward.
+    ``int4-qat`` is quantisation-aware training: torchao's linear layers round inputs to 8 bits and weights to 4, and back.
 
     NeMo AutoModel's: ``norm-in-one`` (one kernel per norm: Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
     (which send tokens to experts on other ranks), ``output-copied`` (attention copies its output), ``router-in-fp32`` (the router
@@ -588,10 +596,26 @@ class RecipeSpec(Spec):
             raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
         if "loss-in-pieces" in parts and self.precision != "bf16":
             raise SpecError(f"fused_kernels 'loss-in-pieces' with precision {self.precision!r} is not modelled; use 'bf16'")
+        if "int4-qat" in parts:
+            self._check_quantisation_aware()
         if SENDING & set(parts) and self.engine != "fsdp2":
             raise SpecError("kernels that send tokens to experts need engine 'fsdp2'; use it, or leave them out")
         if self.kernels == "cpu":
             raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
+
+    def _check_quantisation_aware(self) -> None:
+        """Raise SpecError for recipes with which quantisation-aware training is not modelled."""
+        autocast = self.precision.endswith("mixed") and self.engine != "fsdp2"
+        for asked, instead in (
+            (self.engine not in ("ddp", "fsdp2") and f"engine {self.engine!r}", "engine 'ddp' or 'fsdp2'"),
+            (autocast and f"precision {self.precision!r} under autocast", "precision 'bf16', or engine 'fsdp2'"),
+            (self.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"),
+            (self.offload_activations and "offload_activations", "recompute 'full' alone"),
+            (self.loss not in ("full", "fused") and f"loss {self.loss!r}", "loss 'full' or 'fused'"),
+            (self.float8_recipe is not None and "float8_recipe", "one of them"),
+        ):
+            if asked:
+                raise SpecError(f"fused_kernels 'int4-qat' with {asked} is not modelled; use {instead}")
 
     def writes_out_attention(self, *, grouped: bool) -> bool:
         """Whether attention runs as single operators, which keep the scores.

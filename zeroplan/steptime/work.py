@@ -15,7 +15,7 @@ from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.flops import attention_layers, attention_widths, linear_attention_flops
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import is_frozen, layout
 
 #: Traffic per saved byte of a traced module: one operator writes the tensor and the next reads it. The backward reads it, reads the
 #: incoming gradient and writes the outgoing one.
@@ -120,7 +120,7 @@ def work(
             one = one.and_of(_CASTS)
         one = one.and_of(pointwise.of_adapters(model, run.parameters, tokens, autocast=_autocasts_adapters(model, recipe)))
         products, moved = products + linear, moved.and_of(Moved(*(run.layers * each for each in one)))
-    head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None)
+    head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None and is_frozen(model, "head"))
     fused_loss = ("cross-entropy",) if recipe.loss == "fused" else ()
     return Work(
         tokens, products, head, core_of(model, recipe, batch, ranks, attention_layers(model)), moved,

@@ -72,7 +72,9 @@ def frozen_tower(model: ModelSpec) -> int:
 
 def is_frozen(model: ModelSpec, part: str) -> bool:
     """Whether a part outside the blocks (``embedding``, ``norm`` or ``head``) is frozen."""
-    return model.adapter is not None or (model.frozen is not None and part in model.frozen.names)
+    if model.adapter is not None:
+        return not model.adapter.trains(part)
+    return model.frozen is not None and part in model.frozen.names
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,8 @@
 """The parameters of a model with peft's low-rank adapters, or with frozen parts.
 
 Source: peft 0.21, ``tuners/lora/layer.py``, ``LoraLayer.update_layer``: the linear layer becomes ``base_layer`` of its wrapper,
-and ``lora_A`` (rank, in) and ``lora_B`` (out, rank) follow it.
+and ``lora_A`` (rank, in) and ``lora_B`` (out, rank) follow it. ``utils/other.py``, ``ModulesToSaveWrapper.update``: a module of
+``modules_to_save`` stays as ``original_module``, frozen and unused, beside a trained copy.
 """
 
 from collections.abc import Iterator
@@ -13,16 +14,38 @@ from zeroplan.transformer.params_modules import Parameters
 
 
 def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
-    """Return a frozen model with adapters in its blocks.
+    """Return a frozen model with adapters in its blocks, and with trained copies of modules outside them.
 
     The first block is a kind of its own: no trained weight comes before it, so its input may have no gradient. Where kinds of
-    attention alternate, it is a local one.
+    attention alternate, it is a local one. With a trained embedding it is like the others. A copy of a head that is the embedding
+    too is a tensor of its own.
     """
-    first = next((run for run in whole.runs if run.kind == "local"), whole.runs[0])
-    runs = tuple(run for old in whole.runs for run in _with_adapters(old, adapter, apart=old is first))
+    first, tracked = next((run for run in whole.runs if run.kind == "local"), whole.runs[0]), adapter.trains("embedding")
+    runs = tuple(run for old in whole.runs for run in _with_adapters(old, adapter, apart=old is first and not tracked))
     tied = whole.tied_head
-    tail = tuple(one._replace(quantised=False) for one in _wrapped(whole.tail, adapter))
-    return Layout(_frozen(whole.embeddings), runs, tail, None if tied is None else tied._replace(frozen=True))
+    tail = _with_copies(tuple(one._replace(quantised=False) for one in _wrapped(whole.tail, adapter)), adapter)
+    if tied is not None and adapter.trains("head"):
+        tail, tied = (*tail, Parameter(_COPY.format("lm_head"), tied.shape, autocast=True)), None
+    embeddings = _with_copies(_frozen(whole.embeddings), adapter)
+    return Layout(embeddings, runs, tail, None if tied is None else tied._replace(frozen=True))
+
+
+_ORIGINAL, _COPY = "{}.original_module.weight", "{}.modules_to_save.default.weight"
+
+
+def _with_copies(parameters: Parameters, adapter: AdapterSpec) -> Parameters:
+    """Return frozen parameters outside the blocks, with the trained copies of ``modules_to_save``."""
+    made: list[Parameter] = []
+    for one in parameters:
+        module, _, tensor = one.name.rpartition(".")
+        if tensor != "weight" or module.rpartition(".")[2] not in adapter.saved:
+            made.append(one)
+            continue
+        made += (
+            one._replace(name=_ORIGINAL.format(module), active_share=(0, 1)),
+            one._replace(name=_COPY.format(module), frozen=False),
+        )
+    return tuple(made)
 
 
 def partly_frozen_layout(whole: Layout, frozen: FrozenSpec) -> Layout:

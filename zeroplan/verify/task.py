@@ -119,7 +119,7 @@ def _not_run(job: JobSpec) -> tuple[tuple[object, str], ...]:
     """Fine-tuning settings that no installed code runs: whether the job has each, and its name."""
     adapter = job.model.adapter
     return (
-        (set(job.recipe.fused_parts) - OF_LIGER - {"loss-in-pieces"}, "fused_kernels"),
+        (set(job.recipe.fused_parts) - OF_LIGER - {"loss-in-pieces", "int4-qat"}, "fused_kernels"),
         (job.recipe.reentrant, "reentrant=True"),
         (adapter is not None and adapter.quantize == "gptq", "quantize='gptq'"),
         (adapter is not None and adapter.compute == "fp32", "lora_compute='fp32'"),

@@ -15,6 +15,7 @@ from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import WITH_TEACHERS_LOGITS
 from zeroplan.transformer.params import parameter_count
 from zeroplan.workflow.forward import held_after_forward
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
@@ -47,6 +48,9 @@ def teacher_of(job: JobSpec, name: str | None) -> Teacher:
     if recipe.engine != "deepspeed":
         recipe, mesh = replace(recipe, engine="ddp", zero_stage=0), MeshSpec()
     theirs = replace(job, model=teacher, recipe=recipe, mesh=mesh)
+    if job.recipe.log_probs in WITH_TEACHERS_LOGITS:  # which the loss counts, too
+        theirs = replace(theirs, recipe=replace(recipe, log_probs="tiles"))
+        return Teacher(reference_of(theirs, "teacher", made=(_logits(theirs, "its"),)), (), parameter_count(teacher))
     return Teacher(reference_of(theirs, "teacher", head=False), tuple(_read(theirs, job)), parameter_count(teacher))
 
 
@@ -60,12 +64,20 @@ def _read(job: JobSpec, student: JobSpec) -> Iterator[Line]:
         yield Line(Kind.GATHER, beyond, "teacher: head, gathered, beyond the gradient of the student's", "", READ)
 
 
+def _logits(job: JobSpec, whose: str) -> Line:
+    width, batch = widths(job.recipe.precision).compute, job.batch
+    n_bytes = width * batch.micro_batch_size * batch.seq_len * job.model.vocab_size
+    return Line(Kind.LOGITS, n_bytes, f"{whose} logits of all tokens, until the loss", "", READ)
+
+
 def phases(answer: Estimate, teacher: Teacher, beside: tuple[Line, ...]) -> Iterator[LoopPhase]:
     """Yield the teacher's forward and the training step; the lines ``beside`` are alive in both. [bytes]"""
     width, batch, hidden = widths(answer.job.recipe.precision).compute, answer.job.batch, answer.job.model.hidden_size
     states = width * batch.micro_batch_size * batch.seq_len * hidden
-    student = Line(Kind.TEMPORARY, states, "student: hidden states, until the loss", "", READ)
-    held = (*beside, *teacher.model.resident, *held_after_forward(answer), student, *answer.workspaces)
+    student, kept = Line(Kind.TEMPORARY, states, "student: hidden states, until the loss", "", READ), held_after_forward(answer)
+    if answer.job.recipe.log_probs in WITH_TEACHERS_LOGITS:  # the loss has not begun
+        student, kept = _logits(answer.job, "the student's"), tuple(line for line in kept if line.kind is not Kind.LOGITS)
+    held = (*beside, *teacher.model.resident, *kept, student, *answer.workspaces)
     forward = teacher.model.forward
     yield LoopPhase("teacher's forward, in every step", f"teacher: {forward.moment}", (*held, *forward.lines), DRY_RUN)
     yield training(answer, (*beside, *teacher.model.resident), teacher.read)

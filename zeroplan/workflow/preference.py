@@ -9,7 +9,7 @@ from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.resolve import COMPLETION
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import as_scorer
-from zeroplan.spec.recipe import Loss
+from zeroplan.spec.recipe import WITH_TEACHERS_LOGITS, Loss
 from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.forward import held_after_forward
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
@@ -21,7 +21,8 @@ def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     kind = WORKFLOWS[asked.workflow]
     model, loss = job.model, _loss(job, asked)
     kept = job.recipe.keep_logits if loss == "full" else False  # in tiles, logits are never whole
-    recipe = replace(job.recipe, loss=loss, prompt_len=prompt_len(job, asked), log_probs=kind.log_probs, keep_logits=kept)
+    own = job.recipe.log_probs if job.recipe.log_probs in WITH_TEACHERS_LOGITS else kind.log_probs
+    recipe = replace(job.recipe, loss=loss, prompt_len=prompt_len(job, asked), log_probs=own, keep_logits=kept)
     if (
         kind.log_probs == "divergence" and recipe.engine == "ddp" and recipe.precision != "bf16"
     ):  # the loss calls the student's forward outside autocast

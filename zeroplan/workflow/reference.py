@@ -29,12 +29,15 @@ class Reference(NamedTuple):
     forward: Forward
 
 
-def reference_of(job: JobSpec, whose: str = "reference model", *, head: bool = True, all_logits: bool = False) -> Reference:
+def reference_of(
+    job: JobSpec, whose: str = "reference model", *, head: bool = True, all_logits: bool = False, made: tuple[Line, ...] = ()
+) -> Reference:  # fmt: skip
     """Return the reference model of a job: a copy, or with LoRA the trained model without its adapters. [bytes]
 
-    ``whose``: its name in reasons; without a ``head`` its forward ends with the last norm; ``all_logits``: for all tokens at once.
+    ``whose``: its name in reasons; without a ``head`` its forward ends with the last norm; ``all_logits``: for all tokens at once;
+    ``made``: what its head makes beside TRL's.
     """
-    at_head = (_logits(job),) if all_logits else ()
+    at_head = (_logits(job),) if all_logits else made
     if job.model.adapter is not None:
         forward = without_gradients(job, at_head=at_head)
         kept = tuple(line for line in forward.lines if line.kind is not Kind.WEIGHT_CASTS or job.model.upcasts_norms)

@@ -124,6 +124,53 @@ def test_a_suggestion_names_the_key_of_the_file(tmp_path: Path, capsys: pytest.C
     assert not any(one.startswith("--micro-batch") for one in flags)
 
 
+GKD = "swift rlhf --rlhf_type gkd --model Qwen/Qwen2.5-7B --teacher_model Qwen/Qwen2.5-14B --tuner_type full --max_length 1024 {}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "read"),
+    [
+        ("--deepspeed zero3 --lmbda 0", True),
+        ("--deepspeed zero3 --teacher_deepspeed zero3_offload --use_vllm true --vllm_mode colocate", True),
+        ("--deepspeed zero3", False),  # transformers' own generation
+        ("--deepspeed zero2 --teacher_deepspeed zero3 --lmbda 0", False),
+        ("--deepspeed zero3 --lmbda 0 --sft_alpha 0.1", False),
+        ("--lmbda 0", False),  # accelerate returns fp32 logits
+    ],
+)
+def test_ms_swifts_distillation(tmp_path: Path, more: str, read: bool):
+    file = tmp_path / "mine.sh"
+    file.write_text(GKD.format(more))
+    found = resolve(Request(from_file=str(file), gpus=4, gpu="h100-sxm-80gb"))
+    assert ("rlhf_type" not in read_setup(file, gpus=4).matters) is read
+    assert (found.job.recipe.log_probs == "jsd") is read
+    if read:
+        phases = {one.name for one in loop_of_file(found.job, found.loop).phases}
+        assert {"teacher's forward, in every step", "training step"} <= phases
+        assert ("rollout" in phases) is ("colocate" in more)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_ms_swifts_losses_keep_the_fp32_logits_that_accelerate_returns(tmp_path: Path, method: str):
+    file, kept = tmp_path / "mine.sh", []
+    for engine in ("--deepspeed zero2", ""):
+        file.write_text(f"swift rlhf --rlhf_type {method} --model Qwen/Qwen2.5-7B --max_length 1024 {engine}\n")
+        found = resolve(Request(from_file=str(file), gpus=2))
+        kept.append(found.job.recipe.keep_logits)
+        loop_of_file(found.job, found.loop)
+    assert kept == [False, "fp32"]
+
+
+@pytest.mark.parametrize("method", ["orpo", "cpo", "simpo"])
+def test_ms_swifts_losses_of_pairs_without_a_reference(tmp_path: Path, method: str):
+    """In 16 bits they take less than cross-entropy; the fp32 logits that accelerate returns without DeepSpeed take more."""
+    file = tmp_path / "mine.sh"
+    for engine, read in (("--deepspeed zero2", True), ("", False)):
+        file.write_text(f"swift rlhf --rlhf_type {method} --model Qwen/Qwen2.5-7B --max_length 1024 {engine}\n")
+        assert ("rlhf_type" not in read_setup(file, gpus=2).matters) is read
+    assert resolve(Request(from_file=str(file), gpus=2)).job.batch.micro_batch_size == 2
+
+
 def test_a_loss_beside_a_file_of_sft_is_taken(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(f"{FILE}packing: true\n")
     recipe = resolve(Request(from_file=str(tmp_path / "mine.yaml"), loss="full")).job.recipe

@@ -53,6 +53,22 @@ def read(tmp_path: Path) -> Callable[..., Resolved]:
     return read
 
 
+def test_modules_that_axolotl_and_trl_train_whole(read: Callable[..., Resolved], tmp_path: Path):
+    """Embedding and head are read for engines that are modelled; where the dtype of a copy is not known, the key stays noted."""
+    file = tmp_path / "mine.yaml"
+    found = read(without(AXOLOTL, lora_modules_to_save=["model.embed_tokens", "lm_head"]))
+    assert found.job.model.adapter is not None
+    assert found.job.model.adapter.saved == ("embed_tokens", "lm_head")
+    assert found.job.model.adapter.upcast == "none"
+    assert "lora_modules_to_save" not in read_setup(file, gpus=None).matters
+    read(without(AXOLOTL, lora_modules_to_save=["wte"]))
+    assert "lora_modules_to_save" in read_setup(file, gpus=None).matters
+    for dtype, noted in (("bfloat16", False), ("float32", True)):
+        read({"model_name_or_path": "meta-llama/Llama-3.2-1B", "bf16": True, "use_peft": True, "lora_target_modules": "all-linear",
+              "lora_modules_to_save": "lm_head", "dtype": dtype, "per_device_train_batch_size": 1})  # fmt: skip
+        assert ("lora_modules_to_save" in read_setup(file, gpus=None).matters) is noted
+
+
 def test_llama_factory_with_adapters(read: Callable[..., Resolved]):
     job, notes, *_ = read(FACTORY, gpus=4)
     assert job.model.adapter is not None

@@ -119,6 +119,33 @@ def test_a_torchtune_recipe(read: Callable[..., Resolved]):
         read({key: value for key, value in TUNE.items() if key != "optimizer"})
 
 
+def test_distillation_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
+    more = {
+        "teacher_model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},
+        "teacher_checkpointer": {"checkpoint_dir": "/here/Meta-Llama-3.1-8B-Instruct/"},
+        "loss": {"_component_": "a.CEWithChunkedOutputLoss"}, "kd_loss": {"_component_": "a.ForwardKLWithChunkedOutputLoss"},
+    }  # fmt: skip
+    found = read(TUNE | more)
+    assert (found.job.recipe.loss, found.job.recipe.log_probs) == ("log-probs", "kd")
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert [one.name for one in loop_of_file(found.job, found.loop).phases][1:3] == [
+        "teacher's forward, in every step", "training step"
+    ]  # fmt: skip
+    read(TUNE | more | {"kd_loss": {"_component_": "a.ReverseKLLoss"}})
+    assert "teacher_model._component_" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+
+
+def test_quantisation_aware_training_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
+    """Its layers are torchao's; other widths of a group, or ranks that split the model, stay noted."""
+    rounds = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer", "groupsize": 256}
+    found = read(TUNE | {"quantizer": rounds}, gpus=4)
+    assert found.job.recipe.fused_parts == ("loss-in-pieces", "int4-qat")
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    for more in ({"quantizer": rounds | {"groupsize": 32}}, {"quantizer": rounds, "enable_activation_offloading": True}):
+        read(TUNE | more, gpus=4)
+        assert "quantizer._component_" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+
+
 def test_the_notes_say_which_keys_are_used_and_what_is_taken_for_granted(read: Callable[..., Resolved]):
     notes = read({key: value for key, value in TUNE.items() if key != "gradient_accumulation_steps"}, gpus=4).notes
     used = next(note for note in notes if "its keys that say something of the job" in note)

@@ -61,6 +61,8 @@ JOBS = {
     # Each weight is stepped as its gradient arrives: under autocast once the 16-bit one is freed, if tied once both are summed.
     "plain loop, step in the backward": ddp("llama-3.1-8b", 2, ranks=1, optimizer="adamw", optimizer_impl="foreach", ddp=STEPS),
     "plain loop, step in the backward, tied": ddp("gpt2", ranks=1, optimizer="adam", optimizer_impl="foreach", ddp=STEPS),
+    # An optimizer of its own for every weight also has tables of codes of its own.
+    "plain loop, step in the backward, 8 bits": ddp("llama-3.1-8b", 2, ranks=1, optimizer="adamw-8bit", ddp=STEPS),
     "ddp, stage 1 of one rank": ddp(ranks=1, stage=1),
     "ddp, unused parameters looked for": ddp(precision="fp32", tokens=1024, ddp=DdpOptions(find_unused_parameters=True)),
     "ddp, unused parameters looked for, logits kept": ddp(

@@ -56,6 +56,25 @@ def with_words(few: JobSpec) -> JobSpec:
 
 #: An adapter on the head, too.
 HEAD = replace(TWO, targets="q_proj,v_proj,lm_head", dropout=True)
+#: Embedding and head trained whole, in copies beside the frozen originals.
+WHOLE = replace(TWO, modules_to_save="embed_tokens,lm_head")
+
+
+def tied(one: JobSpec) -> JobSpec:
+    """Return the job with a head that is the embedding; each copy is a tensor of its own."""
+    return replace(one, model=replace(one.model, tie_word_embeddings=True))
+
+
+#: Jobs that agree to a ten-thousandth, at the peak and in each phase.
+TRAINED_WHOLE = {
+    "ddp 0, recomputed, accumulation": with_words(job(WHOLE, "ddp", 0, recompute="full", accum=2)),
+    "ddp 0, tied": tied(with_words(job(replace(WHOLE, modules_to_save="lm_head"), "ddp", 0, optimizer_impl="fused"))),
+    "ddp 0, prepared in fp32": with_words(job(replace(WHOLE, quantize="nf4"), "ddp", 0, recompute="full")),
+    "fsdp2 3": with_words(job(WHOLE, "fsdp2", 3)),
+    "fsdp2 2, the embedding alone, apart": with_words(
+        job(replace(WHOLE, modules_to_save="embed_tokens"), "fsdp2", 2, fsdp2=Fsdp2Options(ends_apart=True))
+    ),
+}
 TORCH = {
     "ddp 0, an adapter of the head": replace(with_words(job(HEAD, "ddp", 0, precision="bf16")), mesh=MeshSpec(dp_shard=1)),
     "fsdp2 3, an adapter of the head, recomputed": with_words(job(HEAD, "fsdp2", 3, recompute="full")),
@@ -92,6 +111,13 @@ DEEPSPEED = {
     "stage 3, streaming, recomputed, attention alone": job(TWO, "deepspeed", 3, recompute="full", deepspeed=STREAM),
     "stage 0": job(ALL, "deepspeed", 0),
     "stage 1, gradients added up in fp32": job(TWO, "deepspeed", 1, accum=2, deepspeed=IN_FP32),
+    "stage 3, streaming, embedding and head trained whole": with_words(job(WHOLE, "deepspeed", 3, deepspeed=STREAM)),
+    "stage 2, embedding and head trained whole, accumulation": with_words(
+        job(WHOLE, "deepspeed", 2, accum=2, recompute="full", deepspeed=BUCKET)
+    ),
+    "stage 3, streaming, head trained whole, recomputed": with_words(
+        job(replace(WHOLE, modules_to_save="lm_head"), "deepspeed", 3, recompute="full", deepspeed=STREAM)
+    ),
     "stage 2, four bits": job(replace(ALL, quantize="nf4"), "deepspeed", 2, recompute="full", deepspeed=BUCKET),
     "stage 0, four bits": job(replace(TWO, quantize="nf4-double"), "deepspeed", 0),
 }
@@ -120,6 +146,17 @@ def test_an_adapted_model_under_torch_takes_what_is_estimated(name: str):
 
     asked = TORCH[name]
     _agrees(compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3)))
+
+
+@pytest.mark.parametrize("name", TRAINED_WHOLE)
+def test_modules_that_peft_trains_whole_take_what_is_estimated(name: str):
+    from tests.simulated import simulate
+
+    asked = TRAINED_WHOLE[name]
+    compared = compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3))
+    assert abs(compared.peak.error) < 0.0002, compared.peak
+    assert all(abs(phase.error) < 0.0002 or abs(phase.difference) < SMALL for phase in compared.phases), compared.phases
+    assert all(row.difference == 0 for row in compared.collectives), compared.collectives
 
 
 @pytest.mark.parametrize("targets", ["v_proj", "k_proj"])

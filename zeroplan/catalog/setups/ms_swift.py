@@ -15,6 +15,7 @@ from zeroplan.errors import SpecError
 _INSTEAD = {
     "model_name_or_path": "model", "attn_implementation": "attn_impl", "use_peft": "tuner_type", "lora_r": "lora_rank",
     "lora_target_modules": "target_modules", "load_in_4bit": "quant_bits", "dtype": "torch_dtype", "optim": "optimizer",
+    "lora_modules_to_save": "modules_to_save",
 }  # fmt: skip
 #: The offload section of the DeepSpeed files that ms-swift ships (config/, such as zero2.json).
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
@@ -22,12 +23,18 @@ _SAVES = """
     freeze_llm freeze_parameters* use_logits_to_keep use_galore use_muon lisa_activated_layers
 """
 _ADDS = """
-    rlhf_type teacher_model reward_model modules_to_save use_dora
+    rlhf_type teacher_model reward_model use_dora
     new_special_tokens label_smoothing_factor llamapro_num_new_blocks log_entropy top_entropy_quantile target_regex
     lora_bias optim_target_modules torch_compile fp8 activation_cpu_offload router_aux_loss_coef
 """
 #: Methods that train on pairs, and methods that train on a prompt with its completion (arguments/rlhf_args.py).
 _PAIRED, _COMPLETED = ("dpo", "orpo", "simpo", "cpo", "rm"), ("grpo", "ppo", "gkd")
+#: Methods without a reference model whose losses read the logits of pairs once or twice (TRL, experimental/orpo/ and cpo/).
+_ODDS = ("orpo", "cpo", "simpo")
+_READ_TWICE = (
+    "the loss reads the logits of pairs in 16 bits, twice for chosen answers: "
+    "cross-entropy's fp32 copy is counted, which takes more"
+)
 _PADDING = "padding_free puts a batch into one row: as many full sequences are counted"
 _KNOWN = """
     model_author enable_thinking add_non_thinking_prefix packing* max_completion_length* beta lmbda sleep_level
@@ -105,15 +112,56 @@ def _loop(reading: Reading, whole: Table) -> None:
         from zeroplan.catalog.setups.megatron_arguments import rolls_out  # noqa: PLC0415  few files roll out
 
         rolls_out(reading, whole, whole.count("max_completion_length"))
+    elif kind == "gkd":
+        _distils(reading, whole)
+    elif kind in _ODDS and reading.deepspeed is not None:
+        del whole.matters["rlhf_type"]
+        reading.notes.append(_READ_TWICE)
     if kind is not None and "fused_kernels" in reading.flags:  # Liger has another loss for these
         for flag in ("fused_kernels", "loss"):
             reading.flags.pop(flag, None)
         whole.unmodelled(saves="use_liger_kernel")
+    _wide_logits(reading)
     if reading.loop or kind == "rm":
         for key in ("rlhf_type", "num_generations"):
             whole.matters.pop(key, None)
     if reference not in (None, whole.data.get("model")):
         whole.matters["ref_model"] = f"ref_model={reference}: a reference model of the trained model's own size is counted"
+
+
+def _wide_logits(reading: Reading) -> None:
+    """Count the fp32 logits that accelerate returns under mixed precision (accelerate 1.15, ConvertOutputsToFp32).
+
+    log-sum-exp (TRL's selective_log_softmax) keeps them until its backward, which takes 16 bytes of a logit (measured on a CPU):
+    as much as cross-entropy's 12 with fp32 logits that stay.
+    """
+    scores = reading.loop.get("workflow") in ("dpo", "kto", "grpo") and reading.deepspeed is None
+    if scores and str(reading.flags["precision"].value).endswith("mixed"):
+        reading.tell("keep_logits", "rlhf_type", "fp32", filled=True)
+
+
+def _distils(reading: Reading, whole: Table) -> None:
+    """Read GKD with a teacher on the GPUs, and completions from the data or from vLLM; the whole batch counts as scored.
+
+    The loss is counted in the compute dtype, which logits have with DeepSpeed (rlhf_trainers/gkd_trainer.py, gkd_loss.py).
+    """
+    teacher, vllm = whole.text("teacher_model"), bool(whole.switch("use_vllm"))
+    generates = number_of(whole.get("lmbda"), 0.5) > 0
+    same = str(whole.get("teacher_deepspeed") or "")[:5] in ("", str(whole.get("deepspeed") or "")[:5])
+    others = ("sft_alpha", "teacher_model_server", "external_plugins", "sequence_parallel_size")
+    beyond = any(str(whole.get(key) or "0") not in ("0", "1", "0.0") for key in others)
+    if teacher is None or reading.deepspeed is None or (generates and not vllm) or not same or beyond:
+        return
+    here = vllm and whole.text("vllm_mode") != "server"
+    share = number_of(whole.get("vllm_gpu_memory_utilization"), 0.9) if here else None
+    reading.tell_log_probs("rlhf_type", how="jsd")
+    reading.tell_loop(
+        "rlhf_type", "distill", teacher_model=teacher, vllm_mode="colocate" if here else "server",
+        vllm_gpu_memory_utilization=share, vllm_tensor_parallel_size=whole.count("vllm_tensor_parallel_size") if here else None,
+        vllm_enable_sleep_mode=(here and whole.count("sleep_level", least=0) not in (None, 0)) or None,
+    )  # fmt: skip
+    for key in ("rlhf_type", "teacher_model", "offload_teacher_model"):  # a teacher moved to the host is counted on the GPU
+        whole.matters.pop(key, None)
 
 
 def _is_like(key: str, patterns: str) -> bool:
@@ -128,21 +176,24 @@ def _made(whole: Table) -> dict[str, object]:
     word = whole.text("torch_dtype") or "bfloat16"
     attention = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2",
                  "flash_attention_3": "flash_attention_3", "sdpa": "sdpa", "eager": "eager"}  # fmt: skip
-    said = whole.text("attn_impl") or whole.text("attn_implementation")
+    named = whole.text("attn_impl") or whole.text("attn_implementation")
     bits, method = whole.count("quant_bits"), whole.text("quant_method")
     if bits not in (None, 4):
         raise SpecError(f"{whole.where}: quant_bits={bits} is not modelled; four bits are")
     if bits is not None and method not in (None, "bnb"):
         whole.matters["quant_method"] = f"quant_method={method}: bitsandbytes' four bits are counted in its place"
     targets = whole.get("target_modules") or "all-linear"
+    said = whole.get("modules_to_save") or []
+    whole_modules = said.split() if isinstance(said, str) else said
     adapters = {
+        "lora_modules_to_save": whole_modules,
         "use_peft": True, "lora_r": whole.count("lora_rank") or 8, "load_in_4bit": bits == 4,
         "lora_target_modules": "all-linear" if targets in ("all-linear", ["all-linear"]) else targets,
         "lora_dropout": number_of(whole.get("lora_dropout"), 0.05),
     }  # fmt: skip
     mixed = whole.switch("bf16") is not False and word == "bfloat16"
     return {
-        "model_name_or_path": whole.text("model"), "attn_implementation": attention.get(said or ""),
+        "model_name_or_path": whole.text("model"), "attn_implementation": attention.get(named or ""),
         "bf16": mixed, "fp16": not mixed and word == "float16", "dtype": None if tuner == "lora" else word,
         "per_device_train_batch_size": whole.count("per_device_train_batch_size") or 1,
         "gradient_checkpointing": whole.switch("gradient_checkpointing") is not False,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.told import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setup, Table, Told
 from zeroplan.errors import SpecError
-from zeroplan.spec.recipe import AUTOMODEL_NORMS
+from zeroplan.spec.recipe import AUTOMODEL_NORMS, ROUNDED_FAMILIES
 
 _NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"
 _OPTIMIZERS = {
@@ -108,7 +108,11 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading.notes.append(_NOT_THEIR_MODULES.format("torchtune"))
     _tune_step(reading)
     _tune_loss(reading)
+    _tune_quantizer(reading)
     reading.unmodelled(saves="*ac_mode", adds=_TUNE_ADDS)
+    if "int4-qat" in str(reading.flags.get("fused_kernels", Told("", "")).value):
+        table.matters.pop("quantizer._component_")
+    _tune_teacher(reading)
     if table.last("loss._component_") == "DPOLoss":  # recipes/*_dpo_*.py: chosen and rejected in one batch
         reading.tell_pairs()
         reading.tell_loop("loss._component_", "dpo", full_logits=True)
@@ -121,7 +125,8 @@ def _tune_loss(reading: Reading) -> None:
     table, flags = _flat(reading), reading.flags
     if table.last("loss._component_") not in ("LinearCrossEntropyLoss", "SFTLoss"):
         return
-    alone = not {"tensor_parallel", "context_parallel", "offload_activations"} & flags.keys()
+    alone = not {"tensor_parallel", "context_parallel"} & flags.keys()
+    alone = alone and ("offload_activations" not in flags or flags["recompute"].value == "full")
     alone = alone and not table.switch("model.apply_lora_to_output")
     if flags["precision"].value == "bf16" and alone:
         reading.tell("fused_kernels", "loss._component_", "loss-in-pieces", filled=True)
@@ -130,10 +135,49 @@ def _tune_loss(reading: Reading) -> None:
         table.saves.add("loss._component_")
 
 
+def _tune_teacher(reading: Reading) -> None:
+    """Read knowledge distillation (recipes/knowledge_distillation_*.py); a sharded teacher counts as whole, the most it takes."""
+    table, flags = _flat(reading), reading.flags
+    teacher, losses = (
+        table.text("teacher_model._component_"),
+        (table.last("loss._component_"), table.last("kd_loss._component_")),
+    )
+    if losses != ("CEWithChunkedOutputLoss", "ForwardKLWithChunkedOutputLoss") or flags["precision"].value != "bf16":
+        return
+    named = table.text("teacher_checkpointer.checkpoint_dir")
+    if teacher is None or not named:
+        return
+    reading.tell_log_probs("kd_loss._component_", how="kd")
+    reading.tell_loop("kd_loss._component_", "distill", teacher_model=named.rstrip("/").rpartition("/")[2], vllm_mode="server")
+    table.matters.pop("teacher_model._component_", None)
+
+
+_ROUNDED = (
+    "quantisation-aware training rounds the head once for each piece of the loss, if the head is not the embedding: all pieces are "
+    "counted together until the backward ends, the most they take"
+)
+
+
+def _tune_quantizer(reading: Reading) -> None:
+    """Read torchao's 8-bit inputs and 4-bit weights (recipes/qat_*.py), which are modelled for data-parallel ranks."""
+    table, flags = _flat(reading), reading.flags
+    model = reading.known_model()
+    name, group = table.last("quantizer._component_"), table.count("quantizer.groupsize")
+    plain = not {"tensor_parallel", "context_parallel", "offload_activations", "quantize"} & flags.keys()
+    if name != "Int8DynActInt4WeightQATQuantizer" or group not in (None, 256) or not plain:
+        return
+    if model is not None and model.family not in ROUNDED_FAMILIES:
+        return
+    others = str(flags["fused_kernels"].value) if "fused_kernels" in flags else ""
+    both = ",".join(filter(None, (others, "int4-qat")))
+    reading.tell("fused_kernels", "quantizer._component_", both, note="" if "lora_rank" in flags else _ROUNDED)
+
+
 def _tune_step(reading: Reading) -> None:
     """Read the optimizer step in backward (training/memory.py, OptimizerInBackwardWrapper), modelled for AdamW on one GPU."""
     table, flags = reading.table, reading.flags
-    is_modelled = flags["engine"].value == "ddp" and flags["optimizer"].value == "adamw" and flags["grad_accum"].value == 1
+    steps_alone = flags["optimizer"].value in ("adamw", "adamw-8bit")
+    is_modelled = flags["engine"].value == "ddp" and steps_alone and flags["grad_accum"].value == 1
     if is_modelled and table.switch("optimizer_in_bwd"):
         reading.options["ddp.step_in_backward"] = Told("optimizer_in_bwd", value=True)
     else:

@@ -21,7 +21,7 @@ from zeroplan.catalog.setups.told import (
 )
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import PEFT_DEFAULT
+from zeroplan.spec.adapter import PEFT_DEFAULT, TRAINED_MODULES
 
 #: zeroplan's optimizer and implementation for each ``optim`` (trainer_optimizer.py); ``None`` leaves the choice to torch.
 _OPTIMIZERS: dict[str, tuple[str, str | None]] = {
@@ -484,10 +484,33 @@ def _adapter(reading: Reading) -> None:
     reading.tell(
         "lora_dropout", "lora_dropout", dropout is None or dropout > 0, filled=dropout is None
     )  # TRL's default is 0.05
+    _whole_modules(reading)
     if four:
         if kind not in (None, "nf4"):
             raise table.refused("bnb_4bit_quant_type", "use nf4")
         reading.tell("quantize", "load_in_4bit", "nf4-double" if double else "nf4")
+
+
+def _whole_modules(reading: Reading) -> None:
+    """Read the modules that peft trains whole, with engines for which they are modelled; they are noted with others.
+
+    Under DDP a copy has the dtype of the loaded weights: 16 bits in Axolotl and ms-swift, elsewhere if the file says so.
+    """
+    table = reading.table
+    key = next((one for one in ("lora_modules_to_save", "modules_to_save") if one in table.matters), None)
+    engine = "deepspeed" if reading.deepspeed else reading.flags["engine"].value
+    dtype = str(table.data.get("dtype") or table.data.get("torch_dtype") or "").rpartition(".")[2]
+    narrow = (
+        isinstance(table, TranslatedTable) or dtype in ("bfloat16", "float16") or reading.flags["precision"].value == "fp32"
+    )
+    if key is None or engine not in ("fsdp2", "deepspeed", *(["ddp"] if narrow else [])):
+        return
+    said = table.data[key]
+    names = said.replace(",", " ").split() if isinstance(said, str) else said if isinstance(said, list) else []
+    plain = [str(one).rpartition(".")[2] for one in names]
+    if plain and set(plain) <= set(TRAINED_MODULES):
+        reading.tell("modules_to_save", key, ",".join(plain))
+        del table.matters[key]
 
 
 def _accelerators(reading: Reading) -> None:

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
+from zeroplan.engines.ddp.copies import are_narrow, in_fp32, optimizer_lines
 from zeroplan.engines.ddp.reducer import levels_of, plan_of
 from zeroplan.engines.ddp.step import Casts, Training
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
@@ -28,10 +29,11 @@ from zeroplan.engines.optimizers import (
     step_temporary_lines,
     whole_tensors,
 )
+from zeroplan.engines.outside import held_beside
 from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.published_optimizers import notes_of
-from zeroplan.engines.rows import Row, trained_row
+from zeroplan.engines.rows import Row
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, ceil_div, for_each_value, where
@@ -43,7 +45,6 @@ from zeroplan.trace import Moments, Trace, entry_of
 from zeroplan.transformer.buffers import buffer_bytes, tables_in_layers
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 from zeroplan.transformer.recomputed import first_recomputed, in_two
-from zeroplan.transformer.vision import pixels
 from zeroplan.units import GIB, MIB
 
 _REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
@@ -54,6 +55,8 @@ _BUFFERS = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParalle
 _REDUCER_OF = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel._ddp_init_helper"
 _SCALER = "torch 2.13, torch/amp/grad_scaler.py, GradScaler._lazy_init_scale_growth_tracker"
 
+_TABLES = "bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state"
+_QUANTISED_FROM = 4096  # bitsandbytes 0.50, optim/adamw.py, AdamW8bit: min_8bit_size
 _FIRST_BUCKET_BYTES = 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultFirstBucketBytes
 _NOTABLE_BUCKETS = 50  # a fiftieth of the parameters is worth a note
 BUCKET_BYTES = 25 * 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultBucketBytesCap
@@ -66,14 +69,26 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     gradients. Source: torch 2.13, ``torch/nn/parallel/distributed.py`` and ``reducer.cpp``.
     """
     element_bytes, compute = widths(recipe.precision).stored, compute_of(recipe)
-    whole, these = trained_row(model), passes(model, recipe, batch)
+    plan, these = plan_of(model, recipe), passes(model, recipe, batch)
+    whole, narrow = plan.whole, are_narrow(model, recipe)
+    these = in_fp32(these, model) if narrow else these
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
+    held = (*held, *_tables_of_each_optimizer(model, recipe))
     parameters = _whole(Kind.PARAMETERS, element_bytes, whole.n_elements, _held(model), _REDUCER_OF)
     width = element_bytes if model.adapter is None else compute.element_bytes  # without adapters frozen weights stay uncast
     frozen = frozen_lines(model, width, element_bytes, "parameters", _REDUCER_OF)
     buckets, gradients = _gradient_states(recipe, element_bytes, whole.n_elements, mesh.dp_shard)
     tables = tables_in_layers(model, recipe, width)
-    base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers, *tables, *pixels(model, batch))
+    base = (
+        parameters,
+        *frozen,
+        buckets,
+        *held,
+        *_scaler(recipe),
+        *layout(model).buffers,
+        *tables,
+        *held_beside(model, recipe, batch),
+    )
     if recipe.ddp.step_in_backward:
         gradients, temporary = (), ()
     states, copied = (*base, *gradients), _copied(model, recipe, these)
@@ -81,10 +96,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     others = (at_step, *_buckets_rebuilt(recipe, whole, batch.grad_accum_steps, (parameters, *frozen)))
     trace = Trace()
     trace.hold("states", *base)
-    levels = levels_of(plan_of(model, recipe), batch.grad_accum_steps)
+    levels = levels_of(plan, batch.grad_accum_steps)
     wrapped = 1 if recipe.wraps_one_rank else where(mesh.dp_shard > 1, 1, 0)
     Training(trace, recipe, these, levels, copied, wrapped).run()
-    symbols = (*frozen_symbols(model), *_symbols(these, copied, batch.grad_accum_steps), *counted(*held, *temporary))
+    symbols = (*_frozen_symbols(model, whole), *_symbols(these, copied, batch.grad_accum_steps), *counted(*held, *temporary))
     answer = Account(
         states,
         Moments((*trace.finished(), *map(entry_of, others))),
@@ -113,11 +128,19 @@ def _cast_elements(model: ModelSpec, first: int | None, *, fused: bool) -> tuple
     return of_kinds, sum(one.numel for one in head if one.autocast)
 
 
+def _frozen_symbols(model: ModelSpec, whole: Row) -> Iterator[Symbol]:
+    """Yield the numbers of trained and frozen weights; two elements of a copy in 16 bits are one trained number."""
+    for one in frozen_symbols(model):
+        halves = one.name == "Ψ" and one.value != whole.n_elements
+        yield Symbol("Ψ", whole.n_elements, "parameters that are trained, two in 16 bits as one") if halves else one
+
+
 def _copied(model: ModelSpec, recipe: RecipeSpec, these: Passes) -> Casts:
     if not compute_of(recipe).autocast:
         return Casts()
     of_kinds, of_head = _cast_elements(model, first_recomputed(model, recipe), fused="lora" in recipe.fused_parts)
     kept = tuple([run.block.cast_elements if run.recompute == "none" else 0 for run in these.runs])
+    of_head = 0 if are_narrow(model, recipe) else of_head
     return Casts(tuple([of_kinds[run.kind] for run in these.runs]), kept, of_head)
 
 
@@ -203,6 +226,8 @@ def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, r
     """Return states and step temporaries of this rank's tensors: all tensors, or the fullest rank's share."""
     impl = implementation_of(recipe)
     if recipe.zero_stage == 0:
+        if are_narrow(model, recipe):
+            return optimizer_lines(model, recipe)
         return _all_updated(model, recipe.optimizer, impl, element_bytes)
 
     def share(n: int) -> tuple[Lines, Lines]:
@@ -212,6 +237,17 @@ def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, r
     if isinstance(ranks, int):
         return share(ranks)
     return _column(lambda n: share(n)[0], ranks), _column(lambda n: share(n)[1], ranks)
+
+
+def _tables_of_each_optimizer(model: ModelSpec, recipe: RecipeSpec) -> Lines:
+    """Return the tables of codes of 8-bit optimizers that step in the backward: every weight has an optimizer. [bytes]"""
+    if not recipe.ddp.step_in_backward or not recipe.optimizer.endswith("adamw-8bit"):
+        return ()
+    quantised = sum(one.repeat for one in whole_tensors(trained_layout(model)) if int(one.numel) >= _QUANTISED_FROM)
+    more = max(0, quantised - 1)
+    return (
+        Line(Kind.OPTIMIZER_STATE, 2048 * more, "tables of codes of the other weights' optimizers", f"2048·{more}", _TABLES),
+    )
 
 
 def _column(share: Callable[[int], Lines], ranks: Int) -> Lines:
@@ -238,7 +274,7 @@ def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -
     The all-reduce is a ring's reduce-scatter and all-gather, 2·Ψ elements. Torch's stage 1 does not replace it by a
     reduce-scatter, so it moves 3·Ψ, more than the 2·Ψ of the ZeRO paper (arXiv:1910.02054, section 7).
     """
-    total, width = trained_row(model).n_elements, widths(recipe.precision).stored
+    total, width = plan_of(model, recipe).whole.n_elements, widths(recipe.precision).stored
     payload, calls = width * total, accum if recipe.sync_every_micro_batch else 1
     share = ceil_div(payload, ranks) * (ranks - 1)
     moved = where(ranks > 1, total, 0)

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple, cast
 
 from zeroplan.engines.collecting import Collecting, Counts, Memory, receive
+from zeroplan.engines.ddp.copies import are_narrow, row_in_fp32
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.rows import Placed, Row, made_at_once, numel, trained_row
 from zeroplan.numeric import Int, minimum
@@ -36,7 +37,11 @@ class Plan(NamedTuple):
 def plan_of(model: ModelSpec, recipe: RecipeSpec, *, wrapped: bool = True) -> Plan:
     """Return how DDP handles a model's gradients under a recipe. Without the wrapper no gradient is a view."""
     views = recipe.ddp.gradient_as_bucket_view and wrapped
-    return Plan(trained_row(model), widths(recipe.precision).stored, views, recipe.sync_every_micro_batch)
+    return Plan(_row(model, recipe), widths(recipe.precision).stored, views, recipe.sync_every_micro_batch)
+
+
+def _row(model: ModelSpec, recipe: RecipeSpec) -> Row:
+    return row_in_fp32(model) if are_narrow(model, recipe) else trained_row(model)
 
 
 class Reducer(Collecting):

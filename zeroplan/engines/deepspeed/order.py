@@ -126,7 +126,7 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
         blocks = [tuple(_with_linear_viewed(whole, module) for module in modules) for modules in blocks]
     n_blocks, every = whole.n_blocks, len(whole.placed)
     root = _Module("", inside=(0, every))
-    model = _Module("", inside=(0, every if whole.model.tie_word_embeddings else every - 1))
+    model = _Module("", inside=(0, every - _of_head(whole)))
     if whole.model.family in _MODEL_READS_EMBEDDING:
         model = model._replace(parameters=first[0].parameters, borrows=True)
         first = (first[0]._replace(lent=True), *first[1:])
@@ -257,9 +257,21 @@ def _around(whole: Row) -> tuple[tuple[_Module, ...], _Module, _Module]:
         if not 0 <= each.block < whole.n_blocks:
             named.setdefault(each.parameter.name.rpartition(".")[0] or each.parameter.name, []).append(index)
     found = [_Module(name, tuple(places), (places[0], places[-1] + 1)) for name, places in named.items()]
-    head = found[0] if whole.model.tie_word_embeddings else found.pop()
+    found = [module for module in found if not module.name.endswith(_UNUSED)]
+    head = found.pop() if _of_head(whole) else found[0]
     norm = found.pop()  # OPT's norm is registered before its blocks, after the embeddings
     return tuple(found), norm, head
+
+
+#: The frozen original beside a copy that is trained whole: peft 0.21, utils/other.py, ModulesToSaveWrapper._forward_wrapped.
+_UNUSED = ".original_module"
+
+
+def _of_head(whole: Row) -> int:
+    """Return the number of the head's own parameters; 0 if it is the embedding. With a trained copy they are two."""
+    adapter = whole.model.adapter
+    copied = adapter is not None and adapter.trains("head")
+    return int(copied) + int(not whole.model.tie_word_embeddings)
 
 
 def _begun(direction: str, module: _Module, block: int) -> Step:

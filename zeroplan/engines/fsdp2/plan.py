@@ -7,7 +7,7 @@ from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.fsdp2.groups import Cut, Ends, Group, cut_of, local_tensors, on_host, parameter_lines, shards_of
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines
-from zeroplan.engines.outside import outside
+from zeroplan.engines.outside import held_beside, outside
 from zeroplan.engines.pinned import rounding
 from zeroplan.engines.positions import Position, corners, walk
 from zeroplan.engines.precisions import Widths, compute_of, widths
@@ -22,7 +22,7 @@ from zeroplan.transformer.buffers import tables_in_layers
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params_adapted import only_frozen
 from zeroplan.transformer.recomputed import first_recomputed
-from zeroplan.transformer.vision import BESIDE_THE_TEXT, pixels
+from zeroplan.transformer.vision import BESIDE_THE_TEXT
 
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
 ACCUMULATE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_accumulated_grad_if_needed"
@@ -286,7 +286,7 @@ def plan_of(
     recomputes = tuple(recompute_of(run, compute) for run in cut.tree.runs)
     frozen_width = width.stored if model.adapter is None else width.compute
     persistent = (*_states(cut, tensors, recipe, frozen_width, updated), *tables, *_older_tables(model, recipe))
-    in_the_loop = pixels(model, batch) if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
+    in_the_loop = held_beside(model, recipe, batch) if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
         width=width,

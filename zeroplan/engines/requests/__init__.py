@@ -105,6 +105,7 @@ def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         (adapter is not None and adapter.quantize == "gptq", "GPTQ's weights"),
         (adapter is not None and adapter.quantize == "int8", "weights in 8 bits"),
         (adapter is not None and HEAD in adapter.layers, "an adapter of the head"),
+        (adapter is not None and bool(adapter.saved), "modules that are trained whole beside adapters"),
         (adapter is not None and adapter.compute == "fp32", "adapters that compute in fp32"),
         (adapter is not None and adapter.four_bits_keep_inputs, "bitsandbytes before 0.43.2"),
         (adapter is not None and job.model.moe is not None, "adapters beside experts"),

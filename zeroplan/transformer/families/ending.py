@@ -21,6 +21,7 @@ from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
+from zeroplan.transformer.families import fake_quantised
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training, definition_of
 from zeroplan.transformer.families.highest import highest
@@ -197,6 +198,7 @@ def output_bytes(ending: Ending, values: Values) -> Int:
 
 #: Fused kernels of the final norm and of the loss.
 _FUSED = ("cross-entropy", "loss-in-pieces", "rms-norm", "liger-rms-norm", "norm-in-one")
+_QAT = "int4-qat"
 
 
 def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Ending:
@@ -209,10 +211,15 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1,
         release.wide_logits or model.family == "nemotron_h",
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
-        tuple(one for one in compute.fused if one in _FUSED),
+        tuple(one for one in compute.fused if one in _FUSED or (one == _QAT and _rounds_head(model))),
         adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
         head_bias=model.head_rows is None and TRAITS[model.family].head_bias,
     )  # fmt: skip
+
+
+def _rounds_head(model: ModelSpec) -> bool:
+    """Whether quantisation-aware training rounds the head: in full training, if it is a layer of its own."""
+    return model.adapter is None and not model.tie_word_embeddings and not is_frozen(model, "head")
 
 
 def _handed_on(sizes: Sizes) -> tuple[BackwardPoint, ...]:
@@ -285,6 +292,8 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
         else:
             training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
+    if _QAT in ending.fused:
+        tape.mode = fake_quantised.mode_of(tape.mode, None)
     tape.mode = tape.mode._replace(
         fused_norms="rms-norm" in ending.fused,
         liger_norms="liger-rms-norm" in ending.fused,
@@ -352,11 +361,18 @@ def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
         tape.drop(*waiting)
         return [(read, op.gradient(tape, read, "gradient of all tokens", PIECES))]
 
-    tape.add("tokens that count", (counting,), (), spread, of=(read,))
+    rounds = _QAT in ending.fused
+    kept = (fake_quantised.heads_in_pieces(tape, CHUNKS),) if rounds else ()
+    tape.add("tokens that count", (counting,), kept, spread, of=(read,))
+    tape.drop(*kept)
+    if rounds:  # counted as a whole above
+        tape.mode = tape.mode._replace(linear=None)
     product = _product(tape, counting)
     product.store.size, product.store.reason = e * piece, "logits of a piece"
     wide = Value(tape.make(LOGITS, "logits of a piece, fp32", 4 * piece, PIECES), 4, product.shape)
     softmax = tape.make(LOGITS, "log-softmax of all pieces, fp32", 4 * T * V, PIECES)
+    if rounds:
+        fake_quantised.round_head(tape, back=False)
     loss = _scalar()
 
     def of_loss(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -371,7 +387,10 @@ def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
         summed = weight + at_least(0, weight - e * piece)
         waiting.append(tape.make(LOGITS, "log-softmax of earlier pieces, fp32", 4 * T * V - 8 * piece, PIECES))
         waiting.append(tape.make(WEIGHT, "gradient of the head's weight of later pieces, and the sum", summed, PIECES))
-        return [(product, tape.make(LOGITS, "gradient of a piece's logits", e * piece, PIECES))]
+        made = tape.make(LOGITS, "gradient of a piece's logits", e * piece, PIECES)
+        if rounds:
+            fake_quantised.round_head(tape, back=True)
+        return [(product, made)]
 
     tape.add("cast of the logits", (wide,), (), of_cast, of=(product,))
     tape.add("loss", (loss,), (softmax, tokens), of_loss, of=(wide,), place=AT_LOSS)
@@ -721,6 +740,48 @@ def _by_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
     return _Ran(loss, (labels,), (labels, scores))
 
 
+class _Divergence(NamedTuple):
+    """Bytes of a logit: held in the forward beside the student's own and what is kept, kept, and beside that in the backward."""
+
+    source: str
+    held: Size
+    kept: Size
+    backward: Size
+
+
+#: Between 0 and 1 of ``beta``; at either end both are smaller.
+_JSD = _Divergence("ms-swift 3602360a, rlhf_trainers/gkd_loss.py, gkd_loss", 6 * e, 7 * e, 2 * e + ceil(e, 2))
+_KD = _Divergence(
+    "torchtune 0.7, modules/loss/kd_losses.py, ForwardKLWithChunkedOutputLoss, and CEWithChunkedOutputLoss",
+    3 + 0 * e, 13 + 0 * e, 1 + e,
+)  # fmt: skip
+
+
+def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> _Ran:
+    """Run a loss that compares all logits with a teacher's, as if every token counted: the most that it takes.
+
+    What it takes was measured on a CPU, with the functions named in ``kind.source`` in 16 bits and in fp32.
+    """
+    made = _product(tape, read, bias=ending.head_bias)
+    product = _capped(tape, made) if ending.family in CAPPED else made
+    labels = tape.make(LOGITS, "labels", 8 * T, kind.source, LABELS)
+    reason = "the teacher's logits, copies of both, and steps of the last piece"
+    held = tape.make(LOGITS, reason, kind.held * product.shape, kind.source)
+    kept = tape.make(
+        LOGITS, "log-probabilities and what is made of them, of all pieces", kind.kept * product.shape, kind.source
+    )
+    loss = _scalar()
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.drop(
+            tape.make(LOGITS, "gradients of the last piece and of all logits", kind.backward * product.shape, kind.source)
+        )
+        return [(product, tape.make(LOGITS, "gradient of the logits", product.dtype * product.shape, kind.source))]
+
+    tape.add("divergence", (loss,), (kept, labels), backward, of=(product,), place=AT_LOSS)
+    return _Ran(loss, (kept, labels), (held, labels, kept, product.store), (product.store,))
+
+
 def _scored(tape: Tape, read: Value, mask: Store) -> Value:
     """Return a copy of the hidden states of the counted tokens."""
     most = Value(tape.hold(read.store), read.dtype, read.shape)
@@ -758,4 +819,6 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, in place": _in_place,
     "log-probs, chunks": _by_chunks,
     "log-probs, entropy": partial(_in_place, entropy=True),
+    "log-probs, jsd": partial(_compared, kind=_JSD),
+    "log-probs, kd": partial(_compared, kind=_KD),
 }

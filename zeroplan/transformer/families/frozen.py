@@ -89,7 +89,7 @@ def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width:
         return made
     read = Site(f"input of the {site.name}'s adapter", LORA, site.module, At.ADAPTED)
     given = op.cast(tape, value, 4 if tape.autocast or training.wide_adapters else e, read)
-    return _plus_adapter(tape, given, made, site, training, width=width, reads=reads)
+    return plus_adapter(tape, given, made, site, training, width=width, reads=reads)
 
 
 def _frozen_linear(
@@ -139,10 +139,10 @@ def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, widt
     if not adapted:
         return made
     tape.hold(value.store)
-    return _plus_adapter(tape, value, made, site, training, width=width, reads=reads)
+    return plus_adapter(tape, value, made, site, training, width=width, reads=reads)
 
 
-def _plus_adapter(
+def plus_adapter(
     tape: Tape, given: Value, made: Value, site: Site, training: Training, *, width: Size, reads: Size
 ) -> Value:  # fmt: skip
     """Run the adapter on ``given`` and add its scaled output to ``made``; release both."""

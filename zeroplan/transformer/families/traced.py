@@ -539,6 +539,10 @@ def run_forward(
         from zeroplan.transformer.families.float8 import mode_of  # noqa: PLC0415  keeps start-up fast
 
         tape.mode = mode_of(recipes[0])
+    if "int4-qat" in structure.fused:
+        from zeroplan.transformer.families.fake_quantised import mode_of as rounding  # noqa: PLC0415  as above
+
+        tape.mode = rounding(tape.mode, training)
     tape.mode = tape.mode._replace(uneven=structure.uneven)
     if structure.fused:
         tape.mode = tape.mode._replace(

@@ -30,10 +30,14 @@ def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> nn.M
         _quantise(model, adapter, recipe)
     wanted = LoraConfig(
         r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=list(adapter.layers), task_type="CAUSAL_LM",
-        lora_dropout=_DROPOUT if adapter.dropout else 0.0,
+        lora_dropout=_DROPOUT if adapter.dropout else 0.0, modules_to_save=list(adapter.saved) or None,
     )  # fmt: skip
     wide = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed"
     adapted: nn.Module = get_peft_model(model, wanted, autocast_adapter_dtype=wide)
+    if wide and recipe.engine == "fsdp2":
+        for name, parameter in adapted.named_parameters():
+            if ".modules_to_save." in name:  # as accelerate does before it shards
+                parameter.data = parameter.data.to(torch.float32)
     if adapter.quantize != "none" and recipe.precision == "bf16":
         for parameter in adapted.parameters():
             if parameter.requires_grad:  # peft makes adapters of quantised weights in fp32; trainers cast them

@@ -179,16 +179,24 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
         for block in () if recipe.recompute_layers is None else find_blocks(model)[recipe.recompute_layers :]:
             block.gradient_checkpointing = False  # type: ignore[assignment]  # a GradientCheckpointingLayer
+    if "int4-qat" in recipe.fused_parts:
+        from zeroplan.verify.training.fake_quantised import round_layers  # noqa: PLC0415  few jobs have it
+
+        round_layers(model, spec, dtype)
     if spec.adapter is not None:
         from zeroplan.verify.training.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 
         model = with_adapters(model, spec.adapter, recipe, device=device)
     if spec.vision is not None:
         vision.freeze_tower(model, spec.vision)
-    if spec.frozen is not None:
-        _freeze(cast("PreTrainedModel", model), spec.frozen)
     if recipe.keep_logits == "fp32":
         model.register_forward_hook(_upcast)
+    return _partly_frozen(model, spec.frozen)
+
+
+def _partly_frozen(model: nn.Module, frozen: FrozenSpec | None) -> nn.Module:
+    if frozen is not None:
+        _freeze(cast("PreTrainedModel", model), frozen)
     return model
 
 

@@ -47,7 +47,7 @@ def fuse_kernels(module: nn.Module, parts: Sequence[str]) -> None:
 
     Raises what :func:`fuse_loss` raises.
     """
-    if liger := [part for part in parts if part != "loss-in-pieces"]:
+    if liger := [part for part in parts if part not in ("loss-in-pieces", "int4-qat")]:
         _by_liger(module, {_OF_LIGER[part] for part in liger if part != "rope"})
     for one in module.modules() if "rope" in parts else ():
         if type(one).__name__.endswith("Attention"):

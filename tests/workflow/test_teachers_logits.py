@@ -1,0 +1,112 @@
+"""Losses that compare all logits with a teacher's, written out, take at most the bytes of a logit that zeroplan counts."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zeroplan import estimate, job
+from zeroplan.ledger import Kind
+from zeroplan.workflow import loop_of_file
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+TOKENS, WORDS = 1024, 4096
+functional = torch.nn.functional
+
+
+def jsd(student: Tensor, teacher: Tensor) -> tuple[Tensor, object]:
+    """ms-swift 3602360a, rlhf_trainers/gkd_loss.py: gkd_loss with extract_active and jsd_loss, beta 0.5."""
+    mask = torch.ones(TOKENS, dtype=torch.bool)
+    ours, theirs = student[mask], teacher[mask]
+    s_logits, t_logits = ours / 0.9, theirs / 0.9
+    beta = torch.tensor(0.5, dtype=student.dtype)
+    total = s_logits.new_zeros(())
+    for at in range(0, TOKENS, 512):
+        s_log, t_log = (functional.log_softmax(one[at : at + 512], dim=-1) for one in (s_logits, t_logits))
+        m_log = torch.logsumexp(torch.stack([s_log + torch.log1p(-beta), t_log + torch.log(beta)]), dim=0)
+        parts = [(torch.exp(one) * (one - m_log)).sum(-1) for one in (t_log, s_log)]
+        total = total + (beta * parts[0] + (1 - beta) * parts[1]).sum()
+    return total, (ours, theirs, s_logits, t_logits)
+
+
+def kd(student: Tensor, teacher: Tensor) -> tuple[Tensor, object]:
+    """Torchtune 0.7, modules/loss/kd_losses.py, ForwardKLLoss, beside its cross-entropy, in eight pieces."""
+    labels, kept = torch.zeros(TOKENS // 8, dtype=torch.long), []
+    for ours, theirs in zip(student.chunk(8), teacher.chunk(8), strict=True):
+        target = functional.softmax(theirs, dim=-1, dtype=torch.float32)
+        is_inf = torch.isinf(ours)
+        scores = functional.log_softmax(ours, dim=-1, dtype=torch.float32)
+        kept.append(-torch.masked_fill(target * scores, is_inf, 0).sum())
+    plain = [functional.cross_entropy(ours.float(), labels, reduction="sum") for ours in student.chunk(8)]
+    return torch.stack([*kept, *plain]).sum(), None
+
+
+class _Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
+    """Sums the storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operator(*args, **(kwargs or {}))
+        for one in torch.utils._pytree.tree_leaves(made):
+            if isinstance(one, torch.Tensor) and (key := (storage := one.untyped_storage())._cdata) not in self.alive:
+                self.alive[key] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, key, None)
+        self.peak = max(self.peak, self.now)
+        return made
+
+    @property
+    def now(self) -> int:
+        return sum(self.alive.values())
+
+
+def _of_a_logit(loss: Callable[[Tensor, Tensor], tuple[Tensor, object]], dtype: torch.dtype) -> tuple[float, float, float]:
+    """Return the bytes of a logit at the forward's peak, kept, and at the backward's peak."""
+    weight, hidden = (torch.randn(size, 8, dtype=dtype, requires_grad=True) for size in (WORDS, TOKENS))
+    with _Watch() as watch:
+        teacher = torch.randn(TOKENS, WORDS, dtype=dtype)
+        student = hidden @ weight.T
+        total, held = loss(student, teacher)
+        forward = watch.peak
+        del student, teacher, held
+        kept = watch.peak = watch.now
+        total.backward()
+    each = TOKENS * WORDS
+    return forward / each, kept / each, watch.peak / each
+
+
+@pytest.mark.parametrize(("name", "loss", "precision"), [("jsd", jsd, "bf16"), ("jsd", jsd, "fp32"), ("kd", kd, "bf16")])
+def test_a_logit_takes_at_most_what_is_counted(name: str, loss: Any, precision: str) -> None:
+    measured = _of_a_logit(loss, torch.bfloat16 if precision == "bf16" else torch.float32)
+    asked = job(model="llama-3.2-1b", gpus=1, precision=precision, seq_len=1024, loss="log-probs", log_probs=name)
+    each = 1024 * asked.model.vocab_size
+    moments = {one.name: sum(int(line.n_bytes) for line in one.lines if line.kind is Kind.LOGITS) / each
+               for one in estimate(asked).engine_moments}  # fmt: skip
+    counted = moments["forward of the loss"], moments["backward of the divergence"]
+    small = 0.05  # the weights of this test's head, and numbers per token
+    assert measured[0] <= counted[0] + small < measured[0] + 0.6, (measured, counted)
+    assert measured[2] <= counted[1] + small < measured[2] + 2.1, (measured, counted)
+
+
+def test_the_teachers_forward_and_the_step_hold_the_teacher() -> None:
+    asked = job(model="qwen2.5-7b", gpus=4, engine="deepspeed", stage=3, seq_len=2048, loss="log-probs", log_probs="jsd")
+    said = {"workflow": "distill", "teacher_model": "qwen2.5-14b", "vllm_mode": "server"}
+    phases = {one.name: one for one in loop_of_file(asked, said).phases}
+    step, forward = phases["training step"], phases["teacher's forward, in every step"]
+    logits = 2 * 2048 * asked.model.vocab_size
+    assert [line.n_bytes for line in forward.lines if line.reason.startswith("the student's logits")] == [logits]
+    teacher = sum(int(line.n_bytes) for line in step.lines if line.reason.startswith("teacher: "))
+    completions = sum(int(line.n_bytes) for line in step.lines if line not in estimate(asked).peak.lines) - teacher
+    assert step.total_bytes == int(estimate(asked).peak.total_bytes) + teacher + completions
+    assert completions == 2 * 8 * 2048

@@ -1,0 +1,144 @@
+"""Linear layers of quantisation-aware training: torchao rounds inputs to 8 bits and weights to 4 bits, and back, in every forward.
+
+The arithmetic is that of separate operators. For a tensor with a gradient autograd saves an fp32 tensor of its size, from which the
+backward makes the mask of what was clamped. The product saves the rounded input and the rounded weight in the compute dtype. So
+a layer keeps its weight even where an engine shards it, and six bytes for each of its inputs and weights in 16 bits.
+
+Sizes are those of torchao 0.18 without ``torch.compile``, with 256 weights to a scale. A frozen weight beside an adapter
+(torchtune 0.7, ``modules/peft/lora.py``, ``QATLoRALinear``) keeps its rounded copy alone.
+"""
+
+from functools import partial
+
+from zeroplan.expr import Size, ceil
+from zeroplan.ledger import Kind, Line, Role, Tag
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.definition import Training
+from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
+from zeroplan.transformer.families.tape import Arriving, Mode, Site, Store, Tape, Value
+from zeroplan.transformer.params import layout
+from zeroplan.transformer.symbols import T, V, e, h
+
+ROUNDED = "torchao 0.18, quantization/quant_primitives.py, _do_fake_quantize_affine"
+LAYER = "torchao 0.18, quantization/qat/linear.py, FakeQuantizedLinear.forward"
+KEPT = "torchao 0.18, quantization/qat/fake_quantizer.py, IntxFakeQuantizer"
+GROUP = 256
+"""Weights that share a scale: torchao 0.18, Int8DynActInt4WeightQATQuantizer."""
+
+
+def mode_of(mode: Mode, training: Training | None) -> Mode:
+    """Return how linear layers run: all of them, or beside adapters those that have one."""
+    return mode._replace(linear=partial(_linear, training=training, others=mode))
+
+
+def _linear(
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, training: Training | None,
+    others: Mode,
+) -> Value:  # fmt: skip
+    """Run a linear layer with rounded factors. The bias is added as it is."""
+    if training is not None and others.linear is not None and not training.adapts(site.module):
+        return others.linear(tape, value, width, site, reads=reads, bias=bias)
+    made = product(tape, value, width, site, reads=reads, bias=bias, frozen=training is not None)
+    if training is None:
+        return made
+    from zeroplan.transformer.families.frozen import plus_adapter  # noqa: PLC0415  few jobs have it
+
+    tape.hold(value.store)
+    return plus_adapter(tape, value, made, site, training, width=width, reads=reads)
+
+
+def product(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool, frozen: bool) -> Value:
+    """Return the product of a rounded input and a rounded weight, whose copies it saves."""
+    name, matrix = site.name, reads * width
+    given = rounded(tape, value, f"input of the {name}", T * reads, T)
+    weight = _weight(tape, f"weight of the {name}", matrix, frozen=frozen)
+    made = op.tensor(tape, f"output of the {name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving: Arriving = []
+        if not frozen:
+            arriving = [(weight, tape.make(TEMPORARY, f"gradient of the rounded weight of the {name}", e * matrix, LAYER))]
+        if tape.follows(given):
+            arriving.append((given, op.gradient(tape, given, f"gradient through the {name}", LAYER)))
+        if bias and not frozen:
+            tape.weight_gradient(width)
+        return arriving
+
+    saved = (weight,) if frozen else (given, weight)
+    tape.add(name, (made,), saved, backward, of=(given,) if frozen else None, place=site.place)
+    tape.release(given, weight)
+    return made
+
+
+def rounded(tape: Tape, value: Value, what: str, elements: Size, scales: Size) -> Value:
+    """Return a copy of an activation, rounded; autograd saves what the mask reads, and reciprocals of the scales."""
+    made, saved = _made(tape, what, elements, scales, tracked=tape.follows(value))
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        _steps_back(tape, what, elements)
+        return [(value, op.gradient(tape, value, f"gradient through the rounding of the {what}", ROUNDED))]
+
+    tape.add(f"rounding of the {what}", (made,), saved, backward, of=(value,))
+    tape.drop(*saved)
+    return made
+
+
+def _weight(tape: Tape, what: str, elements: Size, *, frozen: bool) -> Value:
+    """Return a rounded copy of a weight; the backward of a trained one makes the weight's gradient."""
+    made, saved = _made(tape, what, elements, ceil(elements, GROUP), tracked=not frozen)
+    if frozen:
+        return made
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        _steps_back(tape, what, elements)
+        tape.weight_gradient(elements)
+        return []
+
+    tape.add(f"rounding of the {what}", (made,), saved, backward, of=None)
+    tape.drop(*saved)
+    return made
+
+
+def _made(tape: Tape, what: str, elements: Size, scales: Size, *, tracked: bool) -> tuple[Value, tuple[Store, ...]]:
+    """Return a rounded copy and, where autograd runs, the tensors that it saves."""
+    saved: tuple[Store, ...] = ()
+    if tracked and tape.saving:
+        wide = tape.make(TENSOR, f"{what} in units of its scale, fp32", 4 * elements, ROUNDED)
+        saved = (wide, tape.make(TENSOR, f"{what}: reciprocals of its scales", 4 * scales, ROUNDED))
+    tape.drop(tape.make(TEMPORARY, f"{what}: steps of the rounding", (8 + e) * elements, ROUNDED))
+    return Value(tape.make(TENSOR, f"{what}, rounded", e * elements, ROUNDED), e, elements), saved
+
+
+def heads_in_pieces(tape: Tape, pieces: int) -> Store:
+    """Return what rounding saves for a head that runs once for each of several pieces of tokens.
+
+    The steps of a piece come on top. Until the backward of all pieces is done it stays whole, which is the most it takes.
+    """
+    reason = "rounded heads and inputs of all pieces, and what their masks read"
+    return tape.make(TENSOR, reason, pieces * (4 + e) * h * V + (4 + e) * T * h, ROUNDED)
+
+
+def round_head(tape: Tape, *, back: bool) -> None:
+    """The steps of one such head; in the backward ten bytes of an element, with the gradient of its rounded copy."""
+    what, size = ("rounding's backward", 10 * h * V) if back else ("rounding", (8 + e) * h * V)
+    tape.drop(tape.make(TEMPORARY, f"steps of the {what} of a piece's head", size, ROUNDED))
+
+
+def scales_kept(model: ModelSpec, batch: Batch) -> tuple[Line, ...]:
+    """Return scales and zero points that each layer keeps from its last forward: of its tokens, and of its weight. [bytes]"""
+    tree, adapter = layout(model), model.adapter
+    ends = [(1, one) for one in tree.tail if adapter is None and one.autocast]
+    weights = [*((run.layers, one) for run in tree.runs for one in run.parameters), *ends]
+    kept = [(count, one.numel) for count, one in weights if one.name.endswith(".base_layer.weight" if adapter else ".weight")
+            and one.autocast and len(one.shape) > 1]  # fmt: skip
+    layers, groups = sum(count for count, _ in kept), sum(count * -(-numel // GROUP) for count, numel in kept)
+    n_bytes = 8 * (layers * batch.micro_batch_size * batch.seq_len + groups)
+    reason = "scales and zero points that rounded layers keep from their last forward"
+    return (Line(Kind.TEMPORARY, n_bytes, reason, f"8·({layers}·T + {groups})", KEPT),)
+
+
+def _steps_back(tape: Tape, what: str, elements: Size) -> None:
+    """The steps of a backward beside the gradient that it reads: ten bytes of an element together."""
+    tape.drop(tape.make(TEMPORARY, f"{what}: steps of the rounding's backward", (10 - e) * elements, ROUNDED))
