@@ -161,6 +161,23 @@ def test_ms_swifts_losses_keep_the_fp32_logits_that_accelerate_returns(tmp_path:
     assert kept == [False, "fp32"]
 
 
+@pytest.mark.parametrize(("stage", "each"), [("dpo", 12), ("kto", 16)])
+def test_llama_factorys_reference_makes_all_logits_beside_the_models(tmp_path: Path, stage: str, each: int):
+    """The trained model's fp32 logits and their log-softmax stay while the reference model makes its own."""
+    (tmp_path / "mine.yaml").write_text(
+        f"model_name_or_path: Qwen/Qwen2.5-7B\nstage: {stage}\nfinetuning_type: lora\ncutoff_len: 1024\nbf16: true\n"
+        "per_device_train_batch_size: 1\ndo_train: true\n"
+    )
+    found = resolve(Request(from_file=str(tmp_path / "mine.yaml"), gpus=2))
+    assert found.job.recipe.keep_logits == "fp32"
+    sequences = 2 if stage == "dpo" else 1
+    made = {
+        line.n_bytes for phase in loop_of_file(found.job, found.loop).phases for line in phase.lines
+        if line.reason.endswith("logits of all tokens, for log-probabilities")
+    }  # fmt: skip
+    assert made == {each * sequences * 1024 * found.job.model.vocab_size}
+
+
 @pytest.mark.parametrize("method", ["orpo", "cpo", "simpo"])
 def test_ms_swifts_losses_of_pairs_without_a_reference(tmp_path: Path, method: str):
     """In 16 bits they take less than cross-entropy; the fp32 logits that accelerate returns without DeepSpeed take more."""
