@@ -133,13 +133,6 @@ def test_bf16_on_a_gpu_without_matrix_units_for_it_is_noted(said: dict[str, str]
     assert any("no fused attention for bf16" in note for note in notes) is is_noted
 
 
-@pytest.mark.parametrize("model", ["llama-4-scout", "ernie-4.5-21b-a3b"])
-def test_stage_3_of_deepspeed_is_refused_where_its_order_is_not_modelled(model: str):
-    with pytest.raises(SpecError, match=r"DeepSpeed's stage 3 of a .* model is not modelled; use stage 2, or engine 'fsdp2'"):
-        resolve(Request(model=model, gpus=8, engine="deepspeed", stage=3))
-    assert resolve(Request(model=model, gpus=8, engine="deepspeed", stage=2)).job.recipe.zero_stage == 2
-
-
 def test_an_old_gpu_keeps_the_scores_of_attention():
     """Heads times the square of the length, in fp32, in each block; a newer GPU of the same size keeps none."""
     said = {"model": "gpt2", "gpus": 1, "engine": "ddp", "stage": 0, "micro_batch": 1, "seq_len": 1024}

@@ -23,7 +23,7 @@ from zeroplan.ledger import Line, Phase
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 
 pytestmark = [pytest.mark.torch, pytest.mark.deepspeed]
@@ -33,6 +33,10 @@ WIDE = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=352, vocab=2000,
 TIED = replace(WIDE, tie_word_embeddings=True)
 FLAT = tiny_spec("llama", heads=1, kv_heads=1, head_dim=32, ffn=500, vocab=5000, layers=3)
 MOE = tiny_spec("mixtral", heads=4, kv_heads=2, head_dim=32, ffn=96, vocab=300, layers=3)
+_OF_EXPERTS = MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
+LLAMA_4 = replace(MOE, family="llama4_text", num_hidden_layers=4, layer_pattern="L", sliding_window=16, use_qk_norm=True)
+LLAMA_4 = replace(LLAMA_4, moe=_OF_EXPERTS)
+ERNIE = replace(MOE, family="ernie4_5_moe", tie_word_embeddings=True, moe=replace(_OF_EXPERTS, num_shared_experts=2))
 QWEN3_MOE = replace(MOE, family="qwen3_moe", num_hidden_layers=4)
 GPT2 = tiny_spec("gpt2", heads=4, kv_heads=4, head_dim=32, ffn=512, vocab=300, layers=4)
 LONGER = BatchSpec(micro_batch_size=4, seq_len=64)
@@ -165,6 +169,11 @@ CASES = {
     "stage 3, two sub-groups": Case(LLAMA, recipe(3, {"sub_group_size": 150_000}), batch=BatchSpec(seq_len=8)),
     "stage 3, bf16 throughout": Case(LLAMA, recipe(3, STREAMING, precision="bf16")),
     "stage 3, fp32": Case(LLAMA, recipe(3, STREAMING, precision="fp32")),
+    "stage 3, Llama 4, nothing kept": Case(LLAMA_4, recipe(3, IDEAL), n_ranks=16, batch=BatchSpec(seq_len=8)),
+    "stage 3, Llama 4, nothing kept, recomputed": Case(LLAMA_4, recipe(3, IDEAL, recompute="full")),
+    "stage 3, Llama 4, streaming, fp32": Case(LLAMA_4, recipe(3, STREAMING, precision="fp32"), excess=0.02, peak_excess=0.02),
+    "stage 3, ERNIE, nothing kept": Case(ERNIE, recipe(3, IDEAL)),
+    "stage 3, ERNIE, streaming, recomputed": Case(ERNIE, recipe(3, STREAMING, recompute="full"), excess=0.03),
     "stage 3, GPT-2": Case(GPT2, recipe(3, STREAMING), batch=LONGER),
 }
 

@@ -10,7 +10,6 @@ import pytest
 from tests.transformer.tiny_configs import TINY, tiny_config
 from zeroplan.catalog.config import model_from_config
 from zeroplan.engines.modules import block_modules, executed_modules, rotary_calls
-from zeroplan.spec.family import NOT_AT_STAGE_3
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import layout, runs_in_order
 
@@ -44,8 +43,6 @@ def _note(seen: list[str], name: str, *_: object) -> None:
 @pytest.mark.parametrize("case", TINY)
 def test_modules_run_in_the_assumed_order(case: str) -> None:
     spec = model_from_config(tiny_config(case))
-    if spec.family in NOT_AT_STAGE_3:
-        pytest.skip("only DeepSpeed's stage 3 needs the order, and refuses these families")
     seen = calls(spec)
     blocks = [layout(spec).runs[at] for at in runs_in_order(spec)]
     for number, run in enumerate(blocks):
@@ -53,7 +50,7 @@ def test_modules_run_in_the_assumed_order(case: str) -> None:
         owners = tuple(dict.fromkeys(parameter.name.rpartition(".")[0] for parameter in run.parameters))
         uncalled = tuple(name for name in owners if name not in inside)  # a convolution of which only the weight is used
         assert uncalled in ((), ("linear_attn.conv1d",), ("mamba.conv1d",), ("mixer.conv1d",))
-        assert block_modules(spec, owners) == (*inside, *uncalled)
+        assert block_modules(spec, owners, run.kind) == (*inside, *uncalled)
         assert executed_modules(spec, owners) == (*(name for name in inside if name in owners), *uncalled)
 
 

@@ -24,13 +24,16 @@ _WITHOUT_PARAMETERS = (
     "dropout",
     "gelu_impl",
     "latent_proj",
+    "qk_norm",
     "router.norm",
     "v_norm",
 )
 
 
-def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
+def block_modules(model: ModelSpec, owners: Sequence[str], kind: str = "") -> Names:
     """Return the modules of a block in forward order; ``owners`` are the modules that own parameters.
+
+    ``kind``: the layer's kind in the model's layout. Only Llama 4's full-attention layers have other modules without parameters.
 
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -49,6 +52,8 @@ def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
     }
     if "mixer.up_proj" in missing:  # its activation has no parameters
         missing.add("mixer.act_fn")
+    if not model.head_norms or kind == "global":
+        missing.add("self_attn.qk_norm")
     names = [name for name in listed if name not in missing and _parent(name) not in missing]
     if model.adapter is not None:
         names = [inner for name in names for inner in _wrapped(name, owners)]

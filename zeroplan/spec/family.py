@@ -226,6 +226,3 @@ PLAIN_HEADS = families(lambda one: one.plain_heads)
 DIVIDED_LOGITS = families(lambda one: one.divides_logits)
 WITHOUT_SDPA = families(lambda one: not one.sdpa)
 GLOBAL_LAYERS: Mapping[str, int] = {name: one.global_every for name, one in TRAITS.items() if one.global_every is not None}
-
-#: Families whose modules DeepSpeed's stage 3 gathers in an order that is not modelled.
-NOT_AT_STAGE_3 = ("llama4_text", "ernie4_5_moe")

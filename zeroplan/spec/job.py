@@ -7,7 +7,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_IN_OLDER, ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, NOT_AT_STAGE_3, TRAITS, WIDE_ROUTERS
+from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, TRAITS, WIDE_ROUTERS
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
@@ -282,10 +282,6 @@ class JobSpec(Spec):
             raise SpecError(
                 f"precision 'bf16' of a {self.model.family} model under {recipe.engine!r} is not modelled: its routers stay in "
                 "fp32; use 'bf16-mixed', or engine 'deepspeed'"
-            )
-        if self.model.family in NOT_AT_STAGE_3 and recipe.engine == "deepspeed" and recipe.zero_stage == 3:
-            raise SpecError(
-                f"DeepSpeed's stage 3 of a {self.model.family} model is not modelled; use stage 2, or engine 'fsdp2'"
             )
 
     def _check_fused_loss(self) -> None:

@@ -71,10 +71,12 @@ def held_after_forward(answer: Estimate) -> tuple[Line, ...]:
     """Return the lines alive between forward and backward of a training step: states and saved tensors. [bytes]
 
     They are alive both in the loss's forward and in the loss's backward. The backward moment with most lines in common counts.
+    Logits that stay through the whole backward (``keep_logits``) have another reason in the forward, and count too.
     """
     moments = answer.engine_moments
     at = next(at for at, one in enumerate(moments) if one.of_forward and one.phase is Phase.LOSS)
-    backward = [Counter(one.lines) for one in moments[at + 1 :] if not one.of_forward]
+    backward = [Counter(one.lines) for one in moments[at + 1 :] if not one.of_forward and one.phase is not Phase.STEP]
     forward = Counter(moments[at].lines)
     shared = max((forward & one for one in backward), key=lambda lines: lines.total())
-    return tuple(shared.elements())
+    stay = (line for line in backward[0] if line.kind is Kind.LOGITS and all(line in one for one in backward))
+    return (*shared.elements(), *(line for line in stay if line not in shared))

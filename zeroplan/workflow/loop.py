@@ -14,7 +14,7 @@ from zeroplan.workflow.distilling import Teacher, teacher_of
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.loading import host, loading, saving
 from zeroplan.workflow.phases import DRY_RUN, Loop, LoopPhase, renamed
-from zeroplan.workflow.reference import Reference, reference_of
+from zeroplan.workflow.reference import Reference, bytes_of_a_logit, reference_of
 from zeroplan.workflow.rollout import BLOCK_TOKENS, Rollout, asleep, buffered, rollout_of, synchronisation
 
 _ENGINES = ("fsdp2", "fsdp1", "ddp", "deepspeed")
@@ -64,7 +64,8 @@ def loop_of_step(job: JobSpec, asked: Asked) -> Loop:
     kind = WORKFLOWS[asked.workflow]
     compares = kind.compares or bool(asked.beta)
     teacher = teacher_of(answer.job, asked.teacher_model) if kind.log_probs == "divergence" else None
-    reference = reference_of(answer.job, all_logits=bool(asked.full_logits)) if compares else teacher and teacher.model
+    each = bytes_of_a_logit(asked.workflow) if asked.full_logits else 0
+    reference = reference_of(answer.job, all_logits=each) if compares else teacher and teacher.model
     rollout = rollout_of(job, asked, answer.parameters) if _generates_here(asked) else None
     parts = _Parts(answer, reference, rollout, teacher)
     resident = _resident(parts, asked)

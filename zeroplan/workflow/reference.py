@@ -13,11 +13,14 @@ from zeroplan.estimator import estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.params import layout
+from zeroplan.workflow.asked import Name
 from zeroplan.workflow.forward import Forward, without_gradients
 from zeroplan.workflow.phases import renamed
 
 DPO = "trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__"
-ALL_LOGITS = "accelerate 1.15, utils/operations.py, ConvertOutputsToFp32; trl 1.16, trainer/utils.py, selective_log_softmax"
+ALL_LOGITS = (
+    "LLaMA-Factory, train/trainer_utils.py, get_batch_logps; torchtune, rlhf/sequence_processing.py, get_batch_log_probs"
+)
 WHOLE_UNIT = "trl 1.16, models/utils.py, prepare_fsdp: fully_shard of the root alone"
 
 
@@ -30,14 +33,14 @@ class Reference(NamedTuple):
 
 
 def reference_of(
-    job: JobSpec, whose: str = "reference model", *, head: bool = True, all_logits: bool = False, made: tuple[Line, ...] = ()
+    job: JobSpec, whose: str = "reference model", *, head: bool = True, all_logits: int = 0, made: tuple[Line, ...] = ()
 ) -> Reference:  # fmt: skip
     """Return the reference model of a job: a copy, or with LoRA the trained model without its adapters. [bytes]
 
-    ``whose``: its name in reasons; without a ``head`` its forward ends with the last norm; ``all_logits``: for all tokens at once;
-    ``made``: what its head makes beside TRL's.
+    ``whose``: its name in reasons; without a ``head`` its forward ends with the last norm; ``all_logits``: the bytes of a logit, if
+    it makes those of all tokens at once; ``made``: what its head makes beside TRL's.
     """
-    at_head = (_logits(job),) if all_logits else made
+    at_head = (_logits(job, all_logits),) if all_logits else made
     if job.model.adapter is not None:
         forward = without_gradients(job, at_head=at_head)
         kept = tuple(line for line in forward.lines if line.kind is not Kind.WEIGHT_CASTS or job.model.upcasts_norms)
@@ -61,11 +64,18 @@ def _root_left_gathered(job: JobSpec, forward: Forward) -> tuple[Line, ...]:
     return tuple(line for line in forward.lines if line.kind is Kind.UNSHARDED_PARAMETERS and line.n_bytes == root)[:1]
 
 
-def _logits(job: JobSpec) -> Line:
-    """The fp32 copy of the logits, plus the larger of the model's own logits and one sequence's logits minus their maximum."""
-    width, length = widths(job.recipe.precision).compute, job.batch.seq_len
-    tokens = job.batch.micro_batch_size * length
-    n_bytes = 4 * tokens + max(width * tokens, 4 * length)
+def bytes_of_a_logit(workflow: Name) -> int:
+    """Return what a logit takes in a reference model's forward that makes all of them at once. [bytes]
+
+    LLaMA-Factory and torchtune make the logits in fp32, a copy of all but the last token's, and its log-softmax: 12 bytes. In KTO
+    LLaMA-Factory also has the logits of the forward before (train/kto/trainer.py, ``concatenated_forward``). TRL's
+    ``selective_log_softmax``, in ms-swift and Axolotl, takes up to 6 bytes less, so that this is an upper bound there.
+    """
+    return 16 if workflow == "kto" else 12
+
+
+def _logits(job: JobSpec, each: int) -> Line:
+    n_bytes = each * job.batch.micro_batch_size * job.batch.seq_len
     return Line(Kind.LOGITS, n_bytes * job.model.vocab_size, "logits of all tokens, for log-probabilities", "", ALL_LOGITS)
 
 

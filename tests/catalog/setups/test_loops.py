@@ -12,6 +12,7 @@ from zeroplan.catalog.setups.reading import read_setup
 from zeroplan.cli.app import main
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
+from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, resolve
 from zeroplan.spec.adapter import PEFT_TARGETS
 from zeroplan.workflow import WORKFLOWS, Asked, preference, verl
@@ -159,6 +160,22 @@ def test_ms_swifts_losses_keep_the_fp32_logits_that_accelerate_returns(tmp_path:
         kept.append(found.job.recipe.keep_logits)
         loop_of_file(found.job, found.loop)
     assert kept == [False, "fp32"]
+
+
+@pytest.mark.parametrize(("stage", "each"), [("dpo", 12), ("kto", 16)])
+def test_llama_factorys_reference_makes_all_logits_beside_the_models(tmp_path: Path, stage: str, each: int):
+    """The trained model's fp32 logits and their log-softmax stay while the reference model makes its own."""
+    (tmp_path / "mine.yaml").write_text(
+        f"model_name_or_path: Qwen/Qwen2.5-7B\nstage: {stage}\nfinetuning_type: lora\ncutoff_len: 1024\nbf16: true\n"
+        "per_device_train_batch_size: 1\ndo_train: true\n"
+    )
+    found = resolve(Request(from_file=str(tmp_path / "mine.yaml"), gpus=2))
+    assert found.job.recipe.keep_logits == "fp32"
+    sequences = 2 if stage == "dpo" else 1
+    (scoring,) = [phase for phase in loop_of_file(found.job, found.loop).phases if phase.name.startswith("reference")]
+    logits = sequences * 1024 * found.job.model.vocab_size
+    held = [line.n_bytes // logits for line in scoring.lines if line.kind in (Kind.LOGITS, Kind.TEMPORARY)]
+    assert [one for one in sorted(held) if one] == [4, 4, each]
 
 
 @pytest.mark.parametrize("method", ["orpo", "cpo", "simpo"])

@@ -60,6 +60,7 @@ def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> 
     loses = str(whole.get("pref_loss") or "sigmoid")
     if stage == "kto" or (stage == "dpo" and loses not in ("orpo", "simpo")):
         reading.tell_loop("stage", stage, full_logits=True)
+        reading.tell("keep_logits", "stage", "fp32", filled=True)  # a dictionary has them while the reference model runs
     elif stage in ("dpo", "rm"):
         reading.table.matters["stage"] = _TWICE.format(loses) if stage == "dpo" else _VALUES
         reading.table.saves.update(

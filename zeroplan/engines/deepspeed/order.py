@@ -19,7 +19,7 @@ from zeroplan.engines.modules import (
 )
 from zeroplan.engines.rows import Row
 from zeroplan.errors import SpecError
-from zeroplan.transformer.params import frozen_tower, has_frozen, is_frozen, layout
+from zeroplan.transformer.params import frozen_tower, has_frozen, is_frozen, layout, runs_in_order
 
 if TYPE_CHECKING:
     from zeroplan.spec.profile import Profile
@@ -29,7 +29,16 @@ FORWARD, BACKWARD = "forward", "backward"
 
 #: Families whose grouped product reads the experts' weights directly; others read a transposed view (transformers 5.23,
 #: integrations/moe.py, ``_grouped_linear``). A direct product saves the parameter, so the gathered tensor can be freed.
-_EXPERTS_AS_THEY_ARE = ("gpt_oss",)
+_EXPERTS_AS_THEY_ARE = ("gpt_oss", "llama4_text")
+
+#: Ending of modules whose output only chooses experts, so that no backward reaches them: ERNIE's router adds its bias in one.
+_CHOOSES = ".moe_statics"
+
+
+#: Families whose model reads the embedding's dtype or device in its own forward, so that DeepSpeed gathers the embedding with the
+#: model and releases it with the model: transformers 5.23, modeling_llama4.py, ``Llama4TextModel.forward``; DeepSpeed 0.19.8,
+#: ``parameter_offload.py``, ``ZeROOrderedDict.__getitem__``. No hook sees the model's end in the backward.
+_MODEL_READS_EMBEDDING = ("llama4_text",)
 
 
 class Freed(NamedTuple):
@@ -118,12 +127,17 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
     n_blocks, every = whole.n_blocks, len(whole.placed)
     root = _Module("", inside=(0, every))
     model = _Module("", inside=(0, every - _of_head(whole)))
+    if whole.model.family in _MODEL_READS_EMBEDDING:
+        model = model._replace(parameters=first[0].parameters, borrows=True)
+        first = (first[0]._replace(lent=True), *first[1:])
     wrappers = (root, root) if whole.model.adapter is not None else ()
     steps = [_begun(FORWARD, module, -1) for module in (*wrappers, root, model)]
     steps += [*_forward(first, -1), *[_begun(FORWARD, _Module(""), -1)] * _without_parameters(whole)]
     for block, modules in enumerate(blocks):
         steps += _forward(modules, block, again=block < recomputed)
-    steps += [*_forward((norm,), n_blocks), *_forward((head,), n_blocks)]
+    steps += _forward((norm,), n_blocks)
+    steps[-1] = steps[-1]._replace(frees=(*steps[-1].frees, _freed(model))) if model.borrows else steps[-1]
+    steps += _forward((head,), n_blocks)
     steps += [*(_begun(BACKWARD, module, n_blocks) for module in (*wrappers, root)), _alone(BACKWARD, head, n_blocks, 1)]
     steps += [_begun(BACKWARD, model, n_blocks)._replace(made=1), _alone(BACKWARD, norm, n_blocks, 2)]
     for block in range(n_blocks - 1, max(lowest, 0 if recomputed else frozen_tower(whole.model)) - 1, -1):
@@ -292,11 +306,11 @@ def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recompute
     """Return a block's modules in the order of their backward. The first one that needs the recomputation waits for it."""
     by_name = {module.name: module for module in modules}
     constant = _constants(whole, modules) if block == _lowest_backward(whole, recomputed) else _Constants()
-    names = backward_order([module.name for module in modules[1:]])
+    names = backward_order([module.name for module in modules[1:] if not module.name.endswith(_CHOOSES)])
     ordered = (modules[0], *(by_name[name] for name in names if name not in constant.unfollowed))
     steps, made = list[Step](), 0
     for module in ordered:
-        made += 0 if module.borrows else sum(whole.trained[index] for index in module.parameters)
+        made += 0 if module.borrows else _made(whole, module, by_name.get(f"{module.name}{_CHOOSES}"))
         steps.append(_begun(BACKWARD, module, block)._replace(made=made))
     for module, last in _ends([module.name for module in ordered], ordered):
         if module.name not in constant.unnoticed:
@@ -312,6 +326,11 @@ def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recompute
     frees = (*waiting.frees, named) if dropped else waiting.frees
     done = run_again[-1]._replace(direction=BACKWARD, made=waiting.made, frees=frees)
     return [*steps[:first], waiting._replace(made=0, frees=()), *run_again[:-1], done, *steps[first + 1 :]]
+
+
+def _made(whole: Row, module: _Module, without_backward: _Module | None) -> int:
+    """Return the elements of a module's gradients, and of those of a module inside it ``without_backward``, which count too."""
+    return sum(whole.trained[index] for each in (module, without_backward) if each is not None for index in each.parameters)
 
 
 def _run_again_after(
@@ -401,7 +420,7 @@ def _is_viewed(parameter: str) -> bool:
 
 def _names(whole: Row, block: int, owners: tuple[str, ...]) -> tuple[str, ...]:
     if whole.model.profile is None:
-        return block_modules(whole.model, owners)
+        return block_modules(whole.model, owners, layout(whole.model).runs[runs_in_order(whole.model)[block]].kind)
     from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
 
     profile = profile_of(whole.model)

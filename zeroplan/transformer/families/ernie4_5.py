@@ -184,10 +184,11 @@ _MOE = _CONFIG._replace(
         "read by no code of the class": ("moe_capacity", "moe_gate", "moe_use_aux_free"),
     },
 )  # fmt: skip
+_ROUTED = ("mlp", *EXPERT_MODULES[-5:], "mlp.gate", "mlp.gate.moe_statics", *EXPERT_MODULES[2:4])
 FAMILIES = {
     "ernie4_5": Definition(layer(_LAYER), _tensors, _CONFIG, tables=_TABLES),
     "ernie4_5_moe": Definition(
         layer(_LAYER._replace(mlp=_mlp, source=f"{MODEL}, Ernie4_5_MoeDecoderLayer.forward")), _with_experts, _MOE,
-        expert_modules=before_and_after(ATTENTION_MODULES, ("mlp", *EXPERT_MODULES[-5:], *EXPERT_MODULES[1:4])), tables=_TABLES,
+        expert_modules=before_and_after(ATTENTION_MODULES, _ROUTED), tables=_TABLES,
     ),
 }  # fmt: skip

@@ -21,10 +21,10 @@ from zeroplan.transformer.families.definition import (
     Block,
     ConfigKeys,
     Definition,
+    Names,
     Program,
     Tables,
     before_and_after,
-    gated_modules,
 )
 from zeroplan.transformer.families.experts import picked
 from zeroplan.transformer.families.operators import Norm
@@ -255,11 +255,16 @@ _CONFIG = ConfigKeys(
         "for other programs": ("for_llm_compressor",),
     },
 )  # fmt: skip
+_ATTENTION: Names = (*ATTENTION_MODULES[:3], "self_attn.qk_norm", "self_attn.qk_norm", ATTENTION_MODULES[3])
+_MLP, _SHARED = (
+    tuple(f"{name}{part}" for part in ("", ".gate_proj", ".activation_fn", ".up_proj", ".down_proj"))
+    for name in ("feed_forward", "feed_forward.shared_expert")
+)
 _MODULES = tuple(f"feed_forward{name}" for name in ("", ".router", ".experts", ".experts.act_fn"))
 FAMILIES = {
     "llama4_text": Definition(
-        Program(_layer, LAYER, NORM), _tensors, _CONFIG, before_and_after(ATTENTION_MODULES, gated_modules("feed_forward")),
-        before_and_after(ATTENTION_MODULES, (*_MODULES, *gated_modules("feed_forward.shared_expert"))),
+        Program(_layer, LAYER, NORM), _tensors, _CONFIG, before_and_after(_ATTENTION, _MLP),
+        before_and_after(_ATTENTION, (*_MODULES, *_SHARED)),
         Tables(4 * s * d, "rotary numbers, complex", f"{LLAMA}, Llama4TextRotaryEmbedding.forward"), Around(masks=2, chunks=True),
     )
 }  # fmt: skip
