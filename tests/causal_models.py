@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from zeroplan.verify.training.causal_model import config  # noqa: E402
+from zeroplan.verify.training.causal_model import config, register_causal_classes  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -28,7 +28,8 @@ MEASURED = (
     "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "seed_oss", "smollm3", "hunyuan_v1_dense", "exaone4", "olmoe",
     "gemma", "glm", "starcoder2", "cohere", "cohere2", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1",
     "qwen2_moe", "glm4_moe_lite", "ministral3", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h",
-    "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text",
+    "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text", "arcee", "deepseek_v2",
+    "mistral4", "solar_open",
 )  # fmt: skip
 
 
@@ -80,6 +81,7 @@ def causal_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None
     config._attn_implementation = "eager" if spec.family in WITHOUT_SDPA else compute.attention
     if spec.moe is not None and spec.family != "llama4_text":
         config._experts_implementation = "grouped_mm"
+    register_causal_classes()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(weight_dtype(compute))
     model.train()

@@ -34,6 +34,7 @@ def hub_config(config: Mapping[str, object]) -> PreTrainedConfig:
     """The configuration as transformers reads it."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.set_verbosity_error()
+    transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
     return transformers.AutoConfig.for_model(**config)
 
 

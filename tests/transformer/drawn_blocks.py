@@ -59,7 +59,7 @@ RANDOM_STATE = 24
 BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
-    "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe",
+    "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
 )  # fmt: skip
 BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2")
 """Families whose classes always have a window."""
@@ -178,7 +178,7 @@ def _biases(draw: Random, family: str) -> dict[str, bool]:
     free = family in BIASED_AT_WILL and bool(draw.randint(0, 1))
     attention = free if family in ("gpt_neox", "qwen2_moe") else always or free
     mlp = family in (*PLAIN_HEADS, "starcoder2") or (
-        family in ("llama", "granite", "smollm3", "bamba", "falcon_h1") and draw.randint(0, 3) == 0
+        family in ("llama", "arcee", "granite", "smollm3", "bamba", "falcon_h1") and draw.randint(0, 3) == 0
     )
     return {"attention_bias": attention, "mlp_bias": mlp}
 

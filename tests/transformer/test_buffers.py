@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from zeroplan.verify.training.causal_model import config  # noqa: E402
+from zeroplan.verify.training.causal_model import config, register_causal_classes  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize("case", TINY)
 def test_buffers_are_those_of_the_module(case: str) -> None:
     spec = model_from_config(tiny_config(case))
+    register_causal_classes()
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config(spec)), dtype=torch.bfloat16)
     assert buffer_bytes(spec, 2) == sum(buffer.nbytes for buffer in module.buffers())

@@ -23,6 +23,7 @@ _GEMMA_4 = _LLAMA | {
     "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "sliding_window": 16,
     "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
 }  # fmt: skip
+_V2 = {key: value for key, value in _DEEPSEEK.items() if key not in ("n_group", "topk_group")}
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_expand": 2, "mamba_chunk_size": 32,
 }  # fmt: skip
@@ -65,6 +66,8 @@ TINY: dict[str, dict[str, object]] = {
     "smollm3, biases, untied, three layers": _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     "hunyuan_v1_dense": _LLAMA | {"head_dim": 16},
     "hunyuan_v1_dense, biases, tied": _LLAMA | {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    "arcee": _LLAMA | {"head_dim": 16},
+    "arcee, biases, tied": _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "gemma": _LLAMA | {"head_dim": 16},
     "gemma, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
     "gemma2": _LLAMA | {"head_dim": 16},
@@ -182,6 +185,12 @@ TINY: dict[str, dict[str, object]] = {
     "bamba, biases, tied": _LLAMA | _MAMBA | {
         "attn_layer_indices": [0, 1, 2], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
     },
+    "deepseek_v2": _V2 | {"q_lora_rank": None},
+    "deepseek_v2, compressed queries, biases": _V2 | {"attention_bias": True},
+    "mistral4": _V2,
+    "mistral4, whole queries, biases, no dense layer": _V2 | {
+        "q_lora_rank": None, "attention_bias": True, "first_k_dense_replace": 0,
+    },
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3, whole queries, biases": _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},
     "deepseek_v3, biases, no dense layer": _DEEPSEEK | {"attention_bias": True, "first_k_dense_replace": 0},
@@ -191,6 +200,11 @@ TINY: dict[str, dict[str, object]] = {
     "glm4_moe, biases, norms of heads": _GLM | {"attention_bias": True, "use_qk_norm": True, "head_dim": 8},
     "dots1": _GLM | {"norm_topk_prob": True},
     "dots1, biases, no dense layer": _GLM | {"attention_bias": True, "first_k_dense_replace": 0, "norm_topk_prob": True},
+    "solar_open": {key: value for key, value in _GLM.items() if key not in ("intermediate_size", "first_k_dense_replace")},
+    "solar_open, biases, tied": {
+        **{key: value for key, value in _GLM.items() if key not in ("intermediate_size", "first_k_dense_replace")},
+        "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16,
+    },
     "gpt_oss": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
     "gpt_oss, no bias": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "attention_bias": False},
 }  # fmt: skip

@@ -77,6 +77,7 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     part = text_part(config)
     text, is_part = _of_full_attention(part.config), part.is_part
     source = _Source(text, _family(text, treat_as))
+    _refuse_small_gemmas(source)
     _demand_required(source)
     _refuse_other_architectures(source)
     model = replace(_spec(source, f"{name}{part.words}".lstrip()), vision=part.vision)
@@ -303,6 +304,16 @@ def _refuse_other_gemmas(source: _Source) -> None:
             raise NoFormulasError(
                 f"config.json lacks {key}, which is {_WITHOUT_FORMULAS[key]} then, and has no formula; `zeroplan profile --config` "
                 "traces the model itself"
+            )
+
+
+def _refuse_small_gemmas(source: _Source) -> None:
+    """Raise NoFormulasError for Gemma 4's E2B and E4B, which also lack keys of the larger models."""
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers") if source.family == "gemma4_text" else ():
+        if source.config.get(key):
+            raise NoFormulasError(
+                f"{key}={shown(source.config[key])} in config.json of a gemma4_text model has no formula, only {key}=0 has; "
+                "`zeroplan profile --config` traces the model itself"
             )
 
 

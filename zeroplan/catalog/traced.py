@@ -1,4 +1,4 @@
-"""Configurations of well-known models without formulas, which are traced where torch is: encoders, encoder-decoders, vision models.
+"""Configurations of well-known models without formulas, which are traced where torch is: encoders, Gemma 4 E2B and others.
 
 One file each in ``traced/``: the keys of its ``config.json`` that size the model and, as ``zeroplan``, their source, the number of
 parameters of transformers' class, and what the makers say.

@@ -9,13 +9,14 @@ from typing import Literal, NamedTuple, get_args
 
 #: Families by their ``model_type``.
 Family = Literal[
-    "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
+    "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee", "gemma",
+    "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
     "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2",
     "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
     "qwen3_moe", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v3",
-    "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
+    "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
+    "deepseek_v3", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -98,6 +99,7 @@ TRAITS: Mapping[str, Traits] = {
     "seed_oss": Traits("llama", biased_output=False),
     "smollm3": Traits("llama", global_every=4, unturned=True),
     "hunyuan_v1_dense": Traits("llama", head_norms=True),
+    "arcee": Traits("llama", "relu2"),
     "gemma": Traits("gemma", "gelu_pytorch_tanh"),
     "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
     "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
@@ -164,7 +166,13 @@ TRAITS: Mapping[str, Traits] = {
     "falcon_h1": Traits(
         "falcon_h1", other_activations=False, linear=True, pattern=True, one_kind=True, divides_logits=True
     ),
+    "deepseek_v2": Traits(
+        "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True
+    ),
     "deepseek_v3": Traits(
+        "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True
+    ),
+    "mistral4": Traits(
         "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True
     ),
     "glm4_moe_lite": Traits(
@@ -176,6 +184,9 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "dots1": Traits(
         "glm4_moe", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, head_norms=True
+    ),
+    "solar_open": Traits(
+        "glm4_moe", other_activations=False, experts="on this rank", shared_experts=True, biased_output=False, one_width=True
     ),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
 }  # fmt: skip

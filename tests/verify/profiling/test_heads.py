@@ -40,7 +40,15 @@ T5 = {
 }  # fmt: skip
 LAYERS = {f"{stack}_{what}": n for stack in ("encoder", "decoder") for what, n in (
     ("layers", 5), ("attention_heads", 4), ("ffn_dim", 160))}  # fmt: skip
+EDGE = {
+    "vocab_size": 512, "vocab_size_per_layer_input": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 3, "sliding_window": 64, "max_position_embeddings": 1024,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full", "full")],
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, object]] = {
+    "gemma4": {**EDGE, "model_type": "gemma4_text", "global_head_dim": 64, "use_double_wide_mlp": True, "attention_k_eq_v": False},
+    "gemma3n": {**EDGE, "model_type": "gemma3n_text", "laurel_rank": 8, "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 4},
     "t5": T5,
     "flan": {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "bart": {"model_type": "bart", "d_model": 64, "vocab_size": 1000, "max_position_embeddings": 512, **LAYERS},

@@ -257,6 +257,18 @@ def joint_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
     return made
 
 
+def ungated_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
+    """Return ``down(act(up(x)))``. Autograd saves x, what the activation function saves, and the second layer's input."""
+    inner = op.linear(tape, normal, f, Site("up projection", source, Module.UP), bias=block.mlp_bias)
+    active = activated(
+        tape, inner, block.activation, f"{block.activation} of the up projection, input of the down projection", source
+    )
+    tape.release(inner)
+    made = op.linear(tape, active, h, Site("down projection", source, Module.DOWN), reads=f, bias=block.mlp_bias)
+    tape.release(active)
+    return made
+
+
 def two_layer_mlp(
     tape: Tape, normal: Value, block: Block, source: str, *, addmm: bool = False, frees_input: bool = False
 ) -> Value:  # fmt: skip

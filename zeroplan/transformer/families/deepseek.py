@@ -1,5 +1,9 @@
-"""DeepSeek-V3 and GLM-4 MoE Lite (GLM-4.7-Flash): latent attention; first a gated MLP, then routed and shared experts."""
+"""DeepSeek-V2 and V3, Mistral 4, GLM-4 MoE Lite (GLM-4.7-Flash): latent attention; a gated MLP, then routed and shared experts.
 
+DeepSeek-V2's positions are complex products in fp32. A number of each position scales Mistral 4's queries.
+"""
+
+from collections.abc import Callable
 from functools import partial
 
 from zeroplan.expr import Size
@@ -29,6 +33,8 @@ from zeroplan.transformer.symbols import E, T, a, c, e, h, m, n, o, o_2, q, r, s
 DEEPSEEK = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py"
 LATENT = f"{DEEPSEEK}, DeepseekV3Attention.forward"
 EXPAND = f"{DEEPSEEK}, DeepseekV3Attention.expand_kv"
+V2 = "transformers 5.23, models/deepseek_v2/modeling_deepseek_v2.py"
+MISTRAL = "transformers 5.23, models/mistral4/modeling_mistral4.py"
 ROTARY = f"{DEEPSEEK}, apply_rotary_pos_emb_interleave"
 EAGER = f"{DEEPSEEK}, eager_attention_forward"
 MLP = f"{DEEPSEEK}, DeepseekV3MLP.forward"
@@ -51,12 +57,16 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     compressed = op.linear(tape, normal, w + o, Site(name, LATENT), bias=block.attention_bias)
     latent, rotary_key = op.chunk(tape, compressed, (T * w, T * o), Site("latent and rotary key", LATENT))
     latent_norm = _norm(tape, latent, "norm of the latent", w)
-    turned = (
-        _rotated(tape, turning, "rotary part of the queries", a * o_2),
-        _rotated(tape, rotary_key, "rotary key", o_2),
-    )
+    if block.family == "deepseek_v2":
+        turned = _as_complex(tape, turning, rotary_key)
+    else:
+        turned = (
+            _rotated(tape, turning, "rotary part of the queries", a * o_2),
+            _rotated(tape, rotary_key, "rotary key", o_2),
+        )
     tape.release(latent, turning, rotary_key)
     query = op.joined(tape, (bare, turned[0]), "queries", T * q, Site("both parts of the queries", LATENT))
+    query = _scaled(tape, query) if block.family == "mistral4" else query
     key, value = _expanded(tape, latent_norm, turned[1])
     context, weights = _attend(block)(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
     made = op.linear(tape, context, h, Site("output projection", LATENT), reads=c, bias=block.attention_bias)
@@ -110,6 +120,33 @@ def _rotated(tape: Tape, value: Value, name: str, half: Size) -> Value:
     return made
 
 
+def _as_complex(tape: Tape, turning: Value, rotary_key: Value) -> tuple[Value, Value]:
+    """Multiply both rotary parts, in fp32, by complex numbers of length 1; variables hold the fp32 parts until both are done."""
+    source = f"{V2}, apply_rotary_emb"
+    names = "rotary part of the queries", "rotary key"
+    wide = [op.cast(tape, one, 4, Site(name, source)) for one, name in zip((turning, rotary_key), names, strict=True)]
+    made = []
+    for one, name in zip(wide, names, strict=True):
+        site = Site(f"rotary positions of the {name}", source)
+        turned = op.run(tape, one, f"{name}, turned, fp32", site, gradient=f"gradient of the {name}")
+        made.append(op.cast(tape, turned, turning.dtype, Site(f"turned {name}", source)))
+        tape.release(turned)
+    tape.release(*wide)
+    return made[0], made[1]
+
+
+def _scaled(tape: Tape, query: Value) -> Value:
+    """Multiply each token's queries by a number that grows with its position, and release ``query``."""
+    source = f"{MISTRAL}, Mistral4Attention.forward"
+    scale = tape.make(TENSOR, "scale of each token's queries", query.dtype * s, source)
+    made = op.run(
+        tape, query, "queries, scaled", Site("queries, scaled", source), saved=(scale,), gradient="gradient of the queries"
+    )  # fmt: skip
+    tape.drop(scale)
+    tape.release(query)
+    return made
+
+
 def _expanded(tape: Tape, latent: Value, rotary_key: Value) -> tuple[Value, Value]:
     """Return keys and values of all heads, which share the rotary key. One projection makes values and the keys' first part."""
     joint = op.linear(tape, latent, JOINT, Site("projection to keys and values", EXPAND), reads=w)
@@ -148,7 +185,7 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """Run the gated MLP of the first layers, or routed and shared experts. The routing tensors live to the module's end."""
     if not block.routed:
         return gated_mlp(tape, normal, block, MLP)
-    routing = router(tape, normal, block)
+    routing = _ROUTERS.get(block.family, router)(tape, normal, block)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     with tape.inside(Module.EXPERTS), tape.owning():
         routed = experts_here(tape, flat, routing.weights)
@@ -161,12 +198,8 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
 
 def router(tape: Tape, normal: Value, block: Block) -> Routing:
-    """Run the router. Its scores are sigmoids in fp32. Under autocast its matrix product still runs in 16 bits."""
-    flat = op.view(tape, normal, Site("router: its input", ROUTER))
-    in_32_bits = not (block.wide or block.autocast)
-    with tape.owning(leaf=True):
-        logits = logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", ROUTER))
-    tape.release(flat)
+    """Run the router. Its scores are sigmoids in fp32."""
+    logits = _logits(tape, normal, block)
     scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", ROUTER), saves_result=True)
     indices = _top_experts(tape)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
@@ -177,6 +210,49 @@ def router(tape: Tape, normal: Value, block: Block) -> Routing:
     return Routing(logits, weights, indices)
 
 
+def _of_softmax(tape: Tape, normal: Value, block: Block) -> Routing:
+    """Run DeepSeek-V2's router: the highest scores of a softmax in fp32, scaled."""
+    source = f"{V2}, DeepseekV2TopkRouter.forward"
+    logits = _logits(tape, normal, block)
+    cast_at, at = Site("router: logits", source), Site("router: softmax", source)
+    scores = op.softmax_in_32_bits(tape, logits, "router: scores of all experts", cast_at, at)
+    indices = tape.make(TENSOR, "router: top-k indices, int64", 8 * T * t, source)
+    chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
+    tape.release(scores)
+    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
+    weights = op.scaled(tape, chosen, "router: weights, scaled", Site("router: scaling", source))
+    return Routing(logits, weights, indices)
+
+
+def _of_mistral(tape: Tape, normal: Value, block: Block) -> Routing:
+    """Run Mistral 4's router: a softmax in the dtype of the logits, which autocast makes fp32."""
+    source = f"{MISTRAL}, Mistral4TopkRouter.forward"
+    flat = op.view(tape, normal, Site("router: its input", source))
+    with tape.owning(leaf=True):
+        logits = op.linear(tape, flat, E, Site("router", source))
+    tape.release(flat)
+    wide = op.cast(tape, logits, CAST_BY_CUDA if block.autocast else logits.dtype, Site("router: logits", source))
+    scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: softmax", source), saves_result=True)
+    tape.release(wide)
+    indices = _top_experts(tape)
+    chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
+    tape.release(scores)
+    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
+    shares = divided_by_their_sum(tape, chosen, chosen.dtype, source)
+    weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", source))
+    return Routing(logits, weights, indices)
+
+
+def _logits(tape: Tape, normal: Value, block: Block) -> Value:
+    """Return logits in fp32. Under autocast their matrix product still runs in 16 bits."""
+    flat = op.view(tape, normal, Site("router: its input", ROUTER))
+    in_32_bits = not (block.wide or block.autocast)
+    with tape.owning(leaf=True):
+        logits = logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", ROUTER))
+    tape.release(flat)
+    return logits
+
+
 def _top_experts(tape: Tape) -> Store:
     """Return the indices of each token's experts, by score plus bias within the best groups. Leaves out the tensors per group."""
     biased = tape.make(TEMPORARY, "router: scores and bias, mask of groups, scores within them, fp32", 12 * T * E, ROUTER)
@@ -185,6 +261,8 @@ def _top_experts(tape: Tape) -> Store:
     tape.drop(biased, outside)
     return indices
 
+
+_ROUTERS: dict[str, Callable[[Tape, Value, Block], Routing]] = {"deepseek_v2": _of_softmax, "mistral4": _of_mistral}
 
 # --- parameters, and the keys of config.json ---------------------------------------------------------------------------------
 
@@ -267,4 +345,26 @@ _GLM = CONFIG._replace(
     only={**CONFIG.only, "first_k_dense_replace": (1,), "partial_rotary_factor": (1.0,)},
     read=("mlp_layer_types",),
 )
-FAMILIES = {"deepseek_v3": _DEEPSEEK, "glm4_moe_lite": _DEEPSEEK._replace(config=_GLM)}
+#: V2's class divides no weights by their sum, whatever its key says.
+_V2 = CONFIG._replace(
+    defaults={"max_position_embeddings": 2048, "num_dense_layers": 0, "num_shared_experts": 2},
+    required=tuple(name for name in CONFIG.required if name not in ("num_dense_layers", "num_shared_experts")),
+    only={"topk_method": ("greedy",), "scoring_func": ("softmax",)},
+    harmless={
+        **{why: keys for why, keys in CONFIG.harmless.items() if "groups" not in why},
+        "read where topk_method is another": ("n_group", "topk_group"), "read by no code of the class": ("norm_topk_prob",),
+    },
+)  # fmt: skip
+_MISTRAL = CONFIG._replace(
+    defaults={"max_position_embeddings": 1048576, "num_dense_layers": 0, "num_shared_experts": 1},
+    required=_V2.required,
+    only={"rope_interleave": (True,), "norm_topk_prob": (True,)},
+)
+FAMILIES = {
+    "deepseek_v2": _DEEPSEEK._replace(
+        config=_V2, tables=Tables(4 * s * o, "rotary numbers, complex", f"{V2}, DeepseekV2RotaryEmbedding.forward")
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "mistral4": _DEEPSEEK._replace(config=_MISTRAL),
+    "glm4_moe_lite": _DEEPSEEK._replace(config=_GLM),
+}

@@ -1,6 +1,7 @@
-"""GLM-4 MoE (GLM-4.5 to 4.7) and dots.llm1: grouped-query attention with DeepSeek-V3's experts.
+"""GLM-4 MoE (GLM-4.5 to 4.7), dots.llm1 and Solar Open: grouped-query attention with DeepSeek-V3's experts.
 
-GLM-4 MoE rotates half of each head; its larger models also normalise queries and keys over each head.
+GLM-4 MoE rotates half of each head; its larger models also normalise queries and keys over each head. Every layer of Solar Open
+has experts.
 """
 
 from functools import partial
@@ -9,13 +10,22 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import HALF, LLAMA_NORM, Attention, Layer, layer, rotated
 from zeroplan.transformer.families.deepseek import CONFIG, EXPERT_MODULES, mlp, routed_and_shared
-from zeroplan.transformer.families.definition import HALF_TABLES, SIZES, Block, Definition, before_and_after, gated_modules
+from zeroplan.transformer.families.definition import (
+    ATTENTION_MODULES,
+    HALF_TABLES,
+    SIZES,
+    Block,
+    Definition,
+    before_and_after,
+    gated_modules,
+)
 from zeroplan.transformer.families.llama import WITH_NORMS, attention
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, head_norms, with_experts
 
 GLM4_MOE = "transformers 5.23, models/glm4_moe/modeling_glm4_moe.py"
+SOLAR = "transformers 5.23, models/solar_open/modeling_solar_open.py"
 DOTS1 = "transformers 5.23, models/dots1/modeling_dots1.py"
 _PLAIN = Attention(
     f"{GLM4_MOE}, Glm4MoeAttention.forward", joined=True,
@@ -28,7 +38,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    output_bias = False if model.family == "glm4_moe" else None
+    output_bias = False if model.family != "dots1" else None
     norms = head_norms(model) if model.head_norms else ()
     return with_experts(
         model,
@@ -59,6 +69,16 @@ _DOTS = CONFIG._replace(
     },
     assumed={"norm_topk_prob": False},
 )  # fmt: skip
+_SOLAR = CONFIG._replace(
+    defaults={
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_shared_experts": 1, "intermediate_size": 1280,
+    },
+    required=tuple(size for size in SIZES if size != "intermediate_size"),
+    keys={**CONFIG.keys, "intermediate_size": ("moe_intermediate_size",)},
+    only={"norm_topk_prob": (True,), "first_k_dense_replace": (0,), "use_qk_norm": (False,), "partial_rotary_factor": (1.0,)},
+    harmless={**CONFIG.harmless, "read by no layer of the class": ("intermediate_size",)},
+)  # fmt: skip
 _MODULES = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
 )  # fmt: skip
@@ -70,5 +90,9 @@ FAMILIES = {
     "dots1": Definition(
         layer(Layer(LLAMA_NORM, attention, mlp, f"{DOTS1}, Dots1DecoderLayer.forward")), _tensors, _DOTS,
         before_and_after(WITH_NORMS, gated_modules("mlp")), before_and_after(WITH_NORMS, EXPERT_MODULES),
+    ),
+    "solar_open": Definition(
+        layer(Layer(LLAMA_NORM, attention, mlp, f"{SOLAR}, SolarOpenDecoderLayer.forward")), _tensors, _SOLAR,
+        expert_modules=before_and_after(ATTENTION_MODULES, EXPERT_MODULES),
     ),
 }  # fmt: skip

@@ -1,11 +1,11 @@
-"""Llama, Mistral, Ministral 3, Qwen2, Qwen3, Seed-OSS, SmolLM3, Hunyuan, Granite: a block, parameters, keys of ``config.json``.
+"""Llama, Mistral, Ministral 3, Qwen2, Qwen3, Seed-OSS, SmolLM3, Hunyuan, Arcee, Granite: blocks, tensors, keys of ``config.json``.
 
 ``decoder.py`` has the layer, the attention and the MLP as programs. A trained block saves, in forward order: its input (in
 fp32) and the first norm's result; the input that the q, k and v projections share; queries, keys, values, output and a
 log-sum-exp per row for the attention kernel; the same for the second norm; and the MLP's gate, activated gate, up projection
 and their product. Qwen3 also normalises queries and keys over each head, and saves the inputs of those two norms; Hunyuan does
 so after the rotary positions. Every fourth layer of SmolLM3 has no rotary positions. Granite multiplies each branch's output by
-a constant. The families differ in biases, too.
+a constant. Arcee's MLP has no gate. The families differ in biases, too.
 """
 
 from functools import partial
@@ -13,8 +13,9 @@ from functools import partial
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
-from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp, layer, rotated
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp, layer, rotated, ungated_mlp
 from zeroplan.transformer.families.definition import (
+    ATTENTION_MODULES,
     Around,
     Block,
     ConfigKeys,
@@ -27,6 +28,7 @@ from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, two_norms
+from zeroplan.transformer.params_modules import linear
 from zeroplan.transformer.symbols import s
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py"
@@ -70,6 +72,13 @@ _GRANITE_LAYER = layer(
     )
 )
 
+ARCEE = "transformers 5.23, models/arcee/modeling_arcee.py"
+_ARCEE_LAYER = layer(
+    Layer(
+        LLAMA_NORM, attention, partial(ungated_mlp, source=f"{ARCEE}, ArceeMLP.forward"), f"{ARCEE}, ArceeDecoderLayer.forward"
+    )
+)
+
 MINISTRAL = "transformers 5.23, models/ministral3/modeling_ministral3.py"
 
 
@@ -100,6 +109,12 @@ _MINISTRAL_LAYER = layer(
 
 def _llama(model: ModelSpec) -> Layout:
     mlp = gated("mlp", model, model.intermediate_size, bias=model.mlp_bias)
+    return alike(model, (*attention_of(model, bias=model.attention_bias), *mlp, *two_norms(model)))
+
+
+def _arcee(model: ModelSpec) -> Layout:
+    hidden, width, bias = model.hidden_size, model.intermediate_size, model.mlp_bias
+    mlp = (*linear("mlp.up_proj", hidden, width, bias=bias), *linear("mlp.down_proj", width, hidden, bias=bias))
     return alike(model, (*attention_of(model, bias=model.attention_bias), *mlp, *two_norms(model)))
 
 
@@ -174,6 +189,7 @@ NORMS_AT_THE_END: Names = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.query_layernorm", "self_attn.key_layernorm",
     "self_attn.o_proj",
 )  # fmt: skip
+_UNGATED = before_and_after(ATTENTION_MODULES, ("mlp", "mlp.up_proj", "mlp.act_fn", "mlp.down_proj"))
 FAMILIES = {
     "llama": Definition(_LAYER, _llama, _LLAMA),
     "mistral": Definition(_LAYER, _mistral, _MISTRAL),
@@ -186,5 +202,6 @@ FAMILIES = {
         _HUNYUAN_LAYER, partial(_qwen3, norms=("query_layernorm", "key_layernorm")), HUNYUAN,
         before_and_after(NORMS_AT_THE_END, gated_modules("mlp")),
     ),
+    "arcee": Definition(_ARCEE_LAYER, _arcee, _LLAMA._replace(defaults={"max_position_embeddings": 4096}), _UNGATED),
     "granite": Definition(_GRANITE_LAYER, _llama, _GRANITE, around=Around(scales_embeddings=True)),
 }  # fmt: skip

@@ -135,6 +135,8 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
 
 def _latent(spec: ModelSpec) -> dict[str, object]:
     """Keys of DeepSeek's routing and latent attention; without groups of experts if there are too few."""
+    if spec.family == "solar_open" and spec.moe is not None:
+        return {"n_shared_experts": spec.moe.num_shared_experts}
     if spec.moe is None or spec.family not in DENSE_LAYERS or spec.family == "qwen3_moe":
         return {}
     grouped = spec.family == "deepseek_v3" and spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
@@ -145,7 +147,7 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
         "norm_topk_prob": True,
         keys["num_shared_experts"][0]: spec.moe.num_shared_experts,
         keys["num_dense_layers"][0]: spec.moe.num_dense_layers,
-        **({} if grouped else {"n_group": 1, "topk_group": 1}),
+        **({} if grouped or spec.family == "deepseek_v2" else {"n_group": 1, "topk_group": 1}),
     }
 
 
@@ -161,6 +163,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     """The causal language model of a job, with the recipe's recomputation, adapters and frozen parts."""
     from transformers import AutoConfig  # noqa: PLC0415  takes seconds, and user workloads need none
 
+    register_causal_classes()
     if spec.vision is None:
         made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys
     else:
@@ -190,6 +193,13 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     if recipe.keep_logits == "fp32":
         model.register_forward_hook(_upcast)
     return model
+
+
+def register_causal_classes() -> None:
+    """Tell ``AutoModelForCausalLM`` of the causal classes that it does not list: Mistral 4's."""
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM  # noqa: PLC0415
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
 def _freeze(model: "PreTrainedModel", frozen: FrozenSpec) -> None:
