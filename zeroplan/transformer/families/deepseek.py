@@ -356,7 +356,7 @@ _V2 = CONFIG._replace(
     },
 )  # fmt: skip
 _MISTRAL = CONFIG._replace(
-    defaults={"max_position_embeddings": 1048576, "num_dense_layers": 0, "num_shared_experts": 1},
+    defaults={"max_position_embeddings": 1048576, "num_key_value_heads": 32, "num_dense_layers": 0, "num_shared_experts": 1},
     required=_V2.required,
     only={"rope_interleave": (True,), "norm_topk_prob": (True,)},
 )
