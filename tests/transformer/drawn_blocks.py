@@ -60,8 +60,9 @@ BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
+    "jais2", "helium", "hy_v3",
 )  # fmt: skip
-BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2")
+BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm")
 """Families whose classes always have a window."""
 
 
@@ -113,7 +114,7 @@ def _sizes(draw: Random, family: str) -> tuple[int, int, int, int, int]:
     head_dim += TRAITS[family].turned_width
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
-    square = plain or family in ("olmoe", "cohere2")
+    square = plain or family in ("olmoe", "cohere2", "helium")
     hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
@@ -134,7 +135,7 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     mla = _latent(draw) if family in LATENT_FAMILIES else None
     every, patterned = GLOBAL_LAYERS.get(family), family in PATTERNED
     own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
-    block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1))
+    block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1 + TRAITS[family].global_first))
     state_space = _state_space(draw, hidden) if patterned and family in LINEAR_FAMILIES else None
     of_one_module = TRAITS[family].one_module
     pattern = _pattern(draw, family) if patterned else ""
@@ -178,7 +179,8 @@ def _biases(draw: Random, family: str) -> dict[str, bool]:
     free = family in BIASED_AT_WILL and bool(draw.randint(0, 1))
     attention = free if family in ("gpt_neox", "qwen2_moe") else always or free
     mlp = family in (*PLAIN_HEADS, "starcoder2") or (
-        family in ("llama", "arcee", "granite", "smollm3", "bamba", "falcon_h1") and draw.randint(0, 3) == 0
+        family in ("llama", "cwm", "helium", "arcee", "jais2", "granite", "smollm3", "bamba", "falcon_h1")
+        and draw.randint(0, 3) == 0
     )
     return {"attention_bias": attention, "mlp_bias": mlp}
 

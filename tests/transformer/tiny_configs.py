@@ -46,6 +46,9 @@ _GLM = _LLAMA | {
 _QWEN2_MOE = _LLAMA | {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48,
 }  # fmt: skip
+_HUNYUAN = _LLAMA | {
+    "num_experts": 8, "num_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16,
+}  # fmt: skip
 _FLASH = {key: value for key, value in _DEEPSEEK.items() if key not in ("first_k_dense_replace", "n_group", "topk_group")}
 
 TINY: dict[str, dict[str, object]] = {
@@ -68,6 +71,14 @@ TINY: dict[str, dict[str, object]] = {
     "hunyuan_v1_dense, biases, tied": _LLAMA | {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
     "arcee": _LLAMA | {"head_dim": 16},
     "arcee, biases, tied": _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "cwm": _LLAMA | {"head_dim": 16, "num_hidden_layers": 5, "sliding_window": 16},
+    "cwm, biases, tied": _LLAMA | {"head_dim": 8, "mlp_bias": True, "tie_word_embeddings": True},
+    "jais2": _LLAMA,
+    "jais2, no biases, tied": _LLAMA | {
+        "head_dim": 16, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+    },
+    "helium": _LLAMA | {"head_dim": 8},
+    "helium, biases, tied": _LLAMA | {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "gemma": _LLAMA | {"head_dim": 16},
     "gemma, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
     "gemma2": _LLAMA | {"head_dim": 16},
@@ -204,6 +215,10 @@ TINY: dict[str, dict[str, object]] = {
     "solar_open, biases, tied": {
         **{key: value for key, value in _GLM.items() if key not in ("intermediate_size", "first_k_dense_replace")},
         "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16,
+    },
+    "hy_v3": _HUNYUAN,
+    "hy_v3, biases, no dense layer, tied": _HUNYUAN | {
+        "attention_bias": True, "mlp_layer_types": ["sparse"] * 3, "tie_word_embeddings": True,
     },
     "gpt_oss": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
     "gpt_oss, no bias": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "attention_bias": False},

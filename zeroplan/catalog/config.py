@@ -335,7 +335,20 @@ def _refuse_other_phis(source: _Source) -> None:
             )
 
 
-_REFUSED = {"gemma4_text": _refuse_other_gemmas, "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis}
+def _refuse_other_heliums(source: _Source) -> None:
+    """Raise NoFormulasError where the output projection, which reads hidden_size elements, does not fit the heads."""
+    hidden, heads = source.integer("hidden_size"), source.integer("num_attention_heads")
+    if heads * _head_dim(source, hidden, heads) != hidden:
+        raise NoFormulasError(
+            f"head_dim={shown(source.value('head_dim'))} in config.json has no formula: a helium's hidden_size is head_dim times "
+            "its heads; `zeroplan profile --config` traces the model itself"
+        )
+
+
+_REFUSED = {
+    "gemma4_text": _refuse_other_gemmas, "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis,
+    "helium": _refuse_other_heliums,
+}  # fmt: skip
 
 
 def _moe_way_out() -> str:
@@ -572,7 +585,7 @@ def _of_llama_4(source: _Source, layers: int) -> str:
 
 def _dense_layers(source: _Source) -> int:
     """Return the number of layers with a dense MLP before those with experts."""
-    if source.family == "glm4_moe_lite":
+    if source.family in ("glm4_moe_lite", "hy_v3"):
         return _dense_kinds(source)
     last = source.config.get("moe_layer_end_index", -1)
     if source.family == "ernie4_5_moe" and last not in (-1, source.integer("num_hidden_layers") - 1):

@@ -20,6 +20,7 @@ from zeroplan.spec.family import (
     SAVES_ITS_INPUT,
     USUAL_ACTIVATION,
     Activation,
+    is_global,
 )
 from zeroplan.transformer.families.definition import ConfigKeys, definition_of
 
@@ -145,12 +146,12 @@ def _refuse_layer_types(config: Config, family: str) -> None:
         return
     if not isinstance(said, list | tuple) or not all(isinstance(kind, str) for kind in said):
         raise SpecError(f"layer_types={shown(said)} in config.json is not a list of names; correct it, or leave it out")
-    every = GLOBAL_LAYERS.get(family, config_keys(family).window_every)
+    every = config_keys(family).window_every
     window = config.get("sliding_window", config_keys(family).defaults.get("sliding_window"))
     windows = ("sliding_attention",) if window is not None else ("sliding_attention", "full_attention")
     often = ("linear_attention",) if family in LINEAR_FAMILIES else windows
     for layer, kind in enumerate(said, start=1):
-        local = every is not None and layer % every
+        local = not is_global(family, layer - 1) if family in GLOBAL_LAYERS else every is not None and layer % every
         if kind not in (often if local else ("full_attention",)) and not _windowed(config, family, layer):
             raise NoFormulasError(
                 f"layer_types in config.json makes layer {layer} {shown(kind)}, which has no formula in a {family}; {_WAY_OUT}"

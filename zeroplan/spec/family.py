@@ -9,14 +9,14 @@ from typing import Literal, NamedTuple, get_args
 
 #: Families by their ``model_type``.
 Family = Literal[
-    "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee", "gemma",
-    "gemma2",
+    "llama", "mistral", "ministral3", "cwm", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee",
+    "jais2", "helium", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
     "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2",
     "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
-    "deepseek_v3", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "gpt_oss",
+    "deepseek_v3", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -40,6 +40,8 @@ class Traits(NamedTuple):
     """It may have a sliding window."""
     global_every: int | None = None
     """The period of alternating layers: one layer per period has full attention, the others a window or linear attention."""
+    global_first: bool = False
+    """That layer is the first of each period, else the last."""
     linear: bool = False
     """Its other layers have linear attention."""
     pattern: bool = False
@@ -94,12 +96,15 @@ TRAITS: Mapping[str, Traits] = {
     "llama": Traits("llama"),
     "mistral": Traits("llama", window=True),
     "ministral3": Traits("llama", window=True),
+    "cwm": Traits("llama", window=True, global_every=4, global_first=True),
     "qwen2": Traits("llama", biased_output=False),
     "qwen3": Traits("llama", head_norms=True),
     "seed_oss": Traits("llama", biased_output=False),
     "smollm3": Traits("llama", global_every=4, unturned=True),
     "hunyuan_v1_dense": Traits("llama", head_norms=True),
     "arcee": Traits("llama", "relu2"),
+    "jais2": Traits("llama", "relu2"),
+    "helium": Traits("helium", biased_output=False),
     "gemma": Traits("gemma", "gelu_pytorch_tanh"),
     "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
     "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
@@ -188,6 +193,9 @@ TRAITS: Mapping[str, Traits] = {
     "solar_open": Traits(
         "glm4_moe", other_activations=False, experts="on this rank", shared_experts=True, biased_output=False, one_width=True
     ),
+    "hy_v3": Traits(
+        "glm4_moe", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, head_norms=True
+    ),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)
@@ -226,3 +234,13 @@ PLAIN_HEADS = families(lambda one: one.plain_heads)
 DIVIDED_LOGITS = families(lambda one: one.divides_logits)
 WITHOUT_SDPA = families(lambda one: not one.sdpa)
 GLOBAL_LAYERS: Mapping[str, int] = {name: one.global_every for name, one in TRAITS.items() if one.global_every is not None}
+
+
+def is_global(family: str, layer: int) -> bool:
+    """Return whether a layer (the first is 0) is the one of its period with full attention.
+
+    >>> [is_global("gemma2", layer) for layer in range(4)], [is_global("cwm", layer) for layer in range(5)]
+    ([False, True, False, True], [True, False, False, False, True])
+    """
+    every = GLOBAL_LAYERS[family]
+    return layer % every == (0 if TRAITS[family].global_first else every - 1)

@@ -8,7 +8,7 @@ that are not in the causal-LM class (multi-token prediction); a vision tower's a
 from collections.abc import Callable
 from functools import lru_cache
 
-from zeroplan.spec.family import GLOBAL_LAYERS, LINEAR_FAMILIES
+from zeroplan.spec.family import LINEAR_FAMILIES, is_global
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, Layout, Parameter
@@ -84,7 +84,7 @@ def trained_count(model: ModelSpec) -> int:
 
 
 def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
-    """Return the run index of each layer, first to last. In each period of alternating layers the last one has full attention.
+    """Return the run index of each layer, first to last. One layer of each period has full attention, mostly the last.
 
     >>> runs_in_order(ModelSpec(family="gemma2", hidden_size=8, intermediate_size=16, num_hidden_layers=5, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
@@ -98,8 +98,7 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
     often, rare = KINDS_IN_TURN[model.family in LINEAR_FAMILIES]
     if not at.keys() >= {often, rare}:
         return tuple(index for index, run in enumerate(runs) for _ in range(run.layers))
-    every = GLOBAL_LAYERS[model.family]
-    kinds = [often if (layer + 1) % every else rare for layer in range(model.num_hidden_layers)]
+    kinds = [rare if is_global(model.family, layer) else often for layer in range(model.num_hidden_layers)]
     tower = (at[VISION],) * model.tower_layers if model.tower_layers else ()
     return (*tower, *(at["first" if layer == 0 and "first" in at else kind] for layer, kind in enumerate(kinds)))
 

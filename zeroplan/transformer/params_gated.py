@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from zeroplan.spec.family import GLOBAL_LAYERS
+from zeroplan.spec.family import GLOBAL_LAYERS, is_global
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, BlockRun, Layout, Parameter
 from zeroplan.transformer.params_modules import Parameters, embedding, linear, rms_norm, whole
@@ -61,10 +61,11 @@ def alternating(model: ModelSpec, kinds: tuple[str, str], often: Parameters, rar
 
     Sums over all layers are exact in any order.
     """
-    (many, few), every = kinds, GLOBAL_LAYERS[model.family]
-    n_rare = model.num_hidden_layers // every
+    many, few = kinds
+    full = [is_global(model.family, layer) for layer in range(model.num_hidden_layers)]
+    n_rare = sum(full)
     both = BlockRun(many, model.num_hidden_layers - n_rare, often), BlockRun(few, n_rare, rare)
-    ordered = both if model.num_hidden_layers % every == 0 else both[::-1]
+    ordered = both if full[-1] else both[::-1]
     return _around(model, tuple(run for run in ordered if run.layers))
 
 

@@ -15,7 +15,7 @@ from zeroplan.transformer.families.definition import (
     Program,
     gated_modules,
 )
-from zeroplan.transformer.families.glm4 import Half, exchanged_pairs, times_table
+from zeroplan.transformer.families.glm4 import Half, turned
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
@@ -46,24 +46,16 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     """Return queries and keys in their own dtype. Variables of the function hold fp32 copies of both, before and after rotation."""
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for name, one in (("queries", query), ("keys", key))]
-    turned = [_turned(tape, one, Half(name, half)) for name, one, half in (("queries", wide[0], q_2), ("keys", wide[1], k_2))]
+    both = [
+        turned(tape, one, (None, None), Half(name, half), "turned", ROTARY)
+        for name, one, half in (("queries", wide[0], q_2), ("keys", wide[1], k_2))
+    ]
     made = [
         op.cast(tape, one, bare.dtype, Site(f"turned {name}", ROTARY))
-        for name, one, bare in (("queries", turned[0], query), ("keys", turned[1], key))
+        for name, one, bare in (("queries", both[0], query), ("keys", both[1], key))
     ]
-    tape.release(*wide, *turned)
+    tape.release(*wide, *both)
     return made[0], made[1]
-
-
-def _turned(tape: Tape, value: Value, of: Half) -> Value:
-    """``x·cos + rotate_half(x)·sin`` of whole heads."""
-    direct = times_table(tape, value, None, f"{of.name} times cos")
-    exchanged = exchanged_pairs(tape, value, of)
-    times_sin = times_table(tape, exchanged, None, f"{of.name} times sin")
-    tape.release(exchanged)
-    made = op.add(tape, direct, times_sin, f"{of.name}, turned", Site(f"rotary positions of the {of.name}", ROTARY))
-    tape.release(direct, times_sin)
-    return made
 
 
 _ATTENTION = Attention(f"{COHERE}, CohereAttention.forward", rotated=_rotated)

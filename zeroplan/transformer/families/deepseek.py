@@ -199,7 +199,7 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
 def router(tape: Tape, normal: Value, block: Block) -> Routing:
     """Run the router. Its scores are sigmoids in fp32."""
-    logits = _logits(tape, normal, block)
+    logits = logits_of(tape, normal, block)
     scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", ROUTER), saves_result=True)
     indices = _top_experts(tape)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
@@ -213,7 +213,7 @@ def router(tape: Tape, normal: Value, block: Block) -> Routing:
 def _of_softmax(tape: Tape, normal: Value, block: Block) -> Routing:
     """Run DeepSeek-V2's router: the highest scores of a softmax in fp32, scaled."""
     source = f"{V2}, DeepseekV2TopkRouter.forward"
-    logits = _logits(tape, normal, block)
+    logits = logits_of(tape, normal, block)
     cast_at, at = Site("router: logits", source), Site("router: softmax", source)
     scores = op.softmax_in_32_bits(tape, logits, "router: scores of all experts", cast_at, at)
     indices = tape.make(TENSOR, "router: top-k indices, int64", 8 * T * t, source)
@@ -243,7 +243,7 @@ def _of_mistral(tape: Tape, normal: Value, block: Block) -> Routing:
     return Routing(logits, weights, indices)
 
 
-def _logits(tape: Tape, normal: Value, block: Block) -> Value:
+def logits_of(tape: Tape, normal: Value, block: Block) -> Value:
     """Return logits in fp32. Under autocast their matrix product still runs in 16 bits."""
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     in_32_bits = not (block.wide or block.autocast)
@@ -271,12 +271,12 @@ def _tensors(model: ModelSpec) -> Layout:
     return with_experts(model, _attention_parameters(model), partial(routed_and_shared, model))
 
 
-def routed_and_shared(model: ModelSpec, moe: MoeSpec) -> Parameters:
-    """Return routed experts, their router, and the shared experts as one MLP."""
+def routed_and_shared(model: ModelSpec, moe: MoeSpec, *, router_first: bool = False) -> Parameters:
+    """Return routed experts, their router, and the shared experts as one MLP. ``router_first``: it is registered before them."""
     shared = moe.num_shared_experts * moe.moe_intermediate_size
+    gate, experts = linear("mlp.gate", model.hidden_size, moe.num_experts), fused_experts(model, moe)
     return (
-        *fused_experts(model, moe),
-        *linear("mlp.gate", model.hidden_size, moe.num_experts),
+        *((*gate, *experts) if router_first else (*experts, *gate)),
         *(gated("mlp.shared_experts", model, shared) if shared else ()),
     )
 
@@ -356,7 +356,7 @@ _V2 = CONFIG._replace(
     },
 )  # fmt: skip
 _MISTRAL = CONFIG._replace(
-    defaults={"max_position_embeddings": 1048576, "num_dense_layers": 0, "num_shared_experts": 1},
+    defaults={"max_position_embeddings": 1048576, "num_key_value_heads": 32, "num_dense_layers": 0, "num_shared_experts": 1},
     required=_V2.required,
     only={"rope_interleave": (True,), "norm_topk_prob": (True,)},
 )

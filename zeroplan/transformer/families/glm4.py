@@ -28,12 +28,12 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     cos, sin = (tape.make(op.TENSOR, f"{name} of each pair", 2 * r * s * d_4, APPLY) for name in ("cos", "sin"))
     queries, keys = Half("queries", q_4), Half("keys", k_4)
     both = op.slices(tape, query, (queries.shape,) * 2, queries.site), op.slices(tape, key, (keys.shape,) * 2, keys.site)
-    turned = _half_rotated(tape, both[0][0], cos, sin, queries), _half_rotated(tape, both[1][0], cos, sin, keys)
-    query = op.joined(tape, (turned[0], both[0][1]), "queries", 2 * queries.shape, queries.site)
-    tape.release(turned[0])
-    key = op.joined(tape, (turned[1], both[1][1]), "keys", 2 * keys.shape, keys.site)
+    halves = [turned(tape, one[0], (cos, sin), of, "half turned") for one, of in zip(both, (queries, keys), strict=True)]
+    query = op.joined(tape, (halves[0], both[0][1]), "queries", 2 * queries.shape, queries.site)
+    tape.release(halves[0])
+    key = op.joined(tape, (halves[1], both[1][1]), "keys", 2 * keys.shape, keys.site)
     tape.drop(cos, sin)
-    tape.release(turned[1], *both[0], *both[1])
+    tape.release(halves[1], *both[0], *both[1])
     return query, key
 
 
@@ -54,13 +54,15 @@ class Half(NamedTuple):
         return Site(f"halves of the {self.name}", APPLY)
 
 
-def _half_rotated(tape: Tape, half: Value, cos: Store, sin: Store, of: Half) -> Value:
-    """``x·cos + rotate_half(x)·sin``."""
-    direct = times_table(tape, half, cos, f"{of.name} times cos")
-    exchanged = exchanged_pairs(tape, half, of)
-    times_sin = times_table(tape, exchanged, sin, f"{of.name} times sin")
+def turned(
+    tape: Tape, value: Value, tables: tuple[Store | None, Store | None], of: Half, words: str, source: str = APPLY
+) -> Value:  # fmt: skip
+    """``x·cos + rotate_half(x)·sin``; ``tables``: the block's own cos and sin; ``words``: what the result is called."""
+    direct = times_table(tape, value, tables[0], f"{of.name} times cos")
+    exchanged = exchanged_pairs(tape, value, of)
+    times_sin = times_table(tape, exchanged, tables[1], f"{of.name} times sin")
     tape.release(exchanged)
-    made = op.add(tape, direct, times_sin, f"{of.name}, half turned", Site(f"rotary positions of the {of.name}", APPLY))
+    made = op.add(tape, direct, times_sin, f"{of.name}, {words}", Site(f"rotary positions of the {of.name}", source))
     tape.release(direct, times_sin)
     return made
 

@@ -1,15 +1,17 @@
-"""GLM-4 MoE (GLM-4.5 to 4.7), dots.llm1 and Solar Open: grouped-query attention with DeepSeek-V3's experts.
+"""GLM-4 MoE (GLM-4.5 to 4.7), dots.llm1, Solar Open and Hunyuan 3: grouped-query attention with DeepSeek-V3's experts.
 
 GLM-4 MoE rotates half of each head; its larger models also normalise queries and keys over each head. Every layer of Solar Open
-has experts.
+has experts. Hunyuan 3 adds the outputs of routed and shared experts in fp32.
 """
 
 from functools import partial
 
+from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
-from zeroplan.transformer.families.decoder import HALF, LLAMA_NORM, Attention, Layer, layer, rotated
-from zeroplan.transformer.families.deepseek import CONFIG, EXPERT_MODULES, mlp, routed_and_shared
+from zeroplan.transformer.families.decoder import HALF, LLAMA_NORM, Attention, Layer, gated_mlp, layer, rotated
+from zeroplan.transformer.families.deepseek import CONFIG, EXPERT_MODULES, logits_of, mlp, routed_and_shared
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
     HALF_TABLES,
@@ -19,13 +21,16 @@ from zeroplan.transformer.families.definition import (
     before_and_after,
     gated_modules,
 )
+from zeroplan.transformer.families.experts import Routing, experts_here, picked
 from zeroplan.transformer.families.llama import WITH_NORMS, attention
-from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.families.tape import CAST_BY_CUDA, Site, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, head_norms, with_experts
+from zeroplan.transformer.symbols import E, T, m, n, t
 
 GLM4_MOE = "transformers 5.23, models/glm4_moe/modeling_glm4_moe.py"
 SOLAR = "transformers 5.23, models/solar_open/modeling_solar_open.py"
+HY3 = "transformers 5.23, models/hy_v3/modeling_hy_v3.py"
 DOTS1 = "transformers 5.23, models/dots1/modeling_dots1.py"
 _PLAIN = Attention(
     f"{GLM4_MOE}, Glm4MoeAttention.forward", joined=True,
@@ -37,14 +42,78 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return (_PLAIN._replace(norm=LLAMA_NORM) if block.head_norms else _PLAIN).run(tape, normal, block)
 
 
+# --- Hunyuan 3 ---------------------------------------------------------------------------------------------------------------
+
+_OF_HUNYUAN = Attention(f"{HY3}, HYV3Attention.forward", norm=LLAMA_NORM)
+
+
+def _hunyuan_mlp(tape: Tape, normal: Value, block: Block) -> Value:
+    """Run the MLP. Routed and shared experts and the router read one view; fp32 copies of both outputs are added."""
+    source = f"{HY3}, HYV3MoE.forward"
+    if not block.routed:
+        return gated_mlp(tape, normal, block, f"{HY3}, HYV3MLP.forward")
+    flat = op.view(tape, normal, Site("experts: their input", source))
+    routing = _hunyuan_router(tape, flat, block)
+    with tape.inside(Module.EXPERTS), tape.owning():
+        routed = experts_here(tape, flat, routing.weights)
+    first = op.cast(tape, routed, 4, Site("output of the routed experts", source))
+    shared = gated_mlp(tape, flat, block, source, width=n * m, prefix="shared experts: ")
+    second = op.cast(tape, shared, 4, Site("output of the shared experts", source))
+    tape.release(shared)
+    total = op.add(tape, first, second, "output of all experts, fp32", Site("sum of routed and shared experts", source))
+    tape.release(first, second)
+    made = op.cast(tape, total, normal.dtype, Site("output of routed and shared experts", source))
+    tape.drop(routing.indices)
+    tape.release(total, flat, routed, routing.weights, routing.logits)
+    return made
+
+
+def _hunyuan_router(tape: Tape, flat: Value, block: Block) -> Routing:
+    """Run the router. It picks experts by sigmoid plus bias, and divides the sigmoids by their sum, not in place."""
+    source = f"{HY3}, HYV3TopKRouter.forward"
+    logits = logits_of(tape, flat, block)
+    scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", source), saves_result=True)
+    biased = tape.make(op.TEMPORARY, "router: scores and bias, fp32", 4 * T * E, source)
+    best = tape.make(op.TEMPORARY, "router: the best of them", 4 * T * t, source)
+    indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, source)
+    chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
+    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
+    shares = _shares(tape, chosen, CAST_BY_CUDA if block.autocast else 4, source)
+    weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", source))
+    tape.drop(biased, best)
+    tape.release(scores)
+    return Routing(logits, weights, indices)
+
+
+def _shares(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
+    """``weights / weights.sum()``, which saves both. It releases ``chosen``."""
+    total = tape.make(op.TENSOR, "router: sum of the top-k weights", dtype * T, source)
+    made = op.run(
+        tape, chosen, "router: weights, divided by their sum", Site("router: division by the sum", source), dtype=dtype,
+        saved=(total, chosen), gradient="gradient of the top-k weights",
+        beside=("gradient of the sum of the top-k weights, not yet summed", 2 * dtype * T * t),
+    )  # fmt: skip
+    tape.drop(total)
+    tape.release(chosen)
+    return made
+
+
+# --- parameters, and the keys of config.json ---------------------------------------------------------------------------------
+
+
 def _tensors(model: ModelSpec) -> Layout:
-    output_bias = False if model.family != "dots1" else None
+    output_bias = False if model.family in ("glm4_moe", "solar_open") else None
     norms = head_norms(model) if model.head_norms else ()
     return with_experts(
         model,
         (*attention_of(model, bias=model.attention_bias, output_bias=output_bias), *norms),
         partial(routed_and_shared, model),
     )
+
+
+def _hy_v3(model: ModelSpec) -> Layout:
+    attention = (*attention_of(model, bias=model.attention_bias), *head_norms(model))
+    return with_experts(model, attention, partial(routed_and_shared, model, router_first=True))
 
 
 _REQUIRED = (
@@ -69,6 +138,17 @@ _DOTS = CONFIG._replace(
     },
     assumed={"norm_topk_prob": False},
 )  # fmt: skip
+_HY3 = CONFIG._replace(
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "num_shared_experts": 1},
+    required=_REQUIRED[:-2],
+    keys={"num_experts": ("num_experts", "num_local_experts")},
+    only={"enable_moe_fp32_combine": (True,), "mlp_bias": (False,)},
+    read=("mlp_layer_types",),
+    harmless={
+        "numbers in a formula, which change no tensor": ("router_scaling_factor",),
+        "multi-token prediction, which transformers does not build": ("num_nextn_predict_layers", "num_mtp_layers"),
+    },
+)
 _SOLAR = CONFIG._replace(
     defaults={
         "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
@@ -90,6 +170,10 @@ FAMILIES = {
     "dots1": Definition(
         layer(Layer(LLAMA_NORM, attention, mlp, f"{DOTS1}, Dots1DecoderLayer.forward")), _tensors, _DOTS,
         before_and_after(WITH_NORMS, gated_modules("mlp")), before_and_after(WITH_NORMS, EXPERT_MODULES),
+    ),
+    "hy_v3": Definition(
+        layer(Layer(LLAMA_NORM, _OF_HUNYUAN.run, _hunyuan_mlp, f"{HY3}, HYV3DecoderLayer.forward")), _hy_v3, _HY3,
+        before_and_after(_MODULES, gated_modules("mlp")), before_and_after(_MODULES, EXPERT_MODULES),
     ),
     "solar_open": Definition(
         layer(Layer(LLAMA_NORM, attention, mlp, f"{SOLAR}, SolarOpenDecoderLayer.forward")), _tensors, _SOLAR,

@@ -1,11 +1,12 @@
-"""Llama, Mistral, Ministral 3, Qwen2, Qwen3, Seed-OSS, SmolLM3, Hunyuan, Arcee, Granite: blocks, tensors, keys of ``config.json``.
+"""Llama, Mistral, Ministral 3, CWM, Qwen2 and 3, Seed-OSS, SmolLM3, Hunyuan, Arcee, Jais 2, Granite: blocks, tensors, keys.
 
 ``decoder.py`` has the layer, the attention and the MLP as programs. A trained block saves, in forward order: its input (in
 fp32) and the first norm's result; the input that the q, k and v projections share; queries, keys, values, output and a
 log-sum-exp per row for the attention kernel; the same for the second norm; and the MLP's gate, activated gate, up projection
 and their product. Qwen3 also normalises queries and keys over each head, and saves the inputs of those two norms; Hunyuan does
 so after the rotary positions. Every fourth layer of SmolLM3 has no rotary positions. Granite multiplies each branch's output by
-a constant. Arcee's MLP has no gate. The families differ in biases, too.
+a constant. Arcee's MLP has no gate, nor has that of Jais 2, whose norms are LayerNorms.
+Every fourth layer of CWM, from the first on, has no window. The families differ in biases, too.
 """
 
 from functools import partial
@@ -13,7 +14,17 @@ from functools import partial
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
-from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp, layer, rotated, ungated_mlp
+from zeroplan.transformer.families.decoder import (
+    LAYER_NORM,
+    LLAMA_NORM,
+    Attention,
+    Layer,
+    Rotated,
+    gated_mlp,
+    layer,
+    rotated,
+    ungated_mlp,
+)
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
     Around,
@@ -26,9 +37,9 @@ from zeroplan.transformer.families.definition import (
 )
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
-from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, two_norms
-from zeroplan.transformer.params_modules import linear
+from zeroplan.transformer.params_modules import Parameters, embedding, layer_norm, linear, whole
 from zeroplan.transformer.symbols import s
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py"
@@ -79,6 +90,13 @@ _ARCEE_LAYER = layer(
     )
 )
 
+JAIS2 = "transformers 5.23, models/jais2/modeling_jais2.py"
+_JAIS_LAYER = layer(
+    Layer(
+        LAYER_NORM, attention, partial(ungated_mlp, source=f"{JAIS2}, Jais2MLP.forward"), f"{JAIS2}, Jais2DecoderLayer.forward"
+    )
+)
+
 MINISTRAL = "transformers 5.23, models/ministral3/modeling_ministral3.py"
 
 
@@ -113,13 +131,31 @@ def _llama(model: ModelSpec) -> Layout:
 
 
 def _arcee(model: ModelSpec) -> Layout:
+    return alike(model, (*attention_of(model, bias=model.attention_bias), *_ungated(model), *two_norms(model)))
+
+
+def _ungated(model: ModelSpec) -> Parameters:
     hidden, width, bias = model.hidden_size, model.intermediate_size, model.mlp_bias
-    mlp = (*linear("mlp.up_proj", hidden, width, bias=bias), *linear("mlp.down_proj", width, hidden, bias=bias))
-    return alike(model, (*attention_of(model, bias=model.attention_bias), *mlp, *two_norms(model)))
+    return (*linear("mlp.up_proj", hidden, width, bias=bias), *linear("mlp.down_proj", width, hidden, bias=bias))
+
+
+def _jais2(model: ModelSpec) -> Layout:
+    hidden = model.hidden_size
+    norms = (*layer_norm("input_layernorm", hidden), *layer_norm("post_attention_layernorm", hidden))
+    block = (*attention_of(model, bias=model.attention_bias), *_ungated(model), *norms)
+    return whole(
+        model,
+        embeddings=embedding("model.embed_tokens", model.vocab_size, hidden),
+        runs=(BlockRun("dense", model.num_hidden_layers, block),),
+        norm=layer_norm("model.norm", hidden),
+        tied_to="model.embed_tokens.weight",
+    )
 
 
 def _mistral(model: ModelSpec) -> Layout:
-    return alike(model, (*attention_of(model), *gated("mlp", model, model.intermediate_size), *two_norms(model)))
+    """Mistral, Ministral 3 and CWM."""
+    mlp = gated("mlp", model, model.intermediate_size, bias=model.mlp_bias)
+    return alike(model, (*attention_of(model), *mlp, *two_norms(model)))
 
 
 def _qwen2(model: ModelSpec) -> Layout:
@@ -144,6 +180,11 @@ _MISTRAL = ConfigKeys(
 _MINISTRAL = _MISTRAL._replace(
     defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128}
 )  # fmt: skip
+_CWM = ConfigKeys(
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192},
+    fixed={"attention_bias": False},
+    not_null=("sliding_window",),
+)
 _QWEN2 = ConfigKeys(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
     fixed={"attention_bias": True, "mlp_bias": False},
@@ -166,6 +207,7 @@ _SMOLLM3 = ConfigKeys(
     in_turn={"no_rope_layers": (1, 0)},
     only={"no_rope_layer_interval": (4,), "use_sliding_window": (False,)},
 )
+_JAIS = ConfigKeys(defaults={"max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True})
 HUNYUAN = ConfigKeys(
     defaults={"max_position_embeddings": 2048},
     fixed={"mlp_bias": False},
@@ -193,6 +235,7 @@ _UNGATED = before_and_after(ATTENTION_MODULES, ("mlp", "mlp.up_proj", "mlp.act_f
 FAMILIES = {
     "llama": Definition(_LAYER, _llama, _LLAMA),
     "mistral": Definition(_LAYER, _mistral, _MISTRAL),
+    "cwm": Definition(_LAYER, _mistral, _CWM, around=Around(masks=2)),
     "ministral3": Definition(_MINISTRAL_LAYER, _mistral, _MINISTRAL),
     "qwen2": Definition(_LAYER, _qwen2, _QWEN2),
     "qwen3": Definition(_LAYER, _qwen3, _QWEN3, before_and_after(WITH_NORMS, gated_modules("mlp"))),
@@ -203,5 +246,6 @@ FAMILIES = {
         before_and_after(NORMS_AT_THE_END, gated_modules("mlp")),
     ),
     "arcee": Definition(_ARCEE_LAYER, _arcee, _LLAMA._replace(defaults={"max_position_embeddings": 4096}), _UNGATED),
+    "jais2": Definition(_JAIS_LAYER, _jais2, _JAIS, _UNGATED),
     "granite": Definition(_GRANITE_LAYER, _llama, _GRANITE, around=Around(scales_embeddings=True)),
 }  # fmt: skip

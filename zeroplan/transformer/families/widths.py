@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import GLOBAL_LAYERS, WITHOUT_SDPA
+from zeroplan.spec.family import GLOBAL_LAYERS, WITHOUT_SDPA, is_global
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import EVEN, Attention
@@ -100,8 +100,9 @@ def kinds_of_layers(model: ModelSpec) -> int:
     Every sixth layer of Gemma 3 is full, every second of Gemma 2, every fourth of Qwen3-Next. Source: transformers 5.23,
     ``configuration_<family>.py``, ``layer_types``.
     """
-    every = GLOBAL_LAYERS.get(model.family)
-    return 1 if every is None or model.num_hidden_layers < every else 2
+    if model.family not in GLOBAL_LAYERS:
+        return 1
+    return len({is_global(model.family, layer) for layer in range(model.num_hidden_layers)})
 
 
 def is_masked(model: ModelSpec, x: Widths, kind: str = "") -> Bool:

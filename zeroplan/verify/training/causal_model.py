@@ -44,7 +44,7 @@ def config(spec: ModelSpec) -> dict[str, object]:
         )
     keys = config_keys(spec.family).keys
     sizes = {keys.get(field, (field,))[0]: value for field, value in _fields(spec).items()}
-    return {"model_type": spec.family, **sizes, **_peculiar(spec), **_OFF.get(spec.family, {}), **_PLAIN}
+    return {"model_type": spec.family, **sizes, **_peculiar(spec), **_PLAIN, **_OFF.get(spec.family, {})}
 
 
 def _fields(spec: ModelSpec) -> dict[str, object]:
@@ -91,7 +91,7 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
         made |= {"enable_moe_block": spec.moe is not None}
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
-    if spec.family == "glm4_moe_lite" and spec.moe is not None:
+    if spec.family in ("glm4_moe_lite", "hy_v3") and spec.moe is not None:
         dense = spec.moe.num_dense_layers
         made["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (spec.num_hidden_layers - dense)
     if TRAITS[spec.family].head_norms is None:
@@ -135,8 +135,8 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
 
 def _latent(spec: ModelSpec) -> dict[str, object]:
     """Keys of DeepSeek's routing and latent attention; without groups of experts if there are too few."""
-    if spec.family == "solar_open" and spec.moe is not None:
-        return {"n_shared_experts": spec.moe.num_shared_experts}
+    if spec.family in ("solar_open", "hy_v3") and spec.moe is not None:
+        return {config_keys(spec.family).keys.get("num_shared_experts", _SHARED)[0]: spec.moe.num_shared_experts}
     if spec.moe is None or spec.family not in DENSE_LAYERS or spec.family == "qwen3_moe":
         return {}
     grouped = spec.family == "deepseek_v3" and spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
@@ -251,12 +251,14 @@ _SIZES = (
 #: Kinds of layers by the letters of a pattern.
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _OF_EXPERTS = ("moe_intermediate_size",)
+_SHARED = ("num_shared_experts",)
 _HEAD_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _PLAIN: dict[str, object] = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-#: Settings that switch dropout off, for families that train with it.
+#: Settings that switch dropout off, for families that train with it; and a token id that CWM's class needs.
 _OFF: dict[str, dict[str, object]] = {
     "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "opt": {"dropout": 0.0, "attention_dropout": 0.0},
     "bloom": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "cwm": {"bos_token_id": 0},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }

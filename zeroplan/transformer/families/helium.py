@@ -1,0 +1,47 @@
+"""Helium: Llama's block with norms that multiply by their weight in fp32, and positions that turn neighbours."""
+
+from functools import partial
+
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.decoder import Attention, Layer, Rotated, gated_mlp, layer
+from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition, Tables
+from zeroplan.transformer.families.glm4 import Half, turned
+from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import alike, attention_of, gated, two_norms
+from zeroplan.transformer.symbols import d, k_2, q_2, r, s
+
+HELIUM = "transformers 5.23, models/helium/modeling_helium.py"
+ROTARY = f"{HELIUM}, apply_rotary_pos_emb"
+
+
+def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
+    """Return queries and keys with positions. The tables are copied, each angle twice, and autograd saves the copies."""
+    cos, sin = (tape.make(op.TENSOR, f"{name} of each pair", r * s * d, ROTARY) for name in ("cos", "sin"))
+    query = turned(tape, query, (cos, sin), Half("queries", q_2), "turned", ROTARY)
+    key = turned(tape, key, (cos, sin), Half("keys", k_2), "turned", ROTARY)
+    tape.drop(cos, sin)
+    return query, key
+
+
+_LAYER = layer(
+    Layer(
+        Norm("copied weight, then cast", f"{HELIUM}, HeliumRMSNorm.forward"),
+        Attention(f"{HELIUM}, HeliumAttention.forward", rotated=_rotated).run,
+        partial(gated_mlp, source=f"{HELIUM}, HeliumMLP.forward"),
+        f"{HELIUM}, HeliumDecoderLayer.forward",
+    )
+)
+
+
+def _tensors(model: ModelSpec) -> Layout:
+    attention = attention_of(model, bias=model.attention_bias, output_bias=False)
+    mlp = gated("mlp", model, model.intermediate_size, bias=model.mlp_bias)
+    return alike(model, (*attention, *mlp, *two_norms(model)))
+
+
+_CONFIG = ConfigKeys(defaults={"max_position_embeddings": 4096, "num_key_value_heads": 20, "head_dim": 128})
+_TABLES = Tables(2 * r * s * d, source=f"{HELIUM}, HeliumRotaryEmbedding.forward", copied=True)
+FAMILIES = {"helium": Definition(_LAYER, _tensors, _CONFIG, tables=_TABLES)}
