@@ -36,6 +36,7 @@ IN_TORCH_2_11 = {
     "torch.distributed.tensor": "_sharding_prop",
     "torch.optim": "_adafactor",
     "torch.testing._internal.distributed.fake_pg": "FakeStore _create_fake_pg",
+    "torch.utils._pytree": "tree_map_only",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils.backend_registration": "_setup_privateuseone_for_python_backend",
     "torch": "_meta_registrations",

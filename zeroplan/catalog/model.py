@@ -90,7 +90,7 @@ def model_names(*, extra: Path | None = None) -> tuple[str, ...]:
     """Return every canonical name, sorted, without reading entries.
 
     >>> model_names()[:3]
-    ('bamba-9b', 'bloom-176b', 'bloom-1b7')
+    ('afm-4.5b', 'bamba-9b', 'bloom-176b')
     """
     return tuple(files(_SHELF, extra=extra))
 

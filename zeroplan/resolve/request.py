@@ -92,8 +92,7 @@ class Request(Spec):
         MODEL, "NAMES",
     )})
     modules_to_save: str | None = field(default=None, metadata={"option": Option(
-        "Modules outside the blocks that are trained whole beside adapters, in a copy (peft's `modules_to_save`): embed_tokens, "
-        "lm_head, or both. (default: none)",
+        "Modules trained whole beside adapters (peft's `modules_to_save`): embed_tokens, lm_head, or both. (default: none)",
         MODEL, "NAMES",
     )})
     quantize: Quantize | None = field(default=None, metadata={"option": Option(
@@ -235,8 +234,8 @@ class Request(Spec):
         control=Control("Attention", OF_RECIPE, "sdpa"),
     )})
     padded: bool | None = field(default=None, metadata={"option": Option(
-        "Sequences of a batch end in padding. With sdpa each block keeps its own copy of the mask in numbers, with flash copies "
-        "without the padding. The padding counts as tokens.", SWITCHES, sets="recipe.padded",
+        "Sequences of a batch end in padding: each block keeps a mask (sdpa) or copies without padding (flash). Padding counts "
+        "as tokens.", SWITCHES, sets="recipe.padded",
     )})
     loss: Loss | None = field(default=None, metadata={"option": Option(
         "How the loss is computed: full (all logits at once), chunked (in pieces, as in torchtitan), fused (Liger's "
@@ -257,10 +256,9 @@ class Request(Spec):
         "recipe.pipeline_layers", searched=True,
     )})
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
-        "Parts of the model that run in Unsloth's Triton kernels, as fms-acceleration installs them, separated by commas:"
-        " cross-entropy (writes the gradient over the logits), rms-norm, rope, lora (attention's projections with QLoRA);"
-        " Axolotl's are axolotl-lora (all projections with adapters); Liger's are rope, liger-rms-norm and liger-swiglu;"
-        " torchtune's is loss-in-pieces. (default: none)", RECIPE, "NAMES",
+        "Parts of the model that run in other kernels, separated by commas. Unsloth's: cross-entropy, rms-norm, rope, "
+        "lora (attention with QLoRA). Axolotl's: axolotl-lora. Liger's: rope, liger-rms-norm, "
+        "liger-swiglu. torchtune's: loss-in-pieces, int4-qat (rounded weights). (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(
@@ -319,11 +317,10 @@ class Request(Spec):
         "768x768)", BATCH, "WxH",
     )})
     frames: Count | None = field(default=None, metadata={"option": Option(
-        "Frames of a video, for a diffusion transformer of videos: 4 n + 1. (default: 81)", BATCH, "N",
+        "Frames of a video, for a diffusion transformer: 4 n + 1. (default: 81)", BATCH, "N",
     )})
     text_tokens: Count | None = field(default=None, metadata={"option": Option(
-        "Tokens of the text beside a picture, for a diffusion transformer. (default: as many as its pipeline fills prompts up "
-        "to)", BATCH, "N",
+        "Tokens of text beside a diffusion transformer's picture. (default: its pipeline's)", BATCH, "N",
     )})
     lengths: str | None = field(default=None, metadata={"option": Option(
         "For sequences of several lengths: a file with a length per line, JSON Lines (length or token ids; FILE:FIELD), or "

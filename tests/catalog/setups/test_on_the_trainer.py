@@ -167,13 +167,15 @@ def test_axolotls_kernels_are_off_where_it_leaves_them_off(read: Callable[..., R
     assert read(AXOLOTL | more, gpus=1).job.recipe.fused_kernels is None
 
 
-def test_axolotls_keys_of_experts_change_nothing_beside_adapters(read: Callable[..., Resolved], tmp_path: Path):
-    """Adapters in a model with experts are refused, and a dense model has no experts."""
+def test_axolotls_keys_of_experts_change_nothing_in_a_dense_model(read: Callable[..., Resolved], tmp_path: Path):
+    """In a model with experts they stay noted, also where adapters of attention alone are modelled."""
     said = {"quantize_moe_experts": True, "lora_target_parameters": ["experts.down_proj"], "liger_rms_norm_gated": True}
     assert any("of experts, or of layers of some families" in note for note in read(AXOLOTL | said, gpus=1).notes)
     assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
-    with pytest.raises(SpecError, match="LoRA in a qwen3_moe model is not modelled"):
-        read(AXOLOTL | said | {"base_model": "Qwen/Qwen3-30B-A3B"}, gpus=1)
+    experts = AXOLOTL | said | {"base_model": "Qwen/Qwen3-30B-A3B"}
+    with pytest.raises(SpecError, match="peft makes them adapters of a qwen3_moe model's experts"):
+        read(experts, gpus=1)
+    assert said.keys() <= read_setup(tmp_path / "mine.yaml", gpus=1).matters.keys()
 
 
 def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..., Resolved]):

@@ -235,11 +235,13 @@ def test_automodels_adam_of_transformer_engine_has_states_in_32_bits(
     assert states >= 8 * estimate(job).parameters // 4
 
 
-def test_automodels_ranks_of_experts_adapters_are_refused_with_their_models(read: Callable[..., Resolved]):
+def test_automodels_ranks_of_experts_adapters_change_nothing_in_a_dense_model(read: Callable[..., Resolved], tmp_path: Path):
     peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True}}
     assert read(AUTO | peft | {"distributed": {"dp_size": 4}}).job.model.adapter is not None
-    with pytest.raises(SpecError, match="LoRA in a qwen3_moe model is not modelled"):
+    assert "peft.moe_rank_scaling" not in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    with pytest.raises(SpecError, match="peft makes them adapters of a qwen3_moe model's experts"):
         read(AUTO | peft | {"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "distributed": {"dp_size": 4}})
+    assert "peft.moe_rank_scaling" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
 def test_a_nanotron_configuration_is_answered_with_megatrons_engine(read: Callable[..., Resolved]):

@@ -91,7 +91,7 @@ _OF_EXPERTS = (
 #: Keys that act on layers of some families alone: gated norms and Gemma 4's attention. Source: integrations/liger/plugin.py,
 #: loaders/patch_manager.py.
 _OF_FAMILIES = ("liger_rms_norm_gated", "gemma4_hybrid_attn_impl")
-_BESIDE = "{}: of experts, or of layers of some families; adapters in such a model are not modelled, and the job is refused"
+_BESIDE = "{}: of experts, or of layers of some families, which this model does not have"
 _RL = "preferences and rewards are counted as {} of the batch; reference model and generation are not counted (`zeroplan workflow`)"
 
 
@@ -178,11 +178,11 @@ _OF_TEXT = ("model.language_model.", "lm_head", "embed_tokens")
 
 
 def _beside_experts(reading: Reading, whole: Table) -> None:
-    """Note keys of experts and of some families once: with adapters such a model is refused, and others have no such parts."""
-    said = [key for key in (*_OF_EXPERTS, *_OF_FAMILIES) if whole.matters.pop(key, "")]
+    """Note keys of experts and of some families once if the file's model has no such parts."""
     model = reading.known_model()
-    if model is not None and model.family not in ADAPTED_LIKE_LLAMA:  # fused_attn_kernel: loaders/patch_manager.py, by family
-        said += [key for key in ("fused_attn_kernel", *_KERNELS) if whole.matters.pop(key, "")]
+    if model is None or model.family not in ADAPTED_LIKE_LLAMA:
+        return
+    said = [key for key in (*_OF_EXPERTS, *_OF_FAMILIES) if whole.matters.pop(key, "")]
     if {"use_scattermoe", "use_sonicmoe"} & set(said) and whole.matters.pop("use_kernels", ""):
         said.append("use_kernels")  # which the plugin for these two sets (integrations/kernels/args.py, check_use_kernels)
     reading.notes += [_BESIDE.format(", ".join(said))] if said else []

@@ -420,9 +420,9 @@ def _auto_adapter(reading: Reading) -> None:
     names = [targets] if isinstance(targets, str) else targets if isinstance(targets, list) else []
     plain = [re.sub(r"^\*\.?", "", str(one)) for one in names]
     wide = not plain or any("*" in one or one in ("_proj", "proj", "") for one in plain)
-    table.leave(
-        ("peft.moe_rank_scaling",)
-    )  # the rank of experts' adapters (_peft/lora.py), which no family with experts has here
+    model = reading.known_model()
+    if model is not None and model.moe is None:
+        table.leave(("peft.moe_rank_scaling",))  # the rank of experts' adapters (_peft/lora.py)
     reading.tell("lora_rank", "peft.dim", rank)
     reading.tell("lora_targets", "peft.target_modules", "all-linear" if wide else ",".join(plain))
     reading.tell("lora_dropout", "peft.dropout", str(dropout or "0").strip("0.") != "")
