@@ -92,7 +92,7 @@ class Request(Spec):
         MODEL, "NAMES",
     )})
     modules_to_save: str | None = field(default=None, metadata={"option": Option(
-        "Modules trained whole beside adapters (peft's `modules_to_save`): embed_tokens, lm_head, or both. (default: none)",
+        "Modules trained whole beside adapters (peft's modules_to_save): embed_tokens, lm_head. (default: none)",
         MODEL, "NAMES",
     )})
     quantize: Quantize | None = field(default=None, metadata={"option": Option(
@@ -256,7 +256,7 @@ class Request(Spec):
         "recipe.pipeline_layers", searched=True,
     )})
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
-        "Parts of the model that run in other kernels, separated by commas. Unsloth's: cross-entropy, rms-norm, rope, "
+        "Parts that run in other kernels, with commas. Unsloth's: cross-entropy, rms-norm, rope, "
         "lora (attention with QLoRA). Axolotl's: axolotl-lora. Liger's: rope, liger-rms-norm, "
         "liger-swiglu. torchtune's: loss-in-pieces, int4-qat (rounded weights). (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
