@@ -257,8 +257,8 @@ class Request(Spec):
     )})
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
         "Parts that run in other kernels, with commas. Unsloth's: cross-entropy, rms-norm, rope, "
-        "lora (attention with QLoRA). Axolotl's: axolotl-lora. Liger's: rope, liger-rms-norm, "
-        "liger-swiglu. torchtune's: loss-in-pieces, int4-qat (rounded weights). (default: none)", RECIPE, "NAMES",
+        "lora (QLoRA). Axolotl's: axolotl-lora. Liger's: rope, liger-rms-norm, "
+        "liger-swiglu. torchtune's: loss-in-pieces, int4-qat. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(
