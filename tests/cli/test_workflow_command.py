@@ -116,7 +116,7 @@ def test_a_loop_counts_the_padding_of_its_trainer(run: Run):
 
 
 def test_a_picture_of_the_phases(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It names every phase and both verdicts; what stands there already is not overwritten, and no data goes with it."""
+    """The picture names every phase and both verdicts. An existing file and --json beside -o are refused."""
     monkeypatch.chdir(tmp_path)
     code, out, err = run(*ASKED, "--vllm-gpu-memory-utilization", "0.9", "-o", "phases.svg")
     assert (code, err) == (0, "")

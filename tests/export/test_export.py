@@ -101,7 +101,9 @@ def test_transformers_takes_deepspeeds_file_beside_its_own_arguments(said: dict,
         file = tmp_path / "args.json"
         asked = {key: value for key, value in {**arguments, **changed}.items() if key != "use_cpu"}
         file.write_text(json.dumps({**asked, "deepspeed": "deepspeed-zeroplan.json"}))
-        beside = replace(ASKED, from_file=str(file), recompute=said.get("recompute"), padded=False)  # no key says so
+        beside = replace(
+            ASKED, from_file=str(file), recompute=said.get("recompute"), padded=False
+        )  # the file has no key for padding
         if changed:
             with pytest.raises(SpecError, match="contradicts"):
                 resolve(beside)

@@ -86,7 +86,7 @@ def picture_of(
     config: Mapping[str, object], *, size: str | None = None, frames: int | None = None, text: int | None = None,
     rank: int | None = None, targets: str | None = None,
 ) -> Picture:  # fmt: skip
-    """Return the picture that is asked for, or the usual one of the class.
+    """Return the requested size of the picture, or the default size of the class.
 
     Raises SpecError for sizes that do not divide into tokens, and for frames of a model of images.
     """

@@ -131,7 +131,7 @@ def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, check: bool) -
         job = replace(job, batch=replace(job.batch, micro_batch_size=job.batch.micro_batch_size // 2))
     step, padding = _padded(job if is_step else step_of(job, asked), resolved, asked)
     notes = (*resolved.notes, *_another_loss(job.recipe.loss, step.recipe.loss, asked), padding)
-    return loop_of_step(step, asked), tuple(filter(None, notes))
+    return loop_of_step(step, asked), tuple(dict.fromkeys(filter(None, notes)))  # a note on padding may be there already
 
 
 def _shown(loop: "Loop", notes: tuple[str, ...], *, explain: bool, as_json: bool) -> None:

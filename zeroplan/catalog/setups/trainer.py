@@ -494,7 +494,7 @@ def _adapter(reading: Reading) -> None:
 def _whole_modules(reading: Reading) -> None:
     """Read the modules that peft trains whole, with engines for which they are modelled; they are noted with others.
 
-    Under DDP a copy has the dtype of the loaded weights: 16 bits in Axolotl and ms-swift, elsewhere if the file says so.
+    Under DDP a copy has the dtype of the loaded weights: 16 bits in Axolotl and ms-swift, in others if the file asks for it.
     """
     table = reading.table
     key = next((one for one in ("lora_modules_to_save", "modules_to_save") if one in table.matters), None)

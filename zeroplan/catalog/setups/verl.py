@@ -200,7 +200,7 @@ def _loop_on_megatron(reading: Reading) -> bool:
 def _loop_with_a_critic(reading: Reading, *, keeps_reference: bool, between: bool, here: bool) -> bool:
     """Read PPO on Megatron-Core's workers; returns whether all of its phases are counted.
 
-    The critic has degrees of its own, 1 unless they are said (trainer/config/critic/megatron_critic.yaml). It is counted if it has
+    The critic has its own degrees, by default 1 (trainer/config/critic/megatron_critic.yaml). It is counted if it has
     the actor's layers, no ranks for experts, and is whole on the GPU or whole on the host between its phases.
     """
     table, before = reading.table, "critic.megatron."

@@ -1,4 +1,4 @@
-"""What do the symbols in a rank's formulas stand for?"""
+"""The symbols in the formulas of a rank, with their values and meanings."""
 
 from collections.abc import Iterator
 

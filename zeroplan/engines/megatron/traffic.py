@@ -28,7 +28,7 @@ def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
 def collectives_of_weights(
     rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
 ) -> Iterator[Collective]:  # fmt: skip
-    """Yield those of them that reduce gradients and gather weights."""
+    """Yield the collectives of :func:`collectives_of` that reduce gradients and gather weights."""
     width, beside = bytes_of(recipe), mesh.dp_shard * mesh.cp
     together = model.moe is None or recipe.megatron.overlap_param_gather
     times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have their own optimizer; each optimizer gathers all weights
@@ -46,7 +46,10 @@ def collectives_of_weights(
 def collectives_of_passes(
     rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
 ) -> Iterator[Collective]:  # fmt: skip
-    """Yield the others: those within layers, and between pipeline stages. Raises SpecError for another precision, like those."""
+    """Yield the collectives of :func:`collectives_of` within layers and between pipeline stages.
+
+    Raises SpecError for a precision that is not modelled with Megatron-Core.
+    """
     bytes_of(recipe)
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
