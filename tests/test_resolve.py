@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroplan import ModelSpec, SpecError
+from zeroplan.catalog.model import model as find_model
 from zeroplan.cli.app import main
 from zeroplan.estimator import estimate
 from zeroplan.resolve import Request, resolve
-from zeroplan.resolve.inferred import infer_model
+from zeroplan.resolve.inferred import REFERENCE_MODELS, infer_model
 from zeroplan.transformer.params import parameter_count
 
 sizes = st.one_of(st.integers(10**5, 10**15), st.floats(5, 15).map(lambda exponent: int(10**exponent)))
@@ -29,6 +30,10 @@ def test_an_inferred_shape_has_exactly_the_parameters_and_sane_proportions(param
     assert shape.hidden_size <= shape.intermediate_size <= 10 * shape.hidden_size
     assert shape.unplaced_parameters < parameters / 20
     assert f"{parameters:,}" in note
+
+
+def test_the_published_shapes_have_the_parameters_that_stand_beside_their_names():
+    assert {name: parameter_count(find_model(name)) for name in REFERENCE_MODELS} == REFERENCE_MODELS
 
 
 @pytest.mark.parametrize("parameters", [10**6, 3 * 10**7, 7 * 10**9, 2 * 10**12])

@@ -4,7 +4,6 @@ A record is one JSON object. Within a schema version keys are added, never renam
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from zeroplan.errors import MeasurementError
@@ -21,7 +20,6 @@ AllocatorSettings = Literal["default", "expandable_segments"]
 SETTINGS: tuple[AllocatorSettings, ...] = ("default", "expandable_segments")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Environment(Spec):
     """The machine and package versions of a run, and its date (UTC, ``2026-11-20``)."""
 
@@ -32,7 +30,6 @@ class Environment(Spec):
     date: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksMeasured(Spec):
     """The peaks that CUDA's caching allocator counted in one phase, each at its own moment, and the phase's duration.
 
@@ -55,7 +52,6 @@ class BlocksMeasured(Spec):
         return cls(**counts, seconds=sum(one.seconds for one in found))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CardMeasured(Spec):
     """The GPU, and its memory in use at the end of the run. [bytes]
 
@@ -75,7 +71,6 @@ class CardMeasured(Spec):
     joined_bytes: CountOrZero | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMeasured(Spec):
     """The operators that computed attention, and the most scratch that one of them held inside. [bytes]"""
 
@@ -83,7 +78,6 @@ class AttentionMeasured(Spec):
     scratch_bytes: CountOrZero
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CourseMeasured(Spec):
     """The peaks along a forward or backward pass: before the first block, in each block, and after the last. [bytes]
 
@@ -97,7 +91,6 @@ class CourseMeasured(Spec):
     after_bytes: CountOrZero
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMeasured(Spec):
     """The peak of one phase of one step.
 
@@ -119,7 +112,6 @@ class PhaseMeasured(Spec):
     course: CourseMeasured | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasured(Spec):
     """One optimizer step: its phases in order, and the bytes held at its end, by kind.
 
@@ -154,7 +146,6 @@ class StepMeasured(Spec):
         return max(seen) + (self.host_pinned_bytes or 0) if seen else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveMeasured(Spec):
     """Equal collectives of one step: number of calls, ranks, and the sum of their largest buffers. [bytes]"""
 
@@ -168,7 +159,6 @@ class CollectiveMeasured(Spec):
     """Their total duration, if NCCL moved data and recorded times. [s]"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OnCardMeasured(Spec):
     """The result of replaying a run's requests on a GPU of the job's size. [bytes]
 
@@ -186,7 +176,6 @@ class OnCardMeasured(Spec):
     phase: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorMeasured(Spec):
     """The allocator's figures after the run: ``max_memory_allocated`` of the last step, ``max_memory_reserved`` of all.
 
@@ -204,7 +193,6 @@ class AllocatorMeasured(Spec):
     least_room_bytes: CountOrZero | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement(Spec):
     """One run: the job, how and where it ran, every step, and the collectives of the last one.
 

@@ -1,6 +1,5 @@
 """The memory that a script used on real GPUs, rank by rank, as data. Reading it needs no torch."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
@@ -12,7 +11,6 @@ SCHEMA_VERSION = 1
 EndedOnCard = Literal["steps taken", "script ended", "out of memory"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankOnCard(Spec):
     """One rank on a GPU of its own: the peaks of every phase as CUDA's allocator counted them. [bytes]
 

@@ -1,7 +1,5 @@
 """The settings of a script's run and a profile of its model, as data; ``from_run.py`` predicts other runs from them."""
 
-from dataclasses import dataclass
-
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, Degree, Spec
 from zeroplan.spec.profile import Profile
@@ -18,7 +16,6 @@ from zeroplan.spec.recipe import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Spec):
     """The script's engine with its options, its optimizer and its batch, in the words of a job.
 
@@ -43,7 +40,6 @@ class Settings(Spec):
     remarks: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptProfile(Spec):
     """Settings and profile of a script's model, or the reason in ``unknown`` why there is none.
 

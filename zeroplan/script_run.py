@@ -1,6 +1,5 @@
 """The result of a dry run: a script that ran as one rank of N, as data. Reading it needs no torch."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
@@ -13,7 +12,6 @@ Ended = Literal["steps taken", "script ended", "time over"]
 """Whether the script was stopped after its steps, ended by itself, or was stopped at its time limit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Part(Spec):
     """Bytes alive at the steps' peak, of a module or a line of code."""
 
@@ -22,7 +20,6 @@ class Part(Spec):
     n_bytes: CountOrZero
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseOfRun(Spec):
     """The peak of a part of the run beside its steps: loading, evaluation, generation, saving.
 
@@ -42,7 +39,6 @@ class PhaseOfRun(Spec):
     times: Count = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorsOfStep(Spec):
     """The totals of the last step's operators on this rank: operations by torch's formulas, and bytes read and written.
 
@@ -62,7 +58,6 @@ class OperatorsOfStep(Spec):
         return self.flops - self.recomputed_flops
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MadeUp(Spec):
     """A value that the script read from a fake tensor and the dry run made up: what was read, the value, the line, how often."""
 
@@ -72,7 +67,6 @@ class MadeUp(Spec):
     count: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoodIn(Spec):
     """Library code that needs a GPU and was replaced: its name, the replacement, and how often the script used it."""
 
@@ -81,7 +75,6 @@ class StoodIn(Spec):
     count: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OutsideBuffer(Spec):
     """GPU memory that a library allocates outside torch's allocator: at least, expected, at most. [bytes]"""
 
@@ -92,7 +85,6 @@ class OutsideBuffer(Spec):
     source: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Saving(Spec):
     """A change that would lower the last step's peak by at most this many bytes; ``of`` names modules or lines with most of it."""
 
@@ -101,7 +93,6 @@ class Saving(Spec):
     at_most_bytes: CountOrZero
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun(Spec):
     """One script as one rank of N: every step, the bytes alive at the last step's peak, and the assumptions.
 

@@ -1,7 +1,7 @@
 """The trace of a dry run: every block of memory that a script requested as one rank of N, as data. Reading it needs no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import accumulate
 from operator import lt
 from typing import Annotated, Literal
@@ -18,7 +18,6 @@ _MOST = 10**15
 """The limit of all counts, as in :mod:`zeroplan.spec.base`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(Spec):
     """One entry per block in the order of requests, each field a column. [bytes]
 
@@ -46,7 +45,6 @@ class Blocks(Spec):
         _demand(all(map(lt, self.born, self.born[1:])), "blocks are not in the order of their requests")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SpanRecorded(Spec):
     """A part of the run: its step (the first is 0; -1 before it), its phase, and the moment it began."""
 
@@ -55,7 +53,6 @@ class SpanRecorded(Spec):
     start: CountOrZero
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRecorded(Spec):
     """One collective: when it was called, on how many ranks, and the bytes of its largest buffer."""
 
@@ -68,7 +65,6 @@ class CollectiveRecorded(Spec):
     """Which ranks of the mesh take part, a value of ``Among``; empty for a script's run, where it is unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorsRecorded(Spec):
     """The operators of the last step in order, each field a column. [bytes]
 
@@ -109,7 +105,6 @@ class OperatorsRecorded(Spec):
 _TABLES = ("names", "modules", "lines", "groups")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsRecorded(Spec):
     """Private pools of CUDA graphs, numbered from 1: the pool of every block (0 outside captures).
 
@@ -128,7 +123,6 @@ class PoolsRecorded(Spec):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Spec):
     """Every request and release, in order. ``sources`` is the text of each of ``lines``, empty if unknown.
 
@@ -208,7 +202,6 @@ def live_bytes(moments: int, n_bytes: Sequence[int], born: Sequence[int], died: 
     return list(accumulate(changes[:-1]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun(Spec):
     """A dry run, with its trace and a profile of its model if requested."""
 

@@ -1,6 +1,9 @@
 """Descriptions of jobs check their fields, whether they are built in Python or read from a file."""
 
-from dataclasses import FrozenInstanceError, replace
+import copy
+import inspect
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
@@ -21,6 +24,37 @@ def test_equal_descriptions_are_equal_and_hash_alike():
 def test_a_description_does_not_change():
     with pytest.raises(FrozenInstanceError):
         ModelSpec(**TINY).hidden_size = 1
+    with pytest.raises(FrozenInstanceError):
+        del ModelSpec(**TINY).hidden_size
+
+
+def test_a_copy_and_a_pickle_are_equal_and_take_no_hash_along():
+    spec = ModelSpec(**TINY)
+    hash(spec)
+    for other in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):  # noqa: S301  our own bytes
+        assert (other, hash(other)) == (spec, hash(spec))
+    assert b"_hash" not in pickle.dumps(spec)
+
+
+def test_a_changed_copy_has_another_hash():
+    spec = ModelSpec(**TINY)
+    assert len({hash(spec), hash(replace(spec, num_hidden_layers=3))}) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [({**TINY, "hiden_size": 64}, "has no field 'hiden_size'"), ({"family": "llama"}, "needs hidden_size, intermediate_size")],
+)
+def test_a_wrong_keyword_is_a_type_error_that_names_it(said: dict[str, object], wrong: str):
+    with pytest.raises(TypeError, match=wrong):
+        ModelSpec(**said)
+
+
+def test_help_shows_the_fields_with_their_defaults():
+    shown = inspect.signature(RecipeSpec).parameters
+    assert list(shown) == [field.name for field in fields(RecipeSpec)]
+    assert shown["zero_stage"].default == RecipeSpec().zero_stage
+    assert inspect.signature(ModelSpec).parameters["hidden_size"].default is inspect.Parameter.empty
 
 
 BAD_FIELDS = [

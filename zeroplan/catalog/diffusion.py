@@ -4,7 +4,6 @@ Blocks and inputs are those of diffusers 0.42.1, models/transformers, and the te
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
@@ -60,7 +59,6 @@ def diffuser_of(config: Mapping[str, object]) -> Diffuser:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Picture(Spec):
     """What one sequence of a diffusion transformer is: a picture or video, its text, and the adapters that it trains.
 

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +22,6 @@ _WHAT = "model entry"
 _FOLDER = Path(__file__).parent / "models"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry(Spec):
     """One model of the catalogue: its shape, its source, and its makers' own counts."""
 
@@ -42,7 +40,6 @@ class ModelEntry(Spec):
         return self.spec.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Written(Spec):
     """The content of a TOML entry."""
 

@@ -1,13 +1,11 @@
 """The message to the process that runs a script, and the process's environment. Needs no torch."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunTask(Spec):
     """One script, run as one rank.
 
@@ -53,12 +51,10 @@ class DryRunTask(Spec):
         return min(self.gpus, self.gpus_per_node)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Over(Spec):
     """A companion rank writes this instead of an answer when it ends."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Spec):
     """A script without an answer: the cause and a one-line message."""
 

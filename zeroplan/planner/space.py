@@ -5,7 +5,7 @@ sequences per micro-batch; gradient accumulation follows from the global batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, NamedTuple
 
@@ -52,7 +52,6 @@ _SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 MOST_TOKENS, _MOST_OF_A_GPU = 1 << 24, 1 << 19
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed(Spec):
     """Settings fixed by the user; the search chooses those that are None."""
 

@@ -8,11 +8,22 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import parameter_count
 
-#: Published shapes that a parameter count is compared with: dense, decoder-only.
-REFERENCE_MODELS = (
-    "smollm2-135m", "smollm2-360m", "tinyllama-1.1b", "smollm2-1.7b", "llama-3.2-3b", "llama-2-7b", "llama-2-13b",
-    "mistral-small-24b", "yi-34b", "llama-2-70b", "mistral-large-123b", "llama-3.1-405b",
-)  # fmt: skip
+#: Published shapes that a parameter count is compared with: dense, decoder-only. Their parameters stand here so that only
+#: the nearest entry is read.
+REFERENCE_MODELS: dict[str, int] = {
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-1.7b": 1_711_376_384,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "mistral-small-24b": 23_572_403_200,
+    "yi-34b": 34_388_917_248,
+    "llama-2-70b": 68_976_648_192,
+    "mistral-large-123b": 122_610_069_504,
+    "llama-3.1-405b": 405_853_388_800,
+}
 #: If the nearest published model differs by more than this ratio, depth and width are scaled too, not only the MLP.
 _NEAR = 1.5
 _MOST_PARAMETERS = 10**15
@@ -27,8 +38,8 @@ def infer_model(parameters: int) -> tuple[ModelSpec, str]:
     """
     if parameters > _MOST_PARAMETERS:
         raise SpecError(f"--params {parameters:,} is beyond {_MOST_PARAMETERS:,}; no transformer of that size can be inferred")
-    near = min((find_model(name) for name in REFERENCE_MODELS), key=lambda one: _distance(parameter_count(one), parameters))
-    ratio = parameters / parameter_count(near)
+    nearest, published = min(REFERENCE_MODELS.items(), key=lambda one: _distance(one[1], parameters))
+    near, ratio = find_model(nearest), parameters / published
     shape = near if 1 / _NEAR <= ratio <= _NEAR else _scaled(near, ratio, parameters)
     shape = _with_mlp_for(shape, parameters)
     changed = [

@@ -1,7 +1,7 @@
 """The user's input for a job. Every flag of the command line, which is also a key of a job file, is declared here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from zeroplan.catalog.model import WAYS_TO_NAME
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from zeroplan.catalog.setups.told import DeepSpeedPart, Kind, OwnModules
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Spec):
     """The values of a job's flags or of a job file's keys; None for those that were not given."""
 

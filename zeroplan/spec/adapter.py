@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from zeroplan.errors import SpecError
@@ -117,7 +116,6 @@ def first_is_bare(family: str, layers: tuple[str, ...], first: str) -> bool:
     return not set(layers) & set(_ONE_MODULE[first] if family == "nemotron_h" else there)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec(Spec):
     """LoRA as peft builds it; QLoRA if ``quantize`` is set.
 

@@ -1,23 +1,25 @@
 """The base class of a job's descriptions: a frozen dataclass that checks the type and range of every field.
 
-These are plain dataclasses, since importing pydantic takes longer than an answer. :func:`read` builds them from files and other
-foreign data with pydantic, which checks types, unknown keys and nesting against the same classes. Both use the same ranges and
+pydantic is not imported for them, since that takes longer than an answer. :func:`read` builds them from files and other foreign
+data with pydantic, which checks types, unknown keys and nesting against the same classes. Both use the same ranges and
 rules.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
+    Any,
     ClassVar,
     Literal,
     NamedTuple,
     TypeVar,
     Union,
     cast,
+    dataclass_transform,
     get_args,
     get_origin,
     get_type_hints,
@@ -26,6 +28,8 @@ from typing import (
 from zeroplan.errors import SpecError
 
 if TYPE_CHECKING:
+    from inspect import Signature
+
     from pydantic import TypeAdapter, ValidationError
 
 
@@ -45,22 +49,102 @@ MOST_RANKS = 10**6
 Degree = Annotated[int, Range(1, MOST_RANKS)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
-    """A frozen description. Equal descriptions are equal and hash alike.
+class _SignatureOfFields:
+    """The signature that ``inspect`` and ``help`` show for a description: one keyword per field."""
 
-    Raises :class:`~zeroplan.errors.SpecError` when a field has the wrong type or is out of its range.
+    def __get__(self, _: object, cls: type["Spec"]) -> "Signature":
+        """Return the class's signature."""
+        from inspect import Parameter, Signature  # noqa: PLC0415  only documentation needs it
+
+        return Signature(
+            [
+                Parameter(
+                    one.name,
+                    Parameter.KEYWORD_ONLY,
+                    default=Parameter.empty if one.default is MISSING else one.default,
+                    annotation=one.type,
+                )
+                for one in fields(cls)
+            ]
+        )
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Spec:
+    """A frozen description, whose annotated names are keyword-only fields of a dataclass.
+
+    Equal descriptions are equal and hash alike. Raises :class:`~zeroplan.errors.SpecError` when a field has the wrong type or is
+    out of its range. A subclass needs no decorator. Its methods are those below: ``dataclass`` would compile six for each class,
+    which takes longer than most answers.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "_hash")
+    _hash: int
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __signature__: ClassVar[_SignatureOfFields] = _SignatureOfFields()
+    _defaults: ClassVar[Mapping[str, object]] = {}
+    """The fields in their order. One without a default has ``MISSING``."""
+    _required: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls) -> None:
+        """Collect the fields."""
+        dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
+        cls._defaults = {one.name: one.default for one in fields(cls)}
+        cls._required = frozenset(name for name, default in cls._defaults.items() if default is MISSING)
+
+    def __init__(self, **said: object) -> None:
+        """Set every field, then check. Raises TypeError for a missing or unknown keyword, SpecError for a wrong value."""
+        if not self._defaults.keys() >= said.keys() >= self._required:
+            raise TypeError(self._wrong_keywords(said))
+        self.__dict__.update(self._defaults)
+        self.__dict__.update(said)
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         """Check every field, then the rules between fields."""
-        for name, admissible, plain in _to_check(type(self)):  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
-            value = getattr(self, name)
+        values = self.__dict__
+        for name, admissible, plain in _to_check(type(self)):  # type: ignore[arg-type]  # mypy takes __hash__ for the class's
+            value = values[name]
             if type(value) not in plain and not any(check.admits(value) for check in admissible):
                 raise SpecError(f"{name}={value!r} is not {_accepted(admissible)}{_suggestion(value, admissible)}")
         self.check_rules()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is of the same class with equal fields."""
+        return self.__dict__ == other.__dict__ if other.__class__ is self.__class__ else NotImplemented
+
+    def __hash__(self) -> int:
+        """Return a hash of the fields, which is kept: a search asks often. Raises TypeError if a field is mutable."""
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash(tuple(map(self.__dict__.__getitem__, self._defaults))))
+            return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the fields for a copy and for pickle, without the hash: that of a text differs between processes."""
+        return self.__dict__
+
+    def __repr__(self) -> str:
+        """Return the call that makes an equal description."""
+        return f"{type(self).__qualname__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._defaults)})"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raise FrozenInstanceError."""
+        raise FrozenInstanceError(f"cannot assign to field {name!r}; dataclasses.replace makes a changed copy")
+
+    def __delattr__(self, name: str) -> None:
+        """Raise FrozenInstanceError."""
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+    @classmethod
+    def _wrong_keywords(cls, said: Mapping[str, object]) -> str:
+        """Return what is wrong with the keywords of a call."""
+        unknown = [name for name in said if name not in cls._defaults]
+        lacks = [name for name in cls._defaults if name in cls._required and name not in said]
+        wrong = f"has no field {unknown[0]!r}" if unknown else f"needs {', '.join(lacks)}"
+        return f"{cls.__name__}() {wrong}"
 
     def check_rules(self) -> None:
         """Raise SpecError if fields contradict each other."""

@@ -1,6 +1,5 @@
 """The batch of a step. A job has ints; formulas also accept columns, with one row per layout."""
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from zeroplan.numeric import Int
@@ -51,7 +50,6 @@ def of_a_rank(batch: Batch, ranks: int) -> Batch:
     return batch if ranks == 1 else Columns(batch.micro_batch_size, batch.seq_len // ranks, batch.grad_accum_steps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec(Spec):
     """The batch of one job."""
 

@@ -1,6 +1,5 @@
 """The frozen parameters of a model without adapters."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from zeroplan.errors import SpecError
@@ -13,7 +12,6 @@ PARTS = ("embedding", "norm", "head")
 FREEZABLE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenSpec(Spec):
     """The parameters with ``requires_grad_(False)``: parts outside the blocks, and the first ``layers`` blocks.
 

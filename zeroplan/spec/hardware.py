@@ -1,7 +1,6 @@
 """The hardware of a job: the accelerator, the number per node, and the network."""
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
@@ -12,7 +11,6 @@ Kernels = Literal["cuda", "cuda-7", "cpu"]
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Figure(Spec):
     """One published figure with its source."""
 
@@ -37,7 +35,6 @@ class Figure(Spec):
         return hash((self.value, self.source))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ByteFigure(Figure):
     """A published size in whole bytes."""
 
@@ -46,7 +43,6 @@ class ByteFigure(Figure):
     __hash__ = Figure.__hash__
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec(Spec):
     """One accelerator. Rates are per device; link rates are per direction."""
 
@@ -101,7 +97,6 @@ _Share = Annotated[float, Range(0.001, 1)]
 _OfMeasured = Annotated[float, Range(0.001, 1.5)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SharesSpec(Spec):
     """The shares of the data sheet's rates that a measured step reached. They replace the fitted shares."""
 
@@ -117,7 +112,6 @@ class SharesSpec(Spec):
     """The run, in words."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec(Spec):
     """The GPU, if named, the number of GPUs per node, and the network between nodes."""
 

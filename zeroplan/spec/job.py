@@ -1,7 +1,6 @@
 """A complete training job: model, cluster, recipe, mesh and batch, and the checks across them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_IN_OLDER, ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
@@ -158,7 +157,6 @@ def engine_at(stage: Stage, engine: Engine) -> Engine:
 _WIDEST_OF_FLASH = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec(Spec):
     """One training job, complete.
 

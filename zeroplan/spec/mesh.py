@@ -1,6 +1,5 @@
 """The degrees of parallelism. A job has ints; formulas also accept columns, with one row per layout."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from zeroplan.errors import SpecError
@@ -46,7 +45,6 @@ class Mesh(Split, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSpec(Spec):
     """Degrees of parallelism of one job."""
 

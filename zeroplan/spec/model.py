@@ -1,6 +1,6 @@
 """The model's shape, with the names of a Hugging Face ``config.json``."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Literal, Protocol
 
 from zeroplan.errors import NoFormulasError, SpecError
@@ -36,7 +36,6 @@ from zeroplan.spec.frozen import FREEZABLE_FAMILIES, FrozenSpec
 from zeroplan.spec.vision import VisionSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec(Spec):
     """Experts of a mixture-of-experts model."""
 
@@ -60,7 +59,6 @@ class MoeSpec(Spec):
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MlaSpec(Spec):
     """Low-rank projections of multi-head latent attention (DeepSeek-V2/V3)."""
 
@@ -76,7 +74,6 @@ class MlaSpec(Spec):
     """Width of a value head."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec(Spec):
     """Linear attention after a short convolution: a gated delta rule (Qwen3-Next), or a state space (Mamba-2).
 
@@ -108,8 +105,6 @@ class LinearSpec(Spec):
 class Profiled(Spec):
     """The base class of :class:`zeroplan.spec.profile.Profile`; only jobs with a profile import that class."""
 
-    __slots__ = ()
-
     @property
     def trains_adapters(self) -> bool:
         """Whether its blocks have frozen weights and trained ones beside them."""
@@ -134,7 +129,6 @@ def as_scorer(model: "ModelSpec", rows: int | None) -> "ModelSpec":
     return model if rows is None else replace(model, head_rows=rows, tie_word_embeddings=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(Spec):
     """The shape of a decoder-only transformer."""
 

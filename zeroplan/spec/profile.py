@@ -1,6 +1,5 @@
 """The memory of a traced module, as data: the file that ``zeroplan profile`` writes and ``--profile`` reads."""
 
-from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -15,7 +14,6 @@ SCHEMA_VERSION: Literal[2] = 2
 Coefficient = Annotated[int, Range(-(10**15), 10**15)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Amount(Spec):
     """A polynomial in tokens and sequences, which gives the bytes for any batch.
 
@@ -33,7 +31,6 @@ class Amount(Spec):
     padding: Coefficient = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor(Spec):
     """One parameter; ``autocast``: ``torch.autocast`` makes a 16-bit copy of it; ``frozen``: it gets no gradient."""
 
@@ -43,7 +40,6 @@ class Tensor(Spec):
     frozen: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Part(Spec):
     """Saved tensors, and the operator that makes them."""
 
@@ -51,7 +47,6 @@ class Part(Spec):
     amount: Amount
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Flash(Spec):
     """A flash-attention kernel that runs in a backward: its heads, their size, the key/value heads.
 
@@ -64,7 +59,6 @@ class Flash(Spec):
     queries: CountOrZero = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Point(Spec):
     """A moment of the backward where memory can peak.
 
@@ -89,7 +83,6 @@ class Point(Spec):
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Handed(Spec):
     """The moment when a weight's gradient is ready, in autograd's order, with the bytes alive as in :class:`Point`."""
 
@@ -98,7 +91,6 @@ class Handed(Spec):
     working: Amount
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Multiplied(Spec):
     """Floating-point operations of one forward, for any batch: matrix products, and attention kernels. [FLOPs]"""
 
@@ -106,7 +98,6 @@ class Multiplied(Spec):
     attention: Amount = Amount()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledBlock(Spec):
     """One kind of block in one :class:`Variant`: its input, its saved tensors, and the moments where memory can peak.
 
@@ -123,7 +114,6 @@ class ProfiledBlock(Spec):
     operations: Multiplied | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledPass(Spec):
     """A whole forward and backward: every kind of block, and everything outside the blocks.
 
@@ -150,7 +140,6 @@ class ProfiledPass(Spec):
     operations: Multiplied | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Variant(Spec):
     """One combination of precision, kernels and recomputation. Some modules handle a single sequence (``one``) differently."""
 
@@ -162,7 +151,6 @@ class Variant(Spec):
     more: ProfiledPass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Spec):
     """Consecutive blocks of one kind."""
 
@@ -170,7 +158,6 @@ class Run(Spec):
     layers: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Modules(Spec):
     """Modules in forward order: those that contain the blocks, those before and after, and those inside each kind of block.
 
@@ -187,7 +174,6 @@ class Modules(Spec):
     tied: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Profiled):
     """A traced module.
 

@@ -1,7 +1,6 @@
 """The training recipe: engine, stage, precision, optimizer and other choices. Formulas may branch on them."""
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from zeroplan.errors import SpecError
@@ -73,7 +72,6 @@ def kernels_under(engine: str | None, kernels: str | None) -> str | None:
     return ",".join(one for one in kernels.split(",") if one.strip() != "axolotl-lora") or None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DdpOptions(Spec):
     """Arguments of ``torch.nn.parallel.DistributedDataParallel``; torch's defaults."""
 
@@ -93,7 +91,6 @@ class DdpOptions(Spec):
     (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp2Options(Spec):
     """Arguments of ``fully_shard``; torch's defaults."""
 
@@ -128,7 +125,6 @@ class Fsdp2Options(Spec):
         return self.torch == "2.15"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp1Options(Spec):
     """Arguments of ``FullyShardedDataParallel``, and how it wraps a model; torch's defaults."""
 
@@ -166,7 +162,6 @@ def ways_of_resharding(options: Fsdp2Options) -> int | None:
 RECOMPUTED_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions(Spec):
     """Megatron-LM's arguments (2026-08), with its names and, except for dropout, its defaults.
 
@@ -325,7 +320,6 @@ class MegatronOptions(Spec):
 SMALL_BUCKET = 50_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions(Spec):
     """The keys of DeepSpeed's ``zero_optimization`` that change memory; DeepSpeed's defaults, sizes in elements.
 
@@ -414,7 +408,6 @@ class DeepSpeedOptions(Spec):
 EVEN: Final = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeSpec(Spec):
     """Everything about the run that is structure, not a number.
 

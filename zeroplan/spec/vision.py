@@ -1,6 +1,5 @@
 """The vision tower and projector of a multimodal model, and the images of a sequence."""
 
-from dataclasses import dataclass
 from math import ceil, floor, inf, sqrt
 from typing import Annotated, Literal
 
@@ -22,7 +21,6 @@ _TILES = 12
 _Size = Annotated[int, Range(0, 10**7)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec(Spec):
     """A vision tower: its shape, its frozen parts, and the images of each sequence."""
 

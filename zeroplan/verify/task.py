@@ -1,6 +1,5 @@
 """The message that tells a measuring process which rank of which job to run."""
 
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
@@ -18,7 +17,6 @@ Transport = Literal["gloo", "nccl", "fake"]
 """The process group: gloo, NCCL, or torch's fake one, in which a single process plays one rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Card(Spec):
     """The GPU that a rank found. [bytes]"""
 
@@ -26,7 +24,6 @@ class Card(Spec):
     total_bytes: CountOrZero
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Spec):
     """One run in processes of its own: one process per rank with gloo or nccl, a single one (``rank``) with fake.
 

@@ -1,7 +1,6 @@
 """The message to a process on a real GPU, and its environment. Needs no torch."""
 
 import os
-from dataclasses import dataclass
 from typing import Literal
 
 from zeroplan.dryrun.task import DryRunTask, launched, without_compiler
@@ -12,7 +11,6 @@ ORDER = "ZEROPLAN_ON_CARD"
 ANSWER = "rank-{}.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CardTask(Spec):
     """A script to run on real GPUs; with ``looks``, only report which GPU is here.
 
@@ -26,7 +24,6 @@ class CardTask(Spec):
     looks: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CardHere(Spec):
     """The first GPU that a process sees, by torch's name, and the number of GPUs. [bytes]"""
 

@@ -7,7 +7,7 @@ then shortens its sequences until the estimate needs that share.
 
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from itertools import product
 from pathlib import Path
@@ -43,7 +43,6 @@ class Case(NamedTuple):
     task: Task
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Own(Spec):
     """Keys of a case that are not the job's."""
 

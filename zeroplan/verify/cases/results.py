@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,7 +25,6 @@ _BEGINNING = b'{"schema_version":'
 SETTLED: tuple[Outcome, ...] = ("measured", "out of memory")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Spec):
     """The result of one case: the record of the rank with the highest peak, or the reason why there is none.
 

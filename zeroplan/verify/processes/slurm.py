@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from zeroplan.current_folder import environment
@@ -39,7 +39,6 @@ _NEVER = ("down", "drained", "inactive", "unavail", "limit", "invalid", "notallo
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted(Spec):
     """The resources to request from Slurm; ``options`` are sbatch's, by their long names."""
 
@@ -49,7 +48,6 @@ class Wanted(Spec):
     options: dict[str, str] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted(Spec):
     """A submitted Slurm job."""
 
