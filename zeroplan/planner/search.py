@@ -25,6 +25,7 @@ from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, easy_roo
 from zeroplan.progress import counted
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.padding import is_modelled_padded
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import step_time
@@ -146,16 +147,25 @@ def _joined_by_pcie(base: JobSpec) -> bool:
     return gpu is not None and gpu.node_link.startswith("PCIe") and base.mesh.world_size > 1
 
 
-def _programs(base: JobSpec, grid: Grid) -> Iterator[Grid]:
-    """Yield the parts of a grid that one formula covers: profiles distinguish one sequence from several."""
-    if base.model.profile is None:
-        if grid.layouts:
-            yield grid
+def _programs(base: JobSpec, fixed: Fixed, recipe: RecipeSpec, grid: Grid) -> Iterator[tuple[RecipeSpec, Grid]]:
+    """Yield the parts of a grid that one formula covers, with their recipe.
+
+    Profiles distinguish one sequence from several. A trainer pads several sequences to one length and never one.
+    """
+    padded = padded_by_trainer(base, fixed, recipe, grid)
+    if base.model.profile is None and padded == recipe:
+        yield recipe, grid
         return
     one = np.broadcast_to(np.asarray(grid.micro_batch_size) == 1, grid.shape)
-    for kept in (one, ~one):
+    for kept, its_recipe in ((one, recipe), (~one, padded)):
         if kept.any():
-            yield grid.with_batches(kept)
+            yield its_recipe, grid.with_batches(kept)
+
+
+def padded_by_trainer(base: JobSpec, fixed: Fixed, recipe: RecipeSpec, grid: Grid) -> RecipeSpec:
+    """Return the recipe for several sequences, which the trainer may pad; the same recipe if padding is not modelled for it."""
+    pads = fixed.pads and is_modelled_padded(base.model, recipe, grid.mesh_at(0))
+    return replace(recipe, padded=True) if pads else recipe
 
 
 class _Space(NamedTuple):
@@ -222,8 +232,8 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
             ranks = _pipelines(base, recipe, grid) if split.pp > 1 and recipe.engine != "megatron" else None
             if ranks is not None and fixed.pp is None:
                 grid = _with_room(base, recipe, grid, tally, ranks)
-            for part in _programs(base, grid):
-                one = evaluated(base, recipe, part, mfu=space.mfu, ranks=ranks, reach=not space.whatever_weighs)
+            for program, part in _programs(base, fixed, recipe, grid) if grid.layouts else ():
+                one = evaluated(base, program, part, mfu=space.mfu, ranks=ranks, reach=not space.whatever_weighs)
                 tally.cut(Rule.MEMORY, part.layouts - one.grid.layouts)
                 if one.grid.layouts:
                     yield one

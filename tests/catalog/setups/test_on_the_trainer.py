@@ -410,7 +410,7 @@ def test_more_shards_are_offered_though_their_engine_has_no_such_checkpoints(rea
 
 def test_a_search_goes_through_engines_whose_checkpoints_are_not_reentrant(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FACTORY))
-    request, notes = with_setup_defaults(Request(from_file=str(tmp_path / "mine.yaml")))
+    request, notes, _ = with_setup_defaults(Request(from_file=str(tmp_path / "mine.yaml")))
     assert request.reentrant is None
     assert any("reentrant checkpoints" in note for note in notes)
 
