@@ -17,7 +17,7 @@ from zeroplan.engines.megatron.parameters import padded_vocabulary
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.megatron import UNGATED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width
-from zeroplan.verify.pretended.megatron_answers import import_megatron
+from zeroplan.verify.fake_parts.megatron import import_megatron
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.engine import Engine, Requesting, all_labelled
 from zeroplan.verify.watching.watcher import Watcher
