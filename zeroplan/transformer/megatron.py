@@ -1,6 +1,6 @@
 """The memory of one Megatron-Core layer on one rank: its kept activations, and the temporaries of its forward and backward.
 
-The layer's program (``families/megatron.py``) runs once per structure; its sizes have values for every batch. With an MLP of
+The layer's program (``families/megatron/``) runs once per structure; its sizes have values for every batch. With an MLP of
 four times the hidden width, no gate, ungrouped heads, dropout and 16 bits, the kept activations without statistics equal the
 34·s·b·h + 5·a·s²·b of Korthikanti et al. 2022. Experts assume even routing.
 """
@@ -18,6 +18,8 @@ from zeroplan.spec.family import HEAD_NORMS, UNROTATED
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, RecipeSpec
 from zeroplan.transformer.families import megatron as program
+from zeroplan.transformer.families.megatron.structure import Layer as Structure
+from zeroplan.transformer.families.megatron.structure import Routing
 from zeroplan.transformer.families.tags import STATISTICS
 from zeroplan.transformer.families.tape import Alive, Store
 from zeroplan.transformer.published import KORTHIKANTI
@@ -268,12 +270,12 @@ def _of_kind(job: Job, kind: str, symbols: tuple[Symbolic, ...], *, received: bo
     return _cost_of(structure, tuple(values), tuple(map(int, values.values())), fused=fused)
 
 
-def _key_of_columns(structure: program.Layer, values: Values, *, fused: bool) -> Hashable:
+def _key_of_columns(structure: Structure, values: Values, *, fused: bool) -> Hashable:
     """Return the key of all that a layer's memory depends on. Pipeline ranks and schedules share the result."""
     return _cost, structure, tuple(values), tuple(map(as_key, values.values())), fused
 
 
-def structure_of(job: Job, kind: str) -> program.Layer:
+def structure_of(job: Job, kind: str) -> Structure:
     """Return the structure that a layer's program depends on."""
     model, recipe = job.model, job.recipe
     wide, options = recipe.precision == "fp32", recipe.megatron
@@ -281,7 +283,7 @@ def structure_of(job: Job, kind: str) -> program.Layer:
     routing = None
     dense = 0 if model.moe is None else model.moe.num_dense_layers
     if kind in ROUTED and model.moe is not None and dense < model.num_hidden_layers:
-        routing = program.Routing(
+        routing = Routing(
             options.moe_token_dispatcher_type, options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
             shared_width(job) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(job),
             options.deterministic_mode, options.core_release == "0.12",
@@ -289,7 +291,7 @@ def structure_of(job: Job, kind: str) -> program.Layer:
     of_t5: Literal["no", "encoder", "decoder"] = "no"
     if options.pretrains == "t5":
         of_t5 = "encoder" if kind == "encoder" else "decoder"
-    return program.Layer(
+    return Structure(
         recipe.attention, options.transformer_impl == "local", wide, drops_hidden(job), drops_scores(job),
         not (model.positions or model.family in UNROTATED), norms_heads(job),
         "core_attn" in modules and options.transformer_impl != "local",
@@ -486,7 +488,7 @@ def _symbols_of_experts(job: Job, own: Int) -> tuple[Symbolic, ...]:
 
 
 @lru_cache(maxsize=128)
-def _plan(structure: program.Layer) -> _Plan:
+def _plan(structure: Structure) -> _Plan:
     """Run a layer's program."""
     tape, given, output = program.run(structure)
     index: dict[Store, int] = {}
@@ -527,11 +529,11 @@ def _moments(index: dict[Store, int], moments: list[Alive]) -> tuple[_Moment, ..
 
 
 @lru_cache(maxsize=512)
-def _cost_of(structure: program.Layer, names: tuple[str, ...], numbers: tuple[int, ...], *, fused: bool) -> Cost:
+def _cost_of(structure: Structure, names: tuple[str, ...], numbers: tuple[int, ...], *, fused: bool) -> Cost:
     return _cost(structure, dict(zip(names, numbers, strict=True)), fused=fused)
 
 
-def _cost(structure: program.Layer, values: Values, *, fused: bool) -> Cost:
+def _cost(structure: Structure, values: Values, *, fused: bool) -> Cost:
     plan, sizes = _plan(structure), _Sizes(values)
     numbers = [sizes.number(store.size) for store in plan.stores]
     lines = [

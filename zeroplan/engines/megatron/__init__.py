@@ -4,7 +4,7 @@ With ``bf16-mixed`` a rank holds bf16 weights, fp32 main gradients, an fp32 copy
 optimizer splits the copy and the moments over the data- and context-parallel ranks. Megatron-FSDP also splits gradients, and at
 stage 3 weights (``sharded.py``).
 
-A program per layer (``zeroplan/transformer/families/megatron.py``) gives the activations that the layer keeps, and the peak of its
+A program per layer (``zeroplan/transformer/families/megatron/``) gives the activations that the layer keeps, and the peak of its
 backward. Megatron's schedules give the micro-batches in flight. zeroplan computes every pipeline rank and reports the one with the
 highest peak.
 

@@ -9,7 +9,7 @@ from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.families.megatron import CROSS, ENCODED
+from zeroplan.transformer.families.megatron.attention import CROSS, ENCODED
 from zeroplan.transformer.megatron import Layers, element_of
 
 T5 = "Megatron-LM 2026-08, megatron/core/models/T5/t5_model.py, T5Model.forward"
