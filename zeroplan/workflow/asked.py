@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import LogProbs, Loss
 
-Name = Literal["sft", "dpo", "kto", "reward", "distill", "grpo", "ppo"]
+Name = Literal["sft", "dpo", "kto", "orpo", "reward", "distill", "grpo", "ppo"]
 
 
 class Workflow(NamedTuple):
@@ -34,6 +34,8 @@ WORKFLOWS: dict[Name, Workflow] = {
     "dpo": Workflow("TRL's DPOTrainer: chosen and rejected completions in one batch, and a reference model.",
                     ("one GPU", "fsdp1 3", "fsdp2 3", "deepspeed 2", "deepspeed 3"), sequences=2, compares=True),
     "kto": Workflow("TRL's KTOTrainer: completions, and a reference model.", ("one GPU",), compares=True),
+    "orpo": Workflow("TRL's ORPOTrainer: chosen and rejected completions in one batch, all their logits, no reference model.",
+                     ("one GPU", "fsdp2 3", "deepspeed 2", "deepspeed 3"), sequences=2, log_probs="pairs"),
     "reward": Workflow("TRL's RewardTrainer: a model that scores chosen and rejected completions.",
                        ("one GPU", "fsdp2 3", "deepspeed 3"), sequences=2, loss="full", head_rows=1),
     "distill": Workflow("TRL's DistillationTrainer: the student's completions, compared with a teacher's distribution.",

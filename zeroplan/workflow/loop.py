@@ -9,7 +9,7 @@ from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.workflow import distilling, preference, verl
-from zeroplan.workflow.asked import WORKFLOWS, Asked
+from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, Asked
 from zeroplan.workflow.distilling import Teacher, teacher_of
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.loading import host, loading, saving
@@ -234,7 +234,7 @@ def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:
 
 def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
     yield "TRL 1.16 on accelerate 1.15."
-    if parts.answer.job.recipe.prompt_len == 1:
+    if parts.answer.job.recipe.prompt_len == 1 and asked.workflow in OPTIONS["max_completion_length"].of:
         yield "zeroplan assumes that all tokens but the first are scored. If prompts are not, set --max-completion-length."
     if widths(parts.answer.job.recipe.precision).stored == 2:
         yield "A checkpoint in 16 bits is mapped: all processes of a node share its pages until they write to them."
