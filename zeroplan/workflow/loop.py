@@ -76,7 +76,8 @@ def loop_of_step(job: JobSpec, asked: Asked) -> Loop:
     first = loading(answer, copy, efficient=efficient)
     if kind.generates:  # vLLM starts before the reference model is sharded, and then sleeps if sleep mode is on
         first = first._replace(lines=(*first.lines, *stays), compared_with="")
-    phases = (first, *made, saving(answer, (*resident, *stays), full=full))
+    synced = _sync(answer, (*resident, *stays)) if asked.sync_ref_model else ()
+    phases = (first, *made, *synced, saving(answer, (*resident, *stays), full=full))
     if not _ran(job, asked, rollout):
         phases = tuple(one._replace(compared_with="") for one in phases)
     beside = 0 if not copy else answer.parameters if teacher is None else teacher.parameters
@@ -204,6 +205,26 @@ def _copy_at_first(reference: Reference | None, asked: Asked, answer: Estimate) 
     if reference is None or (asked.precompute_ref_log_probs and not answer.job.recipe.engine.startswith("fsdp")):
         return ()
     return tuple(line for line in reference.resident if line.kind is Kind.PARAMETERS)
+
+
+def _sync(answer: Estimate, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
+    """Yield the phase that mixes the trained weights into the reference model's.
+
+    It is in place, but DeepSpeed's stage 3 first gathers both models whole on every rank. Raises SpecError for adapters, which TRL
+    refuses too.
+    """
+    job = answer.job
+    if job.model.adapter is not None:
+        raise SpecError("--sync-ref-model needs a reference model of its own, and adapters have none; leave one of them out")
+    whole: tuple[Line, ...] = ()
+    if job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3:
+        width, moved = widths(job.recipe.precision).compute, answer.parameters
+        reason = "both models, gathered whole"
+        whole = (Line(Kind.UNSHARDED_PARAMETERS, 2 * width * moved, reason, f"2·{width}·Ψ", _SYNCED),)
+    yield LoopPhase("reference update", "the weights are mixed", (*resident, *whole))
+
+
+_SYNCED = "trl 1.16, trainer/callbacks.py, SyncRefModelCallback.sync_target_model"
 
 
 def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
