@@ -313,6 +313,14 @@ def _peaks(one: JobSpec) -> tuple[int, int]:
     return max(_live(log)[last:]), in_steps - total_bytes(answer.workspaces)
 
 
+def test_a_bias_reaches_the_bucket_before_a_weight_that_is_larger_than_it():
+    """The peak depends on this order. The estimate's order is that of DeepSpeed's own runs."""
+    options = DeepSpeedOptions(reduce_bucket_size=2_000_000)  # a matrix of the MLP has 2,359,296 elements
+    one = _job(engine="deepspeed", stage=2, gpus=512, seq_len=16, deepspeed=options)
+    requested, expected = _peaks(replace(one, model=replace(one.model, vocab_size=64, num_hidden_layers=3)))
+    assert requested == expected
+
+
 def test_every_sub_group_has_a_step_counter():
     """Each counter has four bytes; the estimate counts one for all sub-groups."""
     one = _job(engine="deepspeed", stage=3, deepspeed=DeepSpeedOptions(sub_group_size=10_000_000))
