@@ -1,4 +1,4 @@
-"""Recipes, arguments and scripts of verl, ms-swift, OpenRLHF, torchtune, AutoModel, Megatron-LM, nanotron and Lightning."""
+"""Reads recipes, arguments and scripts of verl, ms-swift, OpenRLHF, torchtune, AutoModel, Megatron-LM and others."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_distillation_of_torchtune(read: Callable[..., Resolved], tmp_path: Path
 
 
 def test_quantisation_aware_training_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
-    """Its layers are torchao's; other widths of a group, or ranks that split the model, stay noted."""
+    """Its layers are torchao's. Other group sizes, and ranks that split the model, stay noted."""
     rounds = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer", "groupsize": 256}
     found = read(TUNE | {"quantizer": rounds}, gpus=4)
     assert found.job.recipe.fused_parts == ("loss-in-pieces", "int4-qat")
@@ -208,7 +208,7 @@ def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Call
 def test_automodels_hidden_states_are_held_until_the_backward_ends(
     read: Callable[..., Resolved], tmp_path: Path, steps: int, again: bool, named: str, noted: bool
 ):
-    """They raise the peak where no checkpoint or norm keeps them, or where gradients grow while they are held."""
+    """They raise the peak if no checkpoint or norm keeps them, or if gradients grow meanwhile."""
     model = {"pretrained_model_name_or_path": named, "output_hidden_states": True}
     batch = {"global_batch_size": 8 * steps, "local_batch_size": 2}
     read(AUTO | {"model": model, "step_scheduler": batch, "distributed": {"dp_size": 4, "activation_checkpointing": again}})
@@ -354,7 +354,7 @@ def test_a_verl_command(read: Callable[..., Resolved]):
 
 
 def test_megatrons_arguments_and_what_we_write_of_them(read: Callable[..., Resolved]):
-    """What ``plan`` writes of such a job is read back as the same job."""
+    """Reading back what ``plan`` writes gives the same job."""
     job, notes, *_ = read(MEGATRON, "mine.sh")
     recipe = job.recipe
     assert (recipe.engine, recipe.zero_stage, recipe.sequence_parallel, job.mesh.tp, job.mesh.dp_shard) == (
@@ -535,7 +535,7 @@ def test_automodels_pipeline_splits_the_local_batch(read: Callable[..., Resolved
     ],
 )  # fmt: skip
 def test_a_misspelt_key_is_named(tmp_path: Path, data: dict[str, Any] | str, known: str, misspelt: str):
-    """Every key of a program's own code is known by its last word (known_keys.py)."""
+    """Zeroplan knows every key of a program's own code by its last word (known_keys.py)."""
 
     def notes(key: str) -> list[str]:
         first, _, rest = key.partition(".")
@@ -591,7 +591,7 @@ def test_a_hostile_script_takes_no_time_and_no_memory(text: str):
 
 @pytest.mark.parametrize("value", [3, "x", "", [], [[]], {}, {"a": 1}, True, 1.5, -1, None])
 def test_any_value_of_any_key_is_read_or_refused(value: object, tmp_path: Path):
-    """Lists in place of names, tables in place of numbers: never another error than a line."""
+    """Lists instead of names, tables instead of numbers: the only error is one line."""
     for data in (TUNE, AUTO, NANO, LIT, SWIFT):
         for key, inner in data.items():
             for changed in ({key: value}, *({key: inner | {one: value}} for one in (inner if isinstance(inner, dict) else ()))):
@@ -639,7 +639,7 @@ SWIFT_ON_MEGATRON = (
 
 
 def test_ms_swifts_loops_on_megatron_core(read: Callable[..., Resolved], tmp_path: Path):
-    """Pairs, a reference model on every rank, and vLLM; Qwen3's experts have no shared one whose overlap would matter."""
+    """Pairs, a reference model on every rank, and vLLM. Qwen3 has no shared expert, so overlapping it changes nothing."""
     found = read(SWIFT_ON_MEGATRON.format("rlhf", "--rlhf_type dpo"), "mine.sh", gpu="h100")
     assert (found.job.batch.micro_batch_size, found.loop) == (4, {"workflow": "dpo", "full_logits": True})
     assert not read_setup(tmp_path / "mine.sh", gpus=None).matters

@@ -535,6 +535,12 @@ def run_forward(
         from zeroplan.transformer.families.frozen import freeze  # noqa: PLC0415  keeps start-up fast
 
         freeze(tape, value, training)
+    _set_mode(tape, structure)
+    return tape, value, program.block(tape, value, structure)
+
+
+def _set_mode(tape: Tape, structure: Block) -> None:
+    """Set how the block's layers run: split over ranks, in float8, or by fused kernels."""
     if structure.sharded:
         tape.mode = TENSOR_PARALLEL
     if recipes := [name.removeprefix("float8-") for name in structure.fused if name.startswith("float8-")]:
@@ -544,7 +550,7 @@ def run_forward(
     if "int4-qat" in structure.fused:
         from zeroplan.transformer.families.fake_quantised import mode_of as rounding  # noqa: PLC0415  as above
 
-        tape.mode = rounding(tape.mode, training)
+        tape.mode = rounding(tape.mode, structure.training)
     tape.mode = tape.mode._replace(uneven=structure.uneven)
     if structure.fused:
         tape.mode = tape.mode._replace(
@@ -554,7 +560,6 @@ def run_forward(
             copies_output="output-copied" in structure.fused, wide_router="router-in-fp32" in structure.fused,
             keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
         )  # fmt: skip
-    return tape, value, program.block(tape, value, structure)
 
 
 def _block_input(tape: Tape, given: Store | None, shape: Size, dtype: Size, source: str) -> Value:
