@@ -237,6 +237,9 @@ class MegatronOptions(Spec):
     """``--exp-avg-dtype`` of that optimizer."""
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
     """``--exp-avg-sq-dtype`` of that optimizer."""
+    optimizer_offload_fraction: Annotated[float, Range(0, 1)] = 0.0
+    """``--optimizer-offload-fraction`` with ``--optimizer-cpu-offload``, of that optimizer: the share of main weights and moments
+    in host memory, which the CPU updates. Those on the GPU are in fp32."""
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """``--fp8-format``: the layers' matrices multiply in FP8, from copies of weights that stay and of inputs that are kept."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
@@ -302,6 +305,10 @@ class MegatronOptions(Spec):
             raise SpecError(
                 f"megatron: dtypes of main gradients, main weights and moments ({', '.join(narrow)}) other than fp32 need "
                 "megatron.use_precision_aware_optimizer=true; set it, or leave them out"
+            )
+        if self.optimizer_offload_fraction and not self.use_precision_aware_optimizer:
+            raise SpecError(
+                "megatron.optimizer_offload_fraction needs megatron.use_precision_aware_optimizer=true; set both, or neither"
             )
         if self.fp8_param_gather and self.fp8_format is None:
             raise SpecError("megatron.fp8_param_gather needs megatron.fp8_format; set e4m3 or hybrid, or leave it out")
