@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from zeroplan import estimate
 from zeroplan.catalog.setups import axolotl, llama_factory
 from zeroplan.catalog.setups.reading import is_setup, read_setup
 from zeroplan.catalog.setups.told import Table
@@ -423,3 +424,24 @@ def test_weights_in_eight_bits(read: Callable[..., Resolved]):
         assert job.model.adapter is not None
         assert (job.model.adapter.quantize, job.model.adapter.upcast) == ("int8", "none")
         assert any("beyond bitsandbytes' threshold" in note for note in notes)
+
+
+def test_llama_factory_on_megatron_core(read: Callable[..., Resolved]):
+    """Its example megatron/qwen3_moe_full.yaml, which says that each of 8 GPUs has 78 GB; experts are whole, as by default."""
+    data = {
+        "model_name_or_path": "Qwen/Qwen3-30B-A3B-Instruct-2507", "do_train": True, "stage": "sft", "finetuning_type": "full",
+        "cutoff_len": 4096, "template": "qwen3_nothink", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8,
+        "bf16": True, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 2,
+        "use_distributed_optimizer": True, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall",
+        "recompute_granularity": "full",
+    }  # fmt: skip
+    job = read(data, gpu="h100").job
+    assert (job.recipe.engine, job.mesh.world_size, job.mesh.pp, job.mesh.ep) == ("megatron", 8, 4, 2)
+    assert (job.batch.seq_len, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (4096, 1, 8)
+    assert estimate(job).peak.total_bytes == pytest.approx(78e9, rel=0.03)
+    split = read({**data, "tensor_model_parallel_size": 2, "sequence_parallel": True}, gpu="h100").job
+    assert (split.recipe.megatron.expert_ways(2), split.recipe.megatron.apply_rope_fusion) == (1, False)
+    bridge = read({**data, "tensor_model_parallel_size": 2, "mixed_precision": "bf16_mixed"}, gpu="h100").job
+    assert (bridge.recipe.megatron.expert_ways(2), bridge.recipe.zero_stage) == (2, 1)
+    with pytest.raises(SpecError, match="do_train is not true"):
+        read({**data, "do_train": False})
