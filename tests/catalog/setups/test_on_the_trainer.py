@@ -441,7 +441,9 @@ def test_llama_factory_on_megatron_core(read: Callable[..., Resolved]):
     assert estimate(job).peak.total_bytes == pytest.approx(78e9, rel=0.03)
     split = read({**data, "tensor_model_parallel_size": 2, "sequence_parallel": True}, gpu="h100").job
     assert (split.recipe.megatron.expert_ways(2), split.recipe.megatron.apply_rope_fusion) == (1, False)
-    bridge = read({**data, "tensor_model_parallel_size": 2, "mixed_precision": "bf16_mixed"}, gpu="h100").job
+    bridge = read(
+        {**data, "tensor_model_parallel_size": 2, "sequence_parallel": True, "mixed_precision": "bf16_mixed"}, gpu="h100"
+    ).job
     assert (bridge.recipe.megatron.expert_ways(2), bridge.recipe.zero_stage) == (2, 1)
     with pytest.raises(SpecError, match="do_train is not true"):
         read({**data, "do_train": False})
