@@ -441,6 +441,9 @@ class RecipeSpec(Spec):
     offload_activations: bool = False
     """Blocks' saved tensors are in host memory until the backward: ``offload_wrapper`` is around every block, outside its
     checkpoint."""
+    inputs_in_flight: CountOrZero = 0
+    """With ``offload_activations``: the latest saved tensors that stay on the GPU because their copies may still run, 5 with the
+    streams of torchtune and TRL."""
     attention: Attention = "sdpa"
     """The implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or eager operators."""
     padded: bool = False
@@ -566,6 +569,8 @@ class RecipeSpec(Spec):
             raise SpecError(f"keep_logits with loss={self.loss!r} has no logits to keep; use loss 'full', or leave it out")
         if self.activation_model == "megatron" and self.engine != "paper":
             raise SpecError(f"activation_model='megatron' with engine {self.engine!r} is not modelled; use engine 'paper'")
+        if self.inputs_in_flight and not (self.offload_activations and self.engine in ("ddp", "fsdp2")):
+            raise SpecError("inputs_in_flight needs offload_activations and engine 'ddp' or 'fsdp2'; use them, or leave it out")
         if self.offload_activations and self.engine == "paper":
             raise SpecError("offload_activations with engine 'paper' is not modelled; use engine 'fsdp2' or 'ddp'")
         if self.recompute_layers is not None:

@@ -310,8 +310,8 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
         (FACTORY | {"stage": "dpo", "pref_loss": "orpo"}, "stage", "pref_loss=orpo reads the logits a second time"),
         (FACTORY | {"stage": "rm"}, "stage", "reads a value head, not the logits beside it"),
         (AXOLOTL | {"rl": "orpo"}, "rl", "rl=orpo: .* reference model and generation are not counted"),
-        (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "counted on the GPU, which is the most"),
-        (without(AXOLOTL, "flash_attention"), "sample_packing", "a mask of all pairs of tokens, .* too low by that"),
+        (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "recomputation is counted instead"),
+        (without(AXOLOTL, "flash_attention", micro_batch_size=2), "sample_packing", "a mask of all pairs of tokens, .* too low by that"),
         (AXOLOTL | {"flash_attention": False, "xformers_attention": True, "sample_packing": False}, "attn_implementation",
          "attention with xformers is not modelled: FlashAttention is counted"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins: KDPlugin", "the plugin 'KDPlugin' does to memory"),
@@ -447,3 +447,49 @@ def test_llama_factory_on_megatron_core(read: Callable[..., Resolved]):
     assert (bridge.recipe.megatron.expert_ways(2), bridge.recipe.zero_stage) == (2, 1)
     with pytest.raises(SpecError, match="do_train is not true"):
         read({**data, "do_train": False})
+
+
+@pytest.mark.parametrize(("how", "in_flight"), [(True, 5), ("disk", 5), ("legacy", 0)])
+def test_axolotl_moves_inputs_of_blocks_to_the_host(read: Callable[..., Resolved], how: object, in_flight: int):
+    full = {"base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 2048, "gradient_checkpointing": True, "bf16": True}
+    recipe = read({**full, "activation_offloading": how}).job.recipe
+    assert (recipe.offload_activations, recipe.recompute, recipe.inputs_in_flight, recipe.reentrant) == (
+        True,
+        "full",
+        in_flight,
+        False,
+    )
+    older = read({**full, "gradient_checkpointing": "offload"}).job.recipe
+    assert (older.offload_activations, older.inputs_in_flight) == (True, 5)
+
+
+def test_axolotls_other_offloads_are_noted(read: Callable[..., Resolved], tmp_path: Path):
+    adapted = {"base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 2048, "adapter": "lora", "lora_r": 8,
+               "lora_target_linear": True, "gradient_checkpointing": True, "activation_offloading": True}  # fmt: skip
+    for data, saves in ((adapted, False), ({**adapted, "activation_offloading": "hidden_states"}, True)):
+        assert not read(data).job.recipe.offload_activations
+        setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+        assert "activation_offloading" in setup.matters
+        assert ("activation_offloading" in setup.saves) == saves
+
+
+def test_axolotls_packed_rows_with_torchs_attention(read: Callable[..., Resolved], tmp_path: Path):
+    """Lengths instead of a mask for models without windows; else the mask of one row, if the row has one sequence's length."""
+    data = {"base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 2048, "sample_packing": True, "micro_batch_size": 1}
+    assert read({**data, "attn_implementation": "sdpa", "micro_batch_size": 4}).job.recipe.attention == "flash"
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    for more in ({}, {"attn_implementation": "sdpa", "sdpa_varlen": False}):
+        recipe = read({**data, **more}).job.recipe
+        assert (recipe.attention, recipe.padded) == ("sdpa", True)
+    read({**data, "micro_batch_size": 4})
+    assert "sample_packing" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+
+
+def test_axolotl_freezes_adapters_that_unfrozen_parameters_does_not_name(read: Callable[..., Resolved], tmp_path: Path):
+    data = {"base_model": "google/gemma-3-1b-it", "sequence_len": 2048, "adapter": "lora", "lora_r": 8, "lora_target_linear": True,
+            "unfrozen_parameters": ["^model.language_model.*", "^lm_head.*"]}  # fmt: skip
+    notes = " ".join(read(data).notes)
+    assert "trains nothing" in notes
+    assert "unfrozen_parameters" not in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    read({**data, "unfrozen_parameters": [".*lora_A.*"]})
+    assert "unfrozen_parameters" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
