@@ -311,7 +311,7 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
         (FACTORY | {"stage": "rm"}, "stage", "reads a value head, not the logits beside it"),
         (AXOLOTL | {"rl": "orpo"}, "rl", "rl=orpo: .* reference model and generation are not counted"),
         (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "recomputation is counted instead"),
-        (without(AXOLOTL, "flash_attention", micro_batch_size=2), "sample_packing", "a mask of all pairs of tokens, .* too low by that"),
+        (without(AXOLOTL, "flash_attention", micro_batch_size=2), "sample_packing", "a mask of all pairs of tokens, .* too low"),
         (AXOLOTL | {"flash_attention": False, "xformers_attention": True, "sample_packing": False}, "attn_implementation",
          "attention with xformers is not modelled: FlashAttention is counted"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins: KDPlugin", "the plugin 'KDPlugin' does to memory"),
