@@ -18,7 +18,7 @@ from zeroplan.transformer.params import layout
 from zeroplan.transformer.vision import VISION, tower_buffers
 
 #: Families whose routers choose experts by score plus bias, which is a buffer.
-BIASED_ROUTERS = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "minimax_m2", "nemotron_h")
+BIASED_ROUTERS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "minimax_m2", "nemotron_h")
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, which are fp32 for every dtype of the model."""

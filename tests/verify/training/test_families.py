@@ -24,7 +24,7 @@ CASES = (
     "glm4_moe, biases, norms of heads", "gemma", "glm", "starcoder2", "cohere", "cohere2", "deepseek_v3", "ministral3",
     "glm4_moe_lite", "qwen2_moe", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h", "nemotron_h, experts", "bamba",
     "gemma4_text", "falcon_h1", "falcon_h1, a norm, biases, tied", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text",
-    "arcee, biases, tied", "deepseek_v2", "mistral4", "solar_open", "cwm", "jais2",
+    "arcee, biases, tied", "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "mistral4", "solar_open", "cwm", "jais2",
     "helium", "hy_v3",
 )  # fmt: skip
 BATCH = BatchSpec(micro_batch_size=2, seq_len=64)
