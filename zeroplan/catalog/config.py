@@ -347,7 +347,18 @@ def _refuse_other_heliums(source: _Source) -> None:
         )
 
 
+def _refuse_shared_indexers(source: _Source) -> None:
+    """Raise NoFormulasError where layers take the keys that a layer below picked (GLM-5.2)."""
+    said = source.config.get("indexer_types") or ()
+    if not isinstance(said, list | tuple) or set(said) - {"full"}:
+        raise NoFormulasError(
+            f"indexer_types={shown(said)} in config.json has no formula, only layers that are all 'full' have; "
+            "`zeroplan profile --config` traces the model itself"
+        )
+
+
 _REFUSED = {
+    "glm_moe_dsa": _refuse_shared_indexers,
     "gemma4_text": _refuse_other_gemmas, "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis,
     "helium": _refuse_other_heliums,
 }  # fmt: skip

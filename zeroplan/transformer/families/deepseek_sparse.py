@@ -103,30 +103,25 @@ def _choose(
 
 
 def _indexer(tape: Tape, normal: Value, compressed: Value, block: Block) -> Store:
-    """Score every pair of tokens and return the keys with the highest scores."""
-    run, wide = Untracked(tape, INDEXER), op.wider(tape, e, r)
+    """Score every pair of tokens and return the keys with the highest scores. Variables hold the parts to the end."""
+    run = Untracked(tape, INDEXER)
     queries = run.linear(compressed, "queries", u, j * g)
     keys = _normalised_keys(run, normal, block)
     of_keys: Width = 4 if block.autocast else e
+    dtypes = op.wider(tape, e, r), op.wider(tape, of_keys, r)
     rotate = _turned_pairs if block.family == "glm_moe_dsa" else _turned
-    parts = [rotate(run, "queries", (e, wide), T * j * o_2), rotate(run, "keys", (of_keys, op.wider(tape, of_keys, r)), T * o_2)]
-    queries_whole = run.make("queries, turned", wide * T * j * g)
-    keys_whole = run.make("keys, turned", op.wider(tape, of_keys, r) * T * g)
-    dtypes = (wide, op.wider(tape, of_keys, r))
-    scores, dtype = _scores(run, (queries_whole, keys_whole), dtypes, block)
+    turned = rotate(run, "queries", (e, dtypes[0]), T * j * o_2), rotate(run, "keys", (of_keys, dtypes[1]), T * o_2)
+    whole = run.make("queries, turned", dtypes[0] * T * j * g), run.make("keys, turned", dtypes[1] * T * g)
+    scores, dtype = _scores(run, whole, dtypes, block)
     weights = _weights(run, normal)
-    narrow = run.cast(weights, "weights of the heads", (4, dtype), T * j)
-    summed = run.after("scores of all heads", dtype * T * s, narrow)
-    if block.attention == "eager":
-        masked = run.after("scores, masked", op.wider(tape, dtype, r) * T * s, summed)
-        dtype = op.wider(tape, dtype, r)
-    else:
-        hidden = run.make("which keys come later", b * s * s)
-        masked = run.after("scores, masked", dtype * T * s, hidden, summed)
+    summed = run.after("scores of all heads", dtype * T * s, run.cast(weights, "weights of the heads", (4, dtype), T * j))
+    later = () if block.attention == "eager" else (run.make("which keys come later", b * s * s),)
+    dtype = op.wider(tape, dtype, r) if block.attention == "eager" else dtype
+    masked = run.after("scores, masked", dtype * T * s, *later, summed)
     highest, indices = run.make("highest scores", dtype * T * K), run.make("their keys, int64", 8 * T * K)
     tape.drop(highest)
     picked = run.after("keys picked", 4 * T * K, indices)
-    tape.drop(masked, scores, weights, queries_whole, keys_whole, queries, keys, *parts)
+    tape.drop(masked, scores, weights, *whole, queries, keys, *turned)
     return picked
 
 
@@ -182,14 +177,15 @@ def _weights(run: Untracked, normal: Value) -> Store:
 
 
 def _tensors(model: ModelSpec) -> Layout:
+    """Return the parameters. Those of the indexer count as frozen."""
     return with_experts(model, (*attention_parameters(model), *_indexer_parameters(model)), partial(routed_and_shared, model))
 
 
 def _indexer_parameters(model: ModelSpec) -> Parameters:
-    assert model.mla is not None and model.mla.q_lora_rank is not None  # noqa: PT018, S101  the families always have both
+    assert model.mla is not None  # noqa: S101  the families always have it
     mla, name = model.mla, "self_attn.indexer"
     own = (
-        *linear(f"{name}.wq_b", mla.q_lora_rank, mla.index_n_heads * mla.index_head_dim),
+        *linear(f"{name}.wq_b", mla.q_lora_rank or 0, mla.index_n_heads * mla.index_head_dim),
         *linear(f"{name}.wk", model.hidden_size, mla.index_head_dim),
         *layer_norm(f"{name}.k_norm", mla.index_head_dim),
         *linear(f"{name}.weights_proj", model.hidden_size, mla.index_n_heads),
@@ -210,9 +206,12 @@ _CONFIG = CONFIG._replace(
 _GLM = _CONFIG._replace(
     defaults={**_CONFIG.defaults, "max_position_embeddings": 202752, "num_key_value_heads": 64},
     only={**_CONFIG.only, "index_topk_freq": (1,), "index_topk_pattern": ()},
+    read=(*_CONFIG.read, "indexer_types"),
+    harmless={**_CONFIG.harmless, "read where index_topk_freq is another": ("index_skip_topk_offset",)},
 )
 _SPARSE = Definition(
-    layer(_layer(f"{V32}, DeepseekV32DecoderLayer.forward")), _tensors, _CONFIG, before_and_after(_MODULES, gated_modules("mlp")), before_and_after(_MODULES, EXPERT_MODULES), Tables(2 * r * s * o),
+    layer(_layer(f"{V32}, DeepseekV32DecoderLayer.forward")), _tensors, _CONFIG,
+    before_and_after(_MODULES, gated_modules("mlp")), before_and_after(_MODULES, EXPERT_MODULES), Tables(2 * r * s * o),
 )  # fmt: skip
 FAMILIES = {
     "deepseek_v32": _SPARSE,

@@ -12,9 +12,9 @@ from torch import nn
 from zeroplan.catalog.config_rest import INDEX_FIELDS, LINEAR_FIELDS, config_keys
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.family import (
-    INDEXED_FAMILIES,
     DENSE_LAYERS,
     FREE_ACTIVATION,
+    INDEXED_FAMILIES,
     ONE_WIDTH_FAMILIES,
     PLAIN_HEADS,
     TRAITS,
