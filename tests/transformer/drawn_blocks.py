@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
@@ -60,7 +61,7 @@ BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
-    "jais2", "helium", "hy_v3",
+    "jais2", "helium", "hy_v3", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm")
 """Families whose classes always have a window."""
@@ -132,7 +133,7 @@ def _pattern(draw: Random, family: str) -> str:
 
 def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     heads, head_dim, kv_heads, hidden, ffn = _sizes(draw, family)
-    mla = _latent(draw) if family in LATENT_FAMILIES else None
+    mla = _latent(draw, indexed=TRAITS[family].indexed) if family in LATENT_FAMILIES else None
     every, patterned = GLOBAL_LAYERS.get(family), family in PATTERNED
     own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1 + TRAITS[family].global_first))
@@ -202,12 +203,18 @@ def _experts(draw: Random, family: str, ffn: int) -> MoeSpec:
     )
 
 
-def _latent(draw: Random) -> MlaSpec:
+def _latent(draw: Random, *, indexed: bool) -> MlaSpec:
     rotary, bare = draw.choice((8, 16, 32)), draw.choice((8, 16, 32, 64, 128))
     values = draw.choice((bare + rotary, bare, 24, 64))
     queries, keys = draw.choice((None, 16, 48, 96)), draw.choice((16, 40, 64))
-    return MlaSpec(
+    made = MlaSpec(
         q_lora_rank=queries, kv_lora_rank=keys, qk_nope_head_dim=bare, qk_rope_head_dim=rotary, v_head_dim=values
+    )  # fmt: skip
+    if not indexed:
+        return made
+    return replace(
+        made, q_lora_rank=queries or 40, index_n_heads=draw.choice((1, 2, 4, 8)),
+        index_head_dim=rotary + draw.choice((8, 32, 96)), index_topk=draw.choice((8, 48, 2048)),
     )  # fmt: skip
 
 
@@ -306,6 +313,7 @@ def said_of(case: Case) -> BlockRun:
     kept, cached = _bytes(block.kept(compute.recompute)), 2 * sum(one.numel for one in cast)
     own = 2 * block.cast_elements if compute.autocast and not recomputed else 0
     hidden = _of_residual(case) * size.micro_batch_size * size.seq_len * spec.hidden_size
+    given = hidden + (_picked_below(case) if recomputed else 0)
     forward = [line for line in (block.forward_recompute if recomputed else block.forward) if " block below" not in line.reason]
     live_casts = 2 if compute.autocast else 0
     highest = max(
@@ -314,7 +322,7 @@ def said_of(case: Case) -> BlockRun:
     beside = _bytes(block.checkpoint_in_backward) if recomputed else 0
     return BlockRun(
         kept + cached + _handed_up(case),
-        kept + cached + entered + _bytes(tuple(forward)) - hidden,
+        kept + cached + entered + _bytes(tuple(forward)) - given,
         highest + beside - kept - own - hidden,
     )
 
@@ -329,6 +337,13 @@ def _handed_up(case: Case) -> int:
         return 0
     each = _of_residual(case) * size.micro_batch_size * spec.num_attention_heads * size.seq_len**2
     return each * ((spec.letters[block] == "*") - (spec.letters[block - 1] == "*"))
+
+
+def _picked_below(case: Case) -> int:
+    """Bytes of the keys that the layer below picked, which a layer of GLM-5 gets."""
+    if case.spec.family != "glm_moe_dsa" or case.spec.mla is None:
+        return 0
+    return 4 * case.size.micro_batch_size * case.size.seq_len * min(case.size.seq_len, case.spec.mla.index_topk)
 
 
 def _of_residual(case: Case) -> int:

@@ -34,6 +34,7 @@ MOST = {
     "llama4_text": "attention,mlp", "nemotron_h": "attention,mlp,in_proj", "falcon_h1": "attention,mlp,in_proj",
     "qwen3_next": "attention,in_proj_qkvz,in_proj_ba,out_proj,shared_expert_gate",
     "olmoe": "attention", "minimax_m2": "attention", "qwen3_moe": "attention", "deepseek_v3": "attention",
+    "deepseek_v32": "attention", "glm_moe_dsa": "attention",
     "glm4_moe_lite": "attention", "glm4_moe": "attention", "dots1": "attention",
 }  # fmt: skip
 #: Estimates that are too high by this much in fp32 with recomputation: an eighth of the residual stream. [bytes]

@@ -16,7 +16,8 @@ Family = Literal[
     "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
-    "deepseek_v3", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "gpt_oss",
+    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3",
+    "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -88,6 +89,8 @@ class Traits(NamedTuple):
     """The head has a bias."""
     latent: bool = False
     """It has multi-head latent attention."""
+    indexed: bool = False
+    """An indexer, which gets no gradient, picks the keys of each query (DeepSeek's sparse attention)."""
     sdpa: bool = True
     """transformers runs it with ``scaled_dot_product_attention`` (``_supports_sdpa``), else with eager attention."""
 
@@ -177,6 +180,14 @@ TRAITS: Mapping[str, Traits] = {
     "deepseek_v3": Traits(
         "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True
     ),
+    "deepseek_v32": Traits(
+        "deepseek_sparse", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True,
+        indexed=True,
+    ),
+    "glm_moe_dsa": Traits(
+        "deepseek_sparse", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True,
+        indexed=True,
+    ),
     "mistral4": Traits(
         "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True
     ),
@@ -219,6 +230,7 @@ UNROTATED = (*LEARNED_POSITIONS, "bloom")
 LINEAR_FAMILIES = families(lambda one: one.linear)
 PATTERNED = families(lambda one: one.pattern)
 LATENT_FAMILIES = families(lambda one: one.latent)
+INDEXED_FAMILIES = families(lambda one: one.indexed)
 SHARED_EXPERTS = families(lambda one: one.shared_experts)
 #: Families whose shared expert has its own width.
 WIDE_SHARED_EXPERTS = families(lambda one: one.shared_experts and (one.file == "qwen3_next" or one.one_module))
