@@ -557,7 +557,8 @@ def _set_mode(tape: Tape, structure: Block) -> None:
             fused_norms="rms-norm" in structure.fused, liger_norms="liger-rms-norm" in structure.fused,
             fused_rotary="rope" in structure.fused, fused_gates="liger-swiglu" in structure.fused,
             norm_in_one="norm-in-one" in structure.fused, sends_by="".join(SENDING & set(structure.fused)),
-            copies_output="output-copied" in structure.fused, wide_router="router-in-fp32" in structure.fused,
+            copies_output="output-copied" in structure.fused, scales_output="output-scaled" in structure.fused,
+            wide_router="router-in-fp32" in structure.fused,
             keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
         )  # fmt: skip
 
