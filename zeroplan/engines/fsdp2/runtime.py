@@ -158,7 +158,7 @@ class Runtime:
             self.memory.drop(unit.gathered(index))
         self.memory.drop(*map(unit.smaller, range(len(unit.parts.groups))))
         if below is not None:
-            self.prefetch(below)
+            self.prefetch(below, groups=len(unit.parts.groups))
 
     def gather_ahead(self, unit: Unit) -> None:
         """Gather the group that ran last, as the root's hook does before the backward (``_backward_prefetch``)."""
@@ -166,11 +166,15 @@ class Runtime:
         if self.plan.reshard is not False and not self.memory.has(unit.gathered(index)):
             self._request_buffer(unit, index, ahead=True)
 
-    def prefetch(self, unit: Unit) -> None:
-        """``FSDPParamGroup._backward_prefetch``: gather a unit ahead, a block's experts first."""
+    def prefetch(self, unit: Unit, *, groups: int = 1) -> None:
+        """``FSDPParamGroup._backward_prefetch``: gather a unit ahead, a block's experts first.
+
+        ``groups``: parameter groups of the unit whose backward begins. One of a single group prefetches only the group that ran last.
+        """
         if self.plan.reshard is False or self.is_unsharded(unit):
             return
-        for index in reversed(range(len(unit.parts.groups))):
+        every = reversed(range(len(unit.parts.groups)))
+        for index in every if groups > 1 else (next(every),):
             self.all_gather(unit, index, ahead=True)
 
     def all_gather(self, unit: Unit, index: int, *, ahead: bool = False) -> None:
