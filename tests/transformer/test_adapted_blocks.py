@@ -1,4 +1,4 @@
-"""Blocks with peft's adapters, of families that differ from Llama, on the fake GPU, to the byte."""
+"""Compares blocks with peft's adapters, of families unlike Llama, with runs on the fake GPU, to the byte."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.transformer.drawn_blocks import Case, differences, drawn
 from zeroplan.engines.quantised import quantised_lines
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_LIKE_LLAMA, NOT_UNDER_AUTOCAST, AdapterSpec, Quantize
+from zeroplan.spec.family import INDEXED_FAMILIES
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
@@ -38,6 +39,7 @@ MOST = {
     "llama4_text": "attention,mlp", "nemotron_h": "attention,mlp,in_proj", "falcon_h1": "attention,mlp,in_proj",
     "qwen3_next": "attention,in_proj_qkvz,in_proj_ba,out_proj,shared_expert_gate",
     "olmoe": "attention", "minimax_m2": "attention", "qwen3_moe": "attention", "deepseek_v3": "attention",
+    "deepseek_v32": "attention", "glm_moe_dsa": "attention",
     "glm4_moe_lite": "attention", "glm4_moe": "attention", "dots1": "attention",
 }  # fmt: skip
 #: Estimates that are too high by this much in fp32 with recomputation: an eighth of the residual stream. [bytes]
@@ -64,12 +66,14 @@ def test_a_block_with_adapters_takes_what_is_said(family: str, number: int) -> N
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL[:2])
 @pytest.mark.parametrize("number", range(1, 8, 2) if every_case() else (1,))
 def test_a_block_with_adapters_in_attention_alone(family: str, number: int) -> None:
-    """With recomputation, so that blocks below the first adapter have a backward too."""
+    """With recomputation, blocks below the first adapter have a backward, too."""
     found = on_the_fake_gpu(differences, case_of(family, number, "attention"))
     assert all(-TOO_HIGH.get(family, 0) <= one <= 0 for one in found), (family, number, found)
 
 
-#: Of weights in few bits by day: a dense model, latent attention, and experts.
+#: Families whose layers in few bits are modelled.
+QUANTISED = tuple(name for name in OTHERS if name not in INDEXED_FAMILIES)
+#: Of these by day: a dense model, latent attention, and experts.
 FEW_BITS = ("phi3", "glm4_moe_lite", "qwen3_5_moe_text")
 
 
@@ -84,7 +88,7 @@ def in_few_bits(family: str, number: int, quantize: Quantize, *, autocast: bool 
     return case._replace(spec=replace(case.spec, adapter=adapter), compute=compute)
 
 
-@pytest.mark.parametrize("family", OTHERS if every_case() else FEW_BITS)
+@pytest.mark.parametrize("family", QUANTISED if every_case() else FEW_BITS)
 @pytest.mark.parametrize(
     ("number", "quantize"), [(0, "int8"), (1, "nf4"), (2, "nf4-double"), (3, "nf4")][: 4 if every_case() else 2]
 )
@@ -103,7 +107,7 @@ def is_refused(case: Case) -> bool:
     return False
 
 
-@pytest.mark.parametrize("family", OTHERS if every_case() else FEW_BITS)
+@pytest.mark.parametrize("family", QUANTISED if every_case() else FEW_BITS)
 @pytest.mark.parametrize("number", range(4) if every_case() else (1,))
 def test_a_block_in_few_bits_under_autocast(family: str, number: int) -> None:
     """What is not refused agrees; in the gentlest case nothing but older families' routers is refused."""
@@ -114,7 +118,7 @@ def test_a_block_in_few_bits_under_autocast(family: str, number: int) -> None:
         assert is_refused(case) == (family in NOT_UNDER_AUTOCAST)
 
 
-@pytest.mark.parametrize("family", OTHERS if every_case() else (*FEW_BITS, "gemma"))
+@pytest.mark.parametrize("family", QUANTISED if every_case() else (*FEW_BITS, "gemma"))
 @pytest.mark.parametrize("quantize", ["nf4-double", "int8"])
 def test_few_bits_are_counted_as_layers_hold_them(family: str, quantize: Quantize) -> None:
     """Of linear layers alone, and not of routers."""
@@ -131,7 +135,7 @@ def test_few_bits_are_counted_as_layers_hold_them(family: str, quantize: Quantiz
 
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL)
 def test_parameters_stand_as_peft_has_them(family: str) -> None:
-    """``all-linear`` means the same layers, too; the first layer is in its place."""
+    """``all-linear`` names the same layers as in peft, and the first layer has the same position."""
     spec: ModelSpec = case_of(family, 0, MOST.get(family, "all-linear")).spec
     module = adapted_model(spec, Compute(2, autocast=False, attention="sdpa", kernels="cpu")).get_base_model()
     tree = layout(spec)
