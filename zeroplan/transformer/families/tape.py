@@ -132,6 +132,11 @@ class Site(NamedTuple):
     """The name of its linear layer, where that is not the last part of ``module``."""
 
     @property
+    def is_linear_layer(self) -> bool:
+        """Whether its module is an ``nn.Linear``, as most routers are not."""
+        return bool(self.module or self.layer)
+
+    @property
     def place(self) -> Place:
         """The place of its moments."""
         return Place(self.at, self.module)
