@@ -1,4 +1,4 @@
-"""Blocks of every family, drawn at random and run on the fake GPU, beside what the estimate says of them, to the byte.
+"""Draws random blocks of every family, runs them on the fake GPU, and compares the estimate with the run to the byte.
 
 ``python -m tests.transformer.drawn_blocks llama,qwen2 --cases 300`` prints a line for every block that differs.
 """
@@ -68,7 +68,7 @@ BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "o
 
 
 class Case(NamedTuple):
-    """A model, how it runs, on what, and the number of the block that is looked at."""
+    """A model, its compute settings, its batch, and the index of the block that is measured."""
 
     spec: ModelSpec
     compute: Compute
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
     @property
     def layers(self) -> LayerRun:
-        """The run of blocks that it is in."""
+        """The run of blocks that contains the block."""
         return layout(self.spec).runs[runs_in_order(self.spec)[self.block]]
 
 
@@ -85,7 +85,7 @@ class Case(NamedTuple):
 
 
 def drawn(draw: Random, family: str) -> Case:
-    """A block of widths that published models have the like of: two heads at least, two experts per token at least."""
+    """Draw a block with widths as in published models: at least two heads, and at least two experts per token."""
     spec, block = _model(draw, family)
     autocast = draw.random() < 0.3
     element, attention = 2 if autocast else draw.choice((2, 2, 4)), draw.choice(("sdpa", "sdpa", "eager"))
@@ -96,13 +96,13 @@ def drawn(draw: Random, family: str) -> Case:
 
 
 def with_padding(draw: Random, family: str) -> Case:
-    """The same with padding in the batch, for which attention gets a mask."""
+    """Return the same case with padding in the batch, so that attention gets a mask."""
     case = drawn(draw, family)
     return case._replace(compute=case.compute._replace(padded=True, attention="sdpa"))
 
 
 def on_an_old_gpu(draw: Random, family: str) -> Case:
-    """The same on a GPU before compute capability 8.0, where torch has few kernels; autocast's dtype may be fp16."""
+    """Return the same case on a GPU before compute capability 8.0, where torch has few kernels; autocast may use fp16."""
     case = drawn(draw, family)
     is_fp16 = case.compute.autocast and draw.random() < 0.5
     return case._replace(compute=case.compute._replace(kernels="cuda-7", attention="sdpa", is_fp16=is_fp16))
@@ -246,7 +246,7 @@ def _state_space(draw: Random, hidden: int) -> LinearSpec:
 
 
 def run_of(case: Case) -> BlockRun:
-    """Run forward and backward once on the fake GPU, where this process believes in one."""
+    """Run forward and backward once on a fake GPU, which it installs in this process."""
     spec, compute, size, number = case
     install_node(ClusterSpec(gpu=gpu("t4-16gb" if compute.kernels == "cuda-7" else "h100-sxm-80gb")))
     tracker, at = Tracker(device=CUDA), dict[str, int]()
@@ -302,9 +302,9 @@ def _after(tracker: Tracker, at: dict[str, int], index: int) -> Callable[..., ob
 
 
 def said_of(case: Case) -> BlockRun:
-    """What the estimate has of that, without what kernels take inside themselves.
+    """Return the estimate for the same moments, without the scratch of kernels.
 
-    Casts are the engine's to count: autocast's cache holds all of a block's in the forward, autograd those of matrices after it.
+    The engine counts casts: in the forward autocast's cache holds all casts of a block, later autograd those of matrices.
     """
     spec, compute, size, _ = case
     block, recomputed = block_pass(spec, case.layers.kind, compute, size), compute.recompute != "none"
@@ -328,7 +328,10 @@ def said_of(case: Case) -> BlockRun:
 
 
 def _handed_up(case: Case) -> int:
-    """Bytes of attention weights that Bamba's model holds to the end of the next block, less those of the block below."""
+    """Return the attention weights that Bamba's model holds to the end of the next block, minus those of the block below.
+
+    [bytes]
+    """
     spec, compute, size, block = case
     if spec.family != "bamba" or compute.attention != "eager" or compute.recompute == "none":
         return 0
@@ -344,7 +347,7 @@ def _picked_below(case: Case) -> int:
 
 
 def _of_residual(case: Case) -> int:
-    """Bytes of an element of the residual stream, and of a weight's gradient."""
+    """Return the bytes of an element of the residual stream, and of a weight's gradient."""
     return 4 if case.compute.autocast else case.compute.element_bytes
 
 
@@ -369,7 +372,7 @@ def too_high(case: Case) -> tuple[int, int]:
 
 
 def differences(case: Case) -> tuple[int, ...]:
-    """Run minus estimate where that is beyond the random state: nothing, where they agree. [bytes]"""
+    """Return run minus estimate wherever they differ by more than the saved random state; empty if they agree. [bytes]"""
     more = [run - said for run, said in zip(run_of(case), said_of(case), strict=True)]
     forward, backward = too_high(case)
     least = -forward, -forward, -RANDOM_STATE - backward
@@ -377,7 +380,7 @@ def differences(case: Case) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Print what differs."""
+    """Print every block that differs."""
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("families", nargs="?", default=",".join(FAMILIES))
     asked.add_argument("--cases", type=int, default=300)

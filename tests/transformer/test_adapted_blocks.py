@@ -1,4 +1,4 @@
-"""Blocks with peft's adapters, of families that differ from Llama, on the fake GPU, to the byte."""
+"""Compares blocks with peft's adapters, of families unlike Llama, with runs on the fake GPU, to the byte."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_block_with_adapters_takes_what_is_said(family: str, number: int) -> N
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL[:2])
 @pytest.mark.parametrize("number", range(1, 8, 2) if every_case() else (1,))
 def test_a_block_with_adapters_in_attention_alone(family: str, number: int) -> None:
-    """With recomputation, so that blocks below the first adapter have a backward too."""
+    """With recomputation, blocks below the first adapter have a backward, too."""
     found = on_the_fake_gpu(differences, case_of(family, number, "attention"))
     assert all(-TOO_HIGH.get(family, 0) <= one <= 0 for one in found), (family, number, found)
 
 
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL)
 def test_parameters_stand_as_peft_has_them(family: str) -> None:
-    """``all-linear`` means the same layers, too; the first layer is in its place."""
+    """``all-linear`` names the same layers as in peft, and the first layer has the same position."""
     spec: ModelSpec = case_of(family, 0, MOST.get(family, "all-linear")).spec
     module = adapted_model(spec, Compute(2, autocast=False, attention="sdpa", kernels="cpu")).get_base_model()
     tree = layout(spec)

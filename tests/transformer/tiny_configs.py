@@ -1,4 +1,4 @@
-"""One small config.json per family, with every optional part of its architecture switched on or off in turn."""
+"""One small config.json per family. Each optional part of its architecture is switched on or off in turn."""
 
 from __future__ import annotations
 
@@ -234,5 +234,5 @@ TINY: dict[str, dict[str, object]] = {
 
 
 def tiny_config(case: str) -> dict[str, object]:
-    """Write out the config.json of a case; its ``model_type`` is the case's first word."""
+    """Return the config.json of a case; its ``model_type`` is the case's first word."""
     return {"model_type": case.partition(",")[0], **TINY[case]}

@@ -33,7 +33,7 @@ _READERS: dict[Kind, tuple[str, str]] = {
     "torchtitan": ("torchtitan", "torchtitan_setup"), "llama-factory": ("llama_factory", "llama_factory_setup"),
     "axolotl": ("axolotl", "axolotl_setup"), "verl": ("verl", "verl_setup"), "ms-swift": ("ms_swift", "ms_swift_setup"),
     "openrlhf": ("openrlhf", "openrlhf_setup"), "torchtune": ("recipes", "torchtune_setup"),
-    "automodel": ("recipes", "automodel_setup"), "megatron": ("megatron_arguments", "megatron_setup"),
+    "automodel": ("automodel", "automodel_setup"), "megatron": ("megatron_arguments", "megatron_setup"),
     "nanotron": ("recipes", "nanotron_setup"), "lightning": ("recipes", "lightning_setup"),
 }  # fmt: skip
 #: LLaMA-Factory's values of ``stage``.
@@ -85,6 +85,7 @@ def _own_words(data: Mapping[str, object]) -> Kind | None:
 
     for kind, holds in (
         ("megatron", isinstance(data.get("MODEL_ARGS"), dict)),
+        ("llama-factory", {"finetuning_type", "template"} <= data.keys()),
         ("verl", any_key("actor_rollout_ref", "model.partial_pretrain", "model.path") or inner("model", "partial_pretrain")),
         ("openrlhf", any_key("ds.", "micro_train_batch_size")),
         ("ms-swift", bool({"tuner_type", "train_type", "rlhf_type"} & data.keys()) and "model" in data),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 from zeroplan.expr import Size
-from zeroplan.ledger import Module
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
@@ -22,7 +21,7 @@ from zeroplan.transformer.families.definition import (
     before_and_after,
     gated_modules,
 )
-from zeroplan.transformer.families.experts import Routing, divided_by_their_sum, experts_here, logits_in_32_bits, picked
+from zeroplan.transformer.families.experts import Routing, divided_by_their_sum, logits_in_32_bits, picked, routed_experts
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -196,8 +195,7 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
         return gated_mlp(tape, normal, block, MLP)
     routing = _ROUTERS.get(block.family, router)(tape, normal, block)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
-    with tape.inside(Module.EXPERTS), tape.owning():
-        routed = experts_here(tape, flat, routing.weights)
+    routed = routed_experts(tape, flat, routing.weights, block)
     tape.release(flat)
     shared = gated_mlp(tape, normal, block, MOE, width=n * m, prefix="shared experts: ")
     made = op.add(tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))
