@@ -339,7 +339,7 @@ def _loop(reading: Reading) -> None:
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
-    if table.text("task_type") == "generative_reranker" and "lora_rank" not in flags:
+    if table.text("task_type") in ("generative_reranker", "embedding") and "lora_rank" not in flags:
         table.matters["task_type"] = _ALL_LOGITS
         table.saves.add("task_type")
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
@@ -358,9 +358,12 @@ def _loop(reading: Reading) -> None:
         rolls_out(reading, table, completion, keeps_reference="lora_rank" not in flags)
 
 
-_ALL_LOGITS = "few tokens' logits are needed, and those of all tokens are counted, which take more"
+_ALL_LOGITS = "the logits of few tokens or none are needed, and those of all tokens are counted, which take more"
 _RANKED = "an example is a question with up to {} answers, each a sequence of its own: that many are counted"
-_NEGATIVES = "an embedding's examples are counted as two sequences each; every negative of an example is one more"
+_NEGATIVES = (
+    "an embedding's examples are counted as two sequences each; every negative of an example, which only the data has, is one "
+    "more: raise --micro-batch by these"
+)
 _FEW = "the logits of few tokens or none are needed: Liger's fused loss is counted, which has a piece of all logits beside"
 
 
@@ -376,7 +379,7 @@ def tell_task(reading: Reading, table: Table) -> None:
         reading.flags["micro_batch"] = size._replace(value=int(str(size.value)) * each, note=_RANKED.format(each))
     elif task == "embedding":
         reading.tell_pairs()
-        table.matters["task_type"] = _NEGATIVES
+        reading.notes.append(_NEGATIVES)
     if task == "reranker":
         reading.head_rows = 1
     elif task in ("generative_reranker", "embedding") and not _on_megatron_alone(reading):
