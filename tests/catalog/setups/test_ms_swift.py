@@ -83,3 +83,15 @@ def test_recomputation_of_the_vision_tower_is_that_of_the_model(tmp_path: Path):
         said = f"--gradient_checkpointing {again} --vit_gradient_checkpointing true"
         path.write_text(f"swift sft --model Qwen/Qwen3-4B --max_length 512 {said}\n", encoding="utf-8")
         assert ("vit_gradient_checkpointing" in read_setup(path, gpus=None).matters) == noted
+
+
+def test_embedding_and_head_trained_whole_beside_adapters(tmp_path: Path):
+    path = tmp_path / "train.sh"
+    said = "megatron sft --model Qwen/Qwen3-8B --tuner_type lora --micro_batch_size 1 --max_length 512 --modules_to_save {}\n"
+    path.write_text(said.format("word_embeddings output_layer"), encoding="utf-8")
+    assert not read_setup(path, gpus=None).matters
+    found = resolve(Request(from_file=str(path), engine="fsdp2", stage=3, gpus=2)).job
+    assert found.model.adapter is not None
+    assert found.model.adapter.modules_to_save == "embed_tokens,lm_head"
+    path.write_text(said.format("word_embeddings router"), encoding="utf-8")
+    assert tuple(read_setup(path, gpus=None).matters) == ("modules_to_save",)
