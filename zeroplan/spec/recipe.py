@@ -40,7 +40,7 @@ OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
     "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
-    "int4-qat",
+    "output-scaled", "int4-qat",
 )  # fmt: skip
 #: Families all of whose matrix products are linear layers, and that were compared with torchao's fake-quantised ones.
 ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -498,10 +498,11 @@ class RecipeSpec(Spec):
     ``int4-qat`` is quantisation-aware training: torchao's linear layers round inputs to 8 bits and weights to 4, and back.
 
     NeMo AutoModel's: ``norm-in-one`` (one kernel per norm: Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
-    (which send tokens to experts on other ranks), ``output-copied`` (attention copies its output), ``router-in-fp32`` (the router
-    multiplies fp32 copies), ``te-linear`` and ``te-experts`` (Transformer Engine's products, with workspaces of their own). With
-    recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's
-    outputs, or the inputs of norms, attention and MLP."""
+    (which send tokens to experts on other ranks), ``output-copied`` (attention copies its output), ``output-scaled`` (attention
+    multiplies its output by what sinks leave, in fp32), ``router-in-fp32`` (the router multiplies fp32 copies), ``te-linear`` and
+    ``te-experts`` (Transformer Engine's products, with workspaces of their own). With recompute ``selective``, ``router-kept`` and
+    ``inputs-kept`` say what checkpoints keep beside a block's input: the router's outputs, or the inputs of norms, attention and
+    MLP."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row, or its prototypes for Blackwell:
     MXFP8 with a scale for 32 elements, NVFP4 with four bits and a scale for 16."""

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's, Axolotl's and TRL's YAML become the job that they describe, or one line that says why not."""
+"""Reads YAML of LLaMA-Factory, Axolotl and TRL: it becomes the job that it describes, or one line says why not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def read(tmp_path: Path) -> Callable[..., Resolved]:
 
 
 def test_modules_that_axolotl_and_trl_train_whole(read: Callable[..., Resolved], tmp_path: Path):
-    """Embedding and head are read for engines that are modelled; where the dtype of a copy is not known, the key stays noted."""
+    """Embedding and head are read for modelled engines. If the dtype of a copy is unknown, the answer notes the key."""
     file = tmp_path / "mine.yaml"
     found = read(without(AXOLOTL, lora_modules_to_save=["model.embed_tokens", "lm_head"]))
     assert found.job.model.adapter is not None
@@ -96,7 +96,7 @@ def test_llama_factorys_defaults_give_way_to_flags(read: Callable[..., Resolved]
 
 
 def test_llama_factory_keeps_recomputation_off_where_it_is_disabled(read: Callable[..., Resolved]):
-    """And DDP looks for unused parameters then, unless there are adapters (hparams/parser.py)."""
+    """Without recomputation and adapters, DDP looks for unused parameters (hparams/parser.py)."""
     off = FACTORY | {"disable_gradient_checkpointing": True}
     adapted, whole = read(off, gpus=4).job.recipe, read(off | {"finetuning_type": "full"}, gpus=4).job.recipe
     assert (adapted.recompute, adapted.ddp.find_unused_parameters) == ("none", False)
@@ -169,7 +169,7 @@ def test_axolotls_kernels_are_off_where_it_leaves_them_off(read: Callable[..., R
 
 
 def test_axolotls_keys_of_experts_change_nothing_in_a_dense_model(read: Callable[..., Resolved], tmp_path: Path):
-    """In a model with experts they stay noted, also where adapters of attention alone are modelled."""
+    """In a model with experts the answer notes them, also where adapters of attention alone are modelled."""
     said = {"quantize_moe_experts": True, "lora_target_parameters": ["experts.down_proj"], "liger_rms_norm_gated": True}
     assert any("of experts, or of layers of some families" in note for note in read(AXOLOTL | said, gpus=1).notes)
     assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
@@ -180,7 +180,7 @@ def test_axolotls_keys_of_experts_change_nothing_in_a_dense_model(read: Callable
 
 
 def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..., Resolved]):
-    """It loads them in 16 bits; what stays so is not known, and fp32 is the most."""
+    """Axolotl loads weights in 16 bits. Which of them stay so is unknown, and fp32 is the upper bound."""
     full = without(AXOLOTL, "adapter", "load_in_4bit")
     found = read(full)
     assert found.job.recipe.precision == "bf16-mixed"
@@ -234,7 +234,7 @@ def test_axolotls_losses(read: Callable[..., Resolved]):
      ("zero3_bf16_cpuoffload_params", 3, ("none", "cpu")), ("zero3_bf16_cpuoffload_all", 3, ("cpu", "cpu"))],
 )  # fmt: skip
 def test_axolotls_own_deepspeed_files(read: Callable[..., Resolved], name: str, stage: int, offloads: tuple[str, str]):
-    """`axolotl fetch deepspeed_configs` brings them; a file of that name that is here goes before."""
+    """`axolotl fetch deepspeed_configs` downloads them; a file of that name in the folder takes precedence."""
     data = without(AXOLOTL, "adapter", "load_in_4bit", "fsdp", "fsdp_config", "fsdp_version")
     recipe = read(data | {"deepspeed": f"deepspeed_configs/{name}.json"}, gpus=8).job.recipe
     own = recipe.deepspeed
@@ -253,7 +253,7 @@ def test_a_model_that_scores_has_a_head_of_its_outputs(read: Callable[..., Resol
 
 
 def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
-    """`trl sft --config`: its ModelConfig and SFTConfig side by side."""
+    """A file of `trl sft --config` has the keys of ModelConfig and SFTConfig together."""
     data = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "max_length": 1024, "use_peft": True, "lora_r": 8,
             "lora_target_modules": ["q_proj", "v_proj"], "bf16": True, "gradient_checkpointing": True, "packing": True,
             "per_device_train_batch_size": 4, "gradient_checkpointing_kwargs": {"use_reentrant": False}}  # fmt: skip
@@ -324,7 +324,7 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
 def test_a_key_that_matters_and_is_not_modelled_is_named(
     read: Callable[..., Resolved], data: dict, key: str, expected: str, tmp_path: Path
 ):
-    """The answer is without it, and says whether it is too low by that."""
+    """The answer leaves the key out, and names whether it is too low because of that."""
     assert any(re.search(expected, note) for note in read(data, gpus=4).notes)
     assert key in read_setup(tmp_path / "mine.yaml", gpus=4).matters
 
@@ -391,7 +391,7 @@ def test_an_unknown_key_is_named_and_the_file_is_recognised_by_its_words(
 
 @pytest.mark.parametrize("value", [3, "x", "", [], [1], [[]], {}, {"a": 1}, True, 1.5, -1])
 def test_any_value_of_any_key_is_read_or_refused(value: object):
-    """Lists in place of names, tables in place of numbers: never another error than SpecError."""
+    """Lists instead of names, tables instead of numbers: the only error is SpecError."""
     for data, setup, module in ((FACTORY, llama_factory.llama_factory_setup, llama_factory),
                                 (AXOLOTL, axolotl.axolotl_setup, axolotl)):  # fmt: skip
         asked = Table(dict(data), "it")
@@ -417,7 +417,7 @@ def test_a_search_goes_through_engines_whose_checkpoints_are_not_reentrant(tmp_p
 
 
 def test_weights_in_eight_bits(read: Callable[..., Resolved]):
-    """Layers keep their inputs through checkpoints that are not reentrant; Axolotl's and LLaMA-Factory's are."""
+    """Layers keep their inputs under non-reentrant checkpoints; Axolotl's and LLaMA-Factory's are reentrant."""
     axolotl = read(AXOLOTL | {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True})
     factory = read(FACTORY | {"quantization_bit": 8, "disable_gradient_checkpointing": True})
     for job, notes in ((one.job, one.notes) for one in (axolotl, factory)):
