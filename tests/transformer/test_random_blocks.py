@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from tests.causal_models import tiny_spec
 from tests.combined import every_case
 from tests.simulated import on_the_fake_gpu
-from tests.transformer.drawn_blocks import RANDOM_STATE, differences, on_an_old_gpu, with_padding
+from tests.transformer.drawn_blocks import RANDOM_STATE, Case, differences, on_an_old_gpu, with_padding
 from tests.transformer.drawn_blocks import drawn as drawn_block
 from tests.transformer.fake_blocks import BlockRun, block_run
 from tests.transformer.moe_models import moe_spec
@@ -179,6 +179,19 @@ def test_adapters_beside_attention_that_is_written_out(family: str, recompute: L
         spec = replace(spec, adapter=AdapterSpec(rank=4, targets="all-linear"), hidden_act=activation)
         compute = Compute(draw.choice((2, 4)), autocast=False, attention="eager", recompute=recompute)
         assert_runs_as_is_said(spec, compute, size, recompute=recompute == "full")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_heads_that_are_wider_than_the_residual_stream(
+    attention: Literal["sdpa", "eager"], recompute: Literal["none", "full"], *, grouped: bool
+) -> None:
+    """Rotary positions in fp32 then need more than attention, and a product of queries more than the softmax of its scores."""
+    spec = tiny_spec("llama", heads=8, kv_heads=4 if grouped else 8, head_dim=256, ffn=96, vocab=104, hidden=64, layers=3)
+    compute = Compute(2, autocast=True, attention=attention, recompute=recompute)
+    case = Case(spec, compute, BatchSpec(micro_batch_size=2, seq_len=64), 1)
+    assert on_the_fake_gpu(differences, case) == (), case
 
 
 def test_recomputed_attention_of_grouped_heads_in_32_bits() -> None:

@@ -21,6 +21,7 @@ from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import names_in, with_images
 from zeroplan.resolve.padding import with_padding
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
+from zeroplan.resolve.targets import plain_targets
 from zeroplan.spec.adapter import PEFT_DEFAULT, PEFT_TARGETS, AdapterSpec
 from zeroplan.spec.base import nearest_fields
 from zeroplan.spec.batch import BatchSpec
@@ -244,6 +245,8 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         if model.family not in PEFT_TARGETS:
             raise SpecError(f"peft has no default layers for {model.family}; name them with --lora-targets, such as all-linear")
         asked["targets"] = PEFT_TARGETS[model.family]
+    elif request.lora_targets is not None:
+        asked["targets"] = plain_targets(request.lora_targets, model)
     said = {name: value for name, value in asked.items() if value is not None}
     if not said or (model.adapter is None and said == {"quantize": "none"}):
         return model

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from zeroplan import estimate
 from zeroplan.catalog.setups import axolotl, llama_factory
 from zeroplan.catalog.setups.reading import is_setup, read_setup
 from zeroplan.catalog.setups.told import Table
@@ -309,8 +310,8 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
         (FACTORY | {"stage": "dpo", "pref_loss": "orpo"}, "stage", "pref_loss=orpo reads the logits a second time"),
         (FACTORY | {"stage": "rm"}, "stage", "reads a value head, not the logits beside it"),
         (AXOLOTL | {"rl": "orpo"}, "rl", "rl=orpo: .* reference model and generation are not counted"),
-        (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "counted on the GPU, which is the most"),
-        (without(AXOLOTL, "flash_attention"), "sample_packing", "a mask of all pairs of tokens, .* too low by that"),
+        (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "recomputation is counted instead"),
+        (without(AXOLOTL, "flash_attention", micro_batch_size=2), "sample_packing", "a mask of all pairs of tokens, .* too low"),
         (AXOLOTL | {"flash_attention": False, "xformers_attention": True, "sample_packing": False}, "attn_implementation",
          "attention with xformers is not modelled: FlashAttention is counted"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins: KDPlugin", "the plugin 'KDPlugin' does to memory"),
@@ -423,3 +424,72 @@ def test_weights_in_eight_bits(read: Callable[..., Resolved]):
         assert job.model.adapter is not None
         assert (job.model.adapter.quantize, job.model.adapter.upcast) == ("int8", "none")
         assert any("beyond bitsandbytes' threshold" in note for note in notes)
+
+
+def test_llama_factory_on_megatron_core(read: Callable[..., Resolved]):
+    """Its example megatron/qwen3_moe_full.yaml, which says that each of 8 GPUs has 78 GB; experts are whole, as by default."""
+    data = {
+        "model_name_or_path": "Qwen/Qwen3-30B-A3B-Instruct-2507", "do_train": True, "stage": "sft", "finetuning_type": "full",
+        "cutoff_len": 4096, "template": "qwen3_nothink", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8,
+        "bf16": True, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 2,
+        "use_distributed_optimizer": True, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall",
+        "recompute_granularity": "full",
+    }  # fmt: skip
+    job = read(data, gpu="h100").job
+    assert (job.recipe.engine, job.mesh.world_size, job.mesh.pp, job.mesh.ep) == ("megatron", 8, 4, 2)
+    assert (job.batch.seq_len, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (4096, 1, 8)
+    assert estimate(job).peak.total_bytes == pytest.approx(78e9, rel=0.03)
+    split = read({**data, "tensor_model_parallel_size": 2, "sequence_parallel": True}, gpu="h100").job
+    assert (split.recipe.megatron.expert_ways(2), split.recipe.megatron.apply_rope_fusion) == (1, False)
+    bridge = read(
+        {**data, "tensor_model_parallel_size": 2, "sequence_parallel": True, "mixed_precision": "bf16_mixed"}, gpu="h100"
+    ).job
+    assert (bridge.recipe.megatron.expert_ways(2), bridge.recipe.zero_stage) == (2, 1)
+    with pytest.raises(SpecError, match="do_train is not true"):
+        read({**data, "do_train": False})
+
+
+@pytest.mark.parametrize(("how", "in_flight"), [(True, 5), ("disk", 5), ("legacy", 0)])
+def test_axolotl_moves_inputs_of_blocks_to_the_host(read: Callable[..., Resolved], how: object, in_flight: int):
+    full = {"base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 2048, "gradient_checkpointing": True, "bf16": True}
+    recipe = read({**full, "activation_offloading": how}).job.recipe
+    assert (recipe.offload_activations, recipe.recompute, recipe.inputs_in_flight, recipe.reentrant) == (
+        True,
+        "full",
+        in_flight,
+        False,
+    )
+    older = read({**full, "gradient_checkpointing": "offload"}).job.recipe
+    assert (older.offload_activations, older.inputs_in_flight) == (True, 5)
+
+
+def test_axolotls_other_offloads_are_noted(read: Callable[..., Resolved], tmp_path: Path):
+    adapted = {"base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 2048, "adapter": "lora", "lora_r": 8,
+               "lora_target_linear": True, "gradient_checkpointing": True, "activation_offloading": True}  # fmt: skip
+    for data, saves in ((adapted, False), ({**adapted, "activation_offloading": "hidden_states"}, True)):
+        assert not read(data).job.recipe.offload_activations
+        setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+        assert "activation_offloading" in setup.matters
+        assert ("activation_offloading" in setup.saves) == saves
+
+
+def test_axolotls_packed_rows_with_torchs_attention(read: Callable[..., Resolved], tmp_path: Path):
+    """Lengths instead of a mask for models without windows; else the mask of one row, if the row has one sequence's length."""
+    data = {"base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 2048, "sample_packing": True, "micro_batch_size": 1}
+    assert read({**data, "attn_implementation": "sdpa", "micro_batch_size": 4}).job.recipe.attention == "flash"
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    for more in ({}, {"attn_implementation": "sdpa", "sdpa_varlen": False}):
+        recipe = read({**data, **more}).job.recipe
+        assert (recipe.attention, recipe.padded) == ("sdpa", True)
+    read({**data, "micro_batch_size": 4})
+    assert "sample_packing" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+
+
+def test_axolotl_freezes_adapters_that_unfrozen_parameters_does_not_name(read: Callable[..., Resolved], tmp_path: Path):
+    data = {"base_model": "google/gemma-3-1b-it", "sequence_len": 2048, "adapter": "lora", "lora_r": 8, "lora_target_linear": True,
+            "unfrozen_parameters": ["^model.language_model.*", "^lm_head.*"]}  # fmt: skip
+    notes = " ".join(read(data).notes)
+    assert "trains nothing" in notes
+    assert "unfrozen_parameters" not in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    read({**data, "unfrozen_parameters": [".*lora_A.*"]})
+    assert "unfrozen_parameters" in read_setup(tmp_path / "mine.yaml", gpus=None).matters

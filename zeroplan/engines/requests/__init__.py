@@ -14,6 +14,7 @@ from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, HEAD
+from zeroplan.spec.family import INDEXED_FAMILIES
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.spec.releases import is_reentrant, release_of
@@ -57,6 +58,7 @@ def not_written(job: JobSpec) -> str:
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
+        (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
         (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),
         *(_of_pipelines(job) if job.mesh.pp > 1 else ()),
         (

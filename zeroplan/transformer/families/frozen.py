@@ -75,7 +75,7 @@ def linear(
             from zeroplan.transformer.families.fused_lora import output  # noqa: PLC0415  few jobs have it
 
             return output(tape, value, width, site, training, reads=reads)
-        if training.quantize != "none":
+        if training.quantize != "none" and site.is_linear_layer:
             return _quantised(tape, value, site, training, width=width, reads=reads)
         return _adapted(tape, value, site, training, width=width, reads=reads, bias=bias)
 

@@ -113,6 +113,8 @@ class Mode(NamedTuple):
     """The router multiplies fp32 copies of its input and its weight."""
     copies_output: bool = False
     """Attention copies its output into the order of tokens."""
+    scales_output: bool = False
+    """Attention multiplies its kernel's output by a share for each query and head, in fp32."""
     keeps: str = ""
     """What a selective checkpoint keeps: by default products and kernels' outputs; router-kept or inputs-kept."""
     fused_rotary: bool = False
@@ -128,6 +130,11 @@ class Site(NamedTuple):
     at: At = At.ANYWHERE
     layer: str = ""
     """The name of its linear layer, where that is not the last part of ``module``."""
+
+    @property
+    def is_linear_layer(self) -> bool:
+        """Whether its module is an ``nn.Linear``, as most routers are not."""
+        return bool(self.module or self.layer)
 
     @property
     def place(self) -> Place:

@@ -393,8 +393,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     ran = _run_backward(tape, structure, given, output, checkpoints)
     by_place = structure.training is not None and structure.training.keeps_inputs
-    apart = structure.ring > 1 or structure.offloaded
-    points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=apart))
+    points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place))
     above = partial(_above_the_backward, tape, given=given.store, dtypes=dtypes, by_place=by_place)
     reruns = {recompute: index.moments(above(moments)) for recompute, moments in ran.items()}
     selective = index.of(tape.selected.stores())
@@ -469,15 +468,13 @@ def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
     ]
 
 
-def _highest_at(
-    moments: list[Alive], dtypes: dict[str, bool], *, by_place: bool, scratch_apart: bool = False
-) -> tuple[Alive, ...]:  # fmt: skip
+def _highest_at(moments: list[Alive], dtypes: dict[str, bool], *, by_place: bool) -> tuple[Alive, ...]:
     """Return the moments that can be the peak. ``by_place``: per place, for engines that add different bytes per place.
 
     DeepSpeed's stage 3 needs the place, since frozen weights have no gradients that locate its gathers.
     """
     if not by_place:
-        return highest(moments, **dtypes, scratch_apart=scratch_apart)
+        return highest(moments, **dtypes)
     found = {
         place: highest([one for one in moments if one.place == place], **dtypes) for place in {one.place for one in moments}
     }
@@ -557,7 +554,8 @@ def _set_mode(tape: Tape, structure: Block) -> None:
             fused_norms="rms-norm" in structure.fused, liger_norms="liger-rms-norm" in structure.fused,
             fused_rotary="rope" in structure.fused, fused_gates="liger-swiglu" in structure.fused,
             norm_in_one="norm-in-one" in structure.fused, sends_by="".join(SENDING & set(structure.fused)),
-            copies_output="output-copied" in structure.fused, wide_router="router-in-fp32" in structure.fused,
+            copies_output="output-copied" in structure.fused, scales_output="output-scaled" in structure.fused,
+            wide_router="router-in-fp32" in structure.fused,
             keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
         )  # fmt: skip
 
