@@ -90,6 +90,18 @@ class VisionSpec(Spec):
             rows, columns = (ceil(side * grow / factor) for side in (self.image_height, self.image_width))
         return rows * columns * self.merge_size**2
 
+    def largest_image(self, tokens: int) -> tuple[int, int]:
+        """Return width and height of an image that becomes most text tokens up to a limit, and is hardly wider than two squares.
+
+        >>> tower = VisionSpec(tower="other", patch_size=14, merge_size=2)
+        >>> tower.largest_image(1280), tower.largest_image(334)
+        ((1120, 896), (616, 420))
+        """
+        side = self.patch_size * self.merge_size
+        rows = range(max(1, floor(sqrt(tokens / 2))), floor(sqrt(tokens)) + 1)
+        best = max(rows, key=lambda row: (row * (tokens // row), row))
+        return side * (tokens // best), side * best
+
     @property
     def tiles(self) -> int:
         """The number of squares into which an image is cut. InternVL adds the whole image if there are several.
