@@ -51,11 +51,11 @@ print(json.dumps([in_browser(address) for address in json.load(sys.stdin)]))
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    pretended = folder / "pyodide"
-    pretended.mkdir()
+    fake_pyodide = folder / "pyodide"
+    fake_pyodide.mkdir()
     for name in PYODIDE:
-        (pretended / name).write_text(name)
-    write_site(folder / "made", pretended, force=False)
+        (fake_pyodide / name).write_text(name)
+    write_site(folder / "made", fake_pyodide, force=False)
     return folder / "made"
 
 

@@ -77,7 +77,7 @@ def needed(one: Tried) -> int:
 def _fullest(one: Tried) -> tuple[int, int, Moment]:
     """Return what is held at the highest moment of the first and the last rank, that rank, and the moment. [bytes]"""
     job = one.job
-    ranks = {at: memory_of_rank(at, job.model, job.recipe, job.mesh, job.batch).moments for at in (0, job.mesh.pp - 1)}
+    ranks = {at: memory_of_rank(at, job).moments for at in (0, job.mesh.pp - 1)}
     every = ((_held(one, at, moment), at, moment) for at, moments in ranks.items() for moment in moments)
     return max(every, key=lambda found: found[0])
 

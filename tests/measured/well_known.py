@@ -70,7 +70,7 @@ class Case:
         job = self.published()
         if not self.shards_gradients:
             return 0
-        account = memory_of_rank(1, job.model, job.recipe, job.mesh, job.batch)
+        account = memory_of_rank(1, job)
         whole = sum(int(line.n_bytes) for line in account.states if line.kind is Kind.GRADIENTS)
         chunks = job.recipe.pipeline_stages_per_rank or 1
         return whole - whole * 2 // chunks - whole // int(job.mesh.dp_shard)

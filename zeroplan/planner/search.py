@@ -23,6 +23,7 @@ from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, easy_room_of, numbers, room_of, structures
 from zeroplan.progress import counted
+from zeroplan.spec.described import JobParts
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.padding import is_modelled_padded
@@ -360,8 +361,9 @@ def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float
 
     ranks, needs, card = list[Account](), list[Needed](), grid.row(outside_column(grid, base.cluster.gpu))
     most = 2 * room_of(base) - card
-    for at in ranks_in_question(base.model, recipe, grid):
-        ranks.append(memory_of_rank(at, base.model, recipe, grid, grid))
+    job = JobParts(base.model, recipe, grid, grid)
+    for at in ranks_in_question(job):
+        ranks.append(memory_of_rank(at, job))
         needs.append(_needed(highest(ranks[-1].moments, recipe), recipe, base))
         if reach and (grid.row(needs[-1].least_bytes) > most).all():
             return Found(recipe, grid.with_batches(np.zeros((1, grid.layouts), np.bool_)), card[:0], card[:0], np.zeros(0))
@@ -424,7 +426,7 @@ def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Acc
     if recipe.engine == "megatron":  # its step time counts the traffic itself
         from zeroplan.engines.megatron import memory_of_rank  # noqa: PLC0415  only this engine needs it
 
-        return memory_of_rank(0, counted_model(base.model, recipe), recipe, grid, grid)
+        return memory_of_rank(0, JobParts(counted_model(base.model, recipe), recipe, grid, grid))
     engine, gpu = engine_module(recipe.engine), base.cluster.gpu
     model = counted_model(base.model, recipe)
     account = engine.account(model, recipe, grid, grid)

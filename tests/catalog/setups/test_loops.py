@@ -39,6 +39,21 @@ def test_a_file_of_dpo_is_told_by_its_keys(tmp_path: Path, line: str):
     assert read_setup(tmp_path / "dpo.yaml", gpus=8).loop["workflow"] == "dpo"
 
 
+@pytest.mark.parametrize(
+    ("keys", "mixes"),
+    [
+        ("beta: 0.1\nsync_ref_model: true", True),
+        ("beta: 0.1\nsync_ref_model: false", None),
+        ("num_generations: 8\nuse_vllm: true\nbeta: 0.04\nsync_ref_model: true", True),
+        ("num_generations: 8\nuse_vllm: true\nsync_ref_model: true", None),
+    ],
+)
+def test_a_file_says_whether_the_reference_model_is_mixed(tmp_path: Path, keys: str, mixes: bool | None):
+    """GRPO without a KL term has no reference model."""
+    (tmp_path / "mine.yaml").write_text(f"{FILE}{keys}\n")
+    assert read_setup(tmp_path / "mine.yaml", gpus=8).loop.get("sync_ref_model") is mixes
+
+
 @pytest.mark.parametrize("line", ["", "loss_type: nll", "beta: 0.04\nnum_generations: 8"])
 def test_other_files_are_not_of_dpo(tmp_path: Path, line: str):
     (tmp_path / "sft.yaml").write_text(f"{FILE}{line}\n")

@@ -33,7 +33,7 @@ _READERS: dict[Kind, tuple[str, str]] = {
     "torchtitan": ("torchtitan", "torchtitan_setup"), "llama-factory": ("llama_factory", "llama_factory_setup"),
     "axolotl": ("axolotl", "axolotl_setup"), "verl": ("verl", "verl_setup"), "ms-swift": ("ms_swift", "ms_swift_setup"),
     "openrlhf": ("openrlhf", "openrlhf_setup"), "torchtune": ("recipes", "torchtune_setup"),
-    "automodel": ("recipes", "automodel_setup"), "megatron": ("megatron_arguments", "megatron_setup"),
+    "automodel": ("automodel", "automodel_setup"), "megatron": ("megatron_arguments", "megatron_setup"),
     "nanotron": ("recipes", "nanotron_setup"), "lightning": ("recipes", "lightning_setup"),
 }  # fmt: skip
 #: LLaMA-Factory's values of ``stage``.

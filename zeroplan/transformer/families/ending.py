@@ -67,6 +67,7 @@ IN_PLACE = "verl 0.9.1, utils/torch_functional.py, logprobs_from_logits_flash_at
 OF_CHUNKS = "verl b178a3cd, utils/experimental/torch_functional.py, FusedLinearForPPOFunction"
 COMPARED = "trl 1.16, kernels/chunked_divergence.py, ChunkedDivergenceFunction"
 SCORED = "trl 1.16, trainer/utils.py, add_fused_lm_head"
+PAIRS = "trl 1.16, experimental/orpo/orpo_trainer.py, concatenated_forward, and kernels/logprob_entropy.py"
 WRITTEN_OVER = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/cross_entropy_loss.py, FastForCausalLMLoss"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
@@ -782,6 +783,56 @@ def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> 
     return _Ran(loss, (kept, labels), (held, labels, kept, product.store), (product.store,))
 
 
+def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
+    """Run ORPO's loss: cross-entropy of the chosen half, and TRL's fused log-probabilities of all tokens.
+
+    Of several pairs the chosen logits are copied without each sequence's last token; of a single pair they are a view. accelerate
+    returns the logits in fp32, except with FSDP2 and DeepSpeed (``narrow``).
+    """
+    product = _product(tape, read, bias=ending.head_bias)
+    model_logits = _capped(tape, product) if ending.family in CAPPED else product
+    logits = model_logits if narrow else _returned_wide(tape, model_logits)
+    labels = tape.make(LOGITS, "labels of all tokens, of the chosen, and shifted", 28 * T, PAIRS, LABELS)
+    half, copied = ceil(T - b, 2) * V, at_most(1, at_least(0, b - 2))
+    rows_of_chosen = _viewed(tape, logits, ceil(T, 2) * V, "gradient of all logits by the chosen")
+    copy = tape.make(LOGITS, "logits of the chosen, copied", logits.dtype * half * copied, PAIRS)
+    chosen = Value(copy, logits.dtype, half)
+    of_shift = _makes("gradient of the chosen with their last tokens", rows_of_chosen)
+    tape.add("shift of the chosen", (chosen,), (), of_shift, of=(rows_of_chosen,), place=AT_LOSS)
+    tape.release(rows_of_chosen)
+    softmax = _logits(tape, chosen, "log-softmax of the chosen", PAIRS)
+    nll = _scalar()
+
+    def of_cross_entropy(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.scratch.append(tape.make(LOGITS, "gradient of the log-softmax", softmax.dtype * softmax.shape, PAIRS))
+        return [(chosen, tape.make(LOGITS, "gradient of the chosen logits", chosen.dtype * chosen.shape, PAIRS))]
+
+    tape.add("loss of the chosen", (nll,), (softmax.store,), of_cross_entropy, of=(chosen,), place=AT_LOSS)
+    tape.release(chosen)
+    rows = tape.make(LOGITS, "log-probability, entropy and statistics of each token", 16 * (T - b), PAIRS)
+    targets = tape.make(LOGITS, "labels that count", 8 * (T - b), PAIRS, LABELS)
+    shifted = _viewed(tape, logits, (T - b) * V, "gradient of all logits")
+    of_log_probs = _makes("gradient of all logits but the last", shifted)
+    odds = _scalar()
+    tape.add("log-probabilities", (odds,), (logits.store, rows, targets), of_log_probs, of=(shifted,), place=AT_LOSS)
+    tape.release(shifted)
+    loss = _scalar()
+
+    def of_both(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(one, tape.make(LOGITS, "gradient of a number", NOTHING, PAIRS)) for one in (nll, odds)]
+
+    tape.add("loss", (loss,), (), of_both, of=(nll, odds), place=AT_LOSS)
+    kept = (softmax.store, logits.store, rows, targets)
+    return _Ran(loss, kept, (labels, softmax.store, rows, targets, logits.store), (logits.store,))
+
+
+def _viewed(tape: Tape, logits: Value, shape: Size, reason: str) -> Value:
+    """Return a slice of the logits, a view. Its backward makes a gradient of all of them."""
+    view = Value(tape.hold(logits.store), logits.dtype, shape)
+    tape.add("logits' slice", (view,), (), _makes(reason, logits), of=(logits,), place=AT_LOSS)
+    return view
+
+
 def _scored(tape: Tape, read: Value, mask: Store) -> Value:
     """Return a copy of the hidden states of the counted tokens."""
     most = Value(tape.hold(read.store), read.dtype, read.shape)
@@ -821,4 +872,6 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, entropy": partial(_in_place, entropy=True),
     "log-probs, jsd": partial(_compared, kind=_JSD),
     "log-probs, kd": partial(_compared, kind=_KD),
+    "log-probs, pairs": partial(_of_pairs, narrow=False),
+    "log-probs, pairs in 16 bits": partial(_of_pairs, narrow=True),
 }

@@ -128,7 +128,7 @@ def _on_nvme(recipe: RecipeSpec) -> int | None:
     """Bytes that the run wrote to NVMe; None without NVMe offload."""
     if not _swaps(recipe):
         return None
-    from zeroplan.verify.pretended.nvme import left  # noqa: PLC0415  it imports DeepSpeed
+    from zeroplan.verify.fake_parts.nvme import left  # noqa: PLC0415  it imports DeepSpeed
 
     return left()
 
