@@ -7,13 +7,13 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.base import CountOrZero, Range, Spec
 
 #: Towers with formulas. ``other``: only its weights count.
-Tower = Literal["qwen2_5_vl", "qwen3_vl", "siglip", "clip", "internvl", "other"]
+Tower = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "siglip", "clip", "internvl", "other"]
 #: Towers with a class token beside the patches of each image, which the text does not read.
 WITH_CLASS_TOKEN = ("clip", "internvl")
 #: Words of ``--freeze`` for the tower, and for the projector between tower and text.
 VISION_PARTS = ("tower", "projector")
 #: The fewest and the most pixels of an image.
-_PIXELS = {"qwen2_5_vl": (3_136, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
+_PIXELS = {"qwen2_vl": (3_136, 12_845_056), "qwen2_5_vl": (3_136, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
 
 #: The most tiles into which InternVL's processor cuts an image.
 _TILES = 12
@@ -138,7 +138,7 @@ class VisionSpec(Spec):
     @property
     def turns_text(self) -> bool:
         """Whether tokens have three-dimensional positions, so that each sequence has its own rotary tables (Qwen)."""
-        return self.tower in ("qwen2_5_vl", "qwen3_vl")
+        return self.tower in _PIXELS
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
