@@ -1,8 +1,8 @@
 """A vision tower and its projector to the text: their parameters, and the memory that they add to a pass of the text.
 
-Source: transformers 5.23, ``models/<model>/modeling_<model>.py`` of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, Gemma 3, whose tower is
-SigLIP's (``models/siglip``), and LLaVA, whose tower is CLIP's. The tower runs between the token embedding and the text's first
-block, and so does its backward. Its patches of all images are one long sequence, in which each image attends only to itself.
+Source: transformers 5.23, ``models/<model>/modeling_<model>.py`` of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, Gemma 3, whose
+tower is SigLIP's (``models/siglip``), and LLaVA, whose tower is CLIP's. The tower runs between the token embedding and the text's
+first block, and so does its backward. Its patches of all images are one long sequence, in which each image attends only to itself.
 """
 
 from functools import lru_cache
