@@ -64,6 +64,7 @@ def not_written(job: JobSpec) -> str:
         "fsdp1": (
             (has_frozen(model), "adapters or frozen parameters under FSDP1"),
             (recipe.fsdp1.checkpoints_units, "checkpoints that call units of FSDP1"),
+            (recipe.fsdp1.cpu_offload, "offload to host memory under FSDP1"),
         ),
         "ddp": ((recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),),
         "deepspeed": _of_stage_3(job) if recipe.zero_stage == 3 else _of_stage_1(job),
