@@ -184,15 +184,16 @@ def test_a_note_names_copies_of_the_first_step() -> None:
 
 
 def test_gradients_stay_on_the_gpu_until_an_offloaded_backward_ends() -> None:
-    """``_saved_grad_shard`` holds each unit's shard on the GPU; a step and a forward have no gradients there."""
+    """``_saved_grad_shard`` holds each unit's shard on the GPU. In the optimizer's step no gradients are there."""
     answer = estimate(job(options=AWAY, batch=accumulated(FEW, 2)))
-    whole = max(line.n_bytes for line in answer.host if line.kind is Kind.GRADIENTS)
-    there = {
-        moment.phase: max((line.n_bytes for line in moment.lines if line.kind is Kind.GRADIENTS), default=0)
-        for moment in answer.engine_moments
-    }
-    assert there[Phase.BACKWARD] == whole
-    assert there[Phase.STEP] == 0
+    whole = max(int(line.n_bytes) for line in answer.host if line.kind is Kind.GRADIENTS)
+    root = next(int(symbol.value) for symbol in answer.symbols if symbol.name == "P_root")
+    there = {Phase.BACKWARD: 0, Phase.STEP: 0}
+    for moment in answer.engine_moments:
+        if moment.phase in there:
+            held = sum(int(line.n_bytes) for line in moment.lines if line.kind is Kind.GRADIENTS)
+            there[moment.phase] = max(there[moment.phase], held)
+    assert there == {Phase.BACKWARD: whole - root, Phase.STEP: 0}  # 4 bytes for each of 4 ranks; the root is reduced last
 
 
 @pytest.mark.parametrize(

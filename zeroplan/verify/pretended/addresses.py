@@ -1,4 +1,4 @@
-"""What engines read from a tensor and a fake one lacks: its own address (``data_ptr``), and its device after ``data`` is replaced."""
+"""Gives fake tensors what engines read from real ones: an address of their own, and a device that follows ``data``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
