@@ -39,6 +39,7 @@ from zeroplan.spec.recipe import (
     ON_PAPER,
     DeepSpeedOptions,
     Engine,
+    Fsdp1Options,
     Fsdp2Options,
     RecipeSpec,
     Stage,
@@ -437,24 +438,26 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
 
 
 def _offload(request: Request, engine: Engine) -> dict[str, object]:
-    """Return the engine's options for the offload flags. FSDP2 can only offload optimizer and parameters together."""
+    """Return the engine's options for the offload flags. FSDP can only offload optimizer and parameters together."""
     asked = {name: value for name in ("offload_optimizer", "offload_param") if (value := getattr(request, name)) is not None}
     if not asked:
         return {}
     if engine == "deepspeed":
         return {"deepspeed": replace(request.deepspeed or DeepSpeedOptions(), **asked)}
     away = set(asked.values())
+    options = (request.fsdp1 or Fsdp1Options()) if engine == "fsdp1" else (request.fsdp2 or Fsdp2Options())
+    name = "fsdp1" if engine == "fsdp1" else "fsdp2"
     if away == {"none"}:
-        return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=False)}
+        return {name: replace(options, cpu_offload=False)}
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items())
-    if engine != "fsdp2":
+    if engine != name:
         raise SpecError(f"{flags} with engine {engine!r} is not modelled; use engine 'deepspeed' or 'fsdp2'")
     if away != {"cpu"} or len(asked) < len(("optimizer", "param")):
         raise SpecError(
-            f"{flags} with engine 'fsdp2': its CPUOffloadPolicy offloads parameters, gradients and optimizer together; "
+            f"{flags} with engine {engine!r}: it offloads parameters, gradients and optimizer together; "
             "use --offload-optimizer cpu --offload-param cpu, or engine 'deepspeed'"
         )
-    return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=True)}
+    return {name: replace(options, cpu_offload=True)}
 
 
 def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:
