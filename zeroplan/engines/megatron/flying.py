@@ -58,7 +58,7 @@ def flying_of(rank: Rank, layers: Layers, job: Job, *, loss: bool = False) -> Fl
     if len(set(each)) == 1:
         counts: tuple[Int, ...] = tuple(rank.chunks * count for count in each[0])
         words = tuple(f"{count} {kind} layers of a chunk" for count, kind in zip(each[0], kinds, strict=True))
-        return Flying(counts, tuple(f"K_f·{count}" for count in each[0]), words, each, *letters)
+        return Flying(counts, tuple(f"K·{count}" for count in each[0]), words, each, *letters)
     weights = tuple(total_bytes((*layers.kinds[kind].kept, *layers.kinds[kind].statistics)) for kind in kinds)
     found = fullest(rank.schedule, each, job.batch.grad_accum_steps, weights, loss=loss)
     letter = "G" if loss else "F"

@@ -33,7 +33,7 @@ def symbols_of(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
         yield Symbol(f"A_{at}", elements, f"gradients that a backward has made, at the moment: {at}")
     yield Symbol("N_opt", sharers(job), "ranks that share the optimizer's states")
     yield Symbol("N_exp", expert_sharers(job), "ranks that share those of experts")
-    yield Symbol("K_f", rank.chunks, "chunks of layers in flight")
+    yield Symbol("K", rank.chunks, "chunks of layers in flight")
     yield from _symbols_of_flying(rank, layers, job)
     yield Symbol("H", rank.embeds, "micro-batches whose embedding is kept")
     yield from _symbols_of_left(left_by(rank, job)._asdict(), "L", "left from before")
