@@ -18,12 +18,7 @@ from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import ON_PAPER, ROUNDED_FAMILIES, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.releases import check_release, is_reentrant
-from zeroplan.spec.split import (
-    check_context_parallel,
-    check_tensor_parallel,
-    shards_of_experts_are_even,
-    widths_of_experts,
-)
+from zeroplan.spec.split import check_context_parallel, check_tensor_parallel, shards_of_experts_are_even, widths_of_experts
 from zeroplan.spec.torchtitan import check_torchtitan
 from zeroplan.spec.vision import VisionSpec
 
