@@ -290,11 +290,10 @@ class JobSpec(Spec):
 
         DDP stops at a parameter without a gradient, and DeepSpeed keeps states of it; with adapters they are frozen.
         """
-        mesh, recipe, adapted = self.mesh, self.recipe, self.model.adapter is not None
+        recipe, adapted = self.recipe, self.model.adapter is not None
         for asked, instead in (
             (recipe.attention == "flash" and "attention 'flash', which transformers has not for it,", "attention 'sdpa'"),
             (recipe.engine != "fsdp2" and not adapted and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
-            *((getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}", f"{name}=1") for name in ("tp", "cp")),
         ):
             if asked and self.model.family in INDEXED_FAMILIES:
                 raise SpecError(
