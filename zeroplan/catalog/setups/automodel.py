@@ -27,7 +27,7 @@ _AUTO_SCHEDULES = {
 _AUTO_ADDS = """
     quantization.load_in_8bit *num_nextn_predict_layers
     peft.use_dora qat.* teacher_model.* kd_ratio distributed.autocast_dtype longalign.*
-    model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype distributed.enable_fsdp2_prefetch
+    model.sparse* model.lm_head* distributed.mp_policy.*_dtype distributed.enable_fsdp2_prefetch
     distributed.moe.lm_head_precision distributed.bucket_cap_mb
 """
 #: Values of AutoModel's backends (components/models/common/utils.py, BackendConfig) that are counted: attention kernels that save
@@ -55,6 +55,9 @@ _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, 
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
 #: Those in a loop (``torch``) are no less: each makes a gradient as large as all experts' weights.
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
+#: FSDP2Config's own mixed precision, which is counted (distributed/config.py).
+_AUTO_POLICY: dict[str, tuple[object, ...]] = {f"distributed.mp_policy.{key}": (kind, f"torch.{kind}") for key, kind in (
+    ("param_dtype", "bfloat16"), ("output_dtype", "bfloat16"), ("reduce_dtype", "float32"))}  # fmt: skip
 _AUTO_SAVES = """
     distributed.offload_policy* freeze_config.*
     model.backend.compile_attn
@@ -89,7 +92,8 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     kinds = {"false": "none"}
     reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
     model = reading.known_model()
-    flash = table.get("model.attn_implementation") == "flash_attention_2" or (model is not None and model.family == _SINKS)
+    words = [table.get(f"model.{key}") for key in ("attn_implementation", "config._attn_implementation")]
+    flash = "flash_attention_2" in words or (model is not None and model.family == _SINKS)
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
     tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
@@ -97,7 +101,9 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell_cut_loss("loss_fn._target_")
     _auto_adapter(reading)
     reading.notes.append(NOT_THEIR_MODULES.format("AutoModel"))
-    reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="model.backend.te_fp8.recipe model.backend.cuda_graph.*")
+    table.unmodelled(
+        harmless=_AUTO_POLICY, saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="model.backend.te_fp8.recipe model.backend.cuda_graph.*"
+    )
     _auto_float8(reading)
     for key in ("compile.enabled", "distributed.enable_compile"):
         if table.switch(key):
@@ -161,8 +167,10 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     strategy = table.text("distributed.strategy") or other
     if strategy not in ("fsdp2", "ddp"):
         raise table.refused("distributed.strategy", "fsdp2 and ddp are modelled")
-    # blocks of a pipeline, and of experts on their own ranks, stay gathered unless asked (distributed/config.py)
-    said = table.switch("distributed.moe.reshard_after_forward" if ep > 1 else "distributed.reshard_after_forward")
+    # blocks of a pipeline, and of experts on their own ranks, stay gathered unless asked (distributed/config.py); the general key
+    # comes first (_transformers/infrastructure.py)
+    said, of_experts = (table.switch(f"distributed.{key}reshard_after_forward") for key in ("", "moe."))
+    said = of_experts if said is None and ep > 1 else said
     stage = 0 if strategy == "ddp" else 2 if said is False or (said is None and (pp > 1 or ep > 1)) else 3
     tell_sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
     return max(1, (gpus or split) // split)
