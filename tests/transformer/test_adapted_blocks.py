@@ -1,4 +1,4 @@
-"""Blocks with peft's adapters, of families that differ from Llama, on the fake GPU, to the byte."""
+"""Compares blocks with peft's adapters, of families unlike Llama, with runs on the fake GPU, to the byte."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ MOST = {
     "llama4_text": "attention,mlp", "nemotron_h": "attention,mlp,in_proj", "falcon_h1": "attention,mlp,in_proj",
     "qwen3_next": "attention,in_proj_qkvz,in_proj_ba,out_proj,shared_expert_gate",
     "olmoe": "attention", "minimax_m2": "attention", "qwen3_moe": "attention", "deepseek_v3": "attention",
+    "deepseek_v32": "attention", "glm_moe_dsa": "attention",
     "glm4_moe_lite": "attention", "glm4_moe": "attention", "dots1": "attention",
 }  # fmt: skip
 #: Estimates that are too high by this much in fp32 with recomputation: an eighth of the residual stream. [bytes]
@@ -60,14 +61,14 @@ def test_a_block_with_adapters_takes_what_is_said(family: str, number: int) -> N
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL[:2])
 @pytest.mark.parametrize("number", range(1, 8, 2) if every_case() else (1,))
 def test_a_block_with_adapters_in_attention_alone(family: str, number: int) -> None:
-    """With recomputation, so that blocks below the first adapter have a backward too."""
+    """With recomputation, blocks below the first adapter have a backward, too."""
     found = on_the_fake_gpu(differences, case_of(family, number, "attention"))
     assert all(-TOO_HIGH.get(family, 0) <= one <= 0 for one in found), (family, number, found)
 
 
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL)
 def test_parameters_stand_as_peft_has_them(family: str) -> None:
-    """``all-linear`` means the same layers, too; the first layer is in its place."""
+    """``all-linear`` names the same layers as in peft, and the first layer has the same position."""
     spec: ModelSpec = case_of(family, 0, MOST.get(family, "all-linear")).spec
     module = adapted_model(spec, Compute(2, autocast=False, attention="sdpa", kernels="cpu")).get_base_model()
     tree = layout(spec)

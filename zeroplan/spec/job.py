@@ -6,7 +6,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_IN_OLDER, ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, TRAITS, WIDE_ROUTERS
+from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, INDEXED_FAMILIES, TRAITS, WIDE_ROUTERS
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
@@ -194,6 +194,7 @@ class JobSpec(Spec):
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
         self._check_attention()
+        self._check_indexer()
         self._check_router()
         self._check_fused_loss()
         self._check_resharding()
@@ -272,6 +273,22 @@ class JobSpec(Spec):
             raise SpecError(
                 f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'"
             )
+
+    def _check_indexer(self) -> None:
+        """Raise SpecError for jobs of sparse attention that are not modelled, and where its weights without gradients matter.
+
+        DDP stops at a parameter without a gradient, and DeepSpeed keeps states of it; with adapters they are frozen.
+        """
+        mesh, recipe, adapted = self.mesh, self.recipe, self.model.adapter is not None
+        for asked, instead in (
+            (recipe.attention == "flash" and "attention 'flash', which transformers has not for it,", "attention 'sdpa'"),
+            (recipe.engine != "fsdp2" and not adapted and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            *((getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}", f"{name}=1") for name in ("tp", "cp")),
+        ):
+            if asked and self.model.family in INDEXED_FAMILIES:
+                raise SpecError(
+                    f"{asked} in a {self.model.family} model, whose indexer gets no gradient, is not modelled; use {instead}"
+                )
 
     def _check_router(self) -> None:
         """Raise SpecError for weights of two dtypes: 16 bits, and a router in fp32, which DeepSpeed casts and FSDP2 refuses."""

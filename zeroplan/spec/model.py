@@ -60,7 +60,7 @@ class MoeSpec(Spec):
 
 
 class MlaSpec(Spec):
-    """Low-rank projections of multi-head latent attention (DeepSeek-V2/V3)."""
+    """Low-rank projections of multi-head latent attention (DeepSeek-V2/V3), and the indexer of sparse attention (V3.2)."""
 
     q_lora_rank: Dimension | None
     """Rank of compressed queries; None if they are not compressed."""
@@ -72,6 +72,12 @@ class MlaSpec(Spec):
     """Width of its rotary part."""
     v_head_dim: Dimension
     """Width of a value head."""
+    index_n_heads: Annotated[int, Range(0, 10**5)] = 0
+    """Heads of the indexer that picks the keys of each query; 0 without one."""
+    index_head_dim: Annotated[int, Range(0, 10**6)] = 0
+    """Width of one of its heads."""
+    index_topk: Annotated[int, Range(0, 10**7)] = 0
+    """Keys that it picks for each query."""
 
 
 class LinearSpec(Spec):

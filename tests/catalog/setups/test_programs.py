@@ -1,4 +1,4 @@
-"""Recipes, arguments and scripts of verl, ms-swift, OpenRLHF, torchtune, AutoModel, Megatron-LM, nanotron and Lightning."""
+"""Reads recipes, arguments and scripts of verl, ms-swift, OpenRLHF, torchtune, AutoModel, Megatron-LM and others."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_distillation_of_torchtune(read: Callable[..., Resolved], tmp_path: Path
 
 
 def test_quantisation_aware_training_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
-    """Its layers are torchao's; other widths of a group, or ranks that split the model, stay noted."""
+    """Its layers are torchao's. Other group sizes, and ranks that split the model, stay noted."""
     rounds = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer", "groupsize": 256}
     found = read(TUNE | {"quantizer": rounds}, gpus=4)
     assert found.job.recipe.fused_parts == ("loss-in-pieces", "int4-qat")
@@ -212,7 +212,7 @@ def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Call
 def test_automodels_hidden_states_are_held_until_the_backward_ends(
     read: Callable[..., Resolved], tmp_path: Path, steps: int, again: bool, named: str, noted: bool
 ):
-    """They raise the peak where no checkpoint or norm keeps them, or where gradients grow while they are held."""
+    """They raise the peak if no checkpoint or norm keeps them, or if gradients grow meanwhile."""
     model = {"pretrained_model_name_or_path": named, "output_hidden_states": True}
     batch = {"global_batch_size": 8 * steps, "local_batch_size": 2}
     read(AUTO | {"model": model, "step_scheduler": batch, "distributed": {"dp_size": 4, "activation_checkpointing": again}})
@@ -282,7 +282,8 @@ def test_automodels_head_has_no_adapter_that_a_fused_loss_would_read(read: Calla
 @pytest.mark.parametrize(("attn", "named", "more", "noted"), [
     ("magi", "Qwen/Qwen3-30B-A3B", {}, False), ("magi", "Qwen/Qwen3-30B-A3B", {"cp_size": 2}, True),
     ("flex", "Qwen/Qwen3-30B-A3B", {}, True), ("flex", "openai/gpt-oss-20b", {}, False),
-    ("tilelang", "someone/else", {}, False)])  # fmt: skip
+    ("tilelang", "someone/else", {}, True),
+    ("eager", "someone/else", {}, False)])  # fmt: skip
 def test_automodels_attention_kernels(
     read: Callable[..., Resolved], tmp_path: Path, attn: str, named: str, more: dict[str, int], noted: bool
 ):
@@ -292,9 +293,19 @@ def test_automodels_attention_kernels(
     assert ("model.backend.attn" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is noted
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v4", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "kimi_k3"])
+@pytest.mark.parametrize(("said", "stage"), [
+    ({}, 2), ({"reshard_after_forward": True}, 3), ({"moe": {"reshard_after_forward": True}}, 3),
+    ({"reshard_after_forward": False, "moe": {"reshard_after_forward": True}}, 2)])  # fmt: skip
+def test_automodels_general_key_decides_whether_experts_are_resharded(
+    read: Callable[..., Resolved], said: dict[str, Any], stage: int
+):
+    model = {"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}}
+    assert read(AUTO | model | {"distributed": {"dp_size": 8, "ep_size": 8, **said}}).job.recipe.zero_stage == stage
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "kimi_linear", "kimi_k3"])
 def test_families_whose_attention_kernels_automodel_names_have_no_formulas(kind: str):
-    """If one gets formulas, its values of ``model.backend.attn`` change memory (automodel.py, _AUTO_OF_REFUSED)."""
+    """If one gets formulas, its values of ``model.backend.attn`` change memory (automodel.py, _is_counted_attention)."""
     config = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     with pytest.raises(SpecError, match="has no formulas"):
         model_from_config(config, name="mine")
@@ -344,6 +355,30 @@ def test_nanotrons_gradients_in_16_bits_grow_during_the_backward(read: Callable[
     assert not [line for line in estimate(read(alone).job).states if "buckets" in line.reason]
     read(NANO | {"optimizer": {"zero_stage": 1, "accumulate_grad_in_fp32": False}})
     assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"accumulate_grad_in_fp32"}
+
+
+@pytest.mark.parametrize(("steps", "noted"), [(8, False), (4, True)])
+def test_megatrons_tensors_received_early_in_warm_up_and_flush(
+    read: Callable[..., Resolved], tmp_path: Path, steps: int, noted: bool
+):
+    """With a steady phase, which holds one stage's stash more and receives as early, the peak is the same."""
+    said = {"num_layers": 16, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "micro_batch_size": 1, "bf16": True,
+            "vocab_size": 32000, "pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2,
+            "global_batch_size": steps, "overlap_p2p_communication_warmup_flush": True}  # fmt: skip
+    read({"MODEL_ARGS": said}, gpus=4)
+    assert ("overlap_p2p_communication_warmup_flush" in read_setup(tmp_path / "mine.yaml", gpus=4).matters) is noted
+
+
+def test_nemos_names_of_megatrons_shape(read: Callable[..., Resolved], tmp_path: Path):
+    shape = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 2048, "num_moe_experts": 8}
+    model = {f"model.config.{key}": one for key, one in shape.items()}
+    job = read(
+        {"MODEL_ARGS": {"trainer.strategy.tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True, **model}}
+    ).job
+    assert (job.model.num_hidden_layers, job.model.hidden_size, job.mesh.tp) == (4, 512, 2)
+    assert job.model.moe is not None
+    assert job.model.moe.num_experts == 8
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
 def test_lightning_and_litgpt(read: Callable[..., Resolved]):
@@ -424,7 +459,7 @@ def test_a_verl_command(read: Callable[..., Resolved]):
 
 
 def test_megatrons_arguments_and_what_we_write_of_them(read: Callable[..., Resolved]):
-    """What ``plan`` writes of such a job is read back as the same job."""
+    """Reading back what ``plan`` writes gives the same job."""
     job, notes, *_ = read(MEGATRON, "mine.sh")
     recipe = job.recipe
     assert (recipe.engine, recipe.zero_stage, recipe.sequence_parallel, job.mesh.tp, job.mesh.dp_shard) == (
@@ -605,7 +640,7 @@ def test_automodels_pipeline_splits_the_local_batch(read: Callable[..., Resolved
     ],
 )  # fmt: skip
 def test_a_misspelt_key_is_named(tmp_path: Path, data: dict[str, Any] | str, known: str, misspelt: str):
-    """Every key of a program's own code is known by its last word (known_keys.py)."""
+    """Zeroplan knows every key of a program's own code by its last word (known_keys.py)."""
 
     def notes(key: str) -> list[str]:
         first, _, rest = key.partition(".")
@@ -661,7 +696,7 @@ def test_a_hostile_script_takes_no_time_and_no_memory(text: str):
 
 @pytest.mark.parametrize("value", [3, "x", "", [], [[]], {}, {"a": 1}, True, 1.5, -1, None])
 def test_any_value_of_any_key_is_read_or_refused(value: object, tmp_path: Path):
-    """Lists in place of names, tables in place of numbers: never another error than a line."""
+    """Lists instead of names, tables instead of numbers: the only error is one line."""
     for data in (TUNE, AUTO, NANO, LIT, SWIFT):
         for key, inner in data.items():
             for changed in ({key: value}, *({key: inner | {one: value}} for one in (inner if isinstance(inner, dict) else ()))):
@@ -709,7 +744,7 @@ SWIFT_ON_MEGATRON = (
 
 
 def test_ms_swifts_loops_on_megatron_core(read: Callable[..., Resolved], tmp_path: Path):
-    """Pairs, a reference model on every rank, and vLLM; Qwen3's experts have no shared one whose overlap would matter."""
+    """Pairs, a reference model on every rank, and vLLM. Qwen3 has no shared expert, so overlapping it changes nothing."""
     found = read(SWIFT_ON_MEGATRON.format("rlhf", "--rlhf_type dpo"), "mine.sh", gpu="h100")
     assert (found.job.batch.micro_batch_size, found.loop) == (4, {"workflow": "dpo", "full_logits": True})
     assert not read_setup(tmp_path / "mine.sh", gpus=None).matters

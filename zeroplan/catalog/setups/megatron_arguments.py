@@ -33,12 +33,14 @@ _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tok
 _ADDS = """
     *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
     *fsdp_double_buffer *nccl_ub *keep_fp8_transpose_cache
-    *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup *moe_expert_capacity_factor
-    *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16
+    *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup
+    *moe_pad_expert_input_to_capacity *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16
     peft.dim kd_config.*
 """
 #: Prefixes of tables in which Megatron-Bridge and NeMo put arguments of the same names.
-_PREFIXES = re.compile(r"^(model\.config|model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\.")
+_PREFIXES = re.compile(
+    r"^(model\.config|model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\."
+)
 _GENERATES = ("incoming_requests_per_sec", "incoming_requests_per_step", "num_tokens_to_generate")
 #: The attention for each ``--attention-backend`` (AttnBackend); with "auto" Transformer Engine chooses by the GPU.
 _BACKENDS = {"flash": "flash", "fused": "sdpa", "unfused": "eager", "local": "eager"}
@@ -100,8 +102,10 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
     table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format moe_shared_expert_overlap")
+    if "megatron.optimizer_offload_fraction" in reading.options:
+        _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"])
     if "pipeline_layers" in reading.flags:
-        _read_as_stages(table, [key for key in table.matters if any(fnmatchcase(key, one) for one in _CUTS.split())])
+        _counted(table, [key for key in table.matters if any(fnmatchcase(key, one) for one in _CUTS.split())])
     else:
         tell_stages(reading)
     _of_megatron_alone(reading)
@@ -123,7 +127,8 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     tp, pp, cp, ep = sizes.values()
     split = tp * pp * cp
     own = before != "" or "tuner_type" in table.data or "model" in table.data
-    etp = table.count(f"{before}expert_tensor_parallel_size") or tp
+    # left out, experts are split like everything else; ms-swift leaves them whole (megatron/arguments/megatron_args.py)
+    etp = table.count(f"{before}expert_tensor_parallel_size") or (1 if before == "" and _is_swift(table) else tp)
     least = lcm(split, ep * etp * pp) if ep > 1 else split
     gpus = _world_size(reading, gpus, least)
     if table.switch(f"{before}use_torch_fsdp2"):
@@ -247,6 +252,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
     for field in fields(MegatronOptions):
         if field.name not in _OTHERS and not (field.name == "recompute_num_layers" and "recompute_layers" in reading.flags):
             options[field.name] = _option(table, before, field.name, field.default)
+    if before == "" and _is_swift(table) and options["apply_rope_fusion"] is None:
+        options["apply_rope_fusion"] = False  # megatron/arguments/megatron_args.py
     if options["fp8_format"] is None:
         options["fp8_recipe"] = options["fp8_param_gather"] = None
     if table.count("num_experts") or "expert_parallel" in reading.flags:
@@ -257,6 +264,7 @@ def _options(reading: Reading, before: str, etp: int) -> None:
         table.leave((f"{before}hierarchical_context_parallel_sizes",))
         reading.notes.append(_BOTH_WAYS)
     options |= {name: value for switch, (name, value) in _SWITCHES.items() if table.switch(f"{before}{switch}")}
+    options["optimizer_offload_fraction"] = _share_on_host(table, before)
     if table.get(f"{before}megatron_fsdp_main_grads_dtype") == "bf16":
         options["grad_reduce_in_bf16"] = True
     if str(table.get(f"{before}moe_aux_loss_coeff") or "0").strip("0.e-") != "":
@@ -270,6 +278,17 @@ def _options(reading: Reading, before: str, etp: int) -> None:
 #: Transformer Engine d0067d0, attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P: it saves queries, keys,
 #: values and the output of exchanged heads, as a2a does. The keys and values are the last that p2p received.
 _BOTH_WAYS = "cp_comm_type a2a+p2p is counted as a2a, which keeps as much; read from Transformer Engine's code, not run"
+
+
+def _share_on_host(table: Table, before: str) -> float | None:
+    """Return the share of the optimizer in host memory: by default none in Megatron-LM, all in ms-swift.
+
+    It is modelled with the precision-aware optimizer; otherwise main weights stay on the GPU, too, and the key is noted.
+    """
+    if not table.switch(f"{before}use_precision_aware_optimizer") or not table.switch(f"{before}optimizer_cpu_offload"):
+        return None
+    share = number_of(table.get(f"{before}optimizer_offload_fraction"), 1.0 if _is_swift(table) else 0.0)
+    return share if 0 <= share <= 1 else None
 
 
 def _dispatcher(table: Table, before: str) -> str:
@@ -423,7 +442,7 @@ def _prefetched(reading: Reading) -> None:
         table.matters["overlap_p2p_communication_warmup_flush"] = _ONE_MORE
 
 
-_MEGATRONS = ("moe_shared_expert_overlap", "moe_expert_capacity_factor", "fp8_format", "fp8_param_gather")
+_MEGATRONS = ("moe_shared_expert_overlap", "moe_pad_expert_input_to_capacity", "fp8_format", "fp8_param_gather")
 #: Families with experts but without shared experts.
 _NONE_SHARED = ("mixtral", "qwen3_moe")
 
@@ -446,11 +465,11 @@ def tell_stages(reading: Reading, before: str = "") -> None:
     chunks = ([first] if first else []) + [left // rest] * rest + ([last] if last else [])
     said = [key for end in keys for key in end if key in table.data]
     reading.tell("pipeline_layers", said[0], ",".join(map(str, chunks)))
-    _read_as_stages(table, said)
+    _counted(table, said)
 
 
-def _read_as_stages(table: Table, keys: list[str]) -> None:
-    """Drop the notes on keys whose layers of each stage are counted."""
+def _counted(table: Table, keys: list[str]) -> None:
+    """Drop the notes on keys that are counted after all."""
     for key in keys:
         table.matters.pop(key, None)
         table.saves.discard(key)

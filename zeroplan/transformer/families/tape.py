@@ -327,6 +327,32 @@ class Tape:
 
     in_fp8: Literal["", "delayed", "current"] = ""
     """Matrices multiply in FP8, with scales of before or of their own tensors."""
+    untracked: set[Value]
+    """Tensors that autograd does not follow."""
+    summed_anew: set[Value]
+    """Tensors whose gradients autograd never adds in place: DTensors, like all tensor subclasses."""
+    deferred: list[Deferred]
+    """Operators in the order in which the first half of a backward ran them."""
+    module: Module
+    """The module whose forward runs, if engines need to know it."""
+    casts: list[Size]
+    """Elements of the weights whose autocast copies live to the backward."""
+    cached: list[Size]
+    """Elements of the weights whose copies autocast caches until its context ends."""
+    alive_at_forward: dict[Module, tuple[Store, ...]]
+    """Tensors alive when a module's forward began, for the modules that engines need to know."""
+    alive_at_backward: dict[Module, tuple[Store, ...]]
+    """Tensors alive when a module's backward began, for the same modules."""
+    scratch: list[Store]
+    """Temporaries of the running operator."""
+    before: tuple[Store, ...]
+    """Tensors alive when the operator began, if engines need them."""
+    freed: bool
+    """Something was freed since the last moment."""
+    _last_saver: tuple[int, Alive, tuple[Value, ...]]
+    """The last operator that saved something: the number of moments before it, its moment, and its unsaved outputs."""
+    _last_linear: Module
+    """The linear layer whose backward ran last."""
 
     def __init__(
         self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeps_selected: bool = False,
@@ -344,41 +370,16 @@ class Tape:
         self.marks, self.host = Marks() if marking else None, InHost() if offloading else None
         self.wide, self.autocast, self.saving, self.fused_softmax = wide, autocast, saving, fused_softmax
         self.wide_residual = autocast and not narrow
-        self.mode = Mode()
-        self.untracked: set[Value] = set()
-        """Tensors that autograd does not follow."""
-        self.summed_anew: set[Value] = set()
-        """Tensors whose gradients autograd never adds in place: DTensors, like all tensor subclasses."""
-        self.half = Half.WHOLE
-        self.deferred: list[Deferred] = []
-        """Operators in the order in which the first half of a backward ran them."""
-        self.module = Module.NONE
-        """The module whose forward runs, if engines need to know it."""
-        self._last_saver: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
-        """The last operator that saved something: the number of moments before it, its moment, and its unsaved outputs."""
+        self.mode, self.half, self.module = Mode(), Half.WHOLE, Module.NONE
+        self.untracked, self.summed_anew, self.deferred = set(), set(), []
         self.alive: dict[Store, None] = {}
-        self.history = History()
+        self.saved: dict[Store, None] = {}
         self.operators: list[Operator] = []
         self.moments: list[Alive] = []
-        self.saved: dict[Store, None] = {}
-        self.casts: list[Size] = []
-        """Elements of the weights whose autocast copies live to the backward."""
-        self.cached: list[Size] = []
-        """Elements of the weights whose copies autocast caches until its context ends."""
-        self.gradients = WeightGradients()
-        self.alive_at_forward: dict[Module, tuple[Store, ...]] = {}
-        """Tensors alive when a module's forward began, for the modules that engines need to know."""
-        self.alive_at_backward: dict[Module, tuple[Store, ...]] = {}
-        self.scratch: list[Store] = []
-        """Temporaries of the running operator."""
-        self.name = ""
-        self.place = Place()
-        self.before: tuple[Store, ...] = ()
-        """Tensors alive when the operator began, if engines need them."""
-        self._last_linear = Module.NONE
-        """The linear layer whose backward ran last."""
-        self.freed = True
-        """Something was freed since the last moment."""
+        self.history, self.gradients, self.casts, self.cached = History(), WeightGradients(), [], []
+        self.alive_at_forward, self.alive_at_backward, self.scratch = {}, {}, []
+        self.name, self.place, self.before, self.freed = "", Place(), (), True
+        self._last_saver, self._last_linear = (0, Alive("", (), (), (), ()), ()), Module.NONE
 
     def is_wide(self, dtype: Width) -> bool:
         """Whether a dtype is fp32 in this run."""
