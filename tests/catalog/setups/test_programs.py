@@ -13,6 +13,7 @@ import yaml
 
 from tests.catalog.setups.test_setups import FSDP
 from tests.formulas import assert_explained
+from tests.mutation import forget
 from zeroplan import estimate
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.setups import told
@@ -24,6 +25,7 @@ from zeroplan.export.megatron import megatron_arguments
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.transformer.families import experts
 from zeroplan.workflow import loop_of_file
 
 if TYPE_CHECKING:
@@ -185,6 +187,26 @@ def test_automodels_experts_and_the_kernels_that_send_tokens(read: Callable[...,
     theirs = {"pretrained_model_name_or_path": "microsoft/phi-4"}  # transformers' own model: whole blocks, and its own norms
     phi = read(AUTO | {"model": theirs, "distributed": {"activation_checkpointing": True}}).job.recipe
     assert (phi.recompute, phi.fused_parts) == ("full", ())
+
+
+def test_automodels_experts_of_glm_keep_their_outputs_in_fp32(read: Callable[..., Resolved], monkeypatch: pytest.MonkeyPatch):
+    """They are weighted after both products, from whose output the weights get their gradient (apply_router_weight_after_down)."""
+    model = {"pretrained_model_name_or_path": "zai-org/GLM-4.5-Air", "backend": {"dispatcher": "hybridep", "linear": "torch"}}
+    job = read(AUTO | {"model": model, "distributed": {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8}}).job
+
+    def saved() -> int:
+        return sum(int(line.n_bytes) for line in estimate(job).peak.lines if "saved by all blocks" in line.reason)
+
+    kept = saved()
+    with monkeypatch.context() as other:
+        other.setattr(experts, "WEIGHTED_LAST", ())
+        forget()
+        without = saved()
+    forget()
+    moe = job.model.moe
+    assert moe is not None
+    pairs, layers = 2 * 2048 * moe.num_experts_per_tok, job.model.num_hidden_layers - moe.num_dense_layers
+    assert kept - without == layers * pairs * (4 * job.model.hidden_size + 4)
 
 
 def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Callable[..., Resolved], tmp_path: Path):
