@@ -16,6 +16,7 @@ import torch
 
 from tests.transformer.fake_blocks import BlockRun, Passage
 from zeroplan.catalog.gpu import gpu
+from zeroplan.engines.quantised import is_bias
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
@@ -61,7 +62,7 @@ BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
-    "jais2", "helium", "hy_v3", "deepseek_v32", "glm_moe_dsa",
+    "jais2", "helium", "stablelm", "hy_v3", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm")
 """Families whose classes always have a window."""
@@ -115,7 +116,7 @@ def _sizes(draw: Random, family: str) -> tuple[int, int, int, int, int]:
     head_dim += TRAITS[family].turned_width
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
-    square = plain or family in ("olmoe", "cohere2", "helium")
+    square = plain or family in ("olmoe", "cohere2", "helium", "stablelm")
     hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
@@ -255,7 +256,7 @@ def run_of(case: Case) -> BlockRun:
     recipe = RecipeSpec(
         engine="ddp", zero_stage=0, precision=precision, attention=compute.attention, recompute=compute.recompute
     )  # fmt: skip
-    stored = torch.bfloat16 if precision == "bf16" else torch.float32
+    stored = torch.float32 if compute.element_bytes == 4 or (compute.autocast and spec.adapter is None) else half
     away = offloading_from(CUDA, tracker) if compute.offloaded else nullcontext()
     with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker, away:
         model = causal_module(spec, recipe, stored, CUDA)
@@ -308,7 +309,8 @@ def said_of(case: Case) -> BlockRun:
     """
     spec, compute, size, _ = case
     block, recomputed = block_pass(spec, case.layers.kind, compute, size), compute.recompute != "none"
-    cast = [one for one in case.layers.parameters if one.autocast] if compute.autocast else []
+    wide = [one for one in case.layers.parameters if one.autocast and (spec.adapter is None or not one.frozen)]
+    cast = wide if compute.autocast else []
     entered = _bytes(block.entered)
     kept, cached = _bytes(block.kept(compute.recompute)), 2 * sum(one.numel for one in cast)
     own = 2 * block.cast_elements if compute.autocast and not recomputed else 0
@@ -317,7 +319,7 @@ def said_of(case: Case) -> BlockRun:
     forward = [line for line in (block.forward_recompute if recomputed else block.forward) if " block below" not in line.reason]
     live_casts = 2 if compute.autocast else 0
     highest = max(
-        _bytes(point.lines) + _of_residual(case) * point.gradients + live_casts * point.live_casts for point in block.points
+        _bytes(point.lines) + _of_gradients(case) * point.gradients + live_casts * point.live_casts for point in block.points
     )  # fmt: skip
     beside = _bytes(block.checkpoint_in_backward) if recomputed else 0
     return BlockRun(
@@ -346,9 +348,15 @@ def _picked_below(case: Case) -> int:
     return 4 * case.size.micro_batch_size * case.size.seq_len * min(case.size.seq_len, case.spec.mla.index_topk)
 
 
-def _of_residual(case: Case) -> int:
-    """Return the bytes of an element of the residual stream, and of a weight's gradient."""
+def _of_gradients(case: Case) -> int:
+    """Bytes of an element of a weight's gradient."""
     return 4 if case.compute.autocast else case.compute.element_bytes
+
+
+def _of_residual(case: Case) -> int:
+    """Bytes of an element of the residual stream, which frozen weights of 16 bits keep narrow under autocast."""
+    wide = case.spec.adapter is None or case.spec.upcasts_norms
+    return 4 if case.compute.autocast and wide else case.compute.element_bytes
 
 
 def _bytes(lines: tuple[Line, ...]) -> int:
@@ -360,10 +368,12 @@ def too_high(case: Case) -> tuple[int, int]:
 
     Autocast keeps no copy of a convolution's weight, which is a view. A checkpoint's input goes with the last operator that saved
     something, where autocast's casts come after that: in a block that saves casts of its input alone. Linear attention may be the
-    highest moment of a forward, before autocast casts the weights of the MLP behind it.
+    highest moment of a forward, before autocast casts the weights of the MLP behind it. bitsandbytes casts an fp32 bias to 16 bits
+    in its layer's first forward.
     """
-    if not case.compute.autocast or case.compute.recompute == "none":
-        return 0, 0
+    narrowed = 2 * sum(one.numel for one in case.layers.parameters if is_bias(one)) if case.spec.upcasts_norms else 0
+    if not case.compute.autocast or case.compute.recompute == "none" or case.spec.adapter is not None:
+        return narrowed, 0
     views = 2 * sum(one.numel for one in case.layers.parameters if "conv1d" in one.name)
     if case.spec.family in ("qwen3_5_text", "qwen3_5_moe_text"):
         return views + 2 * sum(one.numel for one in case.layers.parameters if one.autocast and one.name.startswith("mlp.")), 0

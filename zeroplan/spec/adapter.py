@@ -113,6 +113,16 @@ def refused_layers(family: str, layers: tuple[str, ...]) -> str:
     return ""
 
 
+def linear_layers(family: str) -> frozenset[str]:
+    """Return the last names of the linear layers of a family's blocks that bitsandbytes quantises.
+
+    transformers 5.23, integrations/bitsandbytes.py, replace_with_bnb_linear: no subclass of ``nn.Linear``, as Llama 4's router is.
+    """
+    if family in ADAPTED_IN_OLDER:
+        return frozenset((*ATTENTION, "gate", "w1", "w2", "w3"))
+    return frozenset(LAYERS_OF.get(family, _LLAMA).every) - {"router"}
+
+
 def first_is_bare(family: str, layers: tuple[str, ...], first: str) -> bool:
     """Whether the first layer has no adapter. ``first``: its letter in the model's pattern, M for linear attention, or empty."""
     own = LAYERS_OF.get(family, _LLAMA)

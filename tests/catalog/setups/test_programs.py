@@ -906,12 +906,17 @@ def test_a_head_of_few_outputs_on_megatron_core(read: Callable[..., Resolved], t
 
 
 @pytest.mark.parametrize(("task", "each"), [("generative_reranker", 4), ("embedding", 2), ("causal_lm", 1)])
-def test_ms_swifts_tasks_have_several_sequences_to_an_example(read: Callable[..., Resolved], task: str, each: int):
+def test_ms_swifts_tasks_have_several_sequences_to_an_example(
+    read: Callable[..., Resolved], tmp_path: Path, task: str, each: int
+):
     said = f"--task_type {task}"
     assert read(SWIFT_ON_MEGATRON.format("sft", said), "mine.sh").job.batch.micro_batch_size == 2 * each
     plain = f"MAX_NEGATIVE_SAMPLES=3 swift sft --model Qwen/Qwen3-4B --per_device_train_batch_size 2 --max_length 512 {said}\n"
     job = read(plain, "mine.sh").job
     assert (job.batch.micro_batch_size, job.recipe.loss) == (2 * each, "full" if task == "causal_lm" else "fused")
+    setup = read_setup(tmp_path / "mine.sh", gpus=None)
+    assert not setup.matters
+    assert any("every negative of an example" in note for note in setup.notes) == (task == "embedding")
 
 
 CUT = "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --bf16 "

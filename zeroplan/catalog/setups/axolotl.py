@@ -37,8 +37,8 @@ _PACKED = "sample_packing fills one row with micro_batch_size x sequence_len tok
 _IN_FP16 = "float16 without fp16 trains in 16 bits without autocast, which is counted as bf16: the same widths"
 _MASK = "sample_packing without FlashAttention makes a mask of all pairs of tokens, not counted: the answer is too low by that"
 _OWN_KERNELS = (
-    "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel), which are modelled together and with "
-    "DDP: peft's layers are counted in their place, which take more"
+    "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel), which are modelled together, with "
+    "DDP and in families like Llama: peft's layers are counted in their place, which take more"
 )
 #: DeepSpeed files that Axolotl ships (`axolotl fetch deepspeed_configs`), by the number in their name.
 _SHIPPED: dict[str, dict[str, object]] = {
@@ -150,7 +150,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
 def _kernels(reading: Reading, whole: Table) -> None:
     """Read Axolotl's functions for adapters, which are on unless the file says otherwise (utils/schemas/config.py).
 
-    Source: check_auto_enable_lora_kernels. They are modelled under DDP if they run all projections.
+    Source: check_auto_enable_lora_kernels. They are modelled under DDP in families like Llama, if they run all projections.
     """
     asked = [key for key in _KERNELS if whole.switch(key)]
     off = whole.text("rl") or whole.switch("nvfp4_merge_aware") or whole.switch("trust_remote_code")
@@ -158,8 +158,9 @@ def _kernels(reading: Reading, whole: Table) -> None:
     by_default = not (off or eight or any(whole.data.get(key) is not None for key in _KERNELS))
     if not (asked or by_default):
         return
-    flags = reading.flags
-    if (by_default or set(_KERNELS[:3]) <= set(asked)) and flags.get("engine", Told("", "")).value == "ddp" and not eight:
+    flags, model = reading.flags, reading.known_model()
+    ours = (model is None or model.family in ADAPTED_LIKE_LLAMA) and not eight
+    if ours and (by_default or set(_KERNELS[:3]) <= set(asked)) and flags.get("engine", Told("", "")).value == "ddp":
         told = flags.get("fused_kernels", Told("", ""))
         both = ",".join(filter(None, (str(told.value), "axolotl-lora")))
         reading.tell("fused_kernels", asked[0] if asked else "adapter", both, filled=True, note=told.note)
@@ -337,8 +338,6 @@ def _adapter(whole: Table) -> dict[str, object]:
         raise SpecError(f"{whole.where}: adapter is {adapter}, and lora_r is left out; give a rank")
     targets = whole.get("lora_target_modules")
     names = [targets] if isinstance(targets, str) else targets
-    if isinstance(names, list):  # peft matches the last parts of module names
-        names = [one.removeprefix("self_attn.").removeprefix("mlp.") if isinstance(one, str) else one for one in names]
     return {
         "use_peft": True,
         "lora_target_modules": "all-linear" if whole.switch("lora_target_linear") else names,

@@ -51,6 +51,8 @@ _LAYERS = {
     "linear_fc1": "gate_proj,up_proj",
     "linear_fc2": "down_proj",
 }
+#: transformers' names of the modules that may be trained whole beside adapters.
+_WHOLE = {"word_embeddings": "embed_tokens", "output_layer": "lm_head", "embed_tokens": "embed_tokens", "lm_head": "lm_head"}
 _NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
 #: Layers of the first and the last stage, which set the stages' layers where they are read.
 _CUTS = "*num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split"
@@ -102,6 +104,8 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
     table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format moe_shared_expert_overlap")
+    if "modules_to_save" in reading.flags:
+        _counted(table, ["modules_to_save"])
     if "megatron.optimizer_offload_fraction" in reading.options:
         _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"])
     if "pipeline_layers" in reading.flags:
@@ -344,7 +348,7 @@ def _loop(reading: Reading) -> None:
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
-    if table.text("task_type") == "generative_reranker" and "lora_rank" not in flags:
+    if table.text("task_type") in ("generative_reranker", "embedding") and "lora_rank" not in flags:
         table.matters["task_type"] = _ALL_LOGITS
         table.saves.add("task_type")
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
@@ -363,9 +367,12 @@ def _loop(reading: Reading) -> None:
         rolls_out(reading, table, completion, keeps_reference="lora_rank" not in flags)
 
 
-_ALL_LOGITS = "few tokens' logits are needed, and those of all tokens are counted, which take more"
+_ALL_LOGITS = "the logits of few tokens or none are needed, and those of all tokens are counted, which take more"
 _RANKED = "an example is a question with up to {} answers, each a sequence of its own: that many are counted"
-_NEGATIVES = "an embedding's examples are counted as two sequences each; every negative of an example is one more"
+_NEGATIVES = (
+    "an embedding's examples are counted as two sequences each; every negative of an example, which only the data has, is one "
+    "more: raise --micro-batch by these"
+)
 _FEW = "the logits of few tokens or none are needed: Liger's fused loss is counted, which has a piece of all logits beside"
 
 
@@ -381,7 +388,7 @@ def tell_task(reading: Reading, table: Table) -> None:
         reading.flags["micro_batch"] = size._replace(value=int(str(size.value)) * each, note=_RANKED.format(each))
     elif task == "embedding":
         reading.tell_pairs()
-        table.matters["task_type"] = _NEGATIVES
+        reading.notes.append(_NEGATIVES)
     if task == "reranker":
         reading.head_rows = 1
     elif task in ("generative_reranker", "embedding") and not _on_megatron_alone(reading):
@@ -484,6 +491,10 @@ def _adapter(reading: Reading) -> None:
     names = map(str, targets) if isinstance(targets, list) else str(targets).replace(",", " ").split()
     reading.number("lora_rank", "lora_rank", default=8)
     reading.tell("lora_targets", "target_modules", ",".join(_LAYERS.get(one, one) for one in names))
+    said = table.data.get("modules_to_save") or []
+    whole = said.replace(",", " ").split() if isinstance(said, str) else said
+    if isinstance(whole, list) and whole and set(map(str, whole)) <= _WHOLE.keys():
+        reading.tell("modules_to_save", "modules_to_save", ",".join(_WHOLE[str(one)] for one in whole))
     reading.notes.append(_NO_ADAPTERS)
     reading.flags |= {name: reading.flags[name]._replace(also=("fsdp2", 2, 3)) for name in ("engine", "stage")}
 
