@@ -38,7 +38,9 @@ _ADDS = """
     peft.dim kd_config.*
 """
 #: Prefixes of tables in which Megatron-Bridge and NeMo put arguments of the same names.
-_PREFIXES = re.compile(r"^(model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\.")
+_PREFIXES = re.compile(
+    r"^(model\.config|model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\."
+)
 _GENERATES = ("incoming_requests_per_sec", "incoming_requests_per_step", "num_tokens_to_generate")
 #: The attention for each ``--attention-backend`` (AttnBackend); with "auto" Transformer Engine chooses by the GPU.
 _BACKENDS = {"flash": "flash", "fused": "sdpa", "unfused": "eager", "local": "eager"}
@@ -74,6 +76,8 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
     # Megatron-Bridge puts the same names into the tables model and train; dashes and underscores are equal
     plain = {_PREFIXES.sub("", key).lstrip("-").replace("-", "_"): one for key, one in flat.data.items()}
+    if "num_moe_experts" in plain:  # TransformerConfig's name of --num-experts
+        plain.setdefault("num_experts", plain.pop("num_moe_experts"))
     pattern, _, predicting = str(plain.pop("hybrid_layer_pattern", "")).partition("/")
     if pattern:
         plain["num_layers"] = len(pattern.replace("|", ""))
@@ -109,6 +113,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     else:
         tell_stages(reading)
     _of_megatron_alone(reading)
+    _prefetched(reading)
     if _is_swift(table):
         _loop(reading)
     return reading.setup("ms-swift" if _is_swift(table) else "megatron")
@@ -425,6 +430,23 @@ def _of_megatron_alone(reading: Reading) -> None:
     for key in _MEGATRONS if "lora_rank" in reading.flags else ():
         table.matters.pop(key, None)
         table.saves.discard(key)
+
+
+_ONE_MORE = (
+    "overlap_p2p_communication_warmup_flush: with so few micro-batches the first backward runs with one more received gradient, "
+    "which is not counted: the answer is too low by a stage's output"
+)
+
+
+def _prefetched(reading: Reading) -> None:
+    """Read tensors that are received one micro-batch earlier in warm-up and flush (pipeline_parallel/schedules.py).
+
+    Where micro-batches are left for the steady phase, it holds one stage's stash more than both, and receives as early.
+    """
+    table, flags = reading.table, reading.flags
+    steps, stages = (int(str(flags[name].value)) if name in flags else 1 for name in ("grad_accum", "pipeline_parallel"))
+    if table.switch("overlap_p2p_communication_warmup_flush") and steps < 2 * stages:
+        table.matters["overlap_p2p_communication_warmup_flush"] = _ONE_MORE
 
 
 _MEGATRONS = ("moe_shared_expert_overlap", "moe_pad_expert_input_to_capacity", "fp8_format", "fp8_param_gather")
