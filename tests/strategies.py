@@ -611,6 +611,8 @@ def _splittable(draw: Random, ways: Sequence[str], tp: int) -> ModelSpec:
     experts = SHARED_BESIDE_EXPERTS if {"tp", "cp", "pp"} & {*ways} else DISPATCHED_FAMILIES
     families = experts if "ep" in ways else SPLIT_FAMILIES if {"tp", "cp"} & {*ways} else PIPELINED
     one = model(draw, families, ranks=tp)
+    while "ep" in ways and one.moe is None:  # a pattern of layers may have no experts
+        one = model(draw, families, ranks=tp)
     if {"tp", "cp"} & {*ways}:
         one = replace(one, mlp_bias=False, attention_bias=one.family == "qwen2")
     return one

@@ -40,7 +40,7 @@ def test_an_entry_is_named_after_its_file_and_says_where_it_comes_from(name: str
 
 
 def test_no_name_means_two_models():
-    """Neither whole, nor without the owner of a repository; a tail may equal the entry's own name."""
+    """Neither the full name nor the part after the owner is ambiguous; that part may equal the entry's own name."""
     names = [(name, entry.name) for entry in models() for name in _names(entry.name, entry.aliases)]
     owners = Counter(name for name, _ in set(names))
     assert [name for name, count in owners.items() if count > 1] == []

@@ -1,4 +1,4 @@
-"""Small models with experts, every width different from the others."""
+"""Small models with experts. All widths differ, so that no two can be confused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every line of a block or head pass: its formula gives its number, and a column gives its points. No torch."""
+"""Checks every line of a block or head: its formula gives its bytes, and a column equals its points. Needs no torch."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_column_is_its_points(family: str, compute: Compute) -> None:
 
 
 def test_a_column_of_which_some_sequences_are_one_chunk_is_as_high_as_its_points() -> None:
-    """A block of linear attention has other moments there, of which the column has both kinds."""
+    """A block of linear attention has other moments if a sequence is one chunk; the column contains both cases."""
     model, sizes = spec("qwen3_next"), [(1, CHUNK), (3, CHUNK + 1)]
     column = Column(*(np.array(values, dtype=np.int64) for values in (*zip(*sizes, strict=True), (1, 1))))
     whole = block_pass(model, "linear", COMPUTES[0], column)

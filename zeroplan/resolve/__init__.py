@@ -21,6 +21,7 @@ from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import names_in, with_images
 from zeroplan.resolve.padding import with_padding
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
+from zeroplan.resolve.targets import plain_targets
 from zeroplan.spec.adapter import PEFT_DEFAULT, PEFT_TARGETS, AdapterSpec
 from zeroplan.spec.base import nearest_fields
 from zeroplan.spec.batch import BatchSpec
@@ -38,6 +39,7 @@ from zeroplan.spec.recipe import (
     ON_PAPER,
     DeepSpeedOptions,
     Engine,
+    Fsdp1Options,
     Fsdp2Options,
     RecipeSpec,
     Stage,
@@ -244,6 +246,8 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         if model.family not in PEFT_TARGETS:
             raise SpecError(f"peft has no default layers for {model.family}; name them with --lora-targets, such as all-linear")
         asked["targets"] = PEFT_TARGETS[model.family]
+    elif request.lora_targets is not None:
+        asked["targets"] = plain_targets(request.lora_targets, model)
     said = {name: value for name, value in asked.items() if value is not None}
     if not said or (model.adapter is None and said == {"quantize": "none"}):
         return model
@@ -434,24 +438,26 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
 
 
 def _offload(request: Request, engine: Engine) -> dict[str, object]:
-    """Return the engine's options for the offload flags. FSDP2 can only offload optimizer and parameters together."""
+    """Return the engine's options for the offload flags. FSDP can only offload optimizer and parameters together."""
     asked = {name: value for name in ("offload_optimizer", "offload_param") if (value := getattr(request, name)) is not None}
     if not asked:
         return {}
     if engine == "deepspeed":
         return {"deepspeed": replace(request.deepspeed or DeepSpeedOptions(), **asked)}
     away = set(asked.values())
+    options = (request.fsdp1 or Fsdp1Options()) if engine == "fsdp1" else (request.fsdp2 or Fsdp2Options())
+    name = "fsdp1" if engine == "fsdp1" else "fsdp2"
     if away == {"none"}:
-        return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=False)}
+        return {name: replace(options, cpu_offload=False)}
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items())
-    if engine != "fsdp2":
+    if engine != name:
         raise SpecError(f"{flags} with engine {engine!r} is not modelled; use engine 'deepspeed' or 'fsdp2'")
     if away != {"cpu"} or len(asked) < len(("optimizer", "param")):
         raise SpecError(
-            f"{flags} with engine 'fsdp2': its CPUOffloadPolicy offloads parameters, gradients and optimizer together; "
+            f"{flags} with engine {engine!r}: it offloads parameters, gradients and optimizer together; "
             "use --offload-optimizer cpu --offload-param cpu, or engine 'deepspeed'"
         )
-    return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=True)}
+    return {name: replace(options, cpu_offload=True)}
 
 
 def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:

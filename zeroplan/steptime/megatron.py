@@ -108,7 +108,7 @@ def megatron_time(
         raise SpecError(f"how long a step of megatron.pretrains={recipe.megatron.pretrains!r} takes is not modelled; use 'gpt'")
     if recipe.zero_stage > 1:
         raise SpecError("how long a step of Megatron-FSDP takes is not modelled; use stage 1, the distributed optimizer")
-    for name in ("mtp_num_layers", "hybrid_layer_pattern", "fp8_format"):
+    for name in ("mtp_num_layers", "hybrid_layer_pattern", "fp8_format", "optimizer_offload_fraction"):
         if getattr(recipe.megatron, name):
             raise SpecError(f"how long a step with megatron.{name} takes is not modelled; leave it out")
     case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(rates, here, mfu), int(mesh.pp)

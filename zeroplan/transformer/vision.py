@@ -189,15 +189,19 @@ def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: B
     )  # fmt: skip
 
 
+def _residual(model: ModelSpec, compute: Compute) -> int:
+    """Return the size of an element of the tower's residual stream. [bytes]"""
+    return _FP32 if compute.autocast and model.adapter is None else compute.element_bytes
+
+
 def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool) -> HeadPass:
     """Return the head pass with the tensors that images add outside the tower's blocks. ``recomputed``: blocks are recomputed."""
     vision = model.vision
     if vision is None or not vision.images or not vision.has_blocks:
         return text
-    element, every = compute.element_bytes, vision.merge_size**2
+    element, residual = compute.element_bytes, _residual(model, compute)
     patches, positions = vision.images * vision.patches, vision.images * vision.tiles * vision.sequence
     sizes: dict[str, Int] = {"b": batch.micro_batch_size, "T": batch.micro_batch_size * batch.seq_len}
-    residual = _FP32 if compute.autocast and model.adapter is None else element
     frozen = _frozen(vision, model.adapter is not None)
 
     def lines(each: int, reason: str, *, of: str = "b", there: bool = True) -> tuple[Line, ...]:
@@ -206,20 +210,17 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
     copied = () if element == _FP32 else pixels(model, batch, element, "pixels in the compute dtype")
     of_head = 2 * _FP32 * (vision.hidden_size // vision.num_attention_heads)
     tables = lines(of_head * patches, "vision tower: rotary cos and sin, fp32", there=vision.turns_text)
+    normed, is_normed = vision.hidden_size * residual * positions, vision.tower == "clip" and (recomputed or not frozen[0])
     joining = _saved_by_the_projector(vision, element, residual) * patches
     kept = (
-        *lines(
-            vision.hidden_size * residual * positions,
-            "vision tower: input of the norm before its blocks",
-            there=vision.tower == "clip" and (recomputed or not frozen[0]),
-        ),
+        *lines(normed, "vision tower: input of the norm before its blocks", there=is_normed),
         *lines(vision.out_hidden_size, "which elements are of images, booleans", of="T"),
         *(() if frozen[0] else copied),
         *(() if frozen[0] and not recomputed else tables),
         *lines(joining, "saved by what joins the images to the text", there=recomputed or not all(frozen)),
     )
     arguments = copied if frozen[0] else ()  # until the model's forward returns the loss
-    one = vision.out_hidden_size * patches // every
+    one = vision.out_hidden_size * patches // vision.merge_size**2
     features = ((1 + vision.deeper) * element + residual) * one  # the last is a copy in the dtype of the text's embedding
     returned = lines(residual * one, "features of the images, which the model returns", there=bool(vision.fixed_size))
     outputs = (2 if vision.other_parameters and vision.tower == "clip" else 1) * vision.hidden_size * residual * positions

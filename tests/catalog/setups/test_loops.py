@@ -1,4 +1,4 @@
-"""Which files of TRL make the training step a part of a loop, and with which options."""
+"""Checks which files describe a loop whose training step is one phase, and with which options."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ VERL = (
     ],
 )
 def test_a_files_job_is_the_training_step_of_its_loop(tmp_path: Path, name: str, said: str, workflow: str):
-    """What the program's workflow makes of the step is in it already, so that every command counts the same one."""
+    """The step already includes what the program's workflow changes, so that every command counts the same step."""
     (tmp_path / name).write_text(said)
     found = resolve(Request(from_file=str(tmp_path / name), gpus=8, gpu="h200"))
     assert found.loop["workflow"] == workflow

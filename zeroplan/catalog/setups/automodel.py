@@ -1,6 +1,7 @@
 """Reads a job from YAML recipes of NeMo AutoModel, with keys and defaults of its components/ (docs/from-a-file.md)."""
 
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zeroplan.catalog.setups.recipes import (
@@ -13,6 +14,8 @@ from zeroplan.catalog.setups.recipes import (
     tell_sharded,
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
+from zeroplan.spec.adapter import HEAD, LAYERS_OF, Layers
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import AUTOMODEL_NORMS
 
 _AUTO_SCHEDULES = {
@@ -30,6 +33,7 @@ _AUTO_ADDS = """
 #: Values of AutoModel's backends (components/models/common/utils.py, BackendConfig) that are counted: attention kernels that save
 #: what FlashAttention saves, linear layers that save their input, norms that save theirs and a number per row, and grouped products
 #: that save theirs. Rotary positions save small tables; their fusion is switched off, whatever the file says. Empty: all values.
+#: MagiAttention saves the same on one rank of a sequence (2c641357, functional/dist_attn.py, save_tensors_for_bwd).
 _AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
     "attn": ("te", "sdpa"), "linear": ("te", "torch", "quack"), "rms_norm": ("te", "torch", "torch_fp32", "quack"),
     "rope": ("torch", "quack"),
@@ -41,12 +45,18 @@ _AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
 #: Of these, what chooses the kernels of experts and their router alone (components/moe/layers.py, MoE.__init__).
 _AUTO_OF_EXPERTS = ("experts", "dispatcher", "dispatcher_num_sms", "dispatcher_share_token_dispatcher", "dispatcher_async_dispatch",
                     "fake_balanced_gate", "fake_gate_noise", "gate_precision")  # fmt: skip
+#: Attention kernels of DeepSeek V4, GLM's DSA, and Kimi (deepseek_v4/layers.py, glm_moe_dsa/layers.py, kimi_k3/model.py,
+#: kimi_linear/model.py), whose families zeroplan refuses. Other models of AutoModel's ignore these values, or refuse them
+#: (components/attention/utils.py, initialize_attn_module_and_func).
+_AUTO_OF_REFUSED = ("tilelang", "cudnn", "torch", "eager")
+#: The family whose attention runs Transformer Engine's kernel or FlexAttention, both with sinks (gpt_oss/layers.py).
+_SINKS = "gpt_oss"
 _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
+#: Those in a loop (``torch``) are no less: each makes a gradient as large as all experts' weights.
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
 _AUTO_SAVES = """
     distributed.offload_policy* freeze_config.*
-    peft.use_memory_efficient_lora
     model.backend.compile_attn
 """
 
@@ -78,7 +88,8 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
     kinds = {"false": "none"}
     reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
-    flash = table.get("model.attn_implementation") == "flash_attention_2"
+    model = reading.known_model()
+    flash = table.get("model.attn_implementation") == "flash_attention_2" or (model is not None and model.family == _SINKS)
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
     tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
@@ -205,9 +216,14 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
     chosen = {key: one for key, one in chosen.items() if not (none_routed and key in _AUTO_OF_EXPERTS)}
     for key, one in chosen.items():
         counted = _AUTO_BACKENDS.get(key)
+        if key == "attn" and (one in _AUTO_OF_REFUSED or (one == "magi" and "context_parallel" not in reading.flags)):
+            continue
+        if key == "attn" and one == "flex" and model is not None and model.family == _SINKS:
+            parts += ["output-copied", "output-scaled"]
+            continue
         if counted is None or (counted and one not in counted):
             whole = f"model.backend.{key}"
-            alone = key in ("experts", "dispatcher") and not spread
+            alone = key in ("experts", "dispatcher") and not spread and (key, one) != ("experts", "torch")
             table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_BACKEND).format(whole, one)
             table.saves.update([whole] * alone)
     if spread and (sender := str(chosen.get("dispatcher") or "deepep")) in ("deepep", "hybridep"):
@@ -220,20 +236,59 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
 
 def _auto_adapter(reading: Reading) -> None:
     table = reading.table
-    rank, targets, dropout = table.count("peft.dim"), table.get("peft.target_modules"), table.get("peft.dropout")
+    rank, dropout = table.count("peft.dim"), table.get("peft.dropout")
     if rank is None:
         if table.data.get("peft._target_") is None:
             return
         rank = 8
-    names = [targets] if isinstance(targets, str) else targets if isinstance(targets, list) else []
-    plain = [re.sub(r"^\*\.?", "", str(one)) for one in names]
-    wide = not plain or any("*" in one or one in ("_proj", "proj", "") for one in plain)
-    model = reading.known_model()
-    if model is not None and model.moe is None:
-        table.leave(("peft.moe_rank_scaling",))  # the rank of experts' adapters (_peft/lora.py)
     reading.tell("lora_rank", "peft.dim", rank)
-    reading.tell("lora_targets", "peft.target_modules", "all-linear" if wide else ",".join(plain))
+    _auto_targets(reading)
     reading.tell("lora_dropout", "peft.dropout", str(dropout or "0").strip("0.") != "")
     if table.switch("quantization.load_in_4bit"):
         double = table.switch("quantization.bnb_4bit_use_double_quant")
         reading.tell("quantize", "quantization.load_in_4bit", "nf4-double" if double else "nf4")
+
+
+_OF_ITS_EXPERTS = (
+    "{}: AutoModel gives all experts of a layer adapters of their own, which are not modelled; --lora-targets attention counts "
+    "those of attention alone"
+)
+
+
+def _auto_targets(reading: Reading) -> None:
+    """Read the layers with adapters (_peft/module_matcher.py): by patterns of names, or all linear layers but some.
+
+    Experts are one module of that name, which patterns alone can match; ``moe_rank_scaling`` lowers the rank of its adapters.
+    """
+    table = reading.table
+    chosen, left_out = (_last_words(table.get(f"peft.{key}")) for key in ("target_modules", "exclude_modules"))
+    if not chosen and not left_out and not table.switch("peft.match_all_linear"):
+        chosen = ["*_proj"]
+    model, scaled = reading.known_model(), table.switch("peft.moe_rank_scaling")
+    has_experts = scaled if model is None else model.moe is not None
+    if has_experts and any(fnmatchcase("experts", one) for one in chosen):
+        reading.asks["lora_targets"] = _OF_ITS_EXPERTS.format("peft.target_modules")
+        return
+    names = _names_of_layers(model)
+    if reading.flags.get("loss", Told("", "full")).value == "fused":  # reads the head's own weight (components/loss/utils.py)
+        names = names[:-1]
+    adapted = [name for name in names if any(fnmatchcase(name, one) for one in chosen or ["*"])]
+    adapted = [name for name in adapted if not any(fnmatchcase(name, one) for one in left_out)]
+    if model is None:
+        wide = not chosen or any("*" in one or one in ("_proj", "proj", "") for one in chosen)
+        adapted = ["all-linear", *(name for name in adapted if name == HEAD)] if wide else chosen
+    reading.tell("lora_targets", "peft.target_modules", ",".join(adapted) or "none")
+
+
+def _last_words(said: object) -> list[str]:
+    patterns = [said] if isinstance(said, str) else said if isinstance(said, list) else []
+    return [str(one).rpartition(".")[2] for one in patterns]
+
+
+def _names_of_layers(model: ModelSpec | None) -> tuple[str, ...]:
+    """Return the names of a model's linear layers: experts are none, so the MLP's are those of dense layers and shared experts."""
+    if model is None:
+        return (*Layers().every, HEAD)
+    own = LAYERS_OF.get(model.family, Layers())
+    none_dense = model.moe is not None and not model.moe.num_shared_experts and not model.moe.num_dense_layers
+    return (*own.others, *own.attention, *(() if none_dense else own.mlp), HEAD)

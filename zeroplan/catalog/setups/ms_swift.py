@@ -101,6 +101,8 @@ def _task(reading: Reading, whole: Table) -> None:
     frozen = [part for part, key in parts.items() if whole.switch(key) is not False]
     if len(frozen) < len(parts):
         reading.tell("freeze", next(key for part, key in parts.items() if part not in frozen), ",".join(frozen) or "none")
+    if whole.switch("vit_gradient_checkpointing") is (whole.switch("gradient_checkpointing") is not False):
+        reading.table.leave(("vit_gradient_checkpointing",))  # its default (arguments/sft_args.py)
     if whole.switch("padding_free"):
         reading.notes.append(_PADDING)
 

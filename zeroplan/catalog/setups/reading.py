@@ -85,6 +85,7 @@ def _own_words(data: Mapping[str, object]) -> Kind | None:
 
     for kind, holds in (
         ("megatron", isinstance(data.get("MODEL_ARGS"), dict)),
+        ("llama-factory", {"finetuning_type", "template"} <= data.keys()),
         ("verl", any_key("actor_rollout_ref", "model.partial_pretrain", "model.path") or inner("model", "partial_pretrain")),
         ("openrlhf", any_key("ds.", "micro_train_batch_size")),
         ("ms-swift", bool({"tuner_type", "train_type", "rlhf_type"} & data.keys()) and "model" in data),

@@ -101,8 +101,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.notes.append(NO_LENGTH)
     again = table.switch("enable_activation_checkpointing")
     reading.tell("recompute", "enable_activation_checkpointing", "full" if again else "none")
-    if table.switch("enable_activation_offloading"):
-        reading.tell("offload_activations", "enable_activation_offloading", value=True)
+    _tune_offload(reading)
     tell_optimizer(reading, "optimizer._component_")
     reading.tell("loss", "loss._component_", "full", filled=True)
     _tune_adapter(reading, component)
@@ -121,6 +120,14 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell_loop("loss._component_", "dpo", full_logits=True)
         table.matters.pop("ref_checkpointer._component_", None)
     return reading.setup("torchtune")
+
+
+def _tune_offload(reading: Reading) -> None:
+    """Read offloaded activations, whose streams keep five tensors (training/_activation_offloading.py, max_fwd_stash_size)."""
+    if reading.table.switch("enable_activation_offloading"):
+        reading.tell("offload_activations", "enable_activation_offloading", value=True)
+        if reading.table.switch("activation_offloading_use_streams") is not False:
+            reading.tell("inputs_in_flight", "activation_offloading_use_streams", 5, filled=True)
 
 
 def _tune_loss(reading: Reading) -> None:

@@ -74,25 +74,27 @@ def _is_narrow(rows: int, n: Int, ep: int) -> Bool:
     return n > rows * ep
 
 
-def block_group(run: BlockRun, n: Int, tp: int, ep: int) -> Group:
-    """Return the ``fully_shard`` unit of a block, with or without experts."""
-    theirs = tuple(parameter for parameter in run.parameters if _is_expert(parameter))
-    shard: Int = 0
-    for parameter in run.parameters:
-        shard = shard + chunk(parameter, 1, n=n, tp=tp, ep=ep, in_block=True).numel
-    numel = sum(parameter.numel for parameter in run.parameters)
-    if not theirs:
-        return Group(shard, shard * n, numel, run.name)
-    apart: Int = 0
-    for parameter in theirs:
-        apart = apart + chunk(parameter, 1, n=n, tp=tp, ep=ep, in_block=True).numel
-    ranks = n * tp // ep
+def block_group(run: BlockRun, parameters: tuple[Parameter, ...], n: Int, tp: int, ep: int, symbol: str) -> Group:
+    """Return the ``fully_shard`` unit of a block with these of its parameters: all, or the trained ones."""
+    every = tuple(one for one in run.parameters if _is_expert(one))
+    theirs = tuple(one for one in parameters if _is_expert(one))
+    shard, numel = _of_a_rank(parameters, n, tp, ep), sum(one.numel for one in parameters)
+    if not every:
+        return Group(shard, shard * n, numel, symbol)
+    apart, ranks = _of_a_rank(theirs, n, tp, ep), n * tp // ep
     experts = Apart(
-        ranks, apart, apart * ranks, sum(parameter.numel for parameter in theirs),
-        cast_one_by_one(tuple(parameter.numel for parameter in theirs)), theirs[-1].numel,
-        where(_is_narrow(theirs[0].shape[0], n * tp, ep), 1, 0), where(ranks > 1, 1, 0),
+        ranks, apart, apart * ranks, sum(one.numel for one in theirs), cast_one_by_one(tuple(one.numel for one in theirs)),
+        theirs[-1].numel if theirs else 0, where(_is_narrow(every[0].shape[0], n * tp, ep), 1, 0), where(ranks > 1, 1, 0),
     )  # fmt: skip
-    return Group(shard, (shard - apart) * n + experts.padded, numel, run.name, experts=experts)
+    return Group(shard, (shard - apart) * n + experts.padded, numel, symbol, experts=experts)
+
+
+def _of_a_rank(parameters: tuple[Parameter, ...], n: Int, tp: int, ep: int) -> Int:
+    """Return this rank's chunks of parameters. [elements]"""
+    elements: Int = 0
+    for one in parameters:
+        elements = elements + chunk(one, 1, n=n, tp=tp, ep=ep, in_block=True).numel
+    return elements
 
 
 def used_as_they_are(group: Group) -> Group:
@@ -108,7 +110,8 @@ def used_as_they_are(group: Group) -> Group:
 
 def symbols(plan: Plan) -> Iterator[Symbol]:
     """Yield the symbols of the two groups of a block with experts."""
-    for group in plan.blocks:
+    trained = plan.trained_blocks if plan.is_partly_frozen else ()
+    for group in (*plan.blocks, *trained):
         if plan.reshard is False:
             yield Symbol(f"Q_{group.symbol}", group.padded, f"padded parameters that one {group.symbol} block has unsharded")
         if group.experts is None:

@@ -12,7 +12,7 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params import has_frozen, layout, trained_layout
+from zeroplan.transformer.params import has_frozen, layout
 from zeroplan.transformer.params_adapted import only_trained
 from zeroplan.transformer.params_split import split_layout
 from zeroplan.transformer.recomputed import in_two
@@ -118,9 +118,7 @@ def cut_of(
     the embedding in the root group.
     """
     tree, beside = (part, ()) if part is not None else _parameters(model, width, tp=tp, ep=ep)
-    learning = tree
-    if has_frozen(model):
-        learning = trained_layout(model) if part is None else only_trained(tree)
+    learning = only_trained(tree) if has_frozen(model) else tree
     if first is not None:
         trained = None if learning is tree else in_two(learning, model, first)
         tree = in_two(tree, model, first)
@@ -130,7 +128,7 @@ def cut_of(
     trained_root, trained_blocks = root, blocks
     if learning is not tree:
         trained_root = _root(learning, n, "trained_root", is_empty=is_apart)
-        trained_blocks = tuple(group_of(run.parameters, n, f"trained_{run.name}") for run in learning.runs)
+        trained_blocks = _trained_groups(tree, learning, n, tp, ep)
     ends = _ends(tree, learning, n) if is_apart else None
     return Cut(tree, learning, beside, root, blocks, trained_root, trained_blocks, ends)
 
@@ -171,7 +169,17 @@ def _block_groups(tree: Layout, n: Int, tp: int, ep: int) -> tuple[Group, ...]:
         return tuple(group_of(run.parameters, n, run.name) for run in tree.runs)
     from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  keeps start-up fast
 
-    return tuple(block_group(run, n, tp, ep) for run in tree.runs)
+    return tuple(block_group(run, run.parameters, n, tp, ep, run.name) for run in tree.runs)
+
+
+def _trained_groups(tree: Layout, learning: Layout, n: Int, tp: int, ep: int) -> tuple[Group, ...]:
+    """Return the trained part of each block's unit. It has a group of experts if the unit has one, even if none is trained."""
+    named = tuple((run, one.parameters, f"trained_{run.name}") for run, one in zip(tree.runs, learning.runs, strict=True))
+    if ep == 1:
+        return tuple(group_of(parameters, n, name) for _, parameters, name in named)
+    from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  as above
+
+    return tuple(block_group(run, parameters, n, tp, ep, name) for run, parameters, name in named)
 
 
 def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:

@@ -8,6 +8,7 @@ requests, where they are separate (:mod:`zeroplan.engines.requests.fsdp2`).
 """
 
 from collections.abc import Callable, Hashable
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from zeroplan.engines.fsdp2 import lines
@@ -158,7 +159,7 @@ class Runtime:
             self.memory.drop(unit.gathered(index))
         self.memory.drop(*map(unit.smaller, range(len(unit.parts.groups))))
         if below is not None:
-            self.prefetch(below)
+            self._gather_groups_ahead(below, len(unit.parts.groups))  # only a unit of several groups prefetches several
 
     def gather_ahead(self, unit: Unit) -> None:
         """Gather the group that ran last, as the root's hook does before the backward (``_backward_prefetch``)."""
@@ -167,10 +168,15 @@ class Runtime:
             self._request_buffer(unit, index, ahead=True)
 
     def prefetch(self, unit: Unit) -> None:
-        """``FSDPParamGroup._backward_prefetch``: gather a unit ahead, a block's experts first."""
+        """Gather a unit ahead, as the backward of a unit of one group does: only the group that ran last."""
+        self._gather_groups_ahead(unit, 1)
+
+    def _gather_groups_ahead(self, unit: Unit, most: int) -> None:
+        """``FSDPParamGroup._backward_prefetch``: gather at most so many groups of a unit, a block's experts first."""
         if self.plan.reshard is False or self.is_unsharded(unit):
             return
-        for index in reversed(range(len(unit.parts.groups))):
+        last_first = reversed(range(len(unit.parts.groups)))
+        for index in islice(last_first, most):
             self.all_gather(unit, index, ahead=True)
 
     def all_gather(self, unit: Unit, index: int, *, ahead: bool = False) -> None:

@@ -15,6 +15,7 @@ history of largest values, and the padding of experts' tokens for FP8.
 from zeroplan.engines.account import Account, PipelineRank
 from zeroplan.engines.megatron.chunks import chunks_per_rank, runs_of
 from zeroplan.engines.megatron.moments import moments_of
+from zeroplan.engines.megatron.on_host import host_lines
 from zeroplan.engines.megatron.rank import Rank, rank_of
 from zeroplan.engines.megatron.states import states_of
 from zeroplan.engines.megatron.symbols import symbols_of
@@ -66,6 +67,9 @@ _FP8_NOTE = "FP8 is read from Transformer Engine's code, not run; the step time 
 _ROWS_NOTE = "a head of few outputs is whole on every tensor-parallel rank, read from verl's and ms-swift's code, not run"
 _VERLS_NOTE = "verl's fused head and loss are read from its code, not run"
 _BESIDE_NOTE = "nanotron's gradients in 16 bits are read from its code, not run"
+_HYBRID_OPTIMIZER_NOTE = (
+    "the optimizer in host memory is read from Megatron-Core's code, not run; the step time is not modelled with it"
+)
 _PREDICTING_NOTE = "multi-token prediction is on the last pipeline rank; the step time is not modelled with it"
 
 
@@ -128,9 +132,11 @@ def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
             *((_VERLS_NOTE,) if recipe.megatron.cross_entropy_fusion_impl == "verl" else ()),
             *((_BESIDE_NOTE,) if recipe.megatron.gradients_beside else ()),
             *((_PREDICTING_NOTE,) if recipe.megatron.mtp_num_layers else ()),
+            *((_HYBRID_OPTIMIZER_NOTE,) if recipe.megatron.optimizer_offload_fraction else ()),
             *_notes_of_cut(job),
             *{"gpt": (), "bert": (_BERT_NOTE,), "t5": (_T5_NOTE,)}[recipe.megatron.pretrains],
         ),
+        host=tuple(host_lines(rank, job)),
         kept=tuple((kind, one.kept) for kind, one in layers.kinds.items()),
         pipeline=(_shown(rank, moments),),
     )

@@ -19,6 +19,7 @@ from zeroplan.engines.megatron.loss import (
 )
 from zeroplan.engines.megatron.made_gradients import made_lines
 from zeroplan.engines.megatron.muon import muon_step
+from zeroplan.engines.megatron.on_host import copied_back
 from zeroplan.engines.megatron.parameters import table_of
 from zeroplan.engines.megatron.rank import Rank, kinds_backward
 from zeroplan.engines.megatron.sharded import AT_AHEAD, AT_END, AT_HEAD, AT_LAST, AT_LOSS, AT_STEP, Sharding, sharding_of
@@ -93,6 +94,7 @@ def moments_of(rank: Rank, layers: Layers, job: Job, states: tuple[Line, ...]) -
     if rank.at == 0:
         yield _backward_of_embedding(step)
     own = (muon_step(job),) if job.recipe.optimizer == "muon" else step_lines(rank, job)
+    own = (*own, *copied_back(rank, job))
     lines = (*step.held, *step.whole(AT_STEP), *step.left["step"], *step.graphs["step"], *own)
     yield Moment("optimizer step", Phase.STEP, lines)
 

@@ -33,14 +33,14 @@ def muon_step(job: Job) -> Line:
     two bf16 iterates and two products, whichever is more.
     """
     most: Int = 0
-    for (rows, columns), ranks in _largest_matrices(job):
+    for (rows, columns), ranks in largest_matrices(job):
         whole, product = rows * columns, min(rows, columns) ** 2
         again = 4 * ceil_div(whole, ranks) + where(ranks > 1, 8 * whole, 0) + max(6 * whole, 4 * whole + 4 * product)
         most = maximum(most, again)
     return Line(Kind.OPTIMIZER_TEMPORARY, most, "Newton-Schulz iterates of the largest matrix", "Y_step", ITERATES)
 
 
-def _largest_matrices(job: Job) -> Iterator[tuple[tuple[int, int], Int]]:
+def largest_matrices(job: Job) -> Iterator[tuple[tuple[int, int], Int]]:
     """Yield the rows and columns of a layer's large matrices, and the number of ranks that split each."""
     model, mesh = job.model, job.mesh
     gates, hidden, mla = 2 if is_gated(job) else 1, model.hidden_size, model.mla

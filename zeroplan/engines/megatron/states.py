@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.megatron.made_gradients import NANOTRON
 from zeroplan.engines.megatron.muon import muon_states
+from zeroplan.engines.megatron.on_host import states_on_gpu
 from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers, updated_by
 from zeroplan.engines.megatron.widths import GRADIENTS_TOO, WEIGHTS_TOO, WIDTHS, bytes_of
 from zeroplan.ledger import Kind, Line
@@ -40,14 +41,20 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
     if (buckets := recipe.megatron.gradients_beside - 1) > 0:
         reason = "buckets of gradients in 16 bits, which stay"
         yield Line(Kind.GRADIENTS, 2 * buckets * whole[0], reason, f"{2 * buckets}·{whole[1]}", NANOTRON)
+    share, shared = states_on_gpu(rank, job)
     if width.master:
         reason = "fp32 copy of the weights" if width.master == 4 else "main weights in 16 bits, or what they have beyond bf16"
         yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)
     if recipe.optimizer == "muon":
         yield from muon_states(rank, job)
         return
-    both = WIDTHS[recipe.megatron.exp_avg_dtype] + WIDTHS[recipe.megatron.exp_avg_sq_dtype]
+    both = 8 if recipe.megatron.optimizer_offload_fraction else _moments(recipe)
     yield Line(Kind.OPTIMIZER_STATE, both * share, "momentum and variance", f"{both}·{shared}", OPTIMIZER)
+
+
+def _moments(recipe: RecipeSpec) -> int:
+    """Return the bytes of both moments per parameter."""
+    return WIDTHS[recipe.megatron.exp_avg_dtype] + WIDTHS[recipe.megatron.exp_avg_sq_dtype]
 
 
 def _weights_in_fp8(rank: Rank, job: Job) -> tuple[Int, Line]:
@@ -86,7 +93,7 @@ def symbols_in_fp8(rank: Rank, job: Job) -> Iterator[Symbol]:
 
 def step_lines(rank: Rank, job: Job) -> tuple[Line, ...]:
     """Return the step's temporary fp32 copies: of fp16 gradients, or of the precision-aware optimizer's states. [bytes]"""
-    n_bytes, (share, shared) = bytes_of(job.recipe).at_step, updated_by(rank, job)
+    n_bytes, (share, shared) = bytes_of(job.recipe).at_step, states_on_gpu(rank, job)
     if not n_bytes:
         return ()
     if job.recipe.megatron.use_precision_aware_optimizer:

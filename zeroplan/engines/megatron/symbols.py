@@ -10,6 +10,7 @@ from zeroplan.engines.megatron.leftover import behind_by, left_by
 from zeroplan.engines.megatron.made_gradients import made_gradients
 from zeroplan.engines.megatron.moments import lasts_of
 from zeroplan.engines.megatron.muon import muon_step
+from zeroplan.engines.megatron.on_host import symbols_on_host
 from zeroplan.engines.megatron.parameters import padded_vocabulary
 from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers
 from zeroplan.engines.megatron.sharded import sharding_of
@@ -26,6 +27,7 @@ def symbols_of(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
     yield Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts")
     yield from _symbols_of_muon(rank, job)
     yield from symbols_in_fp8(rank, job)
+    yield from symbols_on_host(rank, job)
     yield from _symbols_of_shards(rank, job)
     for at, elements in made_gradients(rank, job).items():
         yield Symbol(f"A_{at}", elements, f"gradients that a backward has made, at the moment: {at}")

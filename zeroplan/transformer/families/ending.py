@@ -353,50 +353,62 @@ def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
     gradient. The head's are the second's, where autograd sums two gradients into a third tensor. It assumes that no label is
     ignored.
     """
-    piece, weight = ceil(T, CHUNKS) * V, NOTHING if ending.frozen_head else e * h * V
     tokens = tape.make(LOGITS, "labels, shifted; those that count, and where they are", 24 * T, PIECES, LABELS)
     counting = op.tensor(tape, "hidden states of the tokens that count", read.dtype, T * h, PIECES)
-    waiting: list[Store] = []
-
-    def spread(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.drop(*waiting)
-        return [(read, op.gradient(tape, read, "gradient of all tokens", PIECES))]
-
-    rounds = _QAT in ending.fused
-    kept = (fake_quantised.heads_in_pieces(tape, CHUNKS),) if rounds else ()
-    tape.add("tokens that count", (counting,), kept, spread, of=(read,))
+    pieces = _Pieces(read, [], NOTHING if ending.frozen_head else e * h * V, rounds=_QAT in ending.fused)
+    kept = (fake_quantised.heads_in_pieces(tape, CHUNKS),) if pieces.rounds else ()
+    tape.add("tokens that count", (counting,), kept, pieces.spread, of=(read,))
     tape.drop(*kept)
-    if rounds:  # counted as a whole above
+    if pieces.rounds:  # counted as a whole above
         tape.mode = tape.mode._replace(linear=None)
     product = _product(tape, counting)
-    product.store.size, product.store.reason = e * piece, "logits of a piece"
-    wide = Value(tape.make(LOGITS, "logits of a piece, fp32", 4 * piece, PIECES), 4, product.shape)
+    product.store.size, product.store.reason = e * _PIECE, "logits of a piece"
+    wide = Value(tape.make(LOGITS, "logits of a piece, fp32", 4 * _PIECE, PIECES), 4, product.shape)
     softmax = tape.make(LOGITS, "log-softmax of all pieces, fp32", 4 * T * V, PIECES)
-    if rounds:
+    if pieces.rounds:
         fake_quantised.round_head(tape, back=False)
     loss = _scalar()
-
-    def of_loss(tape: Tape, _taken: list[Store]) -> Arriving:
-        later = at_least(0, weight - 4 * piece)
-        tape.scratch += [
-            tape.make(LOGITS, "gradient of a piece's log-softmax, fp32", 4 * piece, PIECES),
-            tape.make(WEIGHT, "gradient of the head's weight, beyond the piece that is done", later, PIECES),
-        ]
-        return [(wide, tape.make(LOGITS, "gradient of a piece's logits, fp32", 4 * piece, PIECES))]
-
-    def of_cast(tape: Tape, _taken: list[Store]) -> Arriving:
-        summed = weight + at_least(0, weight - e * piece)
-        waiting.append(tape.make(LOGITS, "log-softmax of earlier pieces, fp32", 4 * T * V - 8 * piece, PIECES))
-        waiting.append(tape.make(WEIGHT, "gradient of the head's weight of later pieces, and the sum", summed, PIECES))
-        made = tape.make(LOGITS, "gradient of a piece's logits", e * piece, PIECES)
-        if rounds:
-            fake_quantised.round_head(tape, back=True)
-        return [(product, made)]
-
-    tape.add("cast of the logits", (wide,), (), of_cast, of=(product,))
-    tape.add("loss", (loss,), (softmax, tokens), of_loss, of=(wide,), place=AT_LOSS)
+    tape.add("cast of the logits", (wide,), (), partial(pieces.of_cast, product), of=(product,))
+    tape.add("loss", (loss,), (softmax, tokens), partial(pieces.of_loss, wide), of=(wide,), place=AT_LOSS)
     tape.release(product, wide)
     return _Ran(loss, (softmax, tokens), (softmax, tokens, counting.store))
+
+
+class _Pieces(NamedTuple):
+    """The backward of torchtune's loss in pieces."""
+
+    read: Value
+    """The head's input."""
+    waiting: list[Store]
+    """Tensors of other pieces, until the gradient of all tokens is made."""
+    weight: Size
+    """Gradient of the head's weight. [bytes]"""
+    rounds: bool
+    """Quantisation-aware training rounds the head."""
+
+    def spread(self, tape: Tape, _taken: list[Store]) -> Arriving:
+        """Make the gradient of all tokens from that of the tokens that count."""
+        tape.drop(*self.waiting)
+        return [(self.read, op.gradient(tape, self.read, "gradient of all tokens", PIECES))]
+
+    def of_loss(self, wide: Value, tape: Tape, _taken: list[Store]) -> Arriving:
+        """Make a piece's gradients in fp32."""
+        later = at_least(0, self.weight - 4 * _PIECE)
+        tape.scratch += [
+            tape.make(LOGITS, "gradient of a piece's log-softmax, fp32", 4 * _PIECE, PIECES),
+            tape.make(WEIGHT, "gradient of the head's weight, beyond the piece that is done", later, PIECES),
+        ]
+        return [(wide, tape.make(LOGITS, "gradient of a piece's logits, fp32", 4 * _PIECE, PIECES))]
+
+    def of_cast(self, product: Value, tape: Tape, _taken: list[Store]) -> Arriving:
+        """Make a later piece's gradient in 16 bits, while the weight's gradients are summed."""
+        summed = self.weight + at_least(0, self.weight - e * _PIECE)
+        self.waiting.append(tape.make(LOGITS, "log-softmax of earlier pieces, fp32", 4 * T * V - 8 * _PIECE, PIECES))
+        self.waiting.append(tape.make(WEIGHT, "gradient of the head's weight of later pieces, and the sum", summed, PIECES))
+        made = tape.make(LOGITS, "gradient of a piece's logits", e * _PIECE, PIECES)
+        if self.rounds:
+            fake_quantised.round_head(tape, back=True)
+        return [(product, made)]
 
 
 def _returned_wide(tape: Tape, logits: Value) -> Value:
@@ -857,6 +869,8 @@ def _casts_of_a_tile(tape: Tape, scored: Value, pieces: int) -> tuple[Store, ...
 TILE_ROWS, TILE_COLUMNS = 4096, 32768
 """trl 1.16, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE, and trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE."""
 _ROWS = T - b * i
+_PIECE = ceil(T, CHUNKS) * V
+"""Logits of one of torchtune's pieces."""
 _TILE_ROWS = at_most(TILE_ROWS, _ROWS)
 _SCORES = _Tiled(TILED, True, 28 * _ROWS, 9 * _ROWS + 13 * (T - b), 8 * _ROWS, e, NOTHING)
 _DISTILLS = _Tiled(COMPARED, False, 36 * _ROWS, 8 * _ROWS, 12 * _ROWS, 8, e * at_most(TILE_COLUMNS, V) * _TILE_ROWS)

@@ -6,7 +6,6 @@ layer too many with AdamW.
 
 from functools import partial
 
-from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp, layer
@@ -22,7 +21,7 @@ from zeroplan.transformer.families.definition import (
     Tables,
     before_and_after,
 )
-from zeroplan.transformer.families.experts import Routing, experts_here, logits_in_32_bits, picked
+from zeroplan.transformer.families.experts import Routing, logits_in_32_bits, picked, routed_experts
 from zeroplan.transformer.families.glm4 import Half, exchanged_pairs, times_table
 from zeroplan.transformer.families.olmo2 import CAST
 from zeroplan.transformer.families.tape import Site, Store, Tape, Value, Width
@@ -81,8 +80,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     shared = gated_mlp(tape, flat, block, MOE, width=n * m, prefix="shared experts: ") if block.shares else None
     with tape.owning(leaf=True):
         routing = _router(tape, flat, block)
-    with tape.inside(Module.EXPERTS), tape.owning():
-        made = routed = experts_here(tape, flat, routing.weights)
+    made = routed = routed_experts(tape, flat, routing.weights, block)
     if shared is not None:
         made = op.add(
             tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE)

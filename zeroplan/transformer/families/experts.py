@@ -11,6 +11,7 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Among, Module
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.tape import Arriving, Beside, Exchange, P_own, Site, Store, T_own, Tape, Value, Width
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
 
@@ -204,10 +205,16 @@ def _bias(tape: Tape, name: str, width: Size, sorting: _Sorting, experts: Size) 
     return made
 
 
+def routed_experts(tape: Tape, normal: Value, weights: Value, block: Block, computing: Computing = SILU) -> Value:
+    """Run the experts as their module does: all on this rank, or spread over several ranks."""
+    with tape.inside(Module.EXPERTS), tape.owning():
+        return (_dispatched if block.dispatched else _experts_here)(tape, normal, weights, computing)
+
+
 # --- all experts on this rank ------------------------------------------------------------------------------------------------
 
 
-def experts_here(tape: Tape, normal: Value, weights: Value, computing: Computing = SILU) -> Value:
+def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computing) -> Value:
     """``grouped_mm_experts_forward``. Its variables hold all tensors but the products' inputs until it returns."""
     experts, order = _sorted_experts(tape)
     rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T_own * t, EXPERTS)
@@ -293,7 +300,7 @@ def _back_in_order(tape: Tape, value: Value, reason: str) -> Value:
 # --- experts on several ranks: tokens go to the rank of their expert and come back --------------------------------------------
 
 
-def dispatched(tape: Tape, normal: Value, weights: Value, computing: Computing = SILU) -> Value:
+def _dispatched(tape: Tape, normal: Value, weights: Value, computing: Computing) -> Value:
     """``AllToAllEP.__call__``. Its variables hold the received pairs and the experts' outputs until it returns.
 
     A rank receives as many pairs as it sends, T·t, or X_r if tokens choose its experts more often. Tensor-parallel ranks have

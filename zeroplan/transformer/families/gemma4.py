@@ -23,7 +23,7 @@ from zeroplan.transformer.families.definition import (
     Tables,
     gated_modules,
 )
-from zeroplan.transformer.families.experts import EXPERTS, Computing, Routing, divided_by_their_sum, experts_here, picked
+from zeroplan.transformer.families.experts import EXPERTS, Computing, Routing, divided_by_their_sum, picked, routed_experts
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTENTION_NORM
 from zeroplan.transformer.families.tape import Arriving, P_own, Site, Store, Tape, Value
@@ -121,8 +121,7 @@ def _added(tape: Tape, given: Value, branch: Value, norm: str, reason: str) -> V
 
 def _experts(tape: Tape, flat: Value, weights: Value, block: Block) -> Value:
     entry = op.norm(tape, flat, "norm before the experts", NORM)
-    with tape.inside(Module.EXPERTS), tape.owning():
-        routed = experts_here(tape, entry, weights, Computing(partial(_gated, block=block)))
+    routed = routed_experts(tape, entry, weights, block, Computing(partial(_gated, block=block)))
     tape.release(entry)
     made = op.norm(tape, routed, "norm after the experts", NORM)
     tape.release(routed)

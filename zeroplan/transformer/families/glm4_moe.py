@@ -6,7 +6,6 @@ has experts. Hunyuan 3 adds the outputs of routed and shared experts in fp32.
 
 from functools import partial
 
-from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
@@ -21,7 +20,7 @@ from zeroplan.transformer.families.definition import (
     before_and_after,
     gated_modules,
 )
-from zeroplan.transformer.families.experts import Routing, experts_here, picked
+from zeroplan.transformer.families.experts import Routing, picked, routed_experts
 from zeroplan.transformer.families.llama import WITH_NORMS, attention
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Site, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout
@@ -54,8 +53,7 @@ def _hunyuan_mlp(tape: Tape, normal: Value, block: Block) -> Value:
         return gated_mlp(tape, normal, block, f"{HY3}, HYV3MLP.forward")
     flat = op.view(tape, normal, Site("experts: their input", source))
     routing = _hunyuan_router(tape, flat, block)
-    with tape.inside(Module.EXPERTS), tape.owning():
-        routed = experts_here(tape, flat, routing.weights)
+    routed = routed_experts(tape, flat, routing.weights, block)
     first = op.cast(tape, routed, 4, Site("output of the routed experts", source))
     shared = gated_mlp(tape, flat, block, source, width=n * m, prefix="shared experts: ")
     second = op.cast(tape, shared, 4, Site("output of the shared experts", source))

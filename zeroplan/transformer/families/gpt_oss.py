@@ -1,6 +1,5 @@
 """gpt-oss: eager attention with a learned sink score per head, and routed experts with biases and a clamped gate."""
 
-from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Rotated
@@ -17,7 +16,7 @@ from zeroplan.transformer.families.definition import (
     Tables,
     before_and_after,
 )
-from zeroplan.transformer.families.experts import Computing, dispatched, experts_here, picked
+from zeroplan.transformer.families.experts import Computing, picked, routed_experts
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import P_own, Site, Tape, Value
@@ -85,8 +84,7 @@ def _routed(tape: Tape, normal: Value, block: Block) -> tuple[Value, Value]:
     reason = "router: softmax of the top-k logits"
     scores = op.pointwise(tape, chosen, reason, Site("router: softmax", ROUTER), saves_result=True)
     tape.release(chosen)
-    with tape.inside(Module.EXPERTS), tape.owning():
-        made = (dispatched if block.dispatched else experts_here)(tape, normal, scores, _COMPUTING)
+    made = routed_experts(tape, normal, scores, block, _COMPUTING)
     tape.drop(indices)
     tape.release(logits)
     return made, scores

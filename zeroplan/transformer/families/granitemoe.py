@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Layer, layer
@@ -17,7 +16,7 @@ from zeroplan.transformer.families.definition import (
     Definition,
     before_and_after,
 )
-from zeroplan.transformer.families.experts import Routing, experts_here, picked
+from zeroplan.transformer.families.experts import Routing, picked, routed_experts
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -29,12 +28,11 @@ GRANITE = "transformers 5.23, models/granitemoe/modeling_granitemoe.py"
 ROUTER = f"{GRANITE}, GraniteMoeTopKRouter.forward"
 
 
-def moe(tape: Tape, normal: Value, _block: Block) -> Value:
+def moe(tape: Tape, normal: Value, block: Block) -> Value:
     """Run router and experts. The router's logits live until the module returns."""
     flat = op.view(tape, normal, Site("experts: their input", f"{GRANITE}, GraniteMoeMoE.forward"))
     routing = _router(tape, flat)
-    with tape.inside(Module.EXPERTS), tape.owning():
-        made = experts_here(tape, flat, routing.weights)
+    made = routed_experts(tape, flat, routing.weights, block)
     tape.drop(routing.indices)
     tape.release(flat, routing.weights, routing.logits)
     return made

@@ -1,11 +1,10 @@
 """Hunyuan's models with experts (Hunyuan-A13B): dense Hunyuan's attention, an MLP that every token visits, and routed experts."""
 
-from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Layer, gated_mlp, layer
 from zeroplan.transformer.families.definition import ROUTER_LOGITS, SIZES, Block, Definition, before_and_after, gated_modules
-from zeroplan.transformer.families.experts import experts_here, router
+from zeroplan.transformer.families.experts import routed_experts, router
 from zeroplan.transformer.families.llama import HUNYUAN, NORMS_AT_THE_END, NORMS_LAST
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -21,8 +20,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     shared = gated_mlp(tape, normal, block, MOE, prefix="shared MLP: ")
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     routing = router(tape, flat, narrowed=True)
-    with tape.inside(Module.EXPERTS), tape.owning():
-        routed = experts_here(tape, flat, routing.weights)
+    routed = routed_experts(tape, flat, routing.weights, block)
     tape.release(flat)
     made = op.add(tape, routed, shared, "output of experts and shared MLP", Site("sum of experts and shared MLP", MOE))
     tape.drop(routing.indices)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-from zeroplan.ledger import Module
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families.attention import Attended
@@ -21,7 +20,7 @@ from zeroplan.transformer.families.definition import (
     before_and_after,
     gated_modules,
 )
-from zeroplan.transformer.families.experts import dispatched, experts_here, router
+from zeroplan.transformer.families.experts import routed_experts, router
 from zeroplan.transformer.families.llama import WITH_NORMS, attention
 from zeroplan.transformer.families.sharded import own_share
 from zeroplan.transformer.families.tape import Tape, Value
@@ -44,8 +43,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
         narrowed = not TRAITS[block.family].routes_in_32_bits
         sigmoid, divided = block.family == "minimax_m2", block.family != "olmoe"
         routing = router(tape, normal, narrowed=narrowed, sigmoid=sigmoid, divided=divided)
-        with tape.inside(Module.EXPERTS):
-            made = (dispatched if block.dispatched else experts_here)(tape, normal, routing.weights)
+        made = routed_experts(tape, normal, routing.weights, block)
         tape.drop(routing.indices)
         tape.release(routing.weights, routing.logits)
     return own_share(tape, made, "output of the MLP") if block.sharded else made

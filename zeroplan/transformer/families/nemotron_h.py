@@ -12,7 +12,7 @@ from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import Attention
 from zeroplan.transformer.families.deepseek import router
 from zeroplan.transformer.families.definition import SIZES, Block, ConfigKeys, Definition, Program
-from zeroplan.transformer.families.experts import Computing, experts_here
+from zeroplan.transformer.families.experts import Computing, routed_experts
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.state_space import mixer, of_mixer
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM
@@ -64,8 +64,7 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
     """Run routed experts, then the shared one. The routing tensors live until the module returns."""
     routing = router(tape, normal, block)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
-    with tape.inside(Module.EXPERTS), tape.owning():
-        routed = experts_here(tape, flat, routing.weights, _COMPUTING)
+    routed = routed_experts(tape, flat, routing.weights, block, _COMPUTING)
     tape.release(flat)
     shared = _mlp(tape, normal, n * m, "shared expert: ", MOE)
     made = op.add(tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))

@@ -29,7 +29,7 @@ from zeroplan.transformer.families.definition import (
     gated_modules,
 )
 from zeroplan.transformer.families.delta_rule import Given, gated_delta_rule
-from zeroplan.transformer.families.experts import experts_here, router
+from zeroplan.transformer.families.experts import routed_experts, router
 from zeroplan.transformer.families.llama import attention
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
@@ -225,8 +225,7 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     shared = gated_mlp(tape, flat, block, MOE, width=n * m, prefix="shared expert: ")
     routing = router(tape, flat, narrowed=True, divided=block.family != "qwen2_moe")
-    with tape.inside(Module.EXPERTS), tape.owning():
-        routed = experts_here(tape, flat, routing.weights)
+    routed = routed_experts(tape, flat, routing.weights, block)
     bare = op.linear(tape, flat, _ONE, Site("gate of the shared expert", MOE, layer="shared_expert_gate"))
     gate = op.pointwise(tape, bare, "gate of the shared expert", Site("shared expert: sigmoid", MOE), saves_result=True)
     tape.release(bare, flat)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -81,10 +81,9 @@ def dispatch(model: nn.Module, meshes: ExpertMeshes) -> None:
     """Give this rank its experts, and route tokens to them."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism  # noqa: PLC0415  takes seconds
 
-    plan = model._expand_parallel_plan(model.ep_plan)  # type: ignore[operator]  # a transformers model
-    apply_expert_parallelism(
-        model, meshes.dispatched, meshes.alike, cast("dict[str, str]", plan), ep_implementation="all_to_all"
-    )
+    own: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # peft wraps it
+    plan = own._expand_parallel_plan(own.ep_plan)
+    apply_expert_parallelism(own, meshes.dispatched, meshes.alike, plan, ep_implementation="all_to_all")
 
 
 def placement(block: nn.Module, mesh: DeviceMesh, meshes: ExpertMeshes) -> Placement | None:

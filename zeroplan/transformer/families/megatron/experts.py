@@ -3,7 +3,7 @@
 from zeroplan.expr import NOTHING, Size
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.megatron.dispatchers import WAYS, times_weights
-from zeroplan.transformer.families.megatron.matrices import column, narrowed, read, row
+from zeroplan.transformer.families.megatron.matrices import column, matrix, row
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Routing
 from zeroplan.transformer.families.megatron.symbols import E_g, T_m, T_n, X_f, X_g, X_i, X_l, X_r, f_s, g, m_r, w_p
@@ -110,29 +110,14 @@ def _freed_first(tape: Tape, began: int, given: tuple[Value, ...], made: Value) 
 def _visited(tape: Tape, tokens: Value, chosen: Value, pairs: Size, routing: Routing) -> Value:
     """Experts' MLPs over ``pairs`` pairs. The routing weights multiply between the two matrices, or later."""
     source = EXPERTS if routing.grouped else SEQUENTIAL
-    wide = _product(tape, tokens, pairs * g * m_r, (h, g * m_r), "experts: the first matrix", source)
+    wide = matrix(tape, tokens, "experts: the first matrix", source, shape=pairs * g * m_r, weight=E_g * h * g * m_r)
     wide.store.reason = "experts: output of the first matrix"
     make = _active if routing.late else _weighted_at_once if routing.fused else _weighted
     active = make(tape, wide, chosen, pairs * m_r, routing, source)
     active.store.reason = "experts: input of the second matrix"
     tape.release(wide)
-    made = _product(tape, active, pairs * h, (m_r, h), "experts: the second matrix", source)
+    made = matrix(tape, active, "experts: the second matrix", source, shape=pairs * h, weight=E_g * m_r * h)
     tape.release(active)
-    return made
-
-
-def _product(tape: Tape, value: Value, shape: Size, weight: tuple[Size, Size], name: str, source: str) -> Value:
-    kept = read(tape, value, name)
-    made = op.tensor(tape, f"output of {name}", e, shape, source)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        narrowed(tape, shape, name)
-        arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", source))]
-        tape.weight_gradient(E_g * weight[0] * weight[1])
-        return arriving
-
-    tape.add(name, (made,), kept, backward, of=None)
-    tape.drop(*kept)
     return made
 
 

@@ -28,7 +28,7 @@ def norm(tape: Tape, value: Value, name: str, *, shape: Size = T_n * h, rows: Si
 _BY_32 = {"T_n": T_u, "T_m": T_v, "T_w": T_t, "X_r": X_u}
 
 
-def read(tape: Tape, value: Value, name: str, *, shared: bool = False) -> tuple[Store, ...]:
+def _read(tape: Tape, value: Value, name: str, *, shared: bool = False) -> tuple[Store, ...]:
     """Return what a matrix keeps of its input: the tensor itself, or an FP8 copy.
 
     With ``shared`` another operator keeps the tensor, and current scaling makes no copy.
@@ -43,66 +43,61 @@ def _through(tape: Tape, elements: Size) -> Size:
     return y_8 * elements.replacing(_BY_32) if tape.in_fp8 else e * elements
 
 
-def narrowed(tape: Tape, elements: Size, name: str) -> None:
-    """Allocate and free the FP8 gradient of a matrix's output, in all layouts."""
-    tape.temporary(
-        f"gradient of the output of {name}, in FP8", y_8 * elements.replacing(_BY_32) if tape.in_fp8 else NOTHING, FP8
-    )
+def matrix(
+    tape: Tape, value: Value, name: str, source: str, *, shape: Size, weight: Size, shared: bool = False,
+    beside: tuple[tuple[str, Size], ...] = (), beside_back: tuple[tuple[str, Size], ...] = (),
+) -> Value:  # fmt: skip
+    """Multiply by ``weight`` elements. Temporaries (reason, size) exist in the forward, and others in the backward.
+
+    ``shared``: see :func:`_read`.
+    """
+    kept = _read(tape, value, name, shared=shared)
+    passing = [tape.make(op.TEMPORARY, *one, source) for one in beside]
+    made = op.tensor(tape, f"output of {name}", e, shape, source)
+    tape.drop(*passing)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        narrow = y_8 * shape.replacing(_BY_32) if tape.in_fp8 else NOTHING
+        tape.temporary(f"gradient of the output of {name}, in FP8", narrow, FP8)
+        for one in beside_back:
+            tape.temporary(*one, source)
+        arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", source))]
+        tape.weight_gradient(weight)
+        return arriving
+
+    tape.add(name, (made,), kept, backward, of=None)
+    tape.drop(*kept)
+    return made
 
 
 def column(tape: Tape, value: Value, width: Size, name: str, *, reads: Size = h, tokens: Size = T_m) -> Value:
     """A column-parallel matrix. Sequence parallelism gathers its input in the forward, and again for the weight gradient."""
-    gathered = tape.make(op.TEMPORARY, f"gathered input of {name}", _through(tape, T_w * reads), COLUMN)
-    kept = read(tape, value, name)
-    made = op.tensor(tape, f"output of {name}", e, tokens * width, COLUMN)
-    tape.drop(gathered)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        narrowed(tape, tokens * width, name)
-        tape.temporary(f"gathered input of {name}", _through(tape, T_w * reads), COLUMN)
-        tape.temporary(f"gradient of the gathered input of {name}", e * T_w * reads, COLUMN)
-        arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", COLUMN))]
-        tape.weight_gradient(reads * width)
-        return arriving
-
-    tape.add(name, (made,), kept, backward, of=None)
-    tape.drop(*kept)
-    return made
+    gathered = f"gathered input of {name}", _through(tape, T_w * reads)
+    gradient = f"gradient of the gathered input of {name}", e * T_w * reads
+    return matrix(
+        tape,
+        value,
+        name,
+        COLUMN,
+        shape=tokens * width,
+        weight=reads * width,
+        beside=(gathered,),
+        beside_back=(gathered, gradient),
+    )
 
 
 def duplicated(tape: Tape, value: Value, width: Size, name: str) -> Value:
     """A matrix that every rank has whole, and multiplies with its own tokens."""
-    kept = read(tape, value, name)
-    made = op.tensor(tape, f"output of {name}", e, T_n * width, LATENT)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        narrowed(tape, T_n * width, name)
-        arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", LATENT))]
-        tape.weight_gradient(h * width)
-        return arriving
-
-    tape.add(name, (made,), kept, backward, of=None)
-    tape.drop(*kept)
-    return made
+    return matrix(tape, value, name, LATENT, shape=T_n * width, weight=h * width)
 
 
 def row(tape: Tape, value: Value, width: Size, name: str, *, shared: bool = False) -> Value:
     """A row-parallel matrix. The ranks sum its outputs; with sequence parallelism each rank gets only its own tokens."""
-    kept = read(tape, value, name, shared=shared)
-    whole = tape.make(op.TEMPORARY, f"output of {name} before ranks add it up", e * T_w * h, ROW)
-    made = op.tensor(tape, f"output of {name}", e, T_n * h, ROW)
-    tape.drop(whole)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary(f"gathered gradient of the output of {name}", _through(tape, T_w * h), ROW)
-        narrowed(tape, T_n * h, name)
-        arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", ROW))]
-        tape.weight_gradient(width * h)
-        return arriving
-
-    tape.add(name, (made,), kept, backward, of=None)
-    tape.drop(*kept)
-    return made
+    whole = f"output of {name} before ranks add it up", e * T_w * h
+    gradient = f"gathered gradient of the output of {name}", _through(tape, T_w * h)
+    return matrix(
+        tape, value, name, ROW, shape=T_n * h, weight=width * h, shared=shared, beside=(whole,), beside_back=(gradient,)
+    )
 
 
 def added(tape: Tape, branch: Value, residual: Value, reason: str, structure: Layer) -> Value:
