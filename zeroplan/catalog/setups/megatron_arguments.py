@@ -70,14 +70,17 @@ _SWITCHES = {
 _IN_FP32 = {f"megatron_fsdp_{name}_dtype": ("fp32", "auto") for name in ("main_params", "grad_comm")}
 
 
+def _plain_name(key: str) -> str:
+    """Return the argument's name for a key: Megatron-Bridge and NeMo put them into tables, and have one of TransformerConfig's."""
+    name = _PREFIXES.sub("", key).lstrip("-").replace("-", "_")
+    return "num_experts" if name == "num_moe_experts" else name
+
+
 def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     """Return the job in the arguments; raises SpecError if they train nothing."""
     data = whole.data.get("MODEL_ARGS", whole.data)
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
-    # Megatron-Bridge puts the same names into the tables model and train; dashes and underscores are equal
-    plain = {_PREFIXES.sub("", key).lstrip("-").replace("-", "_"): one for key, one in flat.data.items()}
-    if "num_moe_experts" in plain:  # TransformerConfig's name of --num-experts
-        plain.setdefault("num_experts", plain.pop("num_moe_experts"))
+    plain = {_plain_name(key): one for key, one in flat.data.items()}
     pattern, _, predicting = str(plain.pop("hybrid_layer_pattern", "")).partition("/")
     if pattern:
         plain["num_layers"] = len(pattern.replace("|", ""))
