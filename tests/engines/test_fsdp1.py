@@ -13,7 +13,7 @@ from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.fsdp1 import account
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
-from zeroplan.ledger import Kind
+from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
@@ -72,6 +72,22 @@ CASES = {
     "summed by micro-batch": job(batch=accumulated(FEW, 3), options=VIEWS),
     "checkpoints around units": job(batch=MANY, recompute="full", options={"checkpoints_units": True}),
 }
+AWAY: dict[str, object] = {"cpu_offload": True}
+CASES |= {
+    "offloaded": job(options=AWAY),
+    "offloaded, recomputed, three ranks, fp32 reduction": job(
+        options=AWAY | {"reduce_dtype": "fp32"}, batch=MANY, recompute="full", mesh={"dp_shard": 3}
+    ),
+    "offloaded, shard grad op, views, accumulated": job(
+        zero_stage=2, options=VIEWS | AWAY, tied=True, batch=accumulated(FEW, 2), sync_every_micro_batch=False
+    ),
+    "offloaded, shard grad op, summed by micro-batch": job(zero_stage=2, options=AWAY, batch=accumulated(FEW, 3)),
+    "offloaded, prefetched both ways": job(
+        options=AWAY | {"forward_prefetch": True}, batch=accumulated(FEW, 3), sync_every_micro_batch=False
+    ),
+    "offloaded, replicas, bf16": job(options=AWAY, mesh={"dp_shard": 64, "dp_replicate": 2}, precision="bf16", optimizer="sgd"),
+    "offloaded, fp32": job(options=AWAY, precision="fp32", zero_stage=2, batch=MANY),
+}
 TIED = job(tied=True, batch=accumulated(FEW, 2), sync_every_micro_batch=False)
 ADAPTED = {
     "lora": job(batch=MANY, adapter=LORA, options=VIEWS),
@@ -103,6 +119,7 @@ def test_a_step_takes_what_the_engine_takes(name: str) -> None:
         ({"optimizer": "muon"}, "it takes matrices, and shards are flat"),
         ({"loss": "chunked"}, "loss 'chunked' is not modelled; use loss 'full'"),
         ({"adapter": LORA, "options": {"wraps_adapters": False}}, "adapters in the unit of their block is not modelled"),
+        ({"adapter": LORA, "options": {"cpu_offload": True}}, "offload to host memory and LoRA is not modelled"),
         ({"adapter": LORA, "recompute": "selective"}, "recompute 'selective' and LoRA is not modelled"),
         ({"options": {"checkpoints_units": True}}, "checkpoints_units without recompute 'full'"),
         ({"zero_stage": 1}, "has no ZeRO stage 1"),
@@ -166,7 +183,23 @@ def test_a_note_names_copies_of_the_first_step() -> None:
     assert not any("in the first step alone" in note for note in estimate(ADAPTED["lora"]).notes)
 
 
-@pytest.mark.parametrize("asked", [job(), job(options=VIEWS, zero_stage=2), CASES["prefetched both ways"], ADAPTED["lora"]])
+def test_gradients_stay_on_the_gpu_until_an_offloaded_backward_ends() -> None:
+    """``_saved_grad_shard`` holds each unit's shard on the GPU. In the optimizer's step no gradients are there."""
+    answer = estimate(job(options=AWAY, batch=accumulated(FEW, 2)))
+    whole = max(int(line.n_bytes) for line in answer.host if line.kind is Kind.GRADIENTS)
+    root = next(int(symbol.value) for symbol in answer.symbols if symbol.name == "P_root")
+    there = {Phase.BACKWARD: 0, Phase.STEP: 0}
+    for moment in answer.engine_moments:
+        if moment.phase in there:
+            held = sum(int(line.n_bytes) for line in moment.lines if line.kind is Kind.GRADIENTS)
+            there[moment.phase] = max(there[moment.phase], held)
+    assert there == {Phase.BACKWARD: whole - root, Phase.STEP: 0}  # 4 bytes for each of 4 ranks; the root is reduced last
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [job(), job(options=AWAY, zero_stage=2), job(options=VIEWS, zero_stage=2), CASES["prefetched both ways"], ADAPTED["lora"]],
+)
 def test_a_column_has_what_each_of_its_jobs_has(asked: JobSpec) -> None:
     pytest.importorskip("numpy")
     from tests.engines.columns import Columns, assert_is_its_points

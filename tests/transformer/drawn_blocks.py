@@ -62,7 +62,7 @@ BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
-    "jais2", "helium", "hy_v3", "deepseek_v32", "glm_moe_dsa",
+    "jais2", "helium", "stablelm", "hy_v3", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm")
 """Families whose classes always have a window."""
@@ -116,7 +116,7 @@ def _sizes(draw: Random, family: str) -> tuple[int, int, int, int, int]:
     head_dim += TRAITS[family].turned_width
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
-    square = plain or family in ("olmoe", "cohere2", "helium")
+    square = plain or family in ("olmoe", "cohere2", "helium", "stablelm")
     hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8

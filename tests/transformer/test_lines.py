@@ -47,6 +47,10 @@ class Column(NamedTuple):
     grad_accum_steps: NDArray[np.int64]
 
 
+def _indexer(family: str) -> dict[str, int]:
+    return {"index_n_heads": 3, "index_head_dim": 14, "index_topk": 16} if TRAITS[family].indexed else {}
+
+
 def spec(family: str) -> ModelSpec:
     gpt2 = family in PLAIN_HEADS
     moe = family in MOE_FAMILIES
@@ -71,7 +75,7 @@ def spec(family: str) -> ModelSpec:
         )
         if moe
         else None,
-        mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
+        mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12, **_indexer(family))
         if family in LATENT_FAMILIES
         else None,
         layer_pattern=(

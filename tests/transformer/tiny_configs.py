@@ -79,6 +79,8 @@ TINY: dict[str, dict[str, object]] = {
     },
     "helium": _LLAMA | {"head_dim": 8},
     "helium, biases, tied": _LLAMA | {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "stablelm": _LLAMA,
+    "stablelm, biases, tied": _LLAMA | {"use_qkv_bias": True, "tie_word_embeddings": True},
     "gemma": _LLAMA | {"head_dim": 16},
     "gemma, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
     "gemma2": _LLAMA | {"head_dim": 16},

@@ -128,7 +128,7 @@ def _options(recipe: RecipeSpec) -> Iterator[str]:
         return
     group = getattr(recipe, recipe.engine)
     default = type(group)()
-    if recipe.engine == "fsdp2" and recipe.fsdp2.cpu_offload:
+    if recipe.engine != "deepspeed" and recipe.offloads_states:
         yield from ("--offload-optimizer", "cpu", "--offload-param", "cpu")
     for field in fields(group):
         value = getattr(group, field.name)

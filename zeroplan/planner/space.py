@@ -213,7 +213,12 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool, wide: bool = False
     if SENDING & set(base.recipe.fused_parts):
         raise SpecError("kernels that send tokens to experts are not searched; use `zeroplan estimate`, or leave them out")
     decided = (fixed.offload_optimizer, fixed.offload_param)
-    if decided != (None, None) or base.recipe.fsdp2.cpu_offload or base.recipe.deepspeed.offloads:
+    if (
+        decided != (None, None)
+        or base.recipe.offloads_states
+        or base.recipe.fsdp2.cpu_offload
+        or base.recipe.deepspeed.offloads
+    ):
         if offload:
             return
     elif not offload:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroplan.catalog.config import config_said, read_config_with_notes
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_hub
-from zeroplan.catalog.model import WAYS_TO_NAME, tower_left_out
+from zeroplan.catalog.model import WAYS_TO_NAME, is_listed, tower_left_out
 from zeroplan.catalog.model import model as find_model
-from zeroplan.catalog.text import is_there
+from zeroplan.catalog.text import is_there, shown
 from zeroplan.catalog.traced import traced_config
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import names_in, with_images
@@ -39,6 +39,7 @@ from zeroplan.spec.recipe import (
     ON_PAPER,
     DeepSpeedOptions,
     Engine,
+    Fsdp1Options,
     Fsdp2Options,
     RecipeSpec,
     Stage,
@@ -220,7 +221,7 @@ def _complete_model(read: SetupRead, extra: Path | None) -> tuple[ModelSpec, tup
     model, notes = _model(read.request, extra)
     model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
     freezes = read.kind in ("llama-factory", "ms-swift")
-    model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
+    model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], freezes=freezes)
     return model, (*notes, *image_notes)
 
 
@@ -312,12 +313,20 @@ def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[M
         found = find_model(repository_of(name) or name, extra=own_folder(extra, "models"))
     except UnknownNameError as unknown:
         raise UnknownNameError(f"{unknown}{way_to_the_hub(name)}") from None
-    notes = () if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)
+    notes = (
+        *(() if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)),
+        *_taken_by_its_name(name, found.name, own_folder(extra, "models")),
+    )
     if beside := tower_left_out(found.name, extra=own_folder(extra, "models")):
         left = f"{beside} of {found.name} is left out, and every figure is too low by it; --config counts what it can"
         found = replace(found, name=f"{found.name} (text part)")
         return found, (left, *notes)
     return found, notes
+
+
+def _taken_by_its_name(name: str, found: str, extra: Path | None) -> Iterator[str]:
+    if not is_listed(repository_of(name) or name, extra=extra):
+        yield f"{shown(name)} is taken for {found} by the last part of its name; --config reads a config.json that differs"
 
 
 def own_folder(extra: Path | None, kind: str) -> Path | None:
@@ -429,24 +438,26 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
 
 
 def _offload(request: Request, engine: Engine) -> dict[str, object]:
-    """Return the engine's options for the offload flags. FSDP2 can only offload optimizer and parameters together."""
+    """Return the engine's options for the offload flags. FSDP can only offload optimizer and parameters together."""
     asked = {name: value for name in ("offload_optimizer", "offload_param") if (value := getattr(request, name)) is not None}
     if not asked:
         return {}
     if engine == "deepspeed":
         return {"deepspeed": replace(request.deepspeed or DeepSpeedOptions(), **asked)}
     away = set(asked.values())
+    options = (request.fsdp1 or Fsdp1Options()) if engine == "fsdp1" else (request.fsdp2 or Fsdp2Options())
+    name = "fsdp1" if engine == "fsdp1" else "fsdp2"
     if away == {"none"}:
-        return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=False)}
+        return {name: replace(options, cpu_offload=False)}
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items())
-    if engine != "fsdp2":
+    if engine != name:
         raise SpecError(f"{flags} with engine {engine!r} is not modelled; use engine 'deepspeed' or 'fsdp2'")
     if away != {"cpu"} or len(asked) < len(("optimizer", "param")):
         raise SpecError(
-            f"{flags} with engine 'fsdp2': its CPUOffloadPolicy offloads parameters, gradients and optimizer together; "
+            f"{flags} with engine {engine!r}: it offloads parameters, gradients and optimizer together; "
             "use --offload-optimizer cpu --offload-param cpu, or engine 'deepspeed'"
         )
-    return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=True)}
+    return {name: replace(options, cpu_offload=True)}
 
 
 def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 #: Families by their ``model_type``.
 Family = Literal[
     "llama", "mistral", "ministral3", "cwm", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee",
-    "jais2", "helium", "gemma", "gemma2",
+    "jais2", "helium", "stablelm", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
     "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2",
     "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
@@ -108,6 +108,7 @@ TRAITS: Mapping[str, Traits] = {
     "arcee": Traits("llama", "relu2"),
     "jais2": Traits("llama", "relu2"),
     "helium": Traits("helium", biased_output=False),
+    "stablelm": Traits("stablelm", biased_output=False, turned=4),
     "gemma": Traits("gemma", "gelu_pytorch_tanh"),
     "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
     "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
@@ -181,11 +182,11 @@ TRAITS: Mapping[str, Traits] = {
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
     ),
     "deepseek_v32": Traits(
-        "deepseek_sparse", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True,
+        "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         indexed=True,
     ),
     "glm_moe_dsa": Traits(
-        "deepseek_sparse", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True,
+        "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         indexed=True,
     ),
     "mistral4": Traits(

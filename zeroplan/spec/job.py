@@ -18,12 +18,7 @@ from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import ON_PAPER, ROUNDED_FAMILIES, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.releases import check_release, is_reentrant
-from zeroplan.spec.split import (
-    check_context_parallel,
-    check_tensor_parallel,
-    shards_of_experts_are_even,
-    widths_of_experts,
-)
+from zeroplan.spec.split import check_context_parallel, check_tensor_parallel, shards_of_experts_are_even, widths_of_experts
 from zeroplan.spec.torchtitan import check_torchtitan
 from zeroplan.spec.vision import VisionSpec
 
@@ -295,11 +290,10 @@ class JobSpec(Spec):
 
         DDP stops at a parameter without a gradient, and DeepSpeed keeps states of it; with adapters they are frozen.
         """
-        mesh, recipe, adapted = self.mesh, self.recipe, self.model.adapter is not None
+        recipe, adapted = self.recipe, self.model.adapter is not None
         for asked, instead in (
             (recipe.attention == "flash" and "attention 'flash', which transformers has not for it,", "attention 'sdpa'"),
             (recipe.engine != "fsdp2" and not adapted and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
-            *((getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}", f"{name}=1") for name in ("tp", "cp")),
         ):
             if asked and self.model.family in INDEXED_FAMILIES:
                 raise SpecError(

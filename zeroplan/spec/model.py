@@ -278,6 +278,8 @@ class ModelSpec(Spec):
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
             raise SpecError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
         self._check_family()
+        if self.mla is not None:
+            self._check_indexer(self.mla)
         if self.adapter is not None:
             self._check_adapter(self.adapter)
         if self.frozen is not None:
@@ -309,6 +311,20 @@ class ModelSpec(Spec):
             )
         if self.tie_word_embeddings and ("head" in frozen.names) != ("embedding" in frozen.names):
             raise SpecError("this model's head is its embedding: freeze both (embedding,head) or neither")
+
+    def _check_indexer(self, mla: MlaSpec) -> None:
+        """Raise SpecError for an indexer without sizes or compressed queries, or in a family without one."""
+        sizes = (mla.index_n_heads, mla.index_head_dim, mla.index_topk)
+        if self.family not in INDEXED_FAMILIES:
+            if any(sizes):
+                raise SpecError(
+                    f"family={self.family!r} has no indexer; leave index_n_heads, index_head_dim and index_topk out"
+                )
+        elif not all(sizes) or mla.q_lora_rank is None or mla.index_head_dim <= mla.qk_rope_head_dim:
+            raise SpecError(
+                f"family={self.family!r} needs index_n_heads, index_topk, q_lora_rank, and an index_head_dim beyond "
+                f"qk_rope_head_dim={mla.qk_rope_head_dim}"
+            )
 
     def _check_family(self) -> None:
         for part, families in (

@@ -148,6 +148,9 @@ class Fsdp1Options(Spec):
     checkpoints_units: bool = False
     """The checkpoint is around a block's FSDP1 unit, as in transformers before 4.53; since then the unit is around the checkpoint.
     Checkpoints around frozen units stay alive until the end of the backward, with their gradients."""
+    cpu_offload: bool = False
+    """``CPUOffload(offload_params=True)``: sharded parameters, gradients and optimizer states are in host memory, and the CPU runs
+    the optimizer. The gradients' shards stay on the GPU until the backward ends."""
 
 
 def ways_of_resharding(options: Fsdp2Options) -> int | None:
@@ -532,7 +535,9 @@ class RecipeSpec(Spec):
     @property
     def offloads_states(self) -> bool:
         """Whether the engine keeps parameters, gradients or optimizer states in host memory."""
-        return self.deepspeed.offloads if self.engine == "deepspeed" else self.engine == "fsdp2" and self.fsdp2.cpu_offload
+        if self.engine == "deepspeed":
+            return self.deepspeed.offloads
+        return self.engine in ("fsdp1", "fsdp2") and (self.fsdp1 if self.engine == "fsdp1" else self.fsdp2).cpu_offload
 
     @property
     def fused_parts(self) -> tuple[str, ...]:

@@ -149,5 +149,5 @@ def _copies(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing,
     if recipe.offload_activations:
         yield copies_of_activations(steps * bytes_by_kind(account.host).get(Kind.ACTIVATIONS, 0), architecture)
     if recipe.offloads_states:
-        away = recipe.engine == "fsdp2" or recipe.deepspeed.offload_param != "none"
+        away = recipe.engine != "deepspeed" or recipe.deepspeed.offload_param != "none"
         yield copies_of_states(account, recipe, busy, architecture, times=steps + (2.0 * steps if away else 1.0))

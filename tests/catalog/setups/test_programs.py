@@ -13,6 +13,7 @@ import yaml
 
 from tests.catalog.setups.test_setups import FSDP
 from tests.formulas import assert_explained
+from tests.mutation import forget
 from zeroplan import estimate
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.setups import told
@@ -24,6 +25,7 @@ from zeroplan.export.megatron import megatron_arguments
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.transformer.families import experts
 from zeroplan.workflow import loop_of_file
 
 if TYPE_CHECKING:
@@ -187,6 +189,26 @@ def test_automodels_experts_and_the_kernels_that_send_tokens(read: Callable[...,
     assert (phi.recompute, phi.fused_parts) == ("full", ())
 
 
+def test_automodels_experts_of_glm_keep_their_outputs_in_fp32(read: Callable[..., Resolved], monkeypatch: pytest.MonkeyPatch):
+    """They are weighted after both products, from whose output the weights get their gradient (apply_router_weight_after_down)."""
+    model = {"pretrained_model_name_or_path": "zai-org/GLM-4.5-Air", "backend": {"dispatcher": "hybridep", "linear": "torch"}}
+    job = read(AUTO | {"model": model, "distributed": {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8}}).job
+
+    def saved() -> int:
+        return sum(int(line.n_bytes) for line in estimate(job).peak.lines if "saved by all blocks" in line.reason)
+
+    kept = saved()
+    with monkeypatch.context() as other:
+        other.setattr(experts, "WEIGHTED_LAST", ())
+        forget()
+        without = saved()
+    forget()
+    moe = job.model.moe
+    assert moe is not None
+    pairs, layers = 2 * 2048 * moe.num_experts_per_tok, job.model.num_hidden_layers - moe.num_dense_layers
+    assert kept - without == layers * pairs * (4 * job.model.hidden_size + 4)
+
+
 def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Callable[..., Resolved], tmp_path: Path):
     kernels = {"dispatcher": "torch", "experts": "torch", "attn": "sdpa", "gate_precision": "float32"}
 
@@ -282,7 +304,8 @@ def test_automodels_head_has_no_adapter_that_a_fused_loss_would_read(read: Calla
 @pytest.mark.parametrize(("attn", "named", "more", "noted"), [
     ("magi", "Qwen/Qwen3-30B-A3B", {}, False), ("magi", "Qwen/Qwen3-30B-A3B", {"cp_size": 2}, True),
     ("flex", "Qwen/Qwen3-30B-A3B", {}, True), ("flex", "openai/gpt-oss-20b", {}, False),
-    ("tilelang", "someone/else", {}, False)])  # fmt: skip
+    ("tilelang", "someone/else", {}, True),
+    ("eager", "someone/else", {}, False)])  # fmt: skip
 def test_automodels_attention_kernels(
     read: Callable[..., Resolved], tmp_path: Path, attn: str, named: str, more: dict[str, int], noted: bool
 ):
@@ -292,9 +315,19 @@ def test_automodels_attention_kernels(
     assert ("model.backend.attn" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is noted
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v4", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "kimi_k3"])
+@pytest.mark.parametrize(("said", "stage"), [
+    ({}, 2), ({"reshard_after_forward": True}, 3), ({"moe": {"reshard_after_forward": True}}, 3),
+    ({"reshard_after_forward": False, "moe": {"reshard_after_forward": True}}, 2)])  # fmt: skip
+def test_automodels_general_key_decides_whether_experts_are_resharded(
+    read: Callable[..., Resolved], said: dict[str, Any], stage: int
+):
+    model = {"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}}
+    assert read(AUTO | model | {"distributed": {"dp_size": 8, "ep_size": 8, **said}}).job.recipe.zero_stage == stage
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "kimi_linear", "kimi_k3"])
 def test_families_whose_attention_kernels_automodel_names_have_no_formulas(kind: str):
-    """If one gets formulas, its values of ``model.backend.attn`` change memory (automodel.py, _AUTO_OF_REFUSED)."""
+    """If one gets formulas, its values of ``model.backend.attn`` change memory (automodel.py, _is_counted_attention)."""
     config = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     with pytest.raises(SpecError, match="has no formulas"):
         model_from_config(config, name="mine")
@@ -344,6 +377,30 @@ def test_nanotrons_gradients_in_16_bits_grow_during_the_backward(read: Callable[
     assert not [line for line in estimate(read(alone).job).states if "buckets" in line.reason]
     read(NANO | {"optimizer": {"zero_stage": 1, "accumulate_grad_in_fp32": False}})
     assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"accumulate_grad_in_fp32"}
+
+
+@pytest.mark.parametrize(("steps", "noted"), [(8, False), (4, True)])
+def test_megatrons_tensors_received_early_in_warm_up_and_flush(
+    read: Callable[..., Resolved], tmp_path: Path, steps: int, noted: bool
+):
+    """With a steady phase, which holds one stage's stash more and receives as early, the peak is the same."""
+    said = {"num_layers": 16, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "micro_batch_size": 1, "bf16": True,
+            "vocab_size": 32000, "pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2,
+            "global_batch_size": steps, "overlap_p2p_communication_warmup_flush": True}  # fmt: skip
+    read({"MODEL_ARGS": said}, gpus=4)
+    assert ("overlap_p2p_communication_warmup_flush" in read_setup(tmp_path / "mine.yaml", gpus=4).matters) is noted
+
+
+def test_nemos_names_of_megatrons_shape(read: Callable[..., Resolved], tmp_path: Path):
+    shape = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 2048, "num_moe_experts": 8}
+    model = {f"model.config.{key}": one for key, one in shape.items()}
+    job = read(
+        {"MODEL_ARGS": {"trainer.strategy.tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True, **model}}
+    ).job
+    assert (job.model.num_hidden_layers, job.model.hidden_size, job.mesh.tp) == (4, 512, 2)
+    assert job.model.moe is not None
+    assert job.model.moe.num_experts == 8
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
 def test_lightning_and_litgpt(read: Callable[..., Resolved]):
@@ -849,12 +906,17 @@ def test_a_head_of_few_outputs_on_megatron_core(read: Callable[..., Resolved], t
 
 
 @pytest.mark.parametrize(("task", "each"), [("generative_reranker", 4), ("embedding", 2), ("causal_lm", 1)])
-def test_ms_swifts_tasks_have_several_sequences_to_an_example(read: Callable[..., Resolved], task: str, each: int):
+def test_ms_swifts_tasks_have_several_sequences_to_an_example(
+    read: Callable[..., Resolved], tmp_path: Path, task: str, each: int
+):
     said = f"--task_type {task}"
     assert read(SWIFT_ON_MEGATRON.format("sft", said), "mine.sh").job.batch.micro_batch_size == 2 * each
     plain = f"MAX_NEGATIVE_SAMPLES=3 swift sft --model Qwen/Qwen3-4B --per_device_train_batch_size 2 --max_length 512 {said}\n"
     job = read(plain, "mine.sh").job
     assert (job.batch.micro_batch_size, job.recipe.loss) == (2 * each, "full" if task == "causal_lm" else "fused")
+    setup = read_setup(tmp_path / "mine.sh", gpus=None)
+    assert not setup.matters
+    assert any("every negative of an example" in note for note in setup.notes) == (task == "embedding")
 
 
 CUT = "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --bf16 "

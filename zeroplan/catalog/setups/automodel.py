@@ -27,7 +27,7 @@ _AUTO_SCHEDULES = {
 _AUTO_ADDS = """
     quantization.load_in_8bit *num_nextn_predict_layers
     peft.use_dora qat.* teacher_model.* kd_ratio distributed.autocast_dtype longalign.*
-    model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype distributed.enable_fsdp2_prefetch
+    model.sparse* model.lm_head* distributed.mp_policy.*_dtype distributed.enable_fsdp2_prefetch
     distributed.moe.lm_head_precision distributed.bucket_cap_mb
 """
 #: Values of AutoModel's backends (components/models/common/utils.py, BackendConfig) that are counted: attention kernels that save
@@ -45,16 +45,21 @@ _AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
 #: Of these, what chooses the kernels of experts and their router alone (components/moe/layers.py, MoE.__init__).
 _AUTO_OF_EXPERTS = ("experts", "dispatcher", "dispatcher_num_sms", "dispatcher_share_token_dispatcher", "dispatcher_async_dispatch",
                     "fake_balanced_gate", "fake_gate_noise", "gate_precision")  # fmt: skip
-#: Attention kernels of DeepSeek V4, GLM's DSA, and Kimi (deepseek_v4/layers.py, glm_moe_dsa/layers.py, kimi_k3/model.py,
-#: kimi_linear/model.py), whose families zeroplan refuses. Other models of AutoModel's ignore these values, or refuse them
-#: (components/attention/utils.py, initialize_attn_module_and_func).
-_AUTO_OF_REFUSED = ("tilelang", "cudnn", "torch", "eager")
-#: The family whose attention runs Transformer Engine's kernel or FlexAttention, both with sinks (gpt_oss/layers.py).
-_SINKS = "gpt_oss"
+#: Attention of DeepSeek V4 and Kimi (deepseek_v4/layers.py, kimi_k3/model.py), which have no formulas here. AutoModel's other
+#: models ignore these values, or refuse them (components/attention/utils.py, initialize_attn_module_and_func).
+_AUTO_OF_REFUSED = ("torch", "eager")
 _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
+#: GroupedExperts.forward (components/moe/experts.py): the gathered tokens in 16 bits, and their outputs in fp32, twice for a sum.
+_AUTO_GATHERED = (
+    "{}={}: each rank gathers the tokens of all its expert-parallel ranks and sums their outputs in fp32, which is not counted: "
+    "the answer is too low"
+)
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
 #: Those in a loop (``torch``) are no less: each makes a gradient as large as all experts' weights.
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
+#: FSDP2Config's own mixed precision, which is counted (distributed/config.py).
+_AUTO_POLICY: dict[str, tuple[object, ...]] = {f"distributed.mp_policy.{key}": (kind, f"torch.{kind}") for key, kind in (
+    ("param_dtype", "bfloat16"), ("output_dtype", "bfloat16"), ("reduce_dtype", "float32"))}  # fmt: skip
 _AUTO_SAVES = """
     distributed.offload_policy* freeze_config.*
     model.backend.compile_attn
@@ -88,8 +93,8 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
     kinds = {"false": "none"}
     reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
-    model = reading.known_model()
-    flash = table.get("model.attn_implementation") == "flash_attention_2" or (model is not None and model.family == _SINKS)
+    words = [table.get(f"model.{key}") for key in ("attn_implementation", "config._attn_implementation")]
+    flash = "flash_attention_2" in words or _has_sinks(reading)
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
     tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
@@ -97,7 +102,12 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell_cut_loss("loss_fn._target_")
     _auto_adapter(reading)
     reading.notes.append(NOT_THEIR_MODULES.format("AutoModel"))
-    reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="model.backend.te_fp8.recipe model.backend.cuda_graph.*")
+    table.unmodelled(
+        harmless=_AUTO_POLICY,
+        saves=_AUTO_SAVES,
+        adds=_AUTO_ADDS,
+        either="model.backend.te_fp8.recipe model.backend.cuda_graph.*",
+    )
     _auto_float8(reading)
     for key in ("compile.enabled", "distributed.enable_compile"):
         if table.switch(key):
@@ -161,8 +171,10 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     strategy = table.text("distributed.strategy") or other
     if strategy not in ("fsdp2", "ddp"):
         raise table.refused("distributed.strategy", "fsdp2 and ddp are modelled")
-    # blocks of a pipeline, and of experts on their own ranks, stay gathered unless asked (distributed/config.py)
-    said = table.switch("distributed.moe.reshard_after_forward" if ep > 1 else "distributed.reshard_after_forward")
+    # blocks of a pipeline, and of experts on their own ranks, stay gathered unless asked (distributed/config.py); the general key
+    # comes first (_transformers/infrastructure.py)
+    said, of_experts = (table.switch(f"distributed.{key}reshard_after_forward") for key in ("", "moe."))
+    said = of_experts if said is None and ep > 1 else said
     stage = 0 if strategy == "ddp" else 2 if said is False or (said is None and (pp > 1 or ep > 1)) else 3
     tell_sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
     return max(1, (gpus or split) // split)
@@ -215,23 +227,34 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
     none_routed = model is not None and model.moe is None
     chosen = {key: one for key, one in chosen.items() if not (none_routed and key in _AUTO_OF_EXPERTS)}
     for key, one in chosen.items():
-        counted = _AUTO_BACKENDS.get(key)
-        if key == "attn" and (one in _AUTO_OF_REFUSED or (one == "magi" and "context_parallel" not in reading.flags)):
+        counted, whole = _AUTO_BACKENDS.get(key), f"model.backend.{key}"
+        if counted == () or one in (counted or ()) or (key == "attn" and _is_counted_attention(reading, one)):
             continue
-        if key == "attn" and one == "flex" and model is not None and model.family == _SINKS:
-            parts += ["output-copied", "output-scaled"]
-            continue
-        if counted is None or (counted and one not in counted):
-            whole = f"model.backend.{key}"
-            alone = key in ("experts", "dispatcher") and not spread and (key, one) != ("experts", "torch")
-            table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_BACKEND).format(whole, one)
-            table.saves.update([whole] * alone)
+        alone = key in ("experts", "dispatcher") and not spread and (key, one) != ("experts", "torch")
+        gathers = spread and (key, one) == ("dispatcher", "torch")
+        table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_GATHERED if gathers else _AUTO_BACKEND).format(whole, one)
+        table.saves.update([whole] * alone)
+    parts += ["output-copied", "output-scaled"] * (chosen.get("attn") == "flex" and _has_sinks(reading))
     if spread and (sender := str(chosen.get("dispatcher") or "deepep")) in ("deepep", "hybridep"):
         parts.append(sender)
     parts += ["inputs-kept"] * again + ["output-copied"] * (spread and chosen.get("attn") == "sdpa")
     parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (spread and chosen.get("experts") == "te")
     parts += ["router-in-fp32"] * ("gate_precision" in chosen)
     reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
+
+
+def _is_counted_attention(reading: Reading, kernel: object) -> bool:
+    """Whether attention with this kernel is counted in the file's model, beside those of ``_AUTO_BACKENDS``."""
+    if kernel == "tilelang":  # also in GLM's sparse attention, where transformers' dense one is counted
+        return "deepseek_v4" in str(reading.table.data.get("model.config._target_"))
+    alone = kernel == "magi" and "context_parallel" not in reading.flags
+    return alone or kernel in _AUTO_OF_REFUSED or (kernel == "flex" and _has_sinks(reading))
+
+
+def _has_sinks(reading: Reading) -> bool:
+    """Whether attention runs Transformer Engine's kernel or FlexAttention, both with sinks (models/gpt_oss/layers.py)."""
+    model = reading.known_model()
+    return model is not None and model.family == "gpt_oss"
 
 
 def _auto_adapter(reading: Reading) -> None:

@@ -71,6 +71,7 @@ def _trainers_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     if whole.get("ref_model") is not None:
         whole.matters["ref_model"] = "ref_model: a reference model of the trained model's own size is counted"
     _tower(reading, whole)
+    reading.tell_largest_image(whole, pixels="image_max_pixels")
     _adam_mini(reading)
     whole.leave(("use_dft_loss",))  # weights of each token's loss: a few numbers per token (train/trainer_utils.py)
     if whole.switch("enable_liger_kernel"):  # model/model_utils/liger_kernel.py: other losses need logits

@@ -38,7 +38,9 @@ _ADDS = """
     peft.dim kd_config.*
 """
 #: Prefixes of tables in which Megatron-Bridge and NeMo put arguments of the same names.
-_PREFIXES = re.compile(r"^(model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\.")
+_PREFIXES = re.compile(
+    r"^(model\.config|model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\."
+)
 _GENERATES = ("incoming_requests_per_sec", "incoming_requests_per_step", "num_tokens_to_generate")
 #: The attention for each ``--attention-backend`` (AttnBackend); with "auto" Transformer Engine chooses by the GPU.
 _BACKENDS = {"flash": "flash", "fused": "sdpa", "unfused": "eager", "local": "eager"}
@@ -49,6 +51,8 @@ _LAYERS = {
     "linear_fc1": "gate_proj,up_proj",
     "linear_fc2": "down_proj",
 }
+#: transformers' names of the modules that may be trained whole beside adapters.
+_WHOLE = {"word_embeddings": "embed_tokens", "output_layer": "lm_head", "embed_tokens": "embed_tokens", "lm_head": "lm_head"}
 _NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
 #: Layers of the first and the last stage, which set the stages' layers where they are read.
 _CUTS = "*num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split"
@@ -72,6 +76,8 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
     # Megatron-Bridge puts the same names into the tables model and train; dashes and underscores are equal
     plain = {_PREFIXES.sub("", key).lstrip("-").replace("-", "_"): one for key, one in flat.data.items()}
+    if "num_moe_experts" in plain:  # TransformerConfig's name of --num-experts
+        plain.setdefault("num_experts", plain.pop("num_moe_experts"))
     pattern, _, predicting = str(plain.pop("hybrid_layer_pattern", "")).partition("/")
     if pattern:
         plain["num_layers"] = len(pattern.replace("|", ""))
@@ -98,6 +104,8 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
     table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format moe_shared_expert_overlap")
+    if "modules_to_save" in reading.flags:
+        _counted(table, ["modules_to_save"])
     if "megatron.optimizer_offload_fraction" in reading.options:
         _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"])
     if "pipeline_layers" in reading.flags:
@@ -105,6 +113,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     else:
         tell_stages(reading)
     _of_megatron_alone(reading)
+    _prefetched(reading)
     if _is_swift(table):
         _loop(reading)
     return reading.setup("ms-swift" if _is_swift(table) else "megatron")
@@ -339,7 +348,7 @@ def _loop(reading: Reading) -> None:
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
-    if table.text("task_type") == "generative_reranker" and "lora_rank" not in flags:
+    if table.text("task_type") in ("generative_reranker", "embedding") and "lora_rank" not in flags:
         table.matters["task_type"] = _ALL_LOGITS
         table.saves.add("task_type")
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
@@ -358,9 +367,12 @@ def _loop(reading: Reading) -> None:
         rolls_out(reading, table, completion, keeps_reference="lora_rank" not in flags)
 
 
-_ALL_LOGITS = "few tokens' logits are needed, and those of all tokens are counted, which take more"
+_ALL_LOGITS = "the logits of few tokens or none are needed, and those of all tokens are counted, which take more"
 _RANKED = "an example is a question with up to {} answers, each a sequence of its own: that many are counted"
-_NEGATIVES = "an embedding's examples are counted as two sequences each; every negative of an example is one more"
+_NEGATIVES = (
+    "an embedding's examples are counted as two sequences each; every negative of an example, which only the data has, is one "
+    "more: raise --micro-batch by these"
+)
 _FEW = "the logits of few tokens or none are needed: Liger's fused loss is counted, which has a piece of all logits beside"
 
 
@@ -376,7 +388,7 @@ def tell_task(reading: Reading, table: Table) -> None:
         reading.flags["micro_batch"] = size._replace(value=int(str(size.value)) * each, note=_RANKED.format(each))
     elif task == "embedding":
         reading.tell_pairs()
-        table.matters["task_type"] = _NEGATIVES
+        reading.notes.append(_NEGATIVES)
     if task == "reranker":
         reading.head_rows = 1
     elif task in ("generative_reranker", "embedding") and not _on_megatron_alone(reading):
@@ -418,6 +430,23 @@ def _of_megatron_alone(reading: Reading) -> None:
     for key in _MEGATRONS if "lora_rank" in reading.flags else ():
         table.matters.pop(key, None)
         table.saves.discard(key)
+
+
+_ONE_MORE = (
+    "overlap_p2p_communication_warmup_flush: with so few micro-batches the first backward runs with one more received gradient, "
+    "which is not counted: the answer is too low by a stage's output"
+)
+
+
+def _prefetched(reading: Reading) -> None:
+    """Read tensors that are received one micro-batch earlier in warm-up and flush (pipeline_parallel/schedules.py).
+
+    Where micro-batches are left for the steady phase, it holds one stage's stash more than both, and receives as early.
+    """
+    table, flags = reading.table, reading.flags
+    steps, stages = (int(str(flags[name].value)) if name in flags else 1 for name in ("grad_accum", "pipeline_parallel"))
+    if table.switch("overlap_p2p_communication_warmup_flush") and steps < 2 * stages:
+        table.matters["overlap_p2p_communication_warmup_flush"] = _ONE_MORE
 
 
 _MEGATRONS = ("moe_shared_expert_overlap", "moe_pad_expert_input_to_capacity", "fp8_format", "fp8_param_gather")
@@ -462,6 +491,10 @@ def _adapter(reading: Reading) -> None:
     names = map(str, targets) if isinstance(targets, list) else str(targets).replace(",", " ").split()
     reading.number("lora_rank", "lora_rank", default=8)
     reading.tell("lora_targets", "target_modules", ",".join(_LAYERS.get(one, one) for one in names))
+    said = table.data.get("modules_to_save") or []
+    whole = said.replace(",", " ").split() if isinstance(said, str) else said
+    if isinstance(whole, list) and whole and set(map(str, whole)) <= _WHOLE.keys():
+        reading.tell("modules_to_save", "modules_to_save", ",".join(_WHOLE[str(one)] for one in whole))
     reading.notes.append(_NO_ADAPTERS)
     reading.flags |= {name: reading.flags[name]._replace(also=("fsdp2", 2, 3)) for name in ("engine", "stage")}
 

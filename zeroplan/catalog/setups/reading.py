@@ -179,7 +179,7 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     if told is not None and kind in ("openrlhf", "ms-swift", "megatron", "torchtune", "automodel"):
         data["launched_gpus"] = told
     if kind == "ms-swift":
-        data |= {name: one.variables[name] for name in _SAMPLES if name in one.variables}
+        data |= {name: one.variables[name] for name in (*_SAMPLES, *_PIXELS) if name in one.variables}
     if kind == "trainer" and _runs(one.words, "dpo"):
         data.setdefault("beta", _DPO_BETA)
     if kind == "trainer" and _runs(one.words, "sft"):
@@ -195,6 +195,8 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
 
 #: Variables of a script that say how many answers of an example ms-swift's rerankers take (template/base.py).
 _SAMPLES = ("MAX_POSITIVE_SAMPLES", "MAX_NEGATIVE_SAMPLES")
+#: Variables that limit the size of an image in ms-swift (model/models/qwen.py, patch_qwen_vl_utils).
+_PIXELS = ("MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM")
 #: TRL's default (1.16, DPOConfig.beta).
 _DPO_BETA = 0.1
 

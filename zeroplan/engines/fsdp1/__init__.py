@@ -4,7 +4,7 @@ Every block is one unit, and the root has everything else (embedding, final norm
 unit's parameters are one flat parameter, and so are its gradients, in the code of torch 2.13 (``torch/distributed/fsdp``). The
 estimate is for rank 0, whose shard is never the smaller one.
 
-Leaves out a single rank, where FSDP1 shards nothing; parameters in host memory; buffers of the process group itself.
+Leaves out a single rank, where FSDP1 shards nothing; buffers of the process group itself.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from zeroplan.engines.fsdp1 import step
 from zeroplan.engines.fsdp1.adapters import IGNORED
 from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, flat_plan, frozen_units
 from zeroplan.engines.fsdp2 import activations_away, in_host_memory, symbols_of
-from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.groups import Group, on_host
 from zeroplan.engines.fsdp2.traffic import REPLICAS, ROOT, gather, over_replicas, reduce_scatter
 from zeroplan.engines.optimizers import counted, step_temporary_lines
 from zeroplan.ledger import Collective, Line, Phase, Role, Tag
@@ -33,15 +33,17 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     Source: the files named in each line; verified against real runs on fake tensors with a fake process group.
     """
     plan = flat_plan(model, recipe, mesh, batch)
-    states = (*plan.persistent, _gradients(plan))
+    gradients = _gradients(plan)
+    states = (*plan.persistent, on_host(gradients) if plan.offloaded else gradients)
     updated = "U" if recipe.fsdp1.use_orig_params else f"{plan.trained_symbol}/N"
     temporaries = step_temporary_lines(recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=updated)
+    here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
     activations = activations_away(plan)
     return Account(
         states=states,
-        moments=step.moments(plan, (*states, *temporaries)),
+        moments=step.moments(plan, (*states, *here)),
         collectives=collectives(plan, mesh, batch),
-        host=in_host_memory(plan, activations),
+        host=(*in_host_memory(plan, activations), *there),
         symbols=(*symbols_of(plan, model, activations), *_of_frozen(plan), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan, model)),
         kept=tuple(

@@ -13,6 +13,7 @@ from zeroplan.engines.formulas import blocks_sum
 from zeroplan.engines.fsdp2.groups import Cut, Group, cut_of
 from zeroplan.engines.fsdp2.plan import Plan, plan_of, sum_of
 from zeroplan.engines.optimizers import LocalTensor
+from zeroplan.engines.pinned import rounding
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line
@@ -66,6 +67,29 @@ class FlatPlan(Plan):
         frozen = frozen_units(self)
         return frozen, tuple(group.symbol for group in frozen)
 
+    def gradient_shards(self, layers: tuple[int, ...], when: str, outside: tuple[Group, ...] = ()) -> Line:
+        """Return this rank's gradient shards of these layers. Offloaded ones stay on the GPU until the backward ends. [bytes]
+
+        Source: torch 2.13, _runtime_utils.py, ``_accumulate_sharded_grad``; _flat_param.py, ``prepare_gradient_for_optim``.
+        """
+        return self.reduced_gradients(layers, when, outside)
+
+    @property
+    def adds_shards(self) -> bool:
+        """Whether a reduction's result is added to the shard of earlier micro-batches, which offload leaves in host memory."""
+        return super().adds_shards and not self.offloaded
+
+    @property
+    def beyond_pinned_bytes(self) -> Int:
+        """Size of pinned blocks beyond each unit's shard and its gradient. [bytes]
+
+        Source: torch 2.13, _flat_param.py, ``init_flat_param_attributes``.
+        """
+        n_bytes: Int = 0
+        for group, layers in ((self.root, 1), *zip(self.blocks, self.every_layer, strict=True)) if self.offloaded else ():
+            n_bytes = n_bytes + 2 * layers * rounding(self.width.stored * group.shard)
+        return n_bytes
+
     def flat(self, group: Group) -> Int:
         """Return the elements of a unit's flat parameter, and so of its flat gradient. [elements]"""
         return group.padded if self.options.use_orig_params else group.numel
@@ -97,7 +121,7 @@ class EarlierPlan(FlatPlan):
 
 def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> FlatPlan:
     """Return the plan of a job, with a flat parameter per unit; ``batch`` is one rank's."""
-    recipe = replace(recipe, fsdp2=Fsdp2Options(reduce_dtype=recipe.fsdp1.reduce_dtype))
+    recipe = replace(recipe, fsdp2=Fsdp2Options(reduce_dtype=recipe.fsdp1.reduce_dtype, cpu_offload=recipe.fsdp1.cpu_offload))
     width, n = widths(recipe.precision), mesh.dp_shard
     aligned = aligned_to(recipe)
     cut = cut_of(model, width, n, part=None, first=first_recomputed(model, recipe), tp=1, ep=1, ends_apart=False)

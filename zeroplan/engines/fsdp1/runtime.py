@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zeroplan.engines.fsdp2.runtime import Memory
 
 SPLIT = "torch 2.13, torch/csrc/autograd/FunctionsManual.cpp, split_with_sizes_backward"
+PRE_UNSHARD = "torch 2.13, torch/distributed/fsdp/_flat_param.py, FlatParamHandle.pre_unshard"
 REDUCE = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _reduce_grad"
 
 GATHERS, REDUCES, CASTS, ALL_REDUCES = 1, 2, 3, 4
@@ -95,6 +96,9 @@ class FlatRuntime(Runtime):
         _limiter_utils.py).
         """
         memory, key, is_there = self.memory, unit.unsharded(0), self.memory.has(unit.unsharded(0))
+        if is_there and self.plan.offloaded:
+            memory.at(f"{phase.value}: {unit.name} is unsharded", phase)
+            memory.pass_by(*self._once(copied_in_vain, unit.parts.group))
         if not is_there:
             memory.at(f"{phase.value}: unsharding {unit.name}", phase)
             memory.stream = CASTS
@@ -184,6 +188,16 @@ class FlatRuntime(Runtime):
         memory.mark(flat)
         memory.drop("to reduce", "reduced", "reduced, cast", flat)
         memory.settle(shard)
+
+
+def copied_in_vain(plan: Plan, group: Group) -> tuple[Line, ...]:
+    """Return this rank's shard, copied from the host and cast although the unit is unsharded: ``pre_unshard`` does so. [bytes]
+
+    In an all-gather the same copies are smaller than the unsharded parameters, which come after them.
+    """
+    width = plan.width.stored + (plan.width.compute if plan.width.mixed else 0)
+    formula = f"{width}·P_{group.symbol}/N"
+    return (Line(Kind.GATHER, width * group.shard, "this rank's chunk, copied from the host", formula, PRE_UNSHARD),)
 
 
 def made_gradients(plan: Plan, group: Group) -> tuple[Line]:

@@ -168,6 +168,11 @@ class Plan(NamedTuple):
         return not self.recipe.sync_every_micro_batch and (self.reduce_bytes == self.width.compute or self.of_torch_2_15)
 
     @property
+    def adds_shards(self) -> bool:
+        """Whether a reduction's result is added to the shard of earlier micro-batches, where that one is."""
+        return self.recipe.sync_every_micro_batch
+
+    @property
     def cast_on_arrival(self) -> bool:
         """Whether autograd casts whole gradients to the reduction's wider dtype on arrival, as in torch 2.15."""
         return self.of_torch_2_15 and self.reduce_bytes != self.width.compute
@@ -214,7 +219,7 @@ class Plan(NamedTuple):
 
     def reduced_gradients(self, layers: tuple[int, ...], when: str, outside: tuple[Group, ...] = ()) -> Line:
         """Return the same, on the GPU or in host memory."""
-        stored, earlier_too = self.width.stored, self.recipe.sync_every_micro_batch
+        stored, earlier_too = self.width.stored, self.adds_shards
         now = self.trained_shards(layers, outside)
         if earlier_too and not (isinstance(self.several, int) and not self.several):
             now = maximum(now, self.several * self.trained_shards(self.every_layer, self.trained_outside))

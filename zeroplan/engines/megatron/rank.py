@@ -3,15 +3,7 @@
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from zeroplan.engines.megatron.chunks import (
-    Counts,
-    Schedule,
-    chunks_per_rank,
-    counts_of,
-    fullest,
-    runs_of,
-    stages_of,
-)
+from zeroplan.engines.megatron.chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron.parameters import elements_of, ends_of, in_fp8, table_of
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, minimum

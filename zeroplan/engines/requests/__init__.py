@@ -92,6 +92,7 @@ def _of_engine(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         "fsdp1": (
             (has_frozen(job.model), "adapters or frozen parameters under FSDP1"),
             (recipe.fsdp1.checkpoints_units, "checkpoints that call units of FSDP1"),
+            (recipe.fsdp1.cpu_offload, "offload to host memory under FSDP1"),
         ),
         "ddp": ((recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))

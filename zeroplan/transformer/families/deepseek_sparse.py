@@ -25,7 +25,7 @@ from zeroplan.transformer.families.tape import Store, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import with_experts
 from zeroplan.transformer.params_modules import Parameters, layer_norm, linear
-from zeroplan.transformer.symbols import K, T, b, e, g, h, j, o, o_2, r, s, u
+from zeroplan.transformer.symbols import T, Y, b, e, g, h, j, o, o_2, r, s, u
 
 V32 = "transformers 5.23, models/deepseek_v32/modeling_deepseek_v32.py"
 GLM = "transformers 5.23, models/glm_moe_dsa/modeling_glm_moe_dsa.py"
@@ -71,7 +71,7 @@ class Untracked:
 
 def _glm(tape: Tape, given: Value, block: Block) -> Value:
     """Run one layer of GLM-5. It gets the keys that the layer below picked, which it does not read, and returns its own."""
-    below = tape.make(op.TENSOR, "keys picked by the block below", 4 * T * K, f"{GLM}, GlmMoeDsaModel.forward")
+    below = tape.make(op.TENSOR, "keys picked by the block below", 4 * T * Y, f"{GLM}, GlmMoeDsaModel.forward")
     tape.history.input_copies.append(below)
     handed = list[Store]()
     made = _layer(f"{GLM}, GlmMoeDsaDecoderLayer.forward", handed).run(tape, given, block)
@@ -92,7 +92,7 @@ def _choose(
     if handed is not None:
         handed.append(tape.hold(picked))
     run = Untracked(tape, MASK)
-    indices = run.make("keys picked, int64", 8 * T * K)
+    indices = run.make("keys picked, int64", 8 * T * Y)
     ones = run.make("ones", b * s * s)
     unpicked = run.after("which keys are not picked", b * s * s, indices, ones)
     if block.attention == "eager":
@@ -118,9 +118,9 @@ def _indexer(tape: Tape, normal: Value, compressed: Value, block: Block) -> Stor
     later = () if block.attention == "eager" else (run.make("which keys come later", b * s * s),)
     dtype = op.wider(tape, dtype, r) if block.attention == "eager" else dtype
     masked = run.after("scores, masked", dtype * T * s, *later, summed)
-    highest, indices = run.make("highest scores", dtype * T * K), run.make("their keys, int64", 8 * T * K)
+    highest, indices = run.make("highest scores", dtype * T * Y), run.make("their keys, int64", 8 * T * Y)
     tape.drop(highest)
-    picked = run.after("keys picked", 4 * T * K, indices)
+    picked = run.after("keys picked", 4 * T * Y, indices)
     tape.drop(masked, scores, weights, *whole, queries, keys, *turned)
     return picked
 

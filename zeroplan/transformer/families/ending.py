@@ -26,14 +26,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training, definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import TENSOR_PARALLEL, gathered, norm
-from zeroplan.transformer.families.tags import (
-    AT_FINAL_NORM,
-    GRADIENT,
-    HEAD_INPUT,
-    HELD_NORM,
-    SAVED,
-    TEMPORARY,
-)
+from zeroplan.transformer.families.tags import AT_FINAL_NORM, GRADIENT, HEAD_INPUT, HELD_NORM, SAVED, TEMPORARY
 from zeroplan.transformer.families.tape import (
     Action,
     Alive,

@@ -36,23 +36,30 @@ Width: TypeAlias = Size | int
 class Store:
     """One piece of memory, and the number of its holders: variables, operators that saved it, waiting gradients."""
 
-    __slots__ = ("holds", "kind", "pieces", "reason", "size", "source", "tag", "twin")
+    __slots__ = ("holds", "is_view", "kind", "pieces", "reason", "size", "source", "tag", "twin")
 
     def __init__(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> None:
         self.kind, self.reason, self.size, self.source, self.tag, self.holds = kind, reason, size, source, tag, 1
         self.twin: Store | None = None
         self.pieces = 1
         """The number of tensors of equal size that it represents."""
+        self.is_view = False
+        """It is a view, whose base is a second owner of the memory."""
 
 
 class Value:
     """A tensor that gets a gradient: its memory, bytes per element, and elements. Views share memory."""
 
-    __slots__ = ("copy", "dtype", "shape", "store", "strided")
+    __slots__ = ("copy", "dtype", "is_matrix", "shape", "store", "strided")
 
-    def __init__(self, store: Store, dtype: Width, shape: Size, *, strided: bool = False) -> None:
-        """``dtype``: bytes per element; ``shape``: number of elements; ``strided``: a view with gaps between its rows."""
-        self.store, self.dtype, self.shape, self.strided = store, dtype, shape, strided
+    def __init__(
+        self, store: Store, dtype: Width, shape: Size, *, strided: bool = False, is_matrix: bool = False
+    ) -> None:  # fmt: skip
+        """``dtype``: bytes per element; ``shape``: number of elements; ``strided``: a view with gaps between its rows.
+
+        ``is_matrix``: it has two dimensions, so that a linear layer multiplies it as it is, and not a view of it.
+        """
+        self.store, self.dtype, self.shape, self.strided, self.is_matrix = store, dtype, shape, strided, is_matrix
         self.copy: Store | None = None
         """A copy that an operator saved instead, while a variable holds the original. The tape counts the original as saved."""
 
@@ -632,18 +639,24 @@ class Tape:
             self.host.back.clear()
 
     def weight_gradient(
-        self, size: Size, *, waits: bool = False, unsummed: tuple[str, Size, str] | None = None, read: tuple[Store, ...] = ()
+        self, size: Size, *, waits: bool = False, unsummed: tuple[str, Size, str] | None = None, read: tuple[Store, ...] = (),
+        uncast: tuple[str, Size, str] | None = None,
     ) -> None:  # fmt: skip
         """Make a weight's gradient of ``size`` elements, which the engine takes over.
 
         ``waits``: it reaches the weight only after the backward of operators that ran earlier. ``unsummed``: the tensor whose
         sum is the gradient (reason, size, source). By then the operator no longer needs the tensors that it has ``read``.
+        ``uncast``: that sum, where it is the gradient of a wider copy of the weight; a later operator casts it.
         """
         if self.half is Half.INPUTS:
             return
         if unsummed is not None:
-            self.temporary(*unsummed)
+            terms = self.temporary(*unsummed)
             self.used(*read)
+            if uncast is not None:
+                self.temporary(*uncast)
+                self.scratch.remove(terms)
+                self.drop(terms)
         self.gradients.add(size, waits=waits)
         self.history.actions.append((Do.GRADIENT, size))
 
@@ -726,7 +739,10 @@ class Tape:
         return ()
 
     def _deliver(self, value: Value, gradient: Store, waiting: dict[Value, Store]) -> None:
-        """Add a gradient to a waiting one: in place if nothing else holds that one (torch, csrc/autograd/input_buffer.cpp)."""
+        """Add a gradient to a waiting one: in place if nothing else holds that one's memory.
+
+        Source: torch 2.13, csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``.
+        """
         if value in self.untracked:
             self.drop(gradient)
             return
@@ -734,7 +750,7 @@ class Tape:
         if first is None:
             waiting[value] = gradient
             return
-        if first.holds == 1 and value not in self.summed_anew:
+        if first.holds == 1 and not first.is_view and value not in self.summed_anew:
             self.drop(gradient)
             return
         waiting[value] = self.make(first.kind, first.reason, first.size, first.source, first.tag)

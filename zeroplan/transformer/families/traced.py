@@ -25,14 +25,7 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
-from zeroplan.transformer.families.widths import (
-    Widths,
-    grouped_heads,
-    in_one_chunk,
-    is_masked,
-    quantities,
-    values_of,
-)
+from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
 from zeroplan.transformer.parameters import WITH_STATES, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 

@@ -151,7 +151,7 @@ def _recorded(
     tracker = Tracker(device=CUDA, say=say, host=HostMemory() if job.recipe.offloads else None)
     with _explain_reads_of_values(job) if make is None else nullcontext():
         run(job, tracker, rank=rank, steps=steps, device=CUDA, make=None if make is None else lambda: placed(make, CUDA))
-    return tracker.recording
+    return tracker.finished()
 
 
 @contextmanager

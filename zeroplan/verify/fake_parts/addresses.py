@@ -1,7 +1,8 @@
-"""Gives every fake tensor its own address, because engines tell tensors apart by ``data_ptr``."""
+"""Gives fake tensors what engines read from real ones: an address of their own, and a device that follows ``data``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,4 +28,17 @@ def addresses() -> Iterator[None]:
         return start and int(start + tensor.storage_offset() * tensor.element_size())
 
     with replaced(torch.Tensor, "data_ptr", address), replaced(torch.UntypedStorage, "data_ptr", where):
+        yield
+
+
+@contextmanager
+def devices_follow_data() -> Iterator[None]:
+    """Give a fake tensor the device of the tensor that is assigned to its ``data``, as a real one has it."""
+    of_tensor: Any = torch.Tensor.data
+
+    def put(tensor: FakeTensor, other: torch.Tensor) -> None:
+        of_tensor.__set__(tensor, other)
+        tensor.fake_device = other.device
+
+    with replaced(FakeTensor, "data", property(of_tensor.__get__, put)):
         yield

@@ -7,14 +7,21 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, _runtime_utils
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    _runtime_utils,
+)
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import Fsdp1Options, RecipeSpec
-from zeroplan.verify.fake_parts.addresses import addresses
+from zeroplan.verify.fake_parts.addresses import addresses, devices_follow_data
 from zeroplan.verify.training.ddp import autocast
 from zeroplan.verify.training.engine import COMPUTE, Engine, Requesting, all_labelled
 from zeroplan.verify.training.fsdp2 import forward_and_backward
@@ -30,7 +37,8 @@ class Fsdp1(Engine):
     kept: Kind | None = Kind.GRADIENTS
 
     def __init__(self, work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> None:
-        self._model = shard(work, recipe, mesh)
+        with devices_follow_data():
+            self._model = shard(work, recipe, mesh)
         self._work, self._recipe = work._replace(module=self._model), recipe
         if recipe.fsdp1.checkpoints_units:
             _checkpoint(self._model, work.blocks)
@@ -54,7 +62,7 @@ class Fsdp1(Engine):
 
 @contextmanager
 def _watched(watcher: Watcher) -> Iterator[None]:
-    with addresses(), all_labelled(watcher, _REQUESTING):
+    with addresses(), devices_follow_data(), all_labelled(watcher, _REQUESTING):
         yield
 
 
@@ -67,6 +75,7 @@ def shard(work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> FullyShardedD
         device_mesh=mesh if replicated else None,
         sharding_strategy=strategy(recipe, replicated=replicated),
         auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=_units(work, options)),
+        cpu_offload=CPUOffload(offload_params=options.cpu_offload),
         mixed_precision=mixed_precision(recipe),
         backward_prefetch=_PREFETCH[options.backward_prefetch],
         forward_prefetch=options.forward_prefetch,

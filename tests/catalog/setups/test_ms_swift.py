@@ -1,4 +1,4 @@
-"""What ms-swift's Megatron-Core arguments say about experts and the optimizer's states."""
+"""What ms-swift's arguments say about experts, the optimizer's states, heads and vision towers."""
 
 from __future__ import annotations
 
@@ -67,3 +67,31 @@ def test_rotary_positions_are_not_fused_unless_asked(script):
     for more, fused in (("", False), ("--apply_rope_fusion true", True)):
         job = resolve(Request(from_file=str(script(more)), gpu="h100-sxm-80gb")).job
         assert job.recipe.megatron.apply_rope_fusion is fused
+
+
+@pytest.mark.parametrize("task", ["generative_reranker", "embedding"])
+def test_of_tasks_that_need_few_logits_those_of_all_tokens_are_counted(script, task: str):
+    path = script(f"--task_type {task}")
+    assert resolve(Request(from_file=str(path))).job.recipe.loss == "full"
+    setup = read_setup(path, gpus=None)
+    assert setup.matters.keys() == setup.saves == {"task_type"}
+
+
+def test_recomputation_of_the_vision_tower_is_that_of_the_model(tmp_path: Path):
+    path = tmp_path / "train.sh"
+    for again, noted in (("true", False), ("false", True)):
+        said = f"--gradient_checkpointing {again} --vit_gradient_checkpointing true"
+        path.write_text(f"swift sft --model Qwen/Qwen3-4B --max_length 512 {said}\n", encoding="utf-8")
+        assert ("vit_gradient_checkpointing" in read_setup(path, gpus=None).matters) == noted
+
+
+def test_embedding_and_head_trained_whole_beside_adapters(tmp_path: Path):
+    path = tmp_path / "train.sh"
+    said = "megatron sft --model Qwen/Qwen3-8B --tuner_type lora --micro_batch_size 1 --max_length 512 --modules_to_save {}\n"
+    path.write_text(said.format("word_embeddings output_layer"), encoding="utf-8")
+    assert not read_setup(path, gpus=None).matters
+    found = resolve(Request(from_file=str(path), engine="fsdp2", stage=3, gpus=2)).job
+    assert found.model.adapter is not None
+    assert found.model.adapter.modules_to_save == "embed_tokens,lm_head"
+    path.write_text(said.format("word_embeddings router"), encoding="utf-8")
+    assert tuple(read_setup(path, gpus=None).matters) == ("modules_to_save",)
