@@ -44,6 +44,7 @@ class Layers(NamedTuple):
 _JOINT, _ALONE = Layers(mlp=("gate_up_proj", "down_proj")), Layers(mlp=())
 _GATED_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 _LATENT = Layers(("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+_UNGATED = Layers(mlp=("up_proj", "down_proj"))
 _MAMBA = Layers(others=("in_proj", "out_proj"))
 #: Families whose linear layers have other names than Llama's. Experts and most routers are no linear layers in transformers 5.
 LAYERS_OF: Mapping[str, Layers] = {
@@ -56,6 +57,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
     "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
     "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": Layers(mlp=("up_proj", "down_proj"), others=_MAMBA.others),
+    "arcee": _UNGATED, "jais2": _UNGATED,
     "deepseek_v3": _LATENT, "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 _LLAMA = Layers()
@@ -68,8 +70,9 @@ ADAPTED_FAMILIES = (
     "phi", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
+    "arcee", "jais2", "cwm", "helium",
 )  # fmt: skip
-#: Of these, families that are modelled also with quantised weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
+#: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
     "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma2", "gemma3_text", "olmo2", "granite",
 )  # fmt: skip
@@ -77,7 +80,7 @@ ADAPTED_LIKE_LLAMA = (
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
     "llama4_text", "phi", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
-    "glm4_moe", "dots1",
+    "glm4_moe", "dots1", "jais2",
 )  # fmt: skip
 #: Families whose blocks with adapters are modelled only with older releases of transformers.
 ADAPTED_IN_OLDER = ("mixtral",)
