@@ -104,8 +104,9 @@ JOBS: dict[str, JobSpec] = {
         model=_QWEN3, dp_shard=2, tp=2, cp=2, batch=(2, 256, 1), recompute="full"
     ),
 }  # fmt: skip
-_OTHERS = ("ernie4_5_moe", "qwen2_moe")
-"""Families whose estimate differs a little on a single rank as well: a frozen bias is reduced, and logits of a router live on."""
+_OTHERS = ("ernie4_5_moe", "qwen2_moe", "glm_moe_dsa")
+"""Families whose estimate differs a little on a single rank as well: a frozen bias is reduced, logits of a router live on, and keys
+that no layer picked count for the first one."""
 _WAYS: dict[str, dict[str, object]] = {
     "selective": {"recompute": "selective"},
     "fewer experts than ranks, replicas, accumulated": {"ep": 2, "dp_shard": 16, "dp_replicate": 2, "batch": (1, 16, 2)},

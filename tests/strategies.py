@@ -27,6 +27,7 @@ from zeroplan.spec.family import (
     DISPATCHED_FAMILIES,
     FAMILIES,
     FREE_ACTIVATION,
+    INDEXED_FAMILIES,
     LATENT_FAMILIES,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
@@ -92,7 +93,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     positions = draw.choice((64, 1024, 2048)) if family in ("gpt2", "opt") else draw.choice((4096, 2**20))
     attention_bias, mlp_bias = _biases(draw, family)
     n_layers = layers * _about(draw, 1, max(1, 96 // layers))
-    mla = _latent(draw) if family in LATENT_FAMILIES else None
+    mla = _latent(draw, indexed=TRAITS[family].indexed) if family in LATENT_FAMILIES else None
     traits, gemma_4 = TRAITS[family], family == "gemma4_text"
     n_layers = 6 * n_layers if gemma_4 else n_layers
     patterns = (
@@ -149,10 +150,17 @@ def _experts(draw: Random, family: str, ffn: int, layers: int) -> MoeSpec:
     )
 
 
-def _latent(draw: Random) -> MlaSpec:
-    return MlaSpec(
-        q_lora_rank=draw.choice((None, 8 * _about(draw, 1, 200))), kv_lora_rank=8 * _about(draw, 1, 64),
-        qk_nope_head_dim=2 * _about(draw, 4, 64), qk_rope_head_dim=2 * _about(draw, 2, 32), v_head_dim=2 * _about(draw, 4, 64),
+def _latent(draw: Random, *, indexed: bool) -> MlaSpec:
+    queries = draw.choice((None, 8 * _about(draw, 1, 200)))
+    made = MlaSpec(
+        q_lora_rank=queries, kv_lora_rank=8 * _about(draw, 1, 64), qk_nope_head_dim=2 * _about(draw, 4, 64),
+        qk_rope_head_dim=2 * _about(draw, 2, 32), v_head_dim=2 * _about(draw, 4, 64),
+    )  # fmt: skip
+    if not indexed:
+        return made
+    return replace(
+        made, q_lora_rank=queries or 8, index_n_heads=_about(draw, 1, 64), index_topk=_about(draw, 1, 2048),
+        index_head_dim=made.qk_rope_head_dim + 2 * _about(draw, 1, 64),
     )  # fmt: skip
 
 
@@ -472,6 +480,8 @@ def mesh(draw: Random, told: RecipeSpec, **ways: int) -> MeshSpec:
 def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, [name for name in engines if name != "megatron"])
     families = [name for name in FAMILIES if (name, told.attention) != ("gpt2", "eager") or not told.offload_activations]
+    if told.engine != "fsdp2" or told.attention == "flash":
+        families = [name for name in families if name not in INDEXED_FAMILIES]
     one = model(draw, families)
     made = JobSpec(
         model=one,

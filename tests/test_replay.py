@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.answers.jobs import kept
+from tests.combined import every_case
 from zeroplan import SpecError, estimate
 from zeroplan.engines.deepspeed.stage3.step import groups_of
 from zeroplan.engines.pipeline import accounts
 from zeroplan.engines.pipeline.traffic import SEND
-from zeroplan.engines.requests import STEPS, deepspeed_stage3, requests_of
+from zeroplan.engines.requests import STEPS, deepspeed_stage3, not_written, requests_of
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.rows import trained_row
 from zeroplan.estimator import REPLAYED_MICRO_BATCHES
@@ -311,6 +313,30 @@ def _peaks(one: JobSpec) -> tuple[int, int]:
     last = next(span.start for span in log.spans if span.step == log.spans[-1].step)
     in_steps = max(int(moment.total_bytes) for moment in answer.moments if moment.phase is not Phase.INIT)
     return max(_live(log)[last:]), in_steps - total_bytes(answer.workspaces)
+
+
+def test_a_bias_reaches_the_bucket_before_a_weight_that_is_larger_than_it():
+    """The peak depends on this order. The estimate's order is that of DeepSpeed's own runs."""
+    options = DeepSpeedOptions(reduce_bucket_size=2_000_000)  # a matrix of the MLP has 2,359,296 elements
+    one = _job(engine="deepspeed", stage=2, gpus=512, seq_len=16, deepspeed=options)
+    requested, expected = _peaks(replace(one, model=replace(one.model, vocab_size=64, num_hidden_layers=3)))
+    assert requested == expected
+
+
+#: Engines and stages whose requests peak exactly at the estimate. Others pad single tensors where the estimate pads their sum, and
+#: at DeepSpeed's stage 3 one saved job of Mixtral differs by 0.1 %.
+_EXACT = {("ddp", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("fsdp2", 2)}
+_NEAR = 0.0015
+
+
+def test_saved_jobs_peak_by_their_requests_as_by_the_estimate():
+    """All saved jobs whose requests are known, except pipelines; by day every 60th."""
+    known = [each for each in kept() if not not_written(each.job) and each.job.mesh.pp == 1]
+    for each in known if every_case() else known[::60]:
+        requested, expected = _peaks(each.job)
+        recipe = each.job.recipe
+        near = 0 if (recipe.engine, recipe.zero_stage) in _EXACT else _NEAR
+        assert requested == pytest.approx(expected, rel=near, abs=0), each.words
 
 
 def test_every_sub_group_has_a_step_counter():

@@ -313,9 +313,7 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
     if not isinstance(job, JobSpec):
         raise TypeError(f"estimate() takes a job, not {job!r:.60}; write estimate(job(model=..., gpus=8))")
     account = account_of_job(job) if pipeline_rank is None else _of_each_rank(job, job.batch)[pipeline_rank]
-    highest = peak(account.moments)
-    workspaces = _workspaces(job)
-    parameters = parameter_count(job.model)
+    highest, workspaces, parameters = peak(account.moments), _workspaces(job), parameter_count(job.model)
     return Estimate(
         job=job,
         parameters=parameters,
@@ -330,18 +328,17 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
         traffic=_traffic(job, account, trained_count(job.model) if has_frozen(job.model) else parameters),
         symbols=tuple(dict.fromkeys(account.symbols)),  # runs of blocks of the same kind repeat their symbols
         approximate=approximation(job.model, compute_of(job.recipe)),
-        notes=(
-            *account.notes,
-            *_partly_recomputed(job),
-            *_linear_attention(job),
-            *_of_the_tower(job),
-            *_held_logits(job, highest),
-        ),
+        notes=(*account.notes, *_notes(job, highest)),
         kept=account.kept,
         pipeline=account.pipeline,
         replay=_replay(job, account.pipeline[0].rank if account.pipeline else None) if replay else None,
         longest_bytes=_with_longest(job),
     )
+
+
+def _notes(job: JobSpec, highest: Moment) -> tuple[str, ...]:
+    """Return the notes that do not come from the engine's account."""
+    return (*_partly_recomputed(job), *_linear_attention(job), *_of_the_tower(job), *_held_logits(job, highest))
 
 
 def _with_longest(job: JobSpec) -> int:

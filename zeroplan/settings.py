@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request
 from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp1Options, Fsdp2Options, MegatronOptions
-from zeroplan.units import parse_count
+from zeroplan.units import parse_count, parse_fraction
 
 _GROUPS = {
     "ddp": DdpOptions,
@@ -15,6 +15,7 @@ _GROUPS = {
     "megatron": MegatronOptions,
 }
 _NAMES = ("torch",)  # a release such as 2.15 stays text
+_FRACTIONS = ("optimizer_offload_fraction",)
 
 
 def with_setting(request: Request, setting: str) -> Request:
@@ -28,10 +29,14 @@ def with_setting(request: Request, setting: str) -> Request:
     if option not in names:
         raise SpecError(f"--set {setting!r}: {group} has no option {option!r}; it has {', '.join(names)}")
     now = getattr(request, group) or kind()
-    return replace(request, **{group: replace(now, **{option: text if option in _NAMES else _value(text)})})
+    return replace(request, **{group: replace(now, **{option: _value(option, text)})})
 
 
-def _value(text: str) -> object:
+def _value(option: str, text: str) -> object:
+    if option in _NAMES:
+        return text
+    if option in _FRACTIONS and (fraction := parse_fraction(text)) is not None:
+        return fraction
     words = {"true": True, "false": False, "none": None, "null": None, "0": 0}
     if text.lower() in words:
         return words[text.lower()]

@@ -13,19 +13,7 @@ from typing import NamedTuple, overload
 
 from zeroplan.ledger import Among, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum
-from zeroplan.weights import (
-    EMPTY,
-    Highest,
-    Pools,
-    Weight,
-    most,
-    on_one_stream,
-    summed,
-    together,
-    total,
-    weigh,
-    weigh_each,
-)
+from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream, summed, together, total, weigh, weigh_each
 
 
 class Inside:

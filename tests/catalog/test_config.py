@@ -31,7 +31,7 @@ GEMMA_3_4B = {
 
 
 def refusal(config: object, **options: str) -> str:
-    """Return the one line with which ``config`` is refused."""
+    """Return the line that refuses ``config``."""
     with pytest.raises(SpecError) as caught:
         model_from_config(config, **options)
     assert "\n" not in str(caught.value)
@@ -39,7 +39,7 @@ def refusal(config: object, **options: str) -> str:
 
 
 def outcome(config: dict[str, object]) -> ModelSpec | str:
-    """Read ``config``, or return the line with which it is refused."""
+    """Read ``config``, or return the line that refuses it."""
     try:
         return model_from_config(config)
     except ZeroplanError as error:
@@ -62,7 +62,7 @@ def test_the_config_json_that_transformers_saves_reads_as_the_catalogue_entry(na
 @settings(max_examples=200, deadline=None)
 @given(case=st.sampled_from(sorted(TINY)), data=st.data())
 def test_absent_keys_mean_what_they_mean_to_transformers(case: str, data: st.DataObject):
-    """A config with some keys dropped is either asked to state them, or read as transformers reads it."""
+    """A config without some keys is refused with a request for them, or read as transformers reads it."""
     pytest.importorskip("transformers")
     whole = tiny_config(case)
     stay = {"model_type", *(("layer_types", "sliding_window") if "no window" in case else ())}  # neither means the other alone

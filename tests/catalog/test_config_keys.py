@@ -1,4 +1,4 @@
-"""Every key of a config.json is used, or known not to matter, or refused, or named: held against transformers' own classes."""
+"""Every key of a config.json is used, known not to matter, refused or named. Compared with transformers' own classes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def keys_of_the_class(family: str) -> set[str]:
 @pytest.mark.torch
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_of_a_familys_class_is_known(family: str) -> None:
-    """A key that a release of transformers adds fails here by name; until then an answer names it as ignored."""
+    """If a release of transformers adds a key, this test fails with its name; until then an answer lists it as ignored."""
     unknown = sorted(keys_of_the_class(family) - known_keys(family))
     if unknown and not _is_the_release_these_were_read_in():
         pytest.xfail(f"this release of transformers has new keys: {', '.join(unknown)}")
@@ -61,7 +61,7 @@ def test_what_a_class_writes_has_no_note_but_of_dropout(family: str) -> None:
 
 
 def harmless(family: str) -> Iterator[tuple[str, object]]:
-    """Keys of the class that are said not to matter, each with another value; names and token ids apart."""
+    """Return the keys listed as harmless, each with another value; without names and token ids."""
     cls = pytest.importorskip("transformers").CONFIG_MAPPING[family]
     said = {key for keys in (*HARMLESS.values(), *config_keys(family).harmless.values()) for key in keys}
     default = cls(**tiny_config(family)).to_dict()
@@ -84,7 +84,7 @@ def test_what_is_said_not_to_matter_changes_nothing_that_is_saved(family: str) -
 
 
 def saved_bytes(config: dict[str, object]) -> int:
-    """Bytes of what autograd keeps of one forward with its loss."""
+    """Return the bytes that autograd keeps of one forward with its loss."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     made = transformers.AutoConfig.for_model(**config)
     torch.manual_seed(0)
@@ -164,6 +164,9 @@ REFUSED: list[tuple[str, dict[str, object]]] = [
     ("cwm", {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
     ("helium", {"head_dim": 16}),
     ("hy_v3", {"enable_moe_fp32_combine": False}),
+    ("glm_moe_dsa", {"indexer_types": ["full", "full", "shared"]}),
+    ("glm_moe_dsa", {"index_topk_freq": 4}),
+    ("deepseek_v32", {"norm_topk_prob": False}),
     ("seed_oss", {"attention_out_bias": True}),
     ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}),
     ("smollm3", {"use_sliding_window": True}),

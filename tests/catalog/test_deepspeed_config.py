@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration becomes the job it describes, or one line that says why not."""
+"""Reads DeepSpeed configurations: each becomes the job that it describes, or one line says why not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TRAINERS: dict[str, Any] = {
 
 @pytest.fixture
 def resolved(tmp_path: Path) -> Callable[..., Resolved]:
-    """Resolve a job of Llama 2 7B on 8 GPUs with a configuration, and what is said beside it."""
+    """Resolve a job of Llama 2 7B on 8 GPUs with a configuration and the flags beside it."""
 
     def resolved(config: object, *, chosen: tuple[str, ...] = (), **said: Any) -> Resolved:
         file = tmp_path / "ds_config.json"
@@ -249,7 +249,7 @@ def test_what_is_not_modelled_or_makes_no_sense_is_refused_in_one_line(resolved:
 
 
 def test_numbers_that_json_writes_with_a_point_are_whole(resolved: Callable[..., Resolved]):
-    """2e8, say: DeepSpeed's own documentation writes its buckets so."""
+    """Such as 2e8, which DeepSpeed's own documentation writes for bucket sizes."""
     job = resolved({"zero_optimization": {"stage": 2.0, "reduce_bucket_size": 2e8}}).job
     assert (job.recipe.zero_stage, job.recipe.deepspeed.reduce_bucket_size) == (2, 200_000_000)
 

@@ -1,4 +1,4 @@
-"""A name that names the Hub is asked for there, and no other: a stand-in of it on this machine."""
+"""Downloads from the Hub happen only for names of the Hub. A local server replaces the Hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASKED: list[str] = []
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers as the Hub does to what its client asks for a file (huggingface_hub, ``get_hf_file_metadata``)."""
+    """Answers requests for a file as the Hub does (huggingface_hub, ``get_hf_file_metadata``)."""
 
     def do_HEAD(self) -> None:
         self.answer(with_body=False)
@@ -58,11 +58,11 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(text)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, here: str, cache: Path) -> None:
-    """Have the Hub's client ask an address of this machine."""
+    """Direct the Hub's client to an address of this machine."""
     constants = pytest.importorskip("huggingface_hub.constants")
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, here)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -119,7 +119,7 @@ def test_the_command_line_asks_by_name_and_says_how(capsys: pytest.CaptureFixtur
 
 
 def asks_nobody(tmp_path: Path, name: str) -> None:
-    """The page, a file and a request of the library's that name a model of the Hub's."""
+    """Return requests by page, file and library that name a model of the Hub."""
     for answered in (answer_payload, planned_payload):
         with pytest.raises(UnknownNameError, match=r"--model hf:mine/good on the command line"):
             answered({"model": name, "gpus": "2", "gpu": "l4-24gb"})
@@ -151,7 +151,7 @@ def test_the_page_does_not_tell_which_files_there_are(tmp_path: Path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_hub_that_stalls_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """It takes connections and says nothing; the client would try again and again, for minutes."""
+    """The server accepts connections and never answers; the client alone would retry for minutes."""
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("zeroplan.catalog.hub._ALL_S", 1.0)
     with socket.create_server(("127.0.0.1", 0), backlog=64) as stalls:

@@ -40,7 +40,7 @@ def test_an_entry_is_named_after_its_file_and_says_where_it_comes_from(name: str
 
 
 def test_no_name_means_two_models():
-    """Neither whole, nor without the owner of a repository; a tail may equal the entry's own name."""
+    """Neither the full name nor the part after the owner is ambiguous; that part may equal the entry's own name."""
     names = [(name, entry.name) for entry in models() for name in _names(entry.name, entry.aliases)]
     owners = Counter(name for name, _ in set(names))
     assert [name for name, count in owners.items() if count > 1] == []
@@ -180,7 +180,16 @@ def test_hyphens_may_be_missing_and_a_tuned_model_has_the_shape_of_its_base(writ
     assert model(written).name == meant
 
 
-@pytest.mark.parametrize("name", ["nonsense-it", "-it", "llama-it", "llama8b"])
+@pytest.mark.parametrize(("written", "meant"), [
+    ("models/Llama-2-7b", "llama-2-7b"), ("/data/hub/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+    ("someone/llama-3-70b-fp16", "llama-3-70b"),
+    ("maker/Qwen3-30B-A3B-NVFP4", "qwen3-30b-a3b"), ("Qwen2-0.5B-Instruct", "qwen2.5-0.5b"),
+])  # fmt: skip
+def test_an_owner_or_a_folder_that_no_entry_lists_is_left_out(written: str, meant: str):
+    assert model(written).name == meant
+
+
+@pytest.mark.parametrize("name", ["nonsense-it", "-it", "llama-it", "llama8b", "someone/nonsense", "llama-2-7b/", "a/b/-it"])
 def test_a_name_that_may_mean_several_or_none_is_refused(name: str):
     with pytest.raises(UnknownNameError, match="unknown model"):
         model(name)

@@ -1,4 +1,4 @@
-"""The parameters of a multimodal model's text and tower, held against the model that transformers builds."""
+"""Compares the parameters of a multimodal model's text and tower with the model that transformers builds."""
 
 from __future__ import annotations
 

@@ -113,11 +113,6 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 8192,
 }  # fmt: skip
-VISION = {
-    "model_type": "qwen2_5_vl", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000, "tie_word_embeddings": False,
-    "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "num_heads": 16, "out_hidden_size": 3584},
-}  # fmt: skip
 SETUPS = {
     "accelerate.yaml": "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
                        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n",
@@ -159,8 +154,6 @@ def furnish(folder: Path) -> None:
 
     (folder / "path" / "to").mkdir(parents=True)
     (folder / "path" / "to" / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "qwen2.5-vl-7b").mkdir()
-    (folder / "qwen2.5-vl-7b" / "config.json").write_text(json.dumps(VISION))
     (folder / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
     (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
     (folder / "train.py").write_text(TRAIN)

@@ -1,6 +1,6 @@
 """Runs dry runs as forks of a process that has imported torch, which saves about 4 s per run.
 
-The child process of a dry run first imports torch and its compiler, and then patches torch permanently to pretend that there is a
+The child process of a dry run first imports torch and its compiler, and then patches torch permanently to report a
 GPU. Here the command and that child are forks of a process with only these imports; everything else is as in a normal run. ``python
 -m tests.dryrun.forked`` reads an :class:`Order` from each line of standard input, and prints its exit code.
 """

@@ -14,7 +14,7 @@ from zeroplan.verify.fake_cuda import private_names
 pytestmark = pytest.mark.torch
 pytest.importorskip("torch")
 ROOT = Path(zeroplan.__file__).parent
-FOLDERS = ("dryrun", "verify/fake_cuda", "verify/watching", "verify/pretended")
+FOLDERS = ("dryrun", "verify/fake_cuda", "verify/watching", "verify/fake_parts")
 _REPLACE = ("put", "replaced")
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.formulas import assert_explained
 from zeroplan import Estimate, SpecError, estimate, job
 from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import Recompute
@@ -74,3 +75,23 @@ def test_each_pinned_tensor_is_rounded_up_separately():
 def test_what_is_not_modelled_is_refused(said: dict[str, object], why: str):
     with pytest.raises(SpecError, match=why):
         estimate(job(gpus=8, offload_activations=True, **said))
+
+
+@pytest.mark.parametrize(("recompute", "width"), [("full", 4096), ("none", 11008)])
+@pytest.mark.parametrize(("engine", "residual"), [("fsdp2", 2), ("ddp", 4)])
+def test_streams_keep_the_latest_saved_tensors_on_the_gpu(recompute: Recompute, width: int, engine: str, residual: int):
+    """Five of them, as torchtune and TRL set ``max_fwd_stash_size``; without recomputation they may be as wide as an MLP."""
+    stage = 3 if engine == "fsdp2" else 0
+    asked = job(
+        model="llama-2-7b", gpus=8, seq_len=4096, recompute=recompute, engine=engine, stage=stage, offload_activations=True
+    )
+    streams = replace(asked, recipe=replace(asked.recipe, inputs_in_flight=5))
+    waited, moving = estimate(asked), estimate(streams)
+    assert moving.peak.total_bytes - waited.peak.total_bytes == 5 * residual * 4096 * width
+    assert_explained(moving)
+
+
+def test_only_offloaded_tensors_are_in_flight():
+    asked = job(model="llama-2-7b", gpus=8, seq_len=4096)
+    with pytest.raises(SpecError, match="inputs_in_flight needs offload_activations"):
+        replace(asked, recipe=replace(asked.recipe, inputs_in_flight=5))

@@ -173,6 +173,7 @@ CASES = {
     "stage 3, Llama 4, nothing kept, recomputed": Case(LLAMA_4, recipe(3, IDEAL, recompute="full")),
     "stage 3, Llama 4, streaming, fp32": Case(LLAMA_4, recipe(3, STREAMING, precision="fp32"), excess=0.02, peak_excess=0.02),
     "stage 3, ERNIE, nothing kept": Case(ERNIE, recipe(3, IDEAL)),
+    "stage 3, ERNIE, streaming": Case(ERNIE, recipe(3, STREAMING)),
     "stage 3, ERNIE, streaming, recomputed": Case(ERNIE, recipe(3, STREAMING, recompute="full"), excess=0.03),
     "stage 3, GPT-2": Case(GPT2, recipe(3, STREAMING), batch=LONGER),
 }

@@ -46,7 +46,7 @@ def test_a_layer_of_a_gpt_is_korthikanti_s(*, recompute: str, sequence_parallel:
         published = split_layer_activation_bytes(
             micro_batch=2, seq_len=256, hidden=512, heads=8, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute
         )
-        here = total_bytes(layer_lines(one.model, "dense", one.recipe, one.mesh, one.batch))
+        here = total_bytes(layer_lines(one, "dense"))
         assert here == (published // tp if recompute == "full" and sequence_parallel else published)
 
 
@@ -172,7 +172,7 @@ def test_a_layer_of_mamba_keeps_what_its_scan_reads_and_makes() -> None:
     """In 16 bits per token: input and output of the norm, the first matrix's output, and three tensors of the inner width."""
     one = JOBS["llama whose layers are a hybrid pattern"]
     inner, factors, heads, hidden = 2 * 4096 // 2, 2 * 8 * 128 // 2, 128 // 2, 4096
-    kept = total_bytes(layer_lines(one.model, "mamba", one.recipe, one.mesh, one.batch))
+    kept = total_bytes(layer_lines(one, "mamba"))
     assert kept == 2 * 256 * 2 * (2 * hidden + 2 * inner + factors + heads + 3 * inner)
 
 
@@ -249,7 +249,7 @@ def test_interleaving_keeps_as_much_as_the_paper_says(stages: int, pp: int) -> N
     """Korthikanti et al., section 4.2.3: L·(1 + (p - 1)/(p·m)) layers on the first rank, without the embedding's part."""
     schedule = {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": stages} if pp > 1 else {}
     one = asked(mesh={"pp": pp, "tp": 2}, sequence_parallel=True, recompute="selective", **schedule)
-    layer = total_bytes(layer_lines(one.model, "dense", one.recipe, one.mesh, one.batch))
+    layer = total_bytes(layer_lines(one, "dense"))
     forward = estimate(one, pipeline_rank=0).moments[0]
     kept = next(line for line in forward.lines if "layers of a chunk keep, of" in line.reason)
     said = first_stage_activation_bytes(layer, layers=8, pipeline_stages=pp, interleave=stages if pp > 1 else 1)
@@ -336,7 +336,7 @@ def test_selective_recomputation_keeps_what_it_is_not_asked_for(modules: str, be
     plain = asked(model=MIXTRAL, mesh={}, batch=replace(BATCH, seq_len=4096))
     again = replace(plain.recipe, recompute="selective", megatron=MegatronOptions(recompute_modules=modules))
     one = replace(plain, recipe=again)
-    costs = [cost_of(job.model, "moe", job.recipe, job.mesh, job.batch) for job in (plain, one)]
+    costs = [cost_of(job, "moe") for job in (plain, one)]
     whole, left = ({line.reason: line.n_bytes for line in (*cost.kept, *cost.statistics)} for cost in costs)
     gone = {reason for reason in whole if reason.startswith(begins)}
     assert whole.keys() - left.keys() == gone
@@ -355,7 +355,7 @@ def test_a_checkpoint_of_several_layers_runs_them_all_again() -> None:
     more = next(
         line for moment in estimate(double).moments for line in moment.lines if "more layers of the checkpoint" in line.reason
     )
-    cost = cost_of(single.model, "dense", single.recipe, single.mesh, single.batch)
+    cost = cost_of(single, "dense")
     assert more.n_bytes == total_bytes((*cost.kept, *cost.statistics))
 
 
@@ -455,7 +455,7 @@ def test_dense_layers_are_on_the_first_rank() -> None:
 
 
 def _ranks(one: JobSpec) -> list[Rank]:
-    return [rank_of(at, one.model, one.recipe, one.mesh, one.batch) for at in range(one.mesh.pp)]
+    return [rank_of(at, one) for at in range(one.mesh.pp)]
 
 
 def test_layers_by_hand_are_where_they_are_said() -> None:
@@ -498,7 +498,7 @@ def test_a_layer_in_fp8_keeps_a_byte_of_what_its_matrices_read(fp8_recipe: str, 
     """FP8 replaces the norms' outputs and the second matrix's input. Delayed scaling also copies attention's output."""
     own = MegatronOptions(fp8_format="hybrid", fp8_recipe=fp8_recipe)
     wide, narrow = asked(model=LLAMA, mesh={}), asked(model=LLAMA, mesh={}, megatron=own)
-    kept = [total_bytes(layer_lines(one.model, "dense", one.recipe, one.mesh, one.batch)) for one in (wide, narrow)]
+    kept = [total_bytes(layer_lines(one, "dense")) for one in (wide, narrow)]
     tokens, hidden, width = 2 * 256, LLAMA.hidden_size, LLAMA.intermediate_size
     context = LLAMA.num_attention_heads * LLAMA.head_dim
     assert kept[0] - kept[1] == (2 - each) * tokens * (2 * hidden + width) - (fp8_recipe == "delayed") * tokens * context
@@ -563,7 +563,7 @@ def test_experts_before_core_0_13_keep_what_they_return(dispatcher: str) -> None
     options = MegatronOptions(moe_token_dispatcher_type=dispatcher, moe_aux_loss=False)
     now = asked(model=MIXTRAL, mesh={"dp_shard": 8, "ep": 8}, megatron=options)
     before = replace(now, recipe=replace(now.recipe, megatron=replace(options, core_release="0.12")))
-    kept = [total_bytes(layer_lines(one.model, "moe", one.recipe, one.mesh, one.batch)) for one in (before, now)]
+    kept = [total_bytes(layer_lines(one, "moe")) for one in (before, now)]
     assert kept[0] - kept[1] == 2 * 2 * 256 * 2 * 4096
 
 
@@ -576,7 +576,7 @@ def test_overlapped_micro_batches_have_one_more_layer_in_a_backward() -> None:
         options = replace(plain.recipe.megatron, overlap_moe_expert_parallel_comm=True)
         both = estimate(plain), estimate(replace(plain, recipe=replace(plain.recipe, megatron=options)))
         less, more = ({moment.name: moment.total_bytes for moment in one.moments} for one in both)
-        cost = cost_of(plain.model, "moe", plain.recipe, plain.mesh, plain.batch)
+        cost = cost_of(plain, "moe")
         one_more = total_bytes((*cost.kept, *cost.statistics, *cost.forward))
         assert more["backward of a layer"] - less["backward of a layer"] == layers * one_more
         assert more["loss"] == less["loss"]

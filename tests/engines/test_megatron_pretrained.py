@@ -89,7 +89,7 @@ def test_the_mask_of_padding_is_kept_by_transformer_engine_alone() -> None:
     """Its unfused attention fills padding with zeros after the softmax. Megatron's kernel only reads the mask."""
     kept = []
     for one in (asked("bert", 2), asked("bert", 2, local=False)):
-        lines = cost_of(one.model, "dense", one.recipe, one.mesh, one.batch).kept
+        lines = cost_of(one, "dense").kept
         kept.append({line.reason: line.n_bytes for line in lines})
     assert "mask of padding" not in kept[0]
     assert kept[1]["mask of padding"] == 4 * 512 * 512

@@ -24,6 +24,7 @@ QWEN = VisionSpec(
     tower="qwen2_5_vl", hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, patch_size=14,
     patch_numbers=1176, merge_size=2, out_hidden_size=128, image_width=224, image_height=224, images=1,
 )  # fmt: skip
+QWEN2 = replace(QWEN, tower="qwen2_vl", intermediate_size=256)
 QWEN3 = replace(
     QWEN, tower="qwen3_vl", patch_size=16, patch_numbers=1536, positions=64, deeper=2, image_width=256, image_height=256
 )
@@ -49,6 +50,7 @@ CLIP = replace(GEMMA, tower="clip", merge_size=1, positions=257, other_parameter
 MODELS = {
     "llava": ModelSpec(family="llama", **TEXT, vision=CLIP),
     "internvl": ModelSpec(family="qwen2", **TEXT, vision=INTERN),
+    "qwen2": ModelSpec(family="qwen2", **TEXT, vision=QWEN2),
     "qwen2.5": ModelSpec(family="qwen2", **TEXT, vision=QWEN),
     "qwen3": ModelSpec(family="qwen3", **TEXT, vision=QWEN3),
     "gemma": ModelSpec(family="gemma3_text", **TEXT, tie_word_embeddings=True, sliding_window=512, vision=GEMMA),
@@ -70,6 +72,10 @@ CASES = {
     "internvl": a_job("internvl", seq_len=384),
     "internvl, recomputed": a_job("internvl", recompute="full", seq_len=384),
     "internvl, ddp": a_job("internvl", engine="ddp", seq_len=384),
+    "qwen2": a_job("qwen2"),
+    "qwen2, recomputed": a_job("qwen2", recompute="full"),
+    "qwen2, ddp": a_job("qwen2", engine="ddp"),
+    "qwen2, ddp, tower frozen": a_job("qwen2", frozen={"freeze_tower": True}, engine="ddp"),
     "qwen2.5": a_job("qwen2.5"),
     "qwen2.5, recomputed": a_job("qwen2.5", recompute="full"),
     "qwen2.5, ddp": a_job("qwen2.5", engine="ddp"),
@@ -78,6 +84,7 @@ CASES = {
     "qwen2.5, frozen, recomputed": a_job("qwen2.5", frozen=FROZEN, recompute="full"),
     "qwen3": a_job("qwen3"),
     "qwen3, recomputed": a_job("qwen3", recompute="full"),
+    "qwen3, ddp": a_job("qwen3", engine="ddp"),
     "gemma": a_job("gemma"),
     "gemma, recomputed, tower frozen": a_job("gemma", frozen={"freeze_tower": True}, recompute="full"),
 }

@@ -1,4 +1,4 @@
-"""The server, on a port of its own."""
+"""Starts the server on a port of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random states of the page: what a person may have moved, jobs and no jobs."""
+"""Draws random states of the page's controls: valid and invalid jobs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _values(control: Control) -> st.SearchStrategy[str]:
 
 
 def states() -> st.SearchStrategy[dict[str, str]]:
-    """Any choice of every control; some go together and some do not."""
+    """Return any value of every control, whether they can be combined or not."""
     return st.fixed_dictionaries({control.name: _values(control) for control in controls()})
 
 
@@ -45,5 +45,5 @@ _GO_TOGETHER = ("model", "gpu", "gpus", "stage", "precision", "recompute", "seq_
 
 
 def jobs() -> st.SearchStrategy[dict[str, str]]:
-    """States whose choices go together, but for a sequence that is too long for the model."""
+    """Return states whose values can be combined, unless the sequence is too long for the model."""
     return st.fixed_dictionaries({control.name: _values(control) for control in controls() if control.name in _GO_TOGETHER})

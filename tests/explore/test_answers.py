@@ -1,4 +1,4 @@
-"""The page and the command line say the same, since the same functions answer."""
+"""The page and the command line give the same answer, because the same functions compute it."""
 
 from __future__ import annotations
 

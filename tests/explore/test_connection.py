@@ -1,4 +1,4 @@
-"""Connections that send nothing, or half a request, or take no answer, are closed; what takes long to compute is not."""
+"""The server closes connections that send nothing, send half a request, or read no answer. It waits for long computations."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ async def answers(scope: MutableMapping[str, object], _receive: object, send: _S
 
 
 class Served(NamedTuple):
-    """What was sent from, and who answers."""
+    """The client's end of a connection, and the server."""
 
     socket: socket.socket
     server: uvicorn.Server
 
     def until_left(self) -> None:
-        """Wait until the server has no connection any more."""
+        """Wait until the server has no connection."""
         until = time.monotonic() + FOREVER_S
         while self.server.server_state.connections and time.monotonic() < until:
             time.sleep(0.01)
@@ -53,7 +53,7 @@ Serve = Callable[[bytes], Served]
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Sends something, and only then begins to serve, with little patience: so that no test hangs on who is quicker."""
+    """Send something first and then start to serve with short timeouts, so that no test depends on timing."""
     monkeypatch.setattr(connection, "PATIENCE_S", PATIENCE_S)
     with ExitStack() as stack:
 
@@ -75,7 +75,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
 
 def read_to_the_end(sender: socket.socket) -> bytes:
-    """What comes until the other side closes, one way or the other."""
+    """Return the bytes that arrive until the other side closes in any way."""
     parts: list[bytes] = []
     with suppress(ConnectionError):
         while part := sender.recv(2**20):

@@ -1,4 +1,4 @@
-"""The same job has the same answer, byte for byte: command line, job file, another program's file, Python, page and agent."""
+"""The same job has the same answer, byte for byte: by command line, job file, other program's file, Python, page and agent."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def whole(*words: str) -> str:
 
 
 def as_text(payload: object) -> str:
-    """Return an answer's bytes but for its list of changes, which the page asks for afterwards, and notes of how it was asked."""
+    """Return an answer's bytes without the list of changes, which the page requests later, and without notes on the input."""
     told = json.loads(json.dumps(payload))
     return json.dumps({key: value for key, value in told.items() if key not in ("changes", "notes")}, sort_keys=True)
 

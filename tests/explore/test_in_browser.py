@@ -1,4 +1,4 @@
-"""The page without a server: a browser's Python, which has the standard library alone, gives the server's answers."""
+"""Without a server, a browser's Python with the standard library alone gives the server's answers."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ print(json.dumps([in_browser(address) for address in json.load(sys.stdin)]))
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    pretended = folder / "pyodide"
-    pretended.mkdir()
+    fake_pyodide = folder / "pyodide"
+    fake_pyodide.mkdir()
     for name in PYODIDE:
-        (pretended / name).write_text(name)
-    write_site(folder / "made", pretended, force=False)
+        (fake_pyodide / name).write_text(name)
+    write_site(folder / "made", fake_pyodide, force=False)
     return folder / "made"
 
 
 def test_the_standard_library_alone_gives_the_same_answers(site: Path, tmp_path: Path):
-    """From the archive of the site, so that nothing of the package is missing there."""
+    """It uses the site's archive, so that the test notices a missing part of the package."""
     with zipfile.ZipFile(next(site.glob("zeroplan-*.zip"))) as archive:
         archive.extractall(tmp_path)
     asked = json.dumps(["/api/controls", *ADDRESSES])

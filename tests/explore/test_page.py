@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows is what the command line says, by mouse, by keyboard, on a phone."""
+"""Uses the page in a real browser by mouse, keyboard and on a phone: it shows what the command line prints."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def page(browser: Any, address: str) -> Iterator[Page]:
 
 
 def moved(page: Page, **values: str) -> None:
-    """Set controls as a person does, and wait for the answer to the last."""
+    """Set controls as a person does, and wait for the last answer."""
     for name, value in values.items():
         if page.locator(f"#more #c-{name}").count():
             page.evaluate("document.getElementById('more').open = true")
@@ -155,7 +155,7 @@ def test_nothing_sticks_out(page: Page, width: int):
 
 
 def planned(page: Page, batch: str = "64") -> None:
-    """Ask for layouts by keyboard, and wait for them."""
+    """Request layouts by keyboard, and wait for them."""
     page.fill("#p-batch", batch)
     page.press("#p-batch", "Enter")
     page.wait_for_selector("#p-find[aria-disabled=false]", timeout=60_000)
@@ -306,7 +306,7 @@ def stepped(page: Page) -> Any:
 
 
 def alive(page: Page) -> list[float]:
-    """Return the figures of the ledger's lines, and their sum as it says it. [GiB]"""
+    """Return the figures of the ledger's lines, and the sum that it shows. [GiB]"""
     return [float(text.replace(",", "")) for text in page.locator("#ledger tr td:nth-child(2)").all_text_contents()]
 
 

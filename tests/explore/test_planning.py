@@ -1,4 +1,4 @@
-"""The planner on the page says what ``zeroplan plan`` says, and its layouts can be loaded and run."""
+"""The planner on the page gives the answer of ``zeroplan plan``, and its layouts can be loaded and run."""
 
 from __future__ import annotations
 

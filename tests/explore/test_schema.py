@@ -1,4 +1,4 @@
-"""Whatever is asked by the server's own OpenAPI is answered as that says, and never with an error of the server's own."""
+"""Every request of the server's own OpenAPI description gets an answer as described, and never an internal error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server: for this machine alone, for this page alone, so much at a time, and never an error of its own."""
+"""The server accepts only this machine and this page, limits requests, and never fails with an error of its own."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_eight_at_once_are_answered(port: int):
 
 
 def asked(app: Any, query: bytes) -> int:
-    """Call the application without a network; returns the status."""
+    """Call the application without a network; return the status."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:

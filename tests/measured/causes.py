@@ -1,6 +1,6 @@
-"""Why the estimate of some jobs is off by more than a tenth of a per cent, in the order of this list.
+"""Known causes of errors of more than 0.1 %, in order of precedence.
 
-One is entered with the note that the answer then carries, if it is too low, and goes when it has been mended.
+If the estimate is too low, a cause gets an entry together with the note that the answer then has. It is removed once fixed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TENTH_OF_A_PER_CENT = 0.001
 
 
 class Cause(NamedTuple):
-    """Why the estimate of some jobs is off, which they are, and how far it is off at most today. [fractions of the peak]"""
+    """A cause: why the estimate is off, for which jobs, and by how much at most today. [fractions of the peak]"""
 
     why: str
     jobs: Callable[[JobSpec], bool]
@@ -32,12 +32,12 @@ CAUSES: tuple[Cause, ...] = ()
 
 
 def cause_of(one: Held, causes: Sequence[Cause] = CAUSES) -> Cause | None:
-    """The first that applies; a record may be of several."""
+    """Return the first cause that applies; a record may match several."""
     return next((cause for cause in causes if cause.jobs(one.measured.job)), None)
 
 
 def complaints(found: Sequence[Held], causes: Sequence[Cause] = CAUSES) -> Iterator[str]:
-    """What is wrong with records and causes: an error without a cause, or beyond what its cause says, or a cause without one."""
+    """Return complaints: an error without a cause, an error beyond its cause's limit, or a cause without an error."""
     largest = dict.fromkeys((cause.why for cause in causes), 0.0)
     for one in found:
         cause = cause_of(one, causes)

@@ -1,4 +1,4 @@
-"""The jobs of the matrix: a sample of what users run in which every two choices meet, the same on every machine.
+"""Draws the jobs of the matrix: a sample in which every two choices meet, the same on every machine.
 
 Every choice of one factor meets every choice of every other in each sweep; sweeps differ, so that more of them also bring
 most triples together. A sweep is drawn greedily: of several random rows that each begin with a pair not yet met, the one
@@ -127,7 +127,7 @@ def _pairs(row: Row) -> Iterator[Pair]:
 
 
 def _row(open_pairs: dict[Pair, None], dice: random.Random) -> Row:
-    """Begin with a pair not yet met, and choose of every other factor what meets most new pairs with what is chosen."""
+    """Start with a pair that has not met yet; for every other factor take the choice that meets most new pairs."""
     one, here, other, there = _any(tuple(open_pairs), dice)
     chosen = {one: here, other: there}
     for factor in _shuffled(tuple(range(len(FACTORS))), dice):
@@ -140,14 +140,14 @@ def _row(open_pairs: dict[Pair, None], dice: random.Random) -> Row:
 
 
 def _met(chosen: dict[int, int], factor: int, choice: int) -> list[Pair]:
-    """The pairs that a choice makes with those before it."""
+    """Return the pairs that a choice forms with the earlier ones."""
     return [
         (other, there, factor, choice) if other < factor else (factor, choice, other, there) for other, there in chosen.items()
     ]
 
 
 def _any(things: Sequence[T], dice: random.Random) -> T:
-    """One of the things; of a generator's methods only ``random()`` is promised never to change."""
+    """Return one of the things. Only ``random()`` of a generator is promised never to change."""
     return things[int(dice.random() * len(things))]
 
 
@@ -187,7 +187,7 @@ _LAYERS_RUN = 24
 
 
 def _cut(whole: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, accumulate: int) -> ModelSpec:
-    """Return the model with as many layers as fit a card's memory, and with fewer where every layer is run."""
+    """Return the model with as many layers as fit a card, and with fewer if the run executes every layer."""
     layers = whole.num_hidden_layers
     if recipe.engine == "deepspeed" or (recipe.engine == "ddp" and recipe.zero_stage == 1):
         layers = min(layers, _LAYERS_RUN // accumulate)
@@ -198,7 +198,7 @@ def _cut(whole: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, accumulate: int) 
 
 
 def _with_layers(whole: ModelSpec, layers: int) -> ModelSpec:
-    """Keep at least one layer with experts beside the dense first ones."""
+    """Return the model with at least one layer with experts beside the dense first ones."""
     if layers == whole.num_hidden_layers:
         return whole
     moe = whole.moe

@@ -1,4 +1,4 @@
-"""How far is the estimate from the records of the matrix: by engine, family and recipe, and where most. Needs no torch."""
+"""Lists the errors of the estimate against the records of the matrix, by engine, family and recipe. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _WORST = 25
 
 
 class Held(NamedTuple):
-    """A record, and what the estimate of its job makes of it."""
+    """A record and the estimate of its job."""
 
     measured: Measurement
     found: Comparison
 
     @property
     def error(self) -> float:
-        """Of the peak, in fractions of what was measured."""
+        """The error of the peak, as a fraction of the measured peak."""
         return self.found.peak.error
 
     @property
     def same_phase(self) -> bool:
-        """Whether the peak is predicted in the phase in which it was."""
+        """Whether the estimate's peak is in the measured phase."""
         return self.predicted_phase == self.measured.steady.peak.phase
 
     @property
@@ -48,28 +48,28 @@ class Held(NamedTuple):
 
     @property
     def same_traffic(self) -> bool:
-        """Whether every collective moves the bytes that were predicted."""
+        """Whether every collective sends the predicted bytes."""
         return not any(row.difference for row in self.found.collectives)
 
     @property
     def predicted_phase(self) -> str:
-        """The phase with the highest predicted moment."""
+        """Return the phase with the highest predicted moment."""
         return max(self.found.phases, key=lambda row: row.predicted).what
 
 
 def different_kinds(found: Comparison, small: int = 16 * MIB) -> list[Compared]:
-    """Kinds of lines at the peak that differ by more than 2 %, and by more than ``small`` bytes."""
+    """Return the kinds at the peak that differ by more than 2 % and by more than ``small`` bytes."""
     return [row for row in found.kinds if abs(row.difference) > max(0.02 * row.measured, small)]
 
 
 def held(records: list[Measurement]) -> list[Held]:
-    """Hold the estimate of every record's job against it."""
+    """Estimate the job of every record."""
     return [Held(record, compare_with_estimate(record)) for record in records]
 
 
 @cache
 def held_in(path: Path = stored.RECORDS) -> tuple[Held, ...]:
-    """Hold the estimates of all jobs of a file against its records, once in a process: it takes seconds."""
+    """Estimate the jobs of a file's records, once per process, since it takes seconds."""
     return tuple(held(stored.records(path)))
 
 
@@ -120,13 +120,13 @@ def _row(name: str, some: list[Held]) -> str:
 
 
 def share_of(truths: Iterable[bool]) -> float:
-    """Which part of some are true."""
+    """Return the share that is true."""
     found = list(truths)
     return sum(found) / len(found)
 
 
 def _others(all_held: list[Held]) -> list[str]:
-    """What is held between steps and what the collectives move, where the peak is not what differs."""
+    """Return differences outside the peak: what is held between steps, and what the collectives send."""
     between = [one for one in all_held if abs(one.found.held.difference) > one.found.peak.measured // 1000]
     moved = [one for one in all_held if not one.same_traffic]
     return [
@@ -159,13 +159,13 @@ def _at_the_peak(one: Held) -> str:
 
 
 def kinds(one: Held, most: int = 4) -> str:
-    """The kinds at the peak that differ most, predicted less measured. [MiB]"""
+    """Return the kinds at the peak that differ most, predicted minus measured. [MiB]"""
     rows = [row for row in one.found.kinds if row.difference][:most]
     return ", ".join(f"{row.what} {row.difference / MIB:+.1f}" for row in rows)
 
 
 def what(job: JobSpec) -> str:
-    """A job in one line; its layers in brackets, its batch as accumulation x micro-batch x sequence."""
+    """Return a job in one line: its layers in brackets, its batch as accumulation x micro-batch x sequence."""
     recipe, batch = job.recipe, job.batch
     model = f"{job.model.name} ({job.model.num_hidden_layers})"
     shape = f"{batch.grad_accum_steps}x{batch.micro_batch_size}x{batch.seq_len}"

@@ -1,4 +1,4 @@
-"""The figure of the validation page: the product's own plot, over the records of the matrix."""
+"""Draws the figure of the validation page: zeroplan's own plot of the records of the matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formulas that people use instead of an account, for the same jobs."""
+"""Formulas that people use instead of an estimator, for the same jobs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class Formula(NamedTuple):
-    """A name, and what it answers for a job, if it has an answer. [bytes]"""
+    """A formula: its name, and its answer for a job, if any. [bytes]"""
 
     name: str
     answer: Callable[[JobSpec], int | None]
 
 
 def _states(job: JobSpec) -> int:
-    """2Ψ + 2Ψ + 12Ψ, divided as the stage says. Source: arXiv:1910.02054, section 5."""
+    """Return 2Ψ + 2Ψ + 12Ψ, divided by the ranks that the stage shards over. Source: arXiv:1910.02054, section 5."""
     psi, ranks, stage = parameter_count(job.model), job.mesh.dp_shard, job.recipe.zero_stage
     return sum(bytes_each * psi // (ranks if stage >= first else 1) for bytes_each, first in ((2, 3), (2, 2), (12, 1)))
 
 
 def _with_activations(job: JobSpec) -> int | None:
-    """The same and what Megatron's layers keep. Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2."""
+    """Return the same plus the activations of Megatron's layers. Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2."""
     recipe = replace(job.recipe, engine="paper", activation_model="megatron", kernels="cuda")
     try:
         return estimate(replace(job, recipe=recipe)).peak_bytes
@@ -48,7 +48,7 @@ def _deepspeed(job: JobSpec) -> int | None:
 
 
 def _largest_layer(job: JobSpec) -> int:
-    """Parameters of the module that has most of its own."""
+    """Return the parameters of the module that owns most."""
     parts = layout(job.model)
     modules: dict[tuple[int, str], int] = {}
     groups = (parts.embeddings, parts.tail, *(run.parameters for run in parts.runs))

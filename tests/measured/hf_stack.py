@@ -1,4 +1,4 @@
-"""Score estimates on public fine-tuning runs of the Hugging Face stack: ``python -m tests.measured.hf_stack``.
+"""Scores estimates on public fine-tuning runs of the Hugging Face stack: ``python -m tests.measured.hf_stack``.
 
 Kept in ``tests/golden`` are fms-acceleration's runs (github.com/foundation-model-stack/fms-acceleration at commit 876e2ed,
 scripts/benchmarks/refs*/*.csv, with earlier revisions of these files), each beside what zeroplan finds. ``--from FILE`` scores
@@ -77,18 +77,18 @@ Row = dict[str, Any]
 
 
 class RefusedError(Exception):
-    """A row that is no job of zeroplan's; its words are the reason."""
+    """Raised for a row that zeroplan has no job for; the text is the reason."""
 
 
 class Run(NamedTuple):
-    """A row and the releases that it ran with."""
+    """A row and the releases of its run."""
 
     row: Row
     versions: Mapping[str, str]
 
     @property
     def kernels(self) -> str:
-        """What the row's fused kernels replace, in a word."""
+        """What the row's fused kernels replace, as one word."""
         fused = self.row.get("fused") or ()
         if not fused:
             return "plain"
@@ -96,7 +96,7 @@ class Run(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A run, what the estimate says of it [bytes], and the peak's moment."""
+    """A run, the estimate of its job [bytes], and the name of the peak's moment."""
 
     run: Run
     found_peak: int
@@ -108,12 +108,12 @@ class Scored(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """How far the estimate is off, as a share of what was measured."""
+        """The error of the estimated peak, as a share of the measurement."""
         return self.found_peak / int(self.run.row["peak_allocated_bytes"]) - 1
 
     @property
     def held(self) -> float:
-        """The same of what is held."""
+        """The error of what is held after the step, likewise."""
         return self.found_held / int(self.run.row["end_allocated_bytes"]) - 1
 
 
@@ -121,7 +121,7 @@ class Scored(NamedTuple):
 
 
 def runs_of(path: Path) -> list[Run]:
-    """Read the rows that have counted bytes."""
+    """Return the rows that have counted bytes."""
     found = json.loads(path.read_text(encoding="utf-8"))
     rows = (row for name in LISTS for row in found.get(name, ()))
     groups = {name: group.get("versions", {}) for name, group in found["groups"].items()}
@@ -130,7 +130,7 @@ def runs_of(path: Path) -> list[Run]:
 
 
 def kept() -> tuple[list[Scored], Counter[str]]:
-    """The runs that are kept in the repository with what was found, and the others by reason."""
+    """Return the runs in the repository with their results, and the number of other rows by reason."""
     held, refused = list[Scored](), Counter[str]()
     for line in map(json.loads, KEPT.read_text(encoding="utf-8").splitlines()):
         run = Run(line["row"], line["versions"])
@@ -142,13 +142,13 @@ def kept() -> tuple[list[Scored], Counter[str]]:
 
 
 def kept_runs() -> list[Run]:
-    """The same runs, not scored."""
+    """Return the same runs without results."""
     lines = map(json.loads, KEPT.read_text(encoding="utf-8").splitlines())
     return [Run(line["row"], line["versions"]) for line in lines]
 
 
 def keep(runs: Sequence[Run]) -> None:
-    """Keep runs with what is found."""
+    """Write runs and their results into the repository."""
     KEPT.write_text("".join(f"{json.dumps(_line_of(run), ensure_ascii=False)}\n" for run in runs), encoding="utf-8")
 
 
@@ -166,7 +166,7 @@ def _line_of(run: Run) -> dict[str, Any]:
 
 
 def job_of(run: Run) -> JobSpec:
-    """Say a row in zeroplan's words; raises RefusedError or SpecError with the reason where that cannot be."""
+    """Return a row as a job; raises RefusedError or SpecError with the reason if that is impossible."""
     row = run.row
     if row["group"] == "granite@ff14d4f" and row["gpus"] > 1 and row["method"] == "full":
         raise RefusedError("two GPUs with the peak of one, which the next revision halves")
@@ -177,7 +177,7 @@ def job_of(run: Run) -> JobSpec:
 
 
 def _batch(row: Row) -> dict[str, Any]:
-    """The batch; where lengths vary, lognormal ones with the stated means, of which rank 0 meets its part.
+    """Return the batch. If lengths vary, they are lognormal with the given means, and rank 0 gets its part.
 
     A multipack sampler fills micro-batches up to their mean (plugins/attention-and-distributed-packing,
     MultipackDistributedBatchSampler).
@@ -257,7 +257,10 @@ def _adapters_in_16_bits(run: Run) -> bool:
 
 
 def _upcast(row: Row) -> str:
-    """What is fp32: nothing where the plugin prepares the model, else what trl's SFTTrainer leaves, which casts with bf16 alone."""
+    """Return the parts in fp32.
+
+    Nothing if the plugin prepares the model, otherwise what trl's SFTTrainer leaves, which casts with bf16 alone.
+    """
     if row["kbit_prepare"].startswith("plugin"):
         return "none"
     return "norms" if row["autocast"] == "bfloat16" else "all"
@@ -267,7 +270,7 @@ def _upcast(row: Row) -> str:
 
 
 def scored(run: Run) -> Scored:
-    """Hold the estimate against a row."""
+    """Return the estimate of a row beside its measurement."""
     answer = estimate(job_of(run))
     fitting = answer.comfortable_bytes - int(answer.outside_band.expected_bytes)
     counted = (int(answer.peak_bytes), _held(run, answer), fitting)
@@ -275,21 +278,21 @@ def scored(run: Run) -> Scored:
 
 
 def _uncounted(run: Run, answer: Estimate) -> int:
-    """Adapters outside FSDP1, which move to the GPU between the two stages whose differences the counter adds up. [bytes]"""
+    """Return the adapters outside FSDP1. They move to the GPU between two stages, so the counter misses them. [bytes]"""
     if not _apart(run.row):
         return 0
     return 4 * trained_count(answer.job.model)
 
 
 def _held(run: Run, answer: Estimate) -> int:
-    """What is alive after the last step; on one GPU without gradients, which are set to None before the program ends. [bytes]"""
+    """Return what is alive after the last step. On one GPU gradients are None when the program ends. [bytes]"""
     lines = next(moment for moment in answer.moments if moment.phase is Phase.STEP).lines
     gone = {Kind.OPTIMIZER_TEMPORARY, *((Kind.GRADIENTS,) if run.row["gpus"] == 1 or _apart(run.row) else ())}
     return sum(int(line.n_bytes) for line in lines if line.kind not in gone)
 
 
 def score(runs: Sequence[Run]) -> tuple[list[Scored], Counter[str]]:
-    """Score every run that is a job, and count the others by reason."""
+    """Score every run that is a job, and count the other rows by reason."""
     held, refused = list[Scored](), Counter[str]()
     for run in runs:
         try:
@@ -300,7 +303,7 @@ def score(runs: Sequence[Run]) -> tuple[list[Scored], Counter[str]]:
 
 
 def groups(one: Run) -> tuple[str, ...]:
-    """The groups of a table that a run belongs to."""
+    """Return the groups of a table to which a run belongs."""
     row = one.row
     where = "1 GPU" if row["gpus"] == 1 else "several"
     method, model = METHODS[row["method"]], row["base_model"].rpartition("/")[2]
@@ -310,21 +313,21 @@ def groups(one: Run) -> tuple[str, ...]:
 
 
 def method_of(run: Run) -> str:
-    """What is trained and with which kernels, as a row of the page calls it."""
+    """Return what is trained and with which kernels, as the page calls it."""
     method = {"full": "full weights"}.get(run.row["method"], METHODS[run.row["method"]])
     kernels = {"plain": "", "fused": ", fused kernels"}.get(run.kernels, f", {run.kernels}")
     return method + kernels
 
 
 def name_of(run: Run) -> str:
-    """The row: its line in the source's file, model and batch."""
+    """Return the name of a row: its line in the source's file, model and batch."""
     row = run.row
     model, length = row["base_model"].rpartition("/")[2], f"{row['seq_len']:,}" if row.get("seq_len") else "differing"
     return f"{row['id'].removeprefix('fms:')}, {model}, {method_of(run)}, {row['gpus']} GPUs, {row['micro_batch']} x {length}"
 
 
 class Figures(NamedTuple):
-    """A row of the table: of the errors, as shares of what was measured."""
+    """A row of the table. Errors are shares of the measurement."""
 
     group: str
     rows: int
@@ -336,7 +339,7 @@ class Figures(NamedTuple):
 
 
 def summary(runs: Sequence[Run], held: Sequence[Scored]) -> Iterator[Figures]:
-    """The rows of a table, by group; errors keep their signs."""
+    """Return the rows of a table by group; errors keep their signs."""
     rows, found = Counter[str](), defaultdict[str, list[Scored]](list)
     for run in runs:
         rows.update(groups(run))
@@ -357,7 +360,7 @@ def _figures(errors: Sequence[float]) -> tuple[float, ...]:
 
 
 def main() -> None:
-    """Print the table, the reasons of what was refused, and, if asked, every row."""
+    """Print the table, the reasons for refusals and, on request, every row."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--from", dest="file", type=Path, help="published runs, JSON; without it those kept")
     parser.add_argument("--keep", action="store_true", help="keep them with what is found")

@@ -1,4 +1,4 @@
-"""Measure the matrix: ``python -m tests.measured.matrix`` from the repository's root.
+"""Measures the matrix: ``python -m tests.measured.matrix`` from the repository's root.
 
 Every job of the sample is simulated (real engine, fake tensors) in a process of its own and leaves one line. Jobs that have a
 line are skipped, so it may be stopped at any time and goes on where it was. ``--sample`` names another sample: ``fresh`` has
@@ -39,7 +39,7 @@ _READY = ["zeroplan.verify.backends.simulate", "transformers.models.auto.modelin
 
 
 def main() -> None:
-    """Run what has no line yet, or print the table."""
+    """Run the jobs without a line, or print the table."""
     asked = _asked()
     if asked.table:
         from tests.measured.errors import table
@@ -117,7 +117,7 @@ def _run(jobs: Sequence[JobSpec], path: Path, *, seconds: float, silent_after: f
 
 
 def measured(job: JobSpec, *, silent_after: float, least_room: bool = False, rank: int | None = None) -> Measurement | str:
-    """Simulate a job in a process of its own; where that fails, the reason in one line."""
+    """Simulate a job in a process of its own; return the record, or why it failed in one line."""
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_READY)
@@ -136,7 +136,7 @@ def measured(job: JobSpec, *, silent_after: float, least_room: bool = False, ran
 
 
 def _measure(job: JobSpec, answer: Connection, least_room: bool, rank: int | None) -> None:
-    """Send the record, or why there is none. What engines print is not wanted."""
+    """Send the record, or the reason for its absence. The output of engines is dropped."""
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
@@ -163,7 +163,7 @@ def _simulated(job: JobSpec, *, least_room: bool, rank: int | None = None) -> Me
 
 
 def fullest_rank(job: JobSpec) -> int:
-    """Return the rank that the peak of the estimate is of: rank 0, but where whole tensors are handed out."""
+    """Return the rank of the estimate's peak: rank 0, unless ranks own whole tensors."""
     if job.recipe.engine != "ddp" or job.recipe.zero_stage != 1:
         return 0
     from zeroplan.engines.ddp.zero_redundancy import fullest_share

@@ -20,6 +20,7 @@ from unittest.mock import MagicMock
 from weakref import WeakSet
 
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.described import JobParts
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
@@ -79,7 +80,8 @@ def estimated(asked: Asked) -> int:
         moe_router_dtype=asked.router_dtype or None, deterministic_mode=asked.deterministic,
     )  # fmt: skip
     recipe = RecipeSpec(engine="megatron", zero_stage=0, megatron=options)
-    lines = cost_of(model, "moe", recipe, MeshSpec(), BatchSpec(micro_batch_size=SIZE, seq_len=SEQ_LEN)).kept
+    job = JobParts(model, recipe, MeshSpec(), BatchSpec(micro_batch_size=SIZE, seq_len=SEQ_LEN))
+    lines = cost_of(job, "moe").kept
     return sum(int(line.n_bytes) for line in lines if line.reason.startswith(("experts: ", "router: ")))
 
 

@@ -1,4 +1,4 @@
-"""Derive the tables of measured operators that the step's clock reads: ``python -m tests.measured.operators --from FOLDER``.
+"""Derives the tables of measured operators for step times: ``python -m tests.measured.operators --from FOLDER``.
 
 FOLDER holds ``gemm.csv.gz`` and ``attention_forward.csv.gz``: times of single operators on one GPU, as facts taken from
 github.com/ai-dynamo/aiconfigurator at 095f58a5 (2026-08-21), aic-core/src/aiconfigurator_core/systems/data. What is kept is the
@@ -45,14 +45,14 @@ def _read(path: Path) -> Iterable[dict[str, str]]:
 
 
 def _source_name(name: str) -> str:
-    """Return the source's name of a GPU of the catalogue."""
+    """Return the name that the source uses for a GPU of the catalogue."""
     known = {"rtx-pro-6000-blackwell-96gb": "rtx_pro_6000_server", "l40s-48gb": "l40s"}
     start = name.partition("-")[0]
     return known.get(name, start if start.startswith("gb") else f"{start}_sxm")
 
 
 def products(path: Path) -> Iterable[float]:
-    """Yield the shares of products: in bf16: by GPU, then rows, columns and depth."""
+    """Yield the shares of products in bf16: by GPU, then rows, columns and depth."""
     times = {
         (one["gpu"], int(one["m"]), int(one["n"]), int(one["k"])): float(one["us"]) * 1e-6
         for one in _read(path)

@@ -1,4 +1,4 @@
-"""Jobs with what the matrix leaves out: fine-tuning, offload, ZeRO++. A random sample of them, the same on every machine.
+"""Draws jobs with features outside the matrix: fine-tuning, offload, ZeRO++.
 
 What the estimate refuses is not in it: another job is drawn in its place.
 """
@@ -33,7 +33,7 @@ _MOST_LAYERS = 12
 
 
 class _Dice:
-    """Of a generator's methods only ``random()`` is promised never to change."""
+    """Draws with ``random()`` alone, the only method of a generator that is promised never to change."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random  # noqa: S311  a sample, not a secret
@@ -44,7 +44,7 @@ class _Dice:
 
 
 def drawn(count: int) -> list[JobSpec]:
-    """Return the first ``count`` jobs: every kind in turn, so that there are as many of each.
+    """Return the first ``count`` jobs. Kinds alternate, so that each has as many.
 
     >>> drawn(22)[:11] == drawn(11)
     True
@@ -110,7 +110,7 @@ def _activations_away(dice: _Dice) -> JobSpec:
 
 
 def _deepspeed(stages: Sequence[int], **said: Sequence[object]) -> Callable[[_Dice], JobSpec]:
-    """DeepSpeed with these options, any one of what is given for each."""
+    """Draw a DeepSpeed job with one of the given values for each of these options."""
 
     def job(dice: _Dice) -> JobSpec:
         stage = dice.any(*stages)
@@ -136,7 +136,7 @@ KINDS: tuple[Callable[[_Dice], JobSpec], ...] = (
 
 
 def name_of(job: JobSpec) -> str:
-    """Which of the options a job has."""
+    """Return which of the options a job has."""
     recipe, zero = job.recipe, job.recipe.deepspeed
     if job.model.adapter is not None:
         return "LoRA" if job.model.adapter.quantize == "none" else "QLoRA"

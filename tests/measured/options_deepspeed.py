@@ -1,4 +1,4 @@
-"""Jobs of DeepSpeed over its own options, optimizers and steps: a random sample, the same on every machine.
+"""Draws jobs of DeepSpeed over its options, optimizers and steps: a random sample, the same on every machine.
 
 Small models, or large ones with few layers: what the options change does not depend on how many layers there are.
 """
@@ -37,7 +37,7 @@ OPTIMIZERS: tuple[tuple[Optimizer, OptimizerImpl | None], ...] = (
 
 
 class _Dice:
-    """Of a generator's methods only ``random()`` is promised never to change."""
+    """Draws with ``random()`` alone, the only method of a generator that is promised never to change."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random  # noqa: S311  a sample, not a secret
@@ -48,7 +48,7 @@ class _Dice:
 
 
 def drawn(count: int, *, seed: int = SEED) -> list[JobSpec]:
-    """Return the first ``count`` jobs, stages 0 to 3 one after the other. A job that the estimate refuses is drawn again.
+    """Return the first ``count`` jobs; stages 0 to 3 alternate. If the estimate refuses a job, another is drawn.
 
     >>> drawn(8)[:4] == drawn(4)
     True
@@ -115,7 +115,7 @@ def _options(dice: _Dice, stage: int) -> DeepSpeedOptions:
 
 
 def _sharded_options(dice: _Dice) -> DeepSpeedOptions:
-    """Stage 3: also what is gathered, for how long, and which parameters stay."""
+    """Draw the options of stage 3: also what is gathered, for how long, and which parameters stay."""
     return DeepSpeedOptions(
         reduce_bucket_size=dice.any(1_000_000, 5_000_000, 50_000_000, 200_000_000, 500_000_000),
         overlap_comm=dice.any(None, None, False),

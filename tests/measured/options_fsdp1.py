@@ -1,4 +1,4 @@
-"""Jobs of FSDP1 over its options, every optimizer, few ranks and many: a random sample, the same on every machine."""
+"""Draws jobs of FSDP1 over its options, every optimizer, few ranks and many: the same sample on every machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEED = 20_267
 
 
 def drawn(count: int) -> list[JobSpec]:
-    """Return the first ``count`` jobs. A job that the estimate refuses is drawn again.
+    """Return the first ``count`` jobs. If the estimate refuses a job, another is drawn.
 
     >>> drawn(9)[:6] == drawn(6)
     True

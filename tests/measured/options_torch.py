@@ -1,4 +1,4 @@
-"""Jobs of DDP and FSDP2 over their options, every optimizer and few ranks: a random sample, the same on every machine.
+"""Draws jobs of DDP and FSDP2 over their options, every optimizer and few ranks: the same sample on every machine.
 
 The matrix takes torch's defaults and AdamW on four ranks or more; here nothing but the model is kept to what is usual.
 """
@@ -41,7 +41,7 @@ _LAYERS_RUN = 12
 
 
 class Dice:
-    """Of a generator's methods only ``random()`` is promised never to change."""
+    """Draws with ``random()`` alone, the only method of a generator that is promised never to change."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random  # noqa: S311  a sample, not a secret
@@ -52,7 +52,7 @@ class Dice:
 
 
 def drawn(count: int) -> list[JobSpec]:
-    """Return the first ``count`` jobs: two of FSDP2, then one of DDP. A job that the estimate refuses is drawn again.
+    """Return the first ``count`` jobs: two of FSDP2, then one of DDP. If the estimate refuses a job, another is drawn.
 
     >>> drawn(9)[:6] == drawn(6)
     True
@@ -63,7 +63,7 @@ def drawn(count: int) -> list[JobSpec]:
 
 
 def different(make: Callable[[Dice], JobSpec], seed: int) -> Iterator[JobSpec]:
-    """Draw job after job, none of them twice, and none that the estimate refuses."""
+    """Yield different jobs that the estimate accepts."""
     dice, met = Dice(seed), set[JobSpec]()
     while True:
         try:
@@ -101,7 +101,7 @@ def _ddp(dice: Dice) -> JobSpec:
 
 
 def job_of(dice: Dice, said: dict[str, object], mesh: MeshSpec) -> JobSpec:
-    """Draw the rest of a job, of which engine and ranks are said."""
+    """Draw the other fields of a job with this engine and these ranks."""
     optimizer, impl = dice.any(*OPTIMIZERS)
     whole, layers = dice.any(*MODELS)
     recompute = dice.any("none", "none", "selective", "full")
@@ -130,7 +130,7 @@ def job_of(dice: Dice, said: dict[str, object], mesh: MeshSpec) -> JobSpec:
 
 
 def _cut(name: str, layers: int) -> ModelSpec:
-    """The model with so many layers, of which at least one has experts where any has."""
+    """Return the model with this many layers. If it has experts, at least one of the layers has them."""
     whole = model(name)
     moe = whole.moe
     if moe is not None and moe.num_dense_layers >= layers:

@@ -1,4 +1,4 @@
-"""Write docs/validation.md and its figure from the records: ``python -m tests.measured.page`` from the repository's root.
+"""Writes docs/validation.md and its figure from the records: ``python -m tests.measured.page``.
 
 Needs matplotlib, and no torch. A test demands that the page is what the records say today.
 """
@@ -39,7 +39,7 @@ def write() -> None:
 
 
 def page(all_held: Sequence[Held]) -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     return "\n".join(
         [
             *_top(all_held),
@@ -107,7 +107,7 @@ _HEAD = "jobs", "median", "95 in 100 within", "lowest", "highest", f"within {MOS
 
 
 def _options() -> Iterator[str]:
-    """The jobs with fine-tuning, offload and ZeRO++, by what they have of these."""
+    """Return the part on jobs with fine-tuning, offload and ZeRO++, by these features."""
     found = held_in(stored.OPTIONS)
     names = sorted({options.name_of(one.measured.job) for one in found})
     rows = [_errors(name, [one for one in found if options.name_of(one.measured.job) == name]) for name in names]
@@ -120,7 +120,7 @@ def _options() -> Iterator[str]:
 
 
 def _varied() -> Iterator[str]:
-    """The jobs over the engines' own options, every optimizer and few ranks, by engine, ranks and optimizer."""
+    """Return the part on jobs over the engines' options, by engine, ranks and optimizer."""
     found = [one for path in stored.VARIED for one in held_in(path)]
     if not found:
         return
@@ -160,7 +160,7 @@ def _step_of(job: JobSpec) -> str:
 
 
 def _megatron() -> Iterator[str]:
-    """The jobs of Megatron-Core's local layers."""
+    """Return the part on Megatron-Core's local layers."""
     found = held_in(stored.MEGATRON)
     yield "## Megatron-Core\n"
     yield (
@@ -185,7 +185,7 @@ _OF_MEGATRON: dict[str, Callable[[JobSpec], bool]] = {
 
 
 def _fresh() -> Iterator[str]:
-    """The jobs that were drawn and run when the estimate was done."""
+    """Return the part on jobs that were drawn and run after the estimate was written."""
     found = held_in(stored.FRESH)
     engines = sorted({engine_of(one.measured.job) for one in found})
     rows = [_errors(name, [one for one in found if engine_of(one.measured.job) == name]) for name in engines]
@@ -198,7 +198,7 @@ def _fresh() -> Iterator[str]:
 
 
 def _versions() -> Iterator[str]:
-    """The jobs that were run under another torch or DeepSpeed than all others."""
+    """Return the part on jobs that ran with another torch or DeepSpeed."""
     found = held_in(stored.VERSIONS)
     rows = [
         _errors(name, [one for one in found if version_of(one) == name]) for name in sorted({version_of(one) for one in found})
@@ -213,7 +213,7 @@ def _versions() -> Iterator[str]:
 
 
 def version_of(one: Held) -> str:
-    """The engine of a record, and the version of what it is from."""
+    """Return the engine of a record and its version."""
     engine, packages = one.measured.job.recipe.engine, one.measured.environment.packages
     torch = f"torch {packages['torch'].partition('+')[0]}"
     return f"DeepSpeed {packages['deepspeed']}, {torch}" if engine == "deepspeed" else f"{torch}, {engine}"

@@ -1,4 +1,4 @@
-"""The same jobs through other calculators: what they answered (peers.toml), and the jobs, to be run and estimated here."""
+"""Jobs and the answers of other calculators for them (peers.toml), to be run and estimated here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FILE = Path(__file__).with_name("peers.toml")
 
 
 class Case(NamedTuple):
-    """A job without and with full recomputation, and what each calculator answers for the two. [GiB, None for no answer]"""
+    """A job without and with full recomputation, and each calculator's answers for the two. [GiB; None: no answer]"""
 
     name: str
     jobs: tuple[JobSpec, JobSpec]
@@ -21,7 +21,7 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Read the cases.
+    """Return the cases.
 
     >>> [len(case.jobs) for case in cases()]
     [2, 2, 2]
@@ -30,7 +30,7 @@ def cases() -> list[Case]:
 
 
 def jobs() -> list[JobSpec]:
-    """Return all jobs of the cases."""
+    """Return the jobs of all cases."""
     return [job for case in cases() for job in case.jobs]
 
 

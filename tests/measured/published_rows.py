@@ -1,7 +1,7 @@
-"""Rows of published training throughput as jobs: what a row says, in zeroplan's words, and what a reader had to assume.
+"""Turns rows of published training throughput into jobs, with assumptions for what the source leaves out.
 
-A row is one measured run from a paper or a public repository, with its source. A row that no option can say raises RefusedError
-with the reason. What a source leaves out is assumed here, in one place, and the same for every row of that program.
+A row is one measured run from a paper or a public repository, with its source. If no option can express a row, RefusedError has
+the reason. What a source leaves out is assumed here, in one place, and the same for every row of that program.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _LATENT = MlaSpec(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_r
 
 
 class RefusedError(Exception):
-    """A row that is no job of zeroplan's; its words are the reason."""
+    """Raised for a row that zeroplan has no job for; the text is the reason."""
 
 
 class Case(NamedTuple):
@@ -99,13 +99,13 @@ class Case(NamedTuple):
 
     @property
     def sheet(self) -> tuple[object, ...]:
-        """What rows share that are layouts of the same job."""
+        """The fields that all layouts of one job share."""
         row = self.row
         return tuple(row.get(key) for key in ("source", "engine", "model", "gpu", "n_gpus", "seq", "global_batch", "precision"))
 
 
 def rows_of(path: Path) -> list[Row]:
-    """Read the rows of a file. Aleph Alpha's notes begin with whether ranks split sequences, where that was recorded."""
+    """Return the rows of a file. Aleph Alpha's notes begin with whether ranks split sequences, if that was recorded."""
     rows = json.loads(path.read_text(encoding="utf-8"))
     words = {"sequence_parallel=1": True, "sequence_parallel=0": False}
     return [row | {"sequence_parallel": words.get(str(row["notes"]).partition(";")[0])} for row in rows]
@@ -120,7 +120,7 @@ def kept() -> list[Row]:
 
 
 def keep(rows: Sequence[Row]) -> None:
-    """Keep rows: the facts that jobs are made of, without texts."""
+    """Write rows into the repository: the facts that jobs need, without texts."""
     sources = list(dict.fromkeys(row["source"] for row in rows))
     lines = [json.dumps(sources, ensure_ascii=False)]
     for row in rows:
@@ -140,9 +140,9 @@ def _schedule(row: Row) -> str:
 
 
 def half_of(row: Row) -> str:
-    """Return the half of a row, ``open`` or ``held``: the same for all of one ``config_group``, and for rows without one by model.
+    """Return the half of a row, ``open`` or ``held``: the same for a whole ``config_group``, and without one for a model.
 
-    Only rows of the open half may be looked at while a clock is built.
+    While we fit step times we look only at rows of the open half.
     """
     group = row.get("config_group") or "|".join((program(row), row["model"], row["gpu"]))
     return "open" if int(hashlib.sha256(group.encode()).hexdigest(), 16) % 2 else "held"
@@ -154,7 +154,7 @@ def program(row: Row) -> str:
 
 
 def case_of(row: Row) -> Case:
-    """Return a row as a case; raises RefusedError or SpecError with the reason where it is no job."""
+    """Return a row as a case; raises RefusedError or SpecError with the reason if it is no job."""
     _refuse(row)
     found, reason = [], None
     for micro_batch, chunks in _left_out(row):
@@ -194,17 +194,18 @@ def _deepseek(row: Row) -> tuple[str, bool]:
 
 
 def _tensor_overlap(row: Row) -> Literal["none", "backward", "all"]:
-    """Return which tensor-parallel collectives overlap: NVIDIA's recipes since 2024 set it, programs of 2021 could not."""
+    """Return which tensor-parallel collectives overlap: NVIDIA's recipes since 2024 enable it, programs of 2021 could not."""
     if program(row) in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"):
         return "none"
     return "all" if program(row) in ("mlm24", "dgxc", "mbridge", "nemo24") else "backward"
 
 
 def as_the_program_sends(row: Row, job: JobSpec, account: Account) -> Account:
-    """Return the account with the collectives of the row's own program, where they are others than those of torch's plan.
+    """Return the account with the collectives of the row's own program, if these differ from torch's plan.
 
-    KempnerForge's tensor parallelism (distributed/tensor_parallel.py) splits the input of each projection apart: torch.compile
-    merges their gathers (``fx_graph_cse``), but not the sums of their gradients: five per block, not two. Logits are gathered.
+    KempnerForge's tensor parallelism (distributed/tensor_parallel.py) splits the input of each projection separately.
+    torch.compile merges the all-gathers (``fx_graph_cse``), but not the reductions of their gradients: a block has five instead
+    of two. Logits are gathered.
     """
     if program(row) != "kempner" or job.mesh.tp == 1:
         return account
@@ -257,7 +258,7 @@ def _engine(row: Row) -> str | None:
 
 
 def _left_out(row: Row) -> Iterator[tuple[int, int]]:
-    """Yield micro-batches and chunks per rank: those of the row, or those that are tried."""
+    """Yield micro-batches and chunks per rank: the row's, or all that are tried."""
     sizes = (row["micro_batch"],) if row["micro_batch"] else _MICRO_BATCHES
     unsaid = (*(one for one in _NVIDIAS if one != "mbridge"), "mlm21", "ptdz3")  # mbridge's recipes say None for one
     tries = program(row) in unsaid and (row["pp"] or 1) > 1 and row.get("vpp") is None
@@ -282,7 +283,7 @@ def measured_step_s(row: Row) -> float:
 
 
 def _sequences(row: Row) -> int:
-    """Return the sequences of a step where the source does not state them: one micro-batch per data-parallel rank."""
+    """Return the sequences of a step; if the source omits them, one micro-batch per data-parallel rank."""
     return int((row["micro_batch"] or 1) * row["n_gpus"] // _split(row))
 
 
@@ -307,7 +308,7 @@ def _job(row: Row) -> JobSpec:
 
 
 def cluster_of(row: Row) -> ClusterSpec:
-    """Return the nodes of a row, on the network that it states."""
+    """Return the nodes of a row, with the network that it names."""
     name = _gpu_name(row)
     assert name is not None
     card, said = gpu(name), str(row.get("interconnect"))
@@ -414,7 +415,7 @@ def _stage(row: Row, engine: str) -> int:
 
 
 def _recomputation(row: Row) -> dict[str, Any]:
-    """Return what is recomputed; a source that says nothing of it recomputes nothing."""
+    """Return what is recomputed: nothing if the source does not mention it."""
     if _of_deepseek(row):
         return {"recompute": "selective" if _deepseek(row)[0] else "none"}
     words = str(row["recompute"])
@@ -424,7 +425,7 @@ def _recomputation(row: Row) -> dict[str, Any]:
 
 
 def _attention(row: Row) -> str:
-    """Return the kernel; before FlashAttention (2022) programs wrote scores out, with a fused softmax."""
+    """Return the attention kernel. Before FlashAttention (2022) programs computed scores explicitly, with a fused softmax."""
     flash, old = row["flash"], program(row) in ("mlm21", "mtnlg", "kor22", "bloom", "zb", "v100", "ptdz3")
     if flash in (False, "torch", "fused") or (flash is None and old):
         return "eager"

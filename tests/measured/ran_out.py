@@ -1,8 +1,8 @@
-"""Layouts of a 13B model that ran out of memory, beside those of the same sheets that ran: ``python -m tests.measured.ran_out``.
+"""Compares layouts of a 13B model that ran out of memory with those that ran: ``python -m tests.measured.ran_out``.
 
-Kept in ``tests/golden/ran_out.jsonl`` are the layouts that ran out; those that ran are the rows of Aleph Alpha in
-``published_throughput.jsonl``. Their program (github.com/Aleph-Alpha/scaling at 737f855) is no engine of zeroplan's: it is read as
-Megatron-Core that reduces gradients in bf16 and drops nothing out, and :func:`needed` adds what its modules hold beyond that.
+``tests/golden/ran_out.jsonl`` has the layouts that ran out; those that ran are Aleph Alpha's rows in
+``published_throughput.jsonl``. zeroplan has no engine for their program (github.com/Aleph-Alpha/scaling at 737f855). It counts
+as Megatron-Core with gradients reduced in bf16 and without dropout, and :func:`needed` adds what its modules hold beyond that.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ def tried() -> list[Tried]:
 
 
 def as_the_program(job: JobSpec) -> JobSpec:
-    """Return a job with what zeroplan's options can say of the program."""
+    """Return a job with the zeroplan options that describe the program."""
     own = replace(job.recipe.megatron, grad_reduce_in_bf16=True, hidden_dropout=False, attention_dropout=False)
     return replace(job, recipe=replace(job.recipe, megatron=own))
 
 
 def needed(one: Tried) -> int:
-    """Return what the fullest rank holds with the program's gathered logits and its modules as they are. [bytes]"""
+    """Return the memory of the fullest rank, with the program's gathered logits and its own modules. [bytes]"""
     return int(estimate(one.job).outside_band.expected_bytes) + _fullest(one)[0]
 
 
 def _fullest(one: Tried) -> tuple[int, int, Moment]:
-    """Return what is held at the highest moment of the first and the last rank, that rank, and the moment. [bytes]"""
+    """Return the memory at the highest moment of the first and the last rank, that rank, and the moment. [bytes]"""
     job = one.job
-    ranks = {at: memory_of_rank(at, job.model, job.recipe, job.mesh, job.batch).moments for at in (0, job.mesh.pp - 1)}
+    ranks = {at: memory_of_rank(at, job).moments for at in (0, job.mesh.pp - 1)}
     every = ((_held(one, at, moment), at, moment) for at, moments in ranks.items() for moment in moments)
     return max(every, key=lambda found: found[0])
 
@@ -87,12 +87,12 @@ def _tokens(one: Tried) -> int:
 
 
 def fits_in(one: Tried) -> bool:
-    """Whether a layout fits the GPU, whatever the allocator caches."""
+    """Whether a layout fits the GPU without the allocator's cache."""
     return needed(one) <= _room(one)
 
 
 def leaves_free(one: Tried) -> bool:
-    """Whether it fits as a plan asks: with the allocator's cache, 5 % of the GPU free. What the logits cache is replayed."""
+    """Whether it fits as in a plan: with the allocator's cache and 5 % of the GPU free. The cache of the logits is replayed."""
     own, held = estimate(one.job), needed(one)
     cached = held * own.comfortable_bytes / own.least_bytes
     if bytes_by_kind(_fullest(one)[2].lines).get(Kind.LOGITS):
@@ -103,13 +103,13 @@ def leaves_free(one: Tried) -> bool:
 
 @cache
 def reserved_of_a_logit(tp: int) -> float:
-    """Return what the allocator reserves of a logit once micro-batches follow each other. [bytes]
+    """Return the bytes that the allocator reserves per logit once micro-batches follow each other. [bytes]
 
-    The requests of the head and of the loss, in their order. An output that stays in its buffer takes half of a free block of
-    fp32, so that the next micro-batch needs another such block. Gathering (``nn/linear/utils.py``, ``_all_concat``) has the parts
-    of all ranks beside the whole. It gives torch a list of them, so torch also gathers into one flat tensor first
-    (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ``allgather``: ``flatten_for_scatter_gather``, today ``newLikeFlat``). NCCL's
-    stream uses that tensor (``recordStream``), so ``torch.cat``, which is called next, cannot have its memory.
+    It replays the requests of head and loss in their order. An output that stays in its buffer takes half of a free fp32 block,
+    so that the next micro-batch needs another such block. Gathering (``nn/linear/utils.py``, ``_all_concat``) needs the parts
+    of all ranks beside the whole. It passes torch a list of them, so torch first gathers into one flat tensor
+    (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ``allgather``: ``flatten_for_scatter_gather``, today ``newLikeFlat``).
+    NCCL's stream uses that tensor (``recordStream``), so the following ``torch.cat`` cannot reuse its memory.
     """
     card, size, outputs = CachingAllocator(), GIB, list[Chunk]()
     for _ in range(4):
@@ -139,7 +139,7 @@ def _room(one: Tried) -> int:
 
 
 def _held(one: Tried, rank: int, moment: Moment) -> int:
-    """Return what a rank holds at a moment. [bytes]"""
+    """Return the memory of a rank at a moment. [bytes]"""
     job, kinds = one.job, dict(bytes_by_kind(moment.lines))
     model, batch, pp = job.model, job.batch, job.mesh.pp
     tokens, held = _tokens(one), int(moment.total_bytes)
@@ -152,7 +152,7 @@ def _held(one: Tried, rank: int, moment: Moment) -> int:
 
 
 def _of_a_logit(kinds: Mapping[Kind, Int], tp: int) -> int:
-    """Return what the last rank holds of a logit at a moment with these kinds of memory. [bytes]"""
+    """Return the bytes of the last rank per logit, at a moment with these kinds of memory. [bytes]"""
     if not kinds.get(Kind.LOGITS):
         return _STAY
     if kinds.get(Kind.ACTIVATION_GRADIENTS):  # of the input of the head
@@ -161,7 +161,7 @@ def _of_a_logit(kinds: Mapping[Kind, Int], tp: int) -> int:
 
 
 def _beyond(one: Tried) -> int:
-    """Return what a block holds of a token beyond Megatron-Core's kernels, in bf16. [bytes]
+    """Return the bytes of a block per token beyond Megatron-Core's kernels, in bf16. [bytes]
 
     ``nn/norm/rms_norm.py`` multiplies a normalised input that it saves, unless the row has a kernel for it, and gathers split
     sequences before the projections save them. ``nn/mlp.py`` saves the gate's SiLU. ``nn/attention/attention.py`` copies what the
@@ -179,13 +179,13 @@ def _beyond(one: Tried) -> int:
 
 
 def balanced(found: list[tuple[bool, bool]]) -> tuple[float, float]:
-    """Return the shares told right of layouts that ran and of those that ran out; pairs are: said to fit, ran."""
+    """Return the shares of correct verdicts among layouts that ran and that ran out; pairs are: predicted to fit, ran."""
     ran, out = ([fits for fits, ran in found if ran is which] for which in (True, False))
     return sum(ran) / len(ran), 1 - sum(out) / len(out)
 
 
 def ranked_first(fitting: list[Tried]) -> dict[tuple[int, int], int]:
-    """Return how many of the ten fastest layouts of each sheet, among those said to fit, ran out."""
+    """Return how many of the ten fastest layouts of each sheet that are predicted to fit ran out."""
     sheets: dict[tuple[int, int], list[tuple[float, bool]]] = defaultdict(list)
     for one in fitting:
         job, running = one.job, running_of_row(one.row, one.job)
@@ -196,7 +196,7 @@ def ranked_first(fitting: list[Tried]) -> dict[tuple[int, int], int]:
 
 
 def keep(path: Path) -> None:
-    """Keep the layouts of another collection."""
+    """Write the layouts of another collection into the repository."""
     rows = json.loads(path.read_text(encoding="utf-8"))
     sequence = {"1": True, "0": False}
     lines = [json.dumps(sorted({row["source"] for row in rows}))]
@@ -205,7 +205,7 @@ def keep(path: Path) -> None:
 
 
 def main() -> None:
-    """Print which share of the layouts is told right, and how many of the ten ranked first ran out of memory."""
+    """Print the share of correct verdicts, and how many of the ten layouts ranked first ran out of memory."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--from", dest="file", type=Path, help="keep the layouts of this collection, JSON")
     asked = parser.parse_args()

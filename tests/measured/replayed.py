@@ -1,7 +1,7 @@
-"""Derive how far replays of predicted steps are off: ``python -m tests.measured.replayed`` from the repository's root.
+"""Derives the errors of replayed predictions: ``python -m tests.measured.replayed`` from the repository's root.
 
-Writes the figures of :mod:`zeroplan.engines.replayed_shares` from the records, in a few minutes. ``--show`` prints how near they
-are. Needs no torch.
+Writes the figures of :mod:`zeroplan.engines.replayed_shares` from the records, in a few minutes. ``--show`` prints the errors.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEFT_OUT = 100
 
 
 class Seen(NamedTuple):
-    """A job's recorded requests, replayed, beside the replay of what was predicted."""
+    """The replay of a job's recorded requests, and that of the predicted requests."""
 
     job: JobSpec
     settings: AllocatorSettings
@@ -48,13 +48,13 @@ class Seen(NamedTuple):
 
 
 def records() -> Iterator[Measurement]:
-    """All records of jobs whose requests are known, with a replay."""
+    """Return all records with a replay of jobs whose requests are known."""
     every = (record for path in stored.SAMPLES for record in stored.records(path))
     return (record for record in every if record.allocator and not not_written(record.job))
 
 
 def seen_in(record: Measurement) -> Iterator[Seen]:
-    """Its replays, beside those of what is predicted."""
+    """Return a record's replays beside those of the prediction."""
     step = StepReplay(record.job, starts="recorded", keeps_up=True)
     scratch = max((one.n_bytes for one in step.log.requests if one.reason.startswith("scratch of")), default=0)
     for shown in record.allocator:
@@ -66,7 +66,7 @@ def seen_in(record: Measurement) -> Iterator[Seen]:
 
 @cache
 def seen() -> dict[tuple[str, str], list[Seen]]:
-    """All of them, by engine and settings."""
+    """Return all replays by engine and settings."""
     found: dict[tuple[str, str], list[Seen]] = {}
     for record in records():
         for one in seen_in(record):
@@ -75,7 +75,7 @@ def seen() -> dict[tuple[str, str], list[Seen]]:
 
 
 def held(found: list[Seen]) -> Held:
-    """The figures of some jobs."""
+    """Return the figures of some jobs."""
     ratios, left_out = sorted(one.reserved for one in found), len(found) // _LEFT_OUT
     off = [abs(1 / one.reserved - 1) for one in found]
     return Held(
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def show() -> None:
-    """Print how near the predictions are."""
+    """Print the errors of the predictions."""
     for (engine, settings), found in sorted(seen().items()):
         off = sorted(abs(1 / one.reserved - 1) for one in found)
         peaks = max(abs(one.allocated - 1) for one in found)

@@ -1,7 +1,7 @@
-"""Derive what the allocator reserves beyond what moments say: ``python -m tests.measured.reserved`` from the repository's root.
+"""Derives the reserved memory beyond the moments' sums: ``python -m tests.measured.reserved`` from the repository's root.
 
-Writes the figures of :mod:`zeroplan.engines.reserved_shares` from the records. ``--show`` prints how many records lie in the band,
-how many in a band derived without them, and how wide the band is. Needs no torch.
+Writes the figures of :mod:`zeroplan.engines.reserved_shares` from the records. ``--show`` prints how many records lie in the
+band, how many lie in a band derived without them, and how wide the band is. Needs no torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Key = tuple[str, int]
 
 
 class Seen(NamedTuple):
-    """A job's replay with one of the allocator's settings, beside what the moments of its steps say."""
+    """A job's replay with one of the allocator's settings, and the moments of its steps."""
 
     job: JobSpec
     settings: AllocatorSettings
@@ -56,32 +56,32 @@ class Seen(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Engine and stage, as the figures tell them apart."""
+        """Engine and stage, by which the figures differ."""
         return self.job.recipe.engine, measured_stage(self.job.recipe)
 
     @property
     def beyond(self) -> float:
-        """What is reserved, in the measure of the ends of a band. [thousandths]"""
+        """The reserved memory on the scale of a band's ends. [thousandths]"""
         middle, scale = map(int, measured_from(self.sizes, self.job.recipe))
         return 1000 * (self.reserved_bytes - middle) / scale
 
     @property
     def of_streams(self) -> float:
-        """What is reserved, of the streams' sum. [thousandths]"""
+        """The reserved memory as a share of the streams' sum. [thousandths]"""
         return 1000 * self.reserved_bytes / int(self.sizes.streams)
 
     @property
     def pressed(self) -> float | None:
-        """The smallest room in which the job ran, of its peak. [thousandths]"""
+        """The smallest room in which the job ran, as a share of its peak. [thousandths]"""
         return None if self.least_room_bytes is None else 1000 * self.least_room_bytes / int(self.sizes.peak)
 
     def lies_in(self, shares: Shares) -> bool:
-        """Whether what is reserved lies in the band of some figures."""
+        """Whether the reserved memory lies in the band of these figures."""
         low, _, high = self._band(shares)
         return low <= self.reserved_bytes <= high
 
     def width(self, shares: Shares) -> float:
-        """Of the band of some figures, over what is reserved."""
+        """The width of the band of these figures, divided by the reserved memory."""
         low, _, high = map(int, self._band(shares))
         return (high - low) / self.reserved_bytes
 
@@ -91,7 +91,7 @@ class Seen(NamedTuple):
 
 @cache
 def seen(path: Path) -> tuple[Seen, ...]:
-    """Every replay of a file's records."""
+    """Return every replay of a file's records."""
     return tuple(one for record in stored.records(path) for one in _replays(record))
 
 
@@ -103,7 +103,7 @@ def _replays(record: Measurement) -> Iterator[Seen]:
 
 
 def by_stage(settings: str) -> dict[Key, list[Seen]]:
-    """All replays with some settings, by engine and stage."""
+    """Return all replays with these settings, by engine and stage."""
     found: dict[Key, list[Seen]] = {}
     for one in (one for path in REPLAYED for one in seen(path) if one.settings == settings):
         found.setdefault(one.key, []).append(one)
@@ -111,14 +111,14 @@ def by_stage(settings: str) -> dict[Key, list[Seen]]:
 
 
 def shares(found: Sequence[Seen]) -> Shares:
-    """The figures of some replays."""
+    """Return the figures of some replays."""
     beyond = sorted(one.beyond for one in found)
     most = beyond[-1 - len(beyond) // _LEFT_OUT]
     return Shares(floor(beyond[0]), round(median(one.of_streams for one in found)), ceil(most))
 
 
 def pressed(settings: str) -> dict[str, Pressed]:
-    """The figures of full cards with some settings, by engine."""
+    """Return the figures of full cards with these settings, by engine."""
     found: dict[str, list[float]] = {}
     for one in seen(stored.ROOMS):
         if one.settings == settings and one.pressed is not None:
@@ -127,7 +127,7 @@ def pressed(settings: str) -> dict[str, Pressed]:
 
 
 class Held(NamedTuple):
-    """Replays of an engine and stage beside the band."""
+    """How many replays of an engine and stage lie in the band."""
 
     key: Key
     of: int
@@ -140,7 +140,7 @@ class Held(NamedTuple):
 
 @cache
 def held(settings: AllocatorSettings) -> tuple[Held, ...]:
-    """How many replays lie in the band, by engine and stage."""
+    """Return how many replays lie in the band, by engine and stage."""
     return tuple(_held(key, found) for key, found in by_stage(settings).items())
 
 
@@ -157,7 +157,7 @@ def _held(key: Key, found: list[Seen]) -> Held:
 
 
 def cross_validated(found: Sequence[Seen]) -> int:
-    """How many replays lie in a band derived from the other folds. All replays of a job are in one fold, whatever the versions."""
+    """Return how many replays lie in a band that is derived from the other folds. All replays of a job are in one fold."""
     fold = {job: number % FOLDS for number, job in enumerate(dict.fromkeys(one.job for one in found))}
     inside = 0
     for number in range(FOLDS):

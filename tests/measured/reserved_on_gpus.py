@@ -1,6 +1,6 @@
-"""Hold the estimate of what the allocator reserves against what others published: ``python -m tests.measured.reserved_on_gpus``.
+"""Compares estimated with published reserved memory: ``python -m tests.measured.reserved_on_gpus``.
 
-Kept in ``tests/golden/reserved.toml`` are the figures and the settings that each source states. Needs no torch.
+``tests/golden/reserved.toml`` has the figures and the settings that each source states. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ KEPT = Path(__file__).parents[1] / "golden" / "reserved.toml"
 
 
 class Reserved(NamedTuple):
-    """A published figure beside the bands of the estimate, without and with a replay. [bytes]
+    """A published figure, and the bands of the estimate without and with a replay. [bytes]
 
-    A job whose requests cannot be written out has the same band twice.
+    A job whose requests are not known has the same band twice.
     """
 
     source: str
@@ -35,7 +35,7 @@ class Reserved(NamedTuple):
     bands: tuple[Band, Band]
 
     def error(self, replayed: bool) -> float:
-        """How far the expected figure is off, as a share of what was measured."""
+        """The error of the expected figure, as a share of the measurement."""
         return int(self.bands[replayed].expected_bytes) / self.measured - 1
 
     def inside(self, replayed: bool) -> bool:
@@ -46,7 +46,7 @@ class Reserved(NamedTuple):
 
 @cache
 def kept() -> tuple[dict[str, Any], ...]:
-    """The sources: ``name``, ``where``, ``counter``, ``row`` and ``refused``."""
+    """Return the sources: ``name``, ``where``, ``counter``, ``row`` and ``refused``."""
     return tuple(_file()["source"])
 
 
@@ -56,7 +56,7 @@ def _file() -> dict[str, Any]:
 
 
 def job_of(row: dict[str, Any], common: dict[str, Any]) -> JobSpec:
-    """Say a row in zeroplan's words."""
+    """Return a row as a job."""
     asked = {**common, **row["job"]}
     shape = _file()["models"].get(asked["model"])
     if shape is not None:
@@ -68,7 +68,7 @@ def job_of(row: dict[str, Any], common: dict[str, Any]) -> JobSpec:
 
 @cache
 def scored() -> tuple[Reserved, ...]:
-    """Every row of every source."""
+    """Return every row of every source with its estimate."""
     return tuple(
         _scored(source["name"], row, job_of(row, source["common"])) for source in kept() for row in source["row"]
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Records of the matrix, one per line of a small file: what of a record differs from the first line, which is one in full.
+"""Stores records of the matrix in a small file, one per line. The first is complete; the others have what differs from it.
 
-A line laid over the first is a record like any other (:class:`zeroplan.measurement.Measurement`) of the last step alone, so
-that no default of a later version changes what an old line says. Needs no torch.
+A line merged into the first is an ordinary record (:class:`zeroplan.measurement.Measurement`) of the last step, so that no
+default of a later version changes what an old line means. Needs no torch.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _REQUIRED = ("python", "platform")
 
 
 class Refusal(NamedTuple):
-    """A job that could not be measured, and why, in one line."""
+    """A job that could not be measured, and the reason in one line."""
 
     job: JobSpec
     reason: str
 
 
 def small(measured: Measurement) -> Measurement:
-    """The record without what is the same for all, or says where it ran: one step, and kinds only where the peak is."""
+    """Return a record of one step, with kinds only at the peak, and without what all share or where it ran."""
     steady = measured.steady
     phases = tuple(
         replace(phase, kinds=phase.kinds if phase == steady.peak else {}, counted_bytes=None) for phase in steady.phases
@@ -67,19 +67,19 @@ def small(measured: Measurement) -> Measurement:
 
 
 def without_courses(measured: Measurement) -> Measurement:
-    """The record without what is told block by block, which only pictures want."""
+    """Return a record without the figures of each block, which only pictures need."""
     steps = (replace(step, phases=tuple(replace(phase, course=None) for phase in step.phases)) for step in measured.steps)
     return replace(measured, steps=tuple(steps))
 
 
 def records(path: Path = RECORDS) -> list[Measurement]:
-    """Read all records of a file; none where there is no file."""
+    """Return all records of a file; none if the file does not exist."""
     adapter = TypeAdapter(Measurement)
     return [adapter.validate_json(json.dumps(line)) for line in _lines(path)]
 
 
 def refusals(path: Path = REFUSED) -> list[Refusal]:
-    """Read the jobs that could not be measured."""
+    """Return the jobs that could not be measured."""
     return [Refusal(read(JobSpec, line["job"], where=str(path)), str(line["reason"])) for line in _lines(path)]  # type: ignore[arg-type]
 
 
@@ -94,7 +94,7 @@ def keep_refusal(job: JobSpec, reason: str, path: Path = REFUSED) -> None:
 
 
 def sort(path: Path, jobs: Iterable[JobSpec]) -> None:
-    """Put records into the order of the sample, so that two runs of it differ in no line that did not change."""
+    """Sort records as in the sample, so that two runs differ only in changed lines."""
     order = {job: number for number, job in enumerate(jobs)}
     kept = sorted(_lines(path), key=lambda line: order.get(_job(line), len(order)))
     if kept:
@@ -113,7 +113,7 @@ def _append(full: Json, path: Path) -> None:
 
 
 def _text(lines: list[Json]) -> str:
-    """The lines of a file, each as what differs from the first and, in its model, from the first one of the same name."""
+    """Return a file's lines: what differs from the first line and, in the model, from the first line with the same name."""
     models: dict[str, Json] = {}
     written = []
     for line in lines:
@@ -135,12 +135,12 @@ def _lines(path: Path) -> Iterator[Json]:
 
 
 def _base(first: Json, models: dict[str, Json], name: str) -> Json:
-    """The first line, with the model of this name where there was one."""
+    """Return the first line, with the model of this name if an earlier line has it."""
     return {**first, "job": {**first["job"], "model": models.get(name, first["job"]["model"])}}
 
 
 def difference(base: Json, full: Json) -> Json:
-    """What must be laid over ``base`` to make ``full``. Of a key that only ``base`` has, ``null`` takes its place."""
+    """Return what to merge into ``base`` to get ``full``; ``null`` removes a key that only ``base`` has."""
     made: Json = {}
     for key in (*full, *(key for key in base if key not in full)):
         here, there = full.get(key), base.get(key)
@@ -150,7 +150,7 @@ def difference(base: Json, full: Json) -> Json:
 
 
 def laid_over(base: Json, line: Json) -> Json:
-    """Lay a line over the first one; the inverse of :func:`difference` (JSON Merge Patch, RFC 7396, for objects).
+    """Merge a line into the first; the inverse of :func:`difference` (JSON Merge Patch, RFC 7396, for objects).
 
     >>> laid_over({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": None}, "e": 4})
     {'a': 1, 'b': {'c': 2}, 'e': 4}
@@ -163,7 +163,7 @@ def laid_over(base: Json, line: Json) -> Json:
 
 
 def _plain(value: object) -> object:
-    """Without fields that say nothing; tuples as lists."""
+    """Return plain values: without empty fields, and tuples as lists."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items() if not _says_nothing(key, part)}
     if isinstance(value, (tuple, list)):
@@ -172,5 +172,5 @@ def _plain(value: object) -> object:
 
 
 def _says_nothing(key: str, value: object) -> bool:
-    """Nothing, an empty text and a modelled allocator are the defaults of every field that may be so."""
+    """Whether a value is a field's default: nothing, an empty text, or a modelled allocator."""
     return value is None or (value == "" and key not in _REQUIRED) or (key == "modelled" and value is True)

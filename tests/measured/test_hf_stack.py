@@ -1,4 +1,4 @@
-"""Public runs of the Hugging Face stack on A100s, against what is estimated from their settings alone.
+"""Compares estimates from the settings alone with public runs of the Hugging Face stack on A100s.
 
 The rows are of fms-acceleration (github.com/foundation-model-stack/fms-acceleration at 876e2ed, scripts/benchmarks/refs):
 ``a100_80gb.csv``, ``a100_80gb_liger.csv`` and, where a release is named, older revisions of the first. Bytes are the columns
@@ -108,7 +108,7 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS)
 def test_peak_and_held_bytes_are_what_a_gpu_counted(row: str) -> None:
-    """Dense models to a few MiB; experts, whose tokens are routed, within half a percent."""
+    """Dense models agree to a few MiB; experts, whose routing varies, within half a per cent."""
     one = scored(ROWS[row])
     dense = ROWS[row].row["base_model"] != MIXTRAL
     assert abs(one.peak) < (3e-4 if dense else 5e-3)
@@ -128,7 +128,7 @@ def test_peak_and_held_bytes_are_what_a_gpu_counted(row: str) -> None:
     ],
 )  # fmt: skip
 def test_another_setting_is_not_what_was_counted(row: str, said: dict[str, Any], least: float) -> None:
-    """Each mechanism moves the figure away from the row; the last one is not at its peak."""
+    """Each changed setting moves the estimate away from the row; the last one does not change the peak."""
     run = ROWS[row]
     off = abs(scored(Run({**run.row, **said}, run.versions)).peak)
     assert off > least if least else off < 3e-4
@@ -158,7 +158,7 @@ def test_what_cannot_be_said_is_counted_by_its_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", range(64))
 def test_what_is_kept_is_what_is_found(part: int) -> None:
-    """``python -m tests.measured.hf_stack --keep`` writes it anew."""
+    """``python -m tests.measured.hf_stack --keep`` writes the file again."""
     runs = kept_runs()[part::64]
     before = {one.run.row["id"]: (one.found_peak, one.found_held) for one in kept()[0]}
     found, _ = score(runs)

@@ -1,7 +1,7 @@
-"""The estimate against every record of the matrix, and the sample that the records are of. Needs no torch.
+"""Compares the estimate with every record of the matrix, and checks the sample. Needs no torch.
 
-Every peak is within a tenth of a per cent, but of jobs for which ``causes.py`` names why not; a cause without such a record has
-been mended, and its line must go.
+Every peak is within 0.1 %, except for jobs whose cause ``causes.py`` names. A cause without such a record is fixed, and its
+entry must be removed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_most_records_are_far_closer(replayed: tuple[Held, ...]):
 
 
 def test_no_record_is_further_off_than_a_known_cause_says():
-    """Whatever the sample: an error without a cause is a bug, and so is a cause that explains nothing any more."""
+    """In any sample an error without a cause is a bug, and so is a cause without an error."""
     found = [one for path in stored.SAMPLES for one in held_in(path)]
     assert list(complaints(found)) == []
 
@@ -60,7 +60,7 @@ def test_an_error_without_a_cause_is_noticed_and_so_is_a_cause_without_an_error(
 
 
 def test_what_the_allocator_reserves_lies_in_the_band(replayed: tuple[Held, ...]):
-    """Of 95 in 100 replays of each engine; :mod:`tests.measured.test_reserved` asks more, of all records."""
+    """95 in 100 replays of each engine; :mod:`tests.measured.test_reserved` checks all records."""
     for engine in ("ddp", "fsdp2", "deepspeed"):
         found = [shown.inside for one in replayed if one.measured.job.recipe.engine == engine for shown in one.found.reserved]
         assert sum(found) >= 0.95 * len(found) > 100, engine
@@ -68,7 +68,7 @@ def test_what_the_allocator_reserves_lies_in_the_band(replayed: tuple[Held, ...]
 
 @pytest.mark.parametrize("path", [stored.RECORDS, stored.FRESH, stored.OPTIONS, *stored.VARIED], ids=lambda path: path.stem)
 def test_every_peak_is_within_what_the_readme_says(path: Path):
-    """A tenth of a per cent, nineteen in twenty a thousandth, and the same phase; of jobs with options too."""
+    """Every error is within 0.1 %, nineteen in twenty within 0.001 %, and the phase is right; also for jobs with options."""
     found = held_in(path)
     beyond = [f"{one.error:+.4%} {what(one.measured.job)}" for one in found if cause_of(one) is None and _is_off(one)]
     assert not beyond, "\n".join(beyond)
@@ -80,7 +80,7 @@ def _is_off(one: Held) -> bool:
 
 
 def test_other_versions_are_predicted_as_well():
-    """FSDP2 of torch 2.15 by a model of its own; the oldest set by that of the others."""
+    """FSDP2 of torch 2.15 has a model of its own; the oldest versions share the model of the others."""
     found = held_in(stored.VERSIONS)
     beyond = [f"{one.error:+.4%} {what(one.measured.job)}" for one in found if abs(one.error) > 0.001 or not one.same_phase]
     beyond += [
@@ -92,19 +92,19 @@ def test_other_versions_are_predicted_as_well():
 
 
 def test_what_is_held_between_steps_is_predicted_everywhere(replayed: tuple[Held, ...]):
-    """Within a thousandth of the peak, whatever the model; batches and labels are held too, where nothing else is."""
+    """Within a thousandth of the peak for every model; batches and labels count where nothing else is held."""
     beyond = [what(one.measured.job) for one in replayed if abs(one.found.held.difference) > one.found.peak.measured // 1000]
     assert not beyond, "\n".join(beyond)
 
 
 def test_the_page_says_what_the_records_say(replayed: tuple[Held, ...]):
-    """`python -m tests.measured.page` writes it anew."""
+    """`python -m tests.measured.page` writes the page again."""
     assert page.page(replayed) == page.PAGE.read_text(encoding="utf-8")
     assert page.FIGURE.exists()
 
 
 def test_every_collective_moves_what_is_predicted_to_the_byte(replayed: tuple[Held, ...]):
-    """Padding, buffers and single numbers included, under every engine."""
+    """Including padding, buffers and scalars, under every engine."""
     beyond = [
         f"{row.what} {row.difference:+,} {what(one.measured.job)}"
         for one in replayed
@@ -118,7 +118,7 @@ def test_every_collective_moves_what_is_predicted_to_the_byte(replayed: tuple[He
 
 
 class Columns(NamedTuple):
-    """A mesh and a batch of columns, as a search has them."""
+    """A mesh and a batch of columns, as in a search."""
 
     dp_shard: object
     dp_replicate: object
@@ -136,7 +136,7 @@ _IN_COLUMNS = (*range(0, 600, 10), 376, 383)
 
 @pytest.mark.parametrize("number", _IN_COLUMNS)
 def test_a_column_is_its_jobs(number: int):
-    """Of real models, as tests/properties has it of small ones; another number of ranks and another batch beside the job's."""
+    """As tests/properties does for small models, here for real ones: a second number of ranks and a second batch."""
     job = drawn.drawn(600)[number]
     mesh, batch, account = job.mesh, job.batch, engine_module(job.recipe.engine).account
     one = (mesh.dp_shard, mesh.dp_replicate, batch.micro_batch_size, batch.seq_len, batch.grad_accum_steps)

@@ -1,4 +1,4 @@
-"""Layouts that ran out of memory beside those that ran, of a program whose modules are read from its code."""
+"""Compares verdicts with layouts that ran and that ran out of memory, of a program whose modules are read from its code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOO_MANY = {"aleph-307", "aleph-308"}
 
 
 def test_what_ran_is_said_to_fit_and_most_of_what_ran_out_is_not():
-    """All but two of 165 that ran, and four in five of 257 that ran out; as a plan asks, 93 in 100 of both and more."""
+    """All but two of 165 that ran, and four in five of 257 that ran out. With a plan's rule, at least 93 in 100 of both."""
     every = tried()
     assert (sum(one.ran for one in every), len(every)) == (165, 422)
     found = [(fits_in(one), one) for one in every]
@@ -24,5 +24,5 @@ def test_what_ran_is_said_to_fit_and_most_of_what_ran_out_is_not():
 
 @pytest.mark.parametrize(("tp", "reserved"), [(1, 18), (2, 22), (8, 22)])
 def test_outputs_that_stay_keep_blocks_from_the_loss(tp: int, reserved: int):
-    """Four blocks of fp32 and one of bf16 beside them, the gathered parts of the logits, and torch's flat tensor of all parts."""
+    """Four fp32 blocks and one bf16 block beside them, the gathered parts of the logits, and torch's flat tensor of all parts."""
     assert reserved_of_a_logit(tp) == reserved

@@ -1,4 +1,4 @@
-"""What a predicted step requests, replayed, is what the engine's own requests come to."""
+"""Compares replays of predicted requests with replays of the engine's recorded requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENGINES = ("ddp", "deepspeed", "fsdp1", "fsdp2")
 
 @pytest.fixture(scope="module")
 def found() -> list[replayed.Seen]:
-    """Replays of some records beside those of what is predicted."""
+    """Return replays of some records and of their predictions."""
     every = list(replayed.records())
     of_fsdp1 = [one for one in every if one.job.recipe.engine == "fsdp1"]
     others = [one for one in every if one.job.recipe.engine != "fsdp1"]
@@ -24,10 +24,10 @@ def found() -> list[replayed.Seen]:
 
 
 def test_the_peak_is_the_recorded_one(found: list[replayed.Seen]):
-    """To 0.3 %, but where a loss comes in chunks, whose last chunk's logits stay a little longer.
+    """To 0.3 %, except with a chunked loss, whose last chunk's logits stay a little longer.
 
-    Of FSDP1 to 0.5 %: in a small model the allocator may not split a block for a flat parameter.
-    It can be above the recorded one by what a kernel takes for itself, which a record has not.
+    FSDP1's to 0.5 %: in a small model the allocator may not split a block for a flat parameter. The prediction can be above the
+    record by the scratch of kernels, which a record lacks.
     """
     for one in found:
         most = 0.015 if one.job.recipe.loss != "full" else 0.005 if one.job.recipe.engine == "fsdp1" else 0.003
@@ -36,7 +36,7 @@ def test_the_peak_is_the_recorded_one(found: list[replayed.Seen]):
 
 @pytest.mark.parametrize("engine", _ENGINES)
 def test_nine_in_ten_reserves_are_within_two_percent(found: list[replayed.Seen], engine: str):
-    """Of all records it is 94 to 98 in 100, of FSDP1's 91."""
+    """For all records it is 94 to 98 in 100, for FSDP1's 91."""
     off = [abs(1 / one.reserved - 1) for one in found if one.job.recipe.engine == engine]
     assert len(off) > 30
     assert sum(one < _WITHIN for one in off) >= 0.9 * len(off)
@@ -44,7 +44,7 @@ def test_nine_in_ten_reserves_are_within_two_percent(found: list[replayed.Seen],
 
 @pytest.mark.parametrize("engine", _ENGINES)
 def test_reserves_lie_in_the_band(found: list[replayed.Seen], engine: str):
-    """Ninety-five in a hundred at least."""
+    """At least 95 in 100."""
     of_engine = [one for one in found if one.job.recipe.engine == engine]
     ends = [(one, off_by(one.job.recipe, one.settings)) for one in of_engine]
     inside = sum(low <= 1000 * one.reserved <= high for one, (low, high) in ends)

@@ -1,4 +1,4 @@
-"""What the allocator reserves lies in the estimate's band: 95 in 100 replays, by engine, also in bands derived without them."""
+"""The band contains the reserved memory of 95 in 100 replays, by engine; also bands that are derived without them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDTH = {"default": 0.35, "expandable_segments": 0.22}
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ninety_five_in_a_hundred_records_lie_in_the_band(engine: str, settings: AllocatorSettings):
-    """In the one that users get, and in one derived without them, as for a job that nobody has seen."""
+    """In the band that users get, and in one derived without them, as for a new job."""
     of_engine = [one for one in reserved.held(settings) if one.key[0] == engine]
     records = sum(one.of for one in of_engine)
     assert records > 200
@@ -32,7 +32,7 @@ def test_ninety_five_in_a_hundred_records_lie_in_the_band(engine: str, settings:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_nine_in_ten_records_of_megatron_core_lie_in_a_band_without_them(settings: AllocatorSettings):
-    """Of so few, the one that reserves least or most is often in the part that is left out. Of its FSDP eight in ten lie in it."""
+    """With so few records, the lowest or highest is often left out of the derivation. For Megatron-FSDP it is eight in ten."""
     plain, of_fsdp = (one for one in reserved.held(settings) if one.key[0] == "megatron")
     assert (plain.inside, of_fsdp.inside) == (plain.of, of_fsdp.of) >= (44, 16)
     assert plain.cross_validated >= 0.9 * plain.of
@@ -40,7 +40,7 @@ def test_nine_in_ten_records_of_megatron_core_lie_in_a_band_without_them(setting
 
 
 def test_all_records_with_a_replay_are_held_against_the_band():
-    """All but the few that were run for the pages."""
+    """All except the few that were run for the pages."""
     files = {path for path in stored.FOLDER.glob("*.jsonl") if path not in (stored.REFUSED, stored.PEERS)}
     assert sorted(reserved.REPLAYED) == sorted(files)
     records = sum(len(stored.records(path)) for path in files)
@@ -48,7 +48,7 @@ def test_all_records_with_a_replay_are_held_against_the_band():
 
 
 def test_a_band_is_never_derived_from_the_job_that_is_held_against_it():
-    """One job of ten that reserves far more than the others lies outside, though the band of all ten holds it."""
+    """If one job of ten reserves far more than the others, it lies outside the band without it, and inside the band of all ten."""
     ten = [one for one in reserved.by_stage("default")["ddp", 0] if one.beyond > 0][:10]
     alike = [one._replace(reserved_bytes=ten[0].reserved_bytes, sizes=ten[0].sizes) for one in ten]
     assert reserved.cross_validated(alike) == 10
@@ -67,7 +67,7 @@ def test_the_bands_are_narrow_enough_to_say_something(settings: AllocatorSetting
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_figures_are_what_the_records_say(settings: AllocatorSettings):
-    """To three hundredths: what moves an estimate moves its records' figures. `python -m tests.measured.reserved` writes them."""
+    """Within 0.03: a changed estimate changes its records' figures. `python -m tests.measured.reserved` writes them."""
     for (engine, stage), found in reserved.by_stage(settings).items():
         recipe = RecipeSpec(engine=engine, zero_stage=stage)  # type: ignore[arg-type]
         _assert_near(reserved.shares(found), shares_of(recipe, settings))
@@ -83,7 +83,7 @@ def _assert_near(found: tuple[int, ...], kept: tuple[int, ...] | None):
 
 
 def test_the_verdict_of_a_job_whose_replay_reserves_more_than_the_card_says_so():
-    """Llama 3.1 405B on 1,024 H100: a replay reserves 100.57 GB, of 83.96 that the card has for the allocator."""
+    """Llama 3.1 405B on 1,024 H100: a replay reserves 100.57 GB, and the allocator can get 83.96."""
     answer = estimate(job(model="llama-3.1-405b", gpus=1024, stage=3, recompute="full", gpu="h100"))
     low, _, high = answer.reserved
     assert low < 100_566_827_008 < high

@@ -1,4 +1,4 @@
-"""What the allocator reserved in others' runs lies in the estimate's band, and near what is expected of it."""
+"""The band contains the reserved memory of published runs, and the expected figure is near it."""
 
 from statistics import median
 

@@ -1,4 +1,4 @@
-"""Predicted steps of the published runs that are kept, and the scorer itself."""
+"""Checks predicted step times of the published runs, and the scorer itself."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_the_half_that_nothing_was_fitted_on_is_as_near_as_asked():
 
 @pytest.mark.parametrize("half", ["held", "open"])
 def test_no_group_is_off_by_a_tenth_in_the_median(half: str):
-    """Of GPUs, engines and sizes with more than five runs. DeepSpeed has one run, B300 five of DeepSeek-V3."""
+    """Groups are GPUs, engines and sizes with more than five runs. DeepSpeed has one run, B300 five of DeepSeek-V3."""
     for kind, name, count, middle, *_ in table([one for one in found() if half_of(one.case.row) == half]):
         if kind in ("GPU", "engine", "size") and count > 5:
             assert middle < 0.10, (kind, name)
 
 
 def test_the_faster_of_two_layouts_is_named():
-    """More than 5 % apart: 88 in 100; those that differ in one thing alone: 80 in 100."""
+    """Among pairs more than 5 % apart 88 in 100; among those that differ in one setting 80 in 100."""
     told = pairs(found())
     for name, least in (("all", 0.88), ("tp", 0.80), ("recompute", 0.80), ("pp", 0.80), ("micro_batch", 0.80)):
         right, count = told[name]

@@ -1,4 +1,4 @@
-"""Published layouts of well-known runs: each can be said and fits."""
+"""Checks published layouts of well-known runs: options can express each, and it fits."""
 
 import pytest
 

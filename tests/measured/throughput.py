@@ -1,4 +1,4 @@
-"""Score the time of a step on published training throughput: ``python -m tests.measured.throughput``.
+"""Scores step times on published training throughput: ``python -m tests.measured.throughput``.
 
 Kept in ``tests/golden/published_throughput.jsonl`` are the runs that are jobs; ``--from FILE`` scores another collection, and
 ``--keep`` keeps it. Every row of a file becomes a job (:mod:`tests.measured.published_rows`). The error is predicted time over
@@ -58,12 +58,12 @@ class Scored(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Predicted over measured time, less one."""
+        """Predicted divided by measured time, minus one."""
         return float(self.time.seconds) / self.case.step_s - 1
 
 
 def predicted(job: JobSpec, running: Running | None = None) -> StepTime:
-    """Return what zeroplan says of a job's step."""
+    """Return the predicted time of a job's step."""
     return step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running)
 
 
@@ -77,7 +77,7 @@ def _account(row: Row, job: JobSpec) -> Account:
 
 
 def scored(case: Case) -> Scored:
-    """Predict a case; of several jobs that it may have been, the quickest that fits."""
+    """Predict a case; if the row may describe several jobs, the fastest that fits."""
     every = [Scored(case, job, _predicted_of_row(case.row, job)) for job in case.jobs]
     if len(every) == 1:
         return every[0]
@@ -86,7 +86,7 @@ def scored(case: Case) -> Scored:
 
 
 def score(rows: Sequence[Row]) -> tuple[list[Scored], Counter[str]]:
-    """Score every row that is a job, and count the others by reason."""
+    """Score every row that is a job, and count the other rows by reason."""
     found, refused = list[Scored](), Counter[str]()
     for row in rows:
         if row["duplicate_of"]:
@@ -126,7 +126,7 @@ GROUPS: dict[str, Callable[[Scored], str]] = {
 
 
 def figures(found: Sequence[Scored]) -> tuple[int, float, float, float]:
-    """Return rows, median of the absolute error, what 90 in 100 are within, and the signed median."""
+    """Return the number of rows, the median absolute error, the error that 90 in 100 do not exceed, and the signed median."""
     errors = [one.error for one in found]
     ordered = sorted(map(abs, errors))
     return len(errors), median(ordered), ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)], median(errors)
@@ -144,7 +144,10 @@ def table(found: Sequence[Scored]) -> Iterator[tuple[str, str, int, float, float
 
 
 def pairs(found: Sequence[Scored]) -> dict[str, tuple[int, int]]:
-    """Return how many pairs of a sheet more than 5 % apart are ordered right, and of how many: all, and those of one axis."""
+    """Return how many pairs of a sheet more than 5 % apart are ordered correctly, and of how many:
+
+    all, and those that differ in one setting.
+    """
     sheets: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
     for one in found:
         sheets[one.case.sheet].append(one)
@@ -163,7 +166,7 @@ def pairs(found: Sequence[Scored]) -> dict[str, tuple[int, int]]:
 
 
 def first_choices(found: Sequence[Scored]) -> list[float]:
-    """Return, for each sheet of three layouts or more, how much slower the one ranked first is than the best measured."""
+    """Return, for each sheet of at least three layouts, how much slower the first-ranked one is than the fastest measured."""
     sheets: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
     for one in found:
         sheets[one.case.sheet].append(one)
@@ -181,7 +184,7 @@ _CALIBRATING = 8
 
 
 def calibrated(found: Sequence[Scored]) -> dict[str, list[float]]:
-    """Return the errors after one row of a cluster has calibrated its others: any row, or one of the same model.
+    """Return the errors after one row of a cluster has calibrated the others: any row, or one of the same model.
 
     A cluster is a program's GPUs of one kind. Up to eight of its rows calibrate one after another, in the order of a hash. A row
     that no share of the GPU's rates explains calibrates nothing.
@@ -213,7 +216,7 @@ def _learnt(one: Scored) -> Efficiency | None:
 
 
 def main() -> None:
-    """Print the tables, the reasons of what was refused, and, if asked, every row."""
+    """Print the tables, the reasons for refusals and, on request, every row."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--from", dest="file", type=Path, help="rows of throughput, JSON; without it those kept")
     parser.add_argument("--keep", action="store_true", help="keep those of them that are jobs")

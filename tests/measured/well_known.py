@@ -1,4 +1,4 @@
-"""Plans for well-known training runs, beside the layouts that were published: ``python -m tests.measured.well_known``.
+"""Compares plans for well-known training runs with the published layouts: ``python -m tests.measured.well_known``.
 
 Writes the table of ``docs/well-known.md``. Each case names the job, the published layout and its source. The published layout is
 estimated as it is, and the planner answers the same question with nothing pinned.
@@ -36,7 +36,7 @@ _MEGATRON: dict[str, Any] = {"engine": "megatron", "stage": 1}
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and how it was published."""
+    """A job and its published layout."""
 
     name: str
     job: dict[str, Any]
@@ -51,26 +51,26 @@ class Case:
 
     @property
     def request(self) -> Request:
-        """The question."""
+        """The request."""
         return Request(**self.job)
 
     def published(self) -> JobSpec:
-        """The published layout as a job; SpecError where it cannot be said."""
+        """The published layout as a job; raises SpecError if no option can express it."""
         request = replace(
             self.request, **{"sequence_parallel": self.layout.get("tensor_parallel", 1) > 1 or None, **self.layout}
         )
         return resolve(request).job
 
     def released(self) -> int:
-        """What its own program does not hold of the estimate: gradients other than a share, and those of two chunks. [bytes]
+        """The bytes that the estimate counts and the program frees: all gradients but a share, and those of two chunks. [bytes]
 
-        One chunk's are summed up while those of the chunk before are reduced and scattered. Those of one rank: the ranks between
-        the first and the last have as many layers, and the most.
+        The gradients of one chunk are summed while those of the previous chunk are reduced and scattered. The figure is for one
+        rank: the ranks between the first and the last have equally many layers, and the most.
         """
         job = self.published()
         if not self.shards_gradients:
             return 0
-        account = memory_of_rank(1, job.model, job.recipe, job.mesh, job.batch)
+        account = memory_of_rank(1, job)
         whole = sum(int(line.n_bytes) for line in account.states if line.kind is Kind.GRADIENTS)
         chunks = job.recipe.pipeline_stages_per_rank or 1
         return whole - whole * 2 // chunks - whole // int(job.mesh.dp_shard)
@@ -146,7 +146,7 @@ def _layout(one: JobSpec) -> Layout:
 
 
 def published(case: Case) -> Layout:
-    """Return the published layout with its figures; SpecError where it cannot be said."""
+    """Return the published layout with its figures; raises SpecError if no option can express it."""
     one, released = _layout(case.published()), case.released()
     return one._replace(least_bytes=one.least_bytes - released, comfortable_bytes=one.comfortable_bytes - released)
 

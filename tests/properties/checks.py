@@ -262,7 +262,7 @@ def _one_for_each_chunk(job: JobSpec) -> int:
     With one more layer, Megatron-LM would cut the model differently. It puts three of twelve layers on each of four ranks, and
     thirteen layers as 3, 4, 4 and 2: the last rank, which may be the fullest, would have fewer.
     """
-    return job.mesh.pp * chunks_per_rank(job.recipe, job.mesh) if job.recipe.engine == "megatron" else 1
+    return job.mesh.pp * chunks_per_rank(job) if job.recipe.engine == "megatron" else 1
 
 
 def _of_optimizer(job: JobSpec) -> int:
@@ -427,10 +427,7 @@ def _of_megatron(more: JobSpec, less: JobSpec) -> int:
 
 def _lacks(kind: str, more: JobSpec, less: JobSpec) -> int:
     """Return what a layer without recomputation keeps, minus what it keeps with less recomputation. [bytes]"""
-    whole, left = (
-        cost_of(job.model, kind, job.recipe, job.mesh, job.batch)
-        for job in (_changed(more, recipe=_told(more, recompute="none")), less)
-    )
+    whole, left = (cost_of(job, kind) for job in (_changed(more, recipe=_told(more, recompute="none")), less))
     return total_bytes((*whole.kept, *whole.statistics)) - total_bytes((*left.kept, *left.statistics))
 
 

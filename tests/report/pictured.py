@@ -1,4 +1,4 @@
-"""Series made up for pictures: what is drawn stays the same whatever the memory model says next."""
+"""Invented series for pictures, so that changes of the memory model do not change them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _about(title: str) -> Caption:
 
 
 def _parts(**gib: float) -> tuple[Part, ...]:
-    """Kinds by their names in the ledger, in the order of a stack. [GiB]"""
+    """Return kinds by their names in the ledger, in the order of a stack. [GiB]"""
     return tuple(Part(Kind[name.upper()].value, round(size * GIB)) for name, size in gib.items())
 
 
@@ -41,7 +41,7 @@ def _column(stage: int, engine: str, **gib: float) -> StageColumn:
 
 
 def stages() -> StagesSeries:
-    """One column that is far higher, one that fits tightly, one that is refused."""
+    """Return one column that is far higher, one that fits tightly, and one that is refused."""
     return StagesSeries(
         caption=_about("Memory of one GPU at the peak, by ZeRO stage"),
         columns=(
@@ -63,7 +63,7 @@ def _phase(name: str, moment: str, **gib: float) -> PhaseColumn:
 
 
 def phases() -> PhasesSeries:
-    """One phase that breaks, one with a long name, and a node that loads in every process."""
+    """Return one phase that does not fit, one with a long name, and a node that loads in every process."""
     return PhasesSeries(
         caption=_about("Memory in the phases of grpo: one GPU at its peaks, and its node"),
         columns=(
@@ -80,7 +80,7 @@ def phases() -> PhasesSeries:
 
 
 def stacks() -> StacksSeries:
-    """One case that fits below the line, one whose words make way for it, one that does not fit."""
+    """Return one case that fits below the line, one whose label moves to avoid it, and one that does not fit."""
     small, near, large = (
         {"parameters": 8, "activations": 6},
         {"parameters": 12, "logits": 26},
@@ -103,7 +103,7 @@ def _instant(name: str, phase: str, skipped: int = 0, **gib: float) -> Instant:
 
 
 def timeline() -> TimelineSeries:
-    """A step of four phases whose middle blocks are left out, a run over it, and what the GPU leaves."""
+    """Return a step of four phases without its middle blocks, a run to compare, and the GPU's room."""
     held = {"parameters": 4.0, "optimizer_state": 8.0}
     return TimelineSeries(
         caption=_about("Memory over one step"),
@@ -146,7 +146,7 @@ def _line(stage: int, engine: str, *gib: float, fits_from: int | None = None) ->
 
 
 def scaling() -> ScalingSeries:
-    """One stage that never fits, two that begin to, one that is not offered."""
+    """Return one stage that never fits, two that fit from some number of GPUs on, and one that does not exist."""
     return ScalingSeries(
         caption=_about("Memory of one GPU against the number of GPUs, by ZeRO stage"),
         lines=(
@@ -161,7 +161,7 @@ def scaling() -> ScalingSeries:
 
 
 def heat() -> HeatSeries:
-    """A map with a corner that does not fit and a strip that is tight."""
+    """Return a map with a corner that does not fit and a strip that fits tightly."""
     batches, lengths = (1, 2, 4, 8, 16, 32), (512, 1024, 2048, 4096, 8192, 16384)
     needed = tuple(tuple(8 * GIB + batch * length * 2**20 for length in lengths) for batch in batches)
     return HeatSeries(
@@ -172,7 +172,7 @@ def heat() -> HeatSeries:
 
 
 def pareto() -> ParetoSeries:
-    """Three engines, what is tight and what does not fit, and a front whose best is not its quickest."""
+    """Return three engines, tight and non-fitting layouts, and a front whose best layout is not its fastest."""
     named = tuple(
         Named(words=f"{name}, recomputation none, 1 x 8 sequences per GPU", needed_bytes=gib * GIB, tokens_per_s=rate)
         for name, gib, rate in (("DDP", 38, 900.0), ("DeepSpeed stage 2", 30, 890.0), ("FSDP2", 12, 600.0))
@@ -195,7 +195,7 @@ def pareto() -> ParetoSeries:
 
 
 def validation() -> ValidationSeries:
-    """Three engines, errors on both sides of the limits."""
+    """Return three engines with errors on both sides of the limits."""
     runs = tuple(
         Run(name=f"{name}, N = 8", engine=engine, group=f"{engine} {stage}", predicted_bytes=round(gib * error * GIB),
             measured_bytes=gib * GIB)

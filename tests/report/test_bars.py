@@ -1,4 +1,4 @@
-"""Pictures as rows of text: as wide as asked for, as long as the bytes, readable without colours and without signs."""
+"""Pictures as text have the requested width, bars in proportion to the bytes, and are readable without colours and symbols."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A layout in words says who takes a micro-batch together."""
+"""The description of a layout names the ranks that share a micro-batch."""
 
 from __future__ import annotations
 

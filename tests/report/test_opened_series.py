@@ -1,4 +1,4 @@
-"""What the page draws of a file is what the file says: its peak, its kinds at every moment, its collectives."""
+"""The page's pictures of a file show the file's peak, its kinds at every moment, and its collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One palette for every picture: nothing is left without a look, and no two kinds look alike in grey."""
+"""All pictures use one palette: everything has a style, and no two kinds look alike in grey."""
 
 import re
 from itertools import combinations

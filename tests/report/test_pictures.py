@@ -1,7 +1,7 @@
-"""Every kind of picture looks as its reference in ``pictures/`` does, which people have looked at.
+"""Compares every kind of picture with its reference in ``pictures/``, which people have looked at.
 
-Where a picture is to look otherwise, its reference is drawn anew and looked at again:
-``python -m pytest tests/report/test_pictures.py --mpl-generate-path tests/report/pictures``.
+If a picture changes on purpose, draw its reference again and look at it: ``python -m pytest tests/report/test_pictures.py
+--mpl-generate-path tests/report/pictures``.
 """
 
 from __future__ import annotations

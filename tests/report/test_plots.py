@@ -1,4 +1,4 @@
-"""What is drawn is the series, and nothing of it is cut off or lies on something else."""
+"""Plots draw the series; nothing is cut off or covers something else."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -93,7 +93,7 @@ def drawn(case: str, theme: str = "light") -> Figure:
 
 
 def texts(figure: Figure) -> Iterator[Text]:
-    """What is written, but for the figures at the axes, which are there beyond the ends, too."""
+    """Return the texts without tick labels, some of which lie beyond the axes' ends."""
     at_axes = {
         id(label)
         for axes in figure.axes
@@ -129,7 +129,7 @@ def test_words_are_in_the_ink_of_the_theme(case: str):
 
 
 def bands(axes: Axes) -> list[tuple[float, float]]:
-    """The middle and height of every coloured rectangle, without the hatches that lie on them."""
+    """Return the middle and height of every coloured rectangle, without hatches."""
     filled = [patch for patch in axes.patches if to_rgba(patch.get_facecolor())[3] > 0]
     return [(round(patch.get_x() + patch.get_width() / 2), patch.get_height()) for patch in filled]
 

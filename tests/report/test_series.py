@@ -1,4 +1,4 @@
-"""What pictures show is what the estimate says, to the byte. Needs no matplotlib."""
+"""Pictures show the estimate, to the byte. Needs no matplotlib."""
 
 import subprocess
 import sys
@@ -253,7 +253,7 @@ def test_series_load_no_matplotlib():
 
 
 def test_the_charts_judge_a_tight_job_as_estimate_does(monkeypatch: pytest.MonkeyPatch):
-    """By its peak it fits tightly; a replay of its requests runs out of memory."""
+    """Its peak fits tightly; a replay of its requests runs out of memory."""
     one = job(model="llama-3.1-8b", gpus=52, gpu="h100", seq_len=8192, stage=2)
     assert estimate(one).verdict == "tight"
     assert stages(one).columns[2].verdict == "does not fit"

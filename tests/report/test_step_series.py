@@ -1,4 +1,4 @@
-"""The step that the page draws is the estimate's: its peak, its lines, its collectives."""
+"""The page draws the step of the estimate: its peak, its lines, its collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of an answer: it fits a terminal, carries its units, adds up, and speaks plainly."""
+"""The text of an answer fits a terminal, has units, adds up, and uses plain words."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ RUN_OR_ON_PAPER = {engine: stages for engine, stages in ENGINE_STAGES.items() if
 
 
 def answers(**also: object) -> Iterator[Estimate]:
-    """One model of each family and the largest of all, under every engine and stage."""
+    """Return one model of each family and the largest of all, under every engine and stage."""
     names = (
         "gpt2",
         "llama-3.1-405b",
@@ -77,7 +77,7 @@ def test_a_note_is_shown_or_counted():
 
 
 def sums(text: str) -> dict[str, tuple[float, float]]:
-    """Of each sum on the card: what the text gives, and what the rows above it come to; the first may have no rows."""
+    """Return each sum on the card: the printed figure, and the total of the rows above it; the first may have no rows."""
     found, running = {}, 0.0
     for row in filter(None, map(ROW.match, text[text.index("On the card") :].splitlines())):
         size = float(row["size"].replace(",", ""))
@@ -155,7 +155,7 @@ def test_the_optimizer_is_named_with_the_way_it_steps(asked: dict[str, object], 
 
 
 def test_sixteen_bytes_a_parameter_whatever_the_shards():
-    """Uneven shards and whole copies must not pass for a heavier model."""
+    """Uneven shards and whole copies must not look like a heavier model."""
     for name in ("llama-3.1-8b", "mixtral-8x22b"):
         for engine, stages in RUN_OR_ON_PAPER.items():
             for stage in stages:
@@ -167,7 +167,7 @@ def test_sixteen_bytes_a_parameter_whatever_the_shards():
 
 
 def _by_day() -> tuple[str, ...]:
-    """Return a model of each family, the last one by name; at night all models."""
+    """Return a model of each family, the last one by name; with EVERY_CASE all models."""
     by_family = {model(name).family: name for name in model_names()}
     return model_names() if every_case() else tuple(by_family.values())
 
@@ -192,7 +192,7 @@ def test_the_headline_names_the_adapters_and_the_lines_below_what_is_trained():
 
 
 def tight(room: float) -> Estimate:
-    """A job on a GPU that leaves the allocator so much of what the job's peak is."""
+    """Return a job on a GPU whose allocator can use this share of the job's peak."""
     found = estimate(job(model="llama-3.1-8b", gpus=8, stage=3, engine="fsdp2", gpu="h100"))
     gpu = found.job.cluster.gpu
     assert gpu is not None
@@ -218,7 +218,7 @@ def test_the_verdict_says_what_comes_of_a_band_that_reaches_beyond_the_card():
 
 @pytest.mark.parametrize("unit", [GIBIBYTES, GIGABYTES])
 def test_a_range_whose_ends_print_alike_is_one_figure(unit: Unit):
-    """On a full card both ends of what is cached are the room that is left; on a large one they differ."""
+    """On a full card both ends of the cache are the remaining room; on a large one they differ."""
     full, large = (estimate_text(tight(room), (), unit=unit) for room in (1.01, 3))
     cached = re.compile(r"^  cached by the allocator +([\d.]+)(?:  ([\d.]+) to ([\d.]+))?$", re.MULTILINE)
     (one,), (several,) = cached.findall(full), cached.findall(large)

@@ -70,7 +70,11 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
             {"lora_rank": 8, "model": "qwen3.5-27b", "lora_targets": "attention", "recompute": "none"},
             "a first layer without an adapter, and no recomputation, is not modelled",
         ),
-        ({"lora_rank": 8, "model": "gpt-oss-20b", "quantize": "nf4"}, "quantised weights of a gpt_oss model are not modelled"),
+        ({"lora_rank": 8, "model": "gpt-oss-20b", "quantize": "gptq"}, "GPTQ's weights of a gpt_oss model are not modelled"),
+        (
+            {"lora_rank": 8, "model": "qwen3.5-27b", "quantize": "nf4", "engine": "ddp", "stage": 0},
+            "quantised weights of a qwen3_5_text model under autocast, and all else in fp32, is not modelled",
+        ),
         (
             {"lora_rank": 8, "model": "gpt-oss-20b", "engine": "deepspeed", "stage": 3},
             "a gpt_oss model at stage 3 of DeepSpeed is not modelled yet; use a lower stage",

@@ -11,6 +11,7 @@ from tests.profiles import by_hand
 from zeroplan import JobSpec, ModelSpec, MoeSpec, RecipeSpec, SpecError
 from zeroplan.spec.base import Spec
 from zeroplan.spec.frozen import FrozenSpec
+from zeroplan.spec.model import MlaSpec
 from zeroplan.spec.profile import Profile, model_of
 from zeroplan.spec.recipe import MegatronOptions
 
@@ -26,6 +27,15 @@ MOE = MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
 
 def model(family: str, **said: Any) -> ModelSpec:
     return ModelSpec(family=family, **(SIZES | said))
+
+
+def sparse(**said: Any) -> ModelSpec:
+    """DeepSeek-V3.2, whose indexer has the sizes ``said``."""
+    sizes: dict[str, Any] = {
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "index_n_heads": 2, "index_head_dim": 12, "index_topk": 8,
+    }  # fmt: skip
+    return model("deepseek_v32", moe=MOE, mla=MlaSpec(**(sizes | said)))
 
 
 def job(taken: ModelSpec, **said: Any) -> JobSpec:
@@ -73,6 +83,25 @@ OF_MODELS: list[tuple[Callable[[], object], str]] = [
             "precision 'bf16' of a hunyuan_v1_moe model under 'ddp' is not modelled: its routers stay in fp32; "
             "use 'bf16-mixed', or engine 'deepspeed'"
         ),
+    ),
+    (
+        lambda: job(sparse(), engine="deepspeed", zero_stage=2),
+        ("engine 'deepspeed' in a deepseek_v32 model, whose indexer gets no gradient, is not modelled; use engine 'fsdp2'"),
+    ),
+    (
+        lambda: job(sparse(), engine="fsdp2", attention="flash"),
+        (
+            "attention 'flash', which transformers has not for it, in a deepseek_v32 model, whose indexer gets no gradient, is not "
+            "modelled; use attention 'sdpa'"
+        ),
+    ),
+    (
+        lambda: sparse(index_topk=0),
+        ("family='deepseek_v32' needs index_n_heads, index_topk, q_lora_rank, and an index_head_dim beyond qk_rope_head_dim=8"),
+    ),
+    (
+        lambda: replace(sparse(), family="deepseek_v3"),
+        "family='deepseek_v3' has no indexer; leave index_n_heads, index_head_dim and index_topk out",
     ),
     (FrozenSpec, "nothing is frozen; name some parts (embedding,head) or a number of layers"),
 ]

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def saved_bytes(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, layers: int) -> int:
-    """Bytes of the distinct storages that autograd keeps after one forward with loss, parameters and input ids excluded.
+    """Return the bytes of the distinct storages that autograd keeps after one forward with loss, without parameters and ids.
 
-    What it saves for a part of the graph that nothing leads to is gone by then.
+    Tensors saved for nodes that no output reaches are already freed by then.
     """
     model, ids = causal_model(spec, compute, layers=layers), _ids(spec, batch)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), ids)}
@@ -47,7 +47,7 @@ def saved_bytes(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, layers: 
 
 
 class _Saved:
-    """What a node of the graph holds in a tensor's place."""
+    """The object that a graph node saves instead of a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -56,7 +56,7 @@ class _Saved:
 def step_timeline(
     spec: ModelSpec, compute: Compute, batch: BatchSpec, *, keep_logits: bool = False, recompute: bool = False
 ) -> Timeline:
-    """Allocations of one forward and backward, the second, so that nothing is made for the first time.
+    """Return the allocations of the second forward and backward, in which nothing is allocated for the first time.
 
     Marks: ``forward i`` and ``forward i end`` around block i, ``loss end`` before the backward, ``backward i`` when the
     gradient reaches block i's output, and ``backward i end`` when it reaches its input.
@@ -94,7 +94,7 @@ def _ids(spec: ModelSpec, batch: BatchSpec) -> torch.Tensor:
 
 
 class _Passage(torch.autograd.Function):
-    """Marks the moment when the gradient passes; takes no memory."""
+    """Marks when the gradient arrives; allocates nothing."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, hidden: torch.Tensor, name: str) -> torch.Tensor:

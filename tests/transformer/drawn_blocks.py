@@ -1,4 +1,4 @@
-"""Blocks of every family, drawn at random and run on the fake GPU, beside what the estimate says of them, to the byte.
+"""Draws random blocks of every family, runs them on the fake GPU, and compares the estimate with the run to the byte.
 
 ``python -m tests.transformer.drawn_blocks llama,qwen2 --cases 300`` prints a line for every block that differs.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
@@ -15,6 +16,7 @@ import torch
 
 from tests.transformer.fake_blocks import BlockRun, Passage
 from zeroplan.catalog.gpu import gpu
+from zeroplan.engines.quantised import is_bias
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
@@ -60,14 +62,14 @@ BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
-    "jais2", "helium", "hy_v3",
+    "jais2", "helium", "stablelm", "hy_v3", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm")
 """Families whose classes always have a window."""
 
 
 class Case(NamedTuple):
-    """A model, how it runs, on what, and the number of the block that is looked at."""
+    """A model, its compute settings, its batch, and the index of the block that is measured."""
 
     spec: ModelSpec
     compute: Compute
@@ -76,7 +78,7 @@ class Case(NamedTuple):
 
     @property
     def layers(self) -> LayerRun:
-        """The run of blocks that it is in."""
+        """The run of blocks that contains the block."""
         return layout(self.spec).runs[runs_in_order(self.spec)[self.block]]
 
 
@@ -84,7 +86,7 @@ class Case(NamedTuple):
 
 
 def drawn(draw: Random, family: str) -> Case:
-    """A block of widths that published models have the like of: two heads at least, two experts per token at least."""
+    """Draw a block with widths as in published models: at least two heads, and at least two experts per token."""
     spec, block = _model(draw, family)
     autocast = draw.random() < 0.3
     element, attention = 2 if autocast else draw.choice((2, 2, 4)), draw.choice(("sdpa", "sdpa", "eager"))
@@ -95,13 +97,13 @@ def drawn(draw: Random, family: str) -> Case:
 
 
 def with_padding(draw: Random, family: str) -> Case:
-    """The same with padding in the batch, for which attention gets a mask."""
+    """Return the same case with padding in the batch, so that attention gets a mask."""
     case = drawn(draw, family)
     return case._replace(compute=case.compute._replace(padded=True, attention="sdpa"))
 
 
 def on_an_old_gpu(draw: Random, family: str) -> Case:
-    """The same on a GPU before compute capability 8.0, where torch has few kernels; autocast's dtype may be fp16."""
+    """Return the same case on a GPU before compute capability 8.0, where torch has few kernels; autocast may use fp16."""
     case = drawn(draw, family)
     is_fp16 = case.compute.autocast and draw.random() < 0.5
     return case._replace(compute=case.compute._replace(kernels="cuda-7", attention="sdpa", is_fp16=is_fp16))
@@ -114,7 +116,7 @@ def _sizes(draw: Random, family: str) -> tuple[int, int, int, int, int]:
     head_dim += TRAITS[family].turned_width
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
-    square = plain or family in ("olmoe", "cohere2", "helium")
+    square = plain or family in ("olmoe", "cohere2", "helium", "stablelm")
     hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
@@ -132,7 +134,7 @@ def _pattern(draw: Random, family: str) -> str:
 
 def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     heads, head_dim, kv_heads, hidden, ffn = _sizes(draw, family)
-    mla = _latent(draw) if family in LATENT_FAMILIES else None
+    mla = _latent(draw, indexed=TRAITS[family].indexed) if family in LATENT_FAMILIES else None
     every, patterned = GLOBAL_LAYERS.get(family), family in PATTERNED
     own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1 + TRAITS[family].global_first))
@@ -202,12 +204,18 @@ def _experts(draw: Random, family: str, ffn: int) -> MoeSpec:
     )
 
 
-def _latent(draw: Random) -> MlaSpec:
+def _latent(draw: Random, *, indexed: bool) -> MlaSpec:
     rotary, bare = draw.choice((8, 16, 32)), draw.choice((8, 16, 32, 64, 128))
     values = draw.choice((bare + rotary, bare, 24, 64))
     queries, keys = draw.choice((None, 16, 48, 96)), draw.choice((16, 40, 64))
-    return MlaSpec(
+    made = MlaSpec(
         q_lora_rank=queries, kv_lora_rank=keys, qk_nope_head_dim=bare, qk_rope_head_dim=rotary, v_head_dim=values
+    )  # fmt: skip
+    if not indexed:
+        return made
+    return replace(
+        made, q_lora_rank=queries or 40, index_n_heads=draw.choice((1, 2, 4, 8)),
+        index_head_dim=rotary + draw.choice((8, 32, 96)), index_topk=draw.choice((8, 48, 2048)),
     )  # fmt: skip
 
 
@@ -239,7 +247,7 @@ def _state_space(draw: Random, hidden: int) -> LinearSpec:
 
 
 def run_of(case: Case) -> BlockRun:
-    """Run forward and backward once on the fake GPU, where this process believes in one."""
+    """Run forward and backward once on a fake GPU, which it installs in this process."""
     spec, compute, size, number = case
     install_node(ClusterSpec(gpu=gpu("t4-16gb" if compute.kernels == "cuda-7" else "h100-sxm-80gb")))
     tracker, at = Tracker(device=CUDA), dict[str, int]()
@@ -248,7 +256,7 @@ def run_of(case: Case) -> BlockRun:
     recipe = RecipeSpec(
         engine="ddp", zero_stage=0, precision=precision, attention=compute.attention, recompute=compute.recompute
     )  # fmt: skip
-    stored = torch.bfloat16 if precision == "bf16" else torch.float32
+    stored = torch.float32 if compute.element_bytes == 4 or (compute.autocast and spec.adapter is None) else half
     away = offloading_from(CUDA, tracker) if compute.offloaded else nullcontext()
     with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker, away:
         model = causal_module(spec, recipe, stored, CUDA)
@@ -295,32 +303,37 @@ def _after(tracker: Tracker, at: dict[str, int], index: int) -> Callable[..., ob
 
 
 def said_of(case: Case) -> BlockRun:
-    """What the estimate has of that, without what kernels take inside themselves.
+    """Return the estimate for the same moments, without the scratch of kernels.
 
-    Casts are the engine's to count: autocast's cache holds all of a block's in the forward, autograd those of matrices after it.
+    The engine counts casts: in the forward autocast's cache holds all casts of a block, later autograd those of matrices.
     """
     spec, compute, size, _ = case
     block, recomputed = block_pass(spec, case.layers.kind, compute, size), compute.recompute != "none"
-    cast = [one for one in case.layers.parameters if one.autocast] if compute.autocast else []
+    wide = [one for one in case.layers.parameters if one.autocast and (spec.adapter is None or not one.frozen)]
+    cast = wide if compute.autocast else []
     entered = _bytes(block.entered)
     kept, cached = _bytes(block.kept(compute.recompute)), 2 * sum(one.numel for one in cast)
     own = 2 * block.cast_elements if compute.autocast and not recomputed else 0
     hidden = _of_residual(case) * size.micro_batch_size * size.seq_len * spec.hidden_size
+    given = hidden + (_picked_below(case) if recomputed else 0)
     forward = [line for line in (block.forward_recompute if recomputed else block.forward) if " block below" not in line.reason]
     live_casts = 2 if compute.autocast else 0
     highest = max(
-        _bytes(point.lines) + _of_residual(case) * point.gradients + live_casts * point.live_casts for point in block.points
+        _bytes(point.lines) + _of_gradients(case) * point.gradients + live_casts * point.live_casts for point in block.points
     )  # fmt: skip
     beside = _bytes(block.checkpoint_in_backward) if recomputed else 0
     return BlockRun(
         kept + cached + _handed_up(case),
-        kept + cached + entered + _bytes(tuple(forward)) - hidden,
+        kept + cached + entered + _bytes(tuple(forward)) - given,
         highest + beside - kept - own - hidden,
     )
 
 
 def _handed_up(case: Case) -> int:
-    """Bytes of attention weights that Bamba's model holds to the end of the next block, less those of the block below."""
+    """Return the attention weights that Bamba's model holds to the end of the next block, minus those of the block below.
+
+    [bytes]
+    """
     spec, compute, size, block = case
     if spec.family != "bamba" or compute.attention != "eager" or compute.recompute == "none":
         return 0
@@ -328,9 +341,22 @@ def _handed_up(case: Case) -> int:
     return each * ((spec.letters[block] == "*") - (spec.letters[block - 1] == "*"))
 
 
-def _of_residual(case: Case) -> int:
-    """Bytes of an element of the residual stream, and of a weight's gradient."""
+def _picked_below(case: Case) -> int:
+    """Bytes of the keys that the layer below picked, which a layer of GLM-5 gets."""
+    if case.spec.family != "glm_moe_dsa" or case.spec.mla is None:
+        return 0
+    return 4 * case.size.micro_batch_size * case.size.seq_len * min(case.size.seq_len, case.spec.mla.index_topk)
+
+
+def _of_gradients(case: Case) -> int:
+    """Bytes of an element of a weight's gradient."""
     return 4 if case.compute.autocast else case.compute.element_bytes
+
+
+def _of_residual(case: Case) -> int:
+    """Bytes of an element of the residual stream, which frozen weights of 16 bits keep narrow under autocast."""
+    wide = case.spec.adapter is None or case.spec.upcasts_norms
+    return 4 if case.compute.autocast and wide else case.compute.element_bytes
 
 
 def _bytes(lines: tuple[Line, ...]) -> int:
@@ -342,10 +368,12 @@ def too_high(case: Case) -> tuple[int, int]:
 
     Autocast keeps no copy of a convolution's weight, which is a view. A checkpoint's input goes with the last operator that saved
     something, where autocast's casts come after that: in a block that saves casts of its input alone. Linear attention may be the
-    highest moment of a forward, before autocast casts the weights of the MLP behind it.
+    highest moment of a forward, before autocast casts the weights of the MLP behind it. bitsandbytes casts an fp32 bias to 16 bits
+    in its layer's first forward.
     """
-    if not case.compute.autocast or case.compute.recompute == "none":
-        return 0, 0
+    narrowed = 2 * sum(one.numel for one in case.layers.parameters if is_bias(one)) if case.spec.upcasts_norms else 0
+    if not case.compute.autocast or case.compute.recompute == "none" or case.spec.adapter is not None:
+        return narrowed, 0
     views = 2 * sum(one.numel for one in case.layers.parameters if "conv1d" in one.name)
     if case.spec.family in ("qwen3_5_text", "qwen3_5_moe_text"):
         return views + 2 * sum(one.numel for one in case.layers.parameters if one.autocast and one.name.startswith("mlp.")), 0
@@ -354,7 +382,7 @@ def too_high(case: Case) -> tuple[int, int]:
 
 
 def differences(case: Case) -> tuple[int, ...]:
-    """Run minus estimate where that is beyond the random state: nothing, where they agree. [bytes]"""
+    """Return run minus estimate wherever they differ by more than the saved random state; empty if they agree. [bytes]"""
     more = [run - said for run, said in zip(run_of(case), said_of(case), strict=True)]
     forward, backward = too_high(case)
     least = -forward, -forward, -RANDOM_STATE - backward
@@ -362,7 +390,7 @@ def differences(case: Case) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Print what differs."""
+    """Print every block that differs."""
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("families", nargs="?", default=",".join(FAMILIES))
     asked.add_argument("--cases", type=int, default=300)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class BlockRun(NamedTuple):
-    """Bytes of a block in the middle, without weights: what it keeps, and its highest moments beyond that."""
+    """The bytes of a middle block, without weights: what it keeps, and how much its highest moments need beyond that."""
 
     kept: int
     """From the end of its forward on."""
@@ -36,7 +36,7 @@ class BlockRun(NamedTuple):
 
 
 class Passage(torch.autograd.Function):
-    """Says when the gradient passes."""
+    """Reports when the gradient arrives."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, hidden: torch.Tensor, say: Callable[[], None]) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Passage(torch.autograd.Function):
 
 
 def block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute: bool = False, block: int = 1) -> BlockRun:
-    """Run forward and backward once and look at a block that is neither the first nor the last. In 16 or 32 bits, no autocast."""
+    """Run forward and backward once, without autocast, and measure a block that is neither the first nor the last."""
     return on_the_fake_gpu(_block_run, spec, compute, batch, recompute=recompute, number=block)
 
 

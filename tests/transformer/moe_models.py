@@ -1,10 +1,10 @@
-"""Small models with experts, every width different from the others."""
+"""Small models with experts. All widths differ, so that no two can be confused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from zeroplan.spec.family import LATENT_FAMILIES, LINEAR_FAMILIES, ONE_WIDTH_FAMILIES, PATTERNED, SHARED_EXPERTS
+from zeroplan.spec.family import LATENT_FAMILIES, LINEAR_FAMILIES, ONE_WIDTH_FAMILIES, PATTERNED, SHARED_EXPERTS, TRAITS
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 #: Width of an expert's MLP.
@@ -29,6 +29,7 @@ def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True
         qk_nope_head_dim=head_dim,
         qk_rope_head_dim=head_dim // 2,
         v_head_dim=head_dim + 6,
+        **({"index_n_heads": 3, "index_head_dim": head_dim + 2, "index_topk": 24} if TRAITS[family].indexed else {}),
     )
     return ModelSpec(
         family=family,

@@ -1,4 +1,4 @@
-"""What a block and the way to the loss keep for their backward, held against what autograd saves of real modules on a CPU."""
+"""Compares what a block, the head and the loss keep for their backward with what autograd saves of real modules on a CPU."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def assert_saved_as_is_said(spec: ModelSpec, compute: Compute, batch: BatchSpec)
 
 
 def embedding_scale(spec: ModelSpec, compute: Compute) -> int:
-    """One number that Gemma multiplies embeddings by."""
+    """Return the bytes of the number by which Gemma multiplies embeddings."""
     scaled = spec.family in ("gemma", "gemma2", "gemma3_text")
     return (4 if compute.autocast else compute.element_bytes) if scaled else 0
 
 
 def held_by_name_only(head: HeadPass) -> int:
-    """Tables that a name keeps until the end of the forward, and no operator: BLOOM's ALiBi, OPT's position ids."""
+    """Return tables that only a variable holds until the forward ends: BLOOM's ALiBi, OPT's position ids."""
     return sum(int(line.n_bytes) for line in head.shared if line.reason.endswith(("by name", "ALiBi")))

@@ -1,4 +1,4 @@
-"""Every tensor a block keeps, and every moment its passes can peak, against real modules on a CPU."""
+"""Compares every tensor that a block keeps, and every peak of its passes, with real modules on a CPU."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 def _is_scratch(event: Allocation) -> bool:
-    """Whether memory was taken or given back by the kernel itself, not for a gradient it returns."""
+    """Whether a kernel allocated and freed the memory itself, not for a gradient that it returns."""
     return event.operators[-1:] == (CPU_ATTENTION,) or event.operators[-2:] == (CPU_ATTENTION, "aten::empty")
 
 
@@ -178,31 +178,31 @@ def _case(family: str, precision: str, attention: str, shape: tuple[int, ...]) -
 
 
 def _live(point: BackwardPoint, compute: Compute) -> int:
-    """Everything alive of the block at a point, where weight gradients stay: a plain training loop."""
+    """Return all live tensors of the block at a point of a plain training loop, where weight gradients stay."""
     gradient_bytes = 4 if compute.autocast else compute.element_bytes
     casts = 2 * point.live_casts if compute.autocast else 0
     return cpu_bytes(point.lines, compute) + gradient_bytes * point.gradients + casts
 
 
 def _mixed_addition(spec: ModelSpec, compute: Compute, batch: BatchSpec) -> int:
-    """Bytes that the CPU takes to add a bf16 branch to an fp32 residual: it casts the branch first; CUDA does not."""
+    """Return the bytes that a CPU needs to add a bf16 branch to an fp32 residual: it casts the branch first, and CUDA does not."""
     ends_with_it = compute.autocast and spec.moe is None
     return 4 * batch.micro_batch_size * batch.seq_len * spec.hidden_size if ends_with_it else 0
 
 
 def _there_already(block: BlockPass) -> int:
-    """What is alive while a block runs forward and was so before it began: BLOOM's weights of the block below."""
+    """Return what was allocated before the block's forward and is alive in it: BLOOM's attention weights of the block below."""
     return sum(int(line.n_bytes) for line in block.forward_recompute if "of the block below" in line.reason)
 
 
 def _bias_copies(spec: ModelSpec, compute: Compute) -> int:
-    """Autocast's copies of GPT-2's biases, which no backward needs: they die with the forward."""
+    """Return autocast's copies of GPT-2's biases, which no backward needs and the end of the forward frees."""
     biases = spec.num_hidden_layers * (5 * spec.hidden_size + spec.intermediate_size) if spec.family == "gpt2" else 0
     return 2 * biases if compute.autocast else 0
 
 
 def _mixed_operands(spec: ModelSpec, compute: Compute, batch: BatchSpec) -> int:
-    """Upper bound of the copies the CPU makes where bf16 and fp32 meet; CUDA makes none."""
+    """Return an upper bound of the copies that a CPU makes where bf16 and fp32 meet; CUDA makes none."""
     tokens = batch.micro_batch_size * batch.seq_len
     scores = 4 * spec.num_attention_heads * batch.seq_len if spec.family in WITHOUT_SDPA or compute.attention == "eager" else 0
     return tokens * (4 * spec.hidden_size + 2 * spec.num_attention_heads * spec.head_dim + scores)

@@ -1,4 +1,4 @@
-"""Blocks with peft's adapters save what autograd saves for them, to the byte."""
+"""Compares blocks with peft's adapters with what autograd saves for them, to the byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks with peft's adapters, of families that differ from Llama, on the fake GPU, to the byte."""
+"""Compares blocks with peft's adapters, of families unlike Llama, with runs on the fake GPU, to the byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from tests.causal_models import adapted_model
 from tests.combined import every_case
 from tests.simulated import on_the_fake_gpu
 from tests.transformer.drawn_blocks import Case, differences, drawn
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_LIKE_LLAMA, AdapterSpec
+from zeroplan.engines.quantised import quantised_lines
+from zeroplan.errors import SpecError
+from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_LIKE_LLAMA, NOT_UNDER_AUTOCAST, AdapterSpec, Quantize
+from zeroplan.spec.family import INDEXED_FAMILIES
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.params import layout, runs_in_order
 
@@ -34,6 +39,7 @@ MOST = {
     "llama4_text": "attention,mlp", "nemotron_h": "attention,mlp,in_proj", "falcon_h1": "attention,mlp,in_proj",
     "qwen3_next": "attention,in_proj_qkvz,in_proj_ba,out_proj,shared_expert_gate",
     "olmoe": "attention", "minimax_m2": "attention", "qwen3_moe": "attention", "deepseek_v3": "attention",
+    "deepseek_v32": "attention", "glm_moe_dsa": "attention",
     "glm4_moe_lite": "attention", "glm4_moe": "attention", "dots1": "attention",
 }  # fmt: skip
 #: Estimates that are too high by this much in fp32 with recomputation: an eighth of the residual stream. [bytes]
@@ -60,14 +66,76 @@ def test_a_block_with_adapters_takes_what_is_said(family: str, number: int) -> N
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL[:2])
 @pytest.mark.parametrize("number", range(1, 8, 2) if every_case() else (1,))
 def test_a_block_with_adapters_in_attention_alone(family: str, number: int) -> None:
-    """With recomputation, so that blocks below the first adapter have a backward too."""
+    """With recomputation, blocks below the first adapter have a backward, too."""
     found = on_the_fake_gpu(differences, case_of(family, number, "attention"))
     assert all(-TOO_HIGH.get(family, 0) <= one <= 0 for one in found), (family, number, found)
 
 
+#: Families whose layers in few bits are modelled.
+QUANTISED = tuple(name for name in OTHERS if name not in INDEXED_FAMILIES)
+#: Of these by day: a dense model, latent attention, and experts.
+FEW_BITS = ("phi3", "glm4_moe_lite", "qwen3_5_moe_text")
+
+
+def in_few_bits(family: str, number: int, quantize: Quantize, *, autocast: bool = False) -> Case:
+    """In eight bits without recomputation, through which layers keep their inputs."""
+    case = case_of(family, number, MOST.get(family, "all-linear"))
+    recompute: Recompute = "none" if quantize == "int8" else case.compute.recompute
+    adapter = AdapterSpec(
+        rank=4, targets=MOST.get(family, "all-linear"), quantize=quantize, upcast="none" if number % 4 < 2 else "all"
+    )
+    compute = case.compute._replace(element_bytes=2, autocast=autocast, recompute=recompute)
+    return case._replace(spec=replace(case.spec, adapter=adapter), compute=compute)
+
+
+@pytest.mark.parametrize("family", QUANTISED if every_case() else FEW_BITS)
+@pytest.mark.parametrize(
+    ("number", "quantize"), [(0, "int8"), (1, "nf4"), (2, "nf4-double"), (3, "nf4")][: 4 if every_case() else 2]
+)
+def test_a_block_in_few_bits_takes_what_is_said(family: str, number: int, quantize: Quantize) -> None:
+    pytest.importorskip("bitsandbytes")
+    case = in_few_bits(family, number, quantize)
+    assert on_the_fake_gpu(differences, case) == (), case
+
+
+def is_refused(case: Case) -> bool:
+    """Whether this is not modelled under autocast."""
+    try:
+        JobSpec(model=case.spec, recipe=RecipeSpec(engine="ddp", zero_stage=0, recompute="full"))
+    except SpecError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("family", QUANTISED if every_case() else FEW_BITS)
+@pytest.mark.parametrize("number", range(4) if every_case() else (1,))
+def test_a_block_in_few_bits_under_autocast(family: str, number: int) -> None:
+    """What is not refused agrees; in the gentlest case nothing but older families' routers is refused."""
+    pytest.importorskip("bitsandbytes")
+    case = in_few_bits(family, number, "nf4", autocast=True)
+    assert is_refused(case) or on_the_fake_gpu(differences, case) == (), case
+    if number == 1 and case.spec.activation not in ("relu2", "gelu_new"):
+        assert is_refused(case) == (family in NOT_UNDER_AUTOCAST)
+
+
+@pytest.mark.parametrize("family", QUANTISED if every_case() else (*FEW_BITS, "gemma"))
+@pytest.mark.parametrize("quantize", ["nf4-double", "int8"])
+def test_few_bits_are_counted_as_layers_hold_them(family: str, quantize: Quantize) -> None:
+    """Of linear layers alone, and not of routers."""
+    pytest.importorskip("bitsandbytes")
+    from zeroplan.verify.training.adapters import quantisation_tensors
+
+    spec = in_few_bits(family, 0, quantize).spec
+    module = adapted_model(spec, Compute(2, autocast=False, attention="sdpa", kernels="cpu"))
+    every = (*(one for one in module.parameters() if not one.requires_grad), *quantisation_tensors(module))
+    held = sum({id(one): one.untyped_storage().nbytes() for one in every}.values())
+    lines = quantised_lines(spec, quantize, element_bytes=2, norm_bytes=2, end_bytes=2)
+    assert held == sum(line.n_bytes for line in lines)
+
+
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL)
 def test_parameters_stand_as_peft_has_them(family: str) -> None:
-    """``all-linear`` means the same layers, too; the first layer is in its place."""
+    """``all-linear`` names the same layers as in peft, and the first layer has the same position."""
     spec: ModelSpec = case_of(family, 0, MOST.get(family, "all-linear")).spec
     module = adapted_model(spec, Compute(2, autocast=False, attention="sdpa", kernels="cpu")).get_base_model()
     tree = layout(spec)

@@ -1,4 +1,4 @@
-"""Blocks whose attention CUDA or transformers writes out, operator by operator, on fake tensors of a fake GPU."""
+"""Compares blocks whose attention CUDA or transformers runs operator by operator with fake tensors on a fake GPU."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_gpt_oss_has_made_every_gradient_at_the_last_point() -> None:
 
 
 def predicted(spec: ModelSpec, kind: str, compute: Compute, size: BatchSpec, *, recompute: bool) -> BlockRun:
-    """What a run is said to show, without what kernels take inside themselves."""
+    """Return the predicted bytes of a run, without the scratch of kernels."""
     block = block_pass(spec, kind, compute, size, recomputed=recompute)
     kept = bytes_of(block.checkpoint if recompute else block.saved)
     forward = block.forward_recompute if recompute else block.forward

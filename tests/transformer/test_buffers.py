@@ -1,4 +1,4 @@
-"""Buffers against the modules themselves, one small model per family."""
+"""Compares buffers with those of the modules themselves, for one small model per family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices of a model, counted by hand."""
+"""Counts the operations of a model's matrices by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every line of a block or head pass: its formula gives its number, and a column gives its points. No torch."""
+"""Checks every line of a block or head: its formula gives its bytes, and a column equals its points. Needs no torch."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ class Column(NamedTuple):
     grad_accum_steps: NDArray[np.int64]
 
 
+def _indexer(family: str) -> dict[str, int]:
+    return {"index_n_heads": 3, "index_head_dim": 14, "index_topk": 16} if TRAITS[family].indexed else {}
+
+
 def spec(family: str) -> ModelSpec:
     gpt2 = family in PLAIN_HEADS
     moe = family in MOE_FAMILIES
@@ -71,7 +75,7 @@ def spec(family: str) -> ModelSpec:
         )
         if moe
         else None,
-        mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
+        mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12, **_indexer(family))
         if family in LATENT_FAMILIES
         else None,
         layer_pattern=(
@@ -141,7 +145,7 @@ def test_a_column_is_its_points(family: str, compute: Compute) -> None:
 
 
 def test_a_column_of_which_some_sequences_are_one_chunk_is_as_high_as_its_points() -> None:
-    """A block of linear attention has other moments there, of which the column has both kinds."""
+    """A block of linear attention has other moments if a sequence is one chunk; the column contains both cases."""
     model, sizes = spec("qwen3_next"), [(1, CHUNK), (3, CHUNK + 1)]
     column = Column(*(np.array(values, dtype=np.int64) for values in (*zip(*sizes, strict=True), (1, 1))))
     whole = block_pass(model, "linear", COMPUTES[0], column)

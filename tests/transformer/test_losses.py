@@ -1,4 +1,4 @@
-"""The three ways from hidden states to the loss, by hand and against each other."""
+"""Checks the losses by hand, and compares them with each other."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def head(loss: str, compute: Compute = BF16) -> HeadPass:
 
 
 def at_the_loss(loss: str) -> int:
-    """Bytes alive at the first moment of the backward, beyond what norm and head had saved before."""
+    """Return the live bytes at the first moment of the backward, without what norm and head had saved before."""
     found = head(loss)
     before = {line.reason for line in found.saved}
     return total_bytes(tuple(line for line in found.points[0].lines if line.reason not in before))
@@ -37,7 +37,7 @@ def test_the_full_loss_by_hand():
 
 
 def test_the_chunked_loss_by_hand():
-    """A chunk of ten tokens; labels and the fp32 buffer of the hidden gradients beside it."""
+    """A chunk has ten tokens. Labels and the fp32 buffer of the hidden states' gradients are alive, too."""
     chunk, beside = 10 * VOCAB, 8 * TOKENS + 4 * TOKENS * HIDDEN
     assert total_bytes(head("chunked").loss_forward) == beside + (2 + 4 + 4) * chunk
     assert at_the_loss("chunked") == beside + (2 + 4 + 8) * chunk
@@ -45,7 +45,7 @@ def test_the_chunked_loss_by_hand():
 
 
 def test_the_fused_loss_by_hand():
-    """V/h rounds up to 16; 80/16 = 5 tokens, so chunks of 8; gradients of hidden states and weight are there already."""
+    """V/h rounds up to 16; 80/16 = 5 tokens, so chunks of 8. The gradients of hidden states and weight already exist."""
     made, rows = 2 * TOKENS * HIDDEN + 2 * HIDDEN * VOCAB, 5 * TOKENS + 8 * TOKENS + 8 * (TOKENS + 2)
     assert total_bytes(head("fused").loss_forward) == made + 2 * TOKENS * HIDDEN + 2 * 8 * VOCAB + rows
     assert at_the_loss("fused") == 2 * TOKENS * HIDDEN
@@ -54,7 +54,7 @@ def test_the_fused_loss_by_hand():
 
 
 def test_the_fused_loss_under_autocast_copies_the_transposed_weight_for_each_chunk():
-    """Gradients are fp32, as hidden states and weights are; a chunk of eight tokens is cast."""
+    """Gradients are fp32 like hidden states and weights. Autocast casts a chunk of eight tokens."""
     made, rows = 4 * TOKENS * HIDDEN + 4 * HIDDEN * VOCAB, 5 * TOKENS + 8 * TOKENS + 8 * (TOKENS + 2)
     copies = 2 * HIDDEN * VOCAB + 2 * 8 * HIDDEN
     expected = made + 4 * TOKENS * HIDDEN + 2 * 8 * VOCAB + rows + copies
@@ -96,7 +96,7 @@ def test_verls_fused_head_by_hand():
 
 @pytest.mark.parametrize(("how", "rows", "gradients"), [("in place", 8, 0), ("entropy", 24, 2)])
 def test_verls_loss_by_hand(how: LogProbs, rows: int, gradients: int):
-    """All logits in 16 bits; each loss beside another makes a gradient, and so does the division by the temperature."""
+    """All logits in 16 bits. Each of two losses makes its own gradient, and so does the division by the temperature."""
     found = head("log-probs", BF16._replace(log_probs=how))
     logits, beside = 2 * TOKENS * VOCAB, (8 + rows) * TOKENS
     assert total_bytes(found.loss_forward) == logits + beside

@@ -1,4 +1,4 @@
-"""Every tensor a block with experts keeps, and every moment its passes can peak, against real modules on a CPU."""
+"""Compares every tensor that a block with experts keeps, and every peak of its passes, with real modules on a CPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_backward_of_a_block_peaks_at_one_of_its_points(model: str, precision: s
 def test_blocks_on_a_gpu_peak_where_they_say(
     model: str, precision: str, attention: str, *, recompute: bool, shape: str
 ) -> None:
-    """CUDA's kernels, on fake tensors: the memory-efficient one for heads of two sizes."""
+    """CUDA's kernels on fake tensors: the memory-efficient one for queries and values of two widths."""
     spec, compute, batch = _case(model, precision, attention, (SHAPES | PEAKS)[shape])
     compute = compute._replace(kernels="cuda")
     run = block_run(spec, compute, batch, recompute=recompute)
@@ -94,12 +94,12 @@ RANDOM_STATE = 24
 
 
 def _on_fakes(lines: tuple[Line, ...]) -> int:
-    """Sum the lines without what a kernel takes inside itself."""
+    """Sum the lines without the scratch of kernels."""
     return sum(int(line.n_bytes) for line in lines if line.tag != SCRATCH)
 
 
 def _highest(block: BlockPass, compute: Compute) -> int:
-    """The most bytes at any point, where weight gradients stay: a plain training loop."""
+    """Return the peak of a plain training loop, where weight gradients stay. [bytes]"""
     return max(cpu_bytes(point.lines, compute) + compute.element_bytes * point.gradients for point in block.points)
 
 

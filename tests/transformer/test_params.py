@@ -23,7 +23,7 @@ BLOCKS = {"gpt2": "transformer.h", "bloom": "transformer.h", "gpt_neox": "gpt_ne
 
 
 def named_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
-    """Spell the layout out layer by layer, under the names transformers gives."""
+    """Return every parameter of the layout, layer by layer, under transformers' names."""
     built, stem = layout(spec), BLOCKS.get(spec.family, "model.layers")
     kinds = [built.runs[at].parameters for at in runs_in_order(spec)]
     blocks = [(f"{stem}.{i}.{p.name}", p.shape) for i, parameters in enumerate(kinds) for p in parameters]
@@ -100,7 +100,7 @@ def test_autocast_casts_exactly_the_parameters_that_say_so(case: str):
 
 
 def casts_under_autocast(config: dict[str, object]) -> set[str]:
-    """Names of the parameters copied to bfloat16 while the real model runs under autocast."""
+    """Return the names of the parameters that autocast copies to bfloat16 in the real model."""
     torch = pytest.importorskip("torch")
     dispatch = pytest.importorskip("torch.utils._python_dispatch")
     real = pytest.importorskip("transformers").AutoModelForCausalLM.from_config(hub_config(config))
@@ -148,7 +148,7 @@ UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def assert_as_published(count: int, figure: Figure, spec: ModelSpec) -> None:
-    """``count`` is the figure: exactly, or to half its last printed digit (to a whole one where it is truncated)."""
+    """Check that ``count`` equals the figure: exactly, or to half its last digit (to a whole one if it is truncated)."""
     if figure.note == "exact":
         assert count == figure.value
         return
@@ -204,8 +204,8 @@ def test_experts_of_deepseek_need_no_shared_ones_beside_them():
 
 
 #: Of DeepSeek-V2 Lite 2.4B are published, which neither all active parameters (2.66B) nor those without the input embedding
-#: (2.45B) round to. Of Mistral Small 4 the makers' figure was not at hand.
-WITHOUT_ACTIVE_COUNT = {"deepseek-v2-lite", "mistral-small-4"}
+#: (2.45B) round to. Of Mistral Small 4 and DeepSeek-V3.2 the makers' figure was not at hand.
+WITHOUT_ACTIVE_COUNT = {"deepseek-v2-lite", "mistral-small-4", "deepseek-v3.2"}
 
 
 def test_every_mixture_of_experts_has_a_published_active_count():

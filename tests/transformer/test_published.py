@@ -1,4 +1,4 @@
-"""The published closed forms against the figures their papers print."""
+"""Compares the published formulas with the figures that their papers print."""
 
 from __future__ import annotations
 

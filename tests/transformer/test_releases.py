@@ -1,4 +1,4 @@
-"""Older releases of transformers: what they run, as their own modules took it."""
+"""Compares older releases of transformers with records of their own modules."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def _peak(
 def test_the_peak_is_that_of_its_own_modules(
     tmp_path: Path, release: str, batch: tuple[int, int], shape: tuple[int, int, int], recompute: str, precision: str
 ):
-    """But for what is kept of the random state, 8 or 16 KiB for each checkpoint."""
+    """Except for the saved random state, 8 or 16 KiB for each checkpoint."""
     ran = RUN[release, batch, shape, recompute, precision]
     said = _peak(tmp_path, release, batch, shape, recompute, precision)
     assert 0 <= ran - said <= (4 * 16 * 1024 if recompute == "full" else 1024)

@@ -1,4 +1,4 @@
-"""Per-operation selective recomputation, as torchtitan does it, against what a real run keeps."""
+"""Compares torchtitan's selective recomputation by operator with what a real run keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of a block's operators, on examples small enough to follow by hand."""
+"""Checks the tape on examples that are small enough to follow by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_under_autocast_it_saves_a_cast_and_casts_the_weight_gradient_last() -> 
 
 
 def test_a_second_gradient_is_added_in_place() -> None:
-    """``x + relu(x)``: the direct gradient waits in x's buffer, that of relu joins it there."""
+    """``x + relu(x)``: the direct gradient waits in x's buffer, and autograd adds relu's gradient to it in place."""
     tape = Tape(wide=False, autocast=False, saving=True)
     given = Value(tape.make(Kind.ACTIVATIONS, "input", e * T * h, "here"), e, T * h)
     active = op.pointwise(tape, given, "relu", Site("relu", "here"), saves_result=True)
@@ -81,7 +81,7 @@ def test_of_equal_moments_one_stays() -> None:
 
 
 def test_what_two_operators_saved_stays_until_the_second_has_read_it() -> None:
-    """Made again by a recomputation, it is nobody's name any more: gone with its last reader."""
+    """After a recomputation no variable holds the tensor, so its last reader frees it."""
     tape = Tape(wide=False, autocast=False, saving=True, recomputed=True)
     shared = tape.make(Kind.ACTIVATIONS, "read twice", e * T * h, "here")
     tape.hold(shared)  # one for each operator
@@ -93,7 +93,7 @@ def test_what_two_operators_saved_stays_until_the_second_has_read_it() -> None:
 
 
 def test_what_leads_to_no_loss_has_no_backward() -> None:
-    """A branch whose output nobody uses, as autograd leaves such nodes alone: no gradient of its weight."""
+    """Autograd ignores a branch whose output nobody uses, so its weight gets no gradient."""
     tape, given, made = a_linear_map()
     unused = op.linear(tape, given, q, Site("branch that nobody uses", "here"))
     tape.release(given, made, unused)
@@ -102,7 +102,7 @@ def test_what_leads_to_no_loss_has_no_backward() -> None:
 
 
 def test_where_nothing_is_saved_nothing_is_run_again() -> None:
-    """A frozen map of an input that autograd does not follow."""
+    """A frozen layer whose input autograd does not track."""
     tape = Tape(wide=False, autocast=False, saving=False)
     given = Value(tape.make(Kind.ACTIVATIONS, "input", e * T * h, "here"), e, T * h)
     op.linear(tape, given, f, HERE)

@@ -1,4 +1,4 @@
-"""Sliding windows, global layers and attention biases of Gemma, Phi-3 and Mistral, against real modules on a CPU."""
+"""Compares sliding windows, global layers and attention biases of Gemma, Phi-3 and Mistral with real modules on a CPU."""
 
 from __future__ import annotations
 

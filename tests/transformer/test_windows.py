@@ -1,4 +1,4 @@
-"""Layers that see a sliding window: the mask, what it makes attention keep, and how local and global layers stand together."""
+"""Checks layers with a sliding window: the mask, what attention keeps with it, and models with local and global layers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_window_longer_than_the_sequence_is_none() -> None:
 
 
 def test_a_window_keeps_a_mask_and_repeats_keys_by_hand() -> None:
-    """Of two sequences of 64 tokens: 32 more key and value heads' worth of 16, a mask of 2 bytes, no padded rows."""
+    """Two sequences of 64 tokens: 32 more key and value heads of width 16, a mask of 2 bytes, no padded rows."""
     batch, model = BatchSpec(micro_batch_size=2, seq_len=64), local()
     whole, window = (total_bytes(block_pass(model, kind, BF16, batch).saved) for kind in ("global", "local"))
     tokens, repeated = 128, 2 * (96 - 32)

@@ -1,4 +1,4 @@
-"""One small config.json per family, with every optional part of its architecture switched on or off in turn."""
+"""One small config.json per family. Each optional part of its architecture is switched on or off in turn."""
 
 from __future__ import annotations
 
@@ -79,6 +79,8 @@ TINY: dict[str, dict[str, object]] = {
     },
     "helium": _LLAMA | {"head_dim": 8},
     "helium, biases, tied": _LLAMA | {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "stablelm": _LLAMA,
+    "stablelm, biases, tied": _LLAMA | {"use_qkv_bias": True, "tie_word_embeddings": True},
     "gemma": _LLAMA | {"head_dim": 16},
     "gemma, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
     "gemma2": _LLAMA | {"head_dim": 16},
@@ -216,6 +218,12 @@ TINY: dict[str, dict[str, object]] = {
         **{key: value for key, value in _GLM.items() if key not in ("intermediate_size", "first_k_dense_replace")},
         "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16,
     },
+    "deepseek_v32": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 12, "index_topk": 16},
+    "deepseek_v32, biases, no dense layer, tied": _DEEPSEEK | {
+        "index_n_heads": 3, "index_head_dim": 8, "index_topk": 64, "attention_bias": True, "first_k_dense_replace": 0,
+        "tie_word_embeddings": True,
+    },
+    "glm_moe_dsa": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 12, "index_topk": 16},
     "hy_v3": _HUNYUAN,
     "hy_v3, biases, no dense layer, tied": _HUNYUAN | {
         "attention_bias": True, "mlp_layer_types": ["sparse"] * 3, "tie_word_embeddings": True,
@@ -226,5 +234,5 @@ TINY: dict[str, dict[str, object]] = {
 
 
 def tiny_config(case: str) -> dict[str, object]:
-    """Write out the config.json of a case; its ``model_type`` is the case's first word."""
+    """Return the config.json of a case; its ``model_type`` is the case's first word."""
     return {"model_type": case.partition(",")[0], **TINY[case]}

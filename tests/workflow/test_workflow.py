@@ -76,6 +76,30 @@ def test_log_probabilities_made_before_training_leave_no_reference_model():
     assert not any("reference" in line.reason for one in before.phases[2:] for line in one.lines)
 
 
+@pytest.mark.parametrize(("engine", "stage", "models"), [("deepspeed", 3, 2), ("deepspeed", 2, 0), ("fsdp2", 3, 0)])
+def test_stage_3_gathers_both_models_to_mix_them(engine: str, stage: int, models: int):
+    found = loop("dpo", {"sync_ref_model": True}, engine=engine, stage=stage)
+    (mixed,) = [one for one in found.phases if one.name == "reference update"]
+    stays = total_bytes(found.resident)
+    assert mixed.total_bytes - stays == models * 2 * found.answer.parameters
+    assert not mixed.compared_with
+
+
+@pytest.mark.parametrize(
+    ("workflow", "asked", "said", "wrong"),
+    [
+        ("dpo", {}, {"lora_rank": 8}, "needs a reference model of its own"),
+        ("dpo", {"precompute_ref_log_probs": True}, {}, "exclude each other"),
+        ("grpo", {}, {}, "unless --beta is above 0"),
+    ],
+)
+def test_a_reference_model_that_is_not_there_is_not_mixed(
+    workflow: str, asked: dict[str, Any], said: dict[str, Any], wrong: str
+):
+    with pytest.raises(SpecError, match=wrong):
+        loop(workflow, {"sync_ref_model": True, **asked}, **said)
+
+
 def test_the_engine_takes_its_share_and_its_blocks():
     """The class FullAttentionSpecof vLLM 0.33 has pages of 65,536 bytes for 16 tokens, 8 heads of 128 and bf16."""
     from zeroplan.workflow.rollout import rollout_of

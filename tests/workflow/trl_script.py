@@ -46,6 +46,24 @@ def select(count: int) -> None:
     torch.Tensor.__getitem__, torch.Tensor.masked_scatter = item, scattered
 
 
+def run_kernels_of_pairs() -> None:
+    """Let TRL's fused log-probabilities allocate as on a GPU: its Triton kernels write into tensors that are there already."""
+    import sys
+    from types import ModuleType
+
+    import trl.trainer.utils as scoring
+
+    stub, language = ModuleType("triton"), ModuleType("triton.language")
+    stub.jit = lambda _: type("Nothing", (), {"__getitem__": lambda *_: lambda *_, **__: None})()
+    stub.cdiv, stub.language, language.constexpr = (lambda a, b: -(-a // b)), language, int
+    sys.modules |= {"triton": stub, "triton.language": language}
+    from trl.kernels.logprob_entropy import selective_log_softmax_and_entropy
+
+    del sys.modules["triton"], sys.modules["triton.language"]
+    scoring._fused_logprob_entropy, scoring.is_triton_available = selective_log_softmax_and_entropy, lambda: True
+    scoring._supports_trl_loss_kernel = lambda *_: True
+
+
 def main() -> None:
     import torch
     import trl
@@ -58,7 +76,7 @@ def main() -> None:
     from trl.kernels import chunked_divergence, chunked_logprob
 
     said = argparse.ArgumentParser()
-    said.add_argument("--workflow", choices=("sft", "dpo", "kto", "reward", "distill", "grpo"), default="dpo")
+    said.add_argument("--workflow", choices=("sft", "dpo", "kto", "orpo", "reward", "distill", "grpo"), default="dpo")
     said.add_argument("--dtype", default="float32")
     said.add_argument("--precompute", action="store_true")
     for name, number in {
@@ -92,14 +110,15 @@ def main() -> None:
     kind = LlamaForSequenceClassification if said.workflow == "reward" else LlamaForCausalLM
     model, *reference = (
         kind._from_config(config, dtype=getattr(torch, said.dtype))
-        for _ in range(1 if said.workflow in ("sft", "reward") or said.precompute or said.lora else 2)
+        for _ in range(1 if said.workflow in ("sft", "orpo", "reward") or said.precompute or said.lora else 2)
     )
     long = said.seq - said.prompt
     if said.workflow == "grpo":
         select(long)
     text = " " + " ".join(f"w{3 + at}" for at in range(long))
     row = {
-        "dpo": {"chosen": text, "rejected": text}, "kto": {"completion": text, "label": True}, "sft": {"completion": text},
+        "dpo": {"chosen": text, "rejected": text}, "orpo": {"chosen": text, "rejected": text},
+        "kto": {"completion": text, "label": True}, "sft": {"completion": text},
         "reward": {"chosen_ids": [4] * said.seq, "rejected_ids": [4] * said.seq},
         "distill": {}, "grpo": {},
     }  # fmt: skip
@@ -123,6 +142,10 @@ def main() -> None:
                 "logprobs": [[0.0] * long for _ in prompts],
             },
         }  # fmt: skip
+    if said.workflow == "orpo":
+        import trl.experimental.orpo as trl
+
+        run_kernels_of_pairs()
     arguments = getattr(trl, f"{name}Config")(
         "out", per_device_train_batch_size=said.batch, bf16=True, report_to=[], save_strategy="no", max_steps=4,
         gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, **options,

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 from zeroplan.catalog.config_keys import OTHER_KINDS, SAME_AS
 from zeroplan.catalog.config_parts import text_part
 from zeroplan.catalog.config_rest import (
+    INDEX_FIELDS,
     LINEAR_FIELDS,
     activation_of,
     config_keys,
@@ -26,6 +27,7 @@ from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, nearest, unknown_name
 from zeroplan.spec.family import (
     FAMILIES,
+    INDEXED_FAMILIES,
     LATENT_FAMILIES,
     LINEAR_FAMILIES,
     MAY_BE_DENSE,
@@ -345,7 +347,18 @@ def _refuse_other_heliums(source: _Source) -> None:
         )
 
 
+def _refuse_shared_indexers(source: _Source) -> None:
+    """Raise NoFormulasError where layers take the keys that a layer below picked (GLM-5.2)."""
+    said = source.config.get("indexer_types") or ()
+    if not isinstance(said, list | tuple) or set(said) - {"full"}:
+        raise NoFormulasError(
+            f"indexer_types={shown(said)} in config.json has no formula, only layers that are all 'full' have; "
+            "`zeroplan profile --config` traces the model itself"
+        )
+
+
 _REFUSED = {
+    "glm_moe_dsa": _refuse_shared_indexers,
     "gemma4_text": _refuse_other_gemmas, "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis,
     "helium": _refuse_other_heliums,
 }  # fmt: skip
@@ -585,7 +598,7 @@ def _of_llama_4(source: _Source, layers: int) -> str:
 
 def _dense_layers(source: _Source) -> int:
     """Return the number of layers with a dense MLP before those with experts."""
-    if source.family in ("glm4_moe_lite", "hy_v3"):
+    if source.family in ("glm4_moe_lite", "hy_v3") or source.config.get("mlp_layer_types") is not None:
         return _dense_kinds(source)
     last = source.config.get("moe_layer_end_index", -1)
     if source.family == "ernie4_5_moe" and last not in (-1, source.integer("num_hidden_layers") - 1):
@@ -618,10 +631,12 @@ def _dense_kinds(source: _Source) -> int:
 def _mla(source: _Source) -> MlaSpec | None:
     if source.family not in LATENT_FAMILIES:
         return None
+    indexed = source.family in INDEXED_FAMILIES
     return MlaSpec(
         q_lora_rank=source.optional_integer("q_lora_rank"),
         kv_lora_rank=source.integer("kv_lora_rank"),
         qk_nope_head_dim=source.integer("qk_nope_head_dim"),
         qk_rope_head_dim=source.integer("qk_rope_head_dim"),
         v_head_dim=source.integer("v_head_dim"),
+        **({name: source.integer(name) for name in INDEX_FIELDS} if indexed else {}),
     )

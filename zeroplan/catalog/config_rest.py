@@ -13,6 +13,7 @@ from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.family import (
     FREE_ACTIVATION,
     GLOBAL_LAYERS,
+    INDEXED_FAMILIES,
     LATENT_FAMILIES,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
@@ -31,6 +32,7 @@ _FIELDS = (
 )  # fmt: skip
 _EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers")
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+INDEX_FIELDS = ("index_n_heads", "index_head_dim", "index_topk")
 #: Fields of linear attention; in a config they have the prefix ``linear_``.
 LINEAR_FIELDS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 #: Keys that the readers of all families check in order to refuse another architecture.
@@ -86,6 +88,7 @@ def known_keys(family: str) -> frozenset[str]:
         *_FIELDS,
         *(_EXPERT_FIELDS if family in MOE_FAMILIES else ()),
         *(_LATENT_FIELDS if family in LATENT_FAMILIES else ()),
+        *(INDEX_FIELDS if family in INDEXED_FAMILIES else ()),
         *((f"linear_{field}" for field in (*LINEAR_FIELDS, "chunk_size")) if family in LINEAR_FAMILIES else ()),
     )
     own = config_keys(family)
@@ -152,7 +155,8 @@ def _refuse_layer_types(config: Config, family: str) -> None:
     often = ("linear_attention",) if family in LINEAR_FAMILIES else windows
     for layer, kind in enumerate(said, start=1):
         local = not is_global(family, layer - 1) if family in GLOBAL_LAYERS else every is not None and layer % every
-        if kind not in (often if local else ("full_attention",)) and not _windowed(config, family, layer):
+        full = ("indexed_attention" if family in INDEXED_FAMILIES else "full_attention",)
+        if kind not in (often if local else full) and not _windowed(config, family, layer):
             raise NoFormulasError(
                 f"layer_types in config.json makes layer {layer} {shown(kind)}, which has no formula in a {family}; {_WAY_OUT}"
             )

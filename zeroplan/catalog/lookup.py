@@ -13,10 +13,10 @@ from zeroplan.errors import SpecError, unknown_name
 
 _LONGEST_SHOWN = 60
 _TUNED = re.compile(
-    r"^(nousresearch|unsloth|llm-research|ai-modelscope|modelscope|mlx-community|lmstudio-community|font-info|openrlhf|hugging-quants)/|"
-    r"(-(instruct|chat|it|base|hf|pt|thinking|2507|awq|gptq|int4|int8|4bit|8bit|fp8|bf16|fp16|bnb|unsloth))+$"
+    r"(-(instruct|chat|it|base|hf|pt|thinking|deduped|sft|2507|awq|gptq|int4|int8|4bit|8bit|nf4|nvfp4|fp8|bf16|fp16|bnb|unsloth"
+    r"|dequantized))+$"
 )
-"""Owners that mirror models, and suffixes of tuned or quantised models, which have the base model's shape."""
+"""Suffixes of tuned or quantised models, which have the base model's shape."""
 
 
 class Shelf(NamedTuple):
@@ -26,6 +26,8 @@ class Shelf(NamedTuple):
     folder: Path
     aliases: Callable[[Path], frozenset[str]]
     way_out: str
+    any_owner: bool = False
+    """A name may have an owner or a folder in front that no entry lists."""
 
 
 def normal(name: str) -> str:
@@ -40,14 +42,17 @@ def normal(name: str) -> str:
 def find(shelf: Shelf, name: str, *, extra: Path | None) -> Path:
     """Return the file of the entry called ``name``, canonically or by an alias; an entry of ``extra`` wins.
 
-    A canonical name opens no file. For an alias, entries with the same prefix are opened first. Hyphens may be missing if only one
-    entry matches. Raises UnknownNameError with the nearest names.
+    A canonical name opens no file. For an alias, entries with the same prefix are opened first. Suffixes of tuned models, and an
+    owner or folder that no entry lists, are left out. Hyphens may be missing if only one entry matches. Raises UnknownNameError
+    with the nearest names.
     """
     wanted, own, shipped = normal(name), own_files(extra), shipped_files(shelf.folder)
     file = own.get(wanted) or _own_alias(shelf, wanted, own) or shipped.get(wanted)
     if file is None:
-        same = _TUNED.sub("", wanted)
-        meant = _shipped_alias(shelf, wanted) or _shipped_alias(shelf, same) or _but_for_hyphens(shelf, same)
+        last = wanted.rpartition("/")[2] if shelf.any_owner else wanted
+        attempts = dict.fromkeys((wanted, _TUNED.sub("", wanted), last, _TUNED.sub("", last)))
+        found = (_shipped_alias(shelf, name) for name in attempts)
+        meant = next((one for one in found if one is not None), None) or _but_for_hyphens(shelf, _TUNED.sub("", last))
         file = None if meant is None else own.get(meant, shipped[meant])
     if file is None:
         asked = name if len(name) <= _LONGEST_SHOWN else f"{name[: _LONGEST_SHOWN - 1]}…"

@@ -20,6 +20,11 @@ from zeroplan.spec.model import ModelSpec
 WAYS_TO_NAME = ("model", "params", "config", "profile")
 _WHAT = "model entry"
 _FOLDER = Path(__file__).parent / "models"
+#: Owners on the Hub that publish copies of others' models, whole or quantised.
+_MIRRORS = (
+    "nousresearch", "unsloth", "llm-research", "ai-modelscope", "modelscope", "mlx-community", "lmstudio-community",
+    "hugging-quants",
+)  # fmt: skip
 
 
 class ModelEntry(Spec):
@@ -83,6 +88,20 @@ def tower_left_out(name: str, *, extra: Path | None = None) -> str:
     return str(read_toml(find(_SHELF, name, extra=extra), what=_WHAT).get("vision_tower", ""))
 
 
+def is_listed(name: str, *, extra: Path | None = None) -> bool:
+    """Return whether the catalogue lists a model's name with its owner; else the model is taken for one of the same name.
+
+    A name without an owner, and a known mirror's, count as listed.
+
+    >>> is_listed("Qwen/Qwen3-8B"), is_listed("unsloth/Qwen3-8B"), is_listed("models/Qwen3-8B")
+    (True, True, False)
+    """
+    owner = normal(name).rpartition("/")[0]
+    listed = _aliases(find(_SHELF, name, extra=extra))
+    owners = {alias.rpartition("/")[0] for alias in listed if "/" in alias}
+    return owner in ("", *_MIRRORS, *owners)
+
+
 def model_names(*, extra: Path | None = None) -> tuple[str, ...]:
     """Return every canonical name, sorted, without reading entries.
 
@@ -144,4 +163,4 @@ def _aliases(file: Path) -> frozenset[str]:
     return frozenset((*named, *(alias.rpartition("/")[2] for alias in named)))
 
 
-_SHELF = Shelf("model", _FOLDER, _aliases, "`zeroplan models` lists all; --config takes its config.json")
+_SHELF = Shelf("model", _FOLDER, _aliases, "`zeroplan models` lists all; --config takes its config.json", any_owner=True)

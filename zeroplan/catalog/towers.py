@@ -70,7 +70,7 @@ def _linear(reads: int, writes: int) -> int:
 
 
 def _encoder_layer(width: int, inner: int) -> int:
-    """Parameters of a layer of CLIP or Qwen2-VL's tower: two norms, attention, an MLP of two matrices, all with biases."""
+    """Parameters of a layer of CLIP's tower: two norms, attention, an MLP of two matrices, all with biases."""
     return 4 * width + 4 * _linear(width, width) + _linear(width, inner) + _linear(inner, width)
 
 
@@ -140,10 +140,12 @@ def _patch(of: _Sizes) -> int:
 
 
 def _qwen2(of: _Sizes) -> VisionSpec:
-    width = of("embed_dim")
-    joined = width * of("spatial_merge_size", 2) ** 2
-    layers = of("depth") * _encoder_layer(width, width * of("mlp_ratio", 4))
-    return _other(_patch(of) * width + layers + 2 * width + _linear(joined, joined) + _linear(joined, of("hidden_size")))
+    width = of("embed_dim", 1280)
+    return VisionSpec(
+        tower="qwen2_vl", hidden_size=width, intermediate_size=width * of("mlp_ratio", 4), num_hidden_layers=of("depth", 32),
+        num_attention_heads=of("num_heads", 16), patch_size=of("patch_size", 14), patch_numbers=_patch(of),
+        merge_size=of("spatial_merge_size", 2), out_hidden_size=of("hidden_size", 3584),
+    )  # fmt: skip
 
 
 def _qwen2_5(of: _Sizes) -> VisionSpec:

@@ -132,9 +132,9 @@ def _planned(asked: Asked, question: "Question", target: "Target | None") -> "tu
     from zeroplan.transformer.params import parameter_count  # noqa: PLC0415
 
     looked_for = {"seq_len": question.max_seq, "gpus": question.min_gpus}
-    told, from_setup = with_setup_defaults(asked.to_search([name for name, wanted in looked_for.items() if wanted]))
+    told, from_setup, pads = with_setup_defaults(asked.to_search([name for name, wanted in looked_for.items() if wanted]))
     request = as_accelerate_has_it(told) if target == "accelerate" else told
-    answer = ask(request, question, extra=asked.extra, inexpressible=inexpressible_in(target))
+    answer = ask(request, question._replace(pads=pads), extra=asked.extra, inexpressible=inexpressible_in(target))
     answer = replace(answer, notes=(*from_setup, *answer.notes))
     notes = (_HELD,) if request.keep_logits != told.keep_logits else ()
     if answer.best is not None:

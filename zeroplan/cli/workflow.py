@@ -157,6 +157,8 @@ def _another_loss(of_job: str, counted: str, asked: Asked) -> tuple[str, ...]:
     """A note if the trainer computes another loss than the job's."""
     if of_job == counted:
         return ()
+    if WORKFLOWS[asked.workflow].log_probs != "tiles":
+        return (f"this trainer has a loss of its own; `zeroplan estimate` counts {of_job}",)
     instead = ", and --full-logits makes this command count it" if asked.workflow in OPTIONS["full_logits"].of else ""
     return (f"this trainer's loss is {counted}; `zeroplan estimate` counts {of_job} unless you add --loss {counted}{instead}",)
 

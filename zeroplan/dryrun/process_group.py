@@ -21,7 +21,7 @@ from zeroplan.dryrun.replacements import noting
 from zeroplan.errors import SpecError
 from zeroplan.verify.fake_cuda.exchanged import noting_sums
 from zeroplan.verify.fake_cuda.letters import fill_on_wait
-from zeroplan.verify.pretended.held_sends import hold_sent_tensors
+from zeroplan.verify.fake_parts.held_sends import hold_sent_tensors
 from zeroplan.verify.replaced import always, put
 from zeroplan.verify.training.ddp import reduce_bucket
 

@@ -29,56 +29,67 @@ def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
 
     Data that the script writes over files from before the run goes into the folder ``aside``.
     """
-    unwritten = Unwritten(lambda: loop.saves_now, aside)
+    saving = _Saving(loop, Unwritten(lambda: loop.saves_now, aside))
+    saving.of_torch()
+    return {
+        "safetensors.torch": saving.safetensors,
+        "torch.distributed.checkpoint.state_dict": saving.state_dicts,
+        "torch.distributed.checkpoint.state_dict_saver": saving.distributed,
+        "torch.distributed.checkpoint.state_dict_loader": saving.loaded,
+        "torch.distributed.checkpoint": saving.checkpoint,
+        "deepspeed.runtime.engine": lambda module: saving.writes(module.DeepSpeedEngine, *_OF_DEEPSPEED),
+        "transformers.modeling_utils": lambda module: saving.writes(module.PreTrainedModel, "save_pretrained"),
+        "accelerate.accelerator": lambda module: saving.writes(module.Accelerator, "save_state"),
+        "transformers.generation.utils": saving.generation,
+    }
 
-    def gathers(owner: object, *names: str) -> None:
-        put(owner, **{name: loop.saving(getattr(owner, name)) for name in names if hasattr(owner, name)})
 
-    def writes(owner: object, *names: str) -> None:
-        put(owner, **{name: loop.saving(getattr(owner, name), writes=True) for name in names if hasattr(owner, name)})
+class _Saving:
+    """Patches of functions that save or load."""
 
-    def safetensors(module: ModuleType) -> None:
-        put(module, save_file=unwritten.saves(module.save_file, name="filename", write=write_safetensors))
-        put(module, save_model=unwritten.saves(module.save_model, name="filename", write=write_module))
-        writes(module, "save_file", "save_model")
+    def __init__(self, loop: Loop, unwritten: Unwritten) -> None:
+        self.loop, self.unwritten = loop, unwritten
 
-    def distributed(module: ModuleType) -> None:
+    def gathers(self, owner: object, *names: str) -> None:
+        put(owner, **{name: self.loop.saving(getattr(owner, name)) for name in names if hasattr(owner, name)})
+
+    def writes(self, owner: object, *names: str) -> None:
+        put(owner, **{name: self.loop.saving(getattr(owner, name), writes=True) for name in names if hasattr(owner, name)})
+
+    def of_torch(self) -> None:
+        self.gathers(nn.Module, "state_dict")
+        self.gathers(Optimizer, "state_dict")
+        sharded = {name: staticmethod(self.loop.saving(getattr(FullyShardedDataParallel, name))) for name in _OF_FSDP1}
+        put(FullyShardedDataParallel, **sharded)
+        self.unwritten.watch()
+        put(torch, save=self.unwritten.saves(torch.save, write=write_pickle), load=self.unwritten.loads(torch.load))
+        self.writes(torch, "save")
+
+    def safetensors(self, module: ModuleType) -> None:
+        put(module, save_file=self.unwritten.saves(module.save_file, name="filename", write=write_safetensors))
+        put(module, save_model=self.unwritten.saves(module.save_model, name="filename", write=write_module))
+        self.writes(module, "save_file", "save_model")
+
+    def distributed(self, module: ModuleType) -> None:
         for name in ("save", "async_save"):
             if hasattr(module, name):
-                put(module, **{name: unwritten.saves_folder(getattr(module, name), ".metadata", "__0_0.distcp")})
-        writes(module, "save", "async_save")
+                put(module, **{name: self.unwritten.saves_folder(getattr(module, name), ".metadata", "__0_0.distcp")})
+        self.writes(module, "save", "async_save")
 
-    def loaded(module: ModuleType) -> None:
-        put(module, load=_loads_again(module.load, unwritten))
+    def loaded(self, module: ModuleType) -> None:
+        put(module, load=_loads_again(module.load, self.unwritten))
 
-    def checkpoint(module: ModuleType) -> None:
-        distributed(module)
-        loaded(module)
+    def checkpoint(self, module: ModuleType) -> None:
+        self.distributed(module)
+        self.loaded(module)
 
-    def state_dicts(module: ModuleType) -> None:
-        gathers(module, *_STATE_DICTS)
-        put(module, _init_optim_state=loop.beside(module._init_optim_state))  # this function runs a step with zero gradients
+    def state_dicts(self, module: ModuleType) -> None:
+        self.gathers(module, *_STATE_DICTS)
+        put(module, _init_optim_state=self.loop.beside(module._init_optim_state))  # it runs a step with zero gradients
 
-    gathers(nn.Module, "state_dict")
-    gathers(Optimizer, "state_dict")
-    put(FullyShardedDataParallel,
-        **{name: staticmethod(loop.saving(getattr(FullyShardedDataParallel, name))) for name in _OF_FSDP1})  # fmt: skip
-    unwritten.watch()
-    put(torch, save=unwritten.saves(torch.save, write=write_pickle), load=unwritten.loads(torch.load))
-    writes(torch, "save")
-    return {
-        "safetensors.torch": safetensors,
-        "torch.distributed.checkpoint.state_dict": state_dicts,
-        "torch.distributed.checkpoint.state_dict_saver": distributed,
-        "torch.distributed.checkpoint.state_dict_loader": loaded,
-        "torch.distributed.checkpoint": checkpoint,
-        "deepspeed.runtime.engine": lambda module: writes(module.DeepSpeedEngine, *_OF_DEEPSPEED),
-        "transformers.modeling_utils": lambda module: writes(module.PreTrainedModel, "save_pretrained"),
-        "accelerate.accelerator": lambda module: writes(module.Accelerator, "save_state"),
-        "transformers.generation.utils": lambda module: put(
-            module.GenerationMixin, generate=loop.during(Beside.GENERATION, module.GenerationMixin.generate)
-        ),
-    }
+    def generation(self, module: ModuleType) -> None:
+        generates = self.loop.during(Beside.GENERATION, module.GenerationMixin.generate)
+        put(module.GenerationMixin, generate=generates)
 
 
 def _loads_again(load: Callable[..., object], unwritten: Unwritten) -> Callable[..., object]:

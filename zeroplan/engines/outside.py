@@ -1,13 +1,16 @@
 """The memory outside the blocks under a recipe. It is the same for every engine."""
 
 from zeroplan.engines.precisions import compute_of
-from zeroplan.ledger import Line
+from zeroplan.ledger import Kind, Line
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import HeadPass
+from zeroplan.transformer.families.widths import widths
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.vision import pixels
+
+_STREAMS = "TRL 1.16, models/activation_offloading.py, OffloadActivations; torchtune 0.7, training/_activation_offloading.py"
 
 
 def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp: int = 1) -> HeadPass:
@@ -27,9 +30,20 @@ def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, 
     return with_shared_sequences(head, batch, cp)
 
 
+def _in_flight(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line, ...]:
+    """Return the latest saved tensors that streams still copy to the host, at most: of all widths without recomputation. [bytes]"""
+    if not (count := min(recipe.inputs_in_flight, model.num_hidden_layers)):
+        return ()
+    all_widths = recipe.recompute == "none"
+    width, named = (max(model.hidden_size, model.intermediate_size), "max(h, f)") if all_widths else (model.hidden_size, "h")
+    each = widths(model, compute_of(recipe), batch)
+    reason = "latest saved tensors, whose copies to the host may still run"
+    return (Line(Kind.ACTIVATIONS, count * each.residual * each.tokens * width, reason, f"{count}·r·T·{named}", _STREAMS),)
+
+
 def held_beside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line, ...]:
     """Return what the loop and the model's layers hold beside the engine: pixels, and scales of rounded layers. [bytes]"""
-    images = pixels(model, batch)
+    images = (*pixels(model, batch), *_in_flight(model, recipe, batch))
     if "int4-qat" not in recipe.fused_parts:
         return images
     from zeroplan.transformer.families.fake_quantised import scales_kept  # noqa: PLC0415  few jobs have it

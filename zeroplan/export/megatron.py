@@ -214,6 +214,15 @@ def _in_fp8(options: MegatronOptions) -> Iterator[str]:
             yield "--reuse-grad-buf-for-mxfp8-param-ag"
 
 
+def _aware_optimizer(options: MegatronOptions) -> Iterator[str]:
+    if options.use_precision_aware_optimizer:
+        yield from ("--use-precision-aware-optimizer", f"--main-grads-dtype {options.main_grads_dtype}")
+        yield from (f"--main-params-dtype {options.main_params_dtype}", f"--exp-avg-dtype {options.exp_avg_dtype}")
+        yield f"--exp-avg-sq-dtype {options.exp_avg_sq_dtype}"
+    if options.optimizer_offload_fraction:
+        yield f"--optimizer-cpu-offload --optimizer-offload-fraction {options.optimizer_offload_fraction:g}"
+
+
 def _implementation(options: MegatronOptions) -> Iterator[str]:
     """Yield the arguments for layers and loss; dropout is on only if requested."""
     yield f"--hidden-dropout {0.1 if options.hidden_dropout else 0.0}"
@@ -233,10 +242,7 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
     ):  # fmt: skip
         if asked:
             yield flag
-    if options.use_precision_aware_optimizer:
-        yield from ("--use-precision-aware-optimizer", f"--main-grads-dtype {options.main_grads_dtype}")
-        yield from (f"--main-params-dtype {options.main_params_dtype}", f"--exp-avg-dtype {options.exp_avg_dtype}")
-        yield f"--exp-avg-sq-dtype {options.exp_avg_sq_dtype}"
+    yield from _aware_optimizer(options)
     if options.defer_embedding_wgrad_compute:
         yield from ("--defer-embedding-wgrad-compute", f"--wgrad-deferral-limit {options.wgrad_deferral_limit}")
     if options.mtp_num_layers:

@@ -27,6 +27,7 @@ from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Inexpressible
 from zeroplan.planner.space import Fixed, gpu_of
 from zeroplan.resolve import OPTIONS, Request, Resolved, beyond_positions, mesh_of, resolve, with_setup
+from zeroplan.resolve.padding import padding_note
 from zeroplan.spec.hardware import SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.recipe import kernels_under
@@ -54,10 +55,20 @@ class Question(NamedTuple):
     search_optimizer: bool = False
     margin: float = Fixed().margin
     """Share of the GPU's memory that a plan keeps free."""
+    pads: bool = False
+    """Whether the trainer pads the sequences of a micro-batch; a configuration file that says so does not need it."""
 
 
-def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """Return the request with the values of its configuration file, without those that the search decides, and notes."""
+class WithDefaults(NamedTuple):
+    """A request with the values of its configuration file, notes, and whether the file's program pads sequences."""
+
+    request: Request
+    notes: tuple[str, ...]
+    pads: bool
+
+
+def with_setup_defaults(request: Request) -> WithDefaults:
+    """Return the request with the values of its configuration file, without those that the search decides."""
     found = with_setup(request)
     if found.deepspeed is not None:
         raise SpecError(
@@ -70,15 +81,16 @@ def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
         kept["fused_kernels"] = kernels_under(None, str(kept["fused_kernels"]))
     instead = () if found.own is None else found.own.instead
     held = (_HELD,) * bool(found.filled.get("reentrant"))
-    return replace(found.request, **kept), (*instead, *held, *found.notes)  # type: ignore[arg-type]  # Request checks every field
+    complete = replace(found.request, **kept)  # type: ignore[arg-type]  # Request checks every field
+    return WithDefaults(complete, (*instead, *held, *found.notes), found.pads)
 
 
 @remembering()
 def ask(request: Request, question: Question, *, extra: Path | None = None, inexpressible: Inexpressible | None = None) -> Plan:
     """Return the plan for a question on a request. Raises SpecError in one line for contradictory or impossible settings."""
-    request, told = with_setup_defaults(request)
+    request, told, pads = with_setup_defaults(request)
     _refuse(request, question)
-    fixed = _fixed(request, question)
+    fixed = replace(_fixed(request, question), pads=(pads or question.pads) and request.padded is None)
     if question.max_params:
         request = _with_the_largest_model(request, fixed, extra, inexpressible)
     base, notes, *_ = _base(replace(request, seq_len=SEQUENCE_STEP) if question.max_seq else request, extra)
@@ -104,7 +116,7 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, inex
         answer = answer if less is None else replace(answer, rankings=(*answer.rankings, less))
     if question.max_params and answer.best is not None:
         notes = (f"the largest model that fits: {parameter_count(base.model):,} parameters (in two digits)", *notes)
-    return replace(answer, notes=(*told, *notes, *_training_notes(answer)))
+    return replace(answer, notes=(*told, *notes, *_training_notes(answer), *_padding_notes(answer, fixed)))
 
 
 _IN_8_BITS = (
@@ -126,6 +138,22 @@ def _training_notes(answer: Plan) -> Iterator[str]:
         yield _IN_8_BITS
     if found.precision != asked.precision:
         yield _IN_BF16
+
+
+def _padding_notes(answer: Plan, fixed: Fixed) -> Iterator[str]:
+    """Yield what the best layout counts of padding, and which layouts the search left out because of it."""
+    if answer.base.recipe.padded:
+        yield _ONLY_PADDED
+    elif fixed.pads and answer.best is not None:
+        job = answer.best.layout.job
+        if note := padding_note(job, is_counted=job.recipe.padded):
+            yield note
+
+
+_ONLY_PADDED = (
+    "padding is modelled for DDP, FSDP2 and DeepSpeed without tensor, context or pipeline parallelism, so the search tried only "
+    "these; leave --padded out to try others, without what attention needs for padding"
+)
 
 
 def _base(request: Request, extra: Path | None) -> Resolved:

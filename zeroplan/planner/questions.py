@@ -18,7 +18,7 @@ from zeroplan.planner.degrees import degrees, degrees_of, with_split_sequences
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan, Ranked
 from zeroplan.planner.rules import NoLayoutError
-from zeroplan.planner.search import Inexpressible, evaluated, faster_than, weights_alone_are_too_large
+from zeroplan.planner.search import Inexpressible, evaluated, faster_than, padded_by_trainer, weights_alone_are_too_large
 from zeroplan.planner.space import (
     MOST_TOKENS,
     Column,
@@ -391,8 +391,9 @@ def _fitting(
         ones[:1] * (fixed.dp_replicate or 1), base.mesh.world_size, micro_batch_size=ones if tokens else values,
         grad_accum_steps=ones * steps, seq_len=values if tokens else base.batch.seq_len, degrees=split,
     )  # fmt: skip
+    several = int(values.max()) > 1 and not tokens
     try:
-        found = evaluated(base, recipe, grid, timed=False)
+        found = evaluated(base, padded_by_trainer(base, fixed, recipe, grid) if several else recipe, grid, timed=False)
     except SpecError:
         return values[:0]
     return values[found.least_bytes <= room_of(base) if tight else found.comfortable_bytes <= easy_room_of(base, fixed)]

@@ -23,8 +23,10 @@ from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, easy_room_of, numbers, room_of, structures
 from zeroplan.progress import counted
+from zeroplan.spec.described import JobParts
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.padding import is_modelled_padded
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import step_time
@@ -146,16 +148,25 @@ def _joined_by_pcie(base: JobSpec) -> bool:
     return gpu is not None and gpu.node_link.startswith("PCIe") and base.mesh.world_size > 1
 
 
-def _programs(base: JobSpec, grid: Grid) -> Iterator[Grid]:
-    """Yield the parts of a grid that one formula covers: profiles distinguish one sequence from several."""
-    if base.model.profile is None:
-        if grid.layouts:
-            yield grid
+def _programs(base: JobSpec, fixed: Fixed, recipe: RecipeSpec, grid: Grid) -> Iterator[tuple[RecipeSpec, Grid]]:
+    """Yield the parts of a grid that one formula covers, with their recipe.
+
+    Profiles distinguish one sequence from several. A trainer pads several sequences to one length and never one.
+    """
+    padded = padded_by_trainer(base, fixed, recipe, grid)
+    if base.model.profile is None and padded == recipe:
+        yield recipe, grid
         return
     one = np.broadcast_to(np.asarray(grid.micro_batch_size) == 1, grid.shape)
-    for kept in (one, ~one):
+    for kept, its_recipe in ((one, recipe), (~one, padded)):
         if kept.any():
-            yield grid.with_batches(kept)
+            yield its_recipe, grid.with_batches(kept)
+
+
+def padded_by_trainer(base: JobSpec, fixed: Fixed, recipe: RecipeSpec, grid: Grid) -> RecipeSpec:
+    """Return the recipe for several sequences, which the trainer may pad; the same recipe if padding is not modelled for it."""
+    pads = fixed.pads and is_modelled_padded(base.model, recipe, grid.mesh_at(0))
+    return replace(recipe, padded=True) if pads else recipe
 
 
 class _Space(NamedTuple):
@@ -222,8 +233,8 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
             ranks = _pipelines(base, recipe, grid) if split.pp > 1 and recipe.engine != "megatron" else None
             if ranks is not None and fixed.pp is None:
                 grid = _with_room(base, recipe, grid, tally, ranks)
-            for part in _programs(base, grid):
-                one = evaluated(base, recipe, part, mfu=space.mfu, ranks=ranks, reach=not space.whatever_weighs)
+            for program, part in _programs(base, fixed, recipe, grid) if grid.layouts else ():
+                one = evaluated(base, program, part, mfu=space.mfu, ranks=ranks, reach=not space.whatever_weighs)
                 tally.cut(Rule.MEMORY, part.layouts - one.grid.layouts)
                 if one.grid.layouts:
                     yield one
@@ -350,8 +361,9 @@ def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float
 
     ranks, needs, card = list[Account](), list[Needed](), grid.row(outside_column(grid, base.cluster.gpu))
     most = 2 * room_of(base) - card
-    for at in ranks_in_question(base.model, recipe, grid):
-        ranks.append(memory_of_rank(at, base.model, recipe, grid, grid))
+    job = JobParts(base.model, recipe, grid, grid)
+    for at in ranks_in_question(job):
+        ranks.append(memory_of_rank(at, job))
         needs.append(_needed(highest(ranks[-1].moments, recipe), recipe, base))
         if reach and (grid.row(needs[-1].least_bytes) > most).all():
             return Found(recipe, grid.with_batches(np.zeros((1, grid.layouts), np.bool_)), card[:0], card[:0], np.zeros(0))
@@ -414,7 +426,7 @@ def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Acc
     if recipe.engine == "megatron":  # its step time counts the traffic itself
         from zeroplan.engines.megatron import memory_of_rank  # noqa: PLC0415  only this engine needs it
 
-        return memory_of_rank(0, counted_model(base.model, recipe), recipe, grid, grid)
+        return memory_of_rank(0, JobParts(counted_model(base.model, recipe), recipe, grid, grid))
     engine, gpu = engine_module(recipe.engine), base.cluster.gpu
     model = counted_model(base.model, recipe)
     account = engine.account(model, recipe, grid, grid)

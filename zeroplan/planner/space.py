@@ -82,6 +82,8 @@ class Fixed(Spec):
     micro_batch_size: Count | None = None
     grad_accum_steps: Count | None = None
     global_batch_size: Count | None = None
+    pads: bool = False
+    """Whether the trainer pads the sequences of a micro-batch to one length, if there are several."""
     margin: Annotated[float, Range(0, 0.9)] = 0.05
     """Share of the GPU's memory that a plan keeps free beyond the allocator's expected cache."""
 

@@ -35,16 +35,7 @@ def estimate_payload(
         "under_pressure": _band(answer.under_pressure()),
         "replay": _replay(answer),
         "allocator_room_bytes": answer.allocator_room_bytes,
-        "outside_allocator": {
-            **_band(answer.outside_band),
-            "parts": [{"what": part.what, **_band(part.band), "source": part.source} for part in answer.outside],
-        },
-        "host_bytes": answer.host_bytes,
-        "host_bytes_per_node": answer.host_bytes_per_node,
-        "host_lines": [_line(line) for line in answer.host],
-        "nvme_bytes": answer.nvme_bytes,
-        "nvme_bytes_per_node": answer.nvme_bytes_per_node,
-        "nvme_lines": [_line(line) for line in answer.nvme],
+        **_elsewhere(answer),
         "pipeline_ranks": [_pipeline_rank(one) for one in answer.pipeline],
         "fits": answer.fits,
         "verdict": answer.verdict,
@@ -56,6 +47,22 @@ def estimate_payload(
         "longest_sequence": None if longest is None else longest._asdict(),
         "approximate": answer.approximate,
         "notes": list(notes),
+    }
+
+
+def _elsewhere(answer: Estimate) -> dict[str, object]:
+    """Return the memory outside torch's allocator: on the GPU, in host memory and on NVMe."""
+    return {
+        "outside_allocator": {
+            **_band(answer.outside_band),
+            "parts": [{"what": part.what, **_band(part.band), "source": part.source} for part in answer.outside],
+        },
+        "host_bytes": answer.host_bytes,
+        "host_bytes_per_node": answer.host_bytes_per_node,
+        "host_lines": [_line(line) for line in answer.host],
+        "nvme_bytes": answer.nvme_bytes,
+        "nvme_bytes_per_node": answer.nvme_bytes_per_node,
+        "nvme_lines": [_line(line) for line in answer.nvme],
     }
 
 

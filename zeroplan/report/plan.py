@@ -8,17 +8,7 @@ from zeroplan.planner.result import Best, Layout, More, Plan
 from zeroplan.report.layout import layout_code, layout_words
 from zeroplan.report.payload import SCHEMA_VERSION
 from zeroplan.report.step import part_payload, rate_line, step_lines
-from zeroplan.report.words import (
-    EXPANDABLE,
-    WIDTH,
-    item,
-    kinds_by_size,
-    model_words,
-    notes_part,
-    paragraphs,
-    plural,
-    spread,
-)
+from zeroplan.report.words import EXPANDABLE, WIDTH, item, kinds_by_size, model_words, notes_part, paragraphs, plural, spread
 from zeroplan.resolve import OPTIONS
 from zeroplan.resolve.options import value_of
 from zeroplan.units import GB, GIB, format_size

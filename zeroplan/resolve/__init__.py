@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroplan.catalog.config import config_said, read_config_with_notes
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_hub
-from zeroplan.catalog.model import WAYS_TO_NAME, tower_left_out
+from zeroplan.catalog.model import WAYS_TO_NAME, is_listed, tower_left_out
 from zeroplan.catalog.model import model as find_model
-from zeroplan.catalog.text import is_there
+from zeroplan.catalog.text import is_there, shown
 from zeroplan.catalog.traced import traced_config
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import names_in, with_images
 from zeroplan.resolve.padding import with_padding
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
+from zeroplan.resolve.targets import plain_targets
 from zeroplan.spec.adapter import PEFT_DEFAULT, PEFT_TARGETS, AdapterSpec
 from zeroplan.spec.base import nearest_fields
 from zeroplan.spec.batch import BatchSpec
@@ -220,7 +221,7 @@ def _complete_model(read: SetupRead, extra: Path | None) -> tuple[ModelSpec, tup
     model, notes = _model(read.request, extra)
     model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
     freezes = read.kind in ("llama-factory", "ms-swift")
-    model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
+    model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], freezes=freezes)
     return model, (*notes, *image_notes)
 
 
@@ -245,6 +246,8 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         if model.family not in PEFT_TARGETS:
             raise SpecError(f"peft has no default layers for {model.family}; name them with --lora-targets, such as all-linear")
         asked["targets"] = PEFT_TARGETS[model.family]
+    elif request.lora_targets is not None:
+        asked["targets"] = plain_targets(request.lora_targets, model)
     said = {name: value for name, value in asked.items() if value is not None}
     if not said or (model.adapter is None and said == {"quantize": "none"}):
         return model
@@ -310,12 +313,20 @@ def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[M
         found = find_model(repository_of(name) or name, extra=own_folder(extra, "models"))
     except UnknownNameError as unknown:
         raise UnknownNameError(f"{unknown}{way_to_the_hub(name)}") from None
-    notes = () if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)
+    notes = (
+        *(() if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)),
+        *_taken_by_its_name(name, found.name, own_folder(extra, "models")),
+    )
     if beside := tower_left_out(found.name, extra=own_folder(extra, "models")):
         left = f"{beside} of {found.name} is left out, and every figure is too low by it; --config counts what it can"
         found = replace(found, name=f"{found.name} (text part)")
         return found, (left, *notes)
     return found, notes
+
+
+def _taken_by_its_name(name: str, found: str, extra: Path | None) -> Iterator[str]:
+    if not is_listed(repository_of(name) or name, extra=extra):
+        yield f"{shown(name)} is taken for {found} by the last part of its name; --config reads a config.json that differs"
 
 
 def own_folder(extra: Path | None, kind: str) -> Path | None:

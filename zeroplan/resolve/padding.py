@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.padding import not_padded
+from zeroplan.spec.padding import is_modelled_padded, not_padded
 
 if TYPE_CHECKING:
     from zeroplan.resolve.batching import Varying
@@ -29,12 +29,22 @@ def with_padding(job: JobSpec, *, said: bool | None, varying: "Varying | None", 
     pads = trainer_pads and job.recipe.engine != "megatron"
     if said is not None or job.batch.micro_batch_size == 1 or not _may_differ(varying, trainer_pads=pads):
         return job, ""
-    if job.recipe.attention == "eager":  # which always has a mask
-        return job, ""
+    counted = is_modelled_padded(job.model, job.recipe, job.mesh)
+    note = padding_note(job, is_counted=counted) if varying is None or not counted else ""
+    return replace(job, recipe=replace(job.recipe, padded=counted)), note
+
+
+def padding_note(job: JobSpec, *, is_counted: bool) -> str:
+    """Return a note on a job whose trainer pads.
+
+    It is empty if the micro-batch is one sequence, if the engine's trainers join sequences, or if attention always has a mask.
+    """
+    if job.batch.micro_batch_size == 1 or job.recipe.engine == "megatron" or job.recipe.attention == "eager":
+        return ""
+    if is_counted:
+        return COUNTED
     beside = next((one for one, _ in not_padded(job.model, job.recipe, job.mesh) if one), "")
-    if beside:
-        return job, f"what attention needs for padding is not counted with {beside}, so that the answer is too low with padding"
-    return replace(job, recipe=replace(job.recipe, padded=True)), COUNTED if varying is None else ""
+    return f"what attention needs for padding is not counted with {beside}, so that the answer is too low with padding"
 
 
 def _may_differ(varying: "Varying | None", *, trainer_pads: bool) -> bool:

@@ -356,6 +356,8 @@ class Request(Spec):
     """``kernels`` of a complete job; it has no flag."""
     log_probs: LogProbs | None = field(default=None, metadata={"option": Option(sets="recipe.log_probs")})
     """How a trainer of another program's file gets its log-probabilities; it has no flag."""
+    inputs_in_flight: CountOrZero | None = field(default=None, metadata={"option": Option(sets="recipe.inputs_in_flight")})
+    """Saved tensors of another program's file that are on their way to the host; it has no flag."""
     prompt_len: Count | None = field(default=None, metadata={"option": Option(sets="recipe.prompt_len")})
     """Tokens that the trainer of another program's file does not score; it has no flag."""
     longest_seq_len: Count | None = field(default=None, metadata={"option": Option(sets="batch.longest_seq_len")})
@@ -434,6 +436,8 @@ class SetupRead(NamedTuple):
             left.pop("keep_logits", None)
         if loss != "log-probs":
             left.pop("log_probs", None)
+        if not (request.offload_activations or left.get("offload_activations")):
+            left.pop("inputs_in_flight", None)
         engine = request.engine or left.get("engine") or ("ddp" if request.stage in (0, 1) else None)
         if engine != "ddp" or (request.recompute or left.get("recompute")) != "full":
             left.pop("reentrant", None)

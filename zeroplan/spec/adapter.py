@@ -56,7 +56,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
     "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
     "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": Layers(mlp=("up_proj", "down_proj"), others=_MAMBA.others),
-    "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT,
+    "deepseek_v3": _LATENT, "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 _LLAMA = Layers()
 _NAMES = tuple(dict.fromkeys(name for one in (_LLAMA, *LAYERS_OF.values()) for name in one.every))
@@ -67,7 +67,7 @@ ADAPTED_FAMILIES = (
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere", "cohere2",
     "phi", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
-    "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
+    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
 )  # fmt: skip
 #: Of these, families that are modelled also with quantised weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
@@ -75,7 +75,10 @@ ADAPTED_LIKE_LLAMA = (
 )  # fmt: skip
 #: Families whose blocks with adapters are modelled in 16 bits or fp32 alone. Autocast, which then runs on 16-bit weights, widens
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
-NOT_UNDER_AUTOCAST = ("llama4_text", "phi", "olmoe", "qwen2_moe", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1")
+NOT_UNDER_AUTOCAST = (
+    "llama4_text", "phi", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
+    "glm4_moe", "dots1",
+)  # fmt: skip
 #: Families whose blocks with adapters are modelled only with older releases of transformers.
 ADAPTED_IN_OLDER = ("mixtral",)
 
@@ -83,7 +86,8 @@ ADAPTED_IN_OLDER = ("mixtral",)
 #: Families in which peft makes targets of these names adapters of the fused experts and of the router: in each forward it adds
 #: them to the whole weight. Source: peft 0.21.2, utils/transformers_weight_conversion.py, _convert_peft_config_moe.
 _EXPERTS_ADAPTED = (
-    "olmoe", "minimax_m2", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1",
+    "olmoe", "minimax_m2", "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
+    "glm4_moe", "dots1",
 )  # fmt: skip
 #: Families in which peft refuses an adapter of Mamba-2's output projection (tuners/tuners_utils.py,
 #: _check_lora_target_modules_mamba).
@@ -107,6 +111,16 @@ def refused_layers(family: str, layers: tuple[str, ...]) -> str:
     if family == "llama4_text" and "router" in layers:
         return "peft cannot run an adapter of Llama 4's router, which returns two tensors; use --lora-targets attention,mlp"
     return ""
+
+
+def linear_layers(family: str) -> frozenset[str]:
+    """Return the last names of the linear layers of a family's blocks that bitsandbytes quantises.
+
+    transformers 5.23, integrations/bitsandbytes.py, replace_with_bnb_linear: no subclass of ``nn.Linear``, as Llama 4's router is.
+    """
+    if family in ADAPTED_IN_OLDER:
+        return frozenset((*ATTENTION, "gate", "w1", "w2", "w3"))
+    return frozenset(LAYERS_OF.get(family, _LLAMA).every) - {"router"}
 
 
 def first_is_bare(family: str, layers: tuple[str, ...], first: str) -> bool:

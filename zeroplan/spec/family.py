@@ -10,13 +10,14 @@ from typing import Literal, NamedTuple, get_args
 #: Families by their ``model_type``.
 Family = Literal[
     "llama", "mistral", "ministral3", "cwm", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee",
-    "jais2", "helium", "gemma", "gemma2",
+    "jais2", "helium", "stablelm", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
     "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2",
     "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
-    "deepseek_v3", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "gpt_oss",
+    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3",
+    "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -88,6 +89,8 @@ class Traits(NamedTuple):
     """The head has a bias."""
     latent: bool = False
     """It has multi-head latent attention."""
+    indexed: bool = False
+    """An indexer, which gets no gradient, picks the keys of each query (DeepSeek's sparse attention)."""
     sdpa: bool = True
     """transformers runs it with ``scaled_dot_product_attention`` (``_supports_sdpa``), else with eager attention."""
 
@@ -105,6 +108,7 @@ TRAITS: Mapping[str, Traits] = {
     "arcee": Traits("llama", "relu2"),
     "jais2": Traits("llama", "relu2"),
     "helium": Traits("helium", biased_output=False),
+    "stablelm": Traits("stablelm", biased_output=False, turned=4),
     "gemma": Traits("gemma", "gelu_pytorch_tanh"),
     "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
     "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
@@ -177,6 +181,14 @@ TRAITS: Mapping[str, Traits] = {
     "deepseek_v3": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
     ),
+    "deepseek_v32": Traits(
+        "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
+        indexed=True,
+    ),
+    "glm_moe_dsa": Traits(
+        "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
+        indexed=True,
+    ),
     "mistral4": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
     ),
@@ -219,6 +231,7 @@ UNROTATED = (*LEARNED_POSITIONS, "bloom")
 LINEAR_FAMILIES = families(lambda one: one.linear)
 PATTERNED = families(lambda one: one.pattern)
 LATENT_FAMILIES = families(lambda one: one.latent)
+INDEXED_FAMILIES = families(lambda one: one.indexed)
 SHARED_EXPERTS = families(lambda one: one.shared_experts)
 #: Families whose shared expert has its own width.
 WIDE_SHARED_EXPERTS = families(lambda one: one.shared_experts and (one.file == "qwen3_next" or one.one_module))

@@ -6,7 +6,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_IN_OLDER, ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, TRAITS, WIDE_ROUTERS
+from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, INDEXED_FAMILIES, TRAITS, WIDE_ROUTERS
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
@@ -18,12 +18,7 @@ from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import ON_PAPER, ROUNDED_FAMILIES, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.releases import check_release, is_reentrant
-from zeroplan.spec.split import (
-    check_context_parallel,
-    check_tensor_parallel,
-    shards_of_experts_are_even,
-    widths_of_experts,
-)
+from zeroplan.spec.split import check_context_parallel, check_tensor_parallel, shards_of_experts_are_even, widths_of_experts
 from zeroplan.spec.torchtitan import check_torchtitan
 from zeroplan.spec.vision import VisionSpec
 
@@ -134,14 +129,30 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
         ours = {"lora", "axolotl-lora"} & set(recipe.fused_parts)
         yield bool(ours) and f"fused kernels of adapters in {this}", "none"
         yield bool(adapter.saved) and f"modules that are trained whole in {this}", "adapters alone"
-        cast = model.family in NOT_UNDER_AUTOCAST and recipe.engine == "ddp" and recipe.precision.endswith("mixed")
-        yield cast and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
+        older = model.is_quantised and adapter.four_bits_follow_inputs
+        yield older and f"bitsandbytes before 0.47 in {this}", "a later release"
+        if recipe.engine == "ddp" and recipe.precision.endswith("mixed"):
+            yield from _under_autocast(model, adapter, this)
         bare = model.first_is_bare and recipe.recompute == "none"
         yield bare and "a first layer without an adapter, and no recomputation,", "recompute 'full', or targets 'all-linear'"
     if model.family not in ADAPTED_IN_OLDER:
         return
     yield recipe.engine not in ("ddp", "fsdp1") and f"experts and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp1'"
     yield not set(model.adapted_layers) <= set(ATTENTION) and "adapters in experts", "targets 'attention'"
+
+
+def _under_autocast(model: ModelSpec, adapter: AdapterSpec, this: str) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled for adapters of families unlike Llama under autocast, and what to use instead.
+
+    With weights in few bits a linear layer returns the dtype of its input. So norms in fp32, and activation functions that
+    autocast computes in fp32, widen what comes after them.
+    """
+    yield model.family in NOT_UNDER_AUTOCAST and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
+    few_bits = f"quantised weights of {this} under autocast"
+    beside = model.linear is not None or model.has_experts
+    yield model.upcasts_norms and beside and f"{few_bits}, and all else in fp32,", "upcast 'none', or precision 'bf16'"
+    bent = model.is_quantised and adapter.upcast == "none" and model.activation in ("relu2", "gelu_new")
+    yield bent and f"{few_bits}, whose {model.activation} is fp32 then,", "precision 'bf16', or engine 'fsdp2'"
 
 
 def engine_at(stage: Stage, engine: Engine) -> Engine:
@@ -194,6 +205,7 @@ class JobSpec(Spec):
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
         self._check_attention()
+        self._check_indexer()
         self._check_router()
         self._check_fused_loss()
         self._check_resharding()
@@ -272,6 +284,21 @@ class JobSpec(Spec):
             raise SpecError(
                 f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'"
             )
+
+    def _check_indexer(self) -> None:
+        """Raise SpecError for jobs of sparse attention that are not modelled, and where its weights without gradients matter.
+
+        DDP stops at a parameter without a gradient, and DeepSpeed keeps states of it; with adapters they are frozen.
+        """
+        recipe, adapted = self.recipe, self.model.adapter is not None
+        for asked, instead in (
+            (recipe.attention == "flash" and "attention 'flash', which transformers has not for it,", "attention 'sdpa'"),
+            (recipe.engine != "fsdp2" and not adapted and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+        ):
+            if asked and self.model.family in INDEXED_FAMILIES:
+                raise SpecError(
+                    f"{asked} in a {self.model.family} model, whose indexer gets no gradient, is not modelled; use {instead}"
+                )
 
     def _check_router(self) -> None:
         """Raise SpecError for weights of two dtypes: 16 bits, and a router in fp32, which DeepSpeed casts and FSDP2 refuses."""
@@ -492,7 +519,6 @@ class JobSpec(Spec):
                 and "modules that are trained whole on ranks that split the model",
                 "data-parallel ranks",
             ),
-            (HEAD in adapter.layers and self.model.tie_word_embeddings and "an adapter of a tied head", "other targets"),
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):
             if asked:

@@ -17,6 +17,7 @@ from zeroplan.spec.family import (
     DENSE_LAYERS,
     FREE_ACTIVATION,
     HEAD_NORMS,
+    INDEXED_FAMILIES,
     LATENT_FAMILIES,
     LEARNED_POSITIONS,
     LINEAR_FAMILIES,
@@ -60,7 +61,7 @@ class MoeSpec(Spec):
 
 
 class MlaSpec(Spec):
-    """Low-rank projections of multi-head latent attention (DeepSeek-V2/V3)."""
+    """Low-rank projections of multi-head latent attention (DeepSeek-V2/V3), and the indexer of sparse attention (V3.2)."""
 
     q_lora_rank: Dimension | None
     """Rank of compressed queries; None if they are not compressed."""
@@ -72,6 +73,12 @@ class MlaSpec(Spec):
     """Width of its rotary part."""
     v_head_dim: Dimension
     """Width of a value head."""
+    index_n_heads: Annotated[int, Range(0, 10**5)] = 0
+    """Heads of the indexer that picks the keys of each query; 0 without one."""
+    index_head_dim: Annotated[int, Range(0, 10**6)] = 0
+    """Width of one of its heads."""
+    index_topk: Annotated[int, Range(0, 10**7)] = 0
+    """Keys that it picks for each query."""
 
 
 class LinearSpec(Spec):
@@ -271,20 +278,26 @@ class ModelSpec(Spec):
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
             raise SpecError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
         self._check_family()
+        if self.mla is not None:
+            self._check_indexer(self.mla)
         if self.adapter is not None:
-            self._check_adapter()
+            self._check_adapter(self.adapter)
         if self.frozen is not None:
             self._check_frozen(self.frozen)
 
-    def _check_adapter(self) -> None:
+    def _check_adapter(self, adapter: AdapterSpec) -> None:
         if self.family not in (*ADAPTED_FAMILIES, *ADAPTED_IN_OLDER):
             raise SpecError(
                 f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
             )
         if refused := refused_layers(self.family, self.adapted_layers):
             raise SpecError(f"LoRA with these targets: {refused}")
-        if self.is_quantised and self.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
-            raise SpecError(f"quantised weights of a {self.family} model are not modelled; leave --quantize out")
+        if self.is_quantised and self.family in INDEXED_FAMILIES:
+            raise SpecError(
+                f"quantised weights of a {self.family} model, which has an indexer, are not modelled; leave --quantize out"
+            )
+        if adapter.quantize == "gptq" and self.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
+            raise SpecError(f"GPTQ's weights of a {self.family} model are not modelled; use --quantize nf4-double")
 
     def _check_frozen(self, frozen: FrozenSpec) -> None:
         if self.adapter is not None:
@@ -298,6 +311,20 @@ class ModelSpec(Spec):
             )
         if self.tie_word_embeddings and ("head" in frozen.names) != ("embedding" in frozen.names):
             raise SpecError("this model's head is its embedding: freeze both (embedding,head) or neither")
+
+    def _check_indexer(self, mla: MlaSpec) -> None:
+        """Raise SpecError for an indexer without sizes or compressed queries, or in a family without one."""
+        sizes = (mla.index_n_heads, mla.index_head_dim, mla.index_topk)
+        if self.family not in INDEXED_FAMILIES:
+            if any(sizes):
+                raise SpecError(
+                    f"family={self.family!r} has no indexer; leave index_n_heads, index_head_dim and index_topk out"
+                )
+        elif not all(sizes) or mla.q_lora_rank is None or mla.index_head_dim <= mla.qk_rope_head_dim:
+            raise SpecError(
+                f"family={self.family!r} needs index_n_heads, index_topk, q_lora_rank, and an index_head_dim beyond "
+                f"qk_rope_head_dim={mla.qk_rope_head_dim}"
+            )
 
     def _check_family(self) -> None:
         for part, families in (

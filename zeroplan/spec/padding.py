@@ -16,6 +16,11 @@ def check_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
             raise SpecError(f"padded with {asked} is not modelled; use {instead}, or leave padded out")
 
 
+def is_modelled_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> bool:
+    """Whether padding is modelled for the job."""
+    return not any(asked for asked, _ in not_padded(model, recipe, mesh))
+
+
 def not_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled with padding, or False, and what to use instead."""
     yield recipe.engine in (*ON_PAPER, "megatron") and f"engine {recipe.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"

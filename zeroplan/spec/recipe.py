@@ -31,14 +31,16 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "jsd", "kd"]
+LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "jsd", "kd", "pairs", "pairs in 16 bits"]
 #: Losses that compare all logits with a teacher's.
 WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd")
+#: Losses of ORPO, which read the logits that the model returns.
+OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 #: The names that ``fused_kernels`` accepts.
 FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
     "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
-    "int4-qat",
+    "output-scaled", "int4-qat",
 )  # fmt: skip
 #: Families all of whose matrix products are linear layers, and that were compared with torchao's fake-quantised ones.
 ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -240,6 +242,9 @@ class MegatronOptions(Spec):
     """``--exp-avg-dtype`` of that optimizer."""
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
     """``--exp-avg-sq-dtype`` of that optimizer."""
+    optimizer_offload_fraction: Annotated[float, Range(0, 1)] = 0.0
+    """``--optimizer-offload-fraction`` with ``--optimizer-cpu-offload``, of that optimizer: the share of main weights and moments
+    in host memory, which the CPU updates. Those on the GPU are in fp32."""
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """``--fp8-format``: the layers' matrices multiply in FP8, from copies of weights that stay and of inputs that are kept."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
@@ -305,6 +310,10 @@ class MegatronOptions(Spec):
             raise SpecError(
                 f"megatron: dtypes of main gradients, main weights and moments ({', '.join(narrow)}) other than fp32 need "
                 "megatron.use_precision_aware_optimizer=true; set it, or leave them out"
+            )
+        if self.optimizer_offload_fraction and not self.use_precision_aware_optimizer:
+            raise SpecError(
+                "megatron.optimizer_offload_fraction needs megatron.use_precision_aware_optimizer=true; set both, or neither"
             )
         if self.fp8_param_gather and self.fp8_format is None:
             raise SpecError("megatron.fp8_param_gather needs megatron.fp8_format; set e4m3 or hybrid, or leave it out")
@@ -437,6 +446,9 @@ class RecipeSpec(Spec):
     offload_activations: bool = False
     """Blocks' saved tensors are in host memory until the backward: ``offload_wrapper`` is around every block, outside its
     checkpoint."""
+    inputs_in_flight: CountOrZero = 0
+    """With ``offload_activations``: the latest saved tensors that stay on the GPU because their copies may still run, 5 with the
+    streams of torchtune and TRL."""
     attention: Attention = "sdpa"
     """The implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or eager operators."""
     padded: bool = False
@@ -489,10 +501,11 @@ class RecipeSpec(Spec):
     ``int4-qat`` is quantisation-aware training: torchao's linear layers round inputs to 8 bits and weights to 4, and back.
 
     NeMo AutoModel's: ``norm-in-one`` (one kernel per norm: Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
-    (which send tokens to experts on other ranks), ``output-copied`` (attention copies its output), ``router-in-fp32`` (the router
-    multiplies fp32 copies), ``te-linear`` and ``te-experts`` (Transformer Engine's products, with workspaces of their own). With
-    recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's
-    outputs, or the inputs of norms, attention and MLP."""
+    (which send tokens to experts on other ranks), ``output-copied`` (attention copies its output), ``output-scaled`` (attention
+    multiplies its output by what sinks leave, in fp32), ``router-in-fp32`` (the router multiplies fp32 copies), ``te-linear`` and
+    ``te-experts`` (Transformer Engine's products, with workspaces of their own). With recompute ``selective``, ``router-kept`` and
+    ``inputs-kept`` say what checkpoints keep beside a block's input: the router's outputs, or the inputs of norms, attention and
+    MLP."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row, or its prototypes for Blackwell:
     MXFP8 with a scale for 32 elements, NVFP4 with four bits and a scale for 16."""
@@ -564,6 +577,8 @@ class RecipeSpec(Spec):
             raise SpecError(f"keep_logits with loss={self.loss!r} has no logits to keep; use loss 'full', or leave it out")
         if self.activation_model == "megatron" and self.engine != "paper":
             raise SpecError(f"activation_model='megatron' with engine {self.engine!r} is not modelled; use engine 'paper'")
+        if self.inputs_in_flight and not (self.offload_activations and self.engine in ("ddp", "fsdp2")):
+            raise SpecError("inputs_in_flight needs offload_activations and engine 'ddp' or 'fsdp2'; use them, or leave it out")
         if self.offload_activations and self.engine == "paper":
             raise SpecError("offload_activations with engine 'paper' is not modelled; use engine 'fsdp2' or 'ddp'")
         if self.recompute_layers is not None:

@@ -7,13 +7,13 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.base import CountOrZero, Range, Spec
 
 #: Towers with formulas. ``other``: only its weights count.
-Tower = Literal["qwen2_5_vl", "qwen3_vl", "siglip", "clip", "internvl", "other"]
+Tower = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "siglip", "clip", "internvl", "other"]
 #: Towers with a class token beside the patches of each image, which the text does not read.
 WITH_CLASS_TOKEN = ("clip", "internvl")
 #: Words of ``--freeze`` for the tower, and for the projector between tower and text.
 VISION_PARTS = ("tower", "projector")
 #: The fewest and the most pixels of an image.
-_PIXELS = {"qwen2_5_vl": (3_136, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
+_PIXELS = {"qwen2_vl": (3_136, 12_845_056), "qwen2_5_vl": (3_136, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
 
 #: The most tiles into which InternVL's processor cuts an image.
 _TILES = 12
@@ -90,6 +90,18 @@ class VisionSpec(Spec):
             rows, columns = (ceil(side * grow / factor) for side in (self.image_height, self.image_width))
         return rows * columns * self.merge_size**2
 
+    def largest_image(self, tokens: int) -> tuple[int, int]:
+        """Return width and height of an image that becomes most text tokens up to a limit, and is hardly wider than two squares.
+
+        >>> tower = VisionSpec(tower="other", patch_size=14, merge_size=2)
+        >>> tower.largest_image(1280), tower.largest_image(334)
+        ((1120, 896), (616, 420))
+        """
+        side = self.patch_size * self.merge_size
+        rows = range(max(1, floor(sqrt(tokens / 2))), floor(sqrt(tokens)) + 1)
+        best = max(rows, key=lambda row: (row * (tokens // row), row))
+        return side * (tokens // best), side * best
+
     @property
     def tiles(self) -> int:
         """The number of squares into which an image is cut. InternVL adds the whole image if there are several.
@@ -126,7 +138,7 @@ class VisionSpec(Spec):
     @property
     def turns_text(self) -> bool:
         """Whether tokens have three-dimensional positions, so that each sequence has its own rotary tables (Qwen)."""
-        return self.tower in ("qwen2_5_vl", "qwen3_vl")
+        return self.tower in _PIXELS
 
     @property
     def frozen_names(self) -> tuple[str, ...]:

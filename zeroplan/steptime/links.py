@@ -9,18 +9,7 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Collective
 from zeroplan.memo import as_key, recalled
-from zeroplan.numeric import (
-    Float,
-    Int,
-    ceil_div,
-    distinct,
-    for_each_value,
-    longest,
-    maximum,
-    minimum,
-    shortest,
-    where,
-)
+from zeroplan.numeric import Float, Int, ceil_div, distinct, for_each_value, longest, maximum, minimum, shortest, where
 from zeroplan.spec.hardware import ClusterSpec, GpuSpec, network_bytes_per_s
 from zeroplan.steptime.efficiency import LINK_SHARE, LINK_SOURCE
 from zeroplan.steptime.tables import COLLECTIVES, LINK_GPUS, link_share, table_of

@@ -108,12 +108,12 @@ def megatron_time(
         raise SpecError(f"how long a step of megatron.pretrains={recipe.megatron.pretrains!r} takes is not modelled; use 'gpt'")
     if recipe.zero_stage > 1:
         raise SpecError("how long a step of Megatron-FSDP takes is not modelled; use stage 1, the distributed optimizer")
-    for name in ("mtp_num_layers", "hybrid_layer_pattern", "fp8_format"):
+    for name in ("mtp_num_layers", "hybrid_layer_pattern", "fp8_format", "optimizer_offload_fraction"):
         if getattr(recipe.megatron, name):
             raise SpecError(f"how long a step with megatron.{name} takes is not modelled; leave it out")
     case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(rates, here, mfu), int(mesh.pp)
-    ends = ranks_in_question(model, recipe, mesh)
-    ranks = {at: rank_of(at, model, recipe, mesh, batch) for at in ends}
+    ends = ranks_in_question(case)
+    ranks = {at: rank_of(at, case) for at in ends}
     busy = {at: _busy(rank, case, machine) for at, rank in ranks.items()}
     parts = _slowest(tuple(busy.values()))
     if pp > 1:
@@ -122,7 +122,7 @@ def megatron_time(
     parts = (*parts, *_after_backward(fullest, case, machine, busy[fullest.at].computing))
     passes = batch.grad_accum_steps / (1.0 * case.split * pp)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * passes
-    gated = is_gated(model, recipe)
+    gated = is_gated(case)
     multiplied = sum(one.flops for run in layout(model).runs for one in of_block(run.parameters, run.layers, tp=1, gated=gated))
     scores = 2.0 * model.num_hidden_layers * attention_widths(model) * (batch.seq_len + 1) / 2.0
     flops = 3.0 * (multiplied + 2.0 * model.vocab_size * model.hidden_size + scores) * tokens
@@ -134,7 +134,7 @@ def time_without_a_pipeline(
 ) -> Float:
     """Return a step's computing and waits of a rank with all layers (pp must be 1), without the optimizer. [s]"""
     case = _Case(model, recipe, mesh, batch)
-    return _busy(rank_of(0, model, recipe, mesh, batch), case, _Machine(rates, here, mfu)).total_s
+    return _busy(rank_of(0, case), case, _Machine(rates, here, mfu)).total_s
 
 
 # --- one rank's computing ---------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def time_without_a_pipeline(
 
 def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work:
     model, mesh, recipe = case.model, case.mesh, case.recipe
-    tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(model, recipe)
+    tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(case)
     tokens = 1.0 * one.micro_batch_size * one.seq_len / cp
     split = Split(tokens, tp, recipe.sequence_parallel, ep)
     products: tuple[Product, ...] = ()
@@ -163,7 +163,7 @@ def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work
         again_moved = again_moved.and_of(Moved(*(layers * part for part in each)))
     fused = kernels if recipe.megatron.cross_entropy_fusion_impl is None else "fused"
     ends = pointwise.of_ends(model, fused if fused == "fused" and kernels == "fused" else "eager", split)
-    head = of_head(float(padded_vocabulary(model, recipe, mesh)), model.hidden_size, tp=tp) if rank.has_head else ()
+    head = of_head(float(padded_vocabulary(case)), model.hidden_size, tp=tp) if rank.has_head else ()
     return Work(
         tokens, products, head, core_of(model, recipe, one, Ranks(tp, cp), rank.layers), moved,
         ends.and_of(multiplying(head)) if rank.has_head else Moved(), layers=rank.layers, again=again, again_moved=again_moved,
@@ -188,7 +188,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
         as_key(case.batch.seq_len), rank.counts, rank.has_head, rates.share, rates.running, recomputed_modules(recipe),
     )  # fmt: skip
     busy = computing(lambda one: _work(rank, case, kernels, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
-    calls = tuple(collectives_of_passes(rank, case.model, recipe, case.mesh, case.batch))
+    calls = tuple(collectives_of_passes(rank, case))
     columns = busy.columns_s * _column_share(case.model)
     attention = busy.attention_s
     passes = _Passes(busy.forward_s, busy.backward_s)
@@ -202,7 +202,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     if int(case.mesh.pp) == 1:
         return _RankTime(parts, passes, 0.0)
     sends = _sends(calls, case, machine)
-    beside = chunks_per_rank(recipe, case.mesh) > 1 and recipe.megatron.overlap_p2p_comm
+    beside = chunks_per_rank(case) > 1 and recipe.megatron.overlap_p2p_comm
     waits = longest(sends - busy.forward_s - busy.backward_s, 0.0 * sends) if beside else sends
     reason = "overlapped with the other chunks' passes" if beside else "the next pass waits for what it receives"
     sent = Part("waiting for sends between stages", waits, sends - waits, reason, _SENDS, Does.SENDING)
@@ -211,7 +211,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
 
 def _adding_up(rank: Rank, case: _Case, machine: _Machine) -> Part:
     """Return the time to read and write the gradient buffer, once per micro-batch; ``--mfu`` includes it."""
-    gradients = next(line.n_bytes for line in states_of(rank, case.recipe, case.mesh) if line.kind is Kind.GRADIENTS)
+    gradients = next(line.n_bytes for line in states_of(rank, case) if line.kind is Kind.GRADIENTS)
     takes = case.batch.grad_accum_steps * 2.0 * gradients / machine.rates.bandwidth * (machine.mfu is None)
     return Part("adding up gradients", takes, 0.0 * takes, "buffers are read and written for every micro-batch", _ADDED)
 
@@ -255,7 +255,7 @@ def _chosen(condition: object, yes: Float, no: Float) -> Float:
 def _bubble(busy: dict[int, _RankTime], ends: dict[int, int], case: _Case) -> Part:
     """Return the slowest rank's wait while the pipeline fills and drains, when nothing hides the overlapped sends."""
     times = tuple(one.total_s + one.sends_s for at, one in busy.items() for _ in range(ends[at]))
-    chunks = chunks_per_rank(case.recipe, case.mesh)
+    chunks = chunks_per_rank(case)
     idle = Bubble(times, chunks, case.batch.grad_accum_steps).idle_s  # type: ignore[arg-type]  # a column, too
     schedule = case.recipe.pipeline_schedule or "1f1b"
     return Part(
@@ -325,9 +325,7 @@ def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Flo
     apart = Group(2, where(ranks > per_node, 1, 2))
     sends = [call for call in calls if call.among is Among.STAGES and call.operation == "send"]
     taken = together(seconds(call._replace(group=2), apart, machine.here) for call in sends)
-    every = (
-        2 * case.batch.grad_accum_steps * chunks_per_rank(case.recipe, mesh)
-    )  # ranks at the ends receive what they do not send
+    every = 2 * case.batch.grad_accum_steps * chunks_per_rank(case)  # ranks at the ends receive what they do not send
     return taken * every / sum(call.calls for call in sends) if sends else taken
 
 
@@ -336,7 +334,7 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
     mesh, per_node, own = case.mesh, machine.here.per_node, case.recipe.megatron
     reduced: Float = 0.0
     gathered: Float = 0.0
-    for call in collectives_of_weights(rank, case.model, case.recipe, mesh, case.batch):
+    for call in collectives_of_weights(rank, case):
         stride = mesh.tp if call.among is Among.SHARDS else mesh.ep
         time = seconds(call, strided(call.group, stride, per_node), machine.here)
         reduced, gathered = (reduced, gathered + time) if call.operation == "all_gather" else (reduced + time, gathered)
@@ -347,7 +345,7 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
     reason = "gradients after the last backward, weights after the step; overlapped with a micro-batch if set"
     name, hidden = "collectives around the optimizer step", reduced + gathered - waits
     sent = Part(name, waits, hidden, reason, f"{_AFTER}; {SOURCE}", Does.SENDING_AT_STEP)
-    copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # read and written
-    states = Account((*states_of(rank, case.recipe, mesh), *copied), (), ())
+    copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case))  # read and written
+    states = Account((*states_of(rank, case), *copied), (), ())
     step = stepping(states, case.model, case.recipe, mesh, machine.rates, per_node)
     return sent, slowed(hidden, machine.here), step

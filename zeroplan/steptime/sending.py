@@ -12,17 +12,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing
-from zeroplan.steptime.links import (
-    CHANNELS,
-    SOURCE,
-    Group,
-    Links,
-    crosses,
-    neighbours,
-    pair_of,
-    seconds,
-    strided,
-)
+from zeroplan.steptime.links import CHANNELS, SOURCE, Group, Links, crosses, neighbours, pair_of, seconds, strided
 from zeroplan.steptime.parts import Does, Part
 from zeroplan.transformer.params import parameter_count
 

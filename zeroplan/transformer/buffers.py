@@ -18,7 +18,10 @@ from zeroplan.transformer.params import layout
 from zeroplan.transformer.vision import VISION, tower_buffers
 
 #: Families whose routers choose experts by score plus bias, which is a buffer.
-BIASED_ROUTERS = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "minimax_m2", "nemotron_h")
+BIASED_ROUTERS = (
+    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "minimax_m2",
+    "nemotron_h",
+)  # fmt: skip
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, which are fp32 for every dtype of the model."""
@@ -56,7 +59,7 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
         return profile_of(model).buffer_bytes
     scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text", "gemma4_text") else 0
     scale += element_bytes * model.num_hidden_layers if model.family == "gemma4_text" else 0  # one number of each layer
-    of_bias = _FP32 if model.family in ("glm4_moe", "glm4_moe_lite", "solar_open") else element_bytes
+    of_bias = _FP32 if model.family in ("glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "solar_open") else element_bytes
     scale += element_bytes * _falcon_scales(model)
     return _frequencies(model) + tower_buffers(model) + scale + _routing_biases(model) * of_bias
 

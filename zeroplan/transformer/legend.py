@@ -21,6 +21,9 @@ SYMBOLS: dict[str, str] = {
     "u": "rank of compressed queries",
     "w": "rank of the latent that keys and values come from",
     "o": "width of the rotary part of a head, where it has one apart",
+    "j": "heads of the indexer that picks keys",
+    "g": "width of one of them",
+    "Y": "keys that it picks for each query",
     "A": "heads of linear attention's values",
     "J": "heads of its queries and keys",
     "D": "width of one of its queries or keys",
@@ -50,7 +53,7 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         return {"b": x.micro_batch, "s": x.seq_len, "T": x.tokens, "e": x.element, "r": x.residual}
     return {
         **symbols(x, model.intermediate_size, model.moe),
-        **({"u": 0, "w": 0, "o": 0} if model.mla is None else ranks(model.mla)),
+        **(dict.fromkeys("uwojgY", 0) if model.mla is None else ranks(model.mla, x.seq_len)),
         **of_linear_attention(model.linear),
         "Z": 0 if model.linear is None else ceil_div(x.seq_len, model.linear.chunk_size),
         "V": model.head_rows or model.vocab_size,

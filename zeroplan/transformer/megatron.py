@@ -1,6 +1,6 @@
 """The memory of one Megatron-Core layer on one rank: its kept activations, and the temporaries of its forward and backward.
 
-The layer's program (``families/megatron.py``) runs once per structure; its sizes have values for every batch. With an MLP of
+The layer's program (``families/megatron/``) runs once per structure; its sizes have values for every batch. With an MLP of
 four times the hidden width, no gate, ungrouped heads, dropout and 16 bits, the kept activations without statistics equal the
 34·s·b·h + 5·a·s²·b of Korthikanti et al. 2022. Experts assume even routing.
 """
@@ -13,12 +13,13 @@ from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, where
-from zeroplan.spec.batch import Batch
+from zeroplan.spec.described import Job
 from zeroplan.spec.family import HEAD_NORMS, UNROTATED
-from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, RecipeSpec
 from zeroplan.transformer.families import megatron as program
+from zeroplan.transformer.families.megatron.structure import Layer as Structure
+from zeroplan.transformer.families.megatron.structure import Routing
 from zeroplan.transformer.families.tags import STATISTICS
 from zeroplan.transformer.families.tape import Alive, Store
 from zeroplan.transformer.published import KORTHIKANTI
@@ -135,9 +136,10 @@ def element_of(recipe: RecipeSpec) -> int:
     return 4 if recipe.precision == "fp32" else 2
 
 
-def own_part(whole: Int, recipe: RecipeSpec, mesh: Mesh) -> Int:
+def own_part(whole: Int, job: Job) -> Int:
     """Return a rank's share between matrices. Context-parallel ranks split the whole; with sequence parallelism all ranks do."""
-    return ceil_div(whole, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
+    mesh = job.mesh
+    return ceil_div(whole, mesh.cp * mesh.tp if job.recipe.sequence_parallel else mesh.cp)
 
 
 def own_part_formula(whole: str, recipe: RecipeSpec) -> str:
@@ -156,57 +158,59 @@ def keeps_placeholders(recipe: RecipeSpec) -> bool:
     return kept and options.gradient_accumulation_fusion
 
 
-def drops_hidden(model: ModelSpec, recipe: RecipeSpec) -> bool:
+def drops_hidden(job: Job) -> bool:
     """Whether the embedding's and the blocks' outputs pass dropout, whose masks have one byte per element."""
-    said = recipe.megatron.hidden_dropout
-    return model.family in WITH_DROPOUT if said is None else said
+    said = job.recipe.megatron.hidden_dropout
+    return job.model.family in WITH_DROPOUT if said is None else said
 
 
-def drops_scores(model: ModelSpec, recipe: RecipeSpec) -> bool:
+def drops_scores(job: Job) -> bool:
     """Whether attention's scores pass dropout."""
-    said = recipe.megatron.attention_dropout
-    return model.family in WITH_DROPOUT if said is None else said
+    said = job.recipe.megatron.attention_dropout
+    return job.model.family in WITH_DROPOUT if said is None else said
 
 
-def is_gated(model: ModelSpec, recipe: RecipeSpec) -> bool:
+def is_gated(job: Job) -> bool:
     """Whether MLPs and experts have a gate (``--swiglu``)."""
-    said = recipe.megatron.swiglu
-    return model.family not in UNGATED if said is None else said
+    said = job.recipe.megatron.swiglu
+    return job.model.family not in UNGATED if said is None else said
 
 
-def norms_heads(model: ModelSpec, recipe: RecipeSpec) -> bool:
+def norms_heads(job: Job) -> bool:
     """Whether queries and keys are normalised over each head (``--qk-layernorm``)."""
-    said = recipe.megatron.qk_layernorm
-    return model.family in HEAD_NORMS if said is None else said
+    said = job.recipe.megatron.qk_layernorm
+    return job.model.family in HEAD_NORMS if said is None else said
 
 
 # --- the memory of a layer --------------------------------------------------------------------------------------------------
 
 
-def layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+def layer_lines(job: Job, kind: str) -> tuple[Line, ...]:
     """Return the activations that one layer of ``kind`` keeps from forward to backward, without statistics. [bytes]
 
     Full recomputation keeps the layer's input, which sequence parallelism splits.
     """
-    if recipe.recompute == "full":
-        return (_given(model, recipe, mesh, batch),)
-    return cost_of(model, kind, recipe, mesh, batch).kept
+    if job.recipe.recompute == "full":
+        return (_given(job),)
+    return cost_of(job, kind).kept
 
 
-def _given(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
-    n_bytes = own_part(element_of(recipe) * model.hidden_size * batch.micro_batch_size * batch.seq_len, recipe, mesh)
-    return Line(Kind.ACTIVATIONS, n_bytes, "input of the layer", own_part_formula("T·(e·h)", recipe), f"{_TABLE_2}, last row")
+def _given(job: Job) -> Line:
+    n_bytes = own_part(element_of(job.recipe) * job.model.hidden_size * job.batch.micro_batch_size * job.batch.seq_len, job)
+    return Line(
+        Kind.ACTIVATIONS, n_bytes, "input of the layer", own_part_formula("T·(e·h)", job.recipe), f"{_TABLE_2}, last row"
+    )
 
 
-def _masks_kept(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+def _masks_kept(job: Job) -> tuple[Line, ...]:
     """Return both dropout masks of a checkpointed layer at Megatron-FSDP's stage 3; nothing otherwise. [bytes]
 
     There a checkpoint returns a view of the layer's output, and the view's graph keeps the masks.
     """
-    if recipe.zero_stage < 3 or not drops_hidden(model, recipe):
+    if job.recipe.zero_stage < 3 or not drops_hidden(job):
         return ()
-    n_bytes = own_part(2 * model.hidden_size * batch.micro_batch_size * batch.seq_len, recipe, mesh)
-    return (Line(Kind.ACTIVATIONS, n_bytes, "masks of the dropout", own_part_formula("2·T·h", recipe), _VIEWED),)
+    n_bytes = own_part(2 * job.model.hidden_size * job.batch.micro_batch_size * job.batch.seq_len, job)
+    return (Line(Kind.ACTIVATIONS, n_bytes, "masks of the dropout", own_part_formula("2·T·h", job.recipe), _VIEWED),)
 
 
 class Layer(NamedTuple):
@@ -230,68 +234,66 @@ class Layers(NamedTuple):
         return next(one.value for one in self.symbols if one.name == name)
 
 
-def layers_of(
-    model: ModelSpec, kinds: tuple[str, ...], recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, received: bool = False
-) -> Layers:  # fmt: skip
+def layers_of(job: Job, kinds: tuple[str, ...], *, received: bool = False) -> Layers:
     """Return the memory of layers of some kinds; kept activations as in :func:`layer_lines`.
 
     ``received``: the gradient of a stage's output comes from another rank, and stays until the stage's backward ends.
     """
-    symbols = symbols_of(model, recipe, mesh, batch)
+    symbols = symbols_of(job)
     found: dict[str, Layer] = {}
     for kind in kinds:
-        cost = _of_kind(model, kind, recipe, symbols, received=received)
-        given = (_given(model, recipe, mesh, batch),) * (1 + (kind == PREDICTS))  # one more for the next token's embedding
-        kept = (*given, *_masks_kept(model, recipe, mesh, batch)) if recipe.recompute == "full" else cost.kept
-        found[kind] = Layer(kept, () if recipe.recompute == "full" else cost.statistics, cost)
+        cost = _of_kind(job, kind, symbols, received=received)
+        given = (_given(job),) * (1 + (kind == PREDICTS))  # one more for the next token's embedding
+        kept = (*given, *_masks_kept(job)) if job.recipe.recompute == "full" else cost.kept
+        found[kind] = Layer(kept, () if job.recipe.recompute == "full" else cost.statistics, cost)
     return Layers(symbols, found)
 
 
-def cost_of(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Cost:
+def cost_of(job: Job, kind: str) -> Cost:
     """Return the memory of one layer of ``kind`` when its whole forward and backward run. [bytes]"""
-    return _of_kind(model, kind, recipe, symbols_of(model, recipe, mesh, batch))
+    return _of_kind(job, kind, symbols_of(job))
 
 
-def _of_kind(
-    model: ModelSpec, kind: str, recipe: RecipeSpec, symbols: tuple[Symbolic, ...], *, received: bool = False
-) -> Cost:  # fmt: skip
-    structure = structure_of(model, kind, recipe)._replace(received=received)
+def _of_kind(job: Job, kind: str, symbols: tuple[Symbolic, ...], *, received: bool = False) -> Cost:
+    model = job.model
+    structure = structure_of(job, kind)._replace(received=received)
     values: dict[str, Int] = {one.name: one.value for one in symbols}
-    values |= {"e": element_of(recipe), "h": model.hidden_size}
+    values |= {"e": element_of(job.recipe), "h": model.hidden_size}
     if model.moe is not None:
         values |= {"E": model.moe.num_experts, "t": model.moe.num_experts_per_tok}
     if model.mla is not None:
         values |= {"u": model.mla.q_lora_rank or 0, "w": model.mla.kv_lora_rank, "o": model.mla.qk_rope_head_dim}
-    fused = keeps_placeholders(recipe)
+    fused = keeps_placeholders(job.recipe)
     if not all(isinstance(value, int) for value in values.values()):
         key = partial(_key_of_columns, structure, values, fused=fused)
         return recalled(key, partial(_cost, structure, values, fused=fused))
     return _cost_of(structure, tuple(values), tuple(map(int, values.values())), fused=fused)
 
 
-def _key_of_columns(structure: program.Layer, values: Values, *, fused: bool) -> Hashable:
+def _key_of_columns(structure: Structure, values: Values, *, fused: bool) -> Hashable:
     """Return the key of all that a layer's memory depends on. Pipeline ranks and schedules share the result."""
     return _cost, structure, tuple(values), tuple(map(as_key, values.values())), fused
 
 
-def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Layer:
+def structure_of(job: Job, kind: str) -> Structure:
     """Return the structure that a layer's program depends on."""
+    model, recipe = job.model, job.recipe
     wide, options = recipe.precision == "fp32", recipe.megatron
     modules = tuple(sorted(options.recompute_modules.split(","))) if recipe.recompute == "selective" else ()
     routing = None
     dense = 0 if model.moe is None else model.moe.num_dense_layers
     if kind in ROUTED and model.moe is not None and dense < model.num_hidden_layers:
-        routing = program.Routing(
+        routing = Routing(
             options.moe_token_dispatcher_type, options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
-            shared_width(model, recipe) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(model, recipe),
+            shared_width(job) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(job),
             options.deterministic_mode, options.core_release == "0.12",
         )  # fmt: skip
     of_t5: Literal["no", "encoder", "decoder"] = "no"
     if options.pretrains == "t5":
         of_t5 = "encoder" if kind == "encoder" else "decoder"
-    return program.Layer(
-        recipe.attention, options.transformer_impl == "local", wide, drops_hidden(model, recipe), drops_scores(model, recipe),
-        not (model.positions or model.family in UNROTATED), norms_heads(model, recipe),
+    return Structure(
+        recipe.attention, options.transformer_impl == "local", wide, drops_hidden(job), drops_scores(job),
+        not (model.positions or model.family in UNROTATED), norms_heads(job),
         "core_attn" in modules and options.transformer_impl != "local",
         again_too=modules, latent=_latent(model),
         masks_in_place=masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
@@ -310,9 +312,10 @@ def _latent(model: ModelSpec) -> Literal["no", "plain", "compressed"]:
     return "plain" if model.mla.q_lora_rank is None else "compressed"
 
 
-def shared_width(model: ModelSpec, recipe: RecipeSpec) -> int:
+def shared_width(job: Job) -> int:
     """Return the width of the shared expert, 0 without one. [features]"""
-    said = recipe.megatron.moe_shared_expert_intermediate_size
+    model = job.model
+    said = job.recipe.megatron.moe_shared_expert_intermediate_size
     if said is not None or model.moe is None:
         return said or 0
     return model.moe.num_shared_experts * model.moe.moe_intermediate_size
@@ -334,10 +337,11 @@ def masks_in_place(recipe: RecipeSpec) -> bool:
     return options.transformer_impl == "local" and not fused and recipe.attention == "eager"
 
 
-def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbolic, ...]:
+def symbols_of(job: Job) -> tuple[Symbolic, ...]:
     """Return the symbols in layers' formulas that the model's legend lacks."""
+    model, recipe, mesh, batch = job.model, job.recipe, job.mesh, job.batch
     tokens = batch.micro_batch_size * batch.seq_len
-    read, between = ceil_div(tokens, mesh.cp), own_part(tokens, recipe, mesh)
+    read, between = ceil_div(tokens, mesh.cp), own_part(tokens, job)
     gathered = where(mesh.tp > 1, read, 0) if recipe.sequence_parallel else 0
     scores = model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size
     dense = (
@@ -348,26 +352,26 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
         Symbolic("w_n", 8 if model.family in UNGATED else 4, "bytes of a norm's statistics per token"),
         Symbolic("q_r", ceil_div(model.num_attention_heads * model.head_dim, mesh.tp), "width of a rank's queries"),
         Symbolic("k_r", ceil_div(model.num_key_value_heads * model.head_dim, mesh.tp), "width of a rank's keys"),
-        *_widths_of_values(model, mesh),
+        *_widths_of_values(job),
         Symbolic("f_r", ceil_div(model.intermediate_size, mesh.tp), "a rank's part of an MLP's width"),
         Symbolic("a_r", ceil_div(model.num_attention_heads, mesh.tp), "a rank's heads"),
         Symbolic("a_k", ceil_div(model.num_key_value_heads, mesh.tp), "a rank's key heads"),
         Symbolic("P_s", batch.seq_len * batch.seq_len, "pairs of tokens of a sequence"),
         Symbolic("R_r", ceil_div(batch.seq_len * model.head_dim, mesh.cp), "numbers in a table of rotary positions"),
         Symbolic("S_r", ceil_div(scores, mesh.tp), "numbers in a rank's attention scores"),
-        Symbolic("g", 2 if is_gated(model, recipe) else 1, "matrices that make an MLP's width: 2 with a gate"),
+        Symbolic("g", 2 if is_gated(job) else 1, "matrices that make an MLP's width: 2 with a gate"),
     )
     if recipe.megatron.mtp_num_layers:
         dense = (*dense, Symbolic("h_r", ceil_div(model.hidden_size, mesh.tp), "a rank's part of the hidden width"))
     if recipe.megatron.fp8_format is not None:
         dense = (*dense, *_symbols_of_fp8(recipe, between, read, gathered))
     if "M" in (recipe.megatron.hybrid_layer_pattern or ""):
-        dense = (*dense, *_symbols_of_mamba(model, recipe, mesh, read))
+        dense = (*dense, *_symbols_of_mamba(job, read))
     if recipe.megatron.pretrains != "gpt":
         dense = (*dense, Symbolic("P_m", tokens * batch.seq_len, "pairs of tokens"))
     if recipe.megatron.pretrains == "t5":
-        return (*dense, *_symbols_of_t5(model, recipe, mesh, batch))
-    return dense if model.moe is None else (*dense, *_symbols_of_experts(model, recipe, mesh, between))
+        return (*dense, *_symbols_of_t5(job))
+    return dense if model.moe is None else (*dense, *_symbols_of_experts(job, between))
 
 
 def bytes_in_fp8(recipe: RecipeSpec) -> tuple[int, int]:
@@ -399,9 +403,9 @@ def mamba_heads(model: ModelSpec, recipe: RecipeSpec) -> int:
     return recipe.megatron.mamba_num_heads or 2 * model.hidden_size // recipe.megatron.mamba_head_dim
 
 
-def _symbols_of_mamba(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, tokens: Int) -> tuple[Symbolic, ...]:
-    options, heads = recipe.megatron, ceil_div(mamba_heads(model, recipe), mesh.tp)
-    inner, groups = heads * options.mamba_head_dim, ceil_div(options.mamba_num_groups, mesh.tp)
+def _symbols_of_mamba(job: Job, tokens: Int) -> tuple[Symbolic, ...]:
+    options, heads = job.recipe.megatron, ceil_div(mamba_heads(job.model, job.recipe), job.mesh.tp)
+    inner, groups = heads * options.mamba_head_dim, ceil_div(options.mamba_num_groups, job.mesh.tp)
     return (
         Symbolic("i_r", inner, "a rank's inner width of Mamba"),
         Symbolic("B_r", 2 * groups * options.mamba_state_dim, "width of a rank's factors of Mamba's states"),
@@ -411,18 +415,18 @@ def _symbols_of_mamba(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, tokens: 
     )
 
 
-def encoder_length(recipe: RecipeSpec, batch: Batch) -> Int:
+def encoder_length(job: Job) -> Int:
     """Return the length of the sequences that T5's encoder reads. [tokens]"""
-    said = recipe.megatron.encoder_seq_length
-    return batch.seq_len if said is None else said
+    said = job.recipe.megatron.encoder_seq_length
+    return job.batch.seq_len if said is None else said
 
 
-def _symbols_of_t5(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbolic, ...]:
-    length = encoder_length(recipe, batch)
-    tokens = batch.micro_batch_size * length
-    heads = ceil_div(model.num_attention_heads, mesh.tp)
+def _symbols_of_t5(job: Job) -> tuple[Symbolic, ...]:
+    length = encoder_length(job)
+    tokens = job.batch.micro_batch_size * length
+    heads = ceil_div(job.model.num_attention_heads, job.mesh.tp)
     within: Int = tokens * length
-    across: Int = tokens * batch.seq_len
+    across: Int = tokens * job.batch.seq_len
     return (
         Symbolic("s_e", length, "length of the encoder's sequences"),
         Symbolic("T_e", tokens, "tokens of the encoder"),
@@ -433,7 +437,8 @@ def _symbols_of_t5(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
     )
 
 
-def _widths_of_values(model: ModelSpec, mesh: Mesh) -> tuple[Symbolic, ...]:
+def _widths_of_values(job: Job) -> tuple[Symbolic, ...]:
+    model, mesh = job.model, job.mesh
     heads, of_keys, mla = model.num_attention_heads, model.num_key_value_heads, model.mla
     if mla is None:
         values, context, narrow = of_keys * model.head_dim, heads * model.head_dim, 0
@@ -447,9 +452,10 @@ def _widths_of_values(model: ModelSpec, mesh: Mesh) -> tuple[Symbolic, ...]:
     )
 
 
-def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: Int) -> tuple[Symbolic, ...]:
-    assert model.moe is not None  # noqa: S101  asked of models with experts only
-    moe, options = model.moe, recipe.megatron
+def _symbols_of_experts(job: Job, own: Int) -> tuple[Symbolic, ...]:
+    recipe, mesh = job.recipe, job.mesh
+    assert job.model.moe is not None  # noqa: S101  asked of models with experts only
+    moe, options = job.model.moe, recipe.megatron
     etp, local = options.expert_ways(int(mesh.tp)), ceil_div(moe.num_experts, mesh.ep)
     sent = own * moe.num_experts_per_tok
     evenly = "" if recipe.imbalance > 1 else " when experts are visited evenly"
@@ -458,7 +464,7 @@ def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: I
     sorted_again = (local > 1) | (etp > 1)
     return (
         Symbolic("m_r", ceil_div(moe.moe_intermediate_size, etp), "a rank's part of an expert's width"),
-        Symbolic("f_s", ceil_div(shared_width(model, recipe), mesh.tp), "a rank's part of the shared expert"),
+        Symbolic("f_s", ceil_div(shared_width(job), mesh.tp), "a rank's part of the shared expert"),
         Symbolic("T_g", own * etp * mesh.ep, "tokens of all ranks that share the experts"),
         Symbolic("T_a", where(etp * mesh.ep > 1, own * etp * mesh.ep, 0), "the same where these are several ranks"),
         Symbolic("X_s", sent, "pairs of a token and an expert that a rank sends"),
@@ -482,7 +488,7 @@ def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: I
 
 
 @lru_cache(maxsize=128)
-def _plan(structure: program.Layer) -> _Plan:
+def _plan(structure: Structure) -> _Plan:
     """Run a layer's program."""
     tape, given, output = program.run(structure)
     index: dict[Store, int] = {}
@@ -523,11 +529,11 @@ def _moments(index: dict[Store, int], moments: list[Alive]) -> tuple[_Moment, ..
 
 
 @lru_cache(maxsize=512)
-def _cost_of(structure: program.Layer, names: tuple[str, ...], numbers: tuple[int, ...], *, fused: bool) -> Cost:
+def _cost_of(structure: Structure, names: tuple[str, ...], numbers: tuple[int, ...], *, fused: bool) -> Cost:
     return _cost(structure, dict(zip(names, numbers, strict=True)), fused=fused)
 
 
-def _cost(structure: program.Layer, values: Values, *, fused: bool) -> Cost:
+def _cost(structure: Structure, values: Values, *, fused: bool) -> Cost:
     plan, sizes = _plan(structure), _Sizes(values)
     numbers = [sizes.number(store.size) for store in plan.stores]
     lines = [

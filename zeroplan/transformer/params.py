@@ -8,7 +8,7 @@ that are not in the causal-LM class (multi-token prediction); a vision tower's a
 from collections.abc import Callable
 from functools import lru_cache
 
-from zeroplan.spec.family import LINEAR_FAMILIES, is_global
+from zeroplan.spec.family import INDEXED_FAMILIES, LINEAR_FAMILIES, is_global
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, Layout, Parameter
@@ -55,7 +55,9 @@ def trained_layout(model: ModelSpec) -> Layout:
 
 
 def has_frozen(model: ModelSpec) -> bool:
-    """Whether some parameters are frozen."""
+    """Whether some parameters are frozen, or get no gradients for another reason."""
+    if model.family in INDEXED_FAMILIES:
+        return True
     if model.profile is not None:
         from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
 

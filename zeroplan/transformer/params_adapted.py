@@ -7,7 +7,7 @@ and ``lora_A`` (rank, in) and ``lora_B`` (out, rank) follow it. ``utils/other.py
 
 from collections.abc import Iterator
 
-from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.adapter import HEAD, AdapterSpec, linear_layers
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, kind_of_first
@@ -22,11 +22,16 @@ def adapted_layout(whole: Layout, model: ModelSpec, adapter: AdapterSpec) -> Lay
     """
     kind, names, tracked = kind_of_first(model), adapter.layers_in(model.family), adapter.trains("embedding")
     first = next((run for run in whole.runs if run.kind == kind), whole.runs[0])
-    runs = tuple(run for old in whole.runs for run in _with_adapters(old, adapter, names, apart=old is first and not tracked))
+    few_bits = frozenset[str]() if adapter.quantize == "none" else linear_layers(model.family)
+    runs = tuple(
+        run for old in whole.runs for run in _with_adapters(old, adapter, names, few_bits, apart=old is first and not tracked)
+    )
     tied = whole.tied_head
-    tail = _with_copies(tuple(one._replace(quantised=False) for one in _wrapped(whole.tail, adapter, names)), adapter)
+    tail = _with_copies(tuple(_wrapped(whole.tail, adapter, names, frozenset())), adapter)
     if tied is not None and adapter.trains("head"):
         tail, tied = (*tail, Parameter(_COPY.format("lm_head"), tied.shape, autocast=True)), None
+    elif tied is not None and HEAD in names:
+        tail = (*tail, *_matrices("lm_head", tied, adapter))
     embeddings = _with_copies(_frozen(whole.embeddings), adapter)
     return Layout(embeddings, runs, tail, None if tied is None else tied._replace(frozen=True))
 
@@ -81,18 +86,23 @@ def only_frozen(whole: Layout) -> Layout:
     return Layout(_frozen_of(whole.embeddings), runs, _frozen_of(whole.tail))
 
 
-def _with_adapters(run: BlockRun, adapter: AdapterSpec, names: tuple[str, ...], *, apart: bool) -> tuple[BlockRun, ...]:
-    inside = tuple(_wrapped(run.parameters, adapter, names))
+def _with_adapters(
+    run: BlockRun, adapter: AdapterSpec, names: tuple[str, ...], few_bits: frozenset[str], *, apart: bool
+) -> tuple[BlockRun, ...]:  # fmt: skip
+    inside = tuple(_wrapped(run.parameters, adapter, names, few_bits))
     if not apart:
         return (run._replace(parameters=inside),)
     first = BlockRun("first", 1, inside)
     return (first, BlockRun(run.kind, run.layers - 1, inside)) if run.layers > 1 else (first,)
 
 
-def _wrapped(parameters: Parameters, adapter: AdapterSpec, names: tuple[str, ...]) -> Iterator[Parameter]:
+def _wrapped(
+    parameters: Parameters, adapter: AdapterSpec, names: tuple[str, ...], few_bits: frozenset[str]
+) -> Iterator[Parameter]:  # fmt: skip
+    """Yield frozen parameters, and after each layer its adapter. ``few_bits``: the layers that are quantised."""
     for parameter, after in zip(parameters, (*parameters[1:], None), strict=True):
         module, _, tensor = parameter.name.rpartition(".")
-        quantised = adapter.quantize != "none" and parameter.autocast and tensor == "weight" and len(parameter.shape) == 2
+        quantised = tensor == "weight" and module.rpartition(".")[2] in few_bits
         if adapter.quantize == "gptq" and module.endswith(".gate"):
             quantised = False  # quantised checkpoints keep a router's layer in 16 bits
         if module.rpartition(".")[2] not in names:
@@ -101,8 +111,16 @@ def _wrapped(parameters: Parameters, adapter: AdapterSpec, names: tuple[str, ...
         yield parameter._replace(name=f"{module}.base_layer.{tensor}", frozen=True, quantised=quantised)
         if after is None or after.name.rpartition(".")[0] != module:
             weight = next(one for one in parameters if one.name == f"{module}.weight")
-            yield Parameter(f"{module}.lora_A.default.weight", (adapter.rank, weight.shape[1]), autocast=True)
-            yield Parameter(f"{module}.lora_B.default.weight", (weight.shape[0], adapter.rank), autocast=True)
+            yield from _matrices(module, weight, adapter)
+
+
+def _matrices(module: str, weight: Parameter, adapter: AdapterSpec) -> Parameters:
+    """Return the two matrices of a linear layer's adapter."""
+    outputs, inputs = weight.shape
+    return (
+        Parameter(f"{module}.lora_A.default.weight", (adapter.rank, inputs), autocast=True),
+        Parameter(f"{module}.lora_B.default.weight", (outputs, adapter.rank), autocast=True),
+    )
 
 
 def _frozen(parameters: Parameters) -> Parameters:

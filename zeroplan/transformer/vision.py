@@ -1,8 +1,8 @@
 """A vision tower and its projector to the text: their parameters, and the memory that they add to a pass of the text.
 
-Source: transformers 5.23, ``models/<model>/modeling_<model>.py`` of Qwen2.5-VL, Qwen3-VL, InternVL, Gemma 3, whose tower is
-SigLIP's (``models/siglip``), and LLaVA, whose tower is CLIP's. The tower runs between the token embedding and the text's first
-block, and so does its backward. Its patches of all images are one long sequence, in which each image attends only to itself.
+Source: transformers 5.23, ``models/<model>/modeling_<model>.py`` of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, Gemma 3, whose
+tower is SigLIP's (``models/siglip``), and LLaVA, whose tower is CLIP's. The tower runs between the token embedding and the text's
+first block, and so does its backward. Its patches of all images are one long sequence, in which each image attends only to itself.
 """
 
 from functools import lru_cache
@@ -84,7 +84,7 @@ def _ends(vision: VisionSpec) -> tuple[Parameters, Parameters]:
         return other, ()
     if vision.tower in WITH_CLASS_TOKEN:
         return _with_a_class_token(vision, other)
-    patch = linear("visual.patch_embed.proj", vision.patch_numbers, width, bias=vision.tower != "qwen2_5_vl")
+    patch = linear("visual.patch_embed.proj", vision.patch_numbers, width, bias=vision.tower not in ("qwen2_vl", "qwen2_5_vl"))
     table = embedding("visual.pos_embed", vision.positions, width) if vision.positions else ()
     if vision.tower == "siglip":
         joining = (
@@ -126,6 +126,7 @@ def _merger(vision: VisionSpec, name: str, norm: Parameters) -> Parameters:
 #: The modules of a block, in the order in which they run.
 _ATTENTION = ("norm1", "attn", "attn.qkv", "attn.proj", "norm2")
 MODULES: dict[str, tuple[str, ...]] = {
+    "qwen2_vl": (*_ATTENTION, "mlp", "mlp.fc1", "mlp.act", "mlp.fc2"),
     "qwen2_5_vl": (*_ATTENTION, "mlp", "mlp.gate_proj", "mlp.act_fn", "mlp.up_proj", "mlp.down_proj"),
     "qwen3_vl": (*_ATTENTION, "mlp", "mlp.linear_fc1", "mlp.act_fn", "mlp.linear_fc2"),
     "siglip": (
@@ -139,7 +140,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "other": (),
 }  # fmt: skip
 MODULES["clip"] = MODULES["siglip"]
-_WITHOUT_WEIGHTS = ("attn", "self_attn", "attention", "mlp", "mlp.act_fn", "mlp.activation_fn")
+_WITHOUT_WEIGHTS = ("attn", "self_attn", "attention", "mlp", "mlp.act", "mlp.act_fn", "mlp.activation_fn")
 _DOWN = ("mlp.down_proj", "mlp.linear_fc2", "mlp.fc2")
 
 
@@ -188,15 +189,19 @@ def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: B
     )  # fmt: skip
 
 
+def _residual(model: ModelSpec, compute: Compute) -> int:
+    """Return the size of an element of the tower's residual stream. [bytes]"""
+    return _FP32 if compute.autocast and model.adapter is None else compute.element_bytes
+
+
 def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool) -> HeadPass:
     """Return the head pass with the tensors that images add outside the tower's blocks. ``recomputed``: blocks are recomputed."""
     vision = model.vision
     if vision is None or not vision.images or not vision.has_blocks:
         return text
-    element, every = compute.element_bytes, vision.merge_size**2
+    element, residual = compute.element_bytes, _residual(model, compute)
     patches, positions = vision.images * vision.patches, vision.images * vision.tiles * vision.sequence
     sizes: dict[str, Int] = {"b": batch.micro_batch_size, "T": batch.micro_batch_size * batch.seq_len}
-    residual = _FP32 if compute.autocast and model.adapter is None else element
     frozen = _frozen(vision, model.adapter is not None)
 
     def lines(each: int, reason: str, *, of: str = "b", there: bool = True) -> tuple[Line, ...]:
@@ -205,20 +210,17 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
     copied = () if element == _FP32 else pixels(model, batch, element, "pixels in the compute dtype")
     of_head = 2 * _FP32 * (vision.hidden_size // vision.num_attention_heads)
     tables = lines(of_head * patches, "vision tower: rotary cos and sin, fp32", there=vision.turns_text)
+    normed, is_normed = vision.hidden_size * residual * positions, vision.tower == "clip" and (recomputed or not frozen[0])
     joining = _saved_by_the_projector(vision, element, residual) * patches
     kept = (
-        *lines(
-            vision.hidden_size * residual * positions,
-            "vision tower: input of the norm before its blocks",
-            there=vision.tower == "clip" and (recomputed or not frozen[0]),
-        ),
+        *lines(normed, "vision tower: input of the norm before its blocks", there=is_normed),
         *lines(vision.out_hidden_size, "which elements are of images, booleans", of="T"),
         *(() if frozen[0] else copied),
         *(() if frozen[0] and not recomputed else tables),
         *lines(joining, "saved by what joins the images to the text", there=recomputed or not all(frozen)),
     )
     arguments = copied if frozen[0] else ()  # until the model's forward returns the loss
-    one = vision.out_hidden_size * patches // every
+    one = vision.out_hidden_size * patches // vision.merge_size**2
     features = ((1 + vision.deeper) * element + residual) * one  # the last is a copy in the dtype of the text's embedding
     returned = lines(residual * one, "features of the images, which the model returns", there=bool(vision.fixed_size))
     outputs = (2 if vision.other_parameters and vision.tower == "clip" else 1) * vision.hidden_size * residual * positions
@@ -228,10 +230,24 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
         *lines(3 * 8, "position ids in three dimensions, int64", of="T", there=vision.turns_text),
         *(tables if frozen[0] and not recomputed else ()),
     )
+    casts = _copies(vision, frozen, recomputed=recomputed) if compute.autocast else ()
     return text._replace(
-        shared=(*kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=(*arguments, *returned),
+        shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=(*arguments, *returned),
         tower_bytes=positions * sizes["b"] * vision.hidden_size * residual,
     )  # fmt: skip
+
+
+def _copies(vision: VisionSpec, frozen: tuple[bool, bool], *, recomputed: bool) -> tuple[Line, ...]:
+    """Return autocast's copies of the weights outside the tower's blocks, kept until their backward. [bytes]
+
+    Beside adapters, where nothing is recomputed, no gradient reaches them, and autocast keeps no copies.
+    """
+    parts = zip(_ends(vision), frozen, strict=True)
+    copied = [one for part, is_so in parts for one in part if one.autocast and (recomputed or not is_so)]
+    size = 2 * sum(one.numel for one in copied)
+    return (Line(Kind.WEIGHT_CASTS, size, "16-bit copies of the weights outside the tower's blocks", str(size), _FORWARD),) * (
+        size > 0
+    )
 
 
 def pixels(

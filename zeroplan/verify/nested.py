@@ -23,7 +23,7 @@ def tensors_in(held: object) -> Iterator[torch.Tensor]:
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    """The device of a tensor; of a fake one, the device it pretends to be on."""
+    """The device of a tensor; of a fake one, the device that it reports."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 

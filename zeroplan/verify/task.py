@@ -105,7 +105,7 @@ def refuse_not_local(job: JobSpec) -> None:
 
 
 def _chunks(job: JobSpec) -> tuple[Stage, ...]:
-    return tuple(chunk for at in range(job.mesh.pp) for chunk in stages_of(at, job.model, job.recipe, job.mesh))
+    return tuple(chunk for at in range(job.mesh.pp) for chunk in stages_of(at, job))
 
 
 #: Modules whose outputs are let go, for which Transformer Engine is asked (tensor_parallel/random.py, CheckpointWithoutOutput).

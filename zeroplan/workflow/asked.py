@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import LogProbs, Loss
 
-Name = Literal["sft", "dpo", "kto", "reward", "distill", "grpo", "ppo"]
+Name = Literal["sft", "dpo", "kto", "orpo", "reward", "distill", "grpo", "ppo"]
 
 
 class Workflow(NamedTuple):
@@ -34,6 +34,8 @@ WORKFLOWS: dict[Name, Workflow] = {
     "dpo": Workflow("TRL's DPOTrainer: chosen and rejected completions in one batch, and a reference model.",
                     ("one GPU", "fsdp1 3", "fsdp2 3", "deepspeed 2", "deepspeed 3"), sequences=2, compares=True),
     "kto": Workflow("TRL's KTOTrainer: completions, and a reference model.", ("one GPU",), compares=True),
+    "orpo": Workflow("TRL's ORPOTrainer: chosen and rejected completions in one batch, all their logits, no reference model.",
+                     ("one GPU", "fsdp2 3", "deepspeed 2", "deepspeed 3"), sequences=2, log_probs="pairs"),
     "reward": Workflow("TRL's RewardTrainer: a model that scores chosen and rejected completions.",
                        ("one GPU", "fsdp2 3", "deepspeed 3"), sequences=2, loss="full", head_rows=1),
     "distill": Workflow("TRL's DistillationTrainer: the student's completions, compared with a teacher's distribution.",
@@ -74,6 +76,8 @@ class Asked:
     teacher_model: str | None = _said(("distill",), "NAME", "The teacher model, from the catalogue (`zeroplan models`).")
     precompute_ref_log_probs: bool | None = _said(
         ("dpo", "kto"), "", "Score the data once before training. Training then has no reference model.")
+    sync_ref_model: bool | None = _said(
+        ("dpo", "grpo"), "", "After some steps, mix the trained model's weights into the reference model's.")
     beta: float | None = _said(("grpo",), "X", "Weight of the KL term. Above 0 there is a reference model. (default: 0)")
     full_logits: bool | None = _said(
         ("sft", "dpo", "kto", "grpo"), "",
@@ -160,6 +164,10 @@ class Asked:
             (level not in (None, 1, 2), f"--vllm-sleep-level {level} is none of vLLM's; use 1 or 2"),
             (level is not None and not self.sleeps,
              "--vllm-sleep-level has no effect unless vLLM sleeps; add --vllm-enable-sleep-mode"),
+            (self.sync_ref_model and self.workflow == "grpo" and not self.beta,
+             "--sync-ref-model has no reference model to change unless --beta is above 0"),
+            (self.sync_ref_model and self.precompute_ref_log_probs,
+             "--sync-ref-model and --precompute-ref-log-probs exclude each other in TRL; use one of them"),
             (self.beta is not None and self.beta < 0, f"--beta {self.beta} is a weight of the KL term; use 0 or more"),
             (self.num_generations is not None and self.num_generations < 2,
              f"--num-generations {self.num_generations} is too few: GRPO compares completions; use 2 or more"),

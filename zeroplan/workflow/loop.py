@@ -9,7 +9,7 @@ from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.workflow import distilling, preference, verl
-from zeroplan.workflow.asked import WORKFLOWS, Asked
+from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, Asked
 from zeroplan.workflow.distilling import Teacher, teacher_of
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.loading import host, loading, saving
@@ -76,7 +76,8 @@ def loop_of_step(job: JobSpec, asked: Asked) -> Loop:
     first = loading(answer, copy, efficient=efficient)
     if kind.generates:  # vLLM starts before the reference model is sharded, and then sleeps if sleep mode is on
         first = first._replace(lines=(*first.lines, *stays), compared_with="")
-    phases = (first, *made, saving(answer, (*resident, *stays), full=full))
+    synced = _sync(answer, (*resident, *stays)) if asked.sync_ref_model else ()
+    phases = (first, *made, *synced, saving(answer, (*resident, *stays), full=full))
     if not _ran(job, asked, rollout):
         phases = tuple(one._replace(compared_with="") for one in phases)
     beside = 0 if not copy else answer.parameters if teacher is None else teacher.parameters
@@ -206,6 +207,26 @@ def _copy_at_first(reference: Reference | None, asked: Asked, answer: Estimate) 
     return tuple(line for line in reference.resident if line.kind is Kind.PARAMETERS)
 
 
+def _sync(answer: Estimate, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
+    """Yield the phase that mixes the trained weights into the reference model's.
+
+    It is in place, but DeepSpeed's stage 3 first gathers both models whole on every rank. Raises SpecError for adapters, which TRL
+    refuses too.
+    """
+    job = answer.job
+    if job.model.adapter is not None:
+        raise SpecError("--sync-ref-model needs a reference model of its own, and adapters have none; leave one of them out")
+    whole: tuple[Line, ...] = ()
+    if job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3:
+        width, moved = widths(job.recipe.precision).compute, answer.parameters
+        reason = "both models, gathered whole"
+        whole = (Line(Kind.UNSHARDED_PARAMETERS, 2 * width * moved, reason, f"2·{width}·Ψ", _SYNCED),)
+    yield LoopPhase("reference update", "the weights are mixed", (*resident, *whole))
+
+
+_SYNCED = "trl 1.16, trainer/callbacks.py, SyncRefModelCallback.sync_target_model"
+
+
 def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
     """Yield the phases in order: weights go to vLLM, which generates; models score; the model trains."""
     answer, reference, rollout, teacher = parts
@@ -234,7 +255,7 @@ def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:
 
 def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
     yield "TRL 1.16 on accelerate 1.15."
-    if parts.answer.job.recipe.prompt_len == 1:
+    if parts.answer.job.recipe.prompt_len == 1 and asked.workflow in OPTIONS["max_completion_length"].of:
         yield "zeroplan assumes that all tokens but the first are scored. If prompts are not, set --max-completion-length."
     if widths(parts.answer.job.recipe.precision).stored == 2:
         yield "A checkpoint in 16 bits is mapped: all processes of a node share its pages until they write to them."

@@ -22,6 +22,8 @@ def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     model, loss = job.model, _loss(job, asked)
     kept = job.recipe.keep_logits if loss == "full" else False  # in tiles, logits are never whole
     own = job.recipe.log_probs if job.recipe.log_probs in WITH_TEACHERS_LOGITS else kind.log_probs
+    if own == "pairs" and job.recipe.engine in ("fsdp2", "deepspeed"):  # accelerate leaves their outputs in 16 bits
+        own = "pairs in 16 bits"
     recipe = replace(job.recipe, loss=loss, prompt_len=prompt_len(job, asked), log_probs=own, keep_logits=kept)
     if (
         kind.log_probs == "divergence" and recipe.engine == "ddp" and recipe.precision != "bf16"

@@ -1,4 +1,4 @@
-"""The count of other programs' examples, over a few files that the test writes."""
+"""Checks the count of other programs' examples on a few files that the test writes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which files of TRL make the training step a part of a loop, and with which options."""
+"""Checks which files describe a loop whose training step is one phase, and with which options."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ def test_a_script_of_dpo_is_told_by_its_name(tmp_path: Path, program: str):
 def test_a_file_of_dpo_is_told_by_its_keys(tmp_path: Path, line: str):
     (tmp_path / "dpo.yaml").write_text(f"{FILE}{line}\n")
     assert read_setup(tmp_path / "dpo.yaml", gpus=8).loop["workflow"] == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("keys", "mixes"),
+    [
+        ("beta: 0.1\nsync_ref_model: true", True),
+        ("beta: 0.1\nsync_ref_model: false", None),
+        ("num_generations: 8\nuse_vllm: true\nbeta: 0.04\nsync_ref_model: true", True),
+        ("num_generations: 8\nuse_vllm: true\nsync_ref_model: true", None),
+    ],
+)
+def test_a_file_says_whether_the_reference_model_is_mixed(tmp_path: Path, keys: str, mixes: bool | None):
+    """GRPO without a KL term has no reference model."""
+    (tmp_path / "mine.yaml").write_text(f"{FILE}{keys}\n")
+    assert read_setup(tmp_path / "mine.yaml", gpus=8).loop.get("sync_ref_model") is mixes
 
 
 @pytest.mark.parametrize("line", ["", "loss_type: nll", "beta: 0.04\nnum_generations: 8"])
@@ -87,7 +102,7 @@ VERL = (
     ],
 )
 def test_a_files_job_is_the_training_step_of_its_loop(tmp_path: Path, name: str, said: str, workflow: str):
-    """What the program's workflow makes of the step is in it already, so that every command counts the same one."""
+    """The step already includes what the program's workflow changes, so that every command counts the same step."""
     (tmp_path / name).write_text(said)
     found = resolve(Request(from_file=str(tmp_path / name), gpus=8, gpu="h200"))
     assert found.loop["workflow"] == workflow

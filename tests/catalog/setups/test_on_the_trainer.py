@@ -1,4 +1,4 @@
-"""LLaMA-Factory's, Axolotl's and TRL's YAML become the job that they describe, or one line that says why not."""
+"""Reads YAML of LLaMA-Factory, Axolotl and TRL: it becomes the job that it describes, or one line says why not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from zeroplan import estimate
 from zeroplan.catalog.setups import axolotl, llama_factory
 from zeroplan.catalog.setups.reading import is_setup, read_setup
 from zeroplan.catalog.setups.told import Table
@@ -54,7 +55,7 @@ def read(tmp_path: Path) -> Callable[..., Resolved]:
 
 
 def test_modules_that_axolotl_and_trl_train_whole(read: Callable[..., Resolved], tmp_path: Path):
-    """Embedding and head are read for engines that are modelled; where the dtype of a copy is not known, the key stays noted."""
+    """Embedding and head are read for modelled engines. If the dtype of a copy is unknown, the answer notes the key."""
     file = tmp_path / "mine.yaml"
     found = read(without(AXOLOTL, lora_modules_to_save=["model.embed_tokens", "lm_head"]))
     assert found.job.model.adapter is not None
@@ -95,7 +96,7 @@ def test_llama_factorys_defaults_give_way_to_flags(read: Callable[..., Resolved]
 
 
 def test_llama_factory_keeps_recomputation_off_where_it_is_disabled(read: Callable[..., Resolved]):
-    """And DDP looks for unused parameters then, unless there are adapters (hparams/parser.py)."""
+    """Without recomputation and adapters, DDP looks for unused parameters (hparams/parser.py)."""
     off = FACTORY | {"disable_gradient_checkpointing": True}
     adapted, whole = read(off, gpus=4).job.recipe, read(off | {"finetuning_type": "full"}, gpus=4).job.recipe
     assert (adapted.recompute, adapted.ddp.find_unused_parameters) == ("none", False)
@@ -168,7 +169,7 @@ def test_axolotls_kernels_are_off_where_it_leaves_them_off(read: Callable[..., R
 
 
 def test_axolotls_keys_of_experts_change_nothing_in_a_dense_model(read: Callable[..., Resolved], tmp_path: Path):
-    """In a model with experts they stay noted, also where adapters of attention alone are modelled."""
+    """In a model with experts the answer notes them, also where adapters of attention alone are modelled."""
     said = {"quantize_moe_experts": True, "lora_target_parameters": ["experts.down_proj"], "liger_rms_norm_gated": True}
     assert any("of experts, or of layers of some families" in note for note in read(AXOLOTL | said, gpus=1).notes)
     assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
@@ -179,7 +180,7 @@ def test_axolotls_keys_of_experts_change_nothing_in_a_dense_model(read: Callable
 
 
 def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..., Resolved]):
-    """It loads them in 16 bits; what stays so is not known, and fp32 is the most."""
+    """Axolotl loads weights in 16 bits. Which of them stay so is unknown, and fp32 is the upper bound."""
     full = without(AXOLOTL, "adapter", "load_in_4bit")
     found = read(full)
     assert found.job.recipe.precision == "bf16-mixed"
@@ -233,7 +234,7 @@ def test_axolotls_losses(read: Callable[..., Resolved]):
      ("zero3_bf16_cpuoffload_params", 3, ("none", "cpu")), ("zero3_bf16_cpuoffload_all", 3, ("cpu", "cpu"))],
 )  # fmt: skip
 def test_axolotls_own_deepspeed_files(read: Callable[..., Resolved], name: str, stage: int, offloads: tuple[str, str]):
-    """`axolotl fetch deepspeed_configs` brings them; a file of that name that is here goes before."""
+    """`axolotl fetch deepspeed_configs` downloads them; a file of that name in the folder takes precedence."""
     data = without(AXOLOTL, "adapter", "load_in_4bit", "fsdp", "fsdp_config", "fsdp_version")
     recipe = read(data | {"deepspeed": f"deepspeed_configs/{name}.json"}, gpus=8).job.recipe
     own = recipe.deepspeed
@@ -252,7 +253,7 @@ def test_a_model_that_scores_has_a_head_of_its_outputs(read: Callable[..., Resol
 
 
 def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
-    """`trl sft --config`: its ModelConfig and SFTConfig side by side."""
+    """A file of `trl sft --config` has the keys of ModelConfig and SFTConfig together."""
     data = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "max_length": 1024, "use_peft": True, "lora_r": 8,
             "lora_target_modules": ["q_proj", "v_proj"], "bf16": True, "gradient_checkpointing": True, "packing": True,
             "per_device_train_batch_size": 4, "gradient_checkpointing_kwargs": {"use_reentrant": False}}  # fmt: skip
@@ -309,8 +310,8 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
         (FACTORY | {"stage": "dpo", "pref_loss": "orpo"}, "stage", "pref_loss=orpo reads the logits a second time"),
         (FACTORY | {"stage": "rm"}, "stage", "reads a value head, not the logits beside it"),
         (AXOLOTL | {"rl": "orpo"}, "rl", "rl=orpo: .* reference model and generation are not counted"),
-        (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "counted on the GPU, which is the most"),
-        (without(AXOLOTL, "flash_attention"), "sample_packing", "a mask of all pairs of tokens, .* too low by that"),
+        (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "recomputation is counted instead"),
+        (without(AXOLOTL, "flash_attention", micro_batch_size=2), "sample_packing", "a mask of all pairs of tokens, .* too low"),
         (AXOLOTL | {"flash_attention": False, "xformers_attention": True, "sample_packing": False}, "attn_implementation",
          "attention with xformers is not modelled: FlashAttention is counted"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins: KDPlugin", "the plugin 'KDPlugin' does to memory"),
@@ -323,7 +324,7 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
 def test_a_key_that_matters_and_is_not_modelled_is_named(
     read: Callable[..., Resolved], data: dict, key: str, expected: str, tmp_path: Path
 ):
-    """The answer is without it, and says whether it is too low by that."""
+    """The answer leaves the key out, and names whether it is too low because of that."""
     assert any(re.search(expected, note) for note in read(data, gpus=4).notes)
     assert key in read_setup(tmp_path / "mine.yaml", gpus=4).matters
 
@@ -390,7 +391,7 @@ def test_an_unknown_key_is_named_and_the_file_is_recognised_by_its_words(
 
 @pytest.mark.parametrize("value", [3, "x", "", [], [1], [[]], {}, {"a": 1}, True, 1.5, -1])
 def test_any_value_of_any_key_is_read_or_refused(value: object):
-    """Lists in place of names, tables in place of numbers: never another error than SpecError."""
+    """Lists instead of names, tables instead of numbers: the only error is SpecError."""
     for data, setup, module in ((FACTORY, llama_factory.llama_factory_setup, llama_factory),
                                 (AXOLOTL, axolotl.axolotl_setup, axolotl)):  # fmt: skip
         asked = Table(dict(data), "it")
@@ -410,16 +411,85 @@ def test_more_shards_are_offered_though_their_engine_has_no_such_checkpoints(rea
 
 def test_a_search_goes_through_engines_whose_checkpoints_are_not_reentrant(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FACTORY))
-    request, notes = with_setup_defaults(Request(from_file=str(tmp_path / "mine.yaml")))
+    request, notes, _ = with_setup_defaults(Request(from_file=str(tmp_path / "mine.yaml")))
     assert request.reentrant is None
     assert any("reentrant checkpoints" in note for note in notes)
 
 
 def test_weights_in_eight_bits(read: Callable[..., Resolved]):
-    """Layers keep their inputs through checkpoints that are not reentrant; Axolotl's and LLaMA-Factory's are."""
+    """Layers keep their inputs under non-reentrant checkpoints; Axolotl's and LLaMA-Factory's are reentrant."""
     axolotl = read(AXOLOTL | {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True})
     factory = read(FACTORY | {"quantization_bit": 8, "disable_gradient_checkpointing": True})
     for job, notes in ((one.job, one.notes) for one in (axolotl, factory)):
         assert job.model.adapter is not None
         assert (job.model.adapter.quantize, job.model.adapter.upcast) == ("int8", "none")
         assert any("beyond bitsandbytes' threshold" in note for note in notes)
+
+
+def test_llama_factory_on_megatron_core(read: Callable[..., Resolved]):
+    """Its example megatron/qwen3_moe_full.yaml, which says that each of 8 GPUs has 78 GB; experts are whole, as by default."""
+    data = {
+        "model_name_or_path": "Qwen/Qwen3-30B-A3B-Instruct-2507", "do_train": True, "stage": "sft", "finetuning_type": "full",
+        "cutoff_len": 4096, "template": "qwen3_nothink", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8,
+        "bf16": True, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 2,
+        "use_distributed_optimizer": True, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall",
+        "recompute_granularity": "full",
+    }  # fmt: skip
+    job = read(data, gpu="h100").job
+    assert (job.recipe.engine, job.mesh.world_size, job.mesh.pp, job.mesh.ep) == ("megatron", 8, 4, 2)
+    assert (job.batch.seq_len, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (4096, 1, 8)
+    assert estimate(job).peak.total_bytes == pytest.approx(78e9, rel=0.03)
+    split = read({**data, "tensor_model_parallel_size": 2, "sequence_parallel": True}, gpu="h100").job
+    assert (split.recipe.megatron.expert_ways(2), split.recipe.megatron.apply_rope_fusion) == (1, False)
+    bridge = read(
+        {**data, "tensor_model_parallel_size": 2, "sequence_parallel": True, "mixed_precision": "bf16_mixed"}, gpu="h100"
+    ).job
+    assert (bridge.recipe.megatron.expert_ways(2), bridge.recipe.zero_stage) == (2, 1)
+    with pytest.raises(SpecError, match="do_train is not true"):
+        read({**data, "do_train": False})
+
+
+@pytest.mark.parametrize(("how", "in_flight"), [(True, 5), ("disk", 5), ("legacy", 0)])
+def test_axolotl_moves_inputs_of_blocks_to_the_host(read: Callable[..., Resolved], how: object, in_flight: int):
+    full = {"base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 2048, "gradient_checkpointing": True, "bf16": True}
+    recipe = read({**full, "activation_offloading": how}).job.recipe
+    assert (recipe.offload_activations, recipe.recompute, recipe.inputs_in_flight, recipe.reentrant) == (
+        True,
+        "full",
+        in_flight,
+        False,
+    )
+    older = read({**full, "gradient_checkpointing": "offload"}).job.recipe
+    assert (older.offload_activations, older.inputs_in_flight) == (True, 5)
+
+
+def test_axolotls_other_offloads_are_noted(read: Callable[..., Resolved], tmp_path: Path):
+    adapted = {"base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 2048, "adapter": "lora", "lora_r": 8,
+               "lora_target_linear": True, "gradient_checkpointing": True, "activation_offloading": True}  # fmt: skip
+    for data, saves in ((adapted, False), ({**adapted, "activation_offloading": "hidden_states"}, True)):
+        assert not read(data).job.recipe.offload_activations
+        setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+        assert "activation_offloading" in setup.matters
+        assert ("activation_offloading" in setup.saves) == saves
+
+
+def test_axolotls_packed_rows_with_torchs_attention(read: Callable[..., Resolved], tmp_path: Path):
+    """Lengths instead of a mask for models without windows; else the mask of one row, if the row has one sequence's length."""
+    data = {"base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 2048, "sample_packing": True, "micro_batch_size": 1}
+    assert read({**data, "attn_implementation": "sdpa", "micro_batch_size": 4}).job.recipe.attention == "flash"
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    for more in ({}, {"attn_implementation": "sdpa", "sdpa_varlen": False}):
+        recipe = read({**data, **more}).job.recipe
+        assert (recipe.attention, recipe.padded) == ("sdpa", True)
+    read({**data, "micro_batch_size": 4})
+    assert "sample_packing" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+
+
+def test_axolotl_freezes_adapters_that_unfrozen_parameters_does_not_name(read: Callable[..., Resolved], tmp_path: Path):
+    data = {"base_model": "google/gemma-3-1b-it", "sequence_len": 2048, "adapter": "lora", "lora_r": 8, "lora_target_linear": True,
+            "unfrozen_parameters": ["^model.language_model.*", "^lm_head.*"]}  # fmt: skip
+    notes = " ".join(read(data).notes)
+    assert "trains nothing" in notes
+    assert "unfrozen_parameters" not in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    read({**data, "unfrozen_parameters": [".*lora_A.*"]})
+    assert "unfrozen_parameters" in read_setup(tmp_path / "mine.yaml", gpus=None).matters

@@ -1,4 +1,4 @@
-"""A configuration of torchtitan's Llama 3 is answered for torchtitan's own modules, where these are modelled."""
+"""Reads torchtitan's Llama 3: the answer is for torchtitan's own modules if these are modelled."""
 
 from __future__ import annotations
 

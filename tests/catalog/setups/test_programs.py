@@ -1,4 +1,4 @@
-"""Recipes, arguments and scripts of verl, ms-swift, OpenRLHF, torchtune, AutoModel, Megatron-LM, nanotron and Lightning."""
+"""Reads recipes, arguments and scripts of verl, ms-swift, OpenRLHF, torchtune, AutoModel, Megatron-LM and others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import yaml
 
 from tests.catalog.setups.test_setups import FSDP
 from tests.formulas import assert_explained
+from tests.mutation import forget
 from zeroplan import estimate
+from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.setups import told
 from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
 from zeroplan.catalog.setups.script import launches
@@ -22,6 +24,8 @@ from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.export.megatron import megatron_arguments
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.transformer.families import experts
 from zeroplan.workflow import loop_of_file
 
 if TYPE_CHECKING:
@@ -136,7 +140,7 @@ def test_distillation_of_torchtune(read: Callable[..., Resolved], tmp_path: Path
 
 
 def test_quantisation_aware_training_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
-    """Its layers are torchao's; other widths of a group, or ranks that split the model, stay noted."""
+    """Its layers are torchao's. Other group sizes, and ranks that split the model, stay noted."""
     rounds = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer", "groupsize": 256}
     found = read(TUNE | {"quantizer": rounds}, gpus=4)
     assert found.job.recipe.fused_parts == ("loss-in-pieces", "int4-qat")
@@ -166,7 +170,7 @@ def test_an_automodel_recipe(read: Callable[..., Resolved]):
     assert read(alone).job.recipe.float8_recipe == "rowwise"
     adapted = read(AUTO | {"peft": {"_target_": "x", "target_modules": "*_proj", "dim": 16}, "distributed": {"dp_size": 4}}).job
     assert adapted.model.adapter is not None
-    assert (adapted.model.adapter.rank, adapted.model.adapter.targets) == (16, "all-linear")
+    assert (adapted.model.adapter.rank, adapted.model.adapter.layers) == (16, AdapterSpec(rank=1).layers)
 
 
 def test_automodels_experts_and_the_kernels_that_send_tokens(read: Callable[..., Resolved]):
@@ -185,6 +189,26 @@ def test_automodels_experts_and_the_kernels_that_send_tokens(read: Callable[...,
     assert (phi.recompute, phi.fused_parts) == ("full", ())
 
 
+def test_automodels_experts_of_glm_keep_their_outputs_in_fp32(read: Callable[..., Resolved], monkeypatch: pytest.MonkeyPatch):
+    """They are weighted after both products, from whose output the weights get their gradient (apply_router_weight_after_down)."""
+    model = {"pretrained_model_name_or_path": "zai-org/GLM-4.5-Air", "backend": {"dispatcher": "hybridep", "linear": "torch"}}
+    job = read(AUTO | {"model": model, "distributed": {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8}}).job
+
+    def saved() -> int:
+        return sum(int(line.n_bytes) for line in estimate(job).peak.lines if "saved by all blocks" in line.reason)
+
+    kept = saved()
+    with monkeypatch.context() as other:
+        other.setattr(experts, "WEIGHTED_LAST", ())
+        forget()
+        without = saved()
+    forget()
+    moe = job.model.moe
+    assert moe is not None
+    pairs, layers = 2 * 2048 * moe.num_experts_per_tok, job.model.num_hidden_layers - moe.num_dense_layers
+    assert kept - without == layers * pairs * (4 * job.model.hidden_size + 4)
+
+
 def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Callable[..., Resolved], tmp_path: Path):
     kernels = {"dispatcher": "torch", "experts": "torch", "attn": "sdpa", "gate_precision": "float32"}
 
@@ -196,6 +220,8 @@ def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Call
     dense, open_keys = of("meta-llama/Llama-3.1-8B")
     assert (dense.job.recipe.fused_parts, open_keys) == (("norm-in-one", "inputs-kept"), set())
     assert of("Qwen/Qwen3-30B-A3B")[1] == {"model.backend.dispatcher", "model.backend.experts"}
+    # in a loop over experts, each makes a gradient as large as all experts' weights
+    assert read_setup(tmp_path / "mine.yaml", gpus=None).saves == {"model.backend.dispatcher"}
     with pytest.raises(UnknownNameError):
         of("someone/else")
     assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"model.backend.dispatcher", "model.backend.experts"}
@@ -208,7 +234,7 @@ def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Call
 def test_automodels_hidden_states_are_held_until_the_backward_ends(
     read: Callable[..., Resolved], tmp_path: Path, steps: int, again: bool, named: str, noted: bool
 ):
-    """They raise the peak where no checkpoint or norm keeps them, or where gradients grow while they are held."""
+    """They raise the peak if no checkpoint or norm keeps them, or if gradients grow meanwhile."""
     model = {"pretrained_model_name_or_path": named, "output_hidden_states": True}
     batch = {"global_batch_size": 8 * steps, "local_batch_size": 2}
     read(AUTO | {"model": model, "step_scheduler": batch, "distributed": {"dp_size": 4, "activation_checkpointing": again}})
@@ -235,13 +261,90 @@ def test_automodels_adam_of_transformer_engine_has_states_in_32_bits(
     assert states >= 8 * estimate(job).parameters // 4
 
 
-def test_automodels_ranks_of_experts_adapters_change_nothing_in_a_dense_model(read: Callable[..., Resolved], tmp_path: Path):
-    peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True}}
-    assert read(AUTO | peft | {"distributed": {"dp_size": 4}}).job.model.adapter is not None
-    assert "peft.moe_rank_scaling" not in read_setup(tmp_path / "mine.yaml", gpus=None).matters
-    with pytest.raises(SpecError, match="peft makes them adapters of a qwen3_moe model's experts"):
-        read(AUTO | peft | {"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "distributed": {"dp_size": 4}})
-    assert "peft.moe_rank_scaling" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+@pytest.mark.parametrize(("named", "said", "layers"), [
+    ("Qwen/Qwen3-30B-A3B", {}, ("q_proj", "k_proj", "v_proj", "o_proj")),
+    ("Qwen/Qwen3-30B-A3B", {"match_all_linear": True}, ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")),
+    ("meta-llama/Llama-3.1-8B", {"target_modules": ["*.q_proj", "*down*"]}, ("q_proj", "down_proj")),
+    ("meta-llama/Llama-3.1-8B", {"exclude_modules": ["*.o_proj", "lm_head"]},
+     ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")),
+    ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"exclude_modules": "*.out_proj"},
+     ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"))])  # fmt: skip
+def test_automodels_adapters_are_those_of_the_linear_layers_that_its_patterns_match(
+    read: Callable[..., Resolved], tmp_path: Path, named: str, said: dict[str, Any], layers: tuple[str, ...]
+):
+    """A layer's experts are one module, which is no linear layer: ``moe_rank_scaling`` changes nothing without their adapters."""
+    peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True, "use_memory_efficient_lora": True, **said}}
+    model = read(AUTO | peft | {"distributed": {"dp_size": 4}, "model": {"pretrained_model_name_or_path": named}}).job.model
+    assert model.adapter is not None
+    assert model.adapter.layers_in(model.family) == layers
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+
+
+def test_automodels_adapters_of_experts_are_refused(read: Callable[..., Resolved], tmp_path: Path):
+    def of(named: str) -> dict[str, Any]:
+        peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True, "target_modules": ["*"]}}
+        return AUTO | peft | {"distributed": {"dp_size": 4}, "model": {"pretrained_model_name_or_path": named}}
+
+    for named in ("Qwen/Qwen3-30B-A3B", "someone/else"):
+        with pytest.raises(SpecError, match="AutoModel gives all experts of a layer adapters of their own"):
+            read(of(named))
+        assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert read(of("Qwen/Qwen3-30B-A3B"), lora_targets="attention").job.model.adapter is not None
+    assert read(of("meta-llama/Llama-3.1-8B")).job.model.adapter is not None  # no experts
+
+
+def test_automodels_head_has_no_adapter_that_a_fused_loss_would_read(read: Callable[..., Resolved]):
+    peft = {"peft": {"_target_": "x", "match_all_linear": True}, "distributed": {"dp_size": 4}}
+    loss = {"loss_fn": {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"}}
+    adapter = read(AUTO | peft | loss).job.model.adapter
+    assert adapter is not None
+    assert adapter.layers == AdapterSpec(rank=1).layers
+
+
+@pytest.mark.parametrize(("attn", "named", "more", "noted"), [
+    ("magi", "Qwen/Qwen3-30B-A3B", {}, False), ("magi", "Qwen/Qwen3-30B-A3B", {"cp_size": 2}, True),
+    ("flex", "Qwen/Qwen3-30B-A3B", {}, True), ("flex", "openai/gpt-oss-20b", {}, False),
+    ("tilelang", "someone/else", {}, True),
+    ("eager", "someone/else", {}, False)])  # fmt: skip
+def test_automodels_attention_kernels(
+    read: Callable[..., Resolved], tmp_path: Path, attn: str, named: str, more: dict[str, int], noted: bool
+):
+    model = {"pretrained_model_name_or_path": named, "backend": {"attn": attn, "linear": "torch"}}
+    with suppress(ZeroplanError):
+        read(AUTO | {"model": model, "distributed": {"dp_size": 4, **more}})
+    assert ("model.backend.attn" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is noted
+
+
+@pytest.mark.parametrize(("said", "stage"), [
+    ({}, 2), ({"reshard_after_forward": True}, 3), ({"moe": {"reshard_after_forward": True}}, 3),
+    ({"reshard_after_forward": False, "moe": {"reshard_after_forward": True}}, 2)])  # fmt: skip
+def test_automodels_general_key_decides_whether_experts_are_resharded(
+    read: Callable[..., Resolved], said: dict[str, Any], stage: int
+):
+    model = {"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}}
+    assert read(AUTO | model | {"distributed": {"dp_size": 8, "ep_size": 8, **said}}).job.recipe.zero_stage == stage
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "kimi_linear", "kimi_k3"])
+def test_families_whose_attention_kernels_automodel_names_have_no_formulas(kind: str):
+    """If one gets formulas, its values of ``model.backend.attn`` change memory (automodel.py, _is_counted_attention)."""
+    config = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    with pytest.raises(SpecError, match="has no formulas"):
+        model_from_config(config, name="mine")
+
+
+def test_automodels_attention_with_sinks_keeps_no_scores(read: Callable[..., Resolved]):
+    """FlexAttention's output is multiplied by a share in fp32 and copied: a layer keeps an output and a number per head more."""
+
+    def of(attn: str) -> Resolved:
+        model = {"pretrained_model_name_or_path": "openai/gpt-oss-20b", "backend": {"attn": attn, "linear": "torch"}}
+        return read(AUTO | {"model": model, "distributed": {"dp_size": 8}})
+
+    jobs = [of(attn).job for attn in ("te", "flex")]
+    assert [job.recipe.attention for job in jobs] == ["flash", "flash"]
+    saved = [sum(line.n_bytes for line in estimate(job).peak.lines if "saved by all blocks" in line.reason) for job in jobs]
+    tokens, layers, heads = 2 * 2048, 24, 64
+    assert saved[1] - saved[0] == layers * tokens * (2 * heads * 64 + 4 * heads)
 
 
 def test_a_nanotron_configuration_is_answered_with_megatrons_engine(read: Callable[..., Resolved]):
@@ -274,6 +377,30 @@ def test_nanotrons_gradients_in_16_bits_grow_during_the_backward(read: Callable[
     assert not [line for line in estimate(read(alone).job).states if "buckets" in line.reason]
     read(NANO | {"optimizer": {"zero_stage": 1, "accumulate_grad_in_fp32": False}})
     assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"accumulate_grad_in_fp32"}
+
+
+@pytest.mark.parametrize(("steps", "noted"), [(8, False), (4, True)])
+def test_megatrons_tensors_received_early_in_warm_up_and_flush(
+    read: Callable[..., Resolved], tmp_path: Path, steps: int, noted: bool
+):
+    """With a steady phase, which holds one stage's stash more and receives as early, the peak is the same."""
+    said = {"num_layers": 16, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "micro_batch_size": 1, "bf16": True,
+            "vocab_size": 32000, "pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2,
+            "global_batch_size": steps, "overlap_p2p_communication_warmup_flush": True}  # fmt: skip
+    read({"MODEL_ARGS": said}, gpus=4)
+    assert ("overlap_p2p_communication_warmup_flush" in read_setup(tmp_path / "mine.yaml", gpus=4).matters) is noted
+
+
+def test_nemos_names_of_megatrons_shape(read: Callable[..., Resolved], tmp_path: Path):
+    shape = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 2048, "num_moe_experts": 8}
+    model = {f"model.config.{key}": one for key, one in shape.items()}
+    job = read(
+        {"MODEL_ARGS": {"trainer.strategy.tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True, **model}}
+    ).job
+    assert (job.model.num_hidden_layers, job.model.hidden_size, job.mesh.tp) == (4, 512, 2)
+    assert job.model.moe is not None
+    assert job.model.moe.num_experts == 8
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
 def test_lightning_and_litgpt(read: Callable[..., Resolved]):
@@ -354,7 +481,7 @@ def test_a_verl_command(read: Callable[..., Resolved]):
 
 
 def test_megatrons_arguments_and_what_we_write_of_them(read: Callable[..., Resolved]):
-    """What ``plan`` writes of such a job is read back as the same job."""
+    """Reading back what ``plan`` writes gives the same job."""
     job, notes, *_ = read(MEGATRON, "mine.sh")
     recipe = job.recipe
     assert (recipe.engine, recipe.zero_stage, recipe.sequence_parallel, job.mesh.tp, job.mesh.dp_shard) == (
@@ -535,7 +662,7 @@ def test_automodels_pipeline_splits_the_local_batch(read: Callable[..., Resolved
     ],
 )  # fmt: skip
 def test_a_misspelt_key_is_named(tmp_path: Path, data: dict[str, Any] | str, known: str, misspelt: str):
-    """Every key of a program's own code is known by its last word (known_keys.py)."""
+    """Zeroplan knows every key of a program's own code by its last word (known_keys.py)."""
 
     def notes(key: str) -> list[str]:
         first, _, rest = key.partition(".")
@@ -591,7 +718,7 @@ def test_a_hostile_script_takes_no_time_and_no_memory(text: str):
 
 @pytest.mark.parametrize("value", [3, "x", "", [], [[]], {}, {"a": 1}, True, 1.5, -1, None])
 def test_any_value_of_any_key_is_read_or_refused(value: object, tmp_path: Path):
-    """Lists in place of names, tables in place of numbers: never another error than a line."""
+    """Lists instead of names, tables instead of numbers: the only error is one line."""
     for data in (TUNE, AUTO, NANO, LIT, SWIFT):
         for key, inner in data.items():
             for changed in ({key: value}, *({key: inner | {one: value}} for one in (inner if isinstance(inner, dict) else ()))):
@@ -639,7 +766,7 @@ SWIFT_ON_MEGATRON = (
 
 
 def test_ms_swifts_loops_on_megatron_core(read: Callable[..., Resolved], tmp_path: Path):
-    """Pairs, a reference model on every rank, and vLLM; Qwen3's experts have no shared one whose overlap would matter."""
+    """Pairs, a reference model on every rank, and vLLM. Qwen3 has no shared expert, so overlapping it changes nothing."""
     found = read(SWIFT_ON_MEGATRON.format("rlhf", "--rlhf_type dpo"), "mine.sh", gpu="h100")
     assert (found.job.batch.micro_batch_size, found.loop) == (4, {"workflow": "dpo", "full_logits": True})
     assert not read_setup(tmp_path / "mine.sh", gpus=None).matters
@@ -779,12 +906,17 @@ def test_a_head_of_few_outputs_on_megatron_core(read: Callable[..., Resolved], t
 
 
 @pytest.mark.parametrize(("task", "each"), [("generative_reranker", 4), ("embedding", 2), ("causal_lm", 1)])
-def test_ms_swifts_tasks_have_several_sequences_to_an_example(read: Callable[..., Resolved], task: str, each: int):
+def test_ms_swifts_tasks_have_several_sequences_to_an_example(
+    read: Callable[..., Resolved], tmp_path: Path, task: str, each: int
+):
     said = f"--task_type {task}"
     assert read(SWIFT_ON_MEGATRON.format("sft", said), "mine.sh").job.batch.micro_batch_size == 2 * each
     plain = f"MAX_NEGATIVE_SAMPLES=3 swift sft --model Qwen/Qwen3-4B --per_device_train_batch_size 2 --max_length 512 {said}\n"
     job = read(plain, "mine.sh").job
     assert (job.batch.micro_batch_size, job.recipe.loss) == (2 * each, "full" if task == "causal_lm" else "fused")
+    setup = read_setup(tmp_path / "mine.sh", gpus=None)
+    assert not setup.matters
+    assert any("every negative of an example" in note for note in setup.notes) == (task == "embedding")
 
 
 CUT = "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --bf16 "

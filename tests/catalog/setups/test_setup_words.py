@@ -1,4 +1,4 @@
-"""Single words of others' files: what each is in a job, or the line that refuses it."""
+"""Checks single words of other programs' files: their meaning in a job, or the line that refuses them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_accelerate_says_and_is_not_modelled():
 
 
 def test_what_is_said_beside_a_file():
-    """The same model twice is no news; an option that is asked for by its default contradicts a file that says another."""
+    """The same model in file and flag is no conflict. A flag with its default value contradicts a file with another value."""
     one = Setup("trainer", {"model": Told("model_name_or_path", "gpt2")})
     assert taken(one, {"model": "gpt2"}, "it").notes == ()
     told = Told("bf16", "param")
@@ -146,7 +146,7 @@ def test_the_trainers_fsdp_configuration_in_a_file_of_its_own(tmp_path: Path):
 )
 @pytest.mark.torch
 def test_the_trainers_optimizer_keeps_what_its_arguments_ask_for(args: str, optim: str, expected: str):
-    """Beside torch's own, as transformers makes it: what it keeps for a parameter."""
+    """For optimizers other than torch's: what transformers keeps for a parameter."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from transformers.trainer_optimizer import OptimizerContext, _get_rmsprop, _get_sgd, _parse_optim_args
 
@@ -260,7 +260,7 @@ def test_what_torchtitan_says_and_is_not_modelled(said: dict[str, Any], line: st
 
 
 def test_torchtitans_pipeline_in_tokens():
-    """What follows 0.3 says how many micro-batches go through; the tokens are those of one."""
+    """Releases after 0.3 set the number of micro-batches; the tokens are those of one micro-batch."""
     said = {
         "training": {"max_context_length": 2048, "num_tokens_per_microbatch_per_dp_rank": 4096},
         "parallelism": {"pipeline_parallel_degree": 2, "num_pp_microbatches": 6},

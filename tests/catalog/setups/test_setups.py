@@ -1,4 +1,4 @@
-"""A file of another program becomes the job it describes, or one line that says why not."""
+"""Reads files of other programs: each becomes the job that it describes, or one line says why not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TRAINER = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[..., Resolved]:
-    """Resolve a job of Llama 3.2 1B with a set-up and what is said beside it."""
+    """Resolve a job of Llama 3.2 1B with a file and the flags beside it."""
 
     def read(text: object, name: str = "setup", **said: Any) -> Resolved:
         file = tmp_path / name
@@ -113,7 +113,7 @@ def test_the_trainers_arguments(read: Callable[..., Resolved]):
 
 
 def test_a_trainers_padding_is_counted(read: Callable[..., Resolved]):
-    """Attention gets a mask unless sequences are joined, there is one, or the user says that all are equally long."""
+    """Attention gets a mask unless sequences are joined, there is one sequence, or the user sets equal lengths."""
     padded = read(TRAINER, gpus=4)
     assert (padded.job.recipe.padded, padding.COUNTED in padded.notes) == (True, True)
     for changed, said in (
@@ -220,7 +220,7 @@ def test_torchtitans_toml(read: Callable[..., Resolved]):
 
 
 def test_torchtitans_saved_configuration(read: Callable[..., Resolved]):
-    """Of 0.3, and of what follows it, where a batch is said in tokens."""
+    """Configurations of 0.3, and of later releases, which give the batch in tokens."""
     saved = {"model_spec": {"name": "llama3", "flavor": "8B", "model": {}}, "training": {"seq_len": 4096, "local_batch_size": 2},
              "parallelism": {"data_parallel_shard_degree": 8}, "activation_checkpoint": None,
              "loss": {"loss_fn": {}, "num_chunks": 8},
@@ -255,7 +255,7 @@ def test_a_compiled_step_is_counted_without_the_compiler(read: Callable[..., Res
 
 
 def test_yaml_may_name_a_value_once(read: Callable[..., Resolved]):
-    """An alias is the value that it names; ``<<`` fills in keys that are not there."""
+    """An alias is its value; ``<<`` fills in missing keys."""
     again = FSDP.replace(
         "fsdp_config:\n", "one: &one\n  fsdp_version: 1\n  fsdp_offload_params: false\nfsdp_config:\n  <<: *one\n"
     )
@@ -313,7 +313,7 @@ def test_what_cannot_be_told_is_refused(read: Callable[..., Resolved], text: obj
 
 
 def test_fsdp1_is_what_version_1_asks_for(read: Callable[..., Resolved]):
-    """With accelerate's defaults, which prefetch nothing; left out, the version is 1."""
+    """With accelerate's defaults, which prefetch nothing. Without the key the version is 1."""
     first = "fsdp_version: 1\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n  fsdp_use_orig_params: true"
     recipe = read(FSDP.replace("fsdp_version: 2", first)).job.recipe
     assert (recipe.engine, recipe.zero_stage) == ("fsdp1", 2)
@@ -333,7 +333,7 @@ def test_what_is_not_modelled_is_answered_where_a_flag_says_how(read: Callable[.
 
 
 def test_what_an_accelerate_loop_holds(read: Callable[..., Resolved]):
-    """Its model's output: upcast, where accelerate casts at all; DeepSpeed's engine hands on what it makes."""
+    """The loop holds the model's output: upcast if accelerate casts at all; DeepSpeed's engine returns it unchanged."""
     plain = FSDP.replace("mixed_precision: bf16", "mixed_precision: no")
     deepspeed = "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n"
     for text, held in ((FSDP, "fp32"), (plain, True), (deepspeed, True)):
@@ -354,7 +354,7 @@ def test_embedding_and_head_are_the_units_that_the_program_makes(read: Callable[
 
 
 def test_units_that_are_counted_as_one_are_named(read: Callable[..., Resolved]):
-    """Beside a fused loss they are not modelled."""
+    """With a fused loss they are not modelled."""
     for text, said in ((FSDP, {"loss": "fused"}), (TRAINER | {"fsdp": True}, {"gpus": 4, "loss": "fused"})):
         found = read(text, model="llama-3.1-8b", **said)
         assert not found.job.recipe.fsdp2.ends_apart, text
@@ -362,7 +362,7 @@ def test_units_that_are_counted_as_one_are_named(read: Callable[..., Resolved]):
 
 
 def test_torchtitans_selection_by_operator_is_selective(read: Callable[..., Resolved]):
-    """In 0.2 by its option, in 0.3 by the policy's fields: attention and every second product are kept, as here."""
+    """In 0.2 by an option, in 0.3 by the policy's fields: attention and every second product are kept, as in zeroplan."""
     by_operator = read(TITAN.replace('mode = "full"', 'mode = "selective"\nselective_ac_option = "op"'), model=None, gpus=8)
     assert by_operator.job.recipe.recompute == "selective"
     assert any("products with biases and of experts" in note for note in by_operator.notes)
@@ -386,7 +386,7 @@ def test_torchtitans_degrees_are_the_jobs(read: Callable[..., Resolved]):
 
 
 def test_torchtitans_pipeline(read: Callable[..., Resolved]):
-    """Its local batch goes through in micro-batches of one, unless their size is said."""
+    """Its local batch is split into micro-batches of one sequence, unless their size is set."""
     text = TITAN.replace("[parallelism]\n", "[parallelism]\npipeline_parallel_degree = 4\n").replace("_size = 2", "_size = 16")
     job = read(text, model=None, gpus=16).job
     assert (job.mesh.pp, job.mesh.dp_shard, job.recipe.zero_stage, job.recipe.pipeline_schedule) == (4, 2, 2, "1f1b")

@@ -31,7 +31,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import MIB
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
-from zeroplan.verify.pretended.engine_answers import engine_answers
+from zeroplan.verify.fake_parts.engine import fake_parts_of_engine
 from zeroplan.verify.training.run import fake_ranks
 from zeroplan.verify.watching.replay import replay
 from zeroplan.verify.watching.tracker import Tracker
@@ -105,7 +105,7 @@ def example(*, checkpointed: bool) -> Recording:
     """
     recipe = RecipeSpec(engine="deepspeed", zero_stage=3)
     job, tracker = JobSpec(model=model("llama-2-7b"), mesh=MeshSpec(dp_shard=RANKS), recipe=recipe), Tracker()
-    with fake_ranks(job, 0, "cpu"), engine_answers(recipe), fake_tensors(tracker), tracker:
+    with fake_ranks(job, 0, "cpu"), fake_parts_of_engine(recipe), fake_tensors(tracker), tracker:
         torch.set_default_dtype(torch.bfloat16)
         net = SimpleTransformer(checkpointed=checkpointed)
         torch.set_default_dtype(torch.float32)

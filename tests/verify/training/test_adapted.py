@@ -78,6 +78,8 @@ TRAINED_WHOLE = {
 TORCH = {
     "ddp 0, an adapter of the head": replace(with_words(job(HEAD, "ddp", 0, precision="bf16")), mesh=MeshSpec(dp_shard=1)),
     "fsdp2 3, an adapter of the head, recomputed": with_words(job(HEAD, "fsdp2", 3, recompute="full")),
+    "ddp 0, an adapter of a head that is the embedding": tied(with_words(job(HEAD, "ddp", 0, precision="bf16"))),
+    "fsdp2 3, an adapter of a head that is the embedding": tied(with_words(job(HEAD, "fsdp2", 3))),
     "fsdp2 3, recomputed": job(TWO, "fsdp2", 3, recompute="full"),
     "fsdp2 2, bf16, accumulation without reduction": job(
         ALL, "fsdp2", 2, precision="bf16", accum=3, sync_every_micro_batch=False

@@ -24,10 +24,12 @@ CASES = (
     "glm4_moe, biases, norms of heads", "gemma", "glm", "starcoder2", "cohere", "cohere2", "deepseek_v3", "ministral3",
     "glm4_moe_lite", "qwen2_moe", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h", "nemotron_h, experts", "bamba",
     "gemma4_text", "falcon_h1", "falcon_h1, a norm, biases, tied", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text",
-    "arcee, biases, tied", "deepseek_v2", "mistral4", "solar_open", "cwm", "jais2",
-    "helium", "hy_v3",
+    "arcee, biases, tied", "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "mistral4", "solar_open", "cwm", "jais2",
+    "helium", "hy_v3", "stablelm, biases, tied",
 )  # fmt: skip
 BATCH = BatchSpec(micro_batch_size=2, seq_len=64)
+#: A recomputed step of GLM-5 is estimated too high by the 16 keys per token that no layer below picked for the first layer. [bytes]
+TOO_HIGH = {("glm_moe_dsa", "full"): 4 * 16 * BATCH.micro_batch_size * BATCH.seq_len}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,5 +48,5 @@ def assert_a_step_takes_what_is_said(case: str, recompute: Recompute) -> None:
     recipe = RecipeSpec(engine="fsdp2", zero_stage=3, precision="bf16-mixed", recompute=recompute)
     found = compare_with_estimate(simulate(JobSpec(model=model, mesh=MeshSpec(dp_shard=4), batch=BATCH, recipe=recipe)))
     left_out = 16 * BATCH.micro_batch_size * BATCH.seq_len + buffer_bytes(model, 4)
-    assert 0 <= -found.peak.difference <= left_out
+    assert 0 <= TOO_HIGH.get((case, recompute), 0) - found.peak.difference <= left_out
     assert 0 <= -found.held.difference <= left_out

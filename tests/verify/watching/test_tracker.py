@@ -14,6 +14,10 @@ from zeroplan.spec.recipe import DdpOptions, Fsdp2Options, RecipeSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+
+from zeroplan.verify.watching.recording import STILL_HELD  # noqa: E402
+from zeroplan.verify.watching.tracker import Tracker  # noqa: E402
+
 pytestmark = pytest.mark.torch
 
 NARROW = {"heads": 4, "kv_heads": 2, "head_dim": 32, "layers": 3}
@@ -88,3 +92,14 @@ def test_the_tracker_sees_what_the_profiler_sees_and_the_same_on_fake_tensors(na
     sent, said = ([call._replace(moment=0) for call in run.calls] for run in (real, fake))  # gloo requests blocks in between
     assert sent == said
     assert bool(real.calls) == (asked.mesh.world_size > 1)
+
+
+def test_a_release_after_the_end_does_not_change_the_recording() -> None:
+    """The collector of Python may free a model while the recording is being read."""
+    tracker = Tracker(device="cpu")
+    with tracker:
+        made = torch.zeros(100)
+    recording = tracker.finished()
+    (block,) = recording.blocks
+    del made
+    assert (block.died, tracker.now) == (STILL_HELD, recording.now)

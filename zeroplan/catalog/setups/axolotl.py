@@ -34,12 +34,11 @@ _OLDER = ("model_type", "gptq_groupsize", "gptq_model_v1", "eta_min", "adam_eps"
 _PLUGINS = ("SwanLabPlugin", "LigerPlugin", "CutCrossEntropyPlugin")
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _PACKED = "sample_packing fills one row with micro_batch_size x sequence_len tokens: as many full sequences are counted"
-_ON_GPU = "they are counted on the GPU, which is the most it takes"
 _IN_FP16 = "float16 without fp16 trains in 16 bits without autocast, which is counted as bf16: the same widths"
 _MASK = "sample_packing without FlashAttention makes a mask of all pairs of tokens, not counted: the answer is too low by that"
 _OWN_KERNELS = (
-    "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel), which are modelled together and with "
-    "DDP: peft's layers are counted in their place, which take more"
+    "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel), which are modelled together, with "
+    "DDP and in families like Llama: peft's layers are counted in their place, which take more"
 )
 #: DeepSpeed files that Axolotl ships (`axolotl fetch deepspeed_configs`), by the number in their name.
 _SHIPPED: dict[str, dict[str, object]] = {
@@ -61,10 +60,10 @@ _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
 _SAVES = """
     layer_offloading activation_offloading selective_checkpointing tiled_mlp lisa_n_layers lisa_step_interval
     quantize_moe_experts lora_on_cpu chunked_cross_entropy unfrozen_parameters flash_attn_cross_entropy
-    flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv deepcompile shrink_embeddings spectrum_top_fraction
+    flash_attn_fuse_mlp flash_attn_fuse_qkv deepcompile shrink_embeddings spectrum_top_fraction
     liger_rms_norm_gated liger_cross_entropy
     train_attn train_mlp train_unembed context_parallel_size sequence_parallel_degree expert_parallel_size
-    peft_layers_to_transform peft_layers_pattern s2_attention large_head_attention
+    peft_layers_to_transform peft_layers_pattern large_head_attention fused_attn_kernel
 """
 _ADDS = """
     qat trl vllm relora peft_use_dora lora_target_parameters peft_layer_replication lora_rank_pattern
@@ -72,7 +71,7 @@ _ADDS = """
 """
 _EITHER = """
     quantization use_kernels use_scattermoe use_sonicmoe fp8 fp8_enable_fsdp_float8_all_gather batch_flattening
-    llama4_linearized_experts use_onebitllms flash_optimum fused_attn_kernel lora_model_dir
+    llama4_linearized_experts use_onebitllms flash_optimum lora_model_dir
     sdpa_varlen cls_model_config overrides_of_model_config use_dsv4_kernels use_glm_dsa_kernels
     flash_attn_d512 gemma4_hybrid_attn_impl overrides_of_model_kwargs experts_implementation bnb_config_kwargs
 """
@@ -91,6 +90,16 @@ _OF_EXPERTS = (
 #: Keys that act on layers of some families alone: gated norms and Gemma 4's attention. Source: integrations/liger/plugin.py,
 #: loaders/patch_manager.py.
 _OF_FAMILIES = ("liger_rms_norm_gated", "gemma4_hybrid_attn_impl")
+_GONE = "Axolotl 0.17 refuses {}: the job is counted without it"
+_ON_GPU = "what moves to the host is counted on the GPU, which is the most it takes"
+_NOT_MOVED = (
+    "it replaces recomputation, and TRL moves a saved tensor once and keeps it on the GPU if an operator saves it again at once "
+    "(models/activation_offloading.py): recomputation is counted instead, and the answer may be too low"
+)
+_UNNAMED = (
+    "unfrozen_parameters matches names from their beginning, and those of adapters begin with base_model: Axolotl freezes them, "
+    "too, and trains nothing; they are counted as trained"
+)
 _BESIDE = "{}: of experts, or of layers of some families, which this model does not have"
 _RL = "preferences and rewards are counted as {} of the batch; reference model and generation are not counted (`zeroplan workflow`)"
 
@@ -125,6 +134,9 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
     reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
     _loss(reading, whole)
+    _offloaded(reading, whole)
+    _packed(reading, whole)
+    reading.notes += [_GONE.format(key) for key in ("flash_attn_rms_norm", "s2_attention") if whole.switch(key)]
     if made["use_peft"]:
         _kernels(reading, whole)
     _tower(reading, whole, adapted=bool(made["use_peft"]))
@@ -138,7 +150,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
 def _kernels(reading: Reading, whole: Table) -> None:
     """Read Axolotl's functions for adapters, which are on unless the file says otherwise (utils/schemas/config.py).
 
-    Source: check_auto_enable_lora_kernels. They are modelled under DDP if they run all projections.
+    Source: check_auto_enable_lora_kernels. They are modelled under DDP in families like Llama, if they run all projections.
     """
     asked = [key for key in _KERNELS if whole.switch(key)]
     off = whole.text("rl") or whole.switch("nvfp4_merge_aware") or whole.switch("trust_remote_code")
@@ -146,8 +158,9 @@ def _kernels(reading: Reading, whole: Table) -> None:
     by_default = not (off or eight or any(whole.data.get(key) is not None for key in _KERNELS))
     if not (asked or by_default):
         return
-    flags = reading.flags
-    if (by_default or set(_KERNELS[:3]) <= set(asked)) and flags.get("engine", Told("", "")).value == "ddp" and not eight:
+    flags, model = reading.flags, reading.known_model()
+    ours = (model is None or model.family in ADAPTED_LIKE_LLAMA) and not eight
+    if ours and (by_default or set(_KERNELS[:3]) <= set(asked)) and flags.get("engine", Told("", "")).value == "ddp":
         told = flags.get("fused_kernels", Told("", ""))
         both = ",".join(filter(None, (str(told.value), "axolotl-lora")))
         reading.tell("fused_kernels", asked[0] if asked else "adapter", both, filled=True, note=told.note)
@@ -168,8 +181,13 @@ def _tower(reading: Reading, whole: Table, *, adapted: bool) -> None:
     names = [str(one).removeprefix("^") for one in said] if isinstance(said, list) else []
     if not adapted:
         reading.tell_frozen_tower("freeze_mm_modules")
-    if not adapted and "model.language_model.*" in names and all(one.startswith(_OF_TEXT) for one in names):
+    if not names or not all(one.startswith(_OF_TEXT) for one in names):
+        return
+    if adapted:
+        reading.notes.append(_UNNAMED)
+    elif "model.language_model.*" in names:
         reading.tell_frozen_tower("unfrozen_parameters")
+    if adapted or "model.language_model.*" in names:
         whole.matters.pop("unfrozen_parameters", None)
         whole.saves.discard("unfrozen_parameters")
 
@@ -240,6 +258,30 @@ def _attention(whole: Table) -> dict[str, object]:
     return {"attn_implementation": word}
 
 
+def _packed(reading: Reading, whole: Table) -> None:
+    """Read rows of several sequences with torch's attention, whose mask or lengths keep them apart (loaders/patch_manager.py).
+
+    With ``sdpa`` torch's attention for rows of several lengths runs, unless a model has windows or heads wider than 256. Otherwise
+    a row of one sequence's length has the mask of a padded sequence.
+    """
+    word = whole.data.get("attn_implementation") or ("sdpa" if whole.switch("sdp_attention") else None)
+    model = reading.known_model()
+    if "sample_packing" not in whole.matters or word not in (None, "sdpa"):
+        return
+    plain = model is not None and model.sliding_window is None and model.head_dim <= _VARLEN_MOST
+    if word == "sdpa" and plain and whole.data.get("sdpa_varlen") is not False:
+        reading.tell("attention", "attn_implementation", "flash", note=_VARLEN)
+    elif (whole.count("micro_batch_size") or 1) == 1:
+        reading.tell("padded", "sample_packing", value=True)
+    else:
+        return
+    del whole.matters["sample_packing"]
+
+
+_VARLEN_MOST = 256
+_VARLEN = "sample_packing with sdpa runs torch's varlen_attn, which is FlashAttention and needs no mask"
+
+
 def _precision(whole: Table, *, sharded: bool) -> dict[str, object]:
     """Return the dtypes: ``auto`` is bf16 on a GPU with it, and weights load in it (utils/config/__init__.py, resolve_dtype)."""
     fp16 = bool(whole.switch("fp16"))
@@ -251,11 +293,39 @@ def _precision(whole: Table, *, sharded: bool) -> dict[str, object]:
 
 def _recomputation(whole: Table) -> dict[str, object]:
     kwargs = whole.get("gradient_checkpointing_kwargs")
-    if (kind := whole.get("gradient_checkpointing")) in ("offload", "offload_disk"):
-        whole.saves.add("gradient_checkpointing")
-        whole.matters["gradient_checkpointing"] = f"gradient_checkpointing={kind} keeps checkpoints on the host: {_ON_GPU}"
-        return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+    if _offloads(whole):  # its checkpoints are torch's wrappers (core/trainers/mixins/activation_checkpointing.py)
+        return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     return {"gradient_checkpointing_kwargs": {"use_reentrant": True} if kwargs is None else kwargs}
+
+
+def _offloads(whole: Table) -> object:
+    """Return how activations are offloaded: true, ``legacy``, ``disk`` or ``hidden_states``; falsy for not at all.
+
+    ``gradient_checkpointing: offload`` is an older word (utils/schemas/validation.py, check_gradient_checkpointing_w_offload).
+    """
+    older = {"offload": True, "offload_disk": "disk"}.get(str(whole.get("gradient_checkpointing")))
+    return older or whole.get("activation_offloading")
+
+
+def _offloaded(reading: Reading, whole: Table) -> None:
+    """Read offloaded activations (core/trainers/mixins/activation_checkpointing.py).
+
+    Without adapters the inputs of blocks move to the host. With adapters everything that is saved moves, without recomputation.
+    """
+    how, flags = _offloads(whole), reading.flags
+    if not how:
+        return
+    key = "activation_offloading" if whole.get("activation_offloading") else "gradient_checkpointing"
+    whole.matters.pop(key, None)
+    whole.saves.discard(key)
+    moves_all = "lora_rank" in flags and how != "hidden_states"
+    if moves_all or how not in (True, "legacy", "disk") or flags.get("engine", Told("", "")).value not in ("ddp", "fsdp2"):
+        whole.matters[key] = f"{whole.name(key)}={how}: {_NOT_MOVED if moves_all else _ON_GPU}"
+        whole.saves.update([] if moves_all else [key])
+        return
+    reading.tell("offload_activations", key, value=True)
+    if how != "legacy":
+        reading.tell("inputs_in_flight", key, 5, filled=True)
 
 
 def _adapter(whole: Table) -> dict[str, object]:
@@ -268,8 +338,6 @@ def _adapter(whole: Table) -> dict[str, object]:
         raise SpecError(f"{whole.where}: adapter is {adapter}, and lora_r is left out; give a rank")
     targets = whole.get("lora_target_modules")
     names = [targets] if isinstance(targets, str) else targets
-    if isinstance(names, list):  # peft matches the last parts of module names
-        names = [one.removeprefix("self_attn.").removeprefix("mlp.") if isinstance(one, str) else one for one in names]
     return {
         "use_peft": True,
         "lora_target_modules": "all-linear" if whole.switch("lora_target_linear") else names,

@@ -7,7 +7,7 @@ LLaMA-Factory's version 1 has its own trainer and keys.
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.told import LIGER, ULYSSES, Reading, Setup, Table, TranslatedTable, number_of
+from zeroplan.catalog.setups.told import LIGER, ULYSSES, Reading, Setup, Table, Told, TranslatedTable, known_keys, number_of
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.errors import SpecError
 
@@ -33,10 +33,7 @@ _ADDS = """
     mixture_of_depths use_llama_pro use_asft_loss use_eaft_loss upcast_lmhead_output resize_vocab
     additional_target add_tokens add_special_tokens new_special_tokens_config moe_aux_loss_coef adapter_name_or_path
 """
-_EITHER = """
-    fp8 fp8_enable_fsdp_float8_all_gather block_diag_attn tensor_model_parallel_size
-    pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
-"""
+_EITHER = "fp8 fp8_enable_fsdp_float8_all_gather block_diag_attn context_parallel_size"
 _TWICE = "pref_loss={} reads the logits a second time, which is not counted: the answer is too low by that"
 _VALUES = (
     "a reward model's loss reads a value head, not the logits beside it: a loss of all logits is counted, which takes more"
@@ -47,6 +44,11 @@ def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> 
     """Return the job in the file; raises SpecError if it trains nothing, or for settings that are not modelled."""
     if {"model_class", "dist_config"} & whole.data.keys():
         return _v1_setup(whole, folder, gpus)
+    return (_megatrons_setup if _ON_MEGATRON & whole.data.keys() else _trainers_setup)(whole, folder, gpus)
+
+
+def _trainers_setup(whole: Table, folder: Path, _: int | None) -> Setup:
+    """Return the job of its trainers on transformers' Trainer."""
     _refuse(whole)
     adapted = _has_adapters(whole)
     made = {**_recomputation(whole), **_attention(whole), **_adapter(whole, adapted=adapted)}
@@ -69,6 +71,7 @@ def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> 
     if whole.get("ref_model") is not None:
         whole.matters["ref_model"] = "ref_model: a reference model of the trained model's own size is counted"
     _tower(reading, whole)
+    reading.tell_largest_image(whole, pixels="image_max_pixels")
     _adam_mini(reading)
     whole.leave(("use_dft_loss",))  # weights of each token's loss: a few numbers per token (train/trainer_utils.py)
     if whole.switch("enable_liger_kernel"):  # model/model_utils/liger_kernel.py: other losses need logits
@@ -163,6 +166,42 @@ def _precision(reading: Reading, whole: Table, *, adapted: bool) -> None:
             "neither bf16 nor fp16 is on, and the frozen weights get the dtype of the model's files; set --precision"
         )
 
+
+# On Megatron-Core
+
+#: Degrees that only its trainers on Megatron-Core read: those of mcore_adapter (USE_MCA) and Megatron Bridge (USE_MEGATRON_BRIDGE).
+_ON_MEGATRON = frozenset(f"{what}_model_parallel_size" for what in ("tensor", "pipeline", "expert"))
+#: Keys of Megatron Bridge alone (hparams/megatron_bridge_args.py).
+_OF_BRIDGE = frozenset({"mixed_precision", "use_packed_sequences", "export_hf_on_finish", "megatron_pretrained_checkpoint"})
+#: Defaults of mcore_adapter that Megatron-LM does not have (alibaba/ROLL, mcore_adapter/training_args.py).
+_OF_ADAPTER = {"expert_tensor_parallel_size": 1, "apply_rope_fusion": False}
+_TRAINERS_BATCH = 8
+
+
+def _megatrons_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
+    """Return the job of LLaMA-Factory's trainers on Megatron-Core, whose arguments have Megatron-LM's names (train/mca/)."""
+    from zeroplan.catalog.setups.megatron_arguments import megatron_setup  # noqa: PLC0415  only these trainers pay for it
+
+    if not whole.switch("do_train"):
+        raise SpecError(f"{whole.where}: do_train is not true, so that nothing is trained; give the file that trains")
+    own = known_keys("llama-factory") | {*_MEGATRONS_KEYS.values(), "gradient_accumulation_steps", *_OF_BRIDGE}
+    theirs = {key: value for key, value in whole.data.items() if key not in own and not key.startswith("lora_")}
+    filled = {"use_distributed_optimizer": True} if _OF_BRIDGE & whole.data.keys() else _OF_ADAPTER
+    made: dict[str, object] = {
+        **filled, **theirs, "hf_path": whole.text("model_name_or_path"), "seq_length": whole.count("cutoff_len") or _DEFAULT_LENGTH,
+        "micro_batch_size": whole.count("per_device_train_batch_size") or _TRAINERS_BATCH,
+        "recompute_granularity": whole.text("recompute_granularity") or "none",
+    }  # fmt: skip
+    if _has_adapters(whole):
+        made |= {"tuner_type": "lora", "lora_rank": whole.count("lora_rank") or _DEFAULT_RANK, "target_modules": "all-linear"}
+    found = megatron_setup(Table(made, whole.where), folder, gpus)
+    steps = whole.count("gradient_accumulation_steps")
+    flags = {flag: told._replace(key=_MEGATRONS_KEYS.get(flag, told.key)) for flag, told in found.flags.items()}
+    flags["grad_accum"] = Told("gradient_accumulation_steps", steps or 1, filled=steps is None)
+    return found._replace(kind="llama-factory", flags=flags)
+
+
+_MEGATRONS_KEYS = {"model": "model_name_or_path", "seq_len": "cutoff_len", "micro_batch": "per_device_train_batch_size"}
 
 # Version 1
 

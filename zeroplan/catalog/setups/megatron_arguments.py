@@ -33,12 +33,14 @@ _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tok
 _ADDS = """
     *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
     *fsdp_double_buffer *nccl_ub *keep_fp8_transpose_cache
-    *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup *moe_expert_capacity_factor
-    *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16
+    *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup
+    *moe_pad_expert_input_to_capacity *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16
     peft.dim kd_config.*
 """
 #: Prefixes of tables in which Megatron-Bridge and NeMo put arguments of the same names.
-_PREFIXES = re.compile(r"^(model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\.")
+_PREFIXES = re.compile(
+    r"^(model\.config|model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\."
+)
 _GENERATES = ("incoming_requests_per_sec", "incoming_requests_per_step", "num_tokens_to_generate")
 #: The attention for each ``--attention-backend`` (AttnBackend); with "auto" Transformer Engine chooses by the GPU.
 _BACKENDS = {"flash": "flash", "fused": "sdpa", "unfused": "eager", "local": "eager"}
@@ -49,6 +51,8 @@ _LAYERS = {
     "linear_fc1": "gate_proj,up_proj",
     "linear_fc2": "down_proj",
 }
+#: transformers' names of the modules that may be trained whole beside adapters.
+_WHOLE = {"word_embeddings": "embed_tokens", "output_layer": "lm_head", "embed_tokens": "embed_tokens", "lm_head": "lm_head"}
 _NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
 #: Layers of the first and the last stage, which set the stages' layers where they are read.
 _CUTS = "*num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split"
@@ -72,6 +76,8 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
     # Megatron-Bridge puts the same names into the tables model and train; dashes and underscores are equal
     plain = {_PREFIXES.sub("", key).lstrip("-").replace("-", "_"): one for key, one in flat.data.items()}
+    if "num_moe_experts" in plain:  # TransformerConfig's name of --num-experts
+        plain.setdefault("num_experts", plain.pop("num_moe_experts"))
     pattern, _, predicting = str(plain.pop("hybrid_layer_pattern", "")).partition("/")
     if pattern:
         plain["num_layers"] = len(pattern.replace("|", ""))
@@ -98,11 +104,16 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
     table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format moe_shared_expert_overlap")
+    if "modules_to_save" in reading.flags:
+        _counted(table, ["modules_to_save"])
+    if "megatron.optimizer_offload_fraction" in reading.options:
+        _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"])
     if "pipeline_layers" in reading.flags:
-        _read_as_stages(table, [key for key in table.matters if any(fnmatchcase(key, one) for one in _CUTS.split())])
+        _counted(table, [key for key in table.matters if any(fnmatchcase(key, one) for one in _CUTS.split())])
     else:
         tell_stages(reading)
     _of_megatron_alone(reading)
+    _prefetched(reading)
     if _is_swift(table):
         _loop(reading)
     return reading.setup("ms-swift" if _is_swift(table) else "megatron")
@@ -120,7 +131,8 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     tp, pp, cp, ep = sizes.values()
     split = tp * pp * cp
     own = before != "" or "tuner_type" in table.data or "model" in table.data
-    etp = table.count(f"{before}expert_tensor_parallel_size") or tp
+    # left out, experts are split like everything else; ms-swift leaves them whole (megatron/arguments/megatron_args.py)
+    etp = table.count(f"{before}expert_tensor_parallel_size") or (1 if before == "" and _is_swift(table) else tp)
     least = lcm(split, ep * etp * pp) if ep > 1 else split
     gpus = _world_size(reading, gpus, least)
     if table.switch(f"{before}use_torch_fsdp2"):
@@ -244,6 +256,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
     for field in fields(MegatronOptions):
         if field.name not in _OTHERS and not (field.name == "recompute_num_layers" and "recompute_layers" in reading.flags):
             options[field.name] = _option(table, before, field.name, field.default)
+    if before == "" and _is_swift(table) and options["apply_rope_fusion"] is None:
+        options["apply_rope_fusion"] = False  # megatron/arguments/megatron_args.py
     if options["fp8_format"] is None:
         options["fp8_recipe"] = options["fp8_param_gather"] = None
     if table.count("num_experts") or "expert_parallel" in reading.flags:
@@ -254,6 +268,7 @@ def _options(reading: Reading, before: str, etp: int) -> None:
         table.leave((f"{before}hierarchical_context_parallel_sizes",))
         reading.notes.append(_BOTH_WAYS)
     options |= {name: value for switch, (name, value) in _SWITCHES.items() if table.switch(f"{before}{switch}")}
+    options["optimizer_offload_fraction"] = _share_on_host(table, before)
     if table.get(f"{before}megatron_fsdp_main_grads_dtype") == "bf16":
         options["grad_reduce_in_bf16"] = True
     if str(table.get(f"{before}moe_aux_loss_coeff") or "0").strip("0.e-") != "":
@@ -267,6 +282,17 @@ def _options(reading: Reading, before: str, etp: int) -> None:
 #: Transformer Engine d0067d0, attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P: it saves queries, keys,
 #: values and the output of exchanged heads, as a2a does. The keys and values are the last that p2p received.
 _BOTH_WAYS = "cp_comm_type a2a+p2p is counted as a2a, which keeps as much; read from Transformer Engine's code, not run"
+
+
+def _share_on_host(table: Table, before: str) -> float | None:
+    """Return the share of the optimizer in host memory: by default none in Megatron-LM, all in ms-swift.
+
+    It is modelled with the precision-aware optimizer; otherwise main weights stay on the GPU, too, and the key is noted.
+    """
+    if not table.switch(f"{before}use_precision_aware_optimizer") or not table.switch(f"{before}optimizer_cpu_offload"):
+        return None
+    share = number_of(table.get(f"{before}optimizer_offload_fraction"), 1.0 if _is_swift(table) else 0.0)
+    return share if 0 <= share <= 1 else None
 
 
 def _dispatcher(table: Table, before: str) -> str:
@@ -322,7 +348,7 @@ def _loop(reading: Reading) -> None:
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
-    if table.text("task_type") == "generative_reranker" and "lora_rank" not in flags:
+    if table.text("task_type") in ("generative_reranker", "embedding") and "lora_rank" not in flags:
         table.matters["task_type"] = _ALL_LOGITS
         table.saves.add("task_type")
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
@@ -341,9 +367,12 @@ def _loop(reading: Reading) -> None:
         rolls_out(reading, table, completion, keeps_reference="lora_rank" not in flags)
 
 
-_ALL_LOGITS = "few tokens' logits are needed, and those of all tokens are counted, which take more"
+_ALL_LOGITS = "the logits of few tokens or none are needed, and those of all tokens are counted, which take more"
 _RANKED = "an example is a question with up to {} answers, each a sequence of its own: that many are counted"
-_NEGATIVES = "an embedding's examples are counted as two sequences each; every negative of an example is one more"
+_NEGATIVES = (
+    "an embedding's examples are counted as two sequences each; every negative of an example, which only the data has, is one "
+    "more: raise --micro-batch by these"
+)
 _FEW = "the logits of few tokens or none are needed: Liger's fused loss is counted, which has a piece of all logits beside"
 
 
@@ -359,7 +388,7 @@ def tell_task(reading: Reading, table: Table) -> None:
         reading.flags["micro_batch"] = size._replace(value=int(str(size.value)) * each, note=_RANKED.format(each))
     elif task == "embedding":
         reading.tell_pairs()
-        table.matters["task_type"] = _NEGATIVES
+        reading.notes.append(_NEGATIVES)
     if task == "reranker":
         reading.head_rows = 1
     elif task in ("generative_reranker", "embedding") and not _on_megatron_alone(reading):
@@ -403,7 +432,24 @@ def _of_megatron_alone(reading: Reading) -> None:
         table.saves.discard(key)
 
 
-_MEGATRONS = ("moe_shared_expert_overlap", "moe_expert_capacity_factor", "fp8_format", "fp8_param_gather")
+_ONE_MORE = (
+    "overlap_p2p_communication_warmup_flush: with so few micro-batches the first backward runs with one more received gradient, "
+    "which is not counted: the answer is too low by a stage's output"
+)
+
+
+def _prefetched(reading: Reading) -> None:
+    """Read tensors that are received one micro-batch earlier in warm-up and flush (pipeline_parallel/schedules.py).
+
+    Where micro-batches are left for the steady phase, it holds one stage's stash more than both, and receives as early.
+    """
+    table, flags = reading.table, reading.flags
+    steps, stages = (int(str(flags[name].value)) if name in flags else 1 for name in ("grad_accum", "pipeline_parallel"))
+    if table.switch("overlap_p2p_communication_warmup_flush") and steps < 2 * stages:
+        table.matters["overlap_p2p_communication_warmup_flush"] = _ONE_MORE
+
+
+_MEGATRONS = ("moe_shared_expert_overlap", "moe_pad_expert_input_to_capacity", "fp8_format", "fp8_param_gather")
 #: Families with experts but without shared experts.
 _NONE_SHARED = ("mixtral", "qwen3_moe")
 
@@ -426,11 +472,11 @@ def tell_stages(reading: Reading, before: str = "") -> None:
     chunks = ([first] if first else []) + [left // rest] * rest + ([last] if last else [])
     said = [key for end in keys for key in end if key in table.data]
     reading.tell("pipeline_layers", said[0], ",".join(map(str, chunks)))
-    _read_as_stages(table, said)
+    _counted(table, said)
 
 
-def _read_as_stages(table: Table, keys: list[str]) -> None:
-    """Drop the notes on keys whose layers of each stage are counted."""
+def _counted(table: Table, keys: list[str]) -> None:
+    """Drop the notes on keys that are counted after all."""
     for key in keys:
         table.matters.pop(key, None)
         table.saves.discard(key)
@@ -445,6 +491,10 @@ def _adapter(reading: Reading) -> None:
     names = map(str, targets) if isinstance(targets, list) else str(targets).replace(",", " ").split()
     reading.number("lora_rank", "lora_rank", default=8)
     reading.tell("lora_targets", "target_modules", ",".join(_LAYERS.get(one, one) for one in names))
+    said = table.data.get("modules_to_save") or []
+    whole = said.replace(",", " ").split() if isinstance(said, str) else said
+    if isinstance(whole, list) and whole and set(map(str, whole)) <= _WHOLE.keys():
+        reading.tell("modules_to_save", "modules_to_save", ",".join(_WHOLE[str(one)] for one in whole))
     reading.notes.append(_NO_ADAPTERS)
     reading.flags |= {name: reading.flags[name]._replace(also=("fsdp2", 2, 3)) for name in ("engine", "stage")}
 

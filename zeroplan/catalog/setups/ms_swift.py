@@ -46,7 +46,7 @@ _KNOWN = """
     write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora
     use_hf tau_* fipo_* advantage_estimator *_logprobs off_policy_* cosine_* gkd_* seq_kd offload_teacher_model use_ray
     label_names sequence_parallel_size galore_* norm_bbox reft_* model_kwargs custom_*
-    enable_dft_loss include interleave_prob MAX_*_SAMPLES
+    enable_dft_loss include interleave_prob MAX_*_SAMPLES MAX_PIXELS IMAGE_MAX_TOKEN_NUM
 """
 
 
@@ -65,6 +65,8 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading = arguments_read(TranslatedTable(theirs, _INSTEAD, _made(whole)), folder)
     _task(reading, whole)
     _loop(reading, whole)
+    pixels = "max_pixels" if whole.get("max_pixels") is not None else "MAX_PIXELS"
+    reading.tell_largest_image(whole, pixels=pixels, tokens="IMAGE_MAX_TOKEN_NUM")
     if (launched := table.count("launched_gpus")) is not None:
         reading.tell("gpus", "NPROC_PER_NODE", launched)
     if table.count("gradient_accumulation_steps") is None:
@@ -99,6 +101,8 @@ def _task(reading: Reading, whole: Table) -> None:
     frozen = [part for part, key in parts.items() if whole.switch(key) is not False]
     if len(frozen) < len(parts):
         reading.tell("freeze", next(key for part, key in parts.items() if part not in frozen), ",".join(frozen) or "none")
+    if whole.switch("vit_gradient_checkpointing") is (whole.switch("gradient_checkpointing") is not False):
+        reading.table.leave(("vit_gradient_checkpointing",))  # its default (arguments/sft_args.py)
     if whole.switch("padding_free"):
         reading.notes.append(_PADDING)
 

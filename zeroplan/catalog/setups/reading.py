@@ -33,7 +33,7 @@ _READERS: dict[Kind, tuple[str, str]] = {
     "torchtitan": ("torchtitan", "torchtitan_setup"), "llama-factory": ("llama_factory", "llama_factory_setup"),
     "axolotl": ("axolotl", "axolotl_setup"), "verl": ("verl", "verl_setup"), "ms-swift": ("ms_swift", "ms_swift_setup"),
     "openrlhf": ("openrlhf", "openrlhf_setup"), "torchtune": ("recipes", "torchtune_setup"),
-    "automodel": ("recipes", "automodel_setup"), "megatron": ("megatron_arguments", "megatron_setup"),
+    "automodel": ("automodel", "automodel_setup"), "megatron": ("megatron_arguments", "megatron_setup"),
     "nanotron": ("recipes", "nanotron_setup"), "lightning": ("recipes", "lightning_setup"),
 }  # fmt: skip
 #: LLaMA-Factory's values of ``stage``.
@@ -85,6 +85,7 @@ def _own_words(data: Mapping[str, object]) -> Kind | None:
 
     for kind, holds in (
         ("megatron", isinstance(data.get("MODEL_ARGS"), dict)),
+        ("llama-factory", {"finetuning_type", "template"} <= data.keys()),
         ("verl", any_key("actor_rollout_ref", "model.partial_pretrain", "model.path") or inner("model", "partial_pretrain")),
         ("openrlhf", any_key("ds.", "micro_train_batch_size")),
         ("ms-swift", bool({"tuner_type", "train_type", "rlhf_type"} & data.keys()) and "model" in data),
@@ -178,7 +179,7 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     if told is not None and kind in ("openrlhf", "ms-swift", "megatron", "torchtune", "automodel"):
         data["launched_gpus"] = told
     if kind == "ms-swift":
-        data |= {name: one.variables[name] for name in _SAMPLES if name in one.variables}
+        data |= {name: one.variables[name] for name in (*_SAMPLES, *_PIXELS) if name in one.variables}
     if kind == "trainer" and _runs(one.words, "dpo"):
         data.setdefault("beta", _DPO_BETA)
     if kind == "trainer" and _runs(one.words, "sft"):
@@ -194,6 +195,8 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
 
 #: Variables of a script that say how many answers of an example ms-swift's rerankers take (template/base.py).
 _SAMPLES = ("MAX_POSITIVE_SAMPLES", "MAX_NEGATIVE_SAMPLES")
+#: Variables that limit the size of an image in ms-swift (model/models/qwen.py, patch_qwen_vl_utils).
+_PIXELS = ("MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM")
 #: TRL's default (1.16, DPOConfig.beta).
 _DPO_BETA = 0.1
 

@@ -464,6 +464,23 @@ class Reading:
         if said and str(said).lower() != "false" and (model is None or model.vision is not None):
             self.tell("freeze", key, "tower,projector")
 
+    def tell_largest_image(self, table: Table, *, pixels: str, tokens: str = "") -> None:
+        """Set the size of an image to the largest that a key allows, if the file's model is known to resize images to a limit.
+
+        ``pixels`` and ``tokens``: keys with the limit in pixels, and in tokens of the text.
+        """
+        table.leave((pixels, tokens))
+        vision = None if (model := self.known_model()) is None else model.vision
+        if vision is None or not vision.has_blocks or vision.fixed_size:
+            return
+        most, key = table.count(tokens) if tokens else None, tokens
+        if most is None and (said := table.count(pixels)) is not None:
+            most, key = said // (vision.patch_size * vision.merge_size) ** 2, pixels
+        if most:
+            width, height = vision.largest_image(most)
+            note = f"{table.name(key)}: images are counted as large as it allows"
+            self.tell("image_size", key, f"{width}x{height}", filled=True, note=note)
+
     def tell_loop(self, key: str, workflow: str, *, alone: bool = False, **options: object) -> None:
         """Set the loop that the training step belongs to; the trainer's default replaces an option that is None.
 

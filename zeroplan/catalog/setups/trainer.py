@@ -124,7 +124,8 @@ def arguments_read(table: Table, folder: Path) -> Reading:
     if (key := _key_of_dpo(table)) is not None:
         reading.tell_pairs()
         once = table.switch("precompute_ref_log_probs")
-        reading.tell_loop(key, "dpo", precompute_ref_log_probs=once or None)
+        mixed = table.switch("sync_ref_model") or None
+        reading.tell_loop(key, "dpo", precompute_ref_log_probs=once or None, sync_ref_model=mixed)
         for key in ("beta", "precompute_ref_log_probs"):
             table.matters.pop(key, None)
     _liger(reading)
@@ -160,6 +161,7 @@ def _grpo(reading: Reading) -> None:
         vllm_mode=table.text("vllm_mode"), vllm_gpu_memory_utilization=number_of(memory, 0.3) if here else None,
         vllm_tensor_parallel_size=table.count("vllm_tensor_parallel_size"),
         vllm_enable_sleep_mode=table.switch("vllm_enable_sleep_mode") or None,
+        sync_ref_model=(table.switch("sync_ref_model") and number_of(beta, 0.0) > 0) or None,
     )  # fmt: skip
     if prompt is not None and completion is not None and "seq_len" not in reading.flags:
         tokens = (table.count("max_prompt_length") or 0) + (table.count("max_completion_length") or 0)

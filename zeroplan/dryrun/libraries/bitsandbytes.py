@@ -55,7 +55,7 @@ def _paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device
 
 
 def _kernels(module: ModuleType) -> None:
-    from zeroplan.verify.pretended import eight_bit_kernels, four_bit_kernels  # noqa: F401, PLC0415  they import bitsandbytes
+    from zeroplan.verify.fake_parts import eight_bit_kernels, four_bit_kernels  # noqa: F401, PLC0415  they import bitsandbytes
 
     what = ("bitsandbytes' kernels", "their results' shapes, and the memory that they allocate through torch")
     beyond = (

@@ -25,10 +25,10 @@ def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
     """The patches for DeepSpeed, applied at its import for the rest of the process."""
 
     def patch(deepspeed: ModuleType) -> None:
-        from zeroplan.verify.pretended.deepspeed_answers import answers  # noqa: PLC0415  it imports DeepSpeed
+        from zeroplan.verify.fake_parts.deepspeed import fake_parts_of_deepspeed  # noqa: PLC0415  it imports DeepSpeed
 
         move = nn.Module.to
-        _OPEN.enter_context(answers(DeepSpeedOptions()))
+        _OPEN.enter_context(fake_parts_of_deepspeed(DeepSpeedOptions()))
         nn.Module.to = move  # type: ignore[method-assign]  # a dry run can move fake modules
         _adams(deepspeed)
         _tell_steps(loop, deepspeed)

@@ -68,51 +68,57 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     With ``grad_accum_steps`` above 1 the moments of forward and backward are a later micro-batch's, which finds the earlier
     gradients. Source: torch 2.13, ``torch/nn/parallel/distributed.py`` and ``reducer.cpp``.
     """
-    element_bytes, compute = widths(recipe.precision).stored, compute_of(recipe)
-    plan, these = plan_of(model, recipe), passes(model, recipe, batch)
-    whole, narrow = plan.whole, are_narrow(model, recipe)
-    these = in_fp32(these, model) if narrow else these
+    element_bytes, plan = widths(recipe.precision).stored, plan_of(model, recipe)
+    these = passes(model, recipe, batch)
+    these = in_fp32(these, model) if are_narrow(model, recipe) else these
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     held = (*held, *_tables_of_each_optimizer(model, recipe))
-    parameters = _whole(Kind.PARAMETERS, element_bytes, whole.n_elements, _held(model), _REDUCER_OF)
-    width = element_bytes if model.adapter is None else compute.element_bytes  # without adapters frozen weights stay uncast
-    frozen = frozen_lines(model, width, element_bytes, "parameters", _REDUCER_OF)
-    buckets, gradients = _gradient_states(recipe, element_bytes, whole.n_elements, mesh.dp_shard)
-    tables = tables_in_layers(model, recipe, width)
-    base = (
-        parameters,
-        *frozen,
-        buckets,
-        *held,
-        *_scaler(recipe),
-        *layout(model).buffers,
-        *tables,
-        *held_beside(model, recipe, batch),
-    )
+    managed = managed_lines(recipe.optimizer, whole_tensors(trained_layout(model)))
+    weights = _weights(model, recipe, plan.whole)
+    buckets, gradients = _gradient_states(recipe, element_bytes, plan.whole.n_elements, mesh.dp_shard)
+    base = (*weights, buckets, *held, *_scaler(recipe), *layout(model).buffers, *_beside(model, recipe, batch))
     if recipe.ddp.step_in_backward:
         gradients, temporary = (), ()
     states, copied = (*base, *gradients), _copied(model, recipe, these)
-    at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
-    others = (at_step, *_buckets_rebuilt(recipe, whole, batch.grad_accum_steps, (parameters, *frozen)))
     trace = Trace()
     trace.hold("states", *base)
-    levels = levels_of(plan, batch.grad_accum_steps)
     wrapped = 1 if recipe.wraps_one_rank else where(mesh.dp_shard > 1, 1, 0)
-    Training(trace, recipe, these, levels, copied, wrapped).run()
-    symbols = (*_frozen_symbols(model, whole), *_symbols(these, copied, batch.grad_accum_steps), *counted(*held, *temporary))
+    Training(trace, recipe, these, levels_of(plan, batch.grad_accum_steps), copied, wrapped).run()
+    others = Moment("optimizer step", Phase.STEP, (*states, *temporary)), *_buckets_rebuilt(recipe, plan.whole, batch, weights)
+    symbols = (
+        *_frozen_symbols(model, plan.whole),
+        *_symbols(these, copied, batch.grad_accum_steps),
+        *counted(*held, *temporary, *managed),
+    )
     answer = Account(
         states,
         Moments((*trace.finished(), *map(entry_of, others))),
         _collectives(recipe, model, batch.grad_accum_steps, mesh.dp_shard),
         symbols=symbols,
         notes=(*_notes(model, recipe, mesh.dp_shard), *notes_of(recipe.optimizer)),
+        host=managed,
         kept=kept_in_a_block(these),
     )
-    if managed := managed_lines(recipe.optimizer, whole_tensors(trained_layout(model))):
-        answer = answer._replace(host=managed, symbols=(*symbols, *counted(*managed)))
     if not recipe.offload_activations:
         return answer
     return with_activations_away(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in these.runs))
+
+
+def _width_of_frozen(model: ModelSpec, recipe: RecipeSpec) -> int:
+    """Return the size of an element of a frozen weight; without adapters frozen weights stay uncast. [bytes]"""
+    return widths(recipe.precision).stored if model.adapter is None else compute_of(recipe).element_bytes
+
+
+def _weights(model: ModelSpec, recipe: RecipeSpec, whole: Row) -> Lines:
+    """Return trained and frozen weights. [bytes]"""
+    stored = widths(recipe.precision).stored
+    trained = _whole(Kind.PARAMETERS, stored, whole.n_elements, _held(model), _REDUCER_OF)
+    return trained, *frozen_lines(model, _width_of_frozen(model, recipe), stored, "parameters", _REDUCER_OF)
+
+
+def _beside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Lines:
+    """Return tables in layers, and what the training loop holds beside the model. [bytes]"""
+    return *tables_in_layers(model, recipe, _width_of_frozen(model, recipe)), *held_beside(model, recipe, batch)
 
 
 @lru_cache(maxsize=256)
@@ -144,7 +150,7 @@ def _copied(model: ModelSpec, recipe: RecipeSpec, these: Passes) -> Casts:
     return Casts(tuple([of_kinds[run.kind] for run in these.runs]), kept, of_head)
 
 
-def _buckets_rebuilt(recipe: RecipeSpec, whole: Row, accum: Int, parameters: Lines) -> tuple[Moment, ...]:
+def _buckets_rebuilt(recipe: RecipeSpec, whole: Row, batch: Batch, parameters: Lines) -> tuple[Moment, ...]:
     """Return the second forward of the training, in which the reducer builds its final buckets beside the first ones.
 
     It matters only if gradients are views of buckets and stay from one micro-batch to the next. Optimizer states do not exist
@@ -154,7 +160,7 @@ def _buckets_rebuilt(recipe: RecipeSpec, whole: Row, accum: Int, parameters: Lin
         return ()
     width, total = widths(recipe.precision).stored, whole.n_elements
     first = _whole(Kind.GRADIENTS, width, total, "gradients, views of the first bucket", _REBUILD)
-    final = _whole(Kind.REDUCE, width, where(accum > 1, total, 0), "the reducer's final buckets", _REBUILD)
+    final = _whole(Kind.REDUCE, width, where(batch.grad_accum_steps > 1, total, 0), "the reducer's final buckets", _REBUILD)
     final = final._replace(formula=f"{final.formula}·M")
     return (Moment("second forward: buckets rebuilt", Phase.INIT, (*parameters, first, final)),)
 

@@ -100,14 +100,9 @@ class Replay:
     """The coordinator's state while it runs a complete trace."""
 
     def __init__(
-        self,
-        one: Pass,
-        *,
-        persistent_missing: bool = False,
-        decided: set[tuple[int, int]] | None = None,
-        later: bool = False,
+        self, one: Pass, *, persistent_missing: bool = False, decided: set[tuple[int, int]] | None = None, later: bool = False,
         last_forward: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         whole, options = one.whole, one.options
         steps = _forward_alone(one) if last_forward else _steps(one)
         self.numel = [each.end - each.start for each in whole.placed]

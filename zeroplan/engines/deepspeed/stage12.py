@@ -14,13 +14,7 @@ from zeroplan.engines.deepspeed.numbers import numbers_unsharded
 from zeroplan.engines.deepspeed.offload import kept_as, note, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.sources import SHARE, STAGE12
 from zeroplan.engines.deepspeed.stage12_backward import trained
-from zeroplan.engines.deepspeed.stage12_lines import (
-    Job,
-    frozen_weights,
-    job_of,
-    own_gradients,
-    symbols,
-)
+from zeroplan.engines.deepspeed.stage12_lines import Job, frozen_weights, job_of, own_gradients, symbols
 from zeroplan.engines.deepspeed.stage12_offload import host_lines, host_symbols, way_back
 from zeroplan.engines.deepspeed.wrappers import BF16, ENGINE, FUSED, UNFUSED, all_of, all_reduces, takes_flat_wrapper
 from zeroplan.engines.formulas import times

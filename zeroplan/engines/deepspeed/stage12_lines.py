@@ -10,18 +10,9 @@ from zeroplan.engines.deepspeed.offload import offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.formulas import product, times
 from zeroplan.engines.frozen import frozen_lines, frozen_symbols
-from zeroplan.engines.passes import (
-    Passes,
-    kept_symbols,
-)
+from zeroplan.engines.passes import Passes, kept_symbols
 from zeroplan.engines.precisions import widths
-from zeroplan.engines.rows import (
-    Row,
-    largest_slice,
-    partition_elements,
-    touched_elements,
-    trained_row,
-)
+from zeroplan.engines.rows import Row, largest_slice, partition_elements, touched_elements, trained_row
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch

@@ -11,6 +11,7 @@ from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase, Role
+from zeroplan.spec.recipe import OF_PAIRS
 from zeroplan.trace import Inside, Moments, Trace, entry_of
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
 
@@ -174,7 +175,8 @@ class MicroBatch:
         """Whether the backward of the head's unit has begun. The root's begins with the loss, unless the loss has the head."""
         if self.plan.recipe.loss == "chunked" or "loss-in-pieces" in self.plan.recipe.fused_parts:
             return at is At.FINAL_NORM
-        return self.ends is None or at is not At.LOSS or self.plan.recipe.loss == "log-probs"
+        inside = self.plan.recipe.loss == "log-probs" and self.plan.recipe.log_probs not in OF_PAIRS
+        return self.ends is None or at is not At.LOSS or inside
 
     def _gather_last_block(self, point: BackwardPoint) -> None:
         """Gather the last block, as the pre-backward hook of the root, or of the head's unit, does."""

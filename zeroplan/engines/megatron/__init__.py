@@ -4,7 +4,7 @@ With ``bf16-mixed`` a rank holds bf16 weights, fp32 main gradients, an fp32 copy
 optimizer splits the copy and the moments over the data- and context-parallel ranks. Megatron-FSDP also splits gradients, and at
 stage 3 weights (``sharded.py``).
 
-A program per layer (``zeroplan/transformer/families/megatron.py``) gives the activations that the layer keeps, and the peak of its
+A program per layer (``zeroplan/transformer/families/megatron/``) gives the activations that the layer keeps, and the peak of its
 backward. Megatron's schedules give the micro-batches in flight. zeroplan computes every pipeline rank and reports the one with the
 highest peak.
 
@@ -15,6 +15,7 @@ history of largest values, and the padding of experts' tokens for FP8.
 from zeroplan.engines.account import Account, PipelineRank
 from zeroplan.engines.megatron.chunks import chunks_per_rank, runs_of
 from zeroplan.engines.megatron.moments import moments_of
+from zeroplan.engines.megatron.on_host import host_lines
 from zeroplan.engines.megatron.rank import Rank, rank_of
 from zeroplan.engines.megatron.states import states_of
 from zeroplan.engines.megatron.symbols import symbols_of
@@ -23,6 +24,7 @@ from zeroplan.engines.megatron.widths import GRADIENTS_TOO
 from zeroplan.ledger import Moment
 from zeroplan.numeric import maximum
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.described import Job, JobParts
 from zeroplan.spec.megatron import chunks_of, cut_flags
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -65,6 +67,9 @@ _FP8_NOTE = "FP8 is read from Transformer Engine's code, not run; the step time 
 _ROWS_NOTE = "a head of few outputs is whole on every tensor-parallel rank, read from verl's and ms-swift's code, not run"
 _VERLS_NOTE = "verl's fused head and loss are read from its code, not run"
 _BESIDE_NOTE = "nanotron's gradients in 16 bits are read from its code, not run"
+_HYBRID_OPTIMIZER_NOTE = (
+    "the optimizer in host memory is read from Megatron-Core's code, not run; the step time is not modelled with it"
+)
 _PREDICTING_NOTE = "multi-token prediction is on the last pipeline rank; the step time is not modelled with it"
 
 
@@ -84,39 +89,38 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
     """Return the memory and traffic of every pipeline rank, first to last. [bytes]"""
-    last = int(mesh.pp) - 1
-    before = _layers(model, recipe, mesh, batch, received=True) if last else None
-    layers = _layers(model, recipe, mesh, batch, received=chunks_per_rank(recipe, mesh) > 1)
-    ranks = (rank_of(at, model, recipe, mesh, batch) for at in range(last + 1))
-    return tuple(
-        _of_rank(rank, layers if before is None or rank.has_head else before, model, recipe, mesh, batch) for rank in ranks
-    )
+    job, last = JobParts(model, recipe, mesh, batch), int(mesh.pp) - 1
+    before = _layers(job, received=True) if last else None
+    layers = _layers(job, received=chunks_per_rank(job) > 1)
+    ranks = (rank_of(at, job) for at in range(last + 1))
+    return tuple(_of_rank(rank, layers if before is None or rank.has_head else before, job) for rank in ranks)
 
 
-def memory_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+def memory_of_rank(at: int, job: Job) -> Account:
     """Return the states and moments of one pipeline rank, without its traffic, for a search. [bytes]
 
     Of the ranks between the first and the last with the same layers, the first of them needs most.
     """
-    layers = _layers(model, recipe, mesh, batch, received=at < int(mesh.pp) - 1 or chunks_per_rank(recipe, mesh) > 1)
-    rank = rank_of(at, model, recipe, mesh, batch)
-    states = tuple(states_of(rank, recipe, mesh))
-    return Account(states, tuple(moments_of(rank, layers, model, recipe, mesh, batch, states)), ())
+    layers = _layers(job, received=at < int(job.mesh.pp) - 1 or chunks_per_rank(job) > 1)
+    rank = rank_of(at, job)
+    states = tuple(states_of(rank, job))
+    return Account(states, tuple(moments_of(rank, layers, job, states)), ())
 
 
-def _layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, received: bool) -> Layers:
+def _layers(job: Job, *, received: bool) -> Layers:
     """Return the memory of a rank's layers. ``received``: another chunk sends the gradient of their output."""
-    return layers_of(model, tuple(run.kind for run in runs_of(model, recipe)), recipe, mesh, batch, received=received)
+    return layers_of(job, tuple(run.kind for run in runs_of(job)), received=received)
 
 
-def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    states = tuple(states_of(rank, recipe, mesh))
-    moments = tuple(moments_of(rank, layers, model, recipe, mesh, batch, states))
+def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
+    model, recipe = job.model, job.recipe
+    states = tuple(states_of(rank, job))
+    moments = tuple(moments_of(rank, layers, job, states))
     return Account(
         states,
         moments,
-        tuple(collectives_of(rank, model, recipe, mesh, batch)),
-        symbols=tuple(symbols_of(rank, layers, model, recipe, mesh, batch)) if isinstance(batch.micro_batch_size, int) else (),
+        tuple(collectives_of(rank, job)),
+        symbols=tuple(symbols_of(rank, layers, job)) if isinstance(job.batch.micro_batch_size, int) else (),
         notes=(
             NOTE,
             *((_EXPERTS_NOTE if recipe.imbalance == 1 else _UNEVEN_NOTE,) if model.moe is not None else ()),
@@ -128,9 +132,11 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
             *((_VERLS_NOTE,) if recipe.megatron.cross_entropy_fusion_impl == "verl" else ()),
             *((_BESIDE_NOTE,) if recipe.megatron.gradients_beside else ()),
             *((_PREDICTING_NOTE,) if recipe.megatron.mtp_num_layers else ()),
-            *_notes_of_cut(model, recipe, mesh),
+            *((_HYBRID_OPTIMIZER_NOTE,) if recipe.megatron.optimizer_offload_fraction else ()),
+            *_notes_of_cut(job),
             *{"gpt": (), "bert": (_BERT_NOTE,), "t5": (_T5_NOTE,)}[recipe.megatron.pretrains],
         ),
+        host=tuple(host_lines(rank, job)),
         kept=tuple((kind, one.kept) for kind, one in layers.kinds.items()),
         pipeline=(_shown(rank, moments),),
     )
@@ -148,9 +154,9 @@ def _shown(rank: Rank, moments: tuple[Moment, ...]) -> PipelineRank:
     return PipelineRank(rank.at, words, int(rank.elements + rank.experts), highest.total_bytes, highest.name)
 
 
-def _notes_of_cut(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[str, ...]:
+def _notes_of_cut(job: Job) -> tuple[str, ...]:
     """Return a note on how an uneven pipeline is cut, unless the user sets the cut."""
-    flags = cut_flags(chunks_of(model.num_hidden_layers, int(mesh.pp) * chunks_per_rank(recipe, mesh)))
-    if recipe.pipeline_layers is not None or not flags:
+    flags = cut_flags(chunks_of(job.model.num_hidden_layers, int(job.mesh.pp) * chunks_per_rank(job)))
+    if job.recipe.pipeline_layers is not None or not flags:
         return ()
     return (f"embedding and loss count as a layer each ({' '.join(flags)}), since the layers alone do not divide",)

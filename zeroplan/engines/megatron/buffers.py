@@ -7,9 +7,8 @@ from zeroplan.engines.megatron.parameters import head_of, is_expert, is_split, o
 from zeroplan.engines.megatron.rank import Rank
 from zeroplan.ledger import Kind, Line, OffGpu, Tag
 from zeroplan.numeric import Int, ceil_div, maximum
+from zeroplan.spec.described import Job
 from zeroplan.spec.family import UNROTATED
-from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.megatron import Layers, element_of, keeps_placeholders
 
@@ -19,13 +18,14 @@ STAND_INS = "Transformer Engine 2026-08, pytorch/module/base.py, get_dummy_wgrad
 _KEPT = Tag(off_gpu=OffGpu.KEPT)
 
 
-def buffer_lines(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+def buffer_lines(rank: Rank, layers: Layers, job: Job) -> Iterator[Line]:
     """Yield the tensors that Megatron-Core allocates once and keeps. [bytes]
 
     They are one buffer for attention scores and gathered tokens, and Transformer Engine's placeholders for weight gradients.
     """
-    needs = {**_scores(recipe), **_gathered(rank, model, recipe)}
-    sizes = tuple(layers.value(name) * (1 if width == "" else model.hidden_size) for name, width in needs.items())
+    recipe = job.recipe
+    needs = {**_scores(recipe), **_gathered(rank, job)}
+    sizes = tuple(layers.value(name) * (1 if width == "" else job.model.hidden_size) for name, width in needs.items())
     elements = maximum(*sizes) if len(sizes) > 1 else sum(sizes)
     if needs and not (isinstance(elements, int) and not elements):
         several = ", ".join(f"{width}{name}" for name, width in needs.items())
@@ -33,19 +33,20 @@ def buffer_lines(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpe
         reason = "buffer of attention scores, one for all layers" if _scores(recipe) else "buffer of gathered tokens"
         yield Line(Kind.WORKSPACE, element_of(recipe) * elements, reason, formula, BUFFER, _KEPT)
     if keeps_placeholders(recipe):
-        yield _stand_ins(rank, model, recipe, mesh)
+        yield _stand_ins(rank, job)
 
 
-def rotary_tables(layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+def rotary_tables(layers: Layers, job: Job) -> Iterator[Line]:
     """Yield the rotary angles of all positions in fp32. Every chunk of layers makes them once. [bytes]"""
+    model = job.model
     if (
         model.positions
         or model.mla is not None
         or model.family in UNROTATED
-        or recipe.megatron.hybrid_layer_pattern is not None
+        or job.recipe.megatron.hybrid_layer_pattern is not None
     ):
         return
-    chunks = chunks_per_rank(recipe, mesh)
+    chunks = chunks_per_rank(job)
     yield Line(Kind.ACTIVATIONS, 4 * chunks * layers.value("R_r"), "angles of rotary positions", f"{4 * chunks}·R_r", ANGLES)
 
 
@@ -56,37 +57,37 @@ def _scores(recipe: RecipeSpec) -> dict[str, str]:
     return dict.fromkeys(("S_r", "S_e", "S_c") if recipe.megatron.pretrains == "t5" else ("S_r",), "")
 
 
-def _gathered(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> dict[str, str]:
+def _gathered(rank: Rank, job: Job) -> dict[str, str]:
     """Return the symbols of the tokens gathered into the buffer, with the width of each.
 
     Megatron's own matrices gather their input there, and so does the all-gather dispatcher of experts.
     """
-    own_matrices = rank.has_head or recipe.megatron.transformer_impl == "local"
-    gathers_for_experts = model.moe is not None and recipe.megatron.moe_token_dispatcher_type == "allgather"  # noqa: S105
+    own_matrices = rank.has_head or job.recipe.megatron.transformer_impl == "local"
+    gathers_for_experts = job.model.moe is not None and job.recipe.megatron.moe_token_dispatcher_type == "allgather"  # noqa: S105
     return {**({"T_w": "h·"} if own_matrices else {}), **({"T_a": "h·"} if gathers_for_experts else {})}
 
 
-def _stand_ins(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
+def _stand_ins(rank: Rank, job: Job) -> Line:
     """Return the placeholders that Transformer Engine gives to autograd instead of weight gradients. [bytes]
 
     The real gradients are in the main gradients already. Transformer Engine keeps one placeholder for each shape of a matrix.
     """
     reason = "placeholders for gradients that matrices accumulate themselves, one per shape"
-    return Line(Kind.WORKSPACE, element_of(recipe) * of_each_shape(rank, model, recipe, mesh), reason, "e·M", STAND_INS)
+    return Line(Kind.WORKSPACE, element_of(job.recipe) * of_each_shape(rank, job), reason, "e·M", STAND_INS)
 
 
-def of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+def of_each_shape(rank: Rank, job: Job) -> Int:
     """Return the elements of one matrix of each shape: in attention, dense MLP, one expert and the head."""
     found: dict[str, Int] = {}
-    for run in (run for run, here in zip(runs_of(model, recipe), rank.counts, strict=True) if here):
+    for run in (run for run, here in zip(runs_of(job), rank.counts, strict=True) if here):
         for parameter in run.parameters:
-            if is_expert(parameter) and model.moe is not None:
-                found[parameter.name] = ceil_div(of_one_rank(parameter, model, recipe, mesh) * mesh.ep, model.moe.num_experts)
+            if is_expert(parameter) and job.model.moe is not None:
+                found[parameter.name] = ceil_div(of_one_rank(parameter, job) * job.mesh.ep, job.model.moe.num_experts)
             elif is_split(parameter.name) and not parameter.name.endswith(".bias"):
-                found[parameter.name] = of_one_rank(parameter, model, recipe, mesh)
-        found["shared expert"] = maximum(found.get("shared expert", 0), of_shared_expert(run.kind, model, recipe, mesh))
-    of_head = rank.has_head and recipe.megatron.cross_entropy_fusion_impl != "verl"  # whose kernels return the gradient
-    elements: Int = head_of(model, recipe, mesh)[0] if of_head else 0
+                found[parameter.name] = of_one_rank(parameter, job)
+        found["shared expert"] = maximum(found.get("shared expert", 0), of_shared_expert(run.kind, job))
+    of_head = rank.has_head and job.recipe.megatron.cross_entropy_fusion_impl != "verl"  # whose kernels return the gradient
+    elements: Int = head_of(job)[0] if of_head else 0
     for each in found.values():
         elements = elements + each
     return elements

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from zeroplan.engines.megatron.schedule import order_of
 from zeroplan.numeric import Int
+from zeroplan.spec.described import Job
 from zeroplan.spec.megatron import chunks_of
-from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import Stage as Chunk
 from zeroplan.spec.pipeline import stages_per_rank
@@ -27,9 +27,13 @@ Counts = tuple[int, ...]
 LETTERS = {kind: letter for letter, kind in HYBRID.items()}
 
 
-def chunks_per_rank(recipe: RecipeSpec, mesh: Mesh) -> int:
+def chunks_per_rank(job: Job) -> int:
     """Return the number of chunks on each pipeline rank (``--num-virtual-stages-per-pipeline-rank``)."""
-    return 1 if int(mesh.pp) == 1 else stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
+    return (
+        1
+        if int(job.mesh.pp) == 1
+        else stages_per_rank(job.recipe.pipeline_schedule or "1f1b", job.recipe.pipeline_stages_per_rank)
+    )
 
 
 def layers_of_a_checkpoint(recipe: RecipeSpec) -> int:
@@ -37,18 +41,22 @@ def layers_of_a_checkpoint(recipe: RecipeSpec) -> int:
     return recipe.megatron.recompute_num_layers if recipe.recompute == "full" else 1
 
 
-def stages_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Chunk, ...]:
+def stages_of(at: int, job: Job) -> tuple[Chunk, ...]:
     """Return the chunks of one pipeline rank: every pp-th chunk of the model."""
-    pp = int(mesh.pp)
-    return chunks_of(model.num_hidden_layers, pp * chunks_per_rank(recipe, mesh), recipe.layers_by_hand)[at::pp]
+    pp = int(job.mesh.pp)
+    return chunks_of(job.model.num_hidden_layers, pp * chunks_per_rank(job), job.recipe.layers_by_hand)[at::pp]
 
 
-@lru_cache(maxsize=256)
-def runs_of(model: ModelSpec, recipe: RecipeSpec) -> tuple[BlockRun, ...]:
+def runs_of(job: Job) -> tuple[BlockRun, ...]:
     """Return the model's layers by kind, with those of multi-token prediction.
 
     T5 has encoder layers first; each decoder layer also has parameters to attend to the encoder's output.
     """
+    return _runs(job.model, job.recipe)
+
+
+@lru_cache(maxsize=256)
+def _runs(model: ModelSpec, recipe: RecipeSpec) -> tuple[BlockRun, ...]:
     runs, hidden, own = layout(model).runs, model.hidden_size, recipe.megatron
     if own.hybrid_layer_pattern is not None:
         return tuple(_hybrid_runs(model, recipe))
@@ -87,12 +95,12 @@ def _hybrid_runs(model: ModelSpec, recipe: RecipeSpec) -> Iterator[BlockRun]:
             yield BlockRun(kind, layers, {"attention": attends, "mamba": mamba}.get(kind, rest))
 
 
-def counts_of(chunk: Chunk, model: ModelSpec, recipe: RecipeSpec) -> Counts:
+def counts_of(chunk: Chunk, job: Job) -> Counts:
     """Return the number of layers of each kind in a chunk. T5 has all layers on one rank."""
-    runs = runs_of(model, recipe)
-    if recipe.megatron.pretrains == "t5":
+    runs = runs_of(job)
+    if job.recipe.megatron.pretrains == "t5":
         return tuple(run.layers for run in runs)
-    pattern = recipe.megatron.hybrid_layer_pattern
+    pattern = job.recipe.megatron.hybrid_layer_pattern
     if pattern is not None:
         return tuple(pattern[chunk.start : chunk.stop].count(LETTERS[run.kind]) for run in runs)
     counts, start = [], 0
@@ -105,16 +113,16 @@ def counts_of(chunk: Chunk, model: ModelSpec, recipe: RecipeSpec) -> Counts:
     return tuple(counts)
 
 
-def ranks_in_question(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> dict[int, int]:
+def ranks_in_question(job: Job) -> dict[int, int]:
     """Return the ranks that may be the fullest or the slowest, and for each the number of similar ranks, itself included.
 
     These are the first rank, the last rank, and the first of each group of ranks between with the same layers. The first of a group
     has the most micro-batches in flight.
     """
-    last, alike = int(mesh.pp) - 1, {0: 1}
+    last, alike = int(job.mesh.pp) - 1, {0: 1}
     first: dict[tuple[Counts, ...], int] = {}
     for at in range(1, last):
-        one = first.setdefault(tuple(counts_of(chunk, model, recipe) for chunk in stages_of(at, model, recipe, mesh)), at)
+        one = first.setdefault(tuple(counts_of(chunk, job) for chunk in stages_of(at, job)), at)
         alike[one] = alike.get(one, 0) + 1
     return alike | {last: 1}
 

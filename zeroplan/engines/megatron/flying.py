@@ -7,10 +7,9 @@ from zeroplan.engines.megatron.chunks import LETTERS, Counts, fullest, layers_of
 from zeroplan.engines.megatron.rank import Rank
 from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum
-from zeroplan.spec.batch import Batch
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.families.megatron import CROSS, ENCODED
+from zeroplan.transformer.families.megatron.attention import CROSS, ENCODED
 from zeroplan.transformer.megatron import Layers, element_of
 
 T5 = "Megatron-LM 2026-08, megatron/core/models/T5/t5_model.py, T5Model.forward"
@@ -51,17 +50,17 @@ def without(flying: Flying, over: tuple[Int, ...]) -> Flying:
     return flying._replace(counts=counts, formulas=formulas)
 
 
-def flying_of(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, loss: bool = False) -> Flying:
+def flying_of(rank: Rank, layers: Layers, job: Job, *, loss: bool = False) -> Flying:
     """Return the layers in flight when they need most memory; with ``loss``, when the loss is computed."""
-    kinds, together = [run.kind for run in runs_of(model, recipe)], layers_of_a_checkpoint(recipe)
+    kinds, together = [run.kind for run in runs_of(job)], layers_of_a_checkpoint(job.recipe)
     each = tuple(tuple(ceil_div(count, together) for count in counts) for counts in rank.each)
-    letters = _letters_of(rank, recipe, kinds)
+    letters = _letters_of(rank, job.recipe, kinds)
     if len(set(each)) == 1:
         counts: tuple[Int, ...] = tuple(rank.chunks * count for count in each[0])
         words = tuple(f"{count} {kind} layers of a chunk" for count, kind in zip(each[0], kinds, strict=True))
         return Flying(counts, tuple(f"K·{count}" for count in each[0]), words, each, *letters)
     weights = tuple(total_bytes((*layers.kinds[kind].kept, *layers.kinds[kind].statistics)) for kind in kinds)
-    found = fullest(rank.schedule, each, batch.grad_accum_steps, weights, loss=loss)
+    found = fullest(rank.schedule, each, job.batch.grad_accum_steps, weights, loss=loss)
     letter = "G" if loss else "F"
     words = tuple(f"{kind} layers" for kind in kinds)
     return Flying(found, tuple(f"{letter}_{kind}" for kind in kinds), words, each, *letters)
@@ -75,14 +74,12 @@ def _letters_of(rank: Rank, recipe: RecipeSpec, kinds: list[str]) -> tuple[tuple
     return tuple(pattern[one.start : one.stop] for one in rank.stages), "".join(LETTERS[kind] for kind in kinds)
 
 
-def in_layers(
-    flying: Flying, layers: Layers, model: ModelSpec, recipe: RecipeSpec, *, last: str | None = None
-) -> Iterator[Line]:
+def in_layers(flying: Flying, layers: Layers, job: Job, *, last: str | None = None) -> Iterator[Line]:
     """Yield the activations that layers in flight keep. [bytes]
 
     With ``last``, the backward runs a layer of that kind. Neither this layer nor the later ones of its chunk are counted.
     """
-    kinds = [run.kind for run in runs_of(model, recipe)]
+    kinds = [run.kind for run in runs_of(job)]
     at = None if last is None else kinds.index(last)
     for number, kind in enumerate(kinds):
         count, formula = flying.counts[number], flying.formulas[number]
@@ -90,7 +87,7 @@ def in_layers(
         if isinstance(count, int) and count <= over:
             continue
         if kind == "decoder":
-            yield from _encoded(layers, model, recipe)
+            yield from _encoded(layers, job)
         several = f"({formula} - {over})" if over else formula
         for letter, lines, what in (
             ("S", layers.kinds[kind].kept, "keep"),
@@ -102,9 +99,9 @@ def in_layers(
                 yield Line(Kind.ACTIVATIONS, n_bytes, reason, f"{several}·{letter}_{kind}", SCHEDULE)
 
 
-def _encoded(layers: Layers, model: ModelSpec, recipe: RecipeSpec) -> Iterator[Line]:
+def _encoded(layers: Layers, job: Job) -> Iterator[Line]:
     """Yield the output of T5's encoder, which every decoder layer reads, and what its final norm keeps. [bytes]"""
-    tokens, e = layers.value("T_e"), element_of(recipe)
-    yield Line(Kind.ACTIVATIONS, e * tokens * model.hidden_size, ENCODED, "e·T_e·h", CROSS)
-    norm = (e * model.hidden_size + 8) * tokens
+    tokens, e = layers.value("T_e"), element_of(job.recipe)
+    yield Line(Kind.ACTIVATIONS, e * tokens * job.model.hidden_size, ENCODED, "e·T_e·h", CROSS)
+    norm = (e * job.model.hidden_size + 8) * tokens
     yield Line(Kind.ACTIVATIONS, norm, "input and statistics of the encoder's final norm", "(e·h + 8)·T_e", T5)

@@ -6,9 +6,7 @@ from zeroplan.engines.megatron.flying import T5
 from zeroplan.engines.megatron.rank import Rank
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import ceil_div
-from zeroplan.spec.batch import Batch
-from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.megatron import drops_hidden, element_of, encoder_length, masks_in_place, own_part, own_part_formula
 
@@ -31,59 +29,62 @@ def saves_mask(recipe: RecipeSpec) -> bool:
     return recipe.recompute == "full" or of_attention or masks_in_place(recipe)
 
 
-def embedded_lines(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+def embedded_lines(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield the token ids, the mask of the embedding's dropout, and what a norm after the embedding keeps. [bytes]"""
+    model, recipe, batch = job.model, job.recipe, job.batch
     tokens = batch.micro_batch_size * batch.seq_len
-    width, what = width_of_embedding(model, recipe), "input ids and positions, int64" if model.positions else "input ids, int64"
-    ids = ceil_div(width * tokens, mesh.cp)
+    width, what = width_of_embedding(job), "input ids and positions, int64" if model.positions else "input ids, int64"
+    ids = ceil_div(width * tokens, job.mesh.cp)
     yield Line(Kind.ACTIVATIONS, rank.embeds * ids, what, f"H·ceil({width}·T/C)", REPORT)
     if recipe.megatron.pretrains == "t5":
-        read = batch.micro_batch_size * encoder_length(recipe, batch)
+        read = batch.micro_batch_size * encoder_length(job)
         yield Line(Kind.ACTIVATIONS, rank.embeds * 16 * read, "the encoder's input ids and mask, int64", "H·16·T_e", T5)
-        if drops_hidden(model, recipe):
+        if drops_hidden(job):
             n_bytes = rank.embeds * read * model.hidden_size
             yield Line(Kind.ACTIVATIONS, n_bytes, "mask of the dropout before the encoder", "H·T_e·h", T5)
-    if drops_hidden(model, recipe):
+    if drops_hidden(job):
         masks, formula = (
-            rank.embeds * own_part(tokens * model.hidden_size, recipe, mesh),
+            rank.embeds * own_part(tokens * model.hidden_size, job),
             f"H·{own_part_formula('T·h', recipe)}",
         )
         yield Line(Kind.ACTIVATIONS, masks, "mask of the embedding's dropout", formula, REPORT)
     if model.family == "bloom":
-        inputs = rank.embeds * ceil_div((element_of(recipe) * model.hidden_size + 8) * tokens, mesh.cp)
+        inputs = rank.embeds * ceil_div((element_of(recipe) * model.hidden_size + 8) * tokens, job.mesh.cp)
         reason = "input of the embedding's norm, and its statistics"
         yield Line(Kind.ACTIVATIONS, inputs, reason, "H·ceil((e·h + 8)·T/C)", EMBEDDING_NORM)
 
 
-def width_of_embedding(model: ModelSpec, recipe: RecipeSpec) -> int:
+def width_of_embedding(job: Job) -> int:
     """Return the size of token ids, with positions where these are learned; of BERT's and T5's whole batch. [bytes per token]"""
-    return {"gpt": 16 if model.positions else 8, "bert": 40, "t5": 32}[recipe.megatron.pretrains]
+    return {"gpt": 16 if job.model.positions else 8, "bert": 40, "t5": 32}[job.recipe.megatron.pretrains]
 
 
-def attention_masks(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+def attention_masks(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield the attention mask of the first and the last rank: one byte per pair of tokens of the current micro-batch. [bytes]
 
     If autograd saves the mask, the first rank has one for each micro-batch in flight. BERT and T5 have masks of padding instead.
     """
+    recipe, batch = job.recipe, job.batch
     if recipe.megatron.pretrains != "gpt":
-        yield _padding_masks(recipe, batch)
+        yield _padding_masks(job)
         return
     if not (recipe.megatron.create_attention_mask_in_dataloader and (rank.at == 0 or rank.has_head)):
         return
-    each = ceil_div(batch.micro_batch_size * batch.seq_len * batch.seq_len, mesh.cp)
+    each = ceil_div(batch.micro_batch_size * batch.seq_len * batch.seq_len, job.mesh.cp)
     if not saves_mask(recipe) or rank.at > 0:
         yield Line(Kind.ACTIVATIONS, each, ATTENTION_MASK, "ceil(T·s/C)", MASK)
     else:
         yield Line(Kind.ACTIVATIONS, rank.embeds * each, ATTENTION_MASK, "H·ceil(T·s/C)", MASK_SAVED)
 
 
-def _padding_masks(recipe: RecipeSpec, batch: Batch) -> Line:
+def _padding_masks(job: Job) -> Line:
     """Return the masks of padding, which every rank has. [bytes]
 
     Transformer Engine's layers get one byte per token, local layers one byte per pair of tokens.
     """
-    size, pairs, own = batch.micro_batch_size, recipe.megatron.transformer_impl == "local", batch.seq_len
-    other = encoder_length(recipe, batch)
+    recipe = job.recipe
+    size, pairs, own = job.batch.micro_batch_size, recipe.megatron.transformer_impl == "local", job.batch.seq_len
+    other = encoder_length(job)
     if recipe.megatron.pretrains == "bert":
         n_bytes, formula = (size * own * own, "T·s") if pairs else (size * own, "T")
     elif pairs:

@@ -5,48 +5,41 @@ from zeroplan.engines.megatron.rank import Rank
 from zeroplan.engines.megatron.schedule import Left, Stage, left_lines, left_of, lines_of, own_state
 from zeroplan.ledger import Line
 from zeroplan.numeric import ceil_div
-from zeroplan.spec.batch import Batch
-from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.described import Job
 from zeroplan.transformer.megatron import ROUTED
 
 DISPATCHER = "Megatron-LM 2026-08, megatron/core/transformer/moe/token_dispatcher.py, dispatch_preprocess"
 _GRAPHS = "inputs of layers with experts and their gradients, until these run again"
 
 
-def left_by_schedule(
-    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
-) -> dict[str, tuple[Line, ...]]:  # fmt: skip
+def left_by_schedule(rank: Rank, job: Job) -> dict[str, tuple[Line, ...]]:
     """Return the lines of the hidden states that the schedule keeps, by the names of :class:`Left`. [bytes]"""
-    return left_lines(left_by(rank, recipe, mesh, batch), model, recipe, mesh, batch)
+    return left_lines(left_by(rank, job), job)
 
 
-def left_by_graphs(
-    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
-) -> dict[str, tuple[Line, ...]]:  # fmt: skip
+def left_by_graphs(rank: Rank, job: Job) -> dict[str, tuple[Line, ...]]:
     """Return the lines of the hidden states that dispatchers' graphs keep, by the names of :class:`Behind`. [bytes]"""
-    counts = behind_by(rank, model, recipe, batch)._asdict()
-    return lines_of(counts, "J", _GRAPHS, DISPATCHER, own_state(model, recipe, mesh, batch))
+    counts = behind_by(rank, job)._asdict()
+    return lines_of(counts, "J", _GRAPHS, DISPATCHER, own_state(job))
 
 
-def left_by(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Left:
+def left_by(rank: Rank, job: Job) -> Left:
     """Return how many hidden states the pipeline's schedule keeps longer than it needs them."""
-    pp = int(mesh.pp)
-    group = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
-    stage = Stage(rank.at, pp, chunks_per_rank(recipe, mesh), batch.grad_accum_steps, group)
-    return left_of(stage, overlapped=recipe.megatron.overlap_p2p_comm)
+    pp = int(job.mesh.pp)
+    group = job.recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
+    stage = Stage(rank.at, pp, chunks_per_rank(job), job.batch.grad_accum_steps, group)
+    return left_of(stage, overlapped=job.recipe.megatron.overlap_p2p_comm)
 
 
-def behind_by(rank: Rank, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Behind:
+def behind_by(rank: Rank, job: Job) -> Behind:
     """Return how many hidden states the token dispatchers' graphs keep after full recomputation."""
-    if recipe.recompute != "full" or model.moe is None:
+    if job.recipe.recompute != "full" or job.model.moe is None:
         return Behind()
-    kinds, together = [run.kind in ROUTED for run in runs_of(model, recipe)], layers_of_a_checkpoint(recipe)
+    kinds, together = [run.kind in ROUTED for run in runs_of(job)], layers_of_a_checkpoint(job.recipe)
     layers = tuple(sum(ceil_div(count, together) for count in counts) for counts in rank.each)
     routed = tuple(
         sum(ceil_div(count, together) for count, has in zip(counts, kinds, strict=True) if has) for counts in rank.each
     )
-    found = left_behind(rank.schedule, layers, routed, batch.grad_accum_steps, received=not rank.has_head)
+    found = left_behind(rank.schedule, layers, routed, job.batch.grad_accum_steps, received=not rank.has_head)
     given = [chunk for chunk in range(len(layers)) if rank.at or chunk]  # ``left_by`` counts the inputs of these chunks
     return found._replace(step=found.step - sum(routed[chunk] == layers[chunk] > 0 for chunk in given))

@@ -19,16 +19,14 @@ from zeroplan.engines.megatron.loss import (
 )
 from zeroplan.engines.megatron.made_gradients import made_lines
 from zeroplan.engines.megatron.muon import muon_step
+from zeroplan.engines.megatron.on_host import copied_back
 from zeroplan.engines.megatron.parameters import table_of
 from zeroplan.engines.megatron.rank import Rank, kinds_backward
 from zeroplan.engines.megatron.sharded import AT_AHEAD, AT_END, AT_HEAD, AT_LAST, AT_LOSS, AT_STEP, Sharding, sharding_of
 from zeroplan.engines.megatron.states import step_lines
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import ceil_div, minimum
-from zeroplan.spec.batch import Batch
-from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.described import Job
 from zeroplan.transformer.megatron import Cost, Layers, element_of, keeps_placeholders
 
 RERUN = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock._checkpointed_forward"
@@ -42,10 +40,7 @@ class Step(NamedTuple):
 
     rank: Rank
     layers: Layers
-    model: ModelSpec
-    recipe: RecipeSpec
-    mesh: Mesh
-    batch: Batch
+    job: Job
     flying: Flying
     held: tuple[Line, ...]
     """In the whole step."""
@@ -62,12 +57,12 @@ class Step(NamedTuple):
     @property
     def until_backward(self) -> tuple[Line, ...]:
         """The lines outside layers that the backward still needs."""
-        return (*self.held, *self.embedded, *(self.masks if saves_mask(self.recipe) else ()))
+        return (*self.held, *self.embedded, *(self.masks if saves_mask(self.job.recipe) else ()))
 
     @property
     def in_backward(self) -> tuple[Line, ...]:
         """The lines outside layers while these run backward, except those of ``graphs``."""
-        waiting = _waiting(self.rank, self.model, self.recipe, self.mesh)
+        waiting = _waiting(self.rank, self.job)
         return (*self.until_backward, *self.left["backward"], *waiting)
 
     def whole(self, at: str | int) -> tuple[Line, ...]:
@@ -76,23 +71,21 @@ class Step(NamedTuple):
 
     def made(self, at: str) -> tuple[Line, ...]:
         """Return the gradients in 16 bits that the backward has made (:func:`made_lines`). [bytes]"""
-        return made_lines(at, self.rank, self.model, self.recipe, self.mesh)
+        return made_lines(at, self.rank, self.job)
 
     def waiting_layers(self, flying: Flying, *, last: str | None = None) -> tuple[Line, ...]:
         """Return what layers in flight keep (:func:`in_layers`). [bytes]"""
-        return tuple(in_layers(flying, self.layers, self.model, self.recipe, last=last))
+        return tuple(in_layers(flying, self.layers, self.job, last=last))
 
 
-def moments_of(
-    rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
-) -> Iterator[Moment]:  # fmt: skip
+def moments_of(rank: Rank, layers: Layers, job: Job, states: tuple[Line, ...]) -> Iterator[Moment]:
     """Yield the moments of a rank's step, in the order of the step. [bytes]"""
     step = Step(
-        rank, layers, model, recipe, mesh, batch, flying_of(rank, layers, model, recipe, batch),
-        (*states, *buffer_lines(rank, layers, model, recipe, mesh), *rotary_tables(layers, model, recipe, mesh)),
-        (*embedded_lines(rank, model, recipe, mesh, batch), *deferred_lines(rank, model, recipe, mesh, batch)),
-        tuple(attention_masks(rank, recipe, mesh, batch)), left_by_schedule(rank, model, recipe, mesh, batch),
-        left_by_graphs(rank, model, recipe, mesh, batch), sharding_of(rank, model, recipe, mesh),
+        rank, layers, job, flying_of(rank, layers, job),
+        (*states, *buffer_lines(rank, layers, job), *rotary_tables(layers, job)),
+        (*embedded_lines(rank, job), *deferred_lines(rank, job)),
+        tuple(attention_masks(rank, job)), left_by_schedule(rank, job),
+        left_by_graphs(rank, job), sharding_of(rank, job),
     )  # fmt: skip
     yield from _forward(step)
     if rank.has_head:
@@ -100,7 +93,8 @@ def moments_of(
     yield from _backward(step) if step.sharding is None else _backward_of_shards(step, step.sharding)
     if rank.at == 0:
         yield _backward_of_embedding(step)
-    own = (muon_step(model, recipe, mesh),) if recipe.optimizer == "muon" else step_lines(rank, recipe, mesh)
+    own = (muon_step(job),) if job.recipe.optimizer == "muon" else step_lines(rank, job)
+    own = (*own, *copied_back(rank, job))
     lines = (*step.held, *step.whole(AT_STEP), *step.left["step"], *step.graphs["step"], *own)
     yield Moment("optimizer step", Phase.STEP, lines)
 
@@ -108,7 +102,7 @@ def moments_of(
 def _forward(step: Step) -> Iterator[Moment]:
     """Yield the forward with all layers in flight, and with weights gathered ahead."""
     flying, sharding = step.flying, step.sharding
-    kinds = kinds_backward(step.rank, step.model, step.recipe)
+    kinds = kinds_backward(step.rank, step.job)
     running = step.layers.kinds[kinds[0]].cost.forward if kinds else ()
     around = *step.held, *step.embedded, *step.masks, *step.left["forward"], *step.graphs["forward"]
     lines = (*around, *step.whole(AT_LAST), *step.waiting_layers(flying), *running)
@@ -121,26 +115,26 @@ def _forward(step: Step) -> Iterator[Moment]:
 
 def _around_loss(step: Step) -> Iterator[Moment]:
     """Yield the loss, its backward and the head's."""
-    rank, layers, model, recipe, mesh, batch = step[:6]
-    head, each = head_lines(model, recipe, mesh, batch), tuple(each_token(rank, model, recipe, mesh, batch))
-    flying = step.waiting_layers(flying_of(rank, layers, model, recipe, batch, loss=True))
-    at_loss = (*flying, *other_losses(model, recipe, mesh, batch), *step.graphs["loss"])
+    job = step.job
+    head, each = head_lines(job), tuple(each_token(step.rank, job))
+    flying = step.waiting_layers(flying_of(step.rank, step.layers, job, loss=True))
+    at_loss = (*flying, *other_losses(job), *step.graphs["loss"])
     gathered = step.whole(AT_LOSS)
     lines = (*step.held, *gathered, *at_loss, *step.embedded, *step.masks, *step.left["loss"], *head, *each)
     yield Moment("loss", Phase.LOSS, lines, of_forward=True)
-    around, cast = (*step.until_backward, *step.left["head"]), (head[0], *logits_of_loss(model, recipe, mesh, batch))
+    around, cast = (*step.until_backward, *step.left["head"]), (head[0], *logits_of_loss(job))
     yield Moment("backward of the loss", Phase.BACKWARD, (*around, *gathered, *at_loss, *cast))
-    grown, placeholders = tuple(head_backward(model, recipe, mesh, batch)), keeps_placeholders(recipe)
+    grown, placeholders = tuple(head_backward(job)), keeps_placeholders(job.recipe)
     written = (*(step.whole(AT_HEAD) if placeholders else gathered), *step.made("head"))
     yield Moment("backward of the head", Phase.BACKWARD, (*around, *written, *at_loss, head[0], *grown))
-    if step.sharding is not None and not placeholders and not model.tie_word_embeddings:
+    if step.sharding is not None and not placeholders and not job.model.tie_word_embeddings:
         copied = (*around, *step.whole(AT_HEAD), *at_loss, head[0], *grown[1:])
         yield Moment("gradient of the head, copied", Phase.BACKWARD, copied)
 
 
-def lasts_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> set[int]:
+def lasts_of(rank: Rank, job: Job) -> set[int]:
     """Return, for each kind, how many layers run backward before its last layer does."""
-    order = kinds_backward(rank, model, recipe)
+    order = kinds_backward(rank, job)
     return {order.index(kind) for kind in order}
 
 
@@ -149,13 +143,13 @@ def _backward_of_shards(step: Step, sharding: Sharding) -> Iterator[Moment]:
 
     Layers whose backward has run may still have whole gradients. Layers before them may already have gathered weights.
     """
-    rank, _, model, recipe = step[:4]
-    order, together = kinds_backward(rank, model, recipe), layers_of_a_checkpoint(recipe)
+    rank, job, recipe = step.rank, step.job, step.job.recipe
+    order, together = kinds_backward(rank, job), layers_of_a_checkpoint(recipe)
     around = *step.in_backward, *step.graphs["backward"], *step.made("end")
     again = "" if recipe.recompute == "none" else ", recomputed"
-    for behind in sharding.backwards(lasts_of(rank, model, recipe)):
+    for behind in sharding.backwards(lasts_of(rank, job)):
         kind = order[behind]
-        over = tuple(ceil_div(order[: behind + 1].count(run.kind), together) for run in runs_of(model, recipe))
+        over = tuple(ceil_div(order[: behind + 1].count(run.kind), together) for run in runs_of(job))
         cost = step.layers.kinds[kind].cost
         below = *around, *sharding.lines(behind), *step.waiting_layers(without(step.flying, over))
         inside = *_run_again_with_it(cost, kind, min(together, len(order))), *cost.backward
@@ -169,15 +163,14 @@ def _backward_of_embedding(step: Step) -> Moment:
 
     By then the micro-batch's backward has run all layers of the first chunk.
     """
-    rank, _, model, recipe, mesh, batch = step[:6]
-    together = layers_of_a_checkpoint(recipe)
-    over = tuple(ceil_div(count, together) for count in rank.each[0])
+    job, batch, together = step.job, step.job.batch, layers_of_a_checkpoint(step.job.recipe)
+    over = tuple(ceil_div(count, together) for count in step.rank.each[0])
     others = step.waiting_layers(without(step.flying, over))
-    e, what = element_of(recipe), "gradient of the embedding's output, and what the stage received"
-    several = 1 if rank.has_head else 2
-    arrived = ceil_div(several * e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
+    e, what = element_of(job.recipe), "gradient of the embedding's output, and what the stage received"
+    several = 1 if step.rank.has_head else 2
+    arrived = ceil_div(several * e * batch.micro_batch_size * batch.seq_len * job.model.hidden_size, job.mesh.cp)
     gradient = Line(Kind.ACTIVATION_GRADIENTS, arrived, what, f"ceil({several}·e·T·h/C)", EMBEDDED)
-    table = e * table_of(model, recipe, mesh)
+    table = e * table_of(job)
     whole = Line(Kind.TEMPORARY, table, "gradient of the embedding's table", "e·ceil(V_p·h/p)", EMBEDDED)
     around = *step.in_backward, *step.graphs["embedding"], *step.whole(AT_END), *step.made("end")
     return Moment("backward of the embedding", Phase.BACKWARD, (*around, *others, whole, gradient))
@@ -188,17 +181,17 @@ def _backward(step: Step) -> Iterator[Moment]:
 
     Full recomputation first runs the whole layer again, selective recomputation only some of its modules.
     """
-    rank, layers, model, recipe = step[:4]
+    rank, recipe = step.rank, step.job.recipe
     around = *step.in_backward, *step.graphs["backward"]
     again = "" if recipe.recompute == "none" else ", recomputed"
-    runs = [run for run, count in zip(runs_of(model, recipe), rank.counts, strict=True) if count]
+    runs = [run for run, count in zip(runs_of(step.job), rank.counts, strict=True) if count]
     together = min(layers_of_a_checkpoint(recipe), max(map(max, rank.each)))
     for run in reversed(runs):
-        cost = layers.kinds[run.kind].cost
+        cost = step.layers.kinds[run.kind].cost
         below = (
             *step.waiting_layers(step.flying, last=run.kind),
             *_run_again_with_it(cost, run.kind, together),
-            *_beside_it(cost, run.kind, recipe, step.batch),
+            *_beside_it(cost, run.kind, step.job),
             *step.made(run.kind),
         )
         what = "a layer" if run is runs[-1] else f"a {run.kind} layer"
@@ -209,11 +202,11 @@ def _backward(step: Step) -> Iterator[Moment]:
 
 def _last_backward(step: Step, kind: str, together: int, around: tuple[Line, ...], again: str) -> Moment:
     """Return the backward of the layer that runs last, with the gradients of all layers."""
-    over = tuple(ceil_div(count, layers_of_a_checkpoint(step.recipe)) for count in step.rank.each[0])
+    over = tuple(ceil_div(count, layers_of_a_checkpoint(step.job.recipe)) for count in step.rank.each[0])
     others, cost = step.waiting_layers(without(step.flying, over)), step.layers.kinds[kind].cost
     inside = (
         *_run_again_with_it(cost, kind, together),
-        *_beside_it(cost, kind, step.recipe, step.batch),
+        *_beside_it(cost, kind, step.job),
         *cost.backward,
     )
     return Moment(f"backward of the last layer{again}", Phase.BACKWARD, (*around, *others, *inside))
@@ -227,18 +220,18 @@ def _run_again_with_it(cost: Cost, kind: str, together: int) -> Iterator[Line]:
         yield Line(Kind.ACTIVATIONS, n_bytes, reason, f"{together - 1}·W_{kind}", RERUN)
 
 
-def _beside_it(cost: Cost, kind: str, recipe: RecipeSpec, batch: Batch) -> Iterator[Line]:
+def _beside_it(cost: Cost, kind: str, job: Job) -> Iterator[Line]:
     """Yield what a layer of the next micro-batch takes, whose forward overlaps this layer's backward. [bytes]"""
-    if recipe.megatron.overlap_moe_expert_parallel_comm:
-        others = minimum(1, batch.grad_accum_steps - 1)
+    if job.recipe.megatron.overlap_moe_expert_parallel_comm:
+        others = minimum(1, job.batch.grad_accum_steps - 1)
         kept = total_bytes((*cost.kept, *cost.statistics))
         reason = "what a layer of the next micro-batch keeps, which goes forward beside"
         yield Line(Kind.ACTIVATIONS, others * kept, reason, f"min(1, B-1)·W_{kind}", OVERLAPPED)
         yield from (line._replace(n_bytes=others * line.n_bytes) for line in cost.forward)
 
 
-def _waiting(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+def _waiting(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield the head's gradient of a tied table, which stays until the embedding's gradient is added. [bytes]"""
-    if rank.has_head and rank.at == 0 and model.tie_word_embeddings and not keeps_placeholders(recipe):
+    if rank.has_head and rank.at == 0 and job.model.tie_word_embeddings and not keeps_placeholders(job.recipe):
         reason = "gradient of the tied table by the head, which waits for the embedding's"
-        yield Line(Kind.TEMPORARY, element_of(recipe) * table_of(model, recipe, mesh), reason, "e·ceil(V_p·h/p)", HEAD)
+        yield Line(Kind.TEMPORARY, element_of(job.recipe) * table_of(job), reason, "e·ceil(V_p·h/p)", HEAD)

@@ -5,21 +5,19 @@ from collections.abc import Iterator
 from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, where
-from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.described import Job
 from zeroplan.transformer.megatron import is_gated
 
 MUON = "Megatron-LM 2026-08, megatron/core/optimizer/__init__.py, _get_megatron_emerging_optimizer"
 ITERATES = "Emerging-Optimizers 2026-08, orthogonalized_optimizers/muon_utils.py, newton_schulz_tp"
 
 
-def muon_states(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+def muon_states(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield Muon's momentum of matrices, and Adam's states of all other parameters.
 
     The layer-wise optimizer gives each rank whole matrices; zeroplan assumes equal shares.
     """
-    inside, outside = sharers(recipe, mesh), expert_sharers(recipe, mesh)
+    inside, outside = sharers(job), expert_sharers(job)
     matrices = ceil_div(rank.matrices, inside) + ceil_div(rank.experts, outside)
     formula = "(ceil(Y_rank/N_opt) + ceil(X_rank/N_exp))"
     yield Line(Kind.OPTIMIZER_STATE, 4 * matrices, "Muon's momentum of matrices", f"4·{formula}", MUON)
@@ -28,23 +26,24 @@ def muon_states(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
     yield Line(Kind.OPTIMIZER_STATE, 8 * others, reason, "8·ceil((D_rank - Y_rank)/N_opt)", MUON)
 
 
-def muon_step(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
+def muon_step(job: Job) -> Line:
     """Return the memory of the Newton-Schulz iterations for the largest matrix. Every tensor-parallel rank gathers it.
 
     A rank holds its update, the gathered parts and the whole matrix in fp32. In addition it holds the iterate in fp32 and bf16, or
     two bf16 iterates and two products, whichever is more.
     """
     most: Int = 0
-    for (rows, columns), ranks in _largest_matrices(model, recipe, mesh):
+    for (rows, columns), ranks in largest_matrices(job):
         whole, product = rows * columns, min(rows, columns) ** 2
         again = 4 * ceil_div(whole, ranks) + where(ranks > 1, 8 * whole, 0) + max(6 * whole, 4 * whole + 4 * product)
         most = maximum(most, again)
     return Line(Kind.OPTIMIZER_TEMPORARY, most, "Newton-Schulz iterates of the largest matrix", "Y_step", ITERATES)
 
 
-def _largest_matrices(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[tuple[tuple[int, int], Int]]:
+def largest_matrices(job: Job) -> Iterator[tuple[tuple[int, int], Int]]:
     """Yield the rows and columns of a layer's large matrices, and the number of ranks that split each."""
-    gates, hidden, mla = 2 if is_gated(model, recipe) else 1, model.hidden_size, model.mla
+    model, mesh = job.model, job.mesh
+    gates, hidden, mla = 2 if is_gated(job) else 1, model.hidden_size, model.mla
     if mla is None:
         yield ((model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim, hidden), mesh.tp
     else:
@@ -52,4 +51,4 @@ def _largest_matrices(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Itera
     if model.moe is None or model.moe.num_dense_layers:
         yield (gates * model.intermediate_size, hidden), mesh.tp
     if model.moe is not None:
-        yield (gates * model.moe.moe_intermediate_size, hidden), recipe.megatron.expert_ways(int(mesh.tp))
+        yield (gates * model.moe.moe_intermediate_size, hidden), job.recipe.megatron.expert_ways(int(mesh.tp))

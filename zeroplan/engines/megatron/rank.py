@@ -3,21 +3,12 @@
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from zeroplan.engines.megatron.chunks import (
-    Counts,
-    Schedule,
-    chunks_per_rank,
-    counts_of,
-    fullest,
-    runs_of,
-    stages_of,
-)
+from zeroplan.engines.megatron.chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron.parameters import elements_of, ends_of, in_fp8, table_of
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.described import Job
 from zeroplan.spec.pipeline import Stage as Chunk
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -55,37 +46,48 @@ class Rank(NamedTuple):
         return sum(self.counts)
 
 
-def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
+def rank_of(at: int, job: Job) -> Rank:
     """Return the parameters, chunks and schedule of one pipeline rank."""
+    mesh = job.mesh
 
     def key() -> Hashable:
-        return rank_of, at, model, recipe, int(mesh.pp), as_key(mesh.tp), as_key(mesh.ep), as_key(batch.grad_accum_steps)
+        return (
+            rank_of,
+            at,
+            job.model,
+            job.recipe,
+            int(mesh.pp),
+            as_key(mesh.tp),
+            as_key(mesh.ep),
+            as_key(job.batch.grad_accum_steps),
+        )
 
-    return recalled(key, lambda: _made(at, model, recipe, mesh, batch))
+    return recalled(key, lambda: _made(at, job))
 
 
-def _made(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
-    pp, chunks = int(mesh.pp), chunks_per_rank(recipe, mesh)
+def _made(at: int, job: Job) -> Rank:
+    model = job.model
+    pp, chunks = int(job.mesh.pp), chunks_per_rank(job)
     first, last = at == 0, at == pp - 1
-    stages = stages_of(at, model, recipe, mesh)
-    each = tuple(counts_of(stage, model, recipe) for stage in stages)
-    inside, experts, matrices = elements_of(model, recipe, mesh, tuple(map(sum, zip(*each, strict=True))))
-    embedding, end = ends_of(model, recipe, mesh)
+    stages = stages_of(at, job)
+    each = tuple(counts_of(stage, job) for stage in stages)
+    inside, experts, matrices = elements_of(job, tuple(map(sum, zip(*each, strict=True))))
+    embedding, end = ends_of(job)
     ends = (embedding if first else 0) + (end if last else 0)
-    if last and not first and (model.tie_word_embeddings or recipe.megatron.mtp_num_layers):
-        ends = ends + table_of(model, recipe, mesh)  # a copy of the table, without positions: tied, or for next tokens
-    group = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
+    if last and not first and (model.tie_word_embeddings or job.recipe.megatron.mtp_num_layers):
+        ends = ends + table_of(job)  # a copy of the table, without positions: tied, or for next tokens
+    group = job.recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
     schedule = Schedule(pp - at - 1 if chunks == 1 else 2 * (pp - at - 1) + (chunks - 1) * group, chunks, group)
-    flying = minimum(schedule.warm + 1, batch.grad_accum_steps * chunks)
+    flying = minimum(schedule.warm + 1, job.batch.grad_accum_steps * chunks)
     matrices = matrices + (model.positions * model.hidden_size if first else 0)
     return Rank(
         at,
         inside + ends,
         experts,
         matrices,
-        in_fp8(model, recipe, mesh, tuple(map(sum, zip(*each, strict=True)))),
+        in_fp8(job, tuple(map(sum, zip(*each, strict=True)))),
         flying,
-        _embedded_at_once(schedule, batch) if first else 0,
+        _embedded_at_once(schedule, job.batch) if first else 0,
         last,
         stages,
         each,
@@ -101,32 +103,33 @@ def _embedded_at_once(schedule: Schedule, batch: Batch) -> Int:
     return fullest(schedule, embedding, batch.grad_accum_steps, (1,), loss=False)[0]
 
 
-def kinds_backward(rank: Rank, model: ModelSpec, recipe: RecipeSpec) -> list[str]:
+def kinds_backward(rank: Rank, job: Job) -> list[str]:
     """Return the kind of each of a rank's layers, in the order of the backward."""
-    counted = zip(runs_of(model, recipe), rank.counts, strict=True)
+    counted = zip(runs_of(job), rank.counts, strict=True)
     return [run.kind for run, count in counted for _ in range(count)][::-1]
 
 
-def sharers(recipe: RecipeSpec, mesh: Mesh) -> Int:
+def sharers(job: Job) -> Int:
     """Return the number of ranks that share the optimizer's states."""
-    return maximum(1, mesh.dp_shard * mesh.cp // _instances(recipe)) if recipe.zero_stage else 1
+    return maximum(1, job.mesh.dp_shard * job.mesh.cp // _instances(job.recipe)) if job.recipe.zero_stage else 1
 
 
-def expert_sharers(recipe: RecipeSpec, mesh: Mesh) -> Int:
+def expert_sharers(job: Job) -> Int:
     """Return the number of ranks that share the optimizer's states of experts."""
-    return maximum(1, same_experts(recipe, mesh) // _instances(recipe)) if recipe.zero_stage else 1
+    return maximum(1, same_experts(job) // _instances(job.recipe)) if job.recipe.zero_stage else 1
 
 
 def _instances(recipe: RecipeSpec) -> int:
     return recipe.megatron.num_distributed_optimizer_instances
 
 
-def same_experts(recipe: RecipeSpec, mesh: Mesh) -> Int:
+def same_experts(job: Job) -> Int:
     """Return the number of ranks in a pipeline stage that have the same part of the same experts."""
-    return mesh.dp_shard * mesh.cp * mesh.tp // (mesh.ep * recipe.megatron.expert_ways(int(mesh.tp)))
+    mesh = job.mesh
+    return mesh.dp_shard * mesh.cp * mesh.tp // (mesh.ep * job.recipe.megatron.expert_ways(int(mesh.tp)))
 
 
-def updated_by(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, str]:
+def updated_by(rank: Rank, job: Job) -> tuple[Int, str]:
     """Return the number of parameters that this rank's optimizer updates, and its formula."""
-    share = ceil_div(rank.elements, sharers(recipe, mesh)) + ceil_div(rank.experts, expert_sharers(recipe, mesh))
+    share = ceil_div(rank.elements, sharers(job)) + ceil_div(rank.experts, expert_sharers(job))
     return share, "(ceil(D_rank/N_opt) + ceil(X_rank/N_exp))"

@@ -11,10 +11,7 @@ from typing import NamedTuple
 from zeroplan import ledger
 from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.numeric import Int, where
-from zeroplan.spec.batch import Batch
-from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.described import Job
 from zeroplan.transformer.megatron import element_of, own_part, own_part_formula
 
 _HELD = Tag(Role.UNTIL_NEXT_STEP)
@@ -208,18 +205,18 @@ def order_of(chunks: int, group: int, micro_batches: int) -> Iterator[int]:
             yield from [chunk] * min(group, micro_batches - start)
 
 
-def left_lines(left: Left, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> dict[str, tuple[Line, ...]]:
+def left_lines(left: Left, job: Job) -> dict[str, tuple[Line, ...]]:
     """Return the lines of the leftover hidden states at each moment, by the names of :class:`Left`. [bytes]"""
-    source = INTERLEAVED if recipe.pipeline_schedule == "interleaved-1f1b" else PLAIN
-    lines = lines_of(left._asdict(), "L", _SCHEDULED, source, own_state(model, recipe, mesh, batch))
+    source = INTERLEAVED if job.recipe.pipeline_schedule == "interleaved-1f1b" else PLAIN
+    lines = lines_of(left._asdict(), "L", _SCHEDULED, source, own_state(job))
     held = "last input of every chunk and its gradient, which the chunk still refers to"
     return {**lines, "step": tuple(line._replace(reason=held, source=INPUT) for line in lines["step"])}
 
 
-def own_state(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Int, str]:
+def own_state(job: Job) -> tuple[Int, str]:
     """Return the size of a rank's part of a hidden state, and its formula. [bytes]"""
-    whole = element_of(recipe) * batch.micro_batch_size * batch.seq_len * model.hidden_size
-    return own_part(whole, recipe, mesh), own_part_formula("e·T·h", recipe)
+    whole = element_of(job.recipe) * job.batch.micro_batch_size * job.batch.seq_len * job.model.hidden_size
+    return own_part(whole, job), own_part_formula("e·T·h", job.recipe)
 
 
 def lines_of(

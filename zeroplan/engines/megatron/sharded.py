@@ -18,9 +18,7 @@ from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers, update
 from zeroplan.engines.megatron.widths import GRADIENTS_TOO, WEIGHTS_TOO, bytes_of
 from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
-from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.described import Job
 
 _FOLDER = "Megatron-Core 0.16.1, core/distributed/fsdp/src/megatron_fsdp"
 _GATHERED = f"{_FOLDER}/param_and_grad_buffer.py, AllGatherPipeline.all_gather_params"
@@ -192,29 +190,32 @@ class Sharding(NamedTuple):
         return Line(Kind.REDUCE, n_bytes, "this rank's share of gradients, reduced", formula, _REDUCED)
 
 
-def sharding_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Sharding | None:
+def sharding_of(rank: Rank, job: Job) -> Sharding | None:
     """Return how Megatron-FSDP shards a rank's parameters; None below stage 2.
 
     It cannot shard experts that only one rank has.
     """
+    recipe = job.recipe
     if recipe.zero_stage < GRADIENTS_TOO:
         return None
     units, shares = list[Int](), list[Int]()
-    several, of_experts = sharers(recipe, mesh), expert_sharers(recipe, mesh)
+    several, of_experts = sharers(job), expert_sharers(job)
     for at, layers in enumerate(rank.counts):
-        beside, experts, _ = elements_of(model, recipe, mesh, tuple(int(other == at) for other in range(len(rank.counts))))
+        beside, experts, _ = elements_of(job, tuple(int(other == at) for other in range(len(rank.counts))))
         shares += [maximum(ceil_div(beside, several), ceil_div(experts, of_experts))] * layers
         units += [beside + where(of_experts > 1, experts, 0)] * layers
-    bucket = maximum(_BUCKET, _BUCKET_OF_A_RANK * mesh.dp_shard * mesh.cp) if recipe.megatron.overlap_grad_reduce else None
-    (embedding, end), width = ends_of(model, recipe, mesh), bytes_of(recipe)
+    bucket = (
+        maximum(_BUCKET, _BUCKET_OF_A_RANK * job.mesh.dp_shard * job.mesh.cp) if recipe.megatron.overlap_grad_reduce else None
+    )
+    (embedding, end), width = ends_of(job), bytes_of(recipe)
     if recipe.zero_stage < WEIGHTS_TOO:  # shares of small buckets are not counted; a single bucket is reduced at the end
-        shares = [updated_by(rank, recipe, mesh)[0] if bucket is None else 0, *[0] * (len(units) - 1)]
+        shares = [updated_by(rank, job)[0] if bucket is None else 0, *[0] * (len(units) - 1)]
     weights: Int = width.weight * sum(units)
     if recipe.megatron.fp8_param_gather:
         weights = weights - (width.weight - 1) * rank.in_fp8
     transposes = ceil_div(rank.in_fp8, max(1, len(units))) if recipe.megatron.fp8_transposes else 0
     return Sharding(
-        recipe.zero_stage == WEIGHTS_TOO, table_of(model, recipe, mesh), embedding + end, tuple(reversed(units)),
+        recipe.zero_stage == WEIGHTS_TOO, table_of(job), embedding + end, tuple(reversed(units)),
         tuple(reversed(shares)), bucket, width.weight, weights, transposes, width.gradient,
     )  # fmt: skip
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.megatron.made_gradients import NANOTRON
 from zeroplan.engines.megatron.muon import muon_states
+from zeroplan.engines.megatron.on_host import states_on_gpu
 from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers, updated_by
 from zeroplan.engines.megatron.widths import GRADIENTS_TOO, WEIGHTS_TOO, WIDTHS, bytes_of
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div
-from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.megatron import bytes_in_fp8
 
@@ -20,13 +21,14 @@ UNSCALED = "Transformer Engine 2026-08, pytorch/optimizers/fused_adam.py, FusedA
 CACHED = "Transformer Engine 2026-08, pytorch/module/base.py, quantize_weight (read, not run)"
 
 
-def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+def states_of(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield the lines of weights, gradients and optimizer states. [bytes]"""
-    width, (share, shared) = bytes_of(recipe), updated_by(rank, recipe, mesh)
+    recipe = job.recipe
+    width, (share, shared) = bytes_of(recipe), updated_by(rank, job)
     whole = rank.elements + rank.experts, "(D_rank + X_rank)"
     weights, named = (share, shared) if recipe.zero_stage == WEIGHTS_TOO else whole
     if recipe.megatron.fp8_format is not None:
-        narrow, line = _weights_in_fp8(rank, recipe, mesh)
+        narrow, line = _weights_in_fp8(rank, job)
         weights, named = (
             weights - narrow,
             f"({named} - {_formula_in_fp8(recipe)})" if recipe.megatron.fp8_param_gather else named,
@@ -39,18 +41,25 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
     if (buckets := recipe.megatron.gradients_beside - 1) > 0:
         reason = "buckets of gradients in 16 bits, which stay"
         yield Line(Kind.GRADIENTS, 2 * buckets * whole[0], reason, f"{2 * buckets}·{whole[1]}", NANOTRON)
+    share, shared = states_on_gpu(rank, job)
     if width.master:
         reason = "fp32 copy of the weights" if width.master == 4 else "main weights in 16 bits, or what they have beyond bf16"
         yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)
     if recipe.optimizer == "muon":
-        yield from muon_states(rank, recipe, mesh)
+        yield from muon_states(rank, job)
         return
-    both = WIDTHS[recipe.megatron.exp_avg_dtype] + WIDTHS[recipe.megatron.exp_avg_sq_dtype]
+    both = 8 if recipe.megatron.optimizer_offload_fraction else _moments(recipe)
     yield Line(Kind.OPTIMIZER_STATE, both * share, "momentum and variance", f"{both}·{shared}", OPTIMIZER)
 
 
-def _weights_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Line]:
+def _moments(recipe: RecipeSpec) -> int:
+    """Return the bytes of both moments per parameter."""
+    return WIDTHS[recipe.megatron.exp_avg_dtype] + WIDTHS[recipe.megatron.exp_avg_sq_dtype]
+
+
+def _weights_in_fp8(rank: Rank, job: Job) -> tuple[Int, Line]:
     """Return the elements that have FP8 weights alone, and the line of all FP8 weights, in every layout that is kept."""
+    recipe = job.recipe
     own, (_, both) = recipe.megatron, bytes_in_fp8(recipe)
     both = 64 if own.fp8_recipe == "blockwise" else both  # blocks of weights are 128 x 128, so their scales are negligible
     if not own.fp8_param_gather:
@@ -58,7 +67,7 @@ def _weights_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Li
         n_bytes = both * ceil_div(rank.in_fp8, 32)
         return 0, Line(Kind.WEIGHT_CASTS, n_bytes, reason, f"{both}·ceil(Q_8/32)", CACHED)
     if recipe.zero_stage == WEIGHTS_TOO:
-        share = _share_in_fp8(rank, recipe, mesh)
+        share = _share_in_fp8(rank, job)
         return share, Line(Kind.PARAMETERS, share, "weights in FP8", "Q_own", CACHED)
     n_bytes = both * ceil_div(rank.in_fp8, 32)
     return rank.in_fp8, Line(Kind.PARAMETERS, n_bytes, "weights in FP8, in all layouts", f"{both}·ceil(Q_8/32)", CACHED)
@@ -68,26 +77,26 @@ def _formula_in_fp8(recipe: RecipeSpec) -> str:
     return "Q_own" if recipe.zero_stage == WEIGHTS_TOO else "Q_8"
 
 
-def _share_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Int:
+def _share_in_fp8(rank: Rank, job: Job) -> Int:
     """Return this rank's share of the FP8 matrices. Different ranks share the experts and the other matrices."""
-    dense = ceil_div(rank.in_fp8 - rank.experts, sharers(recipe, mesh))
-    return dense + ceil_div(rank.experts, expert_sharers(recipe, mesh))
+    dense = ceil_div(rank.in_fp8 - rank.experts, sharers(job))
+    return dense + ceil_div(rank.experts, expert_sharers(job))
 
 
-def symbols_in_fp8(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Symbol]:
+def symbols_in_fp8(rank: Rank, job: Job) -> Iterator[Symbol]:
     """Yield the symbols of the parameters that multiply in FP8."""
-    if recipe.megatron.fp8_format is not None:
+    if job.recipe.megatron.fp8_format is not None:
         yield Symbol("Q_8", rank.in_fp8, "parameters of this rank in matrices that multiply in FP8")
-        if recipe.zero_stage == WEIGHTS_TOO:
-            yield Symbol("Q_own", _share_in_fp8(rank, recipe, mesh), "its part of them")
+        if job.recipe.zero_stage == WEIGHTS_TOO:
+            yield Symbol("Q_own", _share_in_fp8(rank, job), "its part of them")
 
 
-def step_lines(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
+def step_lines(rank: Rank, job: Job) -> tuple[Line, ...]:
     """Return the step's temporary fp32 copies: of fp16 gradients, or of the precision-aware optimizer's states. [bytes]"""
-    n_bytes, (share, shared) = bytes_of(recipe).at_step, updated_by(rank, recipe, mesh)
+    n_bytes, (share, shared) = bytes_of(job.recipe).at_step, states_on_gpu(rank, job)
     if not n_bytes:
         return ()
-    if recipe.megatron.use_precision_aware_optimizer:
+    if job.recipe.megatron.use_precision_aware_optimizer:
         reason, source = "moments and main weights in fp32, for the step", UNSCALED
     else:
         reason, source = "fp32 copies of the gradients, until they are set to zero", COPIES

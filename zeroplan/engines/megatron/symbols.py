@@ -10,53 +10,52 @@ from zeroplan.engines.megatron.leftover import behind_by, left_by
 from zeroplan.engines.megatron.made_gradients import made_gradients
 from zeroplan.engines.megatron.moments import lasts_of
 from zeroplan.engines.megatron.muon import muon_step
+from zeroplan.engines.megatron.on_host import symbols_on_host
 from zeroplan.engines.megatron.parameters import padded_vocabulary
 from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers
 from zeroplan.engines.megatron.sharded import sharding_of
 from zeroplan.engines.megatron.states import symbols_in_fp8
 from zeroplan.ledger import total_bytes
 from zeroplan.numeric import Int
-from zeroplan.spec.batch import Batch
-from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.described import Job
 from zeroplan.transformer.megatron import Layers
 
 
-def symbols_of(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
+def symbols_of(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
     """Yield the symbols in the formulas of one job."""
     yield Symbol("D_rank", rank.elements, "parameters of this pipeline rank beside experts")
     yield Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts")
-    yield from _symbols_of_muon(rank, model, recipe, mesh)
-    yield from symbols_in_fp8(rank, recipe, mesh)
-    yield from _symbols_of_shards(rank, model, recipe, mesh)
-    for at, elements in made_gradients(rank, model, recipe, mesh).items():
+    yield from _symbols_of_muon(rank, job)
+    yield from symbols_in_fp8(rank, job)
+    yield from symbols_on_host(rank, job)
+    yield from _symbols_of_shards(rank, job)
+    for at, elements in made_gradients(rank, job).items():
         yield Symbol(f"A_{at}", elements, f"gradients that a backward has made, at the moment: {at}")
-    yield Symbol("N_opt", sharers(recipe, mesh), "ranks that share the optimizer's states")
-    yield Symbol("N_exp", expert_sharers(recipe, mesh), "ranks that share those of experts")
+    yield Symbol("N_opt", sharers(job), "ranks that share the optimizer's states")
+    yield Symbol("N_exp", expert_sharers(job), "ranks that share those of experts")
     yield Symbol("K", rank.chunks, "chunks of layers in flight")
-    yield from _symbols_of_flying(rank, layers, model, recipe, batch)
+    yield from _symbols_of_flying(rank, layers, job)
     yield Symbol("H", rank.embeds, "micro-batches whose embedding is kept")
-    yield from _symbols_of_left(left_by(rank, recipe, mesh, batch)._asdict(), "L", "left from before")
-    yield from _symbols_of_left(behind_by(rank, model, recipe, batch)._asdict(), "J", "that dispatchers' graphs refer to")
-    yield Symbol("M", of_each_shape(rank, model, recipe, mesh), "elements of one matrix of each shape")
-    yield Symbol("B", batch.grad_accum_steps, "micro-batches of a step")
-    yield Symbol("C", mesh.cp, "context-parallel ranks")
-    yield Symbol("p", mesh.tp, "tensor-parallel ranks")
-    yield Symbol("V_p", padded_vocabulary(model, recipe, mesh), "vocabulary, padded")
+    yield from _symbols_of_left(left_by(rank, job)._asdict(), "L", "left from before")
+    yield from _symbols_of_left(behind_by(rank, job)._asdict(), "J", "that dispatchers' graphs refer to")
+    yield Symbol("M", of_each_shape(rank, job), "elements of one matrix of each shape")
+    yield Symbol("B", job.batch.grad_accum_steps, "micro-batches of a step")
+    yield Symbol("C", job.mesh.cp, "context-parallel ranks")
+    yield Symbol("p", job.mesh.tp, "tensor-parallel ranks")
+    yield Symbol("V_p", padded_vocabulary(job), "vocabulary, padded")
     yield from (Symbol(*one) for one in layers.symbols)
     yield from _sums(layers)
 
 
-def _symbols_of_muon(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Symbol]:
-    if recipe.optimizer == "muon":
+def _symbols_of_muon(rank: Rank, job: Job) -> Iterator[Symbol]:
+    if job.recipe.optimizer == "muon":
         yield Symbol("Y_rank", rank.matrices, "those of them in matrices that Muon steps")
-        yield Symbol("Y_step", muon_step(model, recipe, mesh).n_bytes, "bytes of the Newton-Schulz iterates")
+        yield Symbol("Y_step", muon_step(job).n_bytes, "bytes of the Newton-Schulz iterates")
 
 
-def _symbols_of_shards(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Symbol, ...]:
-    sharding = sharding_of(rank, model, recipe, mesh)
-    return () if sharding is None else tuple(sharding.symbols(sharding.backwards(lasts_of(rank, model, recipe))))
+def _symbols_of_shards(rank: Rank, job: Job) -> tuple[Symbol, ...]:
+    sharding = sharding_of(rank, job)
+    return () if sharding is None else tuple(sharding.symbols(sharding.backwards(lasts_of(rank, job))))
 
 
 def _symbols_of_left(counts: dict[str, Int], letter: str, what: str) -> Iterator[Symbol]:
@@ -65,11 +64,11 @@ def _symbols_of_left(counts: dict[str, Int], letter: str, what: str) -> Iterator
         yield Symbol(f"{letter}_{when[0]}", count, f"hidden states {what}: {when}")
 
 
-def _symbols_of_flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Iterator[Symbol]:
+def _symbols_of_flying(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
     """Yield the symbols for layers in flight if the rank's chunks differ in their layers."""
     for loss, when in ((False, ""), (True, " when the loss is computed")) if len(set(rank.each)) > 1 else ():
-        flying = flying_of(rank, layers, model, recipe, batch, loss=loss)
-        for name, run, count in zip(flying.formulas, runs_of(model, recipe), flying.counts, strict=True):
+        flying = flying_of(rank, layers, job, loss=loss)
+        for name, run, count in zip(flying.formulas, runs_of(job), flying.counts, strict=True):
             yield Symbol(name, count, f"{run.kind} layers in flight{when}")
 
 

@@ -10,8 +10,7 @@ from zeroplan.engines.megatron.widths import Bytes, bytes_of
 from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.megatron import ROUTED, element_of, encoder_length, own_part
 from zeroplan.transformer.published import KORTHIKANTI
@@ -19,41 +18,39 @@ from zeroplan.transformer.published import KORTHIKANTI
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 
 
-def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+def collectives_of(rank: Rank, job: Job) -> Iterator[Collective]:
     """Yield the collectives of a rank per step. Left out: single numbers, counts of tokens, gradients of norms."""
-    yield from collectives_of_weights(rank, model, recipe, mesh, batch)
-    yield from collectives_of_passes(rank, model, recipe, mesh, batch)
+    yield from collectives_of_weights(rank, job)
+    yield from collectives_of_passes(rank, job)
 
 
-def collectives_of_weights(
-    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
-) -> Iterator[Collective]:  # fmt: skip
+def collectives_of_weights(rank: Rank, job: Job) -> Iterator[Collective]:
     """Yield the collectives of :func:`collectives_of` that reduce gradients and gather weights."""
+    recipe, mesh = job.recipe, job.mesh
     width, beside = bytes_of(recipe), mesh.dp_shard * mesh.cp
-    together = model.moe is None or recipe.megatron.overlap_param_gather
+    together = job.model.moe is None or recipe.megatron.overlap_param_gather
     times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have their own optimizer; each optimizer gathers all weights
     parts = [("parameters", Among.SHARDS, beside, rank.elements)]
-    if model.moe is not None:
-        parts.append(("experts", Among.SHARDS_OF_EXPERTS, same_experts(recipe, mesh), rank.experts))
-    sharding = sharding_of(rank, model, recipe, mesh)
+    if job.model.moe is not None:
+        parts.append(("experts", Among.SHARDS_OF_EXPERTS, same_experts(job), rank.experts))
+    sharding = sharding_of(rank, job)
     for what, among, ranks, elements in parts:
         if sharding is None:
             yield from _of_gradients(what, among, width, recipe, ranks, elements, times)
         else:
-            yield from _of_shards(sharding, what, among, ranks, elements, batch)
+            yield from _of_shards(sharding, what, among, ranks, elements, job.batch)
 
 
-def collectives_of_passes(
-    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
-) -> Iterator[Collective]:  # fmt: skip
+def collectives_of_passes(rank: Rank, job: Job) -> Iterator[Collective]:
     """Yield the collectives of :func:`collectives_of` within layers and between pipeline stages.
 
     Raises SpecError for a precision that is not modelled with Megatron-Core.
     """
+    recipe, batch = job.recipe, job.batch
     bytes_of(recipe)
-    yield from _within_layers(rank, model, recipe, mesh, batch)
-    if int(mesh.pp) > 1:
-        tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
+    yield from _within_layers(rank, job)
+    if int(job.mesh.pp) > 1:
+        tokens = own_part(batch.micro_batch_size * batch.seq_len, job)
         for phase, is_end in ((Phase.FORWARD, rank.has_head), (Phase.BACKWARD, rank.at == 0)):
             calls = batch.grad_accum_steps * (len(rank.stages) - is_end)  # the first and the last stage have one neighbour
             if not (isinstance(calls, int) and not calls):
@@ -63,10 +60,10 @@ def collectives_of_passes(
                     Among.STAGES,
                     2,
                     calls,
-                    element_of(recipe) * tokens * model.hidden_size,
+                    element_of(recipe) * tokens * job.model.hidden_size,
                 )
-        if model.tie_word_embeddings and (rank.at == 0 or rank.has_head):
-            gradient = bytes_of(recipe).gradient * table_of(model, recipe, mesh)
+        if job.model.tie_word_embeddings and (rank.at == 0 or rank.has_head):
+            gradient = bytes_of(recipe).gradient * table_of(job)
             what = "gradient of the tied table, of first and last stage"
             yield _call("all_reduce", what, Phase.BACKWARD, Among.STAGES, 2, 1, gradient, passes=2)
 
@@ -101,36 +98,36 @@ def _of_shards(
             yield _call("all_gather", f"{what} of layers", phase, among, ranks, calls, sharding.width * gathered)
 
 
-def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+def _within_layers(rank: Rank, job: Job) -> Iterator[Collective]:
     """Yield the collectives within layers.
 
     Tensor parallelism has two all-reduces per layer and pass. Sequence parallelism has as many all-gathers and reduce-scatters
     instead, and its backward gathers the matrices' inputs once more.
     """
+    recipe, batch = job.recipe, job.batch
     calls = batch.grad_accum_steps * rank.layers
     forwards = 2 if recipe.recompute == "full" else 1
-    tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
-    hidden = element_of(recipe) * tokens * model.hidden_size
+    tokens = ceil_div(batch.micro_batch_size * batch.seq_len, job.mesh.cp)
+    hidden = element_of(recipe) * tokens * job.model.hidden_size
     pairs = calls * (2 if recipe.megatron.hybrid_layer_pattern is None else 1)  # column-parallel and row-parallel matrix
     for phase, passes in ((Phase.FORWARD, 1), (Phase.BACKWARD, forwards)):
-        yield from _between_tensor_ranks(recipe, mesh, phase, passes * pairs, pairs, hidden)
-    yield from _at_ends(rank, model, recipe, mesh, batch, hidden)
+        yield from _between_tensor_ranks(job, phase, passes * pairs, pairs, hidden)
+    yield from _at_ends(rank, job, hidden)
     if recipe.megatron.pretrains == "t5":
-        yield from _within_t5(calls, model, recipe, mesh, batch)
-    yield from _around_rings(model, recipe, mesh, calls, forwards, tokens)
-    if model.moe is not None:
-        yield from _to_experts(rank, model, recipe, mesh, batch)
+        yield from _within_t5(calls, job)
+    yield from _around_rings(job, calls, forwards, tokens)
+    if job.model.moe is not None:
+        yield from _to_experts(rank, job)
 
 
-def _at_ends(
-    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, hidden: Int
-) -> Iterator[Collective]:  # fmt: skip
+def _at_ends(rank: Rank, job: Job, hidden: Int) -> Iterator[Collective]:
     """Yield the collectives of tensor-parallel ranks around embedding and head.
 
     The ranks sum the embedded tokens, the gradient of the head's input and the numbers of the loss. Sequence parallelism replaces
     the first two sums by reduce-scatters (with learned positions only the second), and gathers what they split.
     """
-    calls, split = batch.grad_accum_steps, recipe.sequence_parallel
+    mesh, batch = job.mesh, job.batch
+    calls, split = batch.grad_accum_steps, job.recipe.sequence_parallel
     embedded, head = ("embedded tokens", Among.TENSOR, mesh.tp, calls), ("the head's input", Among.TENSOR, mesh.tp, calls)
 
     def send(operation: str, phase: Phase, which: tuple[str, Among, Int, Int], payload: Int) -> Collective:
@@ -139,7 +136,7 @@ def _at_ends(
         return _call(operation, what, phase, among, ranks, times, payload, passes=passes, near=True)
 
     if rank.at == 0:
-        yield send("reduce_scatter" if split and not model.positions else "all_reduce", Phase.FORWARD, embedded, hidden)
+        yield send("reduce_scatter" if split and not job.model.positions else "all_reduce", Phase.FORWARD, embedded, hidden)
         if split:
             yield send("all_gather", Phase.BACKWARD, embedded, hidden)
     if rank.has_head:
@@ -151,21 +148,20 @@ def _at_ends(
         yield send("all_reduce", Phase.FORWARD, ("numbers of the loss", Among.TENSOR, mesh.tp, 3 * calls), of_tokens)
 
 
-def _within_t5(calls: Int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+def _within_t5(calls: Int, job: Job) -> Iterator[Collective]:
     """Yield T5's sums beyond two per decoder layer: of cross attention, of encoder layers, and of the encoder output's gradient."""
-    per_token = element_of(recipe) * batch.micro_batch_size * model.hidden_size
-    hidden, encoded = per_token * batch.seq_len, per_token * encoder_length(recipe, batch)
-    of_encoder = 2 * batch.grad_accum_steps * runs_of(model, recipe)[0].layers
+    batch = job.batch
+    per_token = element_of(job.recipe) * batch.micro_batch_size * job.model.hidden_size
+    hidden, encoded = per_token * batch.seq_len, per_token * encoder_length(job)
+    of_encoder = 2 * batch.grad_accum_steps * runs_of(job)[0].layers
     for phase, read in ((Phase.FORWARD, 0), (Phase.BACKWARD, calls)):
-        yield from _between_tensor_ranks(recipe, mesh, phase, calls, 0, hidden)
-        yield from _between_tensor_ranks(recipe, mesh, phase, of_encoder + read, 0, encoded)
+        yield from _between_tensor_ranks(job, phase, calls, 0, hidden)
+        yield from _between_tensor_ranks(job, phase, of_encoder + read, 0, encoded)
 
 
-def _between_tensor_ranks(
-    recipe: RecipeSpec, mesh: Mesh, phase: Phase, sums: Int, pairs: Int, hidden: Int
-) -> Iterator[Collective]:  # fmt: skip
-    what = "hidden states", phase, Among.TENSOR, mesh.tp
-    if not recipe.sequence_parallel:
+def _between_tensor_ranks(job: Job, phase: Phase, sums: Int, pairs: Int, hidden: Int) -> Iterator[Collective]:
+    what = "hidden states", phase, Among.TENSOR, job.mesh.tp
+    if not job.recipe.sequence_parallel:
         yield _call("all_reduce", *what, sums, hidden, passes=2, near=True)
         return
     inputs = pairs if phase is Phase.BACKWARD else 0
@@ -173,14 +169,13 @@ def _between_tensor_ranks(
     yield _call("reduce_scatter", *what, sums, hidden, near=True)
 
 
-def _around_rings(
-    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, calls: Int, forwards: int, tokens: Int
-) -> Iterator[Collective]:
+def _around_rings(job: Job, calls: Int, forwards: int, tokens: Int) -> Iterator[Collective]:
     """Yield the keys and values that context-parallel ranks send around a ring, with their gradients in the backward.
 
     zeroplan counts ``cp_comm_type p2p`` for every job.
     """
-    keys = ceil_div(2 * element_of(recipe) * tokens * model.num_key_value_heads * model.head_dim, mesh.tp)
+    mesh = job.mesh
+    keys = ceil_div(2 * element_of(job.recipe) * tokens * job.model.num_key_value_heads * job.model.head_dim, mesh.tp)
     steps = mesh.cp - 1
     yield _sent("keys and values around the ring", Phase.FORWARD, Among.SEQUENCE, mesh.cp, calls * steps, keys)
     yield _sent(
@@ -188,15 +183,16 @@ def _around_rings(
     )
 
 
-def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+def _to_experts(rank: Rank, job: Job) -> Iterator[Collective]:
+    model, batch = job.model, job.batch
     assert model.moe is not None  # noqa: S101  asked of models with experts only
-    forwards = 2 if recipe.recompute == "full" else 1
-    tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
-    payload = element_of(recipe) * tokens * model.moe.num_experts_per_tok * model.hidden_size
-    counts = zip(runs_of(model, recipe), rank.counts, strict=True)
+    forwards = 2 if job.recipe.recompute == "full" else 1
+    tokens = own_part(batch.micro_batch_size * batch.seq_len, job)
+    payload = element_of(job.recipe) * tokens * model.moe.num_experts_per_tok * model.hidden_size
+    counts = zip(runs_of(job), rank.counts, strict=True)
     calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind in ROUTED)
-    yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, mesh.ep, 2 * calls, payload)
-    yield _call("all_to_all", "tokens", Phase.BACKWARD, Among.EXPERTS, mesh.ep, 2 * forwards * calls, payload)
+    yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, job.mesh.ep, 2 * calls, payload)
+    yield _call("all_to_all", "tokens", Phase.BACKWARD, Among.EXPERTS, job.mesh.ep, 2 * forwards * calls, payload)
 
 
 def _call(

@@ -55,7 +55,11 @@ def _aware(recipe: RecipeSpec) -> Bytes:
     """
     options, plain = recipe.megatron, _BYTES[recipe.precision]
     narrow = recipe.precision == "fp16-mixed" or options.grad_reduce_in_bf16 or options.main_grads_dtype == "bf16"
-    halved = recipe.precision == "bf16-mixed" or options.main_params_dtype == "fp16"
+    if options.optimizer_offload_fraction:  # HybridDeviceOptimizer: fp32 states, and fp32 copies of narrow gradients
+        return plain._replace(gradient=2 if narrow else 4, master=4, at_step=4 * narrow)
+    # with FP8 weights that have scales of their own the main weights are whole (use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+    whole = options.fp8_format is not None and options.fp8_recipe != "delayed"
+    halved = (recipe.precision == "bf16-mixed" and not whole) or options.main_params_dtype == "fp16"
     moments = (options.exp_avg_dtype, options.exp_avg_sq_dtype)
     widened = 0 if moments == ("bf16", "bf16") else sum(dtype != "fp32" for dtype in moments)
     widened += options.main_params_dtype != "fp32"

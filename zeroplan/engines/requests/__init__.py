@@ -14,6 +14,7 @@ from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, HEAD
+from zeroplan.spec.family import INDEXED_FAMILIES
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.spec.releases import is_reentrant, release_of
@@ -52,29 +53,14 @@ def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:
 
 def not_written(job: JobSpec) -> str:
     """Return the part of a job whose requests are not modelled; empty if all are."""
-    model, recipe, mesh = job.model, job.recipe, job.mesh
-    options = recipe.fsdp2
-    of_engine = {
-        "fsdp2": (
-            (
-                options.of_torch_2_15 and (not recipe.sync_every_micro_batch or recipe.loss == "chunked" or mesh.tp > 1),
-                "gradients that FSDP2 of torch 2.15 casts as they come",
-            ),
-        ),
-        "fsdp1": (
-            (has_frozen(model), "adapters or frozen parameters under FSDP1"),
-            (recipe.fsdp1.checkpoints_units, "checkpoints that call units of FSDP1"),
-            (recipe.fsdp1.cpu_offload, "offload to host memory under FSDP1"),
-        ),
-        "ddp": ((recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),),
-        "deepspeed": _of_stage_3(job) if recipe.zero_stage == 3 else _of_stage_1(job),
-    }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
+    model, recipe = job.model, job.recipe
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
+        (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
         (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),
-        *(_of_pipelines(job) if mesh.pp > 1 else ()),
+        *(_of_pipelines(job) if job.mesh.pp > 1 else ()),
         (
             recipe.loss == "chunked" and recipe.engine != "fsdp2" and trained_layout(model).tied_head is not None,
             "a loss in chunks whose head is the embedding",
@@ -88,11 +74,28 @@ def not_written(job: JobSpec) -> str:
             "offload of activations where some blocks are not recomputed",
         ),
         *_of_fine_tuning(job),
-        *of_engine,
+        *_of_engine(job),
     ):
         if is_so:
             return what
     return ""
+
+
+def _of_engine(job: JobSpec) -> tuple[tuple[bool, str], ...]:
+    """Return features of the job's engine whose requests are not modelled."""
+    recipe, options = job.recipe, job.recipe.fsdp2
+    if recipe.engine == "deepspeed":
+        return _of_stage_3(job) if recipe.zero_stage == 3 else _of_stage_1(job)
+    one_by_one = not recipe.sync_every_micro_batch or recipe.loss == "chunked" or job.mesh.tp > 1
+    return {
+        "fsdp2": ((options.of_torch_2_15 and one_by_one, "gradients that FSDP2 of torch 2.15 casts as they come"),),
+        "fsdp1": (
+            (has_frozen(job.model), "adapters or frozen parameters under FSDP1"),
+            (recipe.fsdp1.checkpoints_units, "checkpoints that call units of FSDP1"),
+            (recipe.fsdp1.cpu_offload, "offload to host memory under FSDP1"),
+        ),
+        "ddp": ((recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),),
+    }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
 
 
 def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:

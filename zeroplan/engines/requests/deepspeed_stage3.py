@@ -177,8 +177,7 @@ class Step(OneByOne):
 
     def arrived(self, gradients: list[Hashable]) -> None:
         """``reduce_partition_and_remove_grads``."""
-        for one in gradients:
-            placed = self.whose(one)
+        for placed, one in self.in_order(gradients):
             self.log.release(saved_key(self.places[placed.block, placed.parameter.name]))
             self.handed.append((placed, one))
         if not any(self.gathers.steps[at].leaf for _, at in self.returning):

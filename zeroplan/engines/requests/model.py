@@ -12,13 +12,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute, HeadPass
-from zeroplan.transformer.families.requested import (
-    Instruction,
-    Sized,
-    block_requests,
-    ending_requests,
-    torchtitan_requests,
-)
+from zeroplan.transformer.families.requested import Instruction, Sized, block_requests, ending_requests, torchtitan_requests
 from zeroplan.transformer.families.tape import Do
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, below_blocks
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation

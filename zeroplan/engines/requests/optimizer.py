@@ -3,13 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from zeroplan.engines.muon import step_of, updated_by_muon
-from zeroplan.engines.optimizers import (
-    LocalTensor,
-    foreach_copies,
-    state_lines,
-    states_from_the_start,
-    step_temporary_lines,
-)
+from zeroplan.engines.optimizers import LocalTensor, foreach_copies, state_lines, states_from_the_start, step_temporary_lines
 from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.engines.requests.log import Log
 from zeroplan.ledger import Kind, Line

@@ -19,6 +19,8 @@ class OneByOne(ModelPass):
         self.of_block: dict[int, list[Placed]] = defaultdict(list)
         for each in reversed(whole.executed):
             self.of_block[each.block].append(each)
+        self.order_of = {each.start: at for at, each in enumerate(reversed(whole.executed))}
+        """The place of each parameter in the order in which gradients reach their weights, by its start in the row."""
         self.waiting: dict[int, list[Placed]] = {}
 
     def before_forward(self) -> None:
@@ -35,6 +37,13 @@ class OneByOne(ModelPass):
         elements, waiting = self.log.bytes_of(gradient) // self.gradient_width, self.waiting[self.block]
         return waiting.pop(next(at for at, each in enumerate(waiting) if numel(each) == elements))
 
+    def in_order(self, gradients: list[Hashable]) -> list[tuple[Placed, Hashable]]:
+        """Return gradients that one operator made, with their parameters, in the order in which they reach their weights.
+
+        A matrix product makes the weight's gradient first, but the bias's reaches its weight first.
+        """
+        return sorted([(self.whose(one), one) for one in gradients], key=lambda each: self.order_of[each[0].start])
+
 
 class WholePass(OneByOne):
     """Micro-batches of engines whose parameters are whole on every rank.
@@ -49,5 +58,5 @@ class WholePass(OneByOne):
     def arrived(self, gradients: list[Hashable]) -> None:
         """Give each gradient to its parameter."""
         self.gradients.last = self.last
-        for one in gradients:
-            self.gradients.arrived(self.whose(one), one)
+        for placed, one in self.in_order(gradients):
+            self.gradients.arrived(placed, one)

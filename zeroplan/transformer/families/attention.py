@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from zeroplan.expr import Size, at_least, at_most, ceil
-from zeroplan.ledger import PLAIN
+from zeroplan.ledger import PLAIN, Kind
 from zeroplan.spec.releases import Release
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, Factor, cast, factors, makes, run, tensor
@@ -494,21 +494,29 @@ def _operand(
 ) -> Factor:  # fmt: skip
     """Return a factor of a batched product in ``dtype``, with the tensors that the product saves for it.
 
-    ``copied_for_several``: a product of a single sequence reads the tensor itself; one of several reads and saves a copy.
+    ``copied_for_several``: a product of a single sequence reads the tensor itself; one of several reads and saves a copy. A cast
+    keeps the order of its argument, so the product copies it once more where that is not ``contiguous``.
     """
     if tape.is_wide(value.dtype) != tape.is_wide(dtype):
         made = cast(tape, value, dtype, site)
         copies.own.append(made.store)
+        if not contiguous:
+            copies.own.append(_for_the_product(tape, made, site))
         return made, (made,)
-    size = value.dtype * value.shape * at_most(1, b - 1)
     if copied_for_several:
         tape.split_by_batch(value.store)
-        copy = tape.make(TENSOR, f"{site.name}, copied for the product", size, site.source)
+        copy = _for_the_product(tape, value, site, kind=TENSOR)
         copies.own.append(copy)
         return value, (value,) if tape.offloading else (value.store, copy)
     if not contiguous:
-        copies.in_place.append((value, tape.make(TEMPORARY, f"{site.name}, copied for the product", size, site.source)))
+        copies.in_place.append((value, _for_the_product(tape, value, site)))
     return value, (value,)
+
+
+def _for_the_product(tape: Tape, value: Value, site: Site, *, kind: Kind = TEMPORARY) -> Store:
+    """Copy a factor of several sequences into the order that ``bmm`` reads. [bytes: none for a single sequence]"""
+    size = value.dtype * value.shape * at_most(1, b - 1)
+    return tape.make(kind, f"{site.name}, copied for the product", size, site.source)
 
 
 def _product(

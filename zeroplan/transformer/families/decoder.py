@@ -22,6 +22,7 @@ from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.symbols import T, a, c, d, d_4, f, h, k, k_4, k_d, q, q_4, v
 
+FLEX = "NeMo AutoModel 36044ad3, components/attention/flex_attention.py, FlexAttention.forward"
 LLAMA_NORM = Norm("cast, then weighted", "transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward")
 LAYER_NORM = Norm("layer", "torch 2.13, aten/src/ATen/native/cuda/layer_norm_kernel.cu, layer_norm_cuda")
 
@@ -123,6 +124,23 @@ def rotated(
     )
 
 
+def _without_the_sinks_share(tape: Tape, attended: Value) -> Value:
+    """Multiply a kernel's output by the share of the scores that no sink takes, in fp32. It releases ``attended``.
+
+    Autograd saves both factors; the share is a number per query and head.
+    """
+    share = tape.make(op.TENSOR, "share of the scores that no sink takes, fp32", 4 * T * a, FLEX)
+    name = "attention output without the sinks' share"
+    wide = op.run(
+        tape, attended, f"{name}, fp32", Site(name, FLEX), dtype=4, saved=(attended, share),
+        gradient="gradient of the kernel's output", beside=("gradient of the share, not yet summed", 4 * T * c),
+    )  # fmt: skip
+    made = op.cast(tape, wide, attended.dtype, Site(name, FLEX))
+    tape.drop(share)
+    tape.release(wide, attended)
+    return made
+
+
 class Attention(NamedTuple):
     """Attention whose queries, keys and values are three projections of the layer's normalised input."""
 
@@ -152,6 +170,8 @@ class Attention(NamedTuple):
             key, value = (op.heads_of(tape, one, name, self.source) for one, name in ((key, "keys"), (value, "values")))
         turned = self._turned(tape, query, key, block)
         context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, self.joined))
+        if tape.mode.scales_output:
+            context = _without_the_sinks_share(tape, context)
         if tape.mode.copies_output:
             kernels, name = context, "attention output in the order of tokens"
             context = op.run(tape, kernels, name, Site(name, self.source), gradient="gradient of the attention's output")

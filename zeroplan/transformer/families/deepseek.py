@@ -48,9 +48,15 @@ BARE = q - a * o
 JOINT = q - a * o + c
 
 
-def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
+Choose = Callable[[Tape, Value, Value, Block], tuple[Store, ...]]
+"""Picks each query's keys from the module's input and the compressed queries; returns the tensors that its variables keep."""
+
+
+def attention(tape: Tape, normal: Value, block: Block, *, choose: Choose | None = None) -> Attended:
     """Run latent attention. The module's variables keep every intermediate tensor to its end."""
-    queries = _queries(tape, normal, block)
+    queries, latent_queries = _queries(tape, normal, block)
+    if choose is None:
+        tape.release(*latent_queries)
     bare, turning = op.chunk(tape, queries, (T * BARE, T * a * o), Site("parts of the queries", LATENT))
     name = "first projection of keys and values"
     compressed = op.linear(tape, normal, w + o, Site(name, LATENT, layer="kv_a_proj_with_mqa"), bias=block.attention_bias)
@@ -67,9 +73,13 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     query = op.joined(tape, (bare, turned[0]), "queries", T * q, Site("both parts of the queries", LATENT))
     query = _scaled(tape, query) if block.family == "mistral4" else query
     key, value = _expanded(tape, latent_norm, turned[1])
+    chosen = () if choose is None else choose(tape, normal, latent_queries[0], block)
     context, weights = _attend(block)(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
     made = op.linear(tape, context, h, Site("output projection", LATENT, layer="o_proj"), reads=c, bias=block.attention_bias)
     tape.release(queries, bare, compressed, latent_norm, *turned, query, key, value, context)
+    if choose is not None:
+        tape.release(*latent_queries)
+        tape.drop(*chosen)
     return Attended(made, weights)
 
 
@@ -89,17 +99,16 @@ def _by_head(tape: Tape, heads: Heads, *, attend: Attend) -> Attended:
     return attend(tape, heads._replace(joined=True))
 
 
-def _queries(tape: Tape, normal: Value, block: Block) -> Value:
-    """Project queries with one matrix, or with two low-rank ones and a norm between them."""
+def _queries(tape: Tape, normal: Value, block: Block) -> tuple[Value, tuple[Value, ...]]:
+    """Project queries with one matrix, or with two low-rank ones and a norm between them; return that norm's result as well."""
     if not block.compressed:
-        return op.linear(tape, normal, q, Site("q projection", LATENT, layer="q_proj"))
+        return op.linear(tape, normal, q, Site("q projection", LATENT, layer="q_proj")), ()
     name = "first projection of the queries"
     compressed = op.linear(tape, normal, u, Site(name, LATENT, layer="q_a_proj"), bias=block.attention_bias)
     latent = _norm(tape, compressed, "norm of the compressed queries", u)
     tape.release(compressed)
     made = op.linear(tape, latent, q, Site("second projection of the queries", LATENT, layer="q_b_proj"), reads=u)
-    tape.release(latent)
-    return made
+    return made, (latent,)
 
 
 def _norm(tape: Tape, value: Value, name: str, width: Size) -> Value:
@@ -266,7 +275,7 @@ _ROUTERS: dict[str, Callable[[Tape, Value, Block], Routing]] = {"deepseek_v2": _
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    return with_experts(model, _attention_parameters(model), partial(routed_and_shared, model))
+    return with_experts(model, attention_parameters(model), partial(routed_and_shared, model))
 
 
 def routed_and_shared(model: ModelSpec, moe: MoeSpec, *, router_first: bool = False) -> Parameters:
@@ -279,7 +288,8 @@ def routed_and_shared(model: ModelSpec, moe: MoeSpec, *, router_first: bool = Fa
     )
 
 
-def _attention_parameters(model: ModelSpec) -> Parameters:
+def attention_parameters(model: ModelSpec) -> Parameters:
+    """Return the parameters of latent attention."""
     assert model.mla is not None  # noqa: S101  the family always has it
     mla, hidden, heads = model.mla, model.hidden_size, model.num_attention_heads
     latent = mla.kv_lora_rank
@@ -326,14 +336,14 @@ CONFIG = ConfigKeys(
         "of DeepSeek's own code": ("aux_loss_alpha", "seq_aux", "moe_layer_freq", "router_aux_loss_coef"),
     },
 )  # fmt: skip
-_LATENT = (
+LATENT_MODULES = (
     "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa",
     "self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj",
 )  # fmt: skip
 EXPERT_MODULES = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *gated_modules("mlp.shared_experts"))
 _DEEPSEEK = Definition(
-    layer(Layer(LLAMA_NORM, _attention, mlp, f"{DEEPSEEK}, DeepseekV3DecoderLayer.forward")), _tensors, CONFIG,
-    before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, EXPERT_MODULES),
+    layer(Layer(LLAMA_NORM, attention, mlp, f"{DEEPSEEK}, DeepseekV3DecoderLayer.forward")), _tensors, CONFIG,
+    before_and_after(LATENT_MODULES, gated_modules("mlp")), before_and_after(LATENT_MODULES, EXPERT_MODULES),
     Tables(2 * r * s * o),
 )  # fmt: skip
 #: GLM's classes are those of DeepSeek-V3 with other names; a list says which layers are dense.

@@ -26,14 +26,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training, definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import TENSOR_PARALLEL, gathered, norm
-from zeroplan.transformer.families.tags import (
-    AT_FINAL_NORM,
-    GRADIENT,
-    HEAD_INPUT,
-    HELD_NORM,
-    SAVED,
-    TEMPORARY,
-)
+from zeroplan.transformer.families.tags import AT_FINAL_NORM, GRADIENT, HEAD_INPUT, HELD_NORM, SAVED, TEMPORARY
 from zeroplan.transformer.families.tape import (
     Action,
     Alive,
@@ -67,6 +60,7 @@ IN_PLACE = "verl 0.9.1, utils/torch_functional.py, logprobs_from_logits_flash_at
 OF_CHUNKS = "verl b178a3cd, utils/experimental/torch_functional.py, FusedLinearForPPOFunction"
 COMPARED = "trl 1.16, kernels/chunked_divergence.py, ChunkedDivergenceFunction"
 SCORED = "trl 1.16, trainer/utils.py, add_fused_lm_head"
+PAIRS = "trl 1.16, experimental/orpo/orpo_trainer.py, concatenated_forward, and kernels/logprob_entropy.py"
 WRITTEN_OVER = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/cross_entropy_loss.py, FastForCausalLMLoss"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
@@ -352,50 +346,62 @@ def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
     gradient. The head's are the second's, where autograd sums two gradients into a third tensor. It assumes that no label is
     ignored.
     """
-    piece, weight = ceil(T, CHUNKS) * V, NOTHING if ending.frozen_head else e * h * V
     tokens = tape.make(LOGITS, "labels, shifted; those that count, and where they are", 24 * T, PIECES, LABELS)
     counting = op.tensor(tape, "hidden states of the tokens that count", read.dtype, T * h, PIECES)
-    waiting: list[Store] = []
-
-    def spread(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.drop(*waiting)
-        return [(read, op.gradient(tape, read, "gradient of all tokens", PIECES))]
-
-    rounds = _QAT in ending.fused
-    kept = (fake_quantised.heads_in_pieces(tape, CHUNKS),) if rounds else ()
-    tape.add("tokens that count", (counting,), kept, spread, of=(read,))
+    pieces = _Pieces(read, [], NOTHING if ending.frozen_head else e * h * V, rounds=_QAT in ending.fused)
+    kept = (fake_quantised.heads_in_pieces(tape, CHUNKS),) if pieces.rounds else ()
+    tape.add("tokens that count", (counting,), kept, pieces.spread, of=(read,))
     tape.drop(*kept)
-    if rounds:  # counted as a whole above
+    if pieces.rounds:  # counted as a whole above
         tape.mode = tape.mode._replace(linear=None)
     product = _product(tape, counting)
-    product.store.size, product.store.reason = e * piece, "logits of a piece"
-    wide = Value(tape.make(LOGITS, "logits of a piece, fp32", 4 * piece, PIECES), 4, product.shape)
+    product.store.size, product.store.reason = e * _PIECE, "logits of a piece"
+    wide = Value(tape.make(LOGITS, "logits of a piece, fp32", 4 * _PIECE, PIECES), 4, product.shape)
     softmax = tape.make(LOGITS, "log-softmax of all pieces, fp32", 4 * T * V, PIECES)
-    if rounds:
+    if pieces.rounds:
         fake_quantised.round_head(tape, back=False)
     loss = _scalar()
-
-    def of_loss(tape: Tape, _taken: list[Store]) -> Arriving:
-        later = at_least(0, weight - 4 * piece)
-        tape.scratch += [
-            tape.make(LOGITS, "gradient of a piece's log-softmax, fp32", 4 * piece, PIECES),
-            tape.make(WEIGHT, "gradient of the head's weight, beyond the piece that is done", later, PIECES),
-        ]
-        return [(wide, tape.make(LOGITS, "gradient of a piece's logits, fp32", 4 * piece, PIECES))]
-
-    def of_cast(tape: Tape, _taken: list[Store]) -> Arriving:
-        summed = weight + at_least(0, weight - e * piece)
-        waiting.append(tape.make(LOGITS, "log-softmax of earlier pieces, fp32", 4 * T * V - 8 * piece, PIECES))
-        waiting.append(tape.make(WEIGHT, "gradient of the head's weight of later pieces, and the sum", summed, PIECES))
-        made = tape.make(LOGITS, "gradient of a piece's logits", e * piece, PIECES)
-        if rounds:
-            fake_quantised.round_head(tape, back=True)
-        return [(product, made)]
-
-    tape.add("cast of the logits", (wide,), (), of_cast, of=(product,))
-    tape.add("loss", (loss,), (softmax, tokens), of_loss, of=(wide,), place=AT_LOSS)
+    tape.add("cast of the logits", (wide,), (), partial(pieces.of_cast, product), of=(product,))
+    tape.add("loss", (loss,), (softmax, tokens), partial(pieces.of_loss, wide), of=(wide,), place=AT_LOSS)
     tape.release(product, wide)
     return _Ran(loss, (softmax, tokens), (softmax, tokens, counting.store))
+
+
+class _Pieces(NamedTuple):
+    """The backward of torchtune's loss in pieces."""
+
+    read: Value
+    """The head's input."""
+    waiting: list[Store]
+    """Tensors of other pieces, until the gradient of all tokens is made."""
+    weight: Size
+    """Gradient of the head's weight. [bytes]"""
+    rounds: bool
+    """Quantisation-aware training rounds the head."""
+
+    def spread(self, tape: Tape, _taken: list[Store]) -> Arriving:
+        """Make the gradient of all tokens from that of the tokens that count."""
+        tape.drop(*self.waiting)
+        return [(self.read, op.gradient(tape, self.read, "gradient of all tokens", PIECES))]
+
+    def of_loss(self, wide: Value, tape: Tape, _taken: list[Store]) -> Arriving:
+        """Make a piece's gradients in fp32."""
+        later = at_least(0, self.weight - 4 * _PIECE)
+        tape.scratch += [
+            tape.make(LOGITS, "gradient of a piece's log-softmax, fp32", 4 * _PIECE, PIECES),
+            tape.make(WEIGHT, "gradient of the head's weight, beyond the piece that is done", later, PIECES),
+        ]
+        return [(wide, tape.make(LOGITS, "gradient of a piece's logits, fp32", 4 * _PIECE, PIECES))]
+
+    def of_cast(self, product: Value, tape: Tape, _taken: list[Store]) -> Arriving:
+        """Make a later piece's gradient in 16 bits, while the weight's gradients are summed."""
+        summed = self.weight + at_least(0, self.weight - e * _PIECE)
+        self.waiting.append(tape.make(LOGITS, "log-softmax of earlier pieces, fp32", 4 * T * V - 8 * _PIECE, PIECES))
+        self.waiting.append(tape.make(WEIGHT, "gradient of the head's weight of later pieces, and the sum", summed, PIECES))
+        made = tape.make(LOGITS, "gradient of a piece's logits", e * _PIECE, PIECES)
+        if self.rounds:
+            fake_quantised.round_head(tape, back=True)
+        return [(product, made)]
 
 
 def _returned_wide(tape: Tape, logits: Value) -> Value:
@@ -782,6 +788,56 @@ def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> 
     return _Ran(loss, (kept, labels), (held, labels, kept, product.store), (product.store,))
 
 
+def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
+    """Run ORPO's loss: cross-entropy of the chosen half, and TRL's fused log-probabilities of all tokens.
+
+    Of several pairs the chosen logits are copied without each sequence's last token; of a single pair they are a view. accelerate
+    returns the logits in fp32, except with FSDP2 and DeepSpeed (``narrow``).
+    """
+    product = _product(tape, read, bias=ending.head_bias)
+    model_logits = _capped(tape, product) if ending.family in CAPPED else product
+    logits = model_logits if narrow else _returned_wide(tape, model_logits)
+    labels = tape.make(LOGITS, "labels of all tokens, of the chosen, and shifted", 28 * T, PAIRS, LABELS)
+    half, copied = ceil(T - b, 2) * V, at_most(1, at_least(0, b - 2))
+    rows_of_chosen = _viewed(tape, logits, ceil(T, 2) * V, "gradient of all logits by the chosen")
+    copy = tape.make(LOGITS, "logits of the chosen, copied", logits.dtype * half * copied, PAIRS)
+    chosen = Value(copy, logits.dtype, half)
+    of_shift = _makes("gradient of the chosen with their last tokens", rows_of_chosen)
+    tape.add("shift of the chosen", (chosen,), (), of_shift, of=(rows_of_chosen,), place=AT_LOSS)
+    tape.release(rows_of_chosen)
+    softmax = _logits(tape, chosen, "log-softmax of the chosen", PAIRS)
+    nll = _scalar()
+
+    def of_cross_entropy(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.scratch.append(tape.make(LOGITS, "gradient of the log-softmax", softmax.dtype * softmax.shape, PAIRS))
+        return [(chosen, tape.make(LOGITS, "gradient of the chosen logits", chosen.dtype * chosen.shape, PAIRS))]
+
+    tape.add("loss of the chosen", (nll,), (softmax.store,), of_cross_entropy, of=(chosen,), place=AT_LOSS)
+    tape.release(chosen)
+    rows = tape.make(LOGITS, "log-probability, entropy and statistics of each token", 16 * (T - b), PAIRS)
+    targets = tape.make(LOGITS, "labels that count", 8 * (T - b), PAIRS, LABELS)
+    shifted = _viewed(tape, logits, (T - b) * V, "gradient of all logits")
+    of_log_probs = _makes("gradient of all logits but the last", shifted)
+    odds = _scalar()
+    tape.add("log-probabilities", (odds,), (logits.store, rows, targets), of_log_probs, of=(shifted,), place=AT_LOSS)
+    tape.release(shifted)
+    loss = _scalar()
+
+    def of_both(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(one, tape.make(LOGITS, "gradient of a number", NOTHING, PAIRS)) for one in (nll, odds)]
+
+    tape.add("loss", (loss,), (), of_both, of=(nll, odds), place=AT_LOSS)
+    kept = (softmax.store, logits.store, rows, targets)
+    return _Ran(loss, kept, (labels, softmax.store, rows, targets, logits.store), (logits.store,))
+
+
+def _viewed(tape: Tape, logits: Value, shape: Size, reason: str) -> Value:
+    """Return a slice of the logits, a view. Its backward makes a gradient of all of them."""
+    view = Value(tape.hold(logits.store), logits.dtype, shape)
+    tape.add("logits' slice", (view,), (), _makes(reason, logits), of=(logits,), place=AT_LOSS)
+    return view
+
+
 def _scored(tape: Tape, read: Value, mask: Store) -> Value:
     """Return a copy of the hidden states of the counted tokens."""
     most = Value(tape.hold(read.store), read.dtype, read.shape)
@@ -806,6 +862,8 @@ def _casts_of_a_tile(tape: Tape, scored: Value, pieces: int) -> tuple[Store, ...
 TILE_ROWS, TILE_COLUMNS = 4096, 32768
 """trl 1.16, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE, and trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE."""
 _ROWS = T - b * i
+_PIECE = ceil(T, CHUNKS) * V
+"""Logits of one of torchtune's pieces."""
 _TILE_ROWS = at_most(TILE_ROWS, _ROWS)
 _SCORES = _Tiled(TILED, True, 28 * _ROWS, 9 * _ROWS + 13 * (T - b), 8 * _ROWS, e, NOTHING)
 _DISTILLS = _Tiled(COMPARED, False, 36 * _ROWS, 8 * _ROWS, 12 * _ROWS, 8, e * at_most(TILE_COLUMNS, V) * _TILE_ROWS)
@@ -821,4 +879,6 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, entropy": partial(_in_place, entropy=True),
     "log-probs, jsd": partial(_compared, kind=_JSD),
     "log-probs, kd": partial(_compared, kind=_KD),
+    "log-probs, pairs": partial(_of_pairs, narrow=False),
+    "log-probs, pairs in 16 bits": partial(_of_pairs, narrow=True),
 }

@@ -116,6 +116,12 @@ class Computing(NamedTuple):
     """Both products add a bias."""
     gated: bool = True
     """The first product also makes a gate for the second's input."""
+    weighted_last: bool = False
+    """NeMo AutoModel weights the second product's output, not its input."""
+
+
+#: Families whose experts NeMo AutoModel weights after both products (glm4_moe/model.py, apply_router_weight_after_down).
+WEIGHTED_LAST = ("glm4_moe", "glm4_moe_lite")
 
 
 def silu_gate(tape: Tape, both: Value) -> Value:
@@ -207,6 +213,7 @@ def _bias(tape: Tape, name: str, width: Size, sorting: _Sorting, experts: Size) 
 
 def routed_experts(tape: Tape, normal: Value, weights: Value, block: Block, computing: Computing = SILU) -> Value:
     """Run the experts as their module does: all on this rank, or spread over several ranks."""
+    computing = computing._replace(weighted_last=block.family in WEIGHTED_LAST)
     with tape.inside(Module.EXPERTS), tape.owning():
         return (_dispatched if block.dispatched else _experts_here)(tape, normal, weights, computing)
 
@@ -457,15 +464,30 @@ def _sent_by_kernels(tape: Tape, normal: Value, weights: Value, computing: Compu
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * x, AUTOMODEL)
     width, name = (m + m, "gate and up projections") if computing.gated else (m, "up projection")
     both = _with_bias(tape, _grouped_product(tape, given, (f"experts: {name}", h, width), ends, experts=x), width, computing)
+    factor = op.tensor(tape, "weights of one, fp32", 4, P_own, AUTOMODEL) if computing.weighted_last else chosen
     gated = op.run(
-        tape, (both, chosen), "experts: weighted activation, input of the down projection", Site("experts: activation", AUTOMODEL),
-        shape=P_own * m, saved=(both, chosen), gradient="gradient of the experts' first product, or of the weights",
+        tape, (both, factor), "experts: weighted activation, input of the down projection", Site("experts: activation", AUTOMODEL),
+        shape=P_own * m, saved=(both, factor), gradient="gradient of the experts' first product, or of the weights",
     )  # fmt: skip
-    tape.release(both)
+    tape.release(both, *([factor] if computing.weighted_last else []))
     outputs = _with_bias(tape, _grouped_product(tape, gated, ("experts: down projection", m, h), ends, experts=x), h, computing)
+    outputs = _weighted_after(tape, outputs, chosen) if computing.weighted_last else outputs
     made = _returned_by_kernels(tape, outputs, packs=packs)
     tape.release(gated, outputs, given, chosen)
     tape.drop(indices, ends, *kept)
+    return made
+
+
+def _weighted_after(tape: Tape, outputs: Value, chosen: Value) -> Value:
+    """Multiply the second product's output by the weights in fp32, which saves both. It releases ``outputs``."""
+    name = "experts: outputs, weighted"
+    wide = op.cast(tape, outputs, 4, Site("experts: outputs", AUTOMODEL))
+    product = op.run(
+        tape, (wide, chosen), f"{name}, fp32", Site(name, AUTOMODEL), saved=(wide, chosen),
+        gradient="gradient of the outputs, or of the weights", beside=("gradient of the weights, not yet summed", 4 * P_own * h),
+    )  # fmt: skip
+    made = op.cast(tape, product, e, Site(name, AUTOMODEL))
+    tape.release(wide, product, outputs)
     return made
 
 

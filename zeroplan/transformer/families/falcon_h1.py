@@ -9,14 +9,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.bamba import MIXER_DEFAULTS, MIXER_KEYS
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    Around,
-    Block,
-    ConfigKeys,
-    Definition,
-    Program,
-)
+from zeroplan.transformer.families.definition import ATTENTION_MODULES, Around, Block, ConfigKeys, Definition, Program
 from zeroplan.transformer.families.state_space import mixer, of_mixer
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value

@@ -75,7 +75,7 @@ def linear(
             from zeroplan.transformer.families.fused_lora import output  # noqa: PLC0415  few jobs have it
 
             return output(tape, value, width, site, training, reads=reads)
-        if training.quantize != "none":
+        if training.quantize != "none" and site.is_linear_layer:
             return _quantised(tape, value, site, training, width=width, reads=reads)
         return _adapted(tape, value, site, training, width=width, reads=reads, bias=bias)
 
@@ -99,7 +99,10 @@ def _frozen_linear(
     made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias:
         tape.matrix_product(made.store)
-    backward = op.makes(f"gradient through the {site.name}", site.source, value)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(value, op.gradient_of_product(tape, value, f"gradient through the {site.name}", site.source))]
+
     saved = (value,) if keeps_input else ()
     weight = Beside(f"weight of the {site.name}", e * reads * width, strided=True)
     tape.add(

@@ -14,15 +14,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import Layer, gated_mlp
-from zeroplan.transformer.families.definition import (
-    Around,
-    Block,
-    ConfigKeys,
-    Definition,
-    Program,
-    Tables,
-    gated_modules,
-)
+from zeroplan.transformer.families.definition import Around, Block, ConfigKeys, Definition, Program, Tables, gated_modules
 from zeroplan.transformer.families.experts import EXPERTS, Computing, Routing, divided_by_their_sum, picked, routed_experts
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTENTION_NORM

@@ -9,15 +9,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    SIZES,
-    Around,
-    Block,
-    Definition,
-    Program,
-    Tables,
-)
+from zeroplan.transformer.families.definition import ATTENTION_MODULES, SIZES, Around, Block, Definition, Program, Tables
 from zeroplan.transformer.families.granitemoe import CONFIG, MODULES, moe, of_moe
 from zeroplan.transformer.families.state_space import GRANITE, mixer, of_mixer
 from zeroplan.transformer.families.tape import Site, Tape, Value

@@ -142,7 +142,7 @@ def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
     tape.run_to_inputs(output, incoming)
     moments = [one._replace(stores=tuple([store for store in one.stores if store not in kept])) for one in tape.moments]
     wide = structure.wide
-    points = index.moments(highest(moments, wide=wide, autocast=False, scratch_apart=True))
+    points = index.moments(highest(moments, wide=wide, autocast=False))
     held = index.of([store for store in tape.alive if store not in kept])
     left = tape.deferred[::-1]
     made = [(left[at].operator.name, tape.run_weights(left[at])) for at in order]

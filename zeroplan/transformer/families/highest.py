@@ -31,16 +31,14 @@ _AS_WIDE = {"v": "k", "c": "q"}
 Amounts = dict[Monomial, int]
 
 
-def highest(
-    moments: list[Alive], *, wide: bool, autocast: bool, scratch_apart: bool = False, latent: bool = False
-) -> tuple[Alive, ...]:  # fmt: skip
-    """Return the moments that no other covers, whatever the batch.
+def highest(moments: list[Alive], *, wide: bool, autocast: bool, latent: bool = False) -> tuple[Alive, ...]:
+    """Return the moments that no other covers, whatever the batch, with and without the workspace inside CUDA's kernels.
 
-    ``scratch_apart``: count the workspace of CUDA kernels apart, where several run at different moments. A CPU has none, and other
-    moments may be its highest. ``latent``: values and attention's output have widths of their own.
+    Runs on other tensors than CUDA's have no such workspace, and another moment may be their highest. ``latent``: values and
+    attention's output have widths of their own.
     """
     counting = Counting((4 if wide else 2, 4 if wide or autocast else 2), {} if latent else _AS_WIDE, {})
-    amounts = [_amounts(moment, counting, scratch_apart=scratch_apart) for moment in moments]
+    amounts = [_amounts(moment, counting) for moment in moments]
     kept = _first_of_equals(amounts)
     strict = _strict(amounts)
     for at in reversed(kept.copy()):
@@ -88,10 +86,10 @@ def _first_of_equals(amounts: list[Amounts]) -> list[int]:
     return list(first.values())
 
 
-def _amounts(moment: Alive, counting: Counting, *, scratch_apart: bool) -> Amounts:
+def _amounts(moment: Alive, counting: Counting) -> Amounts:
     amounts: Amounts = {}
     marked: list[tuple[Size, Monomial]] = [
-        (store.size, ("S",) if scratch_apart and store.tag.off_gpu is OffGpu.NO_TENSOR else ()) for store in moment.stores
+        (store.size, ("S",) if store.tag.off_gpu is OffGpu.NO_TENSOR else ()) for store in moment.stores
     ]
     for mark, sizes in (("W", moment.gradients), ("G", moment.current), ("C", moment.casts)):
         marked += [(size, (mark,)) for size in sizes]

@@ -51,7 +51,7 @@ def looped_experts(tape: Tape, normal: Value, training: Training, experts: int) 
 
 def _router(tape: Tape, flat: Value, training: Training) -> Value:
     """Run the router's layer, which GPTQ leaves in 16 bits."""
-    site = Site("router", MIXTRAL)
+    site = Site("router", MIXTRAL, layer="gate")
     if training.quantize != "gptq":
         return op.linear(tape, flat, E, site)
     made = op.tensor(tape, "output of the router", e, T * E, MIXTRAL)

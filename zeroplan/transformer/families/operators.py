@@ -44,6 +44,13 @@ def gradient(tape: Tape, value: Value, reason: str, source: str, tag: Tag = PLAI
     return tape.make(GRADIENT, reason, value.dtype * value.shape, source, tag)
 
 
+def gradient_of_product(tape: Tape, value: Value, reason: str, source: str) -> Store:
+    """Return the gradient of a linear layer's input: of three dimensions it is a view of what the product returns."""
+    made = gradient(tape, value, reason, source)
+    made.is_view = not value.is_matrix
+    return made
+
+
 def through(value: Value, passed: Store) -> tuple[Value, Store]:
     """Return ``passed`` itself as the gradient of ``value``."""
     passed.holds += 1
@@ -122,9 +129,14 @@ def cast(tape: Tape, value: Value, dtype: Width, site: Site, tag: Tag = PLAIN) -
 
 
 def view(tape: Tape, value: Value, site: Site) -> Value:
-    """``Tensor.view``: the same memory. Its gradients are summed before they reach ``value``."""
-    made = Value(tape.hold(value.store), value.dtype, value.shape)
-    tape.add(f"{site.name}: view", (made,), (), passes(value), of=(value,), place=site.place)
+    """``Tensor.view`` as a matrix: the same memory. Its gradients are summed before they reach ``value``, as a view."""
+    made = Value(tape.hold(value.store), value.dtype, value.shape, is_matrix=True)
+
+    def backward(_tape: Tape, taken: list[Store]) -> Arriving:
+        taken[0].is_view = True
+        return [through(value, taken[0])]
+
+    tape.add(f"{site.name}: view", (made,), (), backward, of=(value,), place=site.place)
     return made
 
 
@@ -240,7 +252,7 @@ def trained_linear(
         """``mm`` makes the weight's gradient first, ``addmm`` the input's. ``addmm`` sums the bias's gradient last."""
         of_weight = [] if bias else _weight_gradient(tape, matrix, casts, site)
         reason = f"gradient through the {site.name}"
-        arriving = [(given, gradient(tape, given, reason, site.source))] if tape.follows(given) else []
+        arriving = [(given, gradient_of_product(tape, given, reason, site.source))] if tape.follows(given) else []
         if bias:
             of_weight = _weight_gradient(tape, matrix, casts, site)
             tape.used(given.store)
@@ -286,7 +298,7 @@ def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Siz
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.weight_gradient(reads * width)
         reason = f"gradient through the {site.name}"
-        return [(value, gradient(tape, value, reason, site.source))] if tape.follows(value) else []
+        return [(value, gradient_of_product(tape, value, reason, site.source))] if tape.follows(value) else []
 
     tape.add(site.name, (made,), (value,), backward, of=None, place=site.place)
     return made
@@ -738,7 +750,7 @@ def _times_root(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
 def weighted(tape: Tape, value: Value, saved: Saved, weight: Size, site: Site, *, plus: bool = False) -> Value:
     """Multiply by the weight, which has the residual stream's dtype: the product has the wider dtype of the two.
 
-    ``plus``: one plus the weight, which is among ``saved``, takes its place.
+    ``plus``: an fp32 copy of the weight, or one plus it, which is among ``saved``, takes its place.
     """
     frozen = tape.mode.weights_frozen
     made = tensor(tape, f"output of the {site.name}", wider(tape, value.dtype, r), value.shape, site.source)
@@ -748,7 +760,9 @@ def weighted(tape: Tape, value: Value, saved: Saved, weight: Size, site: Site, *
         passed = tape.make(GRADIENT, reason, made.dtype * made.shape, site.source) if followed else None
         if not frozen:
             unsummed = ("gradient of the norm's weight, not yet summed", made.dtype * made.shape, site.source)
-            tape.weight_gradient(weight, unsummed=unsummed, read=stores_of(saved))
+            uncast = ("gradient of the norm's weight, not yet cast", 4 * weight, site.source)
+            wide_copy = plus and not tape.is_wide(r)
+            tape.weight_gradient(weight, unsummed=unsummed, read=stores_of(saved), uncast=uncast if wide_copy else None)
         return [] if passed is None else [(value, as_narrow(tape, value, passed, made, site.source))]
 
     of = (value,) if frozen else None

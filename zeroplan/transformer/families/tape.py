@@ -36,23 +36,30 @@ Width: TypeAlias = Size | int
 class Store:
     """One piece of memory, and the number of its holders: variables, operators that saved it, waiting gradients."""
 
-    __slots__ = ("holds", "kind", "pieces", "reason", "size", "source", "tag", "twin")
+    __slots__ = ("holds", "is_view", "kind", "pieces", "reason", "size", "source", "tag", "twin")
 
     def __init__(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> None:
         self.kind, self.reason, self.size, self.source, self.tag, self.holds = kind, reason, size, source, tag, 1
         self.twin: Store | None = None
         self.pieces = 1
         """The number of tensors of equal size that it represents."""
+        self.is_view = False
+        """It is a view, whose base is a second owner of the memory."""
 
 
 class Value:
     """A tensor that gets a gradient: its memory, bytes per element, and elements. Views share memory."""
 
-    __slots__ = ("copy", "dtype", "shape", "store", "strided")
+    __slots__ = ("copy", "dtype", "is_matrix", "shape", "store", "strided")
 
-    def __init__(self, store: Store, dtype: Width, shape: Size, *, strided: bool = False) -> None:
-        """``dtype``: bytes per element; ``shape``: number of elements; ``strided``: a view with gaps between its rows."""
-        self.store, self.dtype, self.shape, self.strided = store, dtype, shape, strided
+    def __init__(
+        self, store: Store, dtype: Width, shape: Size, *, strided: bool = False, is_matrix: bool = False
+    ) -> None:  # fmt: skip
+        """``dtype``: bytes per element; ``shape``: number of elements; ``strided``: a view with gaps between its rows.
+
+        ``is_matrix``: it has two dimensions, so that a linear layer multiplies it as it is, and not a view of it.
+        """
+        self.store, self.dtype, self.shape, self.strided, self.is_matrix = store, dtype, shape, strided, is_matrix
         self.copy: Store | None = None
         """A copy that an operator saved instead, while a variable holds the original. The tape counts the original as saved."""
 
@@ -113,6 +120,8 @@ class Mode(NamedTuple):
     """The router multiplies fp32 copies of its input and its weight."""
     copies_output: bool = False
     """Attention copies its output into the order of tokens."""
+    scales_output: bool = False
+    """Attention multiplies its kernel's output by a share for each query and head, in fp32."""
     keeps: str = ""
     """What a selective checkpoint keeps: by default products and kernels' outputs; router-kept or inputs-kept."""
     fused_rotary: bool = False
@@ -128,6 +137,11 @@ class Site(NamedTuple):
     at: At = At.ANYWHERE
     layer: str = ""
     """The name of its linear layer, where that is not the last part of ``module``."""
+
+    @property
+    def is_linear_layer(self) -> bool:
+        """Whether its module is an ``nn.Linear``, as most routers are not."""
+        return bool(self.module or self.layer)
 
     @property
     def place(self) -> Place:
@@ -325,6 +339,32 @@ class Tape:
 
     in_fp8: Literal["", "delayed", "current"] = ""
     """Matrices multiply in FP8, with scales of before or of their own tensors."""
+    untracked: set[Value]
+    """Tensors that autograd does not follow."""
+    summed_anew: set[Value]
+    """Tensors whose gradients autograd never adds in place: DTensors, like all tensor subclasses."""
+    deferred: list[Deferred]
+    """Operators in the order in which the first half of a backward ran them."""
+    module: Module
+    """The module whose forward runs, if engines need to know it."""
+    casts: list[Size]
+    """Elements of the weights whose autocast copies live to the backward."""
+    cached: list[Size]
+    """Elements of the weights whose copies autocast caches until its context ends."""
+    alive_at_forward: dict[Module, tuple[Store, ...]]
+    """Tensors alive when a module's forward began, for the modules that engines need to know."""
+    alive_at_backward: dict[Module, tuple[Store, ...]]
+    """Tensors alive when a module's backward began, for the same modules."""
+    scratch: list[Store]
+    """Temporaries of the running operator."""
+    before: tuple[Store, ...]
+    """Tensors alive when the operator began, if engines need them."""
+    freed: bool
+    """Something was freed since the last moment."""
+    _last_saver: tuple[int, Alive, tuple[Value, ...]]
+    """The last operator that saved something: the number of moments before it, its moment, and its unsaved outputs."""
+    _last_linear: Module
+    """The linear layer whose backward ran last."""
 
     def __init__(
         self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeps_selected: bool = False,
@@ -342,41 +382,16 @@ class Tape:
         self.marks, self.host = Marks() if marking else None, InHost() if offloading else None
         self.wide, self.autocast, self.saving, self.fused_softmax = wide, autocast, saving, fused_softmax
         self.wide_residual = autocast and not narrow
-        self.mode = Mode()
-        self.untracked: set[Value] = set()
-        """Tensors that autograd does not follow."""
-        self.summed_anew: set[Value] = set()
-        """Tensors whose gradients autograd never adds in place: DTensors, like all tensor subclasses."""
-        self.half = Half.WHOLE
-        self.deferred: list[Deferred] = []
-        """Operators in the order in which the first half of a backward ran them."""
-        self.module = Module.NONE
-        """The module whose forward runs, if engines need to know it."""
-        self._last_saver: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
-        """The last operator that saved something: the number of moments before it, its moment, and its unsaved outputs."""
+        self.mode, self.half, self.module = Mode(), Half.WHOLE, Module.NONE
+        self.untracked, self.summed_anew, self.deferred = set(), set(), []
         self.alive: dict[Store, None] = {}
-        self.history = History()
+        self.saved: dict[Store, None] = {}
         self.operators: list[Operator] = []
         self.moments: list[Alive] = []
-        self.saved: dict[Store, None] = {}
-        self.casts: list[Size] = []
-        """Elements of the weights whose autocast copies live to the backward."""
-        self.cached: list[Size] = []
-        """Elements of the weights whose copies autocast caches until its context ends."""
-        self.gradients = WeightGradients()
-        self.alive_at_forward: dict[Module, tuple[Store, ...]] = {}
-        """Tensors alive when a module's forward began, for the modules that engines need to know."""
-        self.alive_at_backward: dict[Module, tuple[Store, ...]] = {}
-        self.scratch: list[Store] = []
-        """Temporaries of the running operator."""
-        self.name = ""
-        self.place = Place()
-        self.before: tuple[Store, ...] = ()
-        """Tensors alive when the operator began, if engines need them."""
-        self._last_linear = Module.NONE
-        """The linear layer whose backward ran last."""
-        self.freed = True
-        """Something was freed since the last moment."""
+        self.history, self.gradients, self.casts, self.cached = History(), WeightGradients(), [], []
+        self.alive_at_forward, self.alive_at_backward, self.scratch = {}, {}, []
+        self.name, self.place, self.before, self.freed = "", Place(), (), True
+        self._last_saver, self._last_linear = (0, Alive("", (), (), (), ()), ()), Module.NONE
 
     def is_wide(self, dtype: Width) -> bool:
         """Whether a dtype is fp32 in this run."""
@@ -624,18 +639,24 @@ class Tape:
             self.host.back.clear()
 
     def weight_gradient(
-        self, size: Size, *, waits: bool = False, unsummed: tuple[str, Size, str] | None = None, read: tuple[Store, ...] = ()
+        self, size: Size, *, waits: bool = False, unsummed: tuple[str, Size, str] | None = None, read: tuple[Store, ...] = (),
+        uncast: tuple[str, Size, str] | None = None,
     ) -> None:  # fmt: skip
         """Make a weight's gradient of ``size`` elements, which the engine takes over.
 
         ``waits``: it reaches the weight only after the backward of operators that ran earlier. ``unsummed``: the tensor whose
         sum is the gradient (reason, size, source). By then the operator no longer needs the tensors that it has ``read``.
+        ``uncast``: that sum, where it is the gradient of a wider copy of the weight; a later operator casts it.
         """
         if self.half is Half.INPUTS:
             return
         if unsummed is not None:
-            self.temporary(*unsummed)
+            terms = self.temporary(*unsummed)
             self.used(*read)
+            if uncast is not None:
+                self.temporary(*uncast)
+                self.scratch.remove(terms)
+                self.drop(terms)
         self.gradients.add(size, waits=waits)
         self.history.actions.append((Do.GRADIENT, size))
 
@@ -718,7 +739,10 @@ class Tape:
         return ()
 
     def _deliver(self, value: Value, gradient: Store, waiting: dict[Value, Store]) -> None:
-        """Add a gradient to a waiting one: in place if nothing else holds that one (torch, csrc/autograd/input_buffer.cpp)."""
+        """Add a gradient to a waiting one: in place if nothing else holds that one's memory.
+
+        Source: torch 2.13, csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``.
+        """
         if value in self.untracked:
             self.drop(gradient)
             return
@@ -726,7 +750,7 @@ class Tape:
         if first is None:
             waiting[value] = gradient
             return
-        if first.holds == 1 and value not in self.summed_anew:
+        if first.holds == 1 and not first.is_view and value not in self.summed_anew:
             self.drop(gradient)
             return
         waiting[value] = self.make(first.kind, first.reason, first.size, first.source, first.tag)

@@ -25,14 +25,7 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
-from zeroplan.transformer.families.widths import (
-    Widths,
-    grouped_heads,
-    in_one_chunk,
-    is_masked,
-    quantities,
-    values_of,
-)
+from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
 from zeroplan.transformer.parameters import WITH_STATES, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
@@ -393,8 +386,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     ran = _run_backward(tape, structure, given, output, checkpoints)
     by_place = structure.training is not None and structure.training.keeps_inputs
-    apart = structure.ring > 1 or structure.offloaded
-    points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=apart))
+    points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place))
     above = partial(_above_the_backward, tape, given=given.store, dtypes=dtypes, by_place=by_place)
     reruns = {recompute: index.moments(above(moments)) for recompute, moments in ran.items()}
     selective = index.of(tape.selected.stores())
@@ -469,15 +461,13 @@ def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
     ]
 
 
-def _highest_at(
-    moments: list[Alive], dtypes: dict[str, bool], *, by_place: bool, scratch_apart: bool = False
-) -> tuple[Alive, ...]:  # fmt: skip
+def _highest_at(moments: list[Alive], dtypes: dict[str, bool], *, by_place: bool) -> tuple[Alive, ...]:
     """Return the moments that can be the peak. ``by_place``: per place, for engines that add different bytes per place.
 
     DeepSpeed's stage 3 needs the place, since frozen weights have no gradients that locate its gathers.
     """
     if not by_place:
-        return highest(moments, **dtypes, scratch_apart=scratch_apart)
+        return highest(moments, **dtypes)
     found = {
         place: highest([one for one in moments if one.place == place], **dtypes) for place in {one.place for one in moments}
     }
@@ -535,6 +525,12 @@ def run_forward(
         from zeroplan.transformer.families.frozen import freeze  # noqa: PLC0415  keeps start-up fast
 
         freeze(tape, value, training)
+    _set_mode(tape, structure)
+    return tape, value, program.block(tape, value, structure)
+
+
+def _set_mode(tape: Tape, structure: Block) -> None:
+    """Set how the block's layers run: split over ranks, in float8, or by fused kernels."""
     if structure.sharded:
         tape.mode = TENSOR_PARALLEL
     if recipes := [name.removeprefix("float8-") for name in structure.fused if name.startswith("float8-")]:
@@ -544,17 +540,17 @@ def run_forward(
     if "int4-qat" in structure.fused:
         from zeroplan.transformer.families.fake_quantised import mode_of as rounding  # noqa: PLC0415  as above
 
-        tape.mode = rounding(tape.mode, training)
+        tape.mode = rounding(tape.mode, structure.training)
     tape.mode = tape.mode._replace(uneven=structure.uneven)
     if structure.fused:
         tape.mode = tape.mode._replace(
             fused_norms="rms-norm" in structure.fused, liger_norms="liger-rms-norm" in structure.fused,
             fused_rotary="rope" in structure.fused, fused_gates="liger-swiglu" in structure.fused,
             norm_in_one="norm-in-one" in structure.fused, sends_by="".join(SENDING & set(structure.fused)),
-            copies_output="output-copied" in structure.fused, wide_router="router-in-fp32" in structure.fused,
+            copies_output="output-copied" in structure.fused, scales_output="output-scaled" in structure.fused,
+            wide_router="router-in-fp32" in structure.fused,
             keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
         )  # fmt: skip
-    return tape, value, program.block(tape, value, structure)
 
 
 def _block_input(tape: Tape, given: Store | None, shape: Size, dtype: Size, source: str) -> Value:

@@ -1,4 +1,4 @@
-"""The blocks of vision towers: Qwen2.5-VL's, Qwen3-VL's, SigLIP's (Gemma 3), CLIP's (LLaVA) and InternVL's.
+"""The blocks of vision towers: Qwen2-VL's, Qwen2.5-VL's, Qwen3-VL's, SigLIP's (Gemma 3), CLIP's (LLaVA) and InternVL's.
 
 They are text blocks without a causal mask. Qwen's blocks project q, k and v with one matrix, rotate queries and keys in fp32,
 and run attention separately for each image, or each window of an image. Slices of the queries are views; the outputs are
@@ -25,6 +25,7 @@ from zeroplan.transformer.families.widths import Widths, quantities
 from zeroplan.transformer.symbols import T, c, d, e, h, k, q, v
 
 QWEN = "transformers 5.23, models/qwen2_5_vl/modeling_qwen2_5_vl.py"
+QWEN2 = "transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py"
 QWEN3 = "transformers 5.23, models/qwen3_vl/modeling_qwen3_vl.py"
 CLIP = "transformers 5.23, models/clip/modeling_clip.py"
 INTERN = "transformers 5.23, models/internvl/modeling_internvl.py"
@@ -90,6 +91,12 @@ def _table() -> Size:
 
 
 PROGRAMS: dict[str, Program] = {
+    "qwen2_vl": layer(
+        Layer(
+            LAYER_NORM, _joint_attention, partial(two_layer_mlp, source=f"{QWEN2}, VisionMlp.forward"),
+            f"{QWEN2}, Qwen2VLVisionBlock.forward",
+        )
+    ),
     "qwen2_5_vl": layer(
         Layer(
             LLAMA_NORM, _joint_attention, partial(gated_mlp, source=f"{QWEN}, Qwen2_5_VLMLP.forward"),
@@ -118,7 +125,12 @@ PROGRAMS: dict[str, Program] = {
 }  # fmt: skip
 
 
-_ACTIVATIONS: dict[str, Activation] = {"qwen2_5_vl": "silu", "clip": "quick_gelu", "internvl": "gelu"}
+_ACTIVATIONS: dict[str, Activation] = {
+    "qwen2_vl": "quick_gelu",
+    "qwen2_5_vl": "silu",
+    "clip": "quick_gelu",
+    "internvl": "gelu",
+}
 
 
 def tower_pass(vision: VisionSpec, compute: Compute, batch: Batch, *, frozen: bool) -> BlockPass:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import GLOBAL_LAYERS, WITHOUT_SDPA, is_global
+from zeroplan.spec.family import GLOBAL_LAYERS, INDEXED_FAMILIES, WITHOUT_SDPA, is_global
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import EVEN, Attention
@@ -111,7 +111,7 @@ def is_masked(model: ModelSpec, x: Widths, kind: str = "") -> Bool:
     Some older releases make one for all layers. Eager attention always has a mask.
     Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``.
     """
-    if x.attention == "sdpa" and (x.padded or x.release.masks_all or masks_images(model)):
+    if x.attention == "sdpa" and (model.family in INDEXED_FAMILIES or x.padded or x.release.masks_all or masks_images(model)):
         return True
     if x.attention != "sdpa" or model.sliding_window is None or kind == "global":
         return False
@@ -162,9 +162,10 @@ def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str,
     }
 
 
-def ranks(mla: MlaSpec) -> dict[str, int]:
-    """Return the values of the symbols of latent attention."""
-    return {"u": mla.q_lora_rank or 0, "w": mla.kv_lora_rank, "o": mla.qk_rope_head_dim}
+def ranks(mla: MlaSpec, seq_len: Int) -> dict[str, Int]:
+    """Return the values of the symbols of latent attention, and of its indexer."""
+    latent = {"u": mla.q_lora_rank or 0, "w": mla.kv_lora_rank, "o": mla.qk_rope_head_dim}
+    return {**latent, "j": mla.index_n_heads, "g": mla.index_head_dim, "Y": minimum(mla.index_topk, seq_len)}
 
 
 def of_linear_attention(linear: LinearSpec | None) -> dict[str, int]:
@@ -195,7 +196,7 @@ def quantities(
     x: Widths, intermediate_size: int, moe: MoeSpec | None = None, mla: MlaSpec | None = None, linear: LinearSpec | None = None
 ) -> dict[str, Int]:  # fmt: skip
     """Return the value of every symbol of a block's sizes, including fractions of others."""
-    latent = {} if mla is None else {**ranks(mla), "o/2": mla.qk_rope_head_dim // 2}
+    latent = {} if mla is None else {**ranks(mla, x.seq_len), "o/2": mla.qk_rope_head_dim // 2}
     return {
         **symbols(x, intermediate_size, moe),
         "x": moe.num_experts // x.expert_ranks if moe else 0,

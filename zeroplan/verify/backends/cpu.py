@@ -8,7 +8,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.environment import environment
-from zeroplan.verify.pretended.engine_answers import engine_answers
+from zeroplan.verify.fake_parts.engine import fake_parts_of_engine
 from zeroplan.verify.task import Transport
 from zeroplan.verify.training.meshes import mesh_of
 from zeroplan.verify.training.run import observe
@@ -35,7 +35,7 @@ def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport
         )
     began = time.monotonic()
     seen = Profiled(log, say)
-    with engine_answers(job.recipe) if transport == "fake" else nullcontext():
+    with fake_parts_of_engine(job.recipe) if transport == "fake" else nullcontext():
         observe(job, seen, mesh_of(job), steps=steps, make=make)
     log.require_a_steady_clock()
     ledger = ledger_of(seen, job)

@@ -21,7 +21,7 @@ from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, BlocksMea
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.backends.gpu import Gpu
 from zeroplan.verify.environment import environment
-from zeroplan.verify.pretended.engine_answers import engine_answers
+from zeroplan.verify.fake_parts.engine import fake_parts_of_engine
 from zeroplan.verify.task import Transport
 from zeroplan.verify.training.engine import weights_dtype
 from zeroplan.verify.training.meshes import mesh_of
@@ -54,8 +54,8 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
     began = time.monotonic()
     seen = OnGpu(log, say, gpu, watched=steps)
     build = (lambda: on_device(make, gpu.device)) if make is not None else lambda: model_for(job, gpu.device)
-    answers = engine_answers(job.recipe, gpu.device) if transport == "fake" else nullcontext()
-    with answers, nullcontext() if snapshot is None else gpu.remembered(snapshot):
+    parts = fake_parts_of_engine(job.recipe, gpu.device) if transport == "fake" else nullcontext()
+    with parts, nullcontext() if snapshot is None else gpu.remembered(snapshot):
         observe(job, seen, mesh_of(job, gpu.device), steps=steps + _UNWATCHED, make=build)
     log.require_a_steady_clock()
     if transport == "nccl":

@@ -61,18 +61,13 @@ def simulate(
     ``make`` builds another workload than the job's own model and runs it unchanged. ``least_room`` also searches for the smallest
     room in which the allocator can serve the run.
 
-    Without ``all_layers`` a few layers are run and the result is extended (:mod:`zeroplan.verify.watching.extend`) if layers are
-    alike. DDP and DeepSpeed reach their steady state in the third step. DeepSpeed always runs all layers. Torch sees fake GPUs for
-    the rest of the process, so use a separate process (:func:`zeroplan.verify.processes.launch.launch`, with fake tensors).
-    Raises :class:`~zeroplan.errors.MeasurementError` for engines whose code cannot run on fake tensors.
+    Without ``all_layers`` a few layers are run and the result is extended if layers are alike; DeepSpeed always runs all. DDP and
+    DeepSpeed reach their steady state in the third step. Torch sees fake GPUs for the rest of the process, so use a separate one
+    (``launch``). Raises :class:`~zeroplan.errors.MeasurementError` for engines whose code cannot run on fake tensors.
     """
     began, job = time.perf_counter(), as_installed(job)
-    recording = _from_few_layers(job, rank, steps) if make is None and not all_layers and _layers_are_alike(job) else None
-    remarks = _remarks(job.recipe)
-    if recording is not None:
-        remarks += (f"few layers were run, and the result was extended to {job.model.num_hidden_layers}",)
-    else:
-        recording = _recorded(job, rank, steps, say, make)
+    extended = _from_few_layers(job, rank, steps) if make is None and not all_layers and _layers_are_alike(job) else None
+    recording = _recorded(job, rank, steps, say, make) if extended is None else extended
     workspace_bytes, _ = workspace(job.cluster.gpu)
     replays = Replays.of(recording, workspace_bytes=workspace_bytes)
     timeline = Timeline(recording, counted=replays.default.allocated)
@@ -94,7 +89,7 @@ def simulate(
             least_room=least_room,
         ),
         nvme_bytes=_on_nvme(job.recipe),
-        remarks=remarks,
+        remarks=_remarks(job, extended=extended is not None),
         seconds=time.perf_counter() - began,
     )
 
@@ -107,7 +102,12 @@ def _layers_are_alike(job: JobSpec) -> bool:
     return not (recipe.engine in _COUNT_ELEMENTS or _layers_not_alike(job) or some_recomputed or cut)
 
 
-def _remarks(recipe: RecipeSpec) -> tuple[str, ...]:
+def _remarks(job: JobSpec, *, extended: bool) -> tuple[str, ...]:
+    few = f"few layers were run, and the result was extended to {job.model.num_hidden_layers}"
+    return (*_of_recipe(job.recipe), *((few,) if extended else ()))
+
+
+def _of_recipe(recipe: RecipeSpec) -> tuple[str, ...]:
     unscaled = recipe.precision == "fp16-mixed" and recipe.engine not in _COUNT_ELEMENTS  # they have scalers of their own
     maps = recipe.engine == "ddp" and (recipe.ddp.find_unused_parameters or recipe.ddp.static_graph)
     if recipe.engine == "megatron":
@@ -128,7 +128,7 @@ def _on_nvme(recipe: RecipeSpec) -> int | None:
     """Bytes that the run wrote to NVMe; None without NVMe offload."""
     if not _swaps(recipe):
         return None
-    from zeroplan.verify.pretended.nvme import left  # noqa: PLC0415  it imports DeepSpeed
+    from zeroplan.verify.fake_parts.nvme import left  # noqa: PLC0415  it imports DeepSpeed
 
     return left()
 
@@ -151,7 +151,7 @@ def _recorded(
     tracker = Tracker(device=CUDA, say=say, host=HostMemory() if job.recipe.offloads else None)
     with _explain_reads_of_values(job) if make is None else nullcontext():
         run(job, tracker, rank=rank, steps=steps, device=CUDA, make=None if make is None else lambda: placed(make, CUDA))
-    return tracker.recording
+    return tracker.finished()
 
 
 @contextmanager

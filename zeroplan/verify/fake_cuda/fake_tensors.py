@@ -10,9 +10,9 @@ from torch.distributed.tensor import _sharding_prop
 
 from zeroplan.verify.fake_cuda.attention import decisions
 from zeroplan.verify.fake_cuda.installed import CUDA
-from zeroplan.verify.pretended.fake_mode import QuickFakes
-from zeroplan.verify.pretended.optimizer_kernels import optimizer_kernels
-from zeroplan.verify.pretended.reducer import real_reducer_integers
+from zeroplan.verify.fake_parts.fake_mode import QuickFakes
+from zeroplan.verify.fake_parts.optimizer_kernels import optimizer_kernels
+from zeroplan.verify.fake_parts.reducer import real_reducer_integers
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.watcher import Watcher
 

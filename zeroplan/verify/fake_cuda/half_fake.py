@@ -24,8 +24,8 @@ from zeroplan.verify.fake_cuda.exchanged import NAMESPACES, exchange
 from zeroplan.verify.fake_cuda.known_values import Sure, forget, how_sure, keep, known
 from zeroplan.verify.fake_cuda.letters import Mail, carry
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
+from zeroplan.verify.fake_parts.fake_mode import QuickFakes
 from zeroplan.verify.nested import device_of
-from zeroplan.verify.pretended.fake_mode import QuickFakes
 
 _aten = torch.ops.aten
 _NUMBER = _aten._local_scalar_dense.default

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from zeroplan.catalog.config_rest import LINEAR_FIELDS, config_keys
+from zeroplan.catalog.config_rest import INDEX_FIELDS, LINEAR_FIELDS, config_keys
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     FREE_ACTIVATION,
+    INDEXED_FAMILIES,
     ONE_WIDTH_FAMILIES,
     PLAIN_HEADS,
     TRAITS,
@@ -140,7 +141,8 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
     if spec.moe is None or spec.family not in DENSE_LAYERS or spec.family == "qwen3_moe":
         return {}
     grouped = spec.family == "deepseek_v3" and spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
-    latent = () if spec.mla is None else ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)
+    index = INDEX_FIELDS if spec.family in INDEXED_FAMILIES else ()
+    latent = () if spec.mla is None else ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS, *index)
     keys = config_keys(spec.family).keys
     return {
         **{name: getattr(spec.mla, name) for name in latent},

@@ -17,7 +17,7 @@ from zeroplan.engines.deepspeed import optimizer_impl, steps_in_own_kernel
 from zeroplan.export import deepspeed as export
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.verify.pretended import nvme
+from zeroplan.verify.fake_parts import nvme
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.engine import Engine, Requesting, all_labelled
 from zeroplan.verify.training.optimizers import make_optimizer, trained

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import Fsdp1Options, RecipeSpec
-from zeroplan.verify.pretended.addresses import addresses, devices_follow_data
+from zeroplan.verify.fake_parts.addresses import addresses, devices_follow_data
 from zeroplan.verify.training.ddp import autocast
 from zeroplan.verify.training.engine import COMPUTE, Engine, Requesting, all_labelled
 from zeroplan.verify.training.fsdp2 import forward_and_backward

@@ -17,7 +17,7 @@ from zeroplan.engines.megatron.parameters import padded_vocabulary
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.megatron import UNGATED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width
-from zeroplan.verify.pretended.megatron_answers import import_megatron
+from zeroplan.verify.fake_parts.megatron import import_megatron
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.engine import Engine, Requesting, all_labelled
 from zeroplan.verify.watching.watcher import Watcher
@@ -176,15 +176,15 @@ def _states(stepped: _Stepped) -> Iterator[torch.Tensor]:
 
 def _chunks(job: JobSpec, config: TransformerConfig) -> list[DistributedDataParallel]:
     """Return the rank's chunks of layers, built as ``get_model`` of training/training.py does."""
-    several = chunks_per_rank(job.recipe, job.mesh)
+    several = chunks_per_rank(job)
     return [_wrapped(job, config, at if several > 1 else None) for at in range(several)]
 
 
 def _wrapped(job: JobSpec, config: TransformerConfig, at: int | None) -> DistributedDataParallel:
-    options, mesh, shape = job.recipe.megatron, job.mesh, job.model
+    options, shape = job.recipe.megatron, job.model
     with torch.device("cuda"):
         model = GPTModel(
-            config, _spec(job, config, at), vocab_size=int(padded_vocabulary(shape, job.recipe, mesh)),
+            config, _spec(job, config, at), vocab_size=int(padded_vocabulary(job)),
             max_sequence_length=shape.positions or job.batch.seq_len,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=at),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=at),
@@ -238,16 +238,16 @@ def _spec(job: JobSpec, config: TransformerConfig, at: int | None) -> object:
 
 def _config(job: JobSpec) -> TransformerConfig:
     shape, recipe, mesh, options = job.model, job.recipe, job.mesh, job.recipe.megatron
-    gated, learned = is_gated(shape, recipe), shape.family in UNGATED
+    gated, learned = is_gated(job), shape.family in UNGATED
     dtype = _DTYPES[recipe.precision]
-    several = chunks_per_rank(recipe, mesh)
+    several = chunks_per_rank(job)
     return TransformerConfig(
         num_layers=shape.num_hidden_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_key_value_heads, ffn_hidden_size=shape.intermediate_size, kv_channels=shape.head_dim,
-        hidden_dropout=_DROPOUT * drops_hidden(shape, recipe), attention_dropout=_DROPOUT * drops_scores(shape, recipe),
+        hidden_dropout=_DROPOUT * drops_hidden(job), attention_dropout=_DROPOUT * drops_scores(job),
         normalization="LayerNorm" if learned else "RMSNorm", gated_linear_unit=gated,
         activation_func=nn.functional.silu if gated else nn.functional.gelu, add_bias_linear=learned,
-        add_qkv_bias=shape.attention_bias, qk_layernorm=norms_heads(shape, recipe),
+        add_qkv_bias=shape.attention_bias, qk_layernorm=norms_heads(job),
         bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype, pipeline_dtype=dtype,
         gradient_accumulation_fusion=options.gradient_accumulation_fusion, bias_activation_fusion=True, bias_dropout_fusion=True,
         masked_softmax_fusion=options.masked_softmax_fusion, attention_softmax_in_fp32=options.attention_softmax_in_fp32,
@@ -265,7 +265,7 @@ def _cut(job: JobSpec) -> dict[str, object]:
     """Return the pipeline layout if chunks differ in their number of layers; empty otherwise."""
     if job.mesh.pp == 1:
         return {}
-    every = [stages_of(at, job.model, job.recipe, job.mesh) for at in range(job.mesh.pp)]
+    every = [stages_of(at, job) for at in range(job.mesh.pp)]
     chunks = [every[at][chunk] for chunk in range(len(every[0])) for at in range(job.mesh.pp)]
     if len({chunk.layers for chunk in chunks}) == 1:
         return {}
@@ -301,7 +301,7 @@ def _experts(job: JobSpec) -> dict[str, object]:
         "moe_aux_loss_coeff": 0.01 * options.moe_aux_loss, "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax", "moe_router_enable_expert_bias": sigmoid,
         "moe_router_dtype": options.moe_router_dtype,
-        "moe_shared_expert_intermediate_size": shared_width(job.model, job.recipe) or None,
+        "moe_shared_expert_intermediate_size": shared_width(job) or None,
     }  # fmt: skip
 
 
@@ -348,7 +348,7 @@ def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
 @contextmanager
 def megatron_ranks(job: JobSpec) -> Iterator[None]:
     """Create Megatron's process groups inside the existing group, and destroy them at the end."""
-    mesh, several = job.mesh, chunks_per_rank(job.recipe, job.mesh)
+    mesh, several = job.mesh, chunks_per_rank(job)
     parallel_state.initialize_model_parallel(
         mesh.tp, mesh.pp, several if several > 1 else None, context_parallel_size=mesh.cp, expert_model_parallel_size=mesh.ep,
         expert_tensor_parallel_size=job.recipe.megatron.expert_ways(mesh.tp) if job.model.moe is not None else None,

@@ -24,7 +24,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
-from zeroplan.verify.pretended.held_sends import Held
+from zeroplan.verify.fake_parts.held_sends import Held
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.activations_away import offload_blocks
 from zeroplan.verify.training.adapters import unwrapped

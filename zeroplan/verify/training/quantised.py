@@ -14,7 +14,7 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from zeroplan.spec.adapter import AdapterSpec
-from zeroplan.verify.pretended import eight_bit_kernels, four_bit_kernels  # noqa: F401  they register the products' allocations
+from zeroplan.verify.fake_parts import eight_bit_kernels, four_bit_kernels  # noqa: F401  they register the products' allocations
 from zeroplan.verify.replaced import replaced
 
 

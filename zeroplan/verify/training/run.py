@@ -18,7 +18,7 @@ from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
-from zeroplan.verify.pretended.engine_answers import engine_answers
+from zeroplan.verify.fake_parts.engine import fake_parts_of_engine
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.activations_away import offloading_from
 from zeroplan.verify.training.adapters import quantisation_tensors, unwrapped
@@ -43,7 +43,7 @@ def run(
     """
     fakes = fake_tensors(watcher, device, strided=job.mesh.tp > 1) if fake else nullcontext()
     visits = even_routing(job) if job.mesh.ep > 1 else nullcontext()
-    with fake_ranks(job, rank, device) as mesh, engine_answers(job.recipe, device), fakes, visits:
+    with fake_ranks(job, rank, device) as mesh, fake_parts_of_engine(job.recipe, device), fakes, visits:
         observe(job, watcher, mesh, steps=steps, make=make)
 
 
@@ -84,10 +84,10 @@ def _observe_pipeline(job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps
 
 def _observe_megatron(job: JobSpec, watcher: Watcher, *, steps: int) -> None:
     """Run all micro-batches of a step by Megatron-Core's schedule."""
-    from zeroplan.verify.pretended.megatron_answers import megatron_answers  # noqa: PLC0415  few machines have Megatron-Core
+    from zeroplan.verify.fake_parts.megatron import fake_parts_of_megatron  # noqa: PLC0415  few machines have Megatron-Core
     from zeroplan.verify.training.megatron import Megatron, megatron_ranks  # noqa: PLC0415
 
-    with megatron_answers(watcher), megatron_ranks(job):
+    with fake_parts_of_megatron(watcher), megatron_ranks(job):
         engine = Megatron(job, watcher)
         with engine.labels(watcher):
             train(engine, watcher, module=engine.module, steps=steps, accumulate=1)

@@ -57,6 +57,9 @@ def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConf
             "depth": vision.num_hidden_layers, "num_heads": vision.num_attention_heads, "out_hidden_size": vision.out_hidden_size,
             "spatial_merge_size": vision.merge_size, "temporal_patch_size": vision.patch_numbers // (3 * vision.patch_size**2),
         }  # fmt: skip
+        if vision.tower == "qwen2_vl":
+            ratio = vision.intermediate_size // vision.hidden_size
+            tower |= {"embed_dim": vision.hidden_size, "mlp_ratio": ratio, "hidden_size": vision.out_hidden_size}
         tower |= {"num_position_embeddings": vision.positions} if vision.tower == "qwen3_vl" else {}
         tower |= {"deepstack_visual_indexes": list(range(vision.deeper))} if vision.tower == "qwen3_vl" else {}
         own |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _sections(spec.head_dim)}}

@@ -83,6 +83,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         """The recording so far."""
         return Recording(self.blocks, self.spans, self.calls, self.now, None if self._host is None else self._host.seen)
 
+    def finished(self) -> Recording:
+        """The recording, which later releases do not change: Python may collect a model at any time after its run."""
+        self._watches.clear()
+        return self.recording
+
     # --- called by the training loop ------------------------------------------------------------------------------------
 
     def enter(self, phase: Phase | Beside, step: int, *, collect: bool = True) -> None:

@@ -14,15 +14,7 @@ from zeroplan.engines.deepspeed.offload import offloads_parameters
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.formulas import product, times
 from zeroplan.engines.precisions import widths
-from zeroplan.engines.rows import (
-    Row,
-    embedding_elements,
-    embedding_symbol,
-    has_tied_head,
-    row_as_held,
-    shares,
-    trained_row,
-)
+from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, row_as_held, shares, trained_row
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Bool, Int, where
 from zeroplan.spec.batch import Batch

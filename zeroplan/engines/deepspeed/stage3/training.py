@@ -11,13 +11,7 @@ from zeroplan.engines.deepspeed.infinity import swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered, Note, rising
 from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
 from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
-from zeroplan.engines.deepspeed.stage3.reducing import (
-    highest_flushes,
-    reduce_lines,
-    running_at,
-    staying_until,
-    taken_beside,
-)
+from zeroplan.engines.deepspeed.stage3.reducing import highest_flushes, reduce_lines, running_at, staying_until, taken_beside
 from zeroplan.engines.deepspeed.stage12_lines import waiting
 from zeroplan.engines.micro_batch import Lines
 from zeroplan.engines.passes import (

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch.optim import _adafactor
 
-from zeroplan.verify.pretended.fake_mode import unknown_numbers
+from zeroplan.verify.fake_parts.fake_mode import unknown_numbers
 from zeroplan.verify.replaced import replaced
 
 #: Kernels without a fake implementation (torch 2.11 to 2.15). On CUDA they request no memory that autograd or an engine sees

@@ -25,7 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from zeroplan.spec.recipe import DeepSpeedOptions
-from zeroplan.verify.pretended.fake_mode import unknown_numbers
+from zeroplan.verify.fake_parts.fake_mode import unknown_numbers
 from zeroplan.verify.replaced import replaced
 
 _PLENTY = 2**62
@@ -44,7 +44,7 @@ def on_device(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def answers(options: DeepSpeedOptions) -> Iterator[None]:
+def fake_parts_of_deepspeed(options: DeepSpeedOptions) -> Iterator[None]:
     """Install the replacements for one rank of a fake process group, on fake or real tensors.
 
     Afterwards DeepSpeed's state is as before, so another run can begin.

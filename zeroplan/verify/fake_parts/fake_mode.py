@@ -6,7 +6,7 @@ operators. Those run the operator itself on shapes, with torch's result.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch._ops import OpOverload
@@ -32,7 +32,7 @@ _ALIKE_OF_ONE = frozenset({
 })  # fmt: skip
 _ALIKE_OF_TWO = frozenset({_aten.mul.Tensor, _aten.add.Tensor, _aten.silu_backward.default})
 _NEW = frozenset({_aten.empty.memory_format, _aten.empty_strided.default})
-_CAT = _aten.cat.default
+_CAT, _DETACH = _aten.cat.default, _aten.detach.default
 _NUMBER: OpOverload = _aten._local_scalar_dense.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _META = torch.device("meta")
@@ -61,6 +61,10 @@ def unknown_numbers(answer: Callable[[torch.dtype], object]) -> Iterator[None]:
         fake_impls.op_implementations_dict[_NUMBER] = original
 
 
+def _is_plain_meta(one: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(one, torch.Tensor) and not isinstance(one, FakeTensor) and one.is_meta
+
+
 def _first_list(args: Sequence[object]) -> Sequence[FakeTensor]:
     """The list on which an operator computes; a number may precede it (``_foreach_pow`` of Adam with ``capturable``)."""
     return cast("Sequence[FakeTensor]", next(one for one in args if isinstance(one, list | tuple)))
@@ -74,6 +78,8 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
     ) -> object:
         """Run an operator on fake tensors: common ones directly, others through torch's mode."""
         options = kwargs or {}
+        if func is _DETACH:  # torch.tensor makes a plain tensor on the meta device
+            args = [FakeTensor(self, one, _META) if _is_plain_meta(one) else one for one in args]
         if func in _NEW and isinstance(options.get("device"), torch.device):
             return self._new(func, args, options)
         if not options and (like := self._like(func, args)) is not None:

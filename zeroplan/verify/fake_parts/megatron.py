@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map_only
 
-from zeroplan.verify.pretended.held_sends import hold_sent_tensors
+from zeroplan.verify.fake_parts.held_sends import hold_sent_tensors
 from zeroplan.verify.replaced import always, put, replaced
 from zeroplan.verify.watching.watcher import Watcher
 
@@ -30,7 +30,7 @@ _watchers: list[Watcher] = []
 
 
 @contextmanager
-def megatron_answers(watcher: Watcher) -> Iterator[None]:
+def fake_parts_of_megatron(watcher: Watcher) -> Iterator[None]:
     """Let Megatron-Core run on fake tensors as one rank, inside."""
     import_megatron()
     with ExitStack() as patches:

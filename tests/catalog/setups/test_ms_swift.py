@@ -1,0 +1,97 @@
+"""What ms-swift's arguments say about experts, the optimizer's states, heads and vision towers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeroplan import estimate
+from zeroplan.catalog.setups.reading import read_setup
+from zeroplan.ledger import Kind
+from zeroplan.resolve import Request, resolve
+
+COMMAND = (
+    "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B-Instruct-2507 --tuner_type full --pipeline_model_parallel_size 2 "
+    "--tensor_model_parallel_size 4 --expert_model_parallel_size 4 --sequence_parallel true --max_length 8192 "
+    "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1 {}\n"
+)
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    def written(more: str) -> Path:
+        path = tmp_path / "train.sh"
+        path.write_text(COMMAND.format(more), encoding="utf-8")
+        return path
+
+    return written
+
+
+def test_experts_are_whole_unless_a_degree_splits_them(script):
+    """ms-swift's own examples/megatron/mcore_bridge/full/moe.sh has these arguments, and says that each of 8 GPUs has 76 GiB."""
+    job = resolve(Request(from_file=str(script("")), gpu="h100-sxm-80gb")).job
+    assert (job.mesh.world_size, job.recipe.megatron.expert_ways(4)) == (8, 1)
+    held = sum(int(line.n_bytes) for line in estimate(job).states)
+    assert held == pytest.approx(65 * 2**30, rel=0.05)
+    split = resolve(Request(from_file=str(script("--expert_tensor_parallel_size 2")), gpu="h100-sxm-80gb")).job
+    assert (split.mesh.world_size, split.recipe.megatron.expert_ways(4)) == (16, 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "fraction", "open_keys"),
+    [
+        ("--optimizer_cpu_offload true --use_precision_aware_optimizer true", 1.0, ()),
+        ("--optimizer_cpu_offload true --use_precision_aware_optimizer true --optimizer_offload_fraction 0.4", 0.4, ()),
+        ("--optimizer_cpu_offload true", 0.0, ("optimizer_cpu_offload",)),
+        ("--optimizer_offload_fraction 0.4 --use_precision_aware_optimizer true", 0.0, ("optimizer_offload_fraction",)),
+    ],
+)
+def test_the_optimizer_in_host_memory(script, more: str, fraction: float, open_keys: tuple[str, ...]):
+    path = script(more)
+    assert tuple(read_setup(path, gpus=None).matters) == open_keys
+    job = resolve(Request(from_file=str(path), gpu="h100-sxm-80gb")).job
+    assert job.recipe.megatron.optimizer_offload_fraction == fraction
+    states = estimate(job).states_by_kind
+    assert (states.get(Kind.OPTIMIZER_STATE, 0) == 0) == (fraction == 1.0)
+
+
+def test_a_limit_of_tokens_for_an_expert_adds_nothing_unless_experts_are_filled_up_to_it(script):
+    assert not read_setup(script("--moe_expert_capacity_factor 2"), gpus=None).matters
+    filled = read_setup(script("--moe_expert_capacity_factor 2 --moe_pad_expert_input_to_capacity true"), gpus=None)
+    assert tuple(filled.matters) == ("moe_pad_expert_input_to_capacity",)
+    assert not filled.saves
+
+
+def test_rotary_positions_are_not_fused_unless_asked(script):
+    for more, fused in (("", False), ("--apply_rope_fusion true", True)):
+        job = resolve(Request(from_file=str(script(more)), gpu="h100-sxm-80gb")).job
+        assert job.recipe.megatron.apply_rope_fusion is fused
+
+
+@pytest.mark.parametrize("task", ["generative_reranker", "embedding"])
+def test_of_tasks_that_need_few_logits_those_of_all_tokens_are_counted(script, task: str):
+    path = script(f"--task_type {task}")
+    assert resolve(Request(from_file=str(path))).job.recipe.loss == "full"
+    setup = read_setup(path, gpus=None)
+    assert setup.matters.keys() == setup.saves == {"task_type"}
+
+
+def test_recomputation_of_the_vision_tower_is_that_of_the_model(tmp_path: Path):
+    path = tmp_path / "train.sh"
+    for again, noted in (("true", False), ("false", True)):
+        said = f"--gradient_checkpointing {again} --vit_gradient_checkpointing true"
+        path.write_text(f"swift sft --model Qwen/Qwen3-4B --max_length 512 {said}\n", encoding="utf-8")
+        assert ("vit_gradient_checkpointing" in read_setup(path, gpus=None).matters) == noted
+
+
+def test_embedding_and_head_trained_whole_beside_adapters(tmp_path: Path):
+    path = tmp_path / "train.sh"
+    said = "megatron sft --model Qwen/Qwen3-8B --tuner_type lora --micro_batch_size 1 --max_length 512 --modules_to_save {}\n"
+    path.write_text(said.format("word_embeddings output_layer"), encoding="utf-8")
+    assert not read_setup(path, gpus=None).matters
+    found = resolve(Request(from_file=str(path), engine="fsdp2", stage=3, gpus=2)).job
+    assert found.model.adapter is not None
+    assert found.model.adapter.modules_to_save == "embed_tokens,lm_head"
+    path.write_text(said.format("word_embeddings router"), encoding="utf-8")
+    assert tuple(read_setup(path, gpus=None).matters) == ("modules_to_save",)

@@ -1,0 +1,317 @@
+"""Reads a job from YAML recipes of NeMo AutoModel, with keys and defaults of its components/ (docs/from-a-file.md)."""
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from zeroplan.catalog.setups.recipes import (
+    NO_LENGTH,
+    NOT_THEIR_MODULES,
+    begun,
+    flat,
+    tell_degrees,
+    tell_optimizer,
+    tell_sharded,
+)
+from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
+from zeroplan.spec.adapter import HEAD, LAYERS_OF, Layers
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import AUTOMODEL_NORMS
+
+_AUTO_SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "interleaved1f1b": "interleaved-1f1b",
+    "zerobubble": "interleaved-zero-bubble",
+}
+_AUTO_ADDS = """
+    quantization.load_in_8bit *num_nextn_predict_layers
+    peft.use_dora qat.* teacher_model.* kd_ratio distributed.autocast_dtype longalign.*
+    model.sparse* model.lm_head* distributed.mp_policy.*_dtype distributed.enable_fsdp2_prefetch
+    distributed.moe.lm_head_precision distributed.bucket_cap_mb
+"""
+#: Values of AutoModel's backends (components/models/common/utils.py, BackendConfig) that are counted: attention kernels that save
+#: what FlashAttention saves, linear layers that save their input, norms that save theirs and a number per row, and grouped products
+#: that save theirs. Rotary positions save small tables; their fusion is switched off, whatever the file says. Empty: all values.
+#: MagiAttention saves the same on one rank of a sequence (2c641357, functional/dist_attn.py, save_tensors_for_bwd).
+_AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
+    "attn": ("te", "sdpa"), "linear": ("te", "torch", "quack"), "rms_norm": ("te", "torch", "torch_fp32", "quack"),
+    "rope": ("torch", "quack"),
+    "experts": ("gmm", "torch_mm", "te"), "dispatcher": ("deepep", "hybridep"), "rope_fusion": (), "dispatcher_num_sms": (),
+    "dispatcher_share_token_dispatcher": (True,), "dispatcher_async_dispatch": (False,), "fake_balanced_gate": (),
+    "fake_gate_noise": (),
+    "gate_precision": ("float32", "torch.float32"),
+}  # fmt: skip
+#: Of these, what chooses the kernels of experts and their router alone (components/moe/layers.py, MoE.__init__).
+_AUTO_OF_EXPERTS = ("experts", "dispatcher", "dispatcher_num_sms", "dispatcher_share_token_dispatcher", "dispatcher_async_dispatch",
+                    "fake_balanced_gate", "fake_gate_noise", "gate_precision")  # fmt: skip
+#: Attention of DeepSeek V4 and Kimi (deepseek_v4/layers.py, kimi_k3/model.py), which have no formulas here. AutoModel's other
+#: models ignore these values, or refuse them (components/attention/utils.py, initialize_attn_module_and_func).
+_AUTO_OF_REFUSED = ("torch", "eager")
+_AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
+#: GroupedExperts.forward (components/moe/experts.py): the gathered tokens in 16 bits, and their outputs in fp32, twice for a sum.
+_AUTO_GATHERED = (
+    "{}={}: each rank gathers the tokens of all its expert-parallel ranks and sums their outputs in fp32, which is not counted: "
+    "the answer is too low"
+)
+#: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
+#: Those in a loop (``torch``) are no less: each makes a gradient as large as all experts' weights.
+_AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
+#: FSDP2Config's own mixed precision, which is counted (distributed/config.py).
+_AUTO_POLICY: dict[str, tuple[object, ...]] = {f"distributed.mp_policy.{key}": (kind, f"torch.{kind}") for key, kind in (
+    ("param_dtype", "bfloat16"), ("output_dtype", "bfloat16"), ("reduce_dtype", "float32"))}  # fmt: skip
+_AUTO_SAVES = """
+    distributed.offload_policy* freeze_config.*
+    model.backend.compile_attn
+"""
+
+
+def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
+    """Return the job in a recipe of NeMo AutoModel; raises SpecError for settings that are not modelled."""
+    reading = begun(whole, folder)
+    table = flat(reading)
+    names = [f"model.{key}" for key in ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path",
+                                        "config.name_or_path", "config")]  # fmt: skip
+    named = next((key for key in names if isinstance(table.get(key), str)), None)
+    if named is not None:
+        reading.tell_model(named, str(table.data[named]))
+    ranks = _auto_degrees(reading, gpus)
+    word = str(table.get("model.torch_dtype") or table.get("model.config.torch_dtype") or "auto").rpartition(".")[2]
+    # weights keep the checkpoint's 16 bits unless torch_dtype says fp32 (_transformers/auto_model.py)
+    reading.tell(
+        "precision", "model.torch_dtype", "bf16-mixed" if word in ("float32", "fp32") else "bf16", also=("bf16-mixed",)
+    )
+    each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
+    key = "step_scheduler.global_batch_size"
+    reading.tell_steps(key, table.count(key), each * ranks)
+    packed = table.count("packed_sequence.packed_sequence_size", least=0)
+    if packed:
+        reading.tell("seq_len", "packed_sequence.packed_sequence_size", packed)
+    elif reading.number("seq_len", "dataset.seq_length", "dataset.seq_len", "dataset.max_length") is None:
+        reading.notes.append(NO_LENGTH)
+    own = "full" if table.data.get("parallelizer.activation_checkpointing") is True else None
+    again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
+    kinds = {"false": "none"}
+    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
+    words = [table.get(f"model.{key}") for key in ("attn_implementation", "config._attn_implementation")]
+    flash = "flash_attention_2" in words or _has_sinks(reading)
+    reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
+    tell_optimizer(reading, "optimizer._target_")
+    _auto_te_adam(reading)
+    if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
+        reading.tell_cut_loss("loss_fn._target_")
+    _auto_adapter(reading)
+    reading.notes.append(NOT_THEIR_MODULES.format("AutoModel"))
+    table.unmodelled(
+        harmless=_AUTO_POLICY,
+        saves=_AUTO_SAVES,
+        adds=_AUTO_ADDS,
+        either="model.backend.te_fp8.recipe model.backend.cuda_graph.*",
+    )
+    _auto_float8(reading)
+    for key in ("compile.enabled", "distributed.enable_compile"):
+        if table.switch(key):
+            reading.tell_compiled(table, key)
+    _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again not in ("false", "selective"))
+    if not _auto_keeps_inputs(reading, again=again not in ("false", "selective")):
+        reading.unmodelled(adds="*output_hidden_states")
+    # NEFTune's noise is there while the embedding runs alone (components/training/neftune.py)
+    table.like("ci.* benchmark.* _* *output_hidden_states neftune.*")
+    return reading.setup("automodel")
+
+
+_TE_ADAM = (
+    "optimizer._target_: Transformer Engine's FusedAdam keeps fp32 states of weights in 16 bits; fp32 weights and gradients are "
+    "counted, which take as much or more"
+)
+_TE_MASTERS = "optimizer.master_weights: whole fp32 weights beside those in 16 bits are not counted: the answer may be too low"
+
+
+def _auto_te_adam(reading: Reading) -> None:
+    """Read Transformer Engine's Adam, whose states have 32 bits by default (d0067d0, pytorch/optimizers/fused_adam.py, FusedAdam).
+
+    With ``store_param_remainders`` master weights are what 16-bit weights lack of fp32, two bytes each. fp32 weights have none.
+    """
+    table = reading.table
+    if not re.fullmatch(r"transformer_engine\.[\w.]*FusedAdam", str(table.data.get("optimizer._target_"))):
+        return
+    masters, remainders = (table.switch(f"optimizer.{key}") for key in ("master_weights", "store_param_remainders"))
+    table.leave(f"optimizer.{key}" for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    if reading.flags["precision"].value == "bf16-mixed":
+        return
+    reading.tell("precision", "optimizer._target_", "bf16-mixed", filled=True, note=_TE_ADAM)
+    table.matters["optimizer._target_"] = _TE_ADAM
+    table.saves.add("optimizer._target_")
+    if masters and not remainders:
+        table.matters["optimizer.master_weights"] = _TE_MASTERS
+
+
+def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
+    """Whether every block's input is kept anyway, and its being held until the backward ends cannot raise the peak.
+
+    The training loop holds ``out.hidden_states`` during the backward (recipes/llm/train_ft.py, _forward_backward_step).
+    Checkpoints keep the inputs, and so do the norms of AutoModel's own models if all weights are trained. With several
+    micro-batches the last backward begins with as many gradients as it ends with.
+    """
+    model, steps = reading.known_model(), reading.flags.get("grad_accum", Told("", 1)).value
+    own = model is not None and model.family in AUTOMODEL_NORMS and "lora_rank" not in reading.flags
+    return (again or own) and int(str(steps)) > 1
+
+
+def _auto_degrees(reading: Reading, gpus: int | None) -> int:
+    """Read degrees, GPUs and engine; returns the data-parallel ranks."""
+    table = flat(reading)
+    tp, cp, pp, ep = tell_degrees(reading, "distributed.", "tp_size", "cp_size", "pp_size", "ep_size")
+    replicas = reading.degree("replicas", "distributed.dp_replicate_size")
+    split, dp = tp * cp * pp, table.data.get("distributed.dp_size")
+    said = dp * split if isinstance(dp, int) and not isinstance(dp, bool) and dp > 0 else None
+    nodes = table.count("benchmark.num_nodes") or table.count("ci.nodes") or (1 if "ci.nproc_per_node" in table.data else None)
+    gpus = said or table.count("launched_gpus") or gpus or (nodes * (table.count("ci.nproc_per_node") or 8) if nodes else None)
+    other = "megatron_fsdp" if "Megatron" in table.last("distributed._target_") else "fsdp2"
+    strategy = table.text("distributed.strategy") or other
+    if strategy not in ("fsdp2", "ddp"):
+        raise table.refused("distributed.strategy", "fsdp2 and ddp are modelled")
+    # blocks of a pipeline, and of experts on their own ranks, stay gathered unless asked (distributed/config.py); the general key
+    # comes first (_transformers/infrastructure.py)
+    said, of_experts = (table.switch(f"distributed.{key}reshard_after_forward") for key in ("", "moe."))
+    said = of_experts if said is None and ep > 1 else said
+    stage = 0 if strategy == "ddp" else 2 if said is False or (said is None and (pp > 1 or ep > 1)) else 3
+    tell_sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
+    return max(1, (gpus or split) // split)
+
+
+def _auto_pipeline(reading: Reading) -> int | None:
+    """Say schedule and micro-batches of a pipeline, which splits the local batch (pipelining/autopipeline.py); returns their size.
+
+    Several runs of the pipeline per step are counted as one.
+    """
+    table = reading.table
+    before = "autopipeline." if table.like("autopipeline.*") else "distributed.pipeline."  # its older name
+    keys = [f"{before}{key}" for key in ("pp_schedule", "pp_microbatch_size", "layers_per_stage", "dtype", "pp_seq_len")]
+    word = str(table.get(keys[0]) or "1f1b").lower().replace("_", "")
+    table.leave((*keys[1:], f"{before}round_virtual_stages_to_pp_multiple"))
+    if "pipeline_parallel" not in reading.flags:
+        return None
+    if word not in _AUTO_SCHEDULES:
+        raise table.refused(keys[0], f"use one of {', '.join(_AUTO_SCHEDULES)}")
+    reading.tell("pipeline_schedule", keys[0], _AUTO_SCHEDULES[word], filled=keys[0] not in table.data)
+    reading.layers_per_stage = table.count(keys[2]), str(table.get(f"{before}round_virtual_stages_to_pp_multiple") or "")
+    table.get("step_scheduler.local_batch_size")
+    return reading.number("micro_batch", keys[1], default=1)
+
+
+def _auto_float8(reading: Reading) -> None:
+    """Read torchao's float8 (components/quantization/fp8.py); rowwise_with_gw_hp makes one product of three in 16 bits."""
+    table = reading.table
+    if table.switch("fp8.enabled") and reading.flags["engine"].value != "fsdp2":
+        reading.unmodelled(either="fp8.enabled")
+    if not table.switch("fp8.enabled") or table.matters.get("fp8.enabled"):
+        return
+    name = str(table.get("fp8.recipe_name") or "tensorwise")
+    reading.tell("float8_recipe", "fp8.enabled", "rowwise" if name.startswith("rowwise") else "tensorwise")
+    table.get("fp8.filter_fqns")
+    reading.notes.append("float8 is counted for all linear layers of the blocks; filter_fqns is ignored")
+    if table.switch("fp8.enable_fsdp_float8_all_gather"):
+        reading.unmodelled(saves="fp8.enable_fsdp_float8_all_gather")
+
+
+def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
+    """Read the kernels that ``model.backend`` chooses, and what AutoModel's checkpoints keep (:func:`zeroplan.resolve.resolve`).
+
+    ``spread``: experts are on several ranks; ``again``: blocks are recomputed, except what their checkpoints keep.
+    """
+    table, parts = flat(reading), ["norm-in-one"]
+    chosen = {key.rpartition(".")[2]: table.data[key] for key in table.like("model.backend.*") if key.count(".") == 2}
+    chosen = {key: one for key, one in chosen.items() if key[:1] != "_" and not key.startswith("enable_") and one is not None}
+    model = reading.known_model()
+    none_routed = model is not None and model.moe is None
+    chosen = {key: one for key, one in chosen.items() if not (none_routed and key in _AUTO_OF_EXPERTS)}
+    for key, one in chosen.items():
+        counted, whole = _AUTO_BACKENDS.get(key), f"model.backend.{key}"
+        if counted == () or one in (counted or ()) or (key == "attn" and _is_counted_attention(reading, one)):
+            continue
+        alone = key in ("experts", "dispatcher") and not spread and (key, one) != ("experts", "torch")
+        gathers = spread and (key, one) == ("dispatcher", "torch")
+        table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_GATHERED if gathers else _AUTO_BACKEND).format(whole, one)
+        table.saves.update([whole] * alone)
+    parts += ["output-copied", "output-scaled"] * (chosen.get("attn") == "flex" and _has_sinks(reading))
+    if spread and (sender := str(chosen.get("dispatcher") or "deepep")) in ("deepep", "hybridep"):
+        parts.append(sender)
+    parts += ["inputs-kept"] * again + ["output-copied"] * (spread and chosen.get("attn") == "sdpa")
+    parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (spread and chosen.get("experts") == "te")
+    parts += ["router-in-fp32"] * ("gate_precision" in chosen)
+    reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
+
+
+def _is_counted_attention(reading: Reading, kernel: object) -> bool:
+    """Whether attention with this kernel is counted in the file's model, beside those of ``_AUTO_BACKENDS``."""
+    if kernel == "tilelang":  # also in GLM's sparse attention, where transformers' dense one is counted
+        return "deepseek_v4" in str(reading.table.data.get("model.config._target_"))
+    alone = kernel == "magi" and "context_parallel" not in reading.flags
+    return alone or kernel in _AUTO_OF_REFUSED or (kernel == "flex" and _has_sinks(reading))
+
+
+def _has_sinks(reading: Reading) -> bool:
+    """Whether attention runs Transformer Engine's kernel or FlexAttention, both with sinks (models/gpt_oss/layers.py)."""
+    model = reading.known_model()
+    return model is not None and model.family == "gpt_oss"
+
+
+def _auto_adapter(reading: Reading) -> None:
+    table = reading.table
+    rank, dropout = table.count("peft.dim"), table.get("peft.dropout")
+    if rank is None:
+        if table.data.get("peft._target_") is None:
+            return
+        rank = 8
+    reading.tell("lora_rank", "peft.dim", rank)
+    _auto_targets(reading)
+    reading.tell("lora_dropout", "peft.dropout", str(dropout or "0").strip("0.") != "")
+    if table.switch("quantization.load_in_4bit"):
+        double = table.switch("quantization.bnb_4bit_use_double_quant")
+        reading.tell("quantize", "quantization.load_in_4bit", "nf4-double" if double else "nf4")
+
+
+_OF_ITS_EXPERTS = (
+    "{}: AutoModel gives all experts of a layer adapters of their own, which are not modelled; --lora-targets attention counts "
+    "those of attention alone"
+)
+
+
+def _auto_targets(reading: Reading) -> None:
+    """Read the layers with adapters (_peft/module_matcher.py): by patterns of names, or all linear layers but some.
+
+    Experts are one module of that name, which patterns alone can match; ``moe_rank_scaling`` lowers the rank of its adapters.
+    """
+    table = reading.table
+    chosen, left_out = (_last_words(table.get(f"peft.{key}")) for key in ("target_modules", "exclude_modules"))
+    if not chosen and not left_out and not table.switch("peft.match_all_linear"):
+        chosen = ["*_proj"]
+    model, scaled = reading.known_model(), table.switch("peft.moe_rank_scaling")
+    has_experts = scaled if model is None else model.moe is not None
+    if has_experts and any(fnmatchcase("experts", one) for one in chosen):
+        reading.asks["lora_targets"] = _OF_ITS_EXPERTS.format("peft.target_modules")
+        return
+    names = _names_of_layers(model)
+    if reading.flags.get("loss", Told("", "full")).value == "fused":  # reads the head's own weight (components/loss/utils.py)
+        names = names[:-1]
+    adapted = [name for name in names if any(fnmatchcase(name, one) for one in chosen or ["*"])]
+    adapted = [name for name in adapted if not any(fnmatchcase(name, one) for one in left_out)]
+    if model is None:
+        wide = not chosen or any("*" in one or one in ("_proj", "proj", "") for one in chosen)
+        adapted = ["all-linear", *(name for name in adapted if name == HEAD)] if wide else chosen
+    reading.tell("lora_targets", "peft.target_modules", ",".join(adapted) or "none")
+
+
+def _last_words(said: object) -> list[str]:
+    patterns = [said] if isinstance(said, str) else said if isinstance(said, list) else []
+    return [str(one).rpartition(".")[2] for one in patterns]
+
+
+def _names_of_layers(model: ModelSpec | None) -> tuple[str, ...]:
+    """Return the names of a model's linear layers: experts are none, so the MLP's are those of dense layers and shared experts."""
+    if model is None:
+        return (*Layers().every, HEAD)
+    own = LAYERS_OF.get(model.family, Layers())
+    none_dense = model.moe is not None and not model.moe.num_shared_experts and not model.moe.num_dense_layers
+    return (*own.others, *own.attention, *(() if none_dense else own.mlp), HEAD)

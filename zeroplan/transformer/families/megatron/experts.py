@@ -1,0 +1,142 @@
+"""MLP and experts of a Megatron-Core layer: router, dispatch, the experts' matrices, and combination."""
+
+from zeroplan.expr import NOTHING, Size
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.megatron.dispatchers import WAYS, times_weights
+from zeroplan.transformer.families.megatron.matrices import column, matrix, row
+from zeroplan.transformer.families.megatron.sources import CORE
+from zeroplan.transformer.families.megatron.structure import Routing
+from zeroplan.transformer.families.megatron.symbols import E_g, T_m, T_n, X_f, X_g, X_i, X_l, X_r, f_s, g, m_r, w_p
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.symbols import E, e, h, t
+
+MLP = f"{CORE}/transformer/mlp.py, MLP.forward"
+ROUTER = f"{CORE}/transformer/moe/moe_utils.py, topk_routing_with_score_function"
+GATING = f"{CORE}/transformer/moe/moe_utils.py, RouterGatingLinearFunction"
+EXPERTS = f"{CORE}/transformer/moe/experts.py, TEGroupedMLP.forward"
+SEQUENTIAL = f"{CORE}/transformer/moe/experts.py, SequentialMLP.forward"
+SHARED = f"{CORE}/transformer/moe/shared_experts.py, SharedExpertMLP.forward"
+
+
+def mlp(tape: Tape, normal: Value, width: Size, name: str) -> Value:
+    """``MLP.forward``: a matrix, the activation in one operator, and a matrix."""
+    wide = column(tape, normal, g * width, f"{name}: the first matrix")
+    wide.store.reason = f"{name}: output of the first matrix"
+    active = op.tensor(tape, f"{name}: input of the second matrix", e, T_m * width, MLP)
+    backward = op.makes(f"{name}: gradient of the first matrix's output", MLP, wide)
+    tape.add(f"{name}: activation", (active,), (wide.store,), backward, of=(wide,))
+    tape.release(wide)
+    made = row(tape, active, width, f"{name}: the second matrix")
+    tape.release(active)
+    return made
+
+
+def experts(tape: Tape, normal: Value, routing: Routing) -> Value:
+    """``MoELayer.forward``: shared expert, router, dispatch, experts and combination."""
+    shared = mlp(tape, normal, f_s, "shared expert") if routing.shared else None
+    weights = _routed(tape, normal, routing)
+    there, back = WAYS[routing.dispatcher]
+    tokens, chosen = there(tape, normal, weights)
+    tape.release(weights)
+    outputs = _grouped(tape, tokens, chosen, routing)
+    tape.release(tokens)
+    made = back(tape, outputs, chosen, routing)
+    tape.release(outputs, chosen)
+    if shared is None:
+        return made
+    both = op.add(tape, made, shared, "experts: sum with the shared expert", Site("sum with the shared expert", SHARED))
+    tape.release(made, shared)
+    return both
+
+
+def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
+    """Routing weights of all experts, zero for those not chosen. The all-to-all dispatcher keeps them and the map of choices."""
+    logits = tape.make(op.TEMPORARY, "router: logits", w_p * T_n * E, GATING)
+    scores = 4 * T_n * E + 8 * E + 4 if routing.balanced else NOTHING
+    balance = tape.make(op.TENSOR, "router: scores of the auxiliary loss, fp32, and tokens of each expert", scores, ROUTER)
+    rows = 8 * T_n if routing.deterministic else NOTHING
+    chosen = tape.make(op.TENSOR, "router: choices and their scores", 12 * T_n * t + rows, ROUTER)
+    sigmoids = tape.make(op.TENSOR, "router: sigmoids, fp32", 4 * T_n * E if routing.sigmoid else NOTHING, ROUTER)
+    chart = tape.make(op.TENSOR, "router: map of choices", T_n * E, ROUTER)
+    made = op.tensor(tape, "router: weights", w_p, T_n * E, ROUTER)
+    tape.drop(logits)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(
+            "router: input and its gradient in the weights' dtype", 2 * w_p * T_n * h if routing.wide else NOTHING, GATING
+        )
+        return [(normal, op.gradient(tape, normal, "gradient through the router", GATING))]
+
+    named = (made.store, chart) if routing.dispatcher == "alltoall" else ()
+    tape.add("router", (made,), (normal.store, balance, chosen, sigmoids, *named), backward, of=None)
+    tape.drop(balance, chosen, sigmoids, chart)
+    return made
+
+
+def _grouped(tape: Tape, tokens: Value, chosen: Value, routing: Routing) -> Value:
+    """Run the experts' MLPs: all at once, or one after the other.
+
+    One MLP here stands for all experts between the second and the last. Its backward frees all that they keep before it makes
+    gradients. In truth each expert frees its own tensors and makes its own gradients, so that memory peaks at the first or the last
+    of them. When the first expert's backward runs, the gradients of the other experts' outputs are gone.
+    """
+    if routing.grouped:
+        return _visited(tape, tokens, chosen, X_r, routing)
+    each, outputs = (X_f, X_g, X_i, X_l), list[Value]()
+    parts = op.chunk(tape, tokens, tuple([pairs * h for pairs in each]), Site("tokens of each expert", SEQUENTIAL))
+    weights = op.chunk(tape, chosen, each, Site("routing weights of each expert", SEQUENTIAL))
+    for pairs, part, weight in zip(each, parts, weights, strict=True):
+        began = len(tape.operators)
+        outputs.append(_visited(tape, part, weight, pairs, routing))
+        if pairs == X_i:
+            _freed_first(tape, began, (part, weight), outputs[-1])
+    joined = op.joined(tape, tuple(outputs), "experts: outputs, joined", X_r * h, Site("experts: outputs", SEQUENTIAL))
+    tape.release(*outputs, *parts, *weights)
+    return joined
+
+
+def _freed_first(tape: Tape, began: int, given: tuple[Value, ...], made: Value) -> None:
+    """Replace the operators added since ``began``. The new backward frees all that they saved, then makes ``given``'s gradients."""
+    inner = tape.operators[began:]
+    del tape.operators[began:]
+    between = op.tensor(tape, "experts between", e, NOTHING, SEQUENTIAL)
+    tape.add("experts between", (between,), (), op.makes("gradient of their inputs", SEQUENTIAL, *given), of=given)
+    saved = tuple([store for one in inner for store in one.saved])
+    tape.add("what they keep", (made,), saved, op.makes("freed", SEQUENTIAL, between), of=(between,))
+    tape.drop(*saved)
+    tape.release(between)
+
+
+def _visited(tape: Tape, tokens: Value, chosen: Value, pairs: Size, routing: Routing) -> Value:
+    """Experts' MLPs over ``pairs`` pairs. The routing weights multiply between the two matrices, or later."""
+    source = EXPERTS if routing.grouped else SEQUENTIAL
+    wide = matrix(tape, tokens, "experts: the first matrix", source, shape=pairs * g * m_r, weight=E_g * h * g * m_r)
+    wide.store.reason = "experts: output of the first matrix"
+    make = _active if routing.late else _weighted_at_once if routing.fused else _weighted
+    active = make(tape, wide, chosen, pairs * m_r, routing, source)
+    active.store.reason = "experts: input of the second matrix"
+    tape.release(wide)
+    made = matrix(tape, active, "experts: the second matrix", source, shape=pairs * h, weight=E_g * m_r * h)
+    tape.release(active)
+    return made
+
+
+def _weighted_at_once(tape: Tape, wide: Value, chosen: Value, shape: Size, _routing: Routing, source: str) -> Value:
+    made = op.tensor(tape, "experts: gated, times routing weights", e, shape, source)
+    backward = op.makes("experts: gradient of the first matrix's output, or of the weights", source, wide, chosen)
+    tape.add("experts: activation", (made,), (wide.store, chosen.store), backward, of=(wide, chosen))
+    return made
+
+
+def _active(tape: Tape, wide: Value, _chosen: Value, shape: Size, _routing: Routing, source: str) -> Value:
+    active = op.tensor(tape, "experts: output of the activation", e, shape, source)
+    backward = op.makes("experts: gradient of the first matrix's output", source, wide)
+    tape.add("experts: activation", (active,), (wide.store,), backward, of=(wide,))
+    return active
+
+
+def _weighted(tape: Tape, wide: Value, chosen: Value, shape: Size, routing: Routing, source: str) -> Value:
+    active = _active(tape, wide, chosen, shape, routing, source)
+    made = times_weights(tape, active, chosen, routing, source)
+    tape.release(active)
+    return made
