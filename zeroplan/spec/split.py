@@ -3,12 +3,13 @@
 from zeroplan.errors import SpecError
 from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 
 #: Families whose blocks are split as torchtitan splits them.
-SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
 #: Families with tensor and context parallelism if their experts are on several ranks.
 SHARED_BESIDE_EXPERTS = ("mixtral", "qwen3_moe")
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
@@ -110,7 +111,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tup
 
 def _of_model_and_batch(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tuple[tuple[str | bool, str], ...]:
     window = model.sliding_window
-    biased = model.mlp_bias or (model.attention_bias and model.family != "qwen2")
+    biased = model.mlp_bias or (model.attention_bias and TRAITS[model.family].biased_output)
     return (
         (model.adapter is not None and "adapters", "full training"),
         (model.frozen is not None and "frozen parameters", "full training"),
