@@ -76,8 +76,11 @@ def _plain_name(key: str) -> str:
     return "num_experts" if name == "num_moe_experts" else name
 
 
-def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
-    """Return the job in the arguments; raises SpecError if they train nothing."""
+def _table_and_pattern(whole: Table) -> tuple[Table, str, str]:
+    """Return the arguments under their plain names, the pattern of a hybrid model's layers, and that of its prediction layers.
+
+    Raises SpecError if they train nothing.
+    """
     data = whole.data.get("MODEL_ARGS", whole.data)
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
     plain = {_plain_name(key): one for key, one in flat.data.items()}
@@ -88,6 +91,12 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     table.like("ENV.*")
     if any(key in table.data for key in _GENERATES):
         raise SpecError(f"{whole.where}: the arguments are those of a server that generates text, which trains nothing")
+    return table, pattern, predicting
+
+
+def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
+    """Return the job in the arguments; raises SpecError if they train nothing."""
+    table, pattern, predicting = _table_and_pattern(whole)
     reading = Reading(table, folder)
     if gpus is None:
         gpus = table.count("launched_gpus")
