@@ -116,10 +116,9 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
     table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format moe_shared_expert_overlap")
-    if "modules_to_save" in reading.flags:
-        _counted(table, ["modules_to_save"])
-    if "megatron.optimizer_offload_fraction" in reading.options:
-        _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"])
+    _counted(table, ["modules_to_save"] * ("modules_to_save" in reading.flags))
+    away = "megatron.optimizer_offload_fraction" in reading.options
+    _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"] * away)
     if "pipeline_layers" in reading.flags:
         _counted(table, [key for key in table.matters if any(fnmatchcase(key, one) for one in _CUTS.split())])
     else:
