@@ -22,7 +22,7 @@ SYMBOLS: dict[str, str] = {
     "w": "rank of the latent that keys and values come from",
     "o": "width of the rotary part of a head, where it has one apart",
     "j": "heads of the indexer that picks keys",
-    "g": "width of one of them",
+    "L": "width of one of them",
     "Y": "keys that it picks for each query",
     "A": "heads of linear attention's values",
     "J": "heads of its queries and keys",
@@ -53,7 +53,7 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         return {"b": x.micro_batch, "s": x.seq_len, "T": x.tokens, "e": x.element, "r": x.residual}
     return {
         **symbols(x, model.intermediate_size, model.moe),
-        **(dict.fromkeys("uwojgY", 0) if model.mla is None else ranks(model.mla, x.seq_len)),
+        **(dict.fromkeys("uwojLY", 0) if model.mla is None else ranks(model.mla, x.seq_len)),
         **of_linear_attention(model.linear),
         "Z": 0 if model.linear is None else ceil_div(x.seq_len, model.linear.chunk_size),
         "V": model.head_rows or model.vocab_size,
