@@ -157,6 +157,15 @@ def test_what_torch_or_peft_accept_and_few_expect_is_noted():
 
 
 @pytest.mark.parametrize(
+    ("model", "layers", "side"), [("phi-3-mini", "qkv_proj", 3072), ("qwen3.5-9b", "in_proj_a", 32), ("phi-2", "fc1", 2560)]
+)
+def test_layers_with_other_names_than_llamas_have_sides_too(model: str, layers: str, side: int):
+    for rank in (side, side + 1):
+        notes = resolve(Request(model=model, lora_rank=rank, lora_targets=layers, precision="bf16", gpu="h100")).notes
+        assert any(f"the smaller side of {layers}" in note for note in notes) is (rank > side)
+
+
+@pytest.mark.parametrize(
     "text",
     ['{"per_device_train_batch_size": 1, "bf16": true}', "base_model: gpt2\nmicro_batch_size: 1\nsequence_len: 64",
      '[training]\nseq_len = 64\n[activation_checkpoint]\nmode = "full"'],

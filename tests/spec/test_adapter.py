@@ -1,5 +1,6 @@
 """Adapters, quantised weights and frozen parts in a job's description. What is not modelled is refused in one line."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -160,3 +161,17 @@ def test_before_bitsandbytes_0_47_a_4_bit_layer_computes_in_the_dtype_of_its_inp
     }  # fmt: skip
     assert peaks["all", "0.46.1"] - peaks["all", "0.47.0"] == pytest.approx(4 * 1024 * 8192, rel=0.02)
     assert peaks["none", "0.46.1"] == peaks["none", "0.47.0"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "upcast", "refused"), [("relu2", "none", True), ("relu2", "all", False), ("silu", "none", False)]
+)
+def test_an_activation_that_autocast_widens_is_refused_before_a_layer_in_few_bits(activation: str, upcast: str, refused: bool):
+    shape = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": activation}  # fmt: skip
+    said = {"config": json.dumps(shape), "lora_rank": 8, "quantize": "nf4", "upcast": upcast, "engine": "ddp", "stage": 0}
+    if refused:
+        with pytest.raises(SpecError, match="whose relu2 is fp32 then, is not modelled yet; use precision 'bf16'"):
+            job(**said)
+    else:
+        assert job(**said).model.is_quantised

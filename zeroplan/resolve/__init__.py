@@ -21,7 +21,7 @@ from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import names_in, with_images
 from zeroplan.resolve.padding import with_padding
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
-from zeroplan.resolve.targets import plain_targets
+from zeroplan.resolve.targets import plain_targets, smaller_sides
 from zeroplan.spec.adapter import PEFT_DEFAULT, PEFT_TARGETS, AdapterSpec
 from zeroplan.spec.base import nearest_fields
 from zeroplan.spec.batch import BatchSpec
@@ -518,13 +518,9 @@ def _wide_adapters(model: ModelSpec) -> str:
     """Return a note if the adapters' rank is beyond the smaller side of a layer that they adapt, which peft 0.21 accepts."""
     if model.adapter is None:
         return ""
-    hidden, query, key = (
-        model.hidden_size,
-        model.num_attention_heads * model.head_dim,
-        model.num_key_value_heads * model.head_dim,
-    )
-    wide = {"q_proj": query, "o_proj": query, "k_proj": key, "v_proj": key}
-    sides = {name: min(hidden, wide.get(name, model.intermediate_size)) for name in model.adapter.layers}
+    sides = smaller_sides(model, frozenset(model.adapted_layers))
+    if not sides:
+        return ""
     name = min(sides, key=lambda one: sides[one])
     if model.adapter.rank <= sides[name]:
         return ""

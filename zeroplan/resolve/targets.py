@@ -61,6 +61,26 @@ def _layers(chosen: set[tuple[int, str]], model: ModelSpec, targets: str) -> str
     return ",".join(names)
 
 
+def smaller_sides(model: ModelSpec, layers: frozenset[str]) -> dict[str, int]:
+    """Return the smaller side of these linear layers in the blocks.
+
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> smaller_sides(tiny, frozenset({"k_proj", "up_proj"}))
+    {'k_proj': 4, 'up_proj': 8}
+    """
+    if model.profile is not None:
+        return {}
+    sides = dict[str, int]()
+    for run in layout(replace(model, adapter=None, frozen=None, vision=None)).runs:
+        for one in run.parameters:
+            module, _, tensor = one.name.rpartition(".")
+            name = module.rpartition(".")[2]
+            if tensor == "weight" and len(one.shape) == 2 and name in layers:
+                sides[name] = min(one.shape)
+    return sides
+
+
 def _modules(model: ModelSpec) -> list[tuple[tuple[int, str], list[str]]]:
     """Return each linear layer: its number and its name within the block, and the names that it may have in the whole model."""
     bare = replace(model, adapter=None, frozen=None, vision=None)

@@ -122,6 +122,13 @@ def _of_whole_modules(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tupl
 
 def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled for adapters in some families, and what to use instead."""
+    autocast = recipe.engine == "ddp" and recipe.precision.endswith("mixed")
+    # with weights in few bits a layer returns its input's dtype: fp32 after an activation that autocast computes in fp32
+    bent = autocast and model.is_quantised and adapter.upcast == "none" and model.activation in ("relu2", "gelu_new")
+    yield (
+        bent and f"quantised weights under autocast, whose {model.activation} is fp32 then,",
+        "precision 'bf16', or engine 'fsdp2'",
+    )
     if model.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
         this, at_3 = f"a {model.family} model", recipe.engine == "deepspeed" and recipe.zero_stage == 3
         yield at_3 and f"{this} at stage 3 of DeepSpeed", "a lower stage, or engine 'fsdp2'"
@@ -131,8 +138,8 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
         yield bool(adapter.saved) and f"modules that are trained whole in {this}", "adapters alone"
         older = model.is_quantised and adapter.four_bits_follow_inputs
         yield older and f"bitsandbytes before 0.47 in {this}", "a later release"
-        if recipe.engine == "ddp" and recipe.precision.endswith("mixed"):
-            yield from _under_autocast(model, adapter, this)
+        if autocast:
+            yield from _under_autocast(model, this)
         bare = model.first_is_bare and recipe.recompute == "none"
         yield bare and "a first layer without an adapter, and no recomputation,", "recompute 'full', or targets 'all-linear'"
     if model.family not in ADAPTED_IN_OLDER:
@@ -141,18 +148,15 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
     yield not set(model.adapted_layers) <= set(ATTENTION) and "adapters in experts", "targets 'attention'"
 
 
-def _under_autocast(model: ModelSpec, adapter: AdapterSpec, this: str) -> Iterator[tuple[str | bool, str]]:
+def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled for adapters of families unlike Llama under autocast, and what to use instead.
 
-    With weights in few bits a linear layer returns the dtype of its input. So norms in fp32, and activation functions that
-    autocast computes in fp32, widen what comes after them.
+    With weights in few bits a linear layer returns the dtype of its input. So norms in fp32 widen what comes after them.
     """
     yield model.family in NOT_UNDER_AUTOCAST and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
     few_bits = f"quantised weights of {this} under autocast"
     beside = model.linear is not None or model.has_experts
     yield model.upcasts_norms and beside and f"{few_bits}, and all else in fp32,", "upcast 'none', or precision 'bf16'"
-    bent = model.is_quantised and adapter.upcast == "none" and model.activation in ("relu2", "gelu_new")
-    yield bent and f"{few_bits}, whose {model.activation} is fp32 then,", "precision 'bf16', or engine 'fsdp2'"
 
 
 def engine_at(stage: Stage, engine: Engine) -> Engine:

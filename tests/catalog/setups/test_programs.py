@@ -403,6 +403,33 @@ def test_nemos_names_of_megatrons_shape(read: Callable[..., Resolved], tmp_path:
     assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
+@pytest.mark.parametrize(
+    ("model", "chosen", "layers"),
+    [
+        ("phi-2", "lora_query: true\nlora_value: true\nlora_projection: true\nlora_mlp: true",
+         ("q_proj", "v_proj", "dense", "fc1", "fc2")),
+        ("phi-2", "lora_mlp: true", ("fc1", "fc2")),
+        ("Phi-3-mini-4k-instruct", "lora_query: true\nlora_mlp: true", ("qkv_proj", "gate_up_proj", "down_proj")),
+        ("Llama-3.2-1B", "lora_query: true\nlora_mlp: true", ("q_proj", "gate_proj", "up_proj", "down_proj")),
+        ("Llama-3.2-1B", "", ("q_proj", "v_proj")),
+    ],
+)  # fmt: skip
+def test_litgpts_adapters_have_the_names_of_their_family(
+    read: Callable[..., Resolved], model: str, chosen: str, layers: tuple[str, ...]
+):
+    text = f"model_name: {model}\nlora_r: 8\nprecision: bf16-true\n{chosen}\n"
+    text += "train: {micro_batch_size: 1, global_batch_size: 8, max_seq_length: 512}\n"
+    assert read(text).job.model.adapted_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [("phi-3-mini", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")), ("phi-2", ("q_proj", "dense", "fc1", "fc2"))],
+)
+def test_torchtunes_adapters_have_the_names_of_their_family(read: Callable[..., Resolved], model: str, layers: tuple[str, ...]):
+    assert read(TUNE, gpus=4, model=model).job.model.adapted_layers == layers
+
+
 def test_lightning_and_litgpt(read: Callable[..., Resolved]):
     job = read(LIT).job
     assert (job.model.name, job.recipe.engine, job.recipe.precision) == ("llama-3.1-8b", "fsdp1", "bf16")

@@ -194,18 +194,31 @@ def _tune_step(reading: Reading) -> None:
         reading.unmodelled(saves="optimizer_in_bwd")
 
 
+_QUERY_AND_VALUE = ("q_proj", "v_proj")
+_JOINT = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "o_proj": "dense"}
+
+
+def _in_every_family(names: list[str]) -> list[str]:
+    """Return attention's layers with the names that they have in Phi and Phi-3; a family without a layer leaves its name out.
+
+    torchtune and litgpt build such models from their own layers. Where transformers joins projections, one adapter of the joint
+    layer stands for theirs, with fewer first matrices: some 10 KB per layer.
+    """
+    return list(dict.fromkeys([*names, *(_JOINT[one] for one in names if one in _JOINT)]))
+
+
 def _tune_adapter(reading: Reading, component: str) -> None:
     table = reading.table
-    rank, names = table.count("model.lora_rank"), table.get("model.lora_attn_modules")
+    rank, said = table.count("model.lora_rank"), table.get("model.lora_attn_modules")
+    names = said if isinstance(said, list) else None
     is_adapted = "lora" in component
     for key in ("model.apply_lora_to_mlp", "model.lora_dropout", "model.quantize_base"):
         table.get(key)
     if not is_adapted:
         return
-    words = {"output_proj": "o_proj"}
-    targets = [words.get(str(one), str(one)) for one in names] if isinstance(names, list) else ["q_proj", "v_proj"]
+    targets = _in_every_family([str(one).replace("output_proj", "o_proj") for one in names or _QUERY_AND_VALUE])
     if table.switch("model.apply_lora_to_mlp"):
-        targets += ["gate_proj", "up_proj", "down_proj"]
+        targets.append("mlp")
     if table.switch("model.apply_lora_to_output"):
         targets.append("lm_head")
     reading.tell("lora_rank", "model.lora_rank", rank or 8, filled=rank is None)
@@ -415,12 +428,11 @@ def _lit(reading: Reading, gpus: int) -> None:
     rank = table.count("lora_r")
     if rank is None:
         return
-    pairs = {"lora_query": "q_proj", "lora_key": "k_proj", "lora_value": "v_proj", "lora_projection": "o_proj",
-             "lora_mlp": "gate_proj,up_proj,down_proj", "lora_head": "lm_head"}  # fmt: skip
+    of_attention = {"lora_query": "q_proj", "lora_key": "k_proj", "lora_value": "v_proj", "lora_projection": "o_proj"}
+    targets = _in_every_family([name for key, name in of_attention.items() if table.switch(key)])
+    targets += [name for key, name in (("lora_mlp", "mlp"), ("lora_head", "lm_head")) if table.switch(key)]
     reading.tell("lora_rank", "lora_r", rank)
-    reading.tell(
-        "lora_targets", "lora_query", ",".join(names for key, names in pairs.items() if table.switch(key)) or "q_proj,v_proj"
-    )
+    reading.tell("lora_targets", "lora_query", ",".join(targets or _in_every_family([*_QUERY_AND_VALUE])))
     reading.tell("lora_dropout", "lora_dropout", str(table.get("lora_dropout") or "0").strip("0.") != "")
     kind = table.text("quantize")
     if kind:
