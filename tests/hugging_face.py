@@ -39,6 +39,8 @@ def hub_config(config: Mapping[str, object]) -> PreTrainedConfig:
 
 
 def meta_model(config: Mapping[str, object]) -> PreTrainedModel:
-    """The causal language model that transformers builds for ``config`` on the meta device."""
+    """The language model that transformers builds for ``config`` on the meta device, with its vision tower if it has one."""
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.AutoModelForImageTextToText if "vision_config" in config else transformers.AutoModelForCausalLM
     with pytest.importorskip("torch").device("meta"):
-        return pytest.importorskip("transformers").AutoModelForCausalLM.from_config(hub_config(config))
+        return kind.from_config(hub_config(config))

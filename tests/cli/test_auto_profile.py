@@ -9,8 +9,8 @@ import pytest
 from tests.cli.command import Run
 from zeroplan import auto_profile
 
-STABLELM = {
-    "model_type": "stablelm", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+PERSIMMON = {
+    "model_type": "persimmon", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 128, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -21,8 +21,8 @@ JOB = ("--gpus", "4", "--seq-len", "256")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with the configuration; the user's cache is in an empty folder next to it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "my-stablelm").mkdir()
-    return _written(tmp_path / "my-stablelm", STABLELM)
+    (tmp_path / "my-persimmon").mkdir()
+    return _written(tmp_path / "my-persimmon", PERSIMMON)
 
 
 def _written(folder: Path, config: dict[str, object]) -> Path:
@@ -38,15 +38,15 @@ def _ends_with(code: int, said: str) -> object:
 def test_the_model_is_traced_once_and_every_answer_has_a_note(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
     code, out, err = run("estimate", "--config", str(folder), *JOB, "--json")
     assert code == 0, err
-    assert err.count("no formulas for my-stablelm: tracing") == 1
+    assert err.count("no formulas for my-persimmon: tracing") == 1
     answer = json.loads(out)
     assert any("beyond the 128 positions" in note for note in answer["notes"])
-    assert any(note.startswith("no formulas for my-stablelm: the model's own code was traced") for note in answer["notes"])
+    assert any(note.startswith("no formulas for my-persimmon: the model's own code was traced") for note in answer["notes"])
     monkeypatch.setattr(auto_profile.subprocess, "run", None)  # from here on nothing is traced
     (kept,) = auto_profile.cache_folder().iterdir()
     code, again, err = run("estimate", "--config", str(folder), *JOB, "--json")
     assert (code, json.loads(again)["peak"]) == (0, answer["peak"])
-    assert err.startswith("note: no formulas for my-stablelm: the model's own code was traced")
+    assert err.startswith("note: no formulas for my-persimmon: the model's own code was traced")
     assert json.loads(run("estimate", "--profile", str(kept), *JOB, "--json")[1])["peak"] == answer["peak"]
 
 
@@ -56,7 +56,7 @@ def test_a_failed_trace_ends_in_one_line(exit_code: int, ours: int, folder: Path
     monkeypatch.setattr(auto_profile.subprocess, "run", _ends_with(exit_code, "warning\nzeroplan: it loops\n"))
     code, _, err = run("estimate", "--config", str(folder), *JOB)
     assert code == ours
-    assert err.splitlines()[-1].startswith("zeroplan: model_type 'stablelm' has no formulas")
+    assert err.splitlines()[-1].startswith("zeroplan: model_type 'persimmon' has no formulas")
     assert err.endswith("; tracing its own code failed: it loops\n")
 
 
@@ -94,5 +94,5 @@ def test_a_cache_that_cannot_be_written_does_not_stop_the_answer(
     monkeypatch.setattr(auto_profile, "not_installed", lambda *_, **__: "")
     monkeypatch.setattr(auto_profile.subprocess, "run", traced)
     code, out, err = run("estimate", "--config", str(folder), "--gpus", "4", "--seq-len", "100")
-    assert (code, "my-stablelm" in out) == (0, True)
+    assert (code, "my-persimmon" in out) == (0, True)
     assert "is not kept for the next time" in err
