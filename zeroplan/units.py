@@ -24,14 +24,14 @@ _HEXADECIMAL = re.compile(r"0[xX][0-9a-fA-F]{1,15}")
 
 
 def parse_count(
-    text: str, *, what: str = "count", examples: str = "7e9, 7b, 350M or 7_000_000_000", most: int = _LARGEST
+    text: str, *, what: str = "count", examples: str = "7e9, 7b, 350M or 7_000_000_000", least: int = 1, most: int = _LARGEST
 ) -> int:
-    """Return the count, from 1 to ``most``, that a text such as ``7e9``, ``7b``, ``7B``, ``7_000_000_000`` or ``1.5T`` means.
+    """Return the count, from ``least`` to ``most``, that a text such as ``7e9``, ``7b``, ``7_000_000_000`` or ``1.5T`` means.
 
     >>> parse_count("7b"), parse_count("7_000_000_000"), parse_count("0.5B"), parse_count("4k")
     (7000000000, 7000000000, 500000000, 4000)
     """
-    return _parse(text, _COUNT_SUFFIX, what, examples, most=most)
+    return _parse(text, _COUNT_SUFFIX, what, examples, least=least, most=most)
 
 
 def parse_tokens(text: str, *, what: str, most: int = _LARGEST) -> int:
@@ -70,7 +70,7 @@ def parse_fraction(text: str) -> float | None:
 
 
 def _parse(
-    text: str, suffixes: dict[str, int], what: str, examples: str, *, rounded: bool = False, most: int = _LARGEST
+    text: str, suffixes: dict[str, int], what: str, examples: str, *, rounded: bool = False, least: int = 1, most: int = _LARGEST
 ) -> int:  # fmt: skip
     match = _NUMBER.fullmatch(text)
     if _HEXADECIMAL.fullmatch(text):
@@ -81,9 +81,9 @@ def _parse(
         value = Decimal(match[1].replace("_", "").replace(",", "")) * suffixes[match[2].lower()]
     except InvalidOperation:  # pragma: no cover  the pattern admits only decimals
         raise SpecError(f"{what} {text!r} is not a number; write {examples}") from None
-    if value < 1 or value > most:
+    if value < least or value > most:
         largest = "1e18" if most == _LARGEST else f"{most:,}"
-        raise SpecError(f"{what} {text!r} is out of range; write a number from 1 to {largest}, like {examples}")
+        raise SpecError(f"{what} {text!r} is out of range; write a number from {least} to {largest}, like {examples}")
     if value != value.to_integral_value() and not rounded:
         raise SpecError(f"{what} {text!r} is not a whole number; write {examples}")
     return int(value.to_integral_value())

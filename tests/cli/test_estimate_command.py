@@ -567,3 +567,11 @@ def test_the_longest_sequence_of_exactly_this_job(run: Run):
     code, _, err = run(*asked, "--max-seq")
     assert (code, err.count("\n")) == (2, 1)
     assert "add --gpu NAME" in err
+
+
+def test_a_vision_language_model_without_images_counts_text_alone(run: Run):
+    job = ("estimate", "--model", "qwen2.5-vl-3b", "--gpu", "h100", "--json")
+    with_images, without = (json.loads(run(*job, "--images", count)[1])["peak"]["allocated_bytes"] for count in ("1", "0"))
+    assert with_images > without
+    code, _, err = run(*job, "--images", "-1")
+    assert (code, "--images" in err) == (2, True)

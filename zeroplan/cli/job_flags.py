@@ -23,7 +23,7 @@ from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve import OPTIONS, Request, Resolved, own_folder, resolve, with_fetched
 from zeroplan.resolve.options import KEEP_LOGITS, MODEL, RECIPE, Declared
 from zeroplan.settings import with_setting
-from zeroplan.spec.base import largest
+from zeroplan.spec.base import bounds_of
 from zeroplan.units import parse_count, parse_tokens
 
 if TYPE_CHECKING:
@@ -290,9 +290,10 @@ def _value(flag: Declared, text: object) -> object:
     if flag.field in ("gpus", "gpu") and (both := _NUMBER_AND_NAME.fullmatch(str(text))):
         raise SpecError(f"--{flag.field} {text!r} contains two values; write --gpus {both[1]} --gpu {both[2]}")
     if flag.field == "seq_len":
-        return parse_tokens(str(text), what="--seq-len", most=_most(flag))
+        return parse_tokens(str(text), what="--seq-len", most=_bounds(flag)[1])
     if flag.is_number:
-        return parse_count(str(text), what=flag.flag, examples="8 or 1024", most=_most(flag))
+        least, most = _bounds(flag)
+        return parse_count(str(text), what=flag.flag, examples="8 or 1024", least=least, most=most)
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
 
 
@@ -303,9 +304,9 @@ def _kept(text: str) -> bool | str:
     return KEEP_LOGITS[text]
 
 
-def _most(flag: Declared) -> int:
-    """The largest value that a flag's field accepts."""
-    return largest(Request, flag.field) or 10**18
+def _bounds(flag: Declared) -> tuple[int, int]:
+    """The smallest and the largest value that a flag's field accepts."""
+    return bounds_of(Request, flag.field) or (1, 10**18)
 
 
 def _from_file(text: str, read_file: _ReadFile | None) -> Request:

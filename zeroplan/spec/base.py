@@ -188,11 +188,10 @@ def _to_check(cls: type[Spec]) -> tuple[tuple[str, tuple[Check, ...], frozenset[
     )
 
 
-def largest(cls: type[Spec], field: str) -> int | None:
-    """The largest integer that a field accepts; None without such a bound."""
-    return next(
-        (int(check.bounds.high) for check in checks_of(cls)[field] if check.type is int and check.bounds is not None), None
-    )
+def bounds_of(cls: type[Spec], field: str) -> tuple[int, int] | None:
+    """Return the smallest and the largest integer that a field accepts; None without such bounds."""
+    found = (check.bounds for check in checks_of(cls)[field] if check.type is int and check.bounds is not None)
+    return next(((int(bounds.low), int(bounds.high)) for bounds in found), None)
 
 
 def _accepted(admissible: tuple[Check, ...]) -> str:
