@@ -178,3 +178,17 @@ def test_a_file_without_a_number_of_gpus_counts_one_and_says_so(text: str, tmp_p
     assert not any("have no effect" in note for note in alone.notes)
     four = resolve(Request(from_file=str(tmp_path / "mine"), gpus=4, **said))  # type: ignore[arg-type]  # the same
     assert not any("how many GPUs" in note for note in four.notes)
+
+
+@pytest.mark.parametrize(("said", "node"), [({"gpu": "h100"}, 8), ({"gpu": "h100", "gpus_per_node": 4}, 4), ({}, 8)])
+def test_a_file_of_fsdp1_without_a_number_of_gpus_counts_a_node(said: dict[str, object], node: int, tmp_path: Path):
+    """On one GPU torch turns sharding off."""
+    (tmp_path / "axolotl.yaml").write_text(
+        "base_model: meta-llama/Llama-3.2-1B\nmicro_batch_size: 1\nsequence_len: 512\nfsdp:\n  - full_shard\n  - auto_wrap\n"
+        "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
+    )
+    request = Request(from_file=str(tmp_path / "axolotl.yaml"), **said)
+    alone, on_two = resolve(request), resolve(replace(request, gpus=2))
+    assert (alone.job.recipe.engine, alone.job.mesh.dp_shard, on_two.job.mesh.dp_shard) == ("fsdp1", node, 2)
+    assert any(f"zeroplan counts a node of {node}; add --gpus N" in note for note in alone.notes)
+    assert not any("zeroplan counts" in note for note in on_two.notes)

@@ -69,6 +69,8 @@ __all__ = [
 
 _DEFAULT_SEQ_LEN = 4096
 _ONE_GPU = "the file does not say how many GPUs: zeroplan counts one; add --gpus N"
+_ONE_NODE = "the file does not say how many GPUs, and FSDP shards nothing on one: zeroplan counts a node of {}; add --gpus N"
+_USUAL_NODE = 8
 
 
 class Resolved(NamedTuple):
@@ -141,6 +143,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     if read.kind == "automodel":
         request = _in_stages(_automodel(request, model), model.num_hidden_layers, *read.layers_per_stage)
     request, imbalance_note = _with_imbalance(request, model)
+    request, gpus_note = _with_gpus(request, extra, from_a_file=bool(read.kind))
     gpus = request.gpus or 1
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
     seq_len, seq_note = _seq_len(request, model)
@@ -155,7 +158,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         *_without_fused_attention(complete), *model_notes, seq_note, lengths_note, padding_note, imbalance_note, liger_note,
         *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
-        *ignored, _ONE_GPU if read.kind and request.gpus is None else "", _wide_adapters(complete.model),
+        *ignored, gpus_note, _wide_adapters(complete.model),
     )  # fmt: skip
     keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
     told = tuple(note for note in notes if note)
@@ -354,6 +357,19 @@ def cluster_of(request: Request, extra: Path | None) -> ClusterSpec:
         gpu=gpu, gpus_per_node=request.gpus_per_node, network_gbit_per_s=request.network, nics_per_node=request.nics_per_node,
         shares=request.shares,
     )  # fmt: skip
+
+
+def _with_gpus(request: Request, extra: Path | None, *, from_a_file: bool) -> tuple[Request, str]:
+    """Return the request with the GPUs of a node if a file of FSDP1 does not say how many there are, and a note.
+
+    On one GPU torch turns FSDP1's sharding off (torch 2.13, distributed/fsdp/_init_utils.py, _init_core_state).
+    """
+    if not from_a_file or request.gpus is not None:
+        return request, ""
+    if request.engine != "fsdp1":
+        return request, _ONE_GPU
+    node = node_size(cluster_of(request, extra)) or _USUAL_NODE
+    return replace(request, gpus=node), _ONE_NODE.format(node)
 
 
 def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec, chosen: Sequence[str]) -> RecipeSpec:

@@ -805,14 +805,7 @@ def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
     of_shift = _makes("gradient of the chosen with their last tokens", rows_of_chosen)
     tape.add("shift of the chosen", (chosen,), (), of_shift, of=(rows_of_chosen,), place=AT_LOSS)
     tape.release(rows_of_chosen)
-    softmax = _logits(tape, chosen, "log-softmax of the chosen", PAIRS)
-    nll = _scalar()
-
-    def of_cross_entropy(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.scratch.append(tape.make(LOGITS, "gradient of the log-softmax", softmax.dtype * softmax.shape, PAIRS))
-        return [(chosen, tape.make(LOGITS, "gradient of the chosen logits", chosen.dtype * chosen.shape, PAIRS))]
-
-    tape.add("loss of the chosen", (nll,), (softmax.store,), of_cross_entropy, of=(chosen,), place=AT_LOSS)
+    nll, softmax = _loss_of_the_chosen(tape, chosen)
     tape.release(chosen)
     rows = tape.make(LOGITS, "log-probability, entropy and statistics of each token", 16 * (T - b), PAIRS)
     targets = tape.make(LOGITS, "labels that count", 8 * (T - b), PAIRS, LABELS)
@@ -827,8 +820,20 @@ def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
         return [(one, tape.make(LOGITS, "gradient of a number", NOTHING, PAIRS)) for one in (nll, odds)]
 
     tape.add("loss", (loss,), (), of_both, of=(nll, odds), place=AT_LOSS)
-    kept = (softmax.store, logits.store, rows, targets)
-    return _Ran(loss, kept, (labels, softmax.store, rows, targets, logits.store), (logits.store,))
+    kept = (softmax, logits.store, rows, targets)
+    return _Ran(loss, kept, (labels, softmax, rows, targets, logits.store), (logits.store,))
+
+
+def _loss_of_the_chosen(tape: Tape, chosen: Value) -> tuple[Value, Store]:
+    """Run cross-entropy of the chosen logits in their dtype; return the loss and the log-softmax that it keeps."""
+    softmax, nll = _logits(tape, chosen, "log-softmax of the chosen", PAIRS), _scalar()
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.scratch.append(tape.make(LOGITS, "gradient of the log-softmax", softmax.dtype * softmax.shape, PAIRS))
+        return [(chosen, tape.make(LOGITS, "gradient of the chosen logits", chosen.dtype * chosen.shape, PAIRS))]
+
+    tape.add("loss of the chosen", (nll,), (softmax.store,), backward, of=(chosen,), place=AT_LOSS)
+    return nll, softmax.store
 
 
 def _viewed(tape: Tape, logits: Value, shape: Size, reason: str) -> Value:
