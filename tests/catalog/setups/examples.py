@@ -169,7 +169,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.catalog.setups.examples", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, help="a file for one line per example")
-    parser.add_argument("--project", help="the last part of one project's name")
+    names = [name.rpartition("/")[2] for name in FOLDERS]
+    parser.add_argument("--project", choices=names, help="the last part of one project's name")
     said = parser.parse_args(arguments)
     projects = [name for name in FOLDERS if said.project in (None, name.rpartition("/")[2])]
     missing = [name for name in projects if not files_of(said.folder, name)]
