@@ -1,7 +1,8 @@
-"""Stores records of the matrix in a small file, one per line. The first is complete; the others have what differs from it.
+"""Stores records of the matrix in a small file, one per line.
 
-A line merged into the first is an ordinary record (:class:`zeroplan.measurement.Measurement`) of the last step, so that no
-default of a later version changes what an old line means. Needs no torch.
+The first line is a whole record. Each other line has only the values in which its record differs from the first. A line merged
+into the first is an ordinary record (:class:`zeroplan.measurement.Measurement`) of the last step, so that no default of a later
+version changes what an old line means. Needs no torch.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def test_all_records_with_a_replay_are_held_against_the_band():
 
 
 def test_a_band_is_never_derived_from_the_job_that_is_held_against_it():
-    """If one job of ten reserves far more than the others, it lies outside the band without it, and inside the band of all ten."""
+    """One of ten jobs reserves far more than the others. It is outside the band of the other nine, and inside that of all ten."""
     ten = [one for one in reserved.by_stage("default")["ddp", 0] if one.beyond > 0][:10]
     alike = [one._replace(reserved_bytes=ten[0].reserved_bytes, sizes=ten[0].sizes) for one in ten]
     assert reserved.cross_validated(alike) == 10

@@ -184,7 +184,7 @@ _CALIBRATING = 8
 
 
 def calibrated(found: Sequence[Scored]) -> dict[str, list[float]]:
-    """Return the errors after one row of a cluster has calibrated the others: any row, or one of the same model.
+    """Return the errors of a cluster's rows after calibration by another row: by any other, or only by one of the same model.
 
     A cluster is a program's GPUs of one kind. Up to eight of its rows calibrate one after another, in the order of a hash. A row
     that no share of the GPU's rates explains calibrates nothing.

@@ -32,7 +32,7 @@ def test_one_sequence_is_not():
 
 
 def test_both_are_searched_together():
-    """Layouts of one sequence and of several stand in one search, each with the memory of its own estimate."""
+    """One search has micro-batches of one sequence, without padding, and of several, with it."""
     found = planned(engine="ddp", recompute="full")
     assert found.best is not None
     assert found.best.layout.job.recipe.padded == (found.best.layout.job.batch.micro_batch_size > 1)

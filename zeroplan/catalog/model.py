@@ -97,9 +97,9 @@ def is_listed(name: str, *, extra: Path | None = None) -> bool:
     (True, True, False)
     """
     owner = normal(name).rpartition("/")[0]
-    listed = _aliases(find(_SHELF, name, extra=extra))
-    owners = {alias.rpartition("/")[0] for alias in listed if "/" in alias}
-    return owner in ("", *_MIRRORS, *owners)
+    if owner in ("", *_MIRRORS):
+        return True
+    return owner in {alias.rpartition("/")[0] for alias in _aliases(find(_SHELF, name, extra=extra)) if "/" in alias}
 
 
 def model_names(*, extra: Path | None = None) -> tuple[str, ...]:

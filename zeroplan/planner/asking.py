@@ -56,7 +56,7 @@ class Question(NamedTuple):
     margin: float = Fixed().margin
     """Share of the GPU's memory that a plan keeps free."""
     pads: bool = False
-    """Whether the trainer pads the sequences of a micro-batch; a configuration file that says so does not need it."""
+    """Whether the trainer pads the sequences of a micro-batch. If the request names a configuration file, that decides, too."""
 
 
 class WithDefaults(NamedTuple):

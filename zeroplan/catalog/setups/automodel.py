@@ -84,18 +84,12 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
     key = "step_scheduler.global_batch_size"
     reading.tell_steps(key, table.count(key), each * ranks)
-    packed = table.count("packed_sequence.packed_sequence_size", least=0)
-    if packed:
-        reading.tell("seq_len", "packed_sequence.packed_sequence_size", packed)
-    elif reading.number("seq_len", "dataset.seq_length", "dataset.seq_len", "dataset.max_length") is None:
-        reading.notes.append(NO_LENGTH)
+    _auto_length(reading)
     own = "full" if table.data.get("parallelizer.activation_checkpointing") is True else None
     again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
     kinds = {"false": "none"}
     reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
-    words = [table.get(f"model.{key}") for key in ("attn_implementation", "config._attn_implementation")]
-    flash = "flash_attention_2" in words or _has_sinks(reading)
-    reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
+    _auto_attention(reading)
     tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
     if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
@@ -118,6 +112,22 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     # NEFTune's noise is there while the embedding runs alone (components/training/neftune.py)
     table.like("ci.* benchmark.* _* *output_hidden_states neftune.*")
     return reading.setup("automodel")
+
+
+def _auto_length(reading: Reading) -> None:
+    """Read the tokens of a sequence, of packed ones or of the data's."""
+    packed = reading.table.count("packed_sequence.packed_sequence_size", least=0)
+    if packed:
+        reading.tell("seq_len", "packed_sequence.packed_sequence_size", packed)
+    elif reading.number("seq_len", "dataset.seq_length", "dataset.seq_len", "dataset.max_length") is None:
+        reading.notes.append(NO_LENGTH)
+
+
+def _auto_attention(reading: Reading) -> None:
+    """Read the attention kernel by what it saves: FlashAttention's tensors, or those of torch's."""
+    words = [reading.table.get(f"model.{key}") for key in ("attn_implementation", "config._attn_implementation")]
+    flash = "flash_attention_2" in words or _has_sinks(reading)
+    reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
 
 
 _TE_ADAM = (

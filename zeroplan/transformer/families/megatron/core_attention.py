@@ -174,7 +174,7 @@ def _dropped(tape: Tape, soft: Value) -> Value:
 def run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
     """Core attention in its own checkpoint, which keeps queries, keys and values."""
     kept, passing = _of_core(structure)
-    forward = tape.make(op.TEMPORARY, "core attention, by the way", kept + passing, CHECKPOINT)
+    forward = tape.make(op.TEMPORARY, "what core attention's forward makes and frees again", kept + passing, CHECKPOINT)
     made = op.tensor(tape, "attention output", e, T_m * c_r, CHECKPOINT)
     tape.drop(forward)
 

@@ -76,8 +76,8 @@ def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
 def _grouped(tape: Tape, tokens: Value, chosen: Value, routing: Routing) -> Value:
     """Run the experts' MLPs: all at once, or one after the other.
 
-    One MLP here stands for all experts between the second and the last. Its backward frees all that they keep before it makes
-    gradients. In truth each expert frees its own tensors and makes its own gradients, so that memory peaks at the first or the last
+    The experts between the second and the last are one MLP here. Its backward frees all that they keep before it makes gradients.
+    In Megatron-Core each expert frees its own tensors and makes its own gradients, so that memory peaks at the first or the last
     of them. When the first expert's backward runs, the gradients of the other experts' outputs are gone.
     """
     if routing.grouped:
