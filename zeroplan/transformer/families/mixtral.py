@@ -66,13 +66,13 @@ def _layer(source: str, attention: Callable[[Tape, Value, Block], Attended] = at
 def _mixtral(model: ModelSpec) -> Layout:
     def routed(moe: MoeSpec) -> Parameters:
         gate = linear("mlp.gate", model.hidden_size, moe.num_experts)
-        return (*gate, *(fused_experts(model, moe) if model.adapter is None else _single(model, moe)))
+        return (*gate, *(_single(model, moe) if moe.separate else fused_experts(model, moe)))
 
     return with_experts(model, attention_of(model), routed)
 
 
 def _single(model: ModelSpec, moe: MoeSpec) -> Parameters:
-    """Return each expert's three layers, as transformers before 5 has them. Adapters are modelled only with these."""
+    """Return each expert's three layers, as transformers before 5 has them."""
     hidden, width = model.hidden_size, moe.moe_intermediate_size
     shapes = (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width))
     every = ((f"mlp.experts.{one}.{name}", n_in, n_out) for one in range(moe.num_experts) for name, n_in, n_out in shapes)
