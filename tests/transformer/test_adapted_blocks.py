@@ -18,8 +18,16 @@ from tests.simulated import on_the_fake_gpu
 from tests.transformer.drawn_blocks import Case, differences, drawn
 from zeroplan.engines.quantised import quantised_lines
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_LIKE_LLAMA, CONVERTED, NOT_UNDER_AUTOCAST, AdapterSpec, Quantize
-from zeroplan.spec.family import INDEXED_FAMILIES
+from zeroplan.spec.adapter import (
+    ADAPTED_FAMILIES,
+    ADAPTED_LIKE_LLAMA,
+    CONVERTED,
+    NOT_UNDER_AUTOCAST,
+    STACKED,
+    AdapterSpec,
+    Quantize,
+)
+from zeroplan.spec.family import INDEXED_FAMILIES, LINEAR_FAMILIES
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
@@ -110,6 +118,33 @@ def test_a_block_in_few_bits_takes_what_is_said(family: str, number: int, quanti
     assert on_the_fake_gpu(differences, case) == (), case
 
 
+def with_experts_in_four_bits(family: str, number: int, *, autocast: bool) -> Case:
+    case = case_of(family, number, "attention")
+    quantize: Quantize = "nf4" if number % 2 else "nf4-double"
+    adapter = AdapterSpec(rank=4, targets="attention", quantize=quantize, upcast="none", quantize_experts=True)
+    compute = case.compute._replace(element_bytes=2, autocast=autocast)
+    return case._replace(spec=replace(case.spec, adapter=adapter), compute=compute)
+
+
+#: Families of linear attention are compared without autocast, where projections without adapters differ in any case.
+@pytest.mark.parametrize("family", [name for name in STACKED if name not in INDEXED_FAMILIES] if every_case() else ["mixtral"])
+@pytest.mark.parametrize("number", [0, 1, 2, 3] if every_case() else [0, 1])
+def test_experts_in_four_bits_take_what_is_said(family: str, number: int) -> None:
+    """Each forward writes them out, and keeps the copy for its backward."""
+    pytest.importorskip("bitsandbytes")
+    autocast = family not in (*NOT_UNDER_AUTOCAST, *LINEAR_FAMILIES)
+    case = with_experts_in_four_bits(family, number, autocast=autocast)
+    assert case.spec.first_is_bare or on_the_fake_gpu(differences, case) == ()
+
+
+def test_experts_in_four_bits_are_counted_as_they_are_held() -> None:
+    pytest.importorskip("bitsandbytes")
+    for number in (0, 1):
+        spec = with_experts_in_four_bits("gpt_oss", number, autocast=False).spec
+        assert spec.adapter is not None
+        assert held_bytes(spec) == counted_bytes(spec, spec.adapter.quantize)
+
+
 def is_refused(case: Case) -> bool:
     """Whether this is not modelled under autocast."""
     try:
@@ -135,14 +170,21 @@ def test_a_block_in_few_bits_under_autocast(family: str, number: int) -> None:
 def test_few_bits_are_counted_as_layers_hold_them(family: str, quantize: Quantize) -> None:
     """Of linear layers alone, and not of routers."""
     pytest.importorskip("bitsandbytes")
+    spec = in_few_bits(family, 0, quantize).spec
+    assert held_bytes(spec) == counted_bytes(spec, quantize)
+
+
+def held_bytes(spec: ModelSpec) -> int:
     from zeroplan.verify.training.adapters import quantisation_tensors
 
-    spec = in_few_bits(family, 0, quantize).spec
     module = adapted_model(spec, Compute(2, autocast=False, attention="sdpa", kernels="cpu"))
     every = (*(one for one in module.parameters() if not one.requires_grad), *quantisation_tensors(module))
-    held = sum({id(one): one.untyped_storage().nbytes() for one in every}.values())
+    return sum({id(one): one.untyped_storage().nbytes() for one in every}.values())
+
+
+def counted_bytes(spec: ModelSpec, quantize: Quantize) -> int:
     lines = quantised_lines(spec, quantize, element_bytes=2, norm_bytes=2, end_bytes=2)
-    assert held == sum(line.n_bytes for line in lines)
+    return sum(int(line.n_bytes) for line in lines)
 
 
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL)

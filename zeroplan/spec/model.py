@@ -7,6 +7,7 @@ from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.adapter import (
     ADAPTED_FAMILIES,
     ADAPTED_LIKE_LLAMA,
+    STACKED,
     AdapterSpec,
     Stacked,
     first_is_bare,
@@ -312,6 +313,11 @@ class ModelSpec(Spec):
             raise SpecError(f"LoRA with these targets: {refused}")
         if any(self.stacked) and self.moe is None:
             raise SpecError(f"LoRA with these targets: this {self.family} model has no experts; name linear layers")
+        if adapter.quantize_experts and (any(self.stacked) or self.family not in STACKED):
+            raise SpecError(
+                f"a {self.family} model's experts in four bits, with these targets, are not modelled; use --lora-targets "
+                f"attention, and one of {', '.join(STACKED)}"
+            )
         if self.is_quantised and self.family in INDEXED_FAMILIES:
             raise SpecError(
                 f"quantised weights of a {self.family} model, which has an indexer, are not modelled; leave --quantize out"

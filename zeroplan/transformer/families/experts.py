@@ -12,7 +12,14 @@ from zeroplan.ledger import Among, Module
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Block
-from zeroplan.transformer.families.merged_experts import Wrapped, change_of_router, logits_with_adapter, merged, wrapped
+from zeroplan.transformer.families.merged_experts import (
+    Wrapped,
+    change_of_router,
+    logits_with_adapter,
+    merged,
+    wrapped,
+    written_out,
+)
 from zeroplan.transformer.families.tape import Arriving, Beside, Exchange, P_own, Site, Store, T_own, Tape, Value, Width
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x, z
 
@@ -188,20 +195,27 @@ def _products(
     tape: Tape, given: Value, sorting: _Sorting, computing: Computing, *, experts: Size, weights: _Weights = _NO_ADAPTERS
 ) -> tuple[Value, tuple[Value, ...]]:
     """Run both products of the experts. Return their output, and what variables hold beside it until the module returns."""
-    summed = None if weights.first is None else merged(tape, weights.first)
+    name, width = ("experts: gate and up projections", m + m) if computing.gated else ("experts: up projection", m)
+    summed = _made_anew(tape, weights.first, "experts' first weight", experts * h * width)
     first = _bias(tape, "gate and up", (m + m), sorting, experts) if computing.biases else None
     if sorting.beyond is not None:
         given = _zeroed(tape, given, sorting.beyond, "input of the experts", in_place=True)
-    name, width = ("experts: gate and up projections", m + m) if computing.gated else ("experts: up projection", m)
     both = _grouped(tape, given, first, (name, h, width), sorting, experts, weight=summed)
     gated = computing.gate(tape, both)
-    second_sum = None if weights.second is None else merged(tape, weights.second)
+    second_sum = _made_anew(tape, weights.second, "experts' second weight", experts * m * h)
     second = _bias(tape, "down", h, sorting, experts) if computing.biases else None
     if first is not None:
         tape.release(first)
     site = "experts: down projection", m, h
     made = _grouped(tape, gated, second, site, sorting, experts, frees=True, weight=second_sum)
     return made, tuple(one for one in (second, summed, second_sum) if one is not None)
+
+
+def _made_anew(tape: Tape, adapted: Wrapped | None, name: str, matrix: Size) -> Value | None:
+    """Return a weight of all experts that the forward makes: with its adapter, or out of four bits; None if it only reads it."""
+    if adapted is not None:
+        return merged(tape, adapted)
+    return None if tape.mode.quantised_experts == "none" else written_out(tape, name, matrix)
 
 
 def _grouped(
@@ -228,15 +242,16 @@ def _grouped_product(
     """``grouped_mm``, which autocast ignores. Its backward makes the gradients of ``experts`` weights first.
 
     Gradients of a rank's own experts (``x``) reach their weights only after the backward of operators that ran earlier.
-    ``weight``: the frozen weights with an adapter.
+    ``weight``: the frozen weights with an adapter, or written out of four bits.
     """
     name, reads, width = site
     made = op.tensor(tape, f"{name}: output", r, P_own * width, EXPERTS)
-    trains_none = tape.mode.weights_frozen and weight is None
+    is_sum = weight is not None and weight not in tape.untracked
+    trains_none = tape.mode.weights_frozen and not is_sum
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         arriving: Arriving = []
-        if weight is not None:
+        if weight is not None and is_sum:
             arriving.append((weight, op.gradient(tape, weight, f"gradient of the weights of {name}", EXPERTS)))
         elif not trains_none:
             tape.weight_gradient(experts * reads * width, waits=experts == x)
@@ -246,7 +261,7 @@ def _grouped_product(
 
     frozen = Beside(f"weights of {name}", r * experts * reads * width, strided=True)
     summed = (weight,) if weight is not None and tape.follows(value) else ()
-    saved = (ends,) if trains_none else (value, ends, *summed)
+    saved = (*(() if trains_none else (value,)), ends, *summed)
     of, beside = (tape.with_weight(value), (frozen,)) if weight is None else ((value, weight), ())
     tape.add(name, (made,), saved, backward, of=of, beside=beside)
     return made
