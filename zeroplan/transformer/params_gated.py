@@ -117,6 +117,12 @@ def fused_experts(model: ModelSpec, moe: MoeSpec, module: str = "mlp") -> Parame
     )
 
 
+def gate_and_experts(model: ModelSpec, moe: MoeSpec, *, gate_last: bool = False) -> Parameters:
+    """Return the router's matrix and all experts of a layer."""
+    gate, experts = linear("mlp.gate", model.hidden_size, moe.num_experts), fused_experts(model, moe)
+    return (*experts, *gate) if gate_last else (*gate, *experts)
+
+
 def of_experts(name: str, moe: MoeSpec, *shape: int) -> Parameter:
     """Return the weight of all experts. Autocast does not cast it: ``grouped_mm`` is not on its list (``integrations/moe.py``)."""
     share = (moe.num_experts_per_tok, moe.num_experts)

@@ -38,8 +38,8 @@ from zeroplan.transformer.families.definition import (
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, two_norms
-from zeroplan.transformer.params_modules import Parameters, layer_norm, linear
+from zeroplan.transformer.params_gated import NormOf, alike, attention_of, gated, head_norms, two_norms
+from zeroplan.transformer.params_modules import layer_norm, linear, rms_norm
 from zeroplan.transformer.symbols import s
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py, Llama"
@@ -97,18 +97,11 @@ def _llama(model: ModelSpec) -> Layout:
     return alike(model, (*attention_of(model, bias=model.attention_bias), *mlp, *two_norms(model)))
 
 
-def _arcee(model: ModelSpec) -> Layout:
-    return alike(model, (*attention_of(model, bias=model.attention_bias), *_ungated(model), *two_norms(model)))
-
-
-def _ungated(model: ModelSpec) -> Parameters:
+def _ungated(model: ModelSpec, norm: NormOf = rms_norm) -> Layout:
+    """Arcee and Jais 2."""
     hidden, width, bias = model.hidden_size, model.intermediate_size, model.mlp_bias
-    return (*linear("mlp.up_proj", hidden, width, bias=bias), *linear("mlp.down_proj", width, hidden, bias=bias))
-
-
-def _jais2(model: ModelSpec) -> Layout:
-    block = (*attention_of(model, bias=model.attention_bias), *_ungated(model), *two_norms(model, layer_norm))
-    return alike(model, block, layer_norm)
+    mlp = (*linear("mlp.up_proj", hidden, width, bias=bias), *linear("mlp.down_proj", width, hidden, bias=bias))
+    return alike(model, (*attention_of(model, bias=model.attention_bias), *mlp, *two_norms(model, norm)), norm)
 
 
 def _mistral(model: ModelSpec) -> Layout:
@@ -204,7 +197,7 @@ FAMILIES = {
         _HUNYUAN_LAYER, partial(_qwen3, norms=("query_layernorm", "key_layernorm")), HUNYUAN,
         before_and_after(NORMS_AT_THE_END, gated_modules("mlp")),
     ),
-    "arcee": Definition(_ARCEE_LAYER, _arcee, _LLAMA._replace(defaults={"max_position_embeddings": 4096}), _UNGATED),
-    "jais2": Definition(_JAIS_LAYER, _jais2, _JAIS, _UNGATED),
+    "arcee": Definition(_ARCEE_LAYER, _ungated, _LLAMA._replace(defaults={"max_position_embeddings": 4096}), _UNGATED),
+    "jais2": Definition(_JAIS_LAYER, partial(_ungated, norm=layer_norm), _JAIS, _UNGATED),
     "granite": Definition(layer(_GRANITE._replace(multiplied=True)), _llama, _GRANITE_KEYS, around=Around(scales_embeddings=True)),
 }  # fmt: skip
