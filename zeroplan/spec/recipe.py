@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Final, Literal
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.base import Count, CountOrZero, Degree, Range, Spec
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.pipeline import PipelineSchedule
@@ -619,16 +619,15 @@ class RecipeSpec(Spec):
     def _check_quantisation_aware(self) -> None:
         """Raise SpecError for recipes with which quantisation-aware training is not modelled."""
         autocast = self.precision.endswith("mixed") and self.engine != "fsdp2"
-        for asked, instead in (
+        cases = (
             (self.engine not in ("ddp", "fsdp2") and f"engine {self.engine!r}", "engine 'ddp' or 'fsdp2'"),
             (autocast and f"precision {self.precision!r} under autocast", "precision 'bf16', or engine 'fsdp2'"),
             (self.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"),
             (self.offload_activations and "offload_activations", "recompute 'full' alone"),
             (self.loss not in ("full", "fused") and f"loss {self.loss!r}", "loss 'full' or 'fused'"),
             (self.float8_recipe is not None and "float8_recipe", "one of them"),
-        ):
-            if asked:
-                raise SpecError(f"fused_kernels 'int4-qat' with {asked} is not modelled; use {instead}")
+        )
+        refuse("fused_kernels 'int4-qat' with", cases)
 
     def writes_out_attention(self, *, grouped: bool) -> bool:
         """Whether attention runs as single operators, which keep the scores.
@@ -645,9 +644,8 @@ class RecipeSpec(Spec):
         """Raise SpecError for recipes without recomputation, and for options that are not modelled."""
         if self.recompute == "none":
             raise SpecError(f"recompute_layers={layers} with recompute 'none' has nothing to do; use 'full', or leave it out")
-        for asked, instead in (
+        cases = (
             (self.engine in ON_PAPER and f"engine {self.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"),
             (self.offload_activations and "offload_activations", "no offload of activations"),
-        ):
-            if asked:
-                raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")
+        )
+        refuse(f"recompute_layers={layers} with", cases, ", or leave it out")

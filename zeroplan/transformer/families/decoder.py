@@ -50,7 +50,7 @@ class Layer(NamedTuple):
         tape.kernel_output(middle.store, of="inputs-kept")
         branch, beside = self._mlp_branch(tape, middle, block)
         made = self._added(tape, middle, branch, "block output")
-        tape.release(middle, *(one for one in (weights, beside) if one is not None))
+        tape.release(middle, weights, beside)
         return made
 
     def _attention_branch(self, tape: Tape, given: Value, block: Block) -> Attended:
@@ -101,6 +101,15 @@ def _with_kept(made: Value | Attended) -> Attended:
 def layer(parts: Layer) -> Program:
     """Return the program of a family whose every layer is ``parts``."""
     return Program(parts.run, parts.source, parts.norm)
+
+
+def layer_of(
+    classes: str, norm: Norm, attention: Callable[[Tape, Value, Block], Attended], mlp: Callable[..., Value],
+    names: tuple[str, str] = ("MLP", "DecoderLayer"),
+) -> Layer:  # fmt: skip
+    """Return a layer that runs ``mlp``. ``classes``: where its classes are, and how their names begin; ``names``: how they end."""
+    of_mlp, whole = names
+    return Layer(norm, attention, partial(mlp, source=f"{classes}{of_mlp}.forward"), f"{classes}{whole}.forward")
 
 
 # --- attention ---------------------------------------------------------------------------------------------------------------

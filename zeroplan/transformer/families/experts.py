@@ -239,7 +239,7 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     )  # fmt: skip
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
     tape.drop(experts, order, counted, ends)
-    tape.release(wide, selected, by_expert, outputs, unsorted, *(() if bias is None else (bias,)))
+    tape.release(wide, selected, by_expert, outputs, unsorted, bias)
     return made
 
 
@@ -419,7 +419,7 @@ def _own_experts(tape: Tape, received: Value, computing: Computing) -> Value:
     outputs, bias = _products(tape, selected, _Sorting(experts, order, ends, beyond), computing, experts=x)
     made = _unsorted(tape, outputs, ones)
     tape.drop(experts, order, ones, counted, ends, beyond)
-    tape.release(outputs, selected, *(() if bias is None else (bias,)))
+    tape.release(outputs, selected, bias)
     return made
 
 

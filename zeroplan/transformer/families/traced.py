@@ -235,6 +235,9 @@ def structure_of(
     dense = model.moe is None or no_experts
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
+    one_key = x.key == x.head_dim * (compute.tp if sharded else 1)
+    if kind == "linear":
+        one_key = model.linear is not None and model.linear.num_key_heads == 1
     block = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
@@ -242,7 +245,7 @@ def structure_of(
         x.attention,
         masked and kind not in WITH_STATES,
         grouped_heads(model, x, kind),
-        x.key == x.head_dim * (compute.tp if sharded else 1) if kind != "linear" else _has_one_key(model),
+        one_key,
         model.attention_bias,
         x.kernels,
         model.parallel_residual,
@@ -292,10 +295,6 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
         only_gated=kind == "beside",
         shares=moe is not None and moe.num_shared_experts > 0,
     )
-
-
-def _has_one_key(model: ModelSpec) -> bool:
-    return model.linear is not None and model.linear.num_key_heads == 1
 
 
 def _chunks(kind: str, *, one: bool) -> Chunks:
