@@ -239,6 +239,7 @@ def test_a_user_can_set_the_layers_of_stages() -> None:
     assert [one.pipeline[0].stages for one in every] == [
         "embedding, block 1", "blocks 2 to 4", "blocks 5 to 7", "block 8, norm and head",
     ]  # fmt: skip
+    assert "Model states" in estimate_text(estimate(asked), verbose=True)
     even = estimate(_job(pipeline_layers="2,3,2,1"))
     assert even.peak_bytes == estimate(_job()).peak_bytes  # torchtitan's distribution of eight layers
 
