@@ -77,6 +77,7 @@ class Gathers(NamedTuple):
     backward: int
 
 
+@lru_cache(maxsize=4096)
 def unshards(place: Place) -> tuple[Gathers, ...]:
     """Return how often each of the rank's stages is gathered whole in a step.
 
@@ -107,9 +108,9 @@ def gathers(place: Place, *, resharded: bool) -> tuple[Gathers, ...]:
     if place.schedule == "1f1b":
         return (Gathers(ahead, place.micro_batches - ahead + 1),)
     walk = _walked(place, resharded=True)
-    ahead = unshards(place)
+    whole = unshards(place)
     return tuple(
-        Gathers(*(more + _sharded(walk, kind, chunk) for kind, more in zip(_FULL, ahead[chunk], strict=True)))
+        Gathers(*(times + _sharded(walk, kind, chunk) for kind, times in zip(_FULL, whole[chunk], strict=True)))
         for chunk in range(place.chunks)
     )
 

@@ -68,7 +68,7 @@ class Pipelined(Engine):
         within = sharding_ranks(job, mesh)
         for part in parts:
             if job.mesh.tp > 1:
-                split_module(part, find_blocks(part), mesh[TENSOR])
+                split_module(part, find_blocks(part), mesh[TENSOR], along_sequence=job.recipe.fsdp2.sequence_parallel)
             shard(part, find_blocks(part), job.recipe, within, dispatched(job, part, mesh, watcher))
         allocate(self.module, "cpu" if job.recipe.fsdp2.cpu_offload else mesh.device_type)
         watcher.claim(Kind.PARAMETERS, (*self.module.parameters(), *self.module.buffers()))
@@ -233,8 +233,9 @@ def _tokens(job: JobSpec) -> int:
 
 
 def _hidden(job: JobSpec) -> torch.Tensor:
-    """The hidden states that stages exchange: plain tensors, as in torchtitan, split along the sequence under TP."""
-    return _of_each_token(job, job.model.hidden_size, tokens=_tokens(job) // job.mesh.tp)
+    """The hidden states that stages exchange: plain tensors, as in torchtitan, under TP split along the sequence unless whole."""
+    shares = job.mesh.tp if job.recipe.fsdp2.sequence_parallel else 1
+    return _of_each_token(job, job.model.hidden_size, tokens=_tokens(job) // shares)
 
 
 def _of_each_token(job: JobSpec, width: int, *, tokens: int) -> torch.Tensor:
