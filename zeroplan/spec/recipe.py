@@ -116,6 +116,10 @@ class Fsdp2Options(Spec):
     """The embedding is one ``fully_shard`` unit, and the last norm with the head another, which stays gathered until its backward,
     as in accelerate 1.15 and torchtitan. With a tied head all of it is one unit."""
 
+    sequence_parallel: bool = True
+    """Tensor-parallel ranks split hidden states along the sequence, as in torchtitan. False: every rank has whole hidden states
+    (AutoModel's default); the answer is then at most a few hidden states too high."""
+
     @property
     def shards_ends(self) -> bool:
         """Whether embedding and head are separate FSDP2 units."""
@@ -456,8 +460,8 @@ class RecipeSpec(Spec):
     activation_model: ActivationModel = "module"
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
     sequence_parallel: bool = False
-    """Megatron's formulas only: norms and dropouts are split over the tensor-parallel ranks too. Engine fsdp2 always splits
-    them."""
+    """Megatron's formulas only: norms and dropouts are split over the tensor-parallel ranks too. Engine fsdp2 has
+    ``fsdp2.sequence_parallel``."""
     loss: Loss = "full"
     """``full``: all logits at once (transformers); ``chunked``: an eighth at a time (torchtitan); ``fused``: Liger's;
     ``log-probs``: the labels' log-probabilities in tiles (TRL's trainers)."""
@@ -589,7 +593,7 @@ class RecipeSpec(Spec):
         if self.sequence_parallel and self.activation_model != "megatron" and self.engine != "megatron":
             raise SpecError(
                 "sequence_parallel=True needs engine 'megatron', or activation_model='megatron' (engine 'paper'); leave it out "
-                "otherwise: engine 'fsdp2' always splits the sequence with tp"
+                "otherwise: engine 'fsdp2' splits the sequence with tp unless fsdp2.sequence_parallel is false"
             )
 
     @property

@@ -6,6 +6,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import SPLIT
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 
 #: Families whose blocks are split as torchtitan splits them.
@@ -38,7 +39,7 @@ def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec
             raise SpecError(f"tp={ranks} does not divide {name}={number:,}; use a factor of it")
     if ways_of_resharding(recipe.fsdp2) is not None:  # torch 2.13, _fsdp_param.py, FSDPParam.to_sharded_post_forward
         raise SpecError(f"tp={ranks} with reshard_after_forward as a number is what FSDP2 refuses; use true or false for it")
-    refuse(f"tp={ranks} with", _not_modelled(model, recipe, batch), ", or tp=1")
+    refuse(f"tp={ranks} with", (*_of_whole_sequences(recipe, mesh), *_not_modelled(model, recipe, batch)), ", or tp=1")
 
 
 def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:
@@ -103,6 +104,19 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tup
         *_of_model_and_batch(model, recipe, batch),
         (recipe.optimizer not in _OPTIMIZERS and f"optimizer {recipe.optimizer!r}", "adamw"),
         (not recipe.sync_every_micro_batch and "sync_every_micro_batch=False", "true for it"),
+    )
+
+
+def _of_whole_sequences(recipe: RecipeSpec, mesh: MeshSpec) -> tuple[tuple[str | bool, str], ...]:
+    if recipe.fsdp2.sequence_parallel:
+        return ()
+    beside = " and ".join(f"{name}={ways}" for name, ways in (("cp", mesh.cp), ("ep", mesh.ep)) if ways > 1)
+    return (
+        (beside != "" and f"fsdp2.sequence_parallel=false and {beside}", "true for it"),
+        (
+            recipe.pipeline_schedule in SPLIT and f"fsdp2.sequence_parallel=false and {recipe.pipeline_schedule!r}",
+            "true for it",
+        ),
     )
 
 

@@ -166,6 +166,9 @@ def test_an_automodel_recipe(read: Callable[..., Resolved]):
     # AutoModel's own Llama: norms, attention and MLP in a checkpoint each, and every norm in one operator
     assert (job.recipe.recompute, job.recipe.fused_parts) == ("selective", ("norm-in-one", "inputs-kept"))
     assert not any("not known" in note for note in notes)
+    assert not job.recipe.fsdp2.sequence_parallel  # its default
+    along = {"distributed": {**AUTO["distributed"], "sequence_parallel": True}}
+    assert read(AUTO | along).job.recipe.fsdp2.sequence_parallel
     alone = AUTO | {"distributed": {"dp_size": 8, "strategy": "fsdp2"}, "fp8": {"enabled": True, "recipe_name": "rowwise"}}
     assert read(alone).job.recipe.float8_recipe == "rowwise"
     adapted = read(AUTO | {"peft": {"_target_": "x", "target_modules": "*_proj", "dim": 16}, "distributed": {"dp_size": 4}}).job
@@ -389,6 +392,24 @@ def test_megatrons_tensors_received_early_in_warm_up_and_flush(
             "global_batch_size": steps, "overlap_p2p_communication_warmup_flush": True}  # fmt: skip
     read({"MODEL_ARGS": said}, gpus=4)
     assert ("overlap_p2p_communication_warmup_flush" in read_setup(tmp_path / "mine.yaml", gpus=4).matters) is noted
+
+
+@pytest.mark.parametrize("key", ["microbatch_group_size_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"])
+def test_megatrons_groups_of_micro_batches_are_counted_under_both_names(read: Callable[..., Resolved], key: str):
+    """Ten micro-batches on four ranks need groups of five; a larger group starts more forwards before the first backward."""
+    said = {"num_layers": 16, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "micro_batch_size": 1, "bf16": True,
+            "vocab_size": 32000, "pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2,
+            "global_batch_size": 10}  # fmt: skip
+    with pytest.raises(SpecError, match="10 interleaved micro-batches on pp=4"):
+        read({"MODEL_ARGS": said}, gpus=4)
+    fives, tens = (estimate(read({"MODEL_ARGS": {**said, key: group}}, gpus=4).job).peak_bytes for group in (5, 10))
+    assert fives < tens
+
+
+def test_megatrons_largest_batch_of_a_schedule_is_counted(read: Callable[..., Resolved]):
+    said = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "micro_batch_size": 2, "bf16": True,
+            "vocab_size": 32000, "step_batch_size_schedule": "0:8 200B:16,400B:32"}  # fmt: skip
+    assert read({"MODEL_ARGS": said}).job.batch.grad_accum_steps == 16
 
 
 def test_nemos_names_of_megatrons_shape(read: Callable[..., Resolved], tmp_path: Path):

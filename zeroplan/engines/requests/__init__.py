@@ -92,7 +92,10 @@ def _of_engine(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         return _of_stage_3(job) if recipe.zero_stage == 3 else ((experts_at_1, "DeepSpeed stage 1 of ERNIE with experts"),)
     one_by_one = not recipe.sync_every_micro_batch or recipe.loss == "chunked" or job.mesh.tp > 1
     return {
-        "fsdp2": ((options.of_torch_2_15 and one_by_one, "gradients that FSDP2 of torch 2.15 casts as they come"),),
+        "fsdp2": (
+            (options.of_torch_2_15 and one_by_one, "gradients that FSDP2 of torch 2.15 casts as they come"),
+            (job.mesh.tp > 1 and not options.sequence_parallel, "whole hidden states on tensor-parallel ranks"),
+        ),
         "fsdp1": (
             (has_frozen(job.model), "adapters or frozen parameters under FSDP1"),
             (recipe.fsdp1.checkpoints_units, "checkpoints that call units of FSDP1"),

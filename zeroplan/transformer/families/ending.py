@@ -108,6 +108,8 @@ class Ending(NamedTuple):
     dropout: bool = False
     """The adapter applies dropout to its input."""
     head_bias: bool = False
+    whole_sequences: bool = False
+    """Tensor-parallel ranks have whole hidden states before the head."""
 
 
 class EndingPass(NamedTuple):
@@ -207,7 +209,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
         tuple(one for one in compute.fused if one in _FUSED or (one == _QAT and _rounds_head(model))),
         adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
-        head_bias=model.head_rows is None and TRAITS[model.family].head_bias,
+        head_bias=model.head_rows is None and TRAITS[model.family].head_bias, whole_sequences=x.whole_sequences,
     )  # fmt: skip
 
 
@@ -240,7 +242,9 @@ def _plan_of(ending: Ending) -> _Planned:
     points = index.moments(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
     arrivals, source = index.arrivals(ran.arrivals), _source(ending)
     plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), source, {}, arrivals)
-    return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output, within)
+    return _Planned(
+        of_a_rank(plan, whole=ending.whole_sequences) if ending.sharded else plan, kept, output, within
+    )  # fmt: skip
 
 
 def ran_forward(ending: Ending, *, marking: bool = False) -> tuple[Tape, Value]:

@@ -257,6 +257,7 @@ def structure_of(
         casts_inputs=x.casts_inputs,
         training=training,
         sharded=sharded,
+        whole_sequences=x.whole_sequences,
         recompute=compute.recompute if apart else "none",
         chunks="single" if single else _chunks(kind, one=masked),
         release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
@@ -401,7 +402,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     away = () if tape.host is None else index.of(tape.host.copies)
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
-    return of_a_rank(plan) if structure.sharded else plan
+    return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
 
 
 def _run_backward(
@@ -421,11 +422,12 @@ def _run_backward(
     }  # fmt: skip
 
 
-def of_a_rank(plan: Plan) -> Plan:
-    """Return the plan of one tensor-parallel rank: its share of every split width."""
+def of_a_rank(plan: Plan, *, whole: bool) -> Plan:
+    """Return the plan of one tensor-parallel rank: its share of every split width. ``whole``: it has all tokens."""
+    shares = SHARES | ({T_p.text: T} if whole else {})
     for store in plan.stores:
-        store.size = store.size.replacing(SHARES)
-    return replace(plan, weights=tuple(weight.replacing(SHARES) for weight in plan.weights))
+        store.size = store.size.replacing(shares)
+    return replace(plan, weights=tuple(weight.replacing(shares) for weight in plan.weights))
 
 
 def forwards(
