@@ -70,25 +70,14 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     """Return the job in a recipe of NeMo AutoModel; raises SpecError for settings that are not modelled."""
     reading = begun(whole, folder)
     table = flat(reading)
-    names = [f"model.{key}" for key in ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path",
-                                        "config.name_or_path", "config")]  # fmt: skip
-    named = next((key for key in names if isinstance(table.get(key), str)), None)
-    if named is not None:
-        reading.tell_model(named, str(table.data[named]))
+    _auto_model(reading)
     ranks = _auto_degrees(reading, gpus)
-    word = str(table.get("model.torch_dtype") or table.get("model.config.torch_dtype") or "auto").rpartition(".")[2]
-    # weights keep the checkpoint's 16 bits unless torch_dtype says fp32 (_transformers/auto_model.py)
-    reading.tell(
-        "precision", "model.torch_dtype", "bf16-mixed" if word in ("float32", "fp32") else "bf16", also=("bf16-mixed",)
-    )
+    _auto_precision(reading)
     each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
     key = "step_scheduler.global_batch_size"
     reading.tell_steps(key, table.count(key), each * ranks)
     _auto_length(reading)
-    own = "full" if table.data.get("parallelizer.activation_checkpointing") is True else None
-    again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
-    kinds = {"false": "none"}
-    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
+    again = _auto_recompute(reading)
     _auto_attention(reading)
     tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
@@ -106,12 +95,39 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     for key in ("compile.enabled", "distributed.enable_compile"):
         if table.switch(key):
             reading.tell_compiled(table, key)
-    _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again not in ("false", "selective"))
-    if not _auto_keeps_inputs(reading, again=again not in ("false", "selective")):
+    _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again)
+    if not _auto_keeps_inputs(reading, again=again):
         reading.unmodelled(adds="*output_hidden_states")
     # NEFTune's noise is there while the embedding runs alone (components/training/neftune.py)
     table.like("ci.* benchmark.* _* *output_hidden_states neftune.*")
     return reading.setup("automodel")
+
+
+def _auto_model(reading: Reading) -> None:
+    """Read the model by its name, or by the name of its configuration."""
+    table = flat(reading)
+    names = ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path", "config.name_or_path", "config")
+    named = next((f"model.{key}" for key in names if isinstance(table.get(f"model.{key}"), str)), None)
+    if named is not None:
+        reading.tell_model(named, str(table.data[named]))
+
+
+def _auto_precision(reading: Reading) -> None:
+    """Read the precision: weights keep the checkpoint's 16 bits unless torch_dtype says fp32 (_transformers/auto_model.py)."""
+    table = reading.table
+    word = str(table.get("model.torch_dtype") or table.get("model.config.torch_dtype") or "auto").rpartition(".")[2]
+    kind = "bf16-mixed" if word in ("float32", "fp32") else "bf16"
+    reading.tell("precision", "model.torch_dtype", kind, also=("bf16-mixed",))
+
+
+def _auto_recompute(reading: Reading) -> bool:
+    """Read activation checkpointing; returns whether it is on for whole blocks."""
+    table = reading.table
+    own = "full" if table.data.get("parallelizer.activation_checkpointing") is True else None
+    again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
+    kinds = {"false": "none"}
+    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
+    return again not in ("false", "selective")
 
 
 def _auto_length(reading: Reading) -> None:
