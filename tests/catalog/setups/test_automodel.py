@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.formulas import assert_explained
 from tests.mutation import forget
 from zeroplan import estimate
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.setups.reading import read_setup
-from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
+from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Resolved
 from zeroplan.spec.adapter import AdapterSpec
@@ -90,12 +91,38 @@ def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Call
 
     dense, open_keys = of("meta-llama/Llama-3.1-8B")
     assert (dense.job.recipe.fused_parts, open_keys) == (("norm-in-one", "inputs-kept"), set())
-    assert of("Qwen/Qwen3-30B-A3B")[1] == {"model.backend.dispatcher", "model.backend.experts"}
-    # in a loop over experts, each makes a gradient as large as all experts' weights
-    assert read_setup(tmp_path / "mine.yaml", gpus=None).saves == {"model.backend.dispatcher"}
-    with pytest.raises(UnknownNameError):
-        of("someone/else")
-    assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"model.backend.dispatcher", "model.backend.experts"}
+    experts, open_keys = of("Qwen/Qwen3-30B-A3B")
+    assert (experts.job.recipe.fused_parts, open_keys) == (
+        ("norm-in-one", "inputs-kept", "te-linear", "router-in-fp32", "looped-experts"), set()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("named", "kernel", "ranks", "part", "at_most"), [
+    ("Qwen/Qwen3-30B-A3B", "torch_mm", 4, "grouped-experts", set()), ("Qwen/Qwen3-30B-A3B", "te", 1, "grouped-experts", set()),
+    ("Qwen/Qwen3-30B-A3B", "torch", 4, "looped-experts", set()), ("openai/gpt-oss-20b", None, 1, "grouped-experts", set()),
+    ("zai-org/GLM-4.5-Air", "torch", 4, "looped-experts", set()), ("zai-org/GLM-4.5-Air", "gmm", 4, "grouped-experts", set()),
+    ("mistralai/Mixtral-8x7B-v0.1", None, 1, None, {"model.backend.dispatcher"})])  # fmt: skip
+def test_automodels_experts_without_a_kernel_that_sends_tokens(
+    read: Callable[..., Resolved],
+    tmp_path: Path,
+    named: str,
+    kernel: str | None,
+    ranks: int,
+    part: str | None,
+    at_most: set[str],
+):
+    """Each rank gathers all tokens. transformers' own models keep transformers' experts, which keep more."""
+    backend = {"dispatcher": "torch", "linear": "torch", **({"experts": kernel} if kernel else {})}
+    distributed = {"strategy": "fsdp2", "dp_size": 4, "ep_size": ranks}
+    job = read(AUTO | {"model": {"pretrained_model_name_or_path": named, "backend": backend}, "distributed": distributed}).job
+    setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+    assert (setup.matters.keys(), setup.saves) == (at_most, at_most)
+    assert [one for one in job.recipe.fused_parts if "experts" in one] == ([part] if part else [])
+    answer = estimate(job)
+    assert not answer.outside[1:] or "EP" not in answer.outside[-1].what
+    assert_explained(answer)
+    sums = [call for call in answer.traffic.collectives if call.what.startswith("outputs of ")]
+    assert len(sums) == (2 if ranks > 1 else 0)
 
 
 @pytest.mark.parametrize(("steps", "again", "named", "noted"), [

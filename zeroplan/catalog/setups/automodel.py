@@ -16,7 +16,7 @@ from zeroplan.catalog.setups.recipes import (
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
 from zeroplan.spec.adapter import HEAD, LAYERS_OF, Layers
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import AUTOMODEL_NORMS
+from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
 
 _AUTO_SCHEDULES = {
     "1f1b": "1f1b",
@@ -49,11 +49,8 @@ _AUTO_OF_EXPERTS = ("experts", "dispatcher", "dispatcher_num_sms", "dispatcher_s
 #: models ignore these values, or refuse them (components/attention/utils.py, initialize_attn_module_and_func).
 _AUTO_OF_REFUSED = ("torch", "eager")
 _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
-#: GroupedExperts.forward (components/moe/experts.py): the gathered tokens in 16 bits, and their outputs in fp32, twice for a sum.
-_AUTO_GATHERED = (
-    "{}={}: each rank gathers the tokens of all its expert-parallel ranks and sums their outputs in fp32, which is not counted: "
-    "the answer is too low"
-)
+#: Kernels of experts with the dispatcher torch (components/moe/layers.py, MoE.__init__; common/utils.py, BackendConfig).
+_AUTO_GATHERING = {"torch": "looped-experts", "torch_mm": "grouped-experts", "te": "grouped-experts", "gmm": "grouped-experts"}
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
 #: Those in a loop (``torch``) are no less: each makes a gradient as large as all experts' weights.
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
@@ -252,19 +249,26 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
     model = reading.known_model()
     none_routed = model is not None and model.moe is None
     chosen = {key: one for key, one in chosen.items() if not (none_routed and key in _AUTO_OF_EXPERTS)}
+    own = spread or model is None or model.family in AUTOMODEL_NORMS
+    gathering = (
+        _AUTO_GATHERING.get(str(chosen.get("experts") or "torch_mm")) if own and chosen.get("dispatcher") == "torch" else None
+    )
     for key, one in chosen.items():
         counted, whole = _AUTO_BACKENDS.get(key), f"model.backend.{key}"
         if counted == () or one in (counted or ()) or (key == "attn" and _is_counted_attention(reading, one)):
             continue
+        if gathering and key in ("experts", "dispatcher"):
+            continue
         alone = key in ("experts", "dispatcher") and not spread and (key, one) != ("experts", "torch")
-        gathers = spread and (key, one) == ("dispatcher", "torch")
-        table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_GATHERED if gathers else _AUTO_BACKEND).format(whole, one)
+        table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_BACKEND).format(whole, one)
         table.saves.update([whole] * alone)
     parts += ["output-copied", "output-scaled"] * (chosen.get("attn") == "flex" and _has_sinks(reading))
-    if spread and (sender := str(chosen.get("dispatcher") or "deepep")) in ("deepep", "hybridep"):
-        parts.append(sender)
+    sender = gathering or (str(chosen.get("dispatcher") or "deepep") if spread else "")
+    parts += [sender] * (sender in SENDING)
     parts += ["inputs-kept"] * again + ["output-copied"] * (spread and chosen.get("attn") == "sdpa")
-    parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (spread and chosen.get("experts") == "te")
+    parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (
+        spread and not gathering and chosen.get("experts") == "te"
+    )
     parts += ["router-in-fp32"] * ("gate_precision" in chosen)
     reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
 
