@@ -74,7 +74,8 @@ IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
     "lion-8bit": ("fused",), "paged-lion-32bit": ("fused",), "paged-lion-8bit": ("fused",), "torchao-adamw-8bit": ("forloop",),
     "torchao-adamw-4bit": ("forloop",), "torchao-adamw-fp8": ("forloop",), "torchao-adamw": ("forloop",),
     "schedule-free-adamw": ("foreach", "forloop"), "adam-mini": ("forloop",), "apollo": ("forloop",),
-    "galore": ("forloop",), "soap": ("forloop",),
+    "galore": ("forloop",), "soap": ("forloop",), "te-adam": ("fused",), "te-adam-remainders": ("fused",),
+    "te-adam-masters": ("fused",),
 }  # fmt: skip
 
 #: States with one element per parameter, in the parameter's dtype, by attribute name.

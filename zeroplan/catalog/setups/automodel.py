@@ -143,30 +143,27 @@ def _auto_attention(reading: Reading) -> None:
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
 
 
-_TE_ADAM = (
-    "optimizer._target_: Transformer Engine's FusedAdam keeps fp32 states of weights in 16 bits; fp32 weights and gradients are "
-    "counted, which take as much or more"
-)
-_TE_MASTERS = "optimizer.master_weights: whole fp32 weights beside those in 16 bits are not counted: the answer may be too low"
+_TE_STATES = "optimizer.{}={}: states of Transformer Engine's Adam are counted in fp32, the most they take"
 
 
 def _auto_te_adam(reading: Reading) -> None:
     """Read Transformer Engine's Adam, whose states have 32 bits by default (d0067d0, pytorch/optimizers/fused_adam.py, FusedAdam).
 
-    With ``store_param_remainders`` master weights are what 16-bit weights lack of fp32, two bytes each. fp32 weights have none.
+    With ``store_param_remainders`` master weights are what 16-bit weights lack of fp32; fp32 weights get whole copies.
     """
     table = reading.table
     if not re.fullmatch(r"transformer_engine\.[\w.]*FusedAdam", str(table.data.get("optimizer._target_"))):
         return
     masters, remainders = (table.switch(f"optimizer.{key}") for key in ("master_weights", "store_param_remainders"))
-    table.leave(f"optimizer.{key}" for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
-    if reading.flags["precision"].value == "bf16-mixed":
-        return
-    reading.tell("precision", "optimizer._target_", "bf16-mixed", filled=True, note=_TE_ADAM)
-    table.matters["optimizer._target_"] = _TE_ADAM
-    table.saves.add("optimizer._target_")
-    if masters and not remainders:
-        table.matters["optimizer.master_weights"] = _TE_MASTERS
+    narrow = reading.flags["precision"].value == "bf16"
+    kind = "" if not masters else "-remainders" if remainders and narrow else "-masters"
+    reading.tell("optimizer", "optimizer._target_", f"te-adam{kind}")
+    reading.flags.pop("optimizer_impl", None)
+    for key in ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"):
+        value = table.get(f"optimizer.{key}")
+        if str(value or "float32").rpartition(".")[2] != "float32":
+            table.matters[f"optimizer.{key}"] = _TE_STATES.format(key, value)
+            table.saves.add(f"optimizer.{key}")
 
 
 def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
