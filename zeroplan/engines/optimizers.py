@@ -92,7 +92,7 @@ _STEPS: dict[Optimizer, Steps] = {
 def _implementations(optimizer: Optimizer) -> tuple[OptimizerImpl, ...]:
     if optimizer in _STEPS:
         return _STEPS[optimizer].implementations
-    return ("fused",) if PUBLISHED[optimizer].source.startswith("bitsandbytes") else ("forloop",)
+    return ("fused",) if PUBLISHED[optimizer].source.startswith(("bitsandbytes", "Transformer Engine")) else ("forloop",)
 
 
 #: Implementations that each optimizer has on CUDA, the default first.

@@ -266,6 +266,24 @@ def _of_soap(tensor: "LocalTensor", before: Int, width: int) -> Int:
 
 _ADAM_STATES = ("momentum", "variance")
 _ON_DTENSORS_TOO = ("paper", "ddp", "fsdp2")
+_TE_ADAM = "Transformer Engine d0067d0, pytorch/optimizers/fused_adam.py, FusedAdam"
+
+
+def _te_adam(*masters: Held, scratch: Callable[["LocalTensor", Int, int], Int] | None = None) -> Published:
+    """Return Transformer Engine's Adam with its default dtypes of states, and these master weights."""
+    return Published(
+        (Held("momentum and variance in fp32", "U", _elements, 8, 2), *masters), f"{_TE_ADAM}._initialize_state",
+        scratch, f"{_TE_ADAM}.initialize_state" if scratch else "", engines=_ON_DTENSORS_TOO,
+        note="Transformer Engine's Adam was read (d0067d0), not run",
+    )  # fmt: skip
+
+
+def _of_masters(tensor: "LocalTensor", before: Int, width: int) -> Int:
+    """Return a copy of the weight, which becomes its master weight, and the same in fp32."""
+    del before
+    return (width + (0 if width == 4 else 4)) * tensor.numel
+
+
 _SCHEDULE_FREE = "schedulefree 1.4.1, adamw_schedulefree.py, AdamWScheduleFree.step"
 _ADAM_MINI = "Adam-mini 1.1.1, adam_mini.py, Adam_mini.step"
 _APOLLO_SOURCE = "APOLLO 1.0.3, apollo_torch/apollo.py, AdamW.step"
@@ -291,6 +309,9 @@ PUBLISHED: dict[Optimizer, Published] = {
     "lion-8bit": _bitsandbytes(("momentum",), 8),
     "paged-lion-32bit": _bitsandbytes(("momentum",), 32, paged=True),
     "paged-lion-8bit": _bitsandbytes(("momentum",), 8, paged=True),
+    "te-adam": _te_adam(),
+    "te-adam-remainders": _te_adam(Held("the 16 bits of fp32 that weights lack", "U", _elements, 2)),
+    "te-adam-masters": _te_adam(Held("master weights in fp32", "U", _elements, 4), scratch=_of_masters),
     "torchao-adamw-8bit": _torchao(8),
     "torchao-adamw-4bit": _torchao(4, block=128),
     "torchao-adamw-fp8": _torchao(8, floating=True),

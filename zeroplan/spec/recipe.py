@@ -18,7 +18,7 @@ Optimizer = Literal[
     "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit", "paged-adamw-8bit",
     "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "torchao-adamw-8bit",
     "torchao-adamw-4bit", "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "adam-mini", "apollo",
-    "galore", "soap",
+    "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
 ]  # fmt: skip
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
@@ -40,12 +40,14 @@ OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
     "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
-    "output-scaled", "int4-qat",
+    "output-scaled", "int4-qat", "grouped-experts", "looped-experts",
 )  # fmt: skip
 #: Families all of whose matrix products are linear layers, and that were compared with torchao's fake-quantised ones.
 ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-#: Kernels that send tokens to their experts; the experts weight what they compute between their two products.
-SENDING = frozenset({"deepep", "hybridep"})
+#: Experts of NeMo AutoModel of which every rank gathers all tokens, multiplied together or one by one.
+GATHERING = frozenset({"grouped-experts", "looped-experts"})
+#: All of them. The others' names are of the kernels that send tokens to them.
+SENDING = frozenset({"deepep", "hybridep"}) | GATHERING
 #: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
 #: Families whose Liger kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) were compared, or that keep their own operators.
@@ -505,7 +507,8 @@ class RecipeSpec(Spec):
     ``int4-qat`` is quantisation-aware training: torchao's linear layers round inputs to 8 bits and weights to 4, and back.
 
     NeMo AutoModel's: ``norm-in-one`` (one kernel per norm: Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
-    (which send tokens to experts on other ranks), ``output-copied`` (attention copies its output), ``output-scaled`` (attention
+    (which send tokens to experts on other ranks), ``grouped-experts`` or ``looped-experts`` (every rank gathers all tokens for its
+    experts, which run together or one by one), ``output-copied`` (attention copies its output), ``output-scaled`` (attention
     multiplies its output by what sinks leave, in fp32), ``router-in-fp32`` (the router multiplies fp32 copies), ``te-linear`` and
     ``te-experts`` (Transformer Engine's products, with workspaces of their own). With recompute ``selective``, ``router-kept`` and
     ``inputs-kept`` say what checkpoints keep beside a block's input: the router's outputs, or the inputs of norms, attention and
@@ -615,7 +618,7 @@ class RecipeSpec(Spec):
             raise SpecError(f"fused_kernels 'loss-in-pieces' with precision {self.precision!r} is not modelled; use 'bf16'")
         if "int4-qat" in parts:
             self._check_quantisation_aware()
-        if SENDING & set(parts) and self.engine != "fsdp2":
+        if (SENDING - GATHERING) & set(parts) and self.engine != "fsdp2":
             raise SpecError("kernels that send tokens to experts need engine 'fsdp2'; use it, or leave them out")
         if self.kernels == "cpu":
             raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
