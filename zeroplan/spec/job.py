@@ -523,7 +523,13 @@ class JobSpec(Spec):
                 and "modules that are trained whole on ranks that split the model",
                 "data-parallel ranks",
             ),
-            (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
+            (
+                quantised
+                and recipe.engine != "fsdp1"
+                and recipe.offloads_states
+                and "quantised weights (QLoRA) and offload to host memory",
+                "no offload",
+            ),
         ):
             if asked:
                 raise SpecError(f"LoRA with {asked} is not modelled yet; use {instead}")
