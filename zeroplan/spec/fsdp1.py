@@ -38,7 +38,7 @@ def _of_adapters(model: ModelSpec, recipe: RecipeSpec) -> tuple[tuple[str | bool
         )
     return (
         (not options.wraps_adapters and "adapters in the unit of their block", "wraps_adapters=true, as peft wraps them"),
-        (options.cpu_offload and "offload to host memory and LoRA", "no offload, or engine 'fsdp2'"),
+        (options.cpu_offload and options.ignores_adapters and "offload to host memory and ignores_adapters", "false for it"),
         (options.forward_prefetch and "forward_prefetch and LoRA", "false for it"),
         (recipe.recompute == "selective" and "recompute 'selective' and LoRA", "recompute 'full'"),
         (recipe.offload_activations and "offload_activations and LoRA", "recompute 'full' alone"),

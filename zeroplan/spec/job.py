@@ -517,7 +517,13 @@ class JobSpec(Spec):
                 and "modules that are trained whole on ranks that split the model",
                 "data-parallel ranks",
             ),
-            (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
+            (
+                quantised
+                and recipe.engine != "fsdp1"
+                and recipe.offloads_states
+                and "quantised weights (QLoRA) and offload to host memory",
+                "no offload",
+            ),
         )
         refuse("LoRA with", cases, says="is not modelled yet")
 
