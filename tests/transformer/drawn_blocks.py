@@ -63,7 +63,7 @@ BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
-    "jais2", "helium", "stablelm", "hy_v3", "deepseek_v32", "glm_moe_dsa",
+    "jais2", "helium", "stablelm", "apertus", "hy_v3", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm")
 """Families whose classes always have a window."""

@@ -18,8 +18,7 @@ from tests.simulated import on_the_fake_gpu
 from tests.transformer.drawn_blocks import Case, differences, drawn
 from zeroplan.engines.quantised import quantised_lines
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_LIKE_LLAMA, NOT_UNDER_AUTOCAST, AdapterSpec, Quantize
-from zeroplan.spec.family import INDEXED_FAMILIES
+from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_LIKE_LLAMA, NOT_QUANTISED, NOT_UNDER_AUTOCAST, AdapterSpec, Quantize
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
@@ -72,7 +71,7 @@ def test_a_block_with_adapters_in_attention_alone(family: str, number: int) -> N
 
 
 #: Families whose layers in few bits are modelled.
-QUANTISED = tuple(name for name in OTHERS if name not in INDEXED_FAMILIES)
+QUANTISED = tuple(name for name in OTHERS if name not in NOT_QUANTISED)
 #: Of these by day: a dense model, latent attention, and experts.
 FEW_BITS = ("phi3", "glm4_moe_lite", "qwen3_5_moe_text")
 

@@ -58,7 +58,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
     "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
     "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": Layers(mlp=("up_proj", "down_proj"), others=_MAMBA.others),
-    "arcee": _UNGATED, "jais2": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
+    "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
     "deepseek_v3": _LATENT, "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 _LLAMA = Layers()
@@ -71,7 +71,7 @@ ADAPTED_FAMILIES = (
     "phi", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
-    "arcee", "jais2", "cwm", "helium", "lfm2",
+    "arcee", "jais2", "cwm", "helium", "lfm2", "apertus",
 )  # fmt: skip
 #: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
@@ -81,8 +81,10 @@ ADAPTED_LIKE_LLAMA = (
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
     "llama4_text", "phi", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
-    "glm4_moe", "dots1", "jais2",
+    "glm4_moe", "dots1", "jais2", "apertus",
 )  # fmt: skip
+#: Families whose weights in few bits are not modelled: those with an indexer, and one whose activation function is trained.
+NOT_QUANTISED = ("deepseek_v32", "glm_moe_dsa", "apertus")
 #: Families whose blocks with adapters are modelled only with older releases of transformers.
 ADAPTED_IN_OLDER = ("mixtral",)
 

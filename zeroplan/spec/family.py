@@ -17,7 +17,7 @@ Family = Literal[
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3",
-    "gpt_oss", "lfm2", "lfm2_moe",
+    "gpt_oss", "lfm2", "lfm2_moe", "apertus",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -210,6 +210,7 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
     "lfm2": Traits("lfm2", other_activations=False, pattern="C*", head_norms=True),
+    "apertus": Traits("apertus", other_activations=False, head_norms=True),
     "lfm2_moe": Traits("lfm2", other_activations=False, pattern="C*cD", head_norms=True, experts="dispatched"),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)

@@ -8,6 +8,7 @@ from zeroplan.spec.adapter import (
     ADAPTED_FAMILIES,
     ADAPTED_IN_OLDER,
     ADAPTED_LIKE_LLAMA,
+    NOT_QUANTISED,
     AdapterSpec,
     first_is_bare,
     refused_layers,
@@ -292,10 +293,8 @@ class ModelSpec(Spec):
             )
         if refused := refused_layers(self.family, self.adapted_layers):
             raise SpecError(f"LoRA with these targets: {refused}")
-        if self.is_quantised and self.family in INDEXED_FAMILIES:
-            raise SpecError(
-                f"quantised weights of a {self.family} model, which has an indexer, are not modelled; leave --quantize out"
-            )
+        if self.is_quantised and self.family in NOT_QUANTISED:
+            raise SpecError(f"quantised weights of a {self.family} model are not modelled; leave --quantize out")
         if adapter.quantize == "int8" and "C" in self.letters:
             raise SpecError(
                 f"weights in 8 bits of a {self.family} model are not modelled: its convolutions' gradients are copied first; "
