@@ -167,7 +167,7 @@ def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, s
     """
     yield model.family in NOT_UNDER_AUTOCAST and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
     few_bits = f"quantised weights of {this} under autocast"
-    beside = model.linear is not None or model.has_experts
+    beside = model.linear is not None or model.has_experts or "C" in model.letters
     yield model.upcasts_norms and beside and f"{few_bits}, and all else in fp32,", "upcast 'none', or precision 'bf16'"
 
 

@@ -159,6 +159,8 @@ class Block(NamedTuple):
     """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
     shares: bool = False
     """Every token visits shared experts too."""
+    short: bool = False
+    """A short convolution takes the place of attention (LFM2)."""
 
     @property
     def attend(self) -> Attend:

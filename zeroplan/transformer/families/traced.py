@@ -231,7 +231,7 @@ def structure_of(
 ) -> Block:  # fmt: skip
     """Return the structure of a model's block of this kind. ``single``: the batch is one sequence, of one chunk."""
     training, kind = _training(model, kind, compute), plain_kind(model, kind)
-    no_experts = kind == "dense" or (TRAITS[model.family].one_module and kind != "moe")
+    no_experts = kind.startswith("dense") or (TRAITS[model.family].one_module and kind != "moe")
     dense = model.moe is None or no_experts
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
@@ -280,7 +280,8 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
         unturned=not model.turned or unturned,
         filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         keys_are_values=kind == "global" and model.global_head_dim > 0,
-        padded=x.padded and x.attention == "flash",
+        padded=x.padded and (x.attention == "flash" or kind.endswith("short")),
+        short=kind.endswith("short"),
         too_wide=mla is None and x.head_dim > WIDEST_OF_FLASH,
     )
 
