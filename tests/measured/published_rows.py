@@ -232,7 +232,6 @@ def _refuse(row: Row) -> None:
         (kind == "nml", "the layout is not printed beside the figures"),
         ("JAX" in row["engine"], "JAX"),
         ("LORA" in name or "LoRA;" in str(row["notes"]), "LoRA under Megatron-Core"),
-        ("w/ MTP" in name, "multi-token prediction"),
         ("FSDP" in row["engine"] and "Megatron" in row["engine"], "Megatron-FSDP"),
         ("Offload" in str(row["stage"]) or "offload" in str(row["stage"]), "what was offloaded is not itemised"),
         (row["recompute"] == "selective" and kind == "fms", "an unstated part of the blocks is recomputed"),
@@ -375,6 +374,7 @@ def _recipe(row: Row, dp: int) -> RecipeSpec:
         engine=engine, zero_stage=_stage(row, engine), attention=_attention(row),
         precision="fp16-mixed" if words.startswith("fp16") else "bf16-mixed", **_recomputation(row),
         pipeline_schedule="interleaved-1f1b" if several else None, pipeline_stages_per_rank=row["vpp"] if several else None,
+        pipeline_layers=_layers_by_hand(row),
     )  # fmt: skip
     if engine == "megatron":
         return _of_megatron(said, row)
@@ -401,9 +401,29 @@ def _of_megatron(said: RecipeSpec, row: Row) -> RecipeSpec:
         masked_softmax_fusion=row["flash"] != "torch", cross_entropy_fusion_impl="te" if kind in _NVIDIAS else None,
         hidden_dropout=False if kind in _NVIDIAS else None, attention_dropout=False if kind in _NVIDIAS else None,
         expert_tensor_parallel_size=None if row["moe"] is None else 1,  # as NVIDIA's recipes and SimuMax's script have it
-        recompute_modules=(_deepseek(row)[0] if _of_deepseek(row) else "") or "core_attn",
+        recompute_modules=(_deepseek(row)[0] if _of_deepseek(row) else "") or "core_attn", mtp_num_layers=int(_predicts(row)),
     )  # fmt: skip
     return replace(said, sequence_parallel=sequence, megatron=options)
+
+
+def _predicts(row: Row) -> bool:
+    """Whether a row is of NVIDIA's DeepSeek-V3, whose recipes set ``mtp_num_layers=1``.
+
+    So do its printed operations: 260 GFLOPs per token with that module, its logits and its loss, 249 without.
+    """
+    return program(row) in ("mbridge", "dgxc") and row["model"].lower().startswith(("deepseekv3", "deepseek v3"))
+
+
+def _layers_by_hand(row: Row) -> str | None:
+    """Return the layers of each chunk of NVIDIA's DeepSeek-V3 (recipes/deepseek/deepseek_v3.py, ``layout_map``; GB300's recipe).
+
+    The last chunk has the rest of the layers, the module for later tokens, and both losses.
+    """
+    chunks = (row["pp"] or 1) * (row["vpp"] or 1)
+    if not _predicts(row) or chunks not in (8, 16):
+        return None
+    each = -(-row["layers"] // chunks)
+    return ",".join(map(str, (*[each] * (chunks - 1), row["layers"] - each * (chunks - 1))))
 
 
 def _stage(row: Row, engine: str) -> int:

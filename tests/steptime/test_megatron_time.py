@@ -72,6 +72,27 @@ def test_a_bubble_by_hand_and_the_slowest_rank_has_the_head() -> None:
     assert seconds(halved, "waiting for sends") == 0 < seconds(few, "waiting for sends")
 
 
+def test_a_module_for_later_tokens_by_hand() -> None:
+    """A layer more, a matrix of 8,192 x 4,096, and the logits and the loss a second time; its operations count in the MFU."""
+    asked = {**SAID, "gpus": 8, "tensor_parallel": 8, "sequence_parallel": True}
+    plain, two = (time_of(job(**asked, megatron=MegatronOptions(mtp_num_layers=count))) for count in (0, 1))
+    layer = ((6144 // 8, 4096), (4096, 512), (28672 // 8, 4096), (4096, 14336 // 8))
+    head = (129024 // 8, 4096)
+    more = sum(sum(linear_s(4096, *shape)) for shape in (*layer, head, (8192 // 8, 4096)))
+    assert seconds(two, "matrix") - seconds(plain, "matrix") == pytest.approx(more)
+    assert seconds(two, "attention") == pytest.approx(33 / 32 * seconds(plain, "attention"))
+    assert seconds(two, "waiting for tensor") > 33 / 32 * seconds(plain, "waiting for tensor")
+    matrices = 218_103_808 + 128_256 * 4096 + 2 * 4096 * 4096  # a layer's, the head's and the joining one
+    assert two.model_flops - plain.model_flops == pytest.approx((6 * matrices + 6 * 4096 * 4097) * 512, rel=1e-6)
+
+
+def test_the_rank_with_a_module_for_later_tokens_sets_the_pace() -> None:
+    """Of 8 ranks with 4 layers each the last one has 5, and two losses: the others wait."""
+    asked = {**SAID, "gpus": 8, "pipeline_parallel": 8, "grad_accum": 64}
+    plain, two = (time_of(job(**asked, megatron=MegatronOptions(mtp_num_layers=count))) for count in (0, 1))
+    assert two.seconds > 1.25 * plain.seconds
+
+
 def test_what_overlaps_is_waited_for_no_longer() -> None:
     one = job(**SAID, gpus=64, tensor_parallel=2, sequence_parallel=True, grad_accum=4)
     name = "collectives around the optimizer step"

@@ -142,6 +142,12 @@ def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool,
     return found.plus(_SORTED, routed * model.hidden_size) if 1 < split.ep < moe.num_experts else found
 
 
+def of_joining(model: ModelSpec, kernels: StepKernels, split: Split) -> Moved:
+    """Return the bytes of what a module for later tokens does before its layer: two norms, and its two inputs side by side."""
+    hidden = split.tokens * model.hidden_size / (split.tp if split.sequence else 1)
+    return Moved().plus(_norm(model, kernels, ()), hidden, 2).plus(_RESIDUAL[kernels], 2 * hidden)
+
+
 def of_modules(
     model: ModelSpec, kernels: StepKernels, split: Split, modules: tuple[str, ...], *, experts: bool, gated: bool
 ) -> Moved:  # fmt: skip
