@@ -185,7 +185,9 @@ def running_of_row(row: Row, job: JobSpec) -> Running:
 
 
 def _of_deepseek(row: Row) -> bool:
-    """Whether a row is one of Megatron-Bridge's own DeepSeek-V3, whose recipes are public."""
+    """Whether a row is one of NVIDIA's own DeepSeek-V3, whose recipes are public."""
+    if program(row) == "dgxc":
+        return _predicts(row)
     return program(row) == "mbridge" and row["model"] == "DeepSeekV3" and row["precision"] == "MXFP8"
 
 
@@ -197,6 +199,8 @@ def _tensor_overlap(row: Row) -> Literal["none", "backward", "all"]:
     """Return which tensor-parallel collectives overlap: NVIDIA's recipes since 2024 enable it, programs of 2021 could not."""
     if program(row) in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"):
         return "none"
+    if _predicts(row):  # NeMo 25.04's recipe of DeepSeek-V3 sets ``tp_comm_overlap=False``
+        return "backward"
     return "all" if program(row) in ("mlm24", "dgxc", "mbridge", "nemo24") else "backward"
 
 
@@ -401,7 +405,7 @@ def _of_megatron(said: RecipeSpec, row: Row) -> RecipeSpec:
         masked_softmax_fusion=row["flash"] != "torch", cross_entropy_fusion_impl="te" if kind in _NVIDIAS else None,
         hidden_dropout=False if kind in _NVIDIAS else None, attention_dropout=False if kind in _NVIDIAS else None,
         expert_tensor_parallel_size=None if row["moe"] is None else 1,  # as NVIDIA's recipes and SimuMax's script have it
-        recompute_modules=(_deepseek(row)[0] if _of_deepseek(row) else "") or "core_attn", mtp_num_layers=int(_predicts(row)),
+        recompute_modules=(_deepseek(row)[0] if _of_deepseek(row) else "") or "core_attn", **_of_the_recipe(row),
     )  # fmt: skip
     return replace(said, sequence_parallel=sequence, megatron=options)
 
@@ -414,16 +418,33 @@ def _predicts(row: Row) -> bool:
     return program(row) in ("mbridge", "dgxc") and row["model"].lower().startswith(("deepseekv3", "deepseek v3"))
 
 
-def _layers_by_hand(row: Row) -> str | None:
-    """Return the layers of each chunk of NVIDIA's DeepSeek-V3 (recipes/deepseek/deepseek_v3.py, ``layout_map``; GB300's recipe).
+def _of_the_recipe(row: Row) -> dict[str, Any]:
+    """Return what NVIDIA's recipes set for DeepSeek-V3's experts and later tokens.
 
-    The last chunk has the rest of the layers, the module for later tokens, and both losses.
+    DeepEP or HybridEP exchange tokens in Megatron-Bridge from the release 26.02 on, and on H100 since 25.09. B200's recipe of 25.11
+    and NeMo 25.04 have all-to-alls.
+    """
+    if not _predicts(row):
+        return {}
+    flex = program(row) == "mbridge" and (_of_deepseek(row) or row["gpu"] == "H100")
+    return {
+        "mtp_num_layers": 1, "moe_router_num_groups": 8, "moe_router_group_topk": 4,
+        "moe_token_dispatcher_type": "flex" if flex else "alltoall",
+    }  # fmt: skip
+
+
+def _layers_by_hand(row: Row) -> str | None:
+    """Return the layers of each chunk of NVIDIA's DeepSeek-V3.
+
+    Megatron-Bridge's last chunk has the rest of the layers, the module for later tokens, and both losses (v0.3.0,
+    recipes/deepseek/deepseek_v3.py, ``layout_map``). NeMo 25.04 leaves out one layer of 64 in the first stage and two in the last
+    (v2.3.1, scripts/performance/llm/pretrain_deepseek_v3.py).
     """
     chunks = (row["pp"] or 1) * (row["vpp"] or 1)
     if not _predicts(row) or chunks not in (8, 16):
         return None
-    each = -(-row["layers"] // chunks)
-    return ",".join(map(str, (*[each] * (chunks - 1), row["layers"] - each * (chunks - 1))))
+    each, missing = 64 // chunks, 1 if program(row) == "dgxc" else 0
+    return ",".join(map(str, (each - missing, *[each] * (chunks - 2), each - 3 + missing)))
 
 
 def _stage(row: Row, engine: str) -> int:

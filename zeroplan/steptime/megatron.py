@@ -17,15 +17,15 @@ from zeroplan.engines.megatron.chunks import chunks_per_rank, ranks_in_question,
 from zeroplan.engines.megatron.parameters import BY_ROWS, is_expert, is_split, padded_vocabulary
 from zeroplan.engines.megatron.rank import Rank, rank_of
 from zeroplan.engines.megatron.states import states_of, step_lines
-from zeroplan.engines.megatron.traffic import collectives_of_passes, collectives_of_weights
+from zeroplan.engines.megatron.traffic import collectives_of_passes, collectives_of_weights, visited
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Phase
 from zeroplan.memo import as_key
-from zeroplan.numeric import Float, longest, together, where
+from zeroplan.numeric import Float, ceil_div, longest, together, where
 from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec, StepKernels
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime import pointwise
 from zeroplan.steptime.compute import (
     ATTENTION_BACKWARD,
@@ -35,7 +35,7 @@ from zeroplan.steptime.compute import (
     peak_flops_per_s,
     recomputed_modules,
 )
-from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, seconds, strided
+from zeroplan.steptime.links import SOURCE, Group, Links, handed_on_seconds, neighbours, seconds, strided
 from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
 from zeroplan.steptime.pointwise import Moved, Split
@@ -140,11 +140,12 @@ def time_without_a_pipeline(
 # --- one rank's computing ---------------------------------------------------------------------------------------------------
 
 
-def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work:
+def _work(rank: Rank, case: _Case, rates: Rates, one: BatchSpec) -> Work:
     model, mesh, recipe = case.model, case.mesh, case.recipe
     tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(case)
     tokens = 1.0 * one.micro_batch_size * one.seq_len / cp
-    split = Split(tokens, tp, recipe.sequence_parallel, ep)
+    sorts = recipe.megatron.moe_token_dispatcher_type == "alltoall"  # noqa: S105  tokens of text
+    kernels, split = rates.running.kernels, Split(tokens, tp, recipe.sequence_parallel, ep if sorts else 1, rates.bandwidth)
     products: tuple[Product, ...] = ()
     again: tuple[Product, ...] = ()
     moved = again_moved = Moved()
@@ -185,13 +186,12 @@ def _is_of(name: str, modules: tuple[str, ...], *, experts: bool) -> bool:
 def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     """Return a rank's computing and waits over all micro-batches. [s]"""
     recipe, rates = case.recipe, machine.rates
-    kernels = rates.running.kernels
     degrees = int(case.mesh.tp), int(case.mesh.cp), int(case.mesh.ep)
     key = (
         case.model, recipe.precision, recipe.attention, recipe.sequence_parallel, recipe.megatron, degrees,
         as_key(case.batch.seq_len), rank.counts, rank.has_head, rates.share, rates.running, recomputed_modules(recipe),
     )  # fmt: skip
-    busy = computing(lambda one: _work(rank, case, kernels, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
+    busy = computing(lambda one: _work(rank, case, rates, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
     calls = tuple(collectives_of_passes(rank, case))
     columns = busy.columns_s * _column_share(case.model)
     attention = busy.attention_s
@@ -312,7 +312,7 @@ def _ring_attention(calls: tuple[Collective, ...], case: _Case, machine: _Machin
 def _to_experts(calls: tuple[Collective, ...], case: _Case, machine: _Machine, passes: _Passes) -> Part:
     """Return waits for the experts' all-to-alls. If overlapped with another micro-batch's passes, only the first ones wait."""
     exchanges = (call for call in calls if call.operation == "all_to_all")
-    takes = together(seconds(call, neighbours(call.group, machine.here.per_node), machine.here) for call in exchanges)
+    takes = together(_exchange_s(call, case, machine.here) for call in exchanges)
     if not (case.recipe.megatron.overlap_moe_expert_parallel_comm or machine.rates.running.expert_overlap):
         return Part(_EXCHANGES, takes, 0.0 * takes, "experts wait for their tokens", SOURCE, Does.SENDING)
     beside = (passes.forward_s + passes.backward_s) / (1.0 - machine.here.taken)
@@ -320,6 +320,14 @@ def _to_experts(calls: tuple[Collective, ...], case: _Case, machine: _Machine, p
     slower = slowed(takes - waits, machine.here).seconds
     reason = "sent beside the passes of another micro-batch, which NCCL slows"
     return Part(_EXCHANGES, waits + slower, takes - waits, reason, f"{_BESIDE_EXPERTS}; {SOURCE}", Does.SENDING)
+
+
+def _exchange_s(call: Collective, case: _Case, here: Links) -> Float:
+    group = neighbours(call.group, here.per_node)
+    if case.recipe.megatron.moe_token_dispatcher_type != "flex":  # noqa: S105  tokens of text
+        return seconds(call, group, here)
+    to_nodes = visited(case, ceil_div(group.size, group.members)) / visited(case, group.size)
+    return handed_on_seconds(call, group, here, to_nodes)
 
 
 def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Float:

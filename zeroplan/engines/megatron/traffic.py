@@ -1,6 +1,7 @@
 """What does a rank send in a step?"""
 
 from collections.abc import Iterator
+from math import comb
 
 from zeroplan.engines.megatron.chunks import runs_of
 from zeroplan.engines.megatron.parameters import table_of
@@ -8,7 +9,7 @@ from zeroplan.engines.megatron.rank import Rank, same_experts
 from zeroplan.engines.megatron.sharded import Sharding, sharding_of
 from zeroplan.engines.megatron.widths import Bytes, bytes_of
 from zeroplan.ledger import Among, Collective, Phase
-from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.numeric import Int, ceil_div, for_each_value, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
@@ -203,12 +204,33 @@ def _around_rings(job: Job, calls: Int, forwards: int, tokens: Int) -> Iterator[
     )
 
 
+def visited(job: Job, places: Int) -> Int:
+    """Return how many of ``places``, which share the experts equally, one token visits, in thousandths.
+
+    A token chooses its experts at random from its groups of experts. DeepEP and HybridEP send it once to each rank and, between
+    nodes, once to each node (github.com/deepseek-ai/DeepEP at 94a9f8f6, docs/README_Hybrid-EP.md); all-to-alls send it once to
+    each expert.
+    """
+    moe, groups, chosen = job.model.moe, job.recipe.megatron.moe_router_num_groups, job.recipe.megatron.moe_router_group_topk
+    assert moe is not None  # noqa: S101  asked of models with experts only
+    choices = moe.num_experts_per_tok
+
+    def of(count: int) -> int:
+        others = groups - max(1, groups // count)
+        reached = max(1.0, count * (1 - comb(others, chosen) / comb(groups, chosen)))
+        return round(1000 * reached * (1 - (1 - 1 / reached) ** choices))
+
+    return for_each_value(of, places)
+
+
 def _to_experts(rank: Rank, job: Job) -> Iterator[Collective]:
     model, batch = job.model, job.batch
     assert model.moe is not None  # noqa: S101  asked of models with experts only
     forwards = 2 if job.recipe.recompute == "full" else 1
     tokens = own_part(batch.micro_batch_size * batch.seq_len, job)
-    payload = element_of(job.recipe) * tokens * model.moe.num_experts_per_tok * model.hidden_size
+    flex = job.recipe.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  tokens of text
+    copies = visited(job, job.mesh.ep) if flex else 1000 * model.moe.num_experts_per_tok
+    payload = element_of(job.recipe) * tokens * copies * model.hidden_size // 1000
     counts = zip(runs_of(job), rank.counts, strict=True)
     calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind in ROUTED)
     yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, job.mesh.ep, 2 * calls, payload)
