@@ -275,6 +275,10 @@ class MegatronOptions(Spec):
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105  tokens of text
     """How tokens get to their experts (Megatron-LM's default ``allgather`` is rarely used). ``flex``: HybridEP, whose buffers are
     outside torch's allocator."""
+    moe_router_num_groups: Degree = 1
+    """``--moe-router-num-groups``: groups that the experts are in. With ``flex`` it changes what a rank sends."""
+    moe_router_group_topk: Degree = 1
+    """``--moe-router-group-topk``: groups whose experts one token visits."""
     moe_grouped_gemm: bool = True
     """``--moe-grouped-gemm``: one grouped product for all experts of a rank (Megatron-LM's default: one expert after the other)."""
     moe_router_dtype: Literal["fp32"] | None = None
@@ -309,6 +313,11 @@ class MegatronOptions(Spec):
 
     def check_rules(self) -> None:
         """Raise SpecError where Megatron-LM raises (megatron/training/arguments.py, validate_args)."""
+        if self.moe_router_group_topk > self.moe_router_num_groups:
+            raise SpecError(
+                f"megatron.moe_router_group_topk={self.moe_router_group_topk} exceeds megatron.moe_router_num_groups="
+                f"{self.moe_router_num_groups}; a token cannot visit more groups than there are"
+            )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
         narrow = (self.main_grads_dtype, self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)

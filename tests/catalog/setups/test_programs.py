@@ -349,10 +349,12 @@ def test_megatrons_layouts_patterns_and_muon_are_read(read: Callable[..., Resolv
              "--position-embedding-type": "rope", "--micro-batch-size": 4, "--global-batch-size": 32}  # fmt: skip
     laid_out = {"--num-layers": 16, "--pipeline-model-parallel-size": 2, "--mtp-num-layers": 1, "--num-experts": 32,
                 "--pipeline-model-parallel-layout": "Et*3|(tt|)*6tmL", "--moe-token-dispatcher-type": "flex",
-                "--moe-flex-dispatcher-backend": "hybridep"}  # fmt: skip
+                "--moe-flex-dispatcher-backend": "hybridep", "--moe-router-num-groups": 8,
+                "--moe-router-group-topk": 4}  # fmt: skip
     recipe = read({"MODEL_ARGS": {**shape, **laid_out}}).job.recipe
     assert (recipe.layers_by_hand, recipe.pipeline_stages_per_rank) == ((3, 2, 2, 2, 2, 2, 2, 1), 4)
     assert (recipe.megatron.mtp_num_layers, recipe.megatron.moe_token_dispatcher_type) == (1, "flex")
+    assert (recipe.megatron.moe_router_num_groups, recipe.megatron.moe_router_group_topk) == (8, 4)
     hybrid = {"--hybrid-layer-pattern": "M-M*-|M-M-M|M-*|M-", "--pipeline-model-parallel-size": 2, "--mamba-num-heads": 8}
     job = read({"MODEL_ARGS": {**shape, **hybrid}}).job
     assert (job.model.num_hidden_layers, job.recipe.layers_by_hand) == (15, (5, 5, 3, 2))
