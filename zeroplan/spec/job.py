@@ -6,6 +6,7 @@ from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.adapter import ADAPTED_IN_OLDER, ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.compiled import check_compiled
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, INDEXED_FAMILIES, TRAITS, WIDE_ROUTERS
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
@@ -234,6 +235,7 @@ class JobSpec(Spec):
         check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_quantisation_aware()
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
+        check_compiled(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
         self._check_step_in_backward()
         if self.model.adapter is not None:

@@ -23,6 +23,7 @@ from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
 from zeroplan.transformer.families import fake_quantised
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.compiled import COMPILED
 from zeroplan.transformer.families.definition import Training, definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import TENSOR_PARALLEL, gathered, norm
@@ -193,7 +194,7 @@ def output_bytes(ending: Ending, values: Values) -> Int:
 
 
 #: Fused kernels of the final norm and of the loss.
-_FUSED = ("cross-entropy", "loss-in-pieces", "rms-norm", "liger-rms-norm", "norm-in-one")
+_FUSED = ("cross-entropy", "loss-in-pieces", "compiled-loss", "rms-norm", "liger-rms-norm", "norm-in-one")
 _QAT = "int4-qat"
 
 
@@ -334,7 +335,8 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
     given, copies = _without_the_last(tape, logits) if shifts else (logits, ())
     shifted = "labels, shifted", 8 * (T - b) * _several(), SHIFTED, LABELS  # of one sequence a view of the batch's own
     labels = (tape.make(LOGITS, *shifted),) if shifts else _labels(tape)
-    run = _over_ranks if ending.sharded else _written_over if in_place else cross_entropy
+    in_one = _written_over if in_place else _compiled if "compiled-loss" in ending.fused else cross_entropy
+    run = _over_ranks if ending.sharded else in_one
     loss, names = run(tape, given, labels[-1:])
     kept = tuple([store for store in tape.saved if store not in before])
     return _Ran(loss, kept, (*names, *copies, *labels, logits.store), (logits.store,))
@@ -506,6 +508,16 @@ def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple
         return [op.through(logits, logits.store)]
 
     tape.add("loss", (loss,), (logits.store, rows, *labels), backward, of=(logits,), place=AT_LOSS)
+    return loss, (rows,)
+
+
+def _compiled(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
+    """Run a cross-entropy that inductor compiled. It reads 16-bit logits, and the backward writes their gradient in 16 bits."""
+    rows = tape.make(LOGITS, "maximum and log-sum of each token's logits, fp32", 8 * T, COMPILED)
+    loss = _scalar()
+    tape.add(
+        "loss", (loss,), (logits.store, rows, *labels), _makes("gradient of the logits", logits), of=(logits,), place=AT_LOSS
+    )
     return loss, (rows,)
 
 

@@ -262,7 +262,7 @@ def structure_of(
         chunks="single" if single else _chunks(kind, one=masked),
         release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         is_fp16=compute.is_fp16,
-        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
+        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces", "compiled-loss")),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
     return _with_experts(_with_heads(block, model, kind, x), model, kind, x)
@@ -543,6 +543,10 @@ def _set_mode(tape: Tape, structure: Block) -> None:
         from zeroplan.transformer.families.fake_quantised import mode_of as rounding  # noqa: PLC0415  as above
 
         tape.mode = rounding(tape.mode, structure.training)
+    if "compiled-blocks" in structure.fused:
+        from zeroplan.transformer.families.compiled import COMPILED_BLOCK  # noqa: PLC0415  as above
+
+        tape.mode = COMPILED_BLOCK
     tape.mode = tape.mode._replace(uneven=structure.uneven)
     if structure.fused:
         tape.mode = tape.mode._replace(
