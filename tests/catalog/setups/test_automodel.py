@@ -237,7 +237,7 @@ def test_automodels_float8_of_transformer_engine(read: Callable[..., Resolved], 
     of({"te_fp8": {"recipe": "mxfp8"}}, peft={"_target_": "x", "dim": 8, "target_modules": ["*.q_proj"]})
     assert "model.backend.te_fp8.recipe" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
     with pytest.raises(SpecError, match="'te-float8' is not modelled with adapters"):
-        replace(narrow, model=replace(narrow.model, adapter=AdapterSpec(rank=8)))
+        replace(narrow, model=replace(narrow.model, adapter=AdapterSpec(rank=8, targets="attention")))
 
 
 @pytest.mark.parametrize(("attn", "named", "more", "noted"), [
