@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Final, Literal
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.base import Count, CountOrZero, Degree, Range, Spec
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.pipeline import PipelineSchedule
@@ -117,6 +117,10 @@ class Fsdp2Options(Spec):
     ends_apart: bool = False
     """The embedding is one ``fully_shard`` unit, and the last norm with the head another, which stays gathered until its backward,
     as in accelerate 1.15 and torchtitan. With a tied head all of it is one unit."""
+
+    sequence_parallel: bool = True
+    """Tensor-parallel ranks split hidden states along the sequence, as in torchtitan. False: every rank has whole hidden states
+    (AutoModel's default); the answer is then at most a few hidden states too high."""
 
     @property
     def shards_ends(self) -> bool:
@@ -271,6 +275,10 @@ class MegatronOptions(Spec):
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105  tokens of text
     """How tokens get to their experts (Megatron-LM's default ``allgather`` is rarely used). ``flex``: HybridEP, whose buffers are
     outside torch's allocator."""
+    moe_router_num_groups: Degree = 1
+    """``--moe-router-num-groups``: groups that the experts are in. With ``flex`` it changes what a rank sends."""
+    moe_router_group_topk: Degree = 1
+    """``--moe-router-group-topk``: groups whose experts one token visits."""
     moe_grouped_gemm: bool = True
     """``--moe-grouped-gemm``: one grouped product for all experts of a rank (Megatron-LM's default: one expert after the other)."""
     moe_router_dtype: Literal["fp32"] | None = None
@@ -305,6 +313,11 @@ class MegatronOptions(Spec):
 
     def check_rules(self) -> None:
         """Raise SpecError where Megatron-LM raises (megatron/training/arguments.py, validate_args)."""
+        if self.moe_router_group_topk > self.moe_router_num_groups:
+            raise SpecError(
+                f"megatron.moe_router_group_topk={self.moe_router_group_topk} exceeds megatron.moe_router_num_groups="
+                f"{self.moe_router_num_groups}; a token cannot visit more groups than there are"
+            )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
         narrow = (self.main_grads_dtype, self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
@@ -458,8 +471,8 @@ class RecipeSpec(Spec):
     activation_model: ActivationModel = "module"
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
     sequence_parallel: bool = False
-    """Megatron's formulas only: norms and dropouts are split over the tensor-parallel ranks too. Engine fsdp2 always splits
-    them."""
+    """Megatron's formulas only: norms and dropouts are split over the tensor-parallel ranks too. Engine fsdp2 has
+    ``fsdp2.sequence_parallel``."""
     loss: Loss = "full"
     """``full``: all logits at once (transformers); ``chunked``: an eighth at a time (torchtitan); ``fused``: Liger's;
     ``log-probs``: the labels' log-probabilities in tiles (TRL's trainers)."""
@@ -592,7 +605,7 @@ class RecipeSpec(Spec):
         if self.sequence_parallel and self.activation_model != "megatron" and self.engine != "megatron":
             raise SpecError(
                 "sequence_parallel=True needs engine 'megatron', or activation_model='megatron' (engine 'paper'); leave it out "
-                "otherwise: engine 'fsdp2' always splits the sequence with tp"
+                "otherwise: engine 'fsdp2' splits the sequence with tp unless fsdp2.sequence_parallel is false"
             )
 
     @property
@@ -624,16 +637,15 @@ class RecipeSpec(Spec):
     def _check_quantisation_aware(self) -> None:
         """Raise SpecError for recipes with which quantisation-aware training is not modelled."""
         autocast = self.precision.endswith("mixed") and self.engine != "fsdp2"
-        for asked, instead in (
+        cases = (
             (self.engine not in ("ddp", "fsdp2") and f"engine {self.engine!r}", "engine 'ddp' or 'fsdp2'"),
             (autocast and f"precision {self.precision!r} under autocast", "precision 'bf16', or engine 'fsdp2'"),
             (self.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"),
             (self.offload_activations and "offload_activations", "recompute 'full' alone"),
             (self.loss not in ("full", "fused") and f"loss {self.loss!r}", "loss 'full' or 'fused'"),
             (self.float8_recipe is not None and "float8_recipe", "one of them"),
-        ):
-            if asked:
-                raise SpecError(f"fused_kernels 'int4-qat' with {asked} is not modelled; use {instead}")
+        )
+        refuse("fused_kernels 'int4-qat' with", cases)
 
     def writes_out_attention(self, *, grouped: bool) -> bool:
         """Whether attention runs as single operators, which keep the scores.
@@ -650,9 +662,8 @@ class RecipeSpec(Spec):
         """Raise SpecError for recipes without recomputation, and for options that are not modelled."""
         if self.recompute == "none":
             raise SpecError(f"recompute_layers={layers} with recompute 'none' has nothing to do; use 'full', or leave it out")
-        for asked, instead in (
+        cases = (
             (self.engine in ON_PAPER and f"engine {self.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"),
             (self.offload_activations and "offload_activations", "no offload of activations"),
-        ):
-            if asked:
-                raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")
+        )
+        refuse(f"recompute_layers={layers} with", cases, ", or leave it out")

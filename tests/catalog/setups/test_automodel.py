@@ -39,6 +39,9 @@ def test_an_automodel_recipe(read: Callable[..., Resolved]):
     # AutoModel's own Llama: norms, attention and MLP in a checkpoint each, and every norm in one operator
     assert (job.recipe.recompute, job.recipe.fused_parts) == ("selective", ("norm-in-one", "inputs-kept"))
     assert not any("not known" in note for note in notes)
+    assert not job.recipe.fsdp2.sequence_parallel  # its default
+    along = {"distributed": {**AUTO["distributed"], "sequence_parallel": True}}
+    assert read(AUTO | along).job.recipe.fsdp2.sequence_parallel
     alone = AUTO | {"distributed": {"dp_size": 8, "strategy": "fsdp2"}, "fp8": {"enabled": True, "recipe_name": "rowwise"}}
     assert read(alone).job.recipe.float8_recipe == "rowwise"
     adapted = read(AUTO | {"peft": {"_target_": "x", "target_modules": "*_proj", "dim": 16}, "distributed": {"dp_size": 4}}).job

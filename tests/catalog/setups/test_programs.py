@@ -184,6 +184,24 @@ def test_megatrons_tensors_received_early_in_warm_up_and_flush(
     assert ("overlap_p2p_communication_warmup_flush" in read_setup(tmp_path / "mine.yaml", gpus=4).matters) is noted
 
 
+@pytest.mark.parametrize("key", ["microbatch_group_size_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"])
+def test_megatrons_groups_of_micro_batches_are_counted_under_both_names(read: Callable[..., Resolved], key: str):
+    """Ten micro-batches on four ranks need groups of five; a larger group starts more forwards before the first backward."""
+    said = {"num_layers": 16, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "micro_batch_size": 1, "bf16": True,
+            "vocab_size": 32000, "pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2,
+            "global_batch_size": 10}  # fmt: skip
+    with pytest.raises(SpecError, match="10 interleaved micro-batches on pp=4"):
+        read({"MODEL_ARGS": said}, gpus=4)
+    fives, tens = (estimate(read({"MODEL_ARGS": {**said, key: group}}, gpus=4).job).peak_bytes for group in (5, 10))
+    assert fives < tens
+
+
+def test_megatrons_largest_batch_of_a_schedule_is_counted(read: Callable[..., Resolved]):
+    said = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "micro_batch_size": 2, "bf16": True,
+            "vocab_size": 32000, "step_batch_size_schedule": "0:8 200B:16,400B:32"}  # fmt: skip
+    assert read({"MODEL_ARGS": said}).job.batch.grad_accum_steps == 16
+
+
 def test_nemos_names_of_megatrons_shape(read: Callable[..., Resolved], tmp_path: Path):
     shape = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 2048, "num_moe_experts": 8}
     model = {f"model.config.{key}": one for key, one in shape.items()}
@@ -331,10 +349,12 @@ def test_megatrons_layouts_patterns_and_muon_are_read(read: Callable[..., Resolv
              "--position-embedding-type": "rope", "--micro-batch-size": 4, "--global-batch-size": 32}  # fmt: skip
     laid_out = {"--num-layers": 16, "--pipeline-model-parallel-size": 2, "--mtp-num-layers": 1, "--num-experts": 32,
                 "--pipeline-model-parallel-layout": "Et*3|(tt|)*6tmL", "--moe-token-dispatcher-type": "flex",
-                "--moe-flex-dispatcher-backend": "hybridep"}  # fmt: skip
+                "--moe-flex-dispatcher-backend": "hybridep", "--moe-router-num-groups": 8,
+                "--moe-router-group-topk": 4}  # fmt: skip
     recipe = read({"MODEL_ARGS": {**shape, **laid_out}}).job.recipe
     assert (recipe.layers_by_hand, recipe.pipeline_stages_per_rank) == ((3, 2, 2, 2, 2, 2, 2, 1), 4)
     assert (recipe.megatron.mtp_num_layers, recipe.megatron.moe_token_dispatcher_type) == (1, "flex")
+    assert (recipe.megatron.moe_router_num_groups, recipe.megatron.moe_router_group_topk) == (8, 4)
     hybrid = {"--hybrid-layer-pattern": "M-M*-|M-M-M|M-*|M-", "--pipeline-model-parallel-size": 2, "--mamba-num-heads": 8}
     job = read({"MODEL_ARGS": {**shape, **hybrid}}).job
     assert (job.model.num_hidden_layers, job.recipe.layers_by_hand) == (15, (5, 5, 3, 2))

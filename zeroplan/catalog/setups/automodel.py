@@ -183,6 +183,8 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     table = flat(reading)
     tp, cp, pp, ep = tell_degrees(reading, "distributed.", "tp_size", "cp_size", "pp_size", "ep_size")
     replicas = reading.degree("replicas", "distributed.dp_replicate_size")
+    if tp > 1 and not table.switch("distributed.sequence_parallel"):  # its default (distributed/optimized_tp_plans.py)
+        reading.options["fsdp2.sequence_parallel"] = Told("distributed.sequence_parallel", value=False)
     split, dp = tp * cp * pp, table.data.get("distributed.dp_size")
     said = dp * split if isinstance(dp, int) and not isinstance(dp, bool) and dp > 0 else None
     nodes = table.count("benchmark.num_nodes") or table.count("ci.nodes") or (1 if "ci.nproc_per_node" in table.data else None)

@@ -13,7 +13,19 @@ from zeroplan.spec.recipe import GATHERING
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Block
-from zeroplan.transformer.families.tape import Arriving, Beside, Exchange, P_own, Site, Store, T_own, Tape, Value, Width
+from zeroplan.transformer.families.tape import (
+    CAST_BY_CUDA,
+    Arriving,
+    Beside,
+    Exchange,
+    P_own,
+    Site,
+    Store,
+    T_own,
+    Tape,
+    Value,
+    Width,
+)
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
 
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
@@ -100,6 +112,34 @@ def divided_by_their_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -
     backward = op.makes("gradient of the top-k weights", source, chosen, beside=beside)
     tape.add("router: division by the sum", (made,), (total, before), backward, of=(chosen,))
     tape.drop(total, before)
+    return made
+
+
+def biased_router(tape: Tape, logits: Value, block: Block, source: str) -> Routing:
+    """Pick experts by sigmoid plus bias, and divide the sigmoids by their sum, not in place (Hunyuan 3, LFM2-MoE)."""
+    scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", source), saves_result=True)
+    biased = tape.make(op.TEMPORARY, "router: scores and bias, fp32", 4 * T * E, source)
+    best = tape.make(op.TEMPORARY, "router: the best of them", 4 * T * t, source)
+    indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, source)
+    chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
+    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
+    shares = _shares(tape, chosen, CAST_BY_CUDA if block.autocast else logits.dtype, source)
+    weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", source))
+    tape.drop(biased, best)
+    tape.release(scores)
+    return Routing(logits, weights, indices)
+
+
+def _shares(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
+    """``weights / weights.sum()``, which saves both. It releases ``chosen``."""
+    total = tape.make(op.TENSOR, "router: sum of the top-k weights", dtype * T, source)
+    made = op.run(
+        tape, chosen, "router: weights, divided by their sum", Site("router: division by the sum", source), dtype=dtype,
+        saved=(total, chosen), gradient="gradient of the top-k weights",
+        beside=("gradient of the sum of the top-k weights, not yet summed", 2 * dtype * T * t),
+    )  # fmt: skip
+    tape.drop(total)
+    tape.release(chosen)
     return made
 
 
@@ -246,7 +286,7 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     )  # fmt: skip
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
     tape.drop(experts, order, counted, ends)
-    tape.release(wide, selected, by_expert, outputs, unsorted, *(() if bias is None else (bias,)))
+    tape.release(wide, selected, by_expert, outputs, unsorted, bias)
     return made
 
 
@@ -424,7 +464,7 @@ def _own_experts(tape: Tape, received: Value, computing: Computing) -> Value:
     outputs, bias = _products(tape, selected, _Sorting(experts, order, ends, beyond), computing, experts=x)
     made = _unsorted(tape, outputs, ones)
     tape.drop(experts, order, ones, counted, ends, beyond)
-    tape.release(outputs, selected, *(() if bias is None else (bias,)))
+    tape.release(outputs, selected, bias)
     return made
 
 

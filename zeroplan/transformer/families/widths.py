@@ -55,6 +55,8 @@ class Widths(NamedTuple):
     """(token, expert) pairs that this rank receives for its experts, in thousandths of the pairs that it sends."""
     padded: bool = False
     """Some sequences of the batch end in padding."""
+    whole_sequences: bool = False
+    """Ranks that split matrices have whole hidden states between them."""
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
@@ -91,6 +93,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         compute.release,
         compute.imbalance,
         compute.padded,
+        compute.whole_sequences,
     )
 
 
