@@ -234,6 +234,7 @@ class JobSpec(Spec):
         check_release(self.model, self.recipe, self.mesh)
         check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_quantisation_aware()
+        self._check_te_float8()
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         check_compiled(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
@@ -504,6 +505,18 @@ class JobSpec(Spec):
             (self.mesh.model_ranks * self.mesh.ep > 1 and "ranks that split the model", "data-parallel ranks"),
         )
         refuse("fused_kernels 'int4-qat' with", cases)
+
+    def _check_te_float8(self) -> None:
+        """Raise SpecError for models and ranks with which Transformer Engine's float8 is not modelled outside Megatron-Core."""
+        if "te-float8" not in self.recipe.fused_parts:
+            return
+        for asked, instead in (
+            (self.model.adapter is not None or self.model.frozen is not None, "adapters or frozen parts; use full training"),
+            (self.mesh.tp > 1, "tensor parallelism; use tp=1"),
+            (self.recipe.float8_recipe is not None, "float8_recipe; use one of them"),
+        ):
+            if asked:
+                raise SpecError(f"fused_kernels 'te-float8' is not modelled with {instead}")
 
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""

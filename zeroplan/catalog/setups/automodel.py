@@ -86,7 +86,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         harmless=_AUTO_POLICY,
         saves=_AUTO_SAVES,
         adds=_AUTO_ADDS,
-        either="model.backend.te_fp8.recipe model.backend.cuda_graph.*",
+        either="model.backend.cuda_graph.*",
     )
     _auto_float8(reading)
     for key in ("compile.enabled", "distributed.enable_compile"):
@@ -120,7 +120,7 @@ def _auto_precision(reading: Reading) -> None:
 def _auto_recompute(reading: Reading) -> bool:
     """Read activation checkpointing; returns whether it is on for whole blocks."""
     table = reading.table
-    own = "full" if table.data.get("parallelizer.activation_checkpointing") is True else None
+    own = "full" if table.get("parallelizer.activation_checkpointing") is True else None
     again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
     kinds = {"false": "none"}
     reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
@@ -268,8 +268,28 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
     parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (
         spread and not gathering and chosen.get("experts") == "te"
     )
-    parts += ["router-in-fp32"] * ("gate_precision" in chosen)
+    parts += ["router-in-fp32"] * ("gate_precision" in chosen) + _auto_te_float8(reading, parts)
     reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
+
+
+_TE_FLOAT8 = (
+    "{}: Transformer Engine's float8 was read (d0067d0), not run: copies of weights are counted until the backward, and a scale "
+    "for 32 elements, the most that they take"
+)
+
+
+def _auto_te_float8(reading: Reading, parts: list[str]) -> list[str]:
+    """Read float8 of Transformer Engine's layers (components/models/common/utils.py, TEFp8Config), counted in full training."""
+    key = "model.backend.te_fp8.recipe"
+    recipe, flags, model = reading.table.get(key), reading.flags, reading.known_model()
+    if recipe is None or not {"te-linear", "te-experts"} & set(parts):
+        return []
+    counted = recipe in ("current", "block", "mxfp8") and flags["precision"].value == "bf16"
+    if not counted or {"lora_rank", "tensor_parallel"} & flags.keys() or (model is not None and model.moe is None):
+        reading.unmodelled(either=key)
+        return []
+    reading.notes.append(_TE_FLOAT8.format(key))
+    return ["te-float8"]
 
 
 def _is_counted_attention(reading: Reading, kernel: object) -> bool:

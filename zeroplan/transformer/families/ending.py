@@ -194,7 +194,9 @@ def output_bytes(ending: Ending, values: Values) -> Int:
 
 
 #: Fused kernels of the final norm and of the loss.
-_FUSED = ("cross-entropy", "loss-in-pieces", "compiled-loss", "rms-norm", "liger-rms-norm", "norm-in-one")
+_FUSED = (
+    "cross-entropy", "loss-in-pieces", "compiled-loss", "rms-norm", "liger-rms-norm", "norm-in-one", "te-float8", "te-linear",
+)  # fmt: skip
 _QAT = "int4-qat"
 
 
@@ -298,6 +300,10 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
         liger_norms="liger-rms-norm" in ending.fused,
         norm_in_one="norm-in-one" in ending.fused,
     )
+    if "te-float8" in ending.fused:
+        from zeroplan.transformer.families.te_float8 import mode_of  # noqa: PLC0415  keeps start-up fast
+
+        tape.mode = mode_of(tape.mode, ending.fused)
     return tape
 
 

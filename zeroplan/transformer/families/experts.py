@@ -228,6 +228,10 @@ def grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], ends
 
     Gradients of a rank's own experts (``x``) reach their weights only after the backward of operators that ran earlier.
     """
+    if tape.mode.float8_experts and experts == x:
+        from zeroplan.transformer.families.te_float8 import grouped  # noqa: PLC0415  keeps start-up fast
+
+        return grouped(tape, value, site)
     name, reads, width = site
     made = op.tensor(tape, f"{name}: output", r, P_own * width, EXPERTS)
 

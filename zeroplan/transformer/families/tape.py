@@ -122,6 +122,8 @@ class Mode(NamedTuple):
     """One operator runs a whole norm, and makes a gradient of its input."""
     sends_by: str = ""
     """The kernels that send tokens to their experts, if these are not torch's all-to-all: deepep or hybridep."""
+    float8_experts: bool = False
+    """Transformer Engine multiplies the experts in float8."""
     wide_router: bool = False
     """The router multiplies fp32 copies of its input and its weight."""
     copies_output: bool = False

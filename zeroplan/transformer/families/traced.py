@@ -557,6 +557,10 @@ def _set_mode(tape: Tape, structure: Block) -> None:
             wide_router="router-in-fp32" in structure.fused,
             keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
         )  # fmt: skip
+    if "te-float8" in structure.fused:
+        from zeroplan.transformer.families.te_float8 import mode_of as in_te_float8  # noqa: PLC0415  as above
+
+        tape.mode = in_te_float8(tape.mode, structure.fused)
 
 
 def _block_input(tape: Tape, given: Store | None, shape: Size, dtype: Size, source: str) -> Value:
