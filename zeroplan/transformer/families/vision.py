@@ -16,7 +16,7 @@ from zeroplan.spec.vision import VisionSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads, head_size
-from zeroplan.transformer.families.decoder import LAYER_NORM, LLAMA_NORM, Attention, Layer, gated_mlp, layer, two_layer_mlp
+from zeroplan.transformer.families.decoder import LAYER_NORM, LLAMA_NORM, Attention, Layer, gated_mlp, layer, ungated_mlp
 from zeroplan.transformer.families.definition import Block, Program, Training
 from zeroplan.transformer.families.operators import TENSOR
 from zeroplan.transformer.families.tape import Site, Store, Tape, Value
@@ -37,7 +37,7 @@ _ROTARY = f"{QWEN}, apply_rotary_pos_emb_vision"
 
 def _joint_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run attention with one joint q, k and v projection. The values stay a view of its result, which therefore stays alive."""
-    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", _ATTENTION), bias=True)
+    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", _ATTENTION, Module.Q), bias=True)
     parts = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", _ATTENTION))
     query, key = _turned(tape, parts[0], parts[1], block)
     context, _ = block.attend(tape, Heads(query, key, parts[2], grouped=False, one_key=False, joint=True))
@@ -83,7 +83,7 @@ def _intern_attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _intern_mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    return _scaled(tape, two_layer_mlp(tape, normal, block, f"{INTERN}, InternVLVisionMLP.forward"), "MLP")
+    return _scaled(tape, ungated_mlp(tape, normal, block, f"{INTERN}, InternVLVisionMLP.forward"), "MLP")
 
 
 def _table() -> Size:
@@ -93,7 +93,7 @@ def _table() -> Size:
 PROGRAMS: dict[str, Program] = {
     "qwen2_vl": layer(
         Layer(
-            LAYER_NORM, _joint_attention, partial(two_layer_mlp, source=f"{QWEN2}, VisionMlp.forward"),
+            LAYER_NORM, _joint_attention, partial(ungated_mlp, source=f"{QWEN2}, VisionMlp.forward"),
             f"{QWEN2}, Qwen2VLVisionBlock.forward",
         )
     ),
@@ -105,13 +105,13 @@ PROGRAMS: dict[str, Program] = {
     ),
     "qwen3_vl": layer(
         Layer(
-            LAYER_NORM, _joint_attention, partial(two_layer_mlp, source=f"{QWEN3}, Qwen3VLVisionMLP.forward"),
+            LAYER_NORM, _joint_attention, partial(ungated_mlp, source=f"{QWEN3}, Qwen3VLVisionMLP.forward"),
             f"{QWEN3}, Qwen3VLVisionBlock.forward",
         )
     ),
     "clip": layer(
         Layer(
-            LAYER_NORM, Attention(f"{CLIP}, CLIPAttention.forward").run, partial(two_layer_mlp, source=f"{CLIP}, CLIPMLP.forward"),
+            LAYER_NORM, Attention(f"{CLIP}, CLIPAttention.forward").run, partial(ungated_mlp, source=f"{CLIP}, CLIPMLP.forward"),
             f"{CLIP}, CLIPEncoderLayer.forward",
         )
     ),
@@ -119,7 +119,7 @@ PROGRAMS: dict[str, Program] = {
     "siglip": layer(
         Layer(
             LAYER_NORM, Attention(f"{SIGLIP}, SiglipAttention.forward").run,
-            partial(two_layer_mlp, source=f"{SIGLIP}, SiglipMLP.forward"), f"{SIGLIP}, SiglipEncoderLayer.forward",
+            partial(ungated_mlp, source=f"{SIGLIP}, SiglipMLP.forward"), f"{SIGLIP}, SiglipEncoderLayer.forward",
         )
     ),
 }  # fmt: skip
