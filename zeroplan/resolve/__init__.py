@@ -224,8 +224,7 @@ def _complete_model(read: SetupRead, extra: Path | None) -> tuple[ModelSpec, tup
     """Return the model with its adapters, frozen parts, scoring head and images, and notes."""
     model, notes = _model(read.request, extra)
     model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
-    freezes = read.kind in ("llama-factory", "ms-swift")
-    model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], freezes=freezes)
+    model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], program=read.kind)
     return model, (*notes, *image_notes)
 
 

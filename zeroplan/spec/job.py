@@ -423,12 +423,12 @@ class JobSpec(Spec):
             raise SpecError(
                 "a vision tower on ranks that split the model or a sequence is not modelled; use data-parallel ranks"
             )
-        recipe, frozen = self.recipe, vision.freeze_tower or self.model.adapter is not None
+        recipe = self.recipe
         reruns = recipe.engine == "deepspeed" and recipe.zero_stage == 3 and recipe.recompute != "none"
-        if reruns and vision.has_blocks and (frozen or vision.tower == "internvl"):  # InternVL's blocks own parameters
+        if reruns and vision.tower == "internvl":  # its blocks own parameters
             raise SpecError(
-                f"the order in which DeepSpeed's stage 3 gathers a recomputed {vision.tower} tower{', frozen,' * frozen} is not "
-                "modelled; use stage 2, recompute 'none' or engine 'fsdp2'"
+                "the order in which DeepSpeed's stage 3 gathers a recomputed internvl tower is not modelled; use stage 2, "
+                "recompute 'none' or engine 'fsdp2'"
             )
 
     def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
