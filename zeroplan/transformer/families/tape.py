@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
 from zeroplan.ledger import PLAIN, Among, Kind, Module, OffGpu, Role, Tag
+from zeroplan.spec.adapter import Stacked
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.tags import CUDA_ALONE
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
@@ -98,6 +99,10 @@ class Mode(NamedTuple):
     linear: Linear | None = None
     weights_frozen: bool = False
     """The weights of norms and experts get no gradient, nor do single parameters such as biases of a state space."""
+    stacked: Stacked = Stacked()
+    """The weights of all experts, and of the router, that have adapters."""
+    wide_adapters: bool = False
+    """Adapters are fp32 without autocast."""
     sharded: bool = False
     """Tensor-parallel ranks split matrices and, between them, the sequence."""
     projections: "Callable[[Tape, Value], tuple[Value, ...]] | None" = None
