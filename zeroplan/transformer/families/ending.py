@@ -284,7 +284,7 @@ def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive
 
 def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
     tape = Tape(wide=ending.wide, autocast=ending.wide_residual, saving=ending.saves, marking=marking)
-    tape.mode = TENSOR_PARALLEL if ending.sharded else Mode(weights_frozen=ending.frozen_norm)
+    tape.mode = (TENSOR_PARALLEL if ending.sharded else Mode())._replace(weights_frozen=ending.frozen_norm)
     if ending.frozen_head:
         from zeroplan.transformer.families.frozen import linear  # noqa: PLC0415  keeps start-up fast
 

@@ -22,7 +22,7 @@ from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, H
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
+from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, beside_adapters
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
@@ -534,7 +534,9 @@ def run_forward(
 
 def _set_mode(tape: Tape, structure: Block) -> None:
     """Set how the block's layers run: split over ranks, in float8, or by fused kernels."""
-    if structure.sharded:
+    if structure.sharded and tape.mode.linear is not None:
+        tape.mode = tape.mode._replace(linear=partial(beside_adapters, run=tape.mode.linear), sharded=True)
+    elif structure.sharded:
         tape.mode = TENSOR_PARALLEL
     if recipes := [name.removeprefix("float8-") for name in structure.fused if name.startswith("float8-")]:
         from zeroplan.transformer.families.float8 import mode_of  # noqa: PLC0415  keeps start-up fast
