@@ -34,6 +34,7 @@ from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import (
     AUTOMODEL_BLOCKS,
     AUTOMODEL_NORMS,
+    GATHERING,
     LIGER_FAMILIES,
     OF_LIGER,
     ON_PAPER,
@@ -224,8 +225,7 @@ def _complete_model(read: SetupRead, extra: Path | None) -> tuple[ModelSpec, tup
     """Return the model with its adapters, frozen parts, scoring head and images, and notes."""
     model, notes = _model(read.request, extra)
     model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
-    freezes = read.kind in ("llama-factory", "ms-swift")
-    model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], freezes=freezes)
+    model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], program=read.kind)
     return model, (*notes, *image_notes)
 
 
@@ -510,6 +510,8 @@ def _automodel(request: Request, model: ModelSpec) -> Request:
         parts = [one for one in parts if one != "norm-in-one"]
     if model.family not in AUTOMODEL_NORMS or model.moe is None:  # other models have torch's linear layers
         parts = [one for one in parts if not one.startswith("te-")]
+    if model.moe is None or (model.family not in AUTOMODEL_NORMS and (request.expert_parallel or 1) == 1):
+        parts = [one for one in parts if one not in GATHERING]
     if (request.expert_parallel or 1) > 1:
         parts = ["router-kept" if one == "inputs-kept" else one for one in parts]
     elif "inputs-kept" in parts and model.family not in AUTOMODEL_BLOCKS:

@@ -7,6 +7,7 @@ from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.adapter import (
     ADAPTED_FAMILIES,
     ADAPTED_LIKE_LLAMA,
+    NOT_QUANTISED,
     STACKED,
     AdapterSpec,
     Stacked,
@@ -189,7 +190,7 @@ class ModelSpec(Spec):
     layer_pattern: str = ""
     """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts; in
     Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full attention, D for a dense
-    MLP."""
+    MLP; in LFM2 C for a short convolution, and c or D for convolution or attention before a dense MLP beside layers of experts."""
     turned: bool = True
     """Attention has rotary positions."""
     global_head_dim: Annotated[int, Range(0, 10**6)] = 0
@@ -318,9 +319,12 @@ class ModelSpec(Spec):
                 f"a {self.family} model's experts in four bits, with these targets, are not modelled; use --lora-targets "
                 f"attention, and one of {', '.join(STACKED)}"
             )
-        if self.is_quantised and self.family in INDEXED_FAMILIES:
+        if self.is_quantised and self.family in NOT_QUANTISED:
+            raise SpecError(f"quantised weights of a {self.family} model are not modelled; leave --quantize out")
+        if adapter.quantize == "int8" and "C" in self.letters:
             raise SpecError(
-                f"quantised weights of a {self.family} model, which has an indexer, are not modelled; leave --quantize out"
+                f"weights in 8 bits of a {self.family} model are not modelled: its convolutions' gradients are copied first; "
+                "use --quantize nf4-double"
             )
         if adapter.quantize == "gptq" and self.family not in ADAPTED_LIKE_LLAMA and not self.has_separate_experts:
             raise SpecError(f"GPTQ's weights of a {self.family} model are not modelled; use --quantize nf4-double")
@@ -407,16 +411,9 @@ class ModelSpec(Spec):
 
     def _check_pattern(self) -> None:
         of_one_module = self.family in TRAITS and TRAITS[self.family].one_module
-        of_one_kind = self.family in TRAITS and TRAITS[self.family].one_kind
-        known = (
-            "LGD"
-            if self.family == "llama4_text"
-            else "M*-E"
-            if of_one_module
-            else self.layer_pattern[:1]
-            if of_one_kind and self.layer_pattern[:1] in "HN"
-            else "M*"
-        )
+        known = TRAITS[self.family].pattern if self.family in TRAITS else ""
+        if known and TRAITS[self.family].one_kind:
+            known = known if self.layer_pattern[:1] not in known else self.layer_pattern[:1]
         if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(self.layer_pattern) <= set(known):
             wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
             raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")
