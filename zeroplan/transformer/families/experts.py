@@ -345,9 +345,10 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     outputs, held = _products(tape, selected, _Sorting(experts, order, ends), computing, experts=E, weights=adapted)
     weighted = _weighted_outputs(tape, outputs, by_expert, EXPERTS)
     unsorted = _back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
+    summed_in = CAST_BY_CUDA if tape.autocast and not tape.is_wide(unsorted.dtype) else unsorted.dtype
     wide = op.run(
         tape, unsorted, "sum over a token's experts", Site("sum over a token's experts", EXPERTS), shape=T_own * h,
-        gradient="gradient of the output, for each expert of a token",
+        dtype=summed_in, gradient="gradient of the output, for each expert of a token",
     )  # fmt: skip
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
     tape.drop(experts, order, counted, ends)
