@@ -35,7 +35,8 @@ def drawn(seed: int) -> JobSpec:
     heads, width = dice.choice((8, 16, 32)), dice.choice((64, 128))
     hidden = heads * width
     model = ModelSpec(
-        family=dice.choice(("llama", "mistral", "qwen2", "qwen3")), hidden_size=hidden, intermediate_size=int(hidden * dice.choice((2.6875, 3, 3.5))),
+        family=dice.choice(("llama", "mistral", "qwen2", "qwen3")), hidden_size=hidden,
+        intermediate_size=int(hidden * dice.choice((2.6875, 3, 3.5))),
         num_hidden_layers=dice.choice((2, 3, 4)), num_attention_heads=heads, num_key_value_heads=heads // dice.choice((1, 2, 4)),
         head_dim=width, vocab_size=dice.choice((1000, 8000, 32000)), tie_word_embeddings=dice.random() < 0.3,
     )  # fmt: skip
