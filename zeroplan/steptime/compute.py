@@ -78,7 +78,8 @@ def running_of(recipe: RecipeSpec, architecture: str) -> Running:
     if recipe.engine != "megatron":
         flash = 3 if architecture == "Hopper" and recipe.attention != "flash" else 2
         operands: Dtype | None = None if recipe.float8_recipe is None else "fp4" if recipe.float8_recipe == "nvfp4" else "fp8"
-        return Running(recipe.step_kernels or "eager", flash, operands, block_scaled=recipe.float8_recipe == "mxfp8")
+        kernels: StepKernels = "compiled" if "compiled-blocks" in recipe.fused_parts else "eager"
+        return Running(recipe.step_kernels or kernels, flash, operands, block_scaled=recipe.float8_recipe == "mxfp8")
     return Running(recipe.step_kernels or "fused", 2 if architecture in ("Ampere", "Volta", "Turing", "Ada Lovelace") else 3)
 
 
