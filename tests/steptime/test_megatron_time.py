@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from zeroplan import JobSpec, MegatronOptions, estimate, job
+from zeroplan.engines.megatron.traffic import visited
+from zeroplan.errors import SpecError
 from zeroplan.job_time import time_of
 from zeroplan.planner import Fixed, plan
 from zeroplan.planner.objectives import TIE
@@ -70,6 +72,62 @@ def test_a_bubble_by_hand_and_the_slowest_rank_has_the_head() -> None:
     halved = time_of(job(**asked, grad_accum=8, pipeline_schedule="interleaved-1f1b", pipeline_stages_per_rank=2))
     assert seconds(halved, "pipeline bubble") == pytest.approx(seconds(few, "pipeline bubble") / 2, rel=0.01)
     assert seconds(halved, "waiting for sends") == 0 < seconds(few, "waiting for sends")
+
+
+def test_a_module_for_later_tokens_by_hand() -> None:
+    """A layer more, a matrix of 8,192 x 4,096, and the logits and the loss a second time; its operations count in the MFU."""
+    asked = {**SAID, "gpus": 8, "tensor_parallel": 8, "sequence_parallel": True}
+    plain, two = (time_of(job(**asked, megatron=MegatronOptions(mtp_num_layers=count))) for count in (0, 1))
+    layer = ((6144 // 8, 4096), (4096, 512), (28672 // 8, 4096), (4096, 14336 // 8))
+    head = (129024 // 8, 4096)
+    more = sum(sum(linear_s(4096, *shape)) for shape in (*layer, head, (8192 // 8, 4096)))
+    assert seconds(two, "matrix") - seconds(plain, "matrix") == pytest.approx(more)
+    assert seconds(two, "attention") == pytest.approx(33 / 32 * seconds(plain, "attention"))
+    assert seconds(two, "waiting for tensor") > 33 / 32 * seconds(plain, "waiting for tensor")
+    matrices = 218_103_808 + 128_256 * 4096 + 2 * 4096 * 4096  # a layer's, the head's and the joining one
+    assert two.model_flops - plain.model_flops == pytest.approx((6 * matrices + 6 * 4096 * 4097) * 512, rel=1e-6)
+
+
+def test_the_rank_with_a_module_for_later_tokens_sets_the_pace() -> None:
+    """Of 8 ranks with 4 layers each the last one has 5, and two losses: the others wait."""
+    asked = {**SAID, "gpus": 8, "pipeline_parallel": 8, "grad_accum": 64}
+    plain, two = (time_of(job(**asked, megatron=MegatronOptions(mtp_num_layers=count))) for count in (0, 1))
+    assert two.seconds > 1.25 * plain.seconds
+
+
+def test_exchanges_that_hand_tokens_on_by_hand() -> None:
+    """DeepSeek-V3's 8 experts of 4 groups, on 64 H100: 3.6 of 8 nodes and 7.1 of 64 ranks per token, and 58 layers with experts."""
+    asked = {
+        "model": "deepseek-v3",
+        "gpu": "h100-sxm-80gb",
+        "gpus": 64,
+        "engine": "megatron",
+        "stage": 1,
+        "expert_parallel": 64,
+    }
+    grouped = {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
+    every, once = (
+        time_of(job(**asked, seq_len=4096, megatron=MegatronOptions(moe_token_dispatcher_type=how, **more)))
+        for how, more in (("alltoall", {}), ("flex", grouped))
+    )
+    nodes = 4 * (1 - (3 / 4) ** 8)
+    each = 2 * 4096 * 7168 * nodes * 7 / 8 / (0.89 * 50e9)
+    name = "waiting for tokens"
+    assert seconds(once, name) == pytest.approx(4 * 58 * each, rel=2e-3)
+    assert seconds(once, name) < 0.5 * seconds(every, name)
+    assert seconds(once, "operators") < seconds(every, "operators")  # HybridEP sorts received tokens itself
+
+
+def test_a_token_visits_no_more_places_than_it_has_experts() -> None:
+    one = job(model="deepseek-v3", gpu="h100", gpus=64, engine="megatron", stage=1, expert_parallel=64, seq_len=4096)
+    grouped = MegatronOptions(moe_router_num_groups=8, moe_router_group_topk=4)
+    limited = replace(one, recipe=replace(one.recipe, megatron=grouped))
+    plain, few = ([visited(each, places) / 1000 for places in (1, 4, 8, 64)] for each in (one, limited))
+    assert plain == pytest.approx([1, 3.600, 5.251, 7.576], abs=1e-3)
+    assert few == pytest.approx([1, 2.996, 3.600, 7.178], abs=1e-3)
+    assert visited(one, np.array([1, 4, 8, 64])).tolist() == [1000 * places for places in plain]
+    with pytest.raises(SpecError, match="2 exceeds"):
+        MegatronOptions(moe_router_group_topk=2)
 
 
 def test_what_overlaps_is_waited_for_no_longer() -> None:

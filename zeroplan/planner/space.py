@@ -7,6 +7,7 @@ sequences per micro-batch; gradient accumulation follows from the global batch.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -449,7 +450,7 @@ def check_batch(base: JobSpec, fixed: Fixed, splits: Sequence[Degrees]) -> None:
         )
     total = fixed.global_batch_size
     if total is not None and not any(is_cut_evenly(total, base.mesh.world_size, one, fixed) for one in splits):
-        raise NoLayoutError(_uneven_sizes(base.mesh.world_size, min(splits, key=_model_ranks), fixed, total))
+        raise NoLayoutError(_uneven_sizes(base.mesh.world_size, min(splits, key=attrgetter("model_ranks")), fixed, total))
 
 
 def is_cut_evenly(total: int, gpus: int, split: Degrees, fixed: Fixed) -> bool:
@@ -463,10 +464,6 @@ def is_cut_evenly(total: int, gpus: int, split: Degrees, fixed: Fixed) -> bool:
     if total % sharing or each % (size or 1) or each % (steps or 1):
         return False
     return size is None or steps is None or size * steps == each
-
-
-def _model_ranks(split: Degrees) -> int:
-    return split.model_ranks
 
 
 def _uneven_sizes(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:

@@ -34,6 +34,7 @@ from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import (
     AUTOMODEL_BLOCKS,
     AUTOMODEL_NORMS,
+    GATHERING,
     LIGER_FAMILIES,
     OF_LIGER,
     ON_PAPER,
@@ -504,6 +505,8 @@ def _automodel(request: Request, model: ModelSpec) -> Request:
         parts = [one for one in parts if one != "norm-in-one"]
     if model.family not in AUTOMODEL_NORMS or model.moe is None:  # other models have torch's linear layers
         parts = [one for one in parts if not one.startswith("te-")]
+    if model.moe is None or (model.family not in AUTOMODEL_NORMS and (request.expert_parallel or 1) == 1):
+        parts = [one for one in parts if one not in GATHERING]
     if (request.expert_parallel or 1) > 1:
         parts = ["router-kept" if one == "inputs-kept" else one for one in parts]
     elif "inputs-kept" in parts and model.family not in AUTOMODEL_BLOCKS:

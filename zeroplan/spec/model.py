@@ -8,6 +8,7 @@ from zeroplan.spec.adapter import (
     ADAPTED_FAMILIES,
     ADAPTED_IN_OLDER,
     ADAPTED_LIKE_LLAMA,
+    NOT_QUANTISED,
     AdapterSpec,
     first_is_bare,
     refused_layers,
@@ -186,7 +187,7 @@ class ModelSpec(Spec):
     layer_pattern: str = ""
     """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts; in
     Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full attention, D for a dense
-    MLP."""
+    MLP; in LFM2 C for a short convolution, and c or D for convolution or attention before a dense MLP beside layers of experts."""
     turned: bool = True
     """Attention has rotary positions."""
     global_head_dim: Annotated[int, Range(0, 10**6)] = 0
@@ -292,9 +293,12 @@ class ModelSpec(Spec):
             )
         if refused := refused_layers(self.family, self.adapted_layers):
             raise SpecError(f"LoRA with these targets: {refused}")
-        if self.is_quantised and self.family in INDEXED_FAMILIES:
+        if self.is_quantised and self.family in NOT_QUANTISED:
+            raise SpecError(f"quantised weights of a {self.family} model are not modelled; leave --quantize out")
+        if adapter.quantize == "int8" and "C" in self.letters:
             raise SpecError(
-                f"quantised weights of a {self.family} model, which has an indexer, are not modelled; leave --quantize out"
+                f"weights in 8 bits of a {self.family} model are not modelled: its convolutions' gradients are copied first; "
+                "use --quantize nf4-double"
             )
         if adapter.quantize == "gptq" and self.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
             raise SpecError(f"GPTQ's weights of a {self.family} model are not modelled; use --quantize nf4-double")
@@ -381,16 +385,9 @@ class ModelSpec(Spec):
 
     def _check_pattern(self) -> None:
         of_one_module = self.family in TRAITS and TRAITS[self.family].one_module
-        of_one_kind = self.family in TRAITS and TRAITS[self.family].one_kind
-        known = (
-            "LGD"
-            if self.family == "llama4_text"
-            else "M*-E"
-            if of_one_module
-            else self.layer_pattern[:1]
-            if of_one_kind and self.layer_pattern[:1] in "HN"
-            else "M*"
-        )
+        known = TRAITS[self.family].pattern if self.family in TRAITS else ""
+        if known and TRAITS[self.family].one_kind:
+            known = known if self.layer_pattern[:1] not in known else self.layer_pattern[:1]
         if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(self.layer_pattern) <= set(known):
             wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
             raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
@@ -107,11 +107,7 @@ def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
         _check_mixtral(model, recipe, release)
     if release == NOW:
         return
-    for asked, instead in _refusals(model, recipe, mesh):
-        if isinstance(asked, str):
-            raise SpecError(
-                f"transformers={recipe.transformers!r} with {asked} is not modelled; use {instead}, or leave it out"
-            )
+    refuse(f"transformers={recipe.transformers!r} with", _refusals(model, recipe, mesh), ", or leave it out")
 
 
 def _check_mixtral(model: ModelSpec, recipe: RecipeSpec, release: Release) -> None:

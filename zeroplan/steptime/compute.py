@@ -17,7 +17,7 @@ from zeroplan.steptime.launches import Launched, launching
 from zeroplan.steptime.parts import Part
 from zeroplan.steptime.pointwise import Moved
 from zeroplan.steptime.products import Machine, Passes, Product, casts, seconds
-from zeroplan.steptime.tables import CUDNN_BACKWARD_SHARE, attention_share, cudnn_forward, table_of
+from zeroplan.steptime.tables import CUDNN_BACKWARD_SHARE, attention_share, b200_attention, cudnn_forward, table_of
 from zeroplan.steptime.tables import SOURCE as TABLES
 from zeroplan.steptime.work import Copies, Work, copies_of, of_one
 
@@ -384,6 +384,10 @@ def _core_seconds(asked: Work, rates: Rates) -> Passes:
     forward, backward = core.flops / (share * on.peak), ATTENTION_BACKWARD * core.flops / (share * on.peak)
     if rates.gpu.architecture == "Hopper" and rates.running.flash == 3:
         return Passes(forward / cudnn_forward(core.tokens), backward / CUDNN_BACKWARD_SHARE)
+    if rates.gpu.architecture.startswith("Blackwell") and rates.running.flash == 3:
+        # Blackwell Ultra's forward is faster in the tables; its backward is assumed to gain as much.
+        quicker, quicker_backward = b200_attention(core.width, core.tokens, core.heads)
+        return Passes(forward / quicker, backward / quicker_backward)
     return Passes(forward, backward / ATTENTION_BACKWARD_SHARE)
 
 

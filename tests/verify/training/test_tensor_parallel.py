@@ -62,6 +62,23 @@ CASES = {
         batch=BatchSpec(seq_len=8192),
     ),
 }  # fmt: skip
+_WHOLE = Fsdp2Options(sequence_parallel=False)
+#: Every rank has whole hidden states. The estimate is at most four of them too high.
+WHOLE = {
+    "llama": JobSpec(
+        model=replace(TINY, hidden_size=256, head_dim=32), mesh=MeshSpec(dp_shard=2, tp=4),
+        recipe=RecipeSpec(fsdp2=_WHOLE, recompute="full"), batch=BatchSpec(micro_batch_size=2, seq_len=256),
+    ),
+    "qwen3, stage 2, selective, accumulated": JobSpec(
+        model=replace(TINY, family="qwen3", head_dim=16), mesh=MeshSpec(dp_shard=2, tp=2),
+        recipe=RecipeSpec(fsdp2=_WHOLE, precision="bf16", zero_stage=2, recompute="selective"),
+        batch=BatchSpec(micro_batch_size=1, seq_len=512, grad_accum_steps=2),
+    ),
+    "llama, a pipeline": JobSpec(
+        model=replace(TINY, num_hidden_layers=4), mesh=MeshSpec(dp_shard=2, tp=2, pp=2),
+        recipe=RecipeSpec(fsdp2=_WHOLE, zero_stage=2), batch=BatchSpec(micro_batch_size=1, seq_len=256, grad_accum_steps=4),
+    ),
+}  # fmt: skip
 SHARED = {
     "llama, 2 x 4": JobSpec(
         model=TINY, mesh=MeshSpec(dp_shard=2, cp=4), batch=BatchSpec(micro_batch_size=2, seq_len=512)
@@ -123,9 +140,26 @@ def test_context_parallel_ranks_hold_what_the_estimate_says(name: str):
     assert all(row.predicted == row.measured for row in seen.collectives), seen.collectives
 
 
-@pytest.mark.parametrize("name", CASES | SHARED)
+@pytest.mark.parametrize("name", WHOLE)
+def test_ranks_with_whole_hidden_states_hold_at_most_what_the_estimate_says(name: str):
+    """The estimate has the buffers that gather a sequence, which such ranks do not need. Every sum is exact."""
+    from tests.simulated import simulate
+
+    job = WHOLE[name]
+    seen = compare_with_estimate(simulate(job))
+    hidden = 4 * 2 * job.batch.micro_batch_size * job.batch.seq_len * job.model.hidden_size
+    tokens = 8 * job.batch.seq_len * (job.batch.micro_batch_size + 1)
+    for row in (seen.peak, *seen.phases):
+        assert -ROTARY_AND_STATE - tokens <= row.difference <= hidden, row
+    assert abs(seen.held.difference) <= ROTARY_AND_STATE + tokens
+    assert all(row.predicted == row.measured for row in seen.collectives), seen.collectives
+    split = replace(job, recipe=replace(job.recipe, fsdp2=Fsdp2Options()))
+    assert estimate(split).peak_bytes < estimate(job).peak_bytes
+
+
+@pytest.mark.parametrize("name", CASES | SHARED | WHOLE)
 def test_formulas_give_the_bytes_of_their_lines(name: str):
-    answer = estimate((CASES | SHARED)[name])
+    answer = estimate((CASES | SHARED | WHOLE)[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
     assert answer.legend["p"] == answer.job.mesh.tp

@@ -126,6 +126,8 @@ class Block(NamedTuple):
     """None: all of the block is trained."""
     sharded: bool = False
     """Tensor-parallel ranks split matrices and, between them, the sequence."""
+    whole_sequences: bool = False
+    """Those ranks have whole hidden states between the matrices. They are counted as with shares that hold all tokens."""
     recompute: Recompute = "none"
     """Set only for blocks that are split over ranks or partly frozen."""
     chunks: Chunks = "none"
@@ -157,6 +159,8 @@ class Block(NamedTuple):
     """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
     shares: bool = False
     """Every token visits shared experts too."""
+    short: bool = False
+    """A short convolution takes the place of attention (LFM2)."""
 
     @property
     def attend(self) -> Attend:

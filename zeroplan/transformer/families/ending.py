@@ -108,6 +108,8 @@ class Ending(NamedTuple):
     dropout: bool = False
     """The adapter applies dropout to its input."""
     head_bias: bool = False
+    whole_sequences: bool = False
+    """Tensor-parallel ranks have whole hidden states before the head."""
 
 
 class EndingPass(NamedTuple):
@@ -207,7 +209,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
         tuple(one for one in compute.fused if one in _FUSED or (one == _QAT and _rounds_head(model))),
         adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
-        head_bias=model.head_rows is None and TRAITS[model.family].head_bias,
+        head_bias=model.head_rows is None and TRAITS[model.family].head_bias, whole_sequences=x.whole_sequences,
     )  # fmt: skip
 
 
@@ -240,7 +242,9 @@ def _plan_of(ending: Ending) -> _Planned:
     points = index.moments(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
     arrivals, source = index.arrivals(ran.arrivals), _source(ending)
     plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), source, {}, arrivals)
-    return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output, within)
+    return _Planned(
+        of_a_rank(plan, whole=ending.whole_sequences) if ending.sharded else plan, kept, output, within
+    )  # fmt: skip
 
 
 def ran_forward(ending: Ending, *, marking: bool = False) -> tuple[Tape, Value]:
@@ -255,7 +259,7 @@ def _run(tape: Tape, ending: Ending) -> tuple[_Ran, tuple[Store, ...], list[Aliv
     """Run it forward. Return the loss, the tensors that variables still hold, and the moments of the final norm."""
     shape = T_p * h if ending.sharded else T * h
     given = Value(tape.make(SAVED, "final norm: its input", r * shape, _source(ending)), r, shape)
-    normal = _final_norm(tape, given, ending.family)
+    normal = norm(tape, given, "final norm", definition_of(ending.family).program.norm, AT_FINAL_NORM)
     in_the_model = tape.moments.copy()
     tape.release(given)
     read = gathered(tape, normal, "input of the head")
@@ -296,10 +300,6 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
     return tape
 
 
-def _final_norm(tape: Tape, given: Value, family: str) -> Value:
-    return norm(tape, given, "final norm", definition_of(family).program.norm, AT_FINAL_NORM)
-
-
 def _name(tape: Tape, normal: Value) -> None:
     """Label the norm's output by its holder: the head's product, or only a variable of the model's forward."""
     store = normal.store
@@ -332,7 +332,8 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
     in_place = "cross-entropy" in ending.fused
     shifts = ending.shifts_logits or in_place
     given, copies = _without_the_last(tape, logits) if shifts else (logits, ())
-    labels = (_shifted_labels(tape),) if shifts else _labels(tape)
+    shifted = "labels, shifted", 8 * (T - b) * _several(), SHIFTED, LABELS  # of one sequence a view of the batch's own
+    labels = (tape.make(LOGITS, *shifted),) if shifts else _labels(tape)
     run = _over_ranks if ending.sharded else _written_over if in_place else cross_entropy
     loss, names = run(tape, given, labels[-1:])
     kept = tuple([store for store in tape.saved if store not in before])
@@ -425,11 +426,6 @@ def _without_the_last(tape: Tape, logits: Value) -> tuple[Value, tuple[Store, ..
 def _several() -> Size:
     """1 if a batch has several sequences, else 0."""
     return at_most(1, b - 1)
-
-
-def _shifted_labels(tape: Tape) -> Store:
-    """Return the shifted labels; with one sequence a view of the batch's own."""
-    return tape.make(LOGITS, "labels, shifted", 8 * (T - b) * _several(), SHIFTED, LABELS)
 
 
 def _labels(tape: Tape) -> tuple[Store, Store]:

@@ -456,9 +456,11 @@ class Tape:
         """Return ``of`` of an operator with a weight: None if the weight is trained, else its other inputs."""
         return inputs if self.mode.weights_frozen else None
 
-    def release(self, *values: Value) -> None:
-        """End the variables that hold some tensors."""
+    def release(self, *values: Value | None) -> None:
+        """End the variables that hold some tensors. None: the variable holds no tensor."""
         for value in values:
+            if value is None:
+                continue
             self.drop(value.store)
             if value.store.twin is not None:
                 self.drop(value.store.twin)

@@ -231,10 +231,13 @@ def structure_of(
 ) -> Block:  # fmt: skip
     """Return the structure of a model's block of this kind. ``single``: the batch is one sequence, of one chunk."""
     training, kind = _training(model, kind, compute), plain_kind(model, kind)
-    no_experts = kind == "dense" or (TRAITS[model.family].one_module and kind != "moe")
+    no_experts = kind.startswith("dense") or (TRAITS[model.family].one_module and kind != "moe")
     dense = model.moe is None or no_experts
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
+    one_key = x.key == x.head_dim * (compute.tp if sharded else 1)
+    if kind == "linear":
+        one_key = model.linear is not None and model.linear.num_key_heads == 1
     block = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
@@ -242,7 +245,7 @@ def structure_of(
         x.attention,
         masked and kind not in WITH_STATES,
         grouped_heads(model, x, kind),
-        x.key == x.head_dim * (compute.tp if sharded else 1) if kind != "linear" else _has_one_key(model),
+        one_key,
         model.attention_bias,
         x.kernels,
         model.parallel_residual,
@@ -254,6 +257,7 @@ def structure_of(
         casts_inputs=x.casts_inputs,
         training=training,
         sharded=sharded,
+        whole_sequences=x.whole_sequences,
         recompute=compute.recompute if apart else "none",
         chunks="single" if single else _chunks(kind, one=masked),
         release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
@@ -276,7 +280,8 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
         unturned=not model.turned or unturned,
         filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         keys_are_values=kind == "global" and model.global_head_dim > 0,
-        padded=x.padded and x.attention == "flash",
+        padded=x.padded and (x.attention == "flash" or kind.endswith("short")),
+        short=kind.endswith("short"),
         too_wide=mla is None and x.head_dim > WIDEST_OF_FLASH,
     )
 
@@ -292,10 +297,6 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
         only_gated=kind == "beside",
         shares=moe is not None and moe.num_shared_experts > 0,
     )
-
-
-def _has_one_key(model: ModelSpec) -> bool:
-    return model.linear is not None and model.linear.num_key_heads == 1
 
 
 def _chunks(kind: str, *, one: bool) -> Chunks:
@@ -402,7 +403,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     away = () if tape.host is None else index.of(tape.host.copies)
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
-    return of_a_rank(plan) if structure.sharded else plan
+    return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
 
 
 def _run_backward(
@@ -422,11 +423,12 @@ def _run_backward(
     }  # fmt: skip
 
 
-def of_a_rank(plan: Plan) -> Plan:
-    """Return the plan of one tensor-parallel rank: its share of every split width."""
+def of_a_rank(plan: Plan, *, whole: bool) -> Plan:
+    """Return the plan of one tensor-parallel rank: its share of every split width. ``whole``: it has all tokens."""
+    shares = SHARES | ({T_p.text: T} if whole else {})
     for store in plan.stores:
-        store.size = store.size.replacing(SHARES)
-    return replace(plan, weights=tuple(weight.replacing(SHARES) for weight in plan.weights))
+        store.size = store.size.replacing(shares)
+    return replace(plan, weights=tuple(weight.replacing(shares) for weight in plan.weights))
 
 
 def forwards(

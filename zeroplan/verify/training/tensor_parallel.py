@@ -46,25 +46,29 @@ class TensorParallel(Fsdp2):
             super().micro_step(enter, last=last)
 
 
-def split(work: Workload, mesh: DeviceMesh, *, seq_len: int) -> Workload:
+def split(work: Workload, mesh: DeviceMesh, *, seq_len: int, along_sequence: bool) -> Workload:
     """Split a workload's model over tensor-parallel ranks; add positions to the batch, since no rank sees all tokens."""
     mesh = mesh[TENSOR]
     model = cast("PreTrainedModel", work.module)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tied = head.weight is embedding.weight
-    split_module(work.module, work.blocks, mesh)
+    split_module(work.module, work.blocks, mesh, along_sequence=along_sequence)
     if tied:
         head.weight = embedding.weight
     positions = torch.arange(seq_len, device=mesh.device_type).unsqueeze(0)
     return work._replace(batch={**work.batch, "position_ids": positions})
 
 
-def split_module(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Split a model or a pipeline stage's part of one, whose missing modules are identities."""
-    there = {name: style for name, style in _ROOT.items() if not isinstance(module.get_submodule(name), nn.Identity)}
+def split_module(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, *, along_sequence: bool) -> None:
+    """Split a model or a pipeline stage's part of one, whose missing modules are identities.
+
+    Without ``along_sequence`` every rank has whole hidden states (AutoModel 36044ad, distributed/optimized_tp_plans.py).
+    """
+    root = _ROOT if along_sequence else _WHOLE_ROOT
+    there = {name: style for name, style in root.items() if not isinstance(module.get_submodule(name), nn.Identity)}
     parallelize_module(module, mesh, there, src_data_rank=None)
     for block in blocks:
-        parallelize_module(block, mesh, _plan(block), src_data_rank=None)
+        parallelize_module(block, mesh, _plan(block) if along_sequence else _WHOLE, src_data_rank=None)
 
 
 _ROOT: dict[str, ParallelStyle] = {
@@ -72,6 +76,16 @@ _ROOT: dict[str, ParallelStyle] = {
     "model.norm": SequenceParallel(),
     "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
 }
+
+
+_WHOLE_ROOT: dict[str, ParallelStyle] = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+}
+_WHOLE: dict[str, ParallelStyle] = {
+    **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}, "self_attn.o_proj": RowwiseParallel(),
+    **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}, "mlp.down_proj": RowwiseParallel(),
+}  # fmt: skip
 
 
 def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
