@@ -133,11 +133,8 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         ways = whole.count("tensor_parallel_size") or 1
         reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
     reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
-    _loss(reading, whole)
-    _offloaded(reading, whole)
-    _in_two_ways(reading, whole)
-    _packed(reading, whole)
-    _without_effect(reading, whole)
+    for read in (_loss, _offloaded, _in_two_ways, _packed, _without_effect):
+        read(reading, whole)
     if made["use_peft"]:
         _kernels(reading, whole)
         _beside_experts(reading, whole)
