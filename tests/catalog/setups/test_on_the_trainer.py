@@ -178,6 +178,24 @@ def test_axolotls_keys_of_experts_change_nothing_in_a_dense_model(read: Callable
     assert said.keys() <= read_setup(tmp_path / "mine.yaml", gpus=1).matters.keys()
 
 
+@pytest.mark.parametrize(
+    ("more", "words", "elsewhere"),
+    [
+        ({"qat": {"weight_dtype": "nvfp4", "activation_dtype": "nvfp4"}}, "does not train", {"qat": {"weight_dtype": "mxfp4"}}),
+        ({"flash_attn_fuse_mlp": True, "base_model": "Qwen/Qwen2.5-7B"}, "changes nothing", {"base_model": "huggyllama/llama-7b"}),
+        ({"attn_implementation": "xformers", "base_model": "llama-7b"}, "same tensors", {"base_model": "Qwen/Qwen2.5-7B"}),
+    ],
+)  # fmt: skip
+def test_axolotls_keys_without_effect_are_noted_once(
+    read: Callable[..., Resolved], tmp_path: Path, more: dict[str, Any], words: str, elsewhere: dict[str, Any]
+):
+    """The same key is open in another model, or with another value."""
+    assert any(words in note for note in read(AXOLOTL | more, gpus=1).notes)
+    assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
+    read(AXOLOTL | more | elsewhere, gpus=1)
+    assert read_setup(tmp_path / "mine.yaml", gpus=1).matters
+
+
 def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..., Resolved]):
     """Axolotl loads weights in 16 bits. Which of them stay so is unknown, and fp32 is the upper bound."""
     full = without(AXOLOTL, "adapter", "load_in_4bit")
