@@ -273,6 +273,7 @@ def test_numbers_that_json_writes_with_a_point_are_whole(resolved: Callable[...,
                 "offload_optimizer": {"device": "none"},
             }
         },
+        {"zero_optimization": {"stage": 3, "round_robin_gradients": True}},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": 4}, "amp": {"enabled": False}},
         {"tensor_parallel": {"autotp_size": 0}, "sequence_parallel_size": 1, "compile": {"deepcompile": False}},
     ],

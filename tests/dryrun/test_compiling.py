@@ -120,6 +120,27 @@ def test_attention_is_traced_within_the_graph(tmp_path: Path):
     assert "graph breaks {}" in run.errors
 
 
+FLOAT8 = """
+import torch
+from torch import nn
+from torchao.float8 import convert_to_float8_training, Float8LinearConfig
+layers = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False)).cuda().bfloat16()
+convert_to_float8_training(layers, config=Float8LinearConfig.from_recipe_name("rowwise"))
+layers.compile(fullgraph=True)
+optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
+layers(torch.randn(128, 64, device="cuda", dtype=torch.bfloat16)).square().mean().backward()
+optimizer.step()
+"""
+
+
+def test_compiled_float8_layers(tmp_path: Path):
+    """Inductor writes a float8 product into a tensor of its own."""
+    pytest.importorskip("torchao")
+    (tmp_path / "script.py").write_text(FLOAT8)
+    run = dry_run("--", "script.py", folder=tmp_path)
+    assert run.code == 0, run.errors
+
+
 LAYERS = """
 import torch
 from torch import nn

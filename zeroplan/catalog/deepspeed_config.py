@@ -101,7 +101,7 @@ class _Reader:
     def _refuse_what_is_not_modelled(self) -> None:
         for prefix, section, refused in (("", self._data, _REFUSED), ("zero_optimization.", self._zero, _ZERO_REFUSED)):
             for key, harmless in refused.items():
-                if key in section and not _is_off(section[key], harmless):
+                if key in section and not _is_off(section[key], harmless) and not self._unread(key):
                     raise SpecError(
                         f"{self._where}: {prefix}{key}={shown(section[key])} changes memory in a way that is not modelled; "
                         "leave it out"
@@ -112,6 +112,10 @@ class _Reader:
                     f"{self._where}: {section_name}.{inner}={shown(value)} changes memory in a way that is not modelled; "
                     "leave it out"
                 )
+
+    def _unread(self, key: str) -> bool:
+        """Whether only ZeRO's stages 1 and 2 read a key, and the stage is another (engine.py, _configure_zero_optimizer)."""
+        return key == "round_robin_gradients" and str(self._zero.get("stage", 0)) not in ("1", "2")
 
     def _note_unknown_keys(self) -> None:
         known = {"": _KNOWN | _REFUSED.keys(), "zero_optimization.": _ZERO_KNOWN | _ZERO_REFUSED.keys() | _OPTION_OF.keys()}

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from zeroplan.resolve.request import Request
 
 
-def with_images(model: ModelSpec, request: "Request", seq_len: int, *, program: str = "") -> tuple[ModelSpec, tuple[str, ...]]:
+def with_images(
+    model: ModelSpec, request: "Request", seq_len: int, *, program: str | None = None
+) -> tuple[ModelSpec, tuple[str, ...]]:
     """Return the model with the requested images and frozen parts of its tower, and notes on what was filled in.
 
     ``program``: the training program. LLaMA-Factory and ms-swift freeze tower and projector by default. Raises SpecError for

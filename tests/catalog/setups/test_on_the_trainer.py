@@ -195,13 +195,31 @@ def test_axolotls_adapters_of_all_experts_are_counted(read: Callable[..., Resolv
     [("Qwen/Qwen3-30B-A3B", True, True), ("Qwen/Qwen3-30B-A3B", False, False), ("Qwen/Qwen3.5-35B-A3B", False, True)],
 )
 def test_axolotls_experts_in_four_bits(read: Callable[..., Resolved], model: str, reentrant: bool, counted: bool):
-    """Bitsandbytes 0.49 leaks its cache where a checkpoint stops in the experts' forward."""
+    """In bitsandbytes 0.49 the cache leaks where a checkpoint stops in the experts' forward."""
     said = {"base_model": model, "quantize_moe_experts": True, "lora_target_modules": ["q_proj", "o_proj"]}
     kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     found = read(without(AXOLOTL, "lora_target_linear") | {"adapter": "qlora", "load_in_4bit": True} | said | kwargs, gpus=1)
     assert found.job.model.adapter is not None
     assert found.job.model.adapter.quantize_experts is counted
     assert any("never frees weights" in note for note in found.notes) is not counted
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "elsewhere"),
+    [
+        ({"qat": {"weight_dtype": "nvfp4", "activation_dtype": "nvfp4"}}, "does not train", {"qat": {"weight_dtype": "mxfp4"}}),
+        ({"flash_attn_fuse_mlp": True, "base_model": "Qwen/Qwen2.5-7B"}, "changes nothing", {"base_model": "huggyllama/llama-7b"}),
+        ({"attn_implementation": "xformers", "base_model": "llama-7b"}, "same tensors", {"base_model": "Qwen/Qwen2.5-7B"}),
+    ],
+)  # fmt: skip
+def test_axolotls_keys_without_effect_are_noted_once(
+    read: Callable[..., Resolved], tmp_path: Path, more: dict[str, Any], words: str, elsewhere: dict[str, Any]
+):
+    """The same key is open in another model, or with another value."""
+    assert any(words in note for note in read(AXOLOTL | more, gpus=1).notes)
+    assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
+    read(AXOLOTL | more | elsewhere, gpus=1)
+    assert read_setup(tmp_path / "mine.yaml", gpus=1).matters
 
 
 def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..., Resolved]):

@@ -133,20 +133,43 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         ways = whole.count("tensor_parallel_size") or 1
         reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
     reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
-    _loss(reading, whole)
-    _offloaded(reading, whole)
-    _in_two_ways(reading, whole)
-    _packed(reading, whole)
-    reading.notes += [_GONE.format(key) for key in ("flash_attn_rms_norm", "s2_attention") if whole.switch(key)]
+    for read in (_loss, _offloaded, _in_two_ways, _packed, _without_effect):
+        read(reading, whole)
     if made["use_peft"]:
         _kernels(reading, whole)
-    _tower(reading, whole, adapted=bool(made["use_peft"]))
-    if made["use_peft"]:
         _beside_experts(reading, whole)
         _experts(reading, whole)
+    _tower(reading, whole, adapted=bool(made["use_peft"]))
     _goal(reading, whole)
     reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
     return reading.setup("axolotl")
+
+
+def _without_effect(reading: Reading, whole: Table) -> None:
+    """Note keys that Axolotl or torchao refuses, that act on another family, or whose kernel keeps what FlashAttention does.
+
+    Source: utils/quantization.py (NVFP4WeightOnlyConfig, which torchao 0.17 and 0.18 refuse: run); loaders/patch_manager.py,
+    _apply_llama_flash_attn_patches; xformers 0.0.35, ops/fmha/dispatch.py.
+    """
+    model, said = reading.known_model(), whole.data.get("qat")
+    reading.notes += [_GONE.format(key) for key in ("flash_attn_rms_norm", "s2_attention") if whole.switch(key)]
+    if isinstance(said, dict) and said.get("weight_dtype") == "nvfp4" and whole.matters.pop("qat", ""):
+        reading.notes.append(_NO_NVFP4)
+    if model is not None and model.family not in _FUSED_MLPS and whole.matters.pop("flash_attn_fuse_mlp", ""):
+        whole.saves.discard("flash_attn_fuse_mlp")
+        reading.notes.append(_OTHER_MLP)
+    by_xformers = "xformers" in str(whole.matters.get("attn_implementation"))
+    if by_xformers and model is not None and model.num_key_value_heads == model.num_attention_heads:
+        reading.notes.append(_XFORMERS)
+        del whole.matters["attn_implementation"]
+
+
+_NO_NVFP4 = (
+    "qat: torchao refuses Axolotl's configuration for nvfp4, so this file does not train: the job is counted without qat"
+)
+_FUSED_MLPS = ("llama", "llama4_text", "ernie4_5", "ernie4_5_moe")
+_OTHER_MLP = "flash_attn_fuse_mlp acts in Llama's family and Ernie's alone, and changes nothing in this model"
+_XFORMERS = "xformers runs FlashAttention's kernels for this model, which keep the same tensors (read, not run)"
 
 
 def _kernels(reading: Reading, whole: Table) -> None:

@@ -78,21 +78,10 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     table = flat(reading)
     if table.get("optimizer._component_") is None or table.get("batch_size") is None:
         raise SpecError(f"{table.where}: a recipe without optimizer and batch_size trains nothing; give one that trains")
-    component = table.last("model._component_")
     saved = table.text("checkpointer.checkpoint_dir")
     if saved and not saved.startswith("${"):
         reading.tell_model("checkpointer.checkpoint_dir", saved)
-    gpus = table.count("launched_gpus") or gpus
-    ways = reading.degree("tensor_parallel", "tensor_parallel_dim") * reading.degree("context_parallel", "context_parallel_dim")
-    replicas = reading.degree("replicas", "data_parallel_replicate_dim")
-    keeps = table.switch("fsdp_reshard_after_forward") is False
-    table.get("data_parallel_shard_dim")
-    tell_sharded(reading, "fsdp2", gpus, key="nproc_per_node", ways=ways * replicas, stage=2 if keeps else 3)
-    apart = table.data.get("custom_sharded_layers")
-    if isinstance(apart, list) and "output" in apart and reading.flags["engine"].value == "fsdp2":
-        reading.options["fsdp2.ends_apart"] = Told("custom_sharded_layers", value=True)
-    if (table.switch("fsdp_cpu_offload") or table.switch("fsdp.cpu_offload")) and reading.flags["engine"].value == "fsdp2":
-        reading.tell_offload("fsdp_cpu_offload")
+    _tune_shards(reading, table.count("launched_gpus") or gpus)
     # training/precision.py, get_dtype: float32 by default
     reading.tell("precision", "dtype", "fp32" if table.text("dtype") in (None, "fp32", "float32") else "bf16")
     reading.number("micro_batch", "batch_size")
@@ -104,7 +93,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _tune_offload(reading)
     tell_optimizer(reading, "optimizer._component_")
     reading.tell("loss", "loss._component_", "full", filled=True)
-    _tune_adapter(reading, component)
+    _tune_adapter(reading, table.last("model._component_"))
     if table.switch("compile"):
         reading.tell_compiled(table, "compile")
     reading.notes.append(NOT_THEIR_MODULES.format("torchtune"))
@@ -120,6 +109,24 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell_loop("loss._component_", "dpo", full_logits=True)
         table.matters.pop("ref_checkpointer._component_", None)
     return reading.setup("torchtune")
+
+
+def _tune_shards(reading: Reading, gpus: int | None) -> None:
+    """Read the degrees of parallelism, and FSDP2's units and offload."""
+    table = flat(reading)
+    ways = reading.degree("tensor_parallel", "tensor_parallel_dim") * reading.degree("context_parallel", "context_parallel_dim")
+    replicas = reading.degree("replicas", "data_parallel_replicate_dim")
+    keeps = table.switch("fsdp_reshard_after_forward") is False
+    table.get("data_parallel_shard_dim")
+    tell_sharded(reading, "fsdp2", gpus, key="nproc_per_node", ways=ways * replicas, stage=2 if keeps else 3)
+    if reading.flags["engine"].value != "fsdp2":
+        table.leave(("fsdp_cpu_offload", "fsdp.cpu_offload"))
+        return
+    apart = table.data.get("custom_sharded_layers")
+    if isinstance(apart, list) and "output" in apart:
+        reading.options["fsdp2.ends_apart"] = Told("custom_sharded_layers", value=True)
+    if table.switch("fsdp_cpu_offload") or table.switch("fsdp.cpu_offload"):
+        reading.tell_offload("fsdp_cpu_offload")
 
 
 def _tune_offload(reading: Reading) -> None:
@@ -246,15 +253,7 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     reading.tell("stage", "optimizer.zero_stage", 1 if table.count("optimizer.zero_stage", least=0) else 0)
     word = table.text("model.dtype") or "bfloat16"
     reading.tell("precision", "model.dtype", "bf16-mixed" if word == "bfloat16" else "fp32")
-    wide = table.switch("optimizer.accumulate_grad_in_fp32") is not False
-    buckets = (table.count("parallelism.dp") or 1) > 1 or (
-        cp > 1 and not (wide and table.count("optimizer.zero_stage", least=0))
-    )
-    beside = wide + buckets if word == "bfloat16" else 0
-    reading.options["megatron.gradients_beside"] = Told("optimizer.accumulate_grad_in_fp32", beside)
-    if not wide:
-        table.matters["accumulate_grad_in_fp32"] = _NARROW
-        table.saves.add("accumulate_grad_in_fp32")
+    _nano_gradients(reading, cp, narrow=word == "bfloat16")
     mode, schedule = (str(table.get(f"parallelism.{key}") or "") for key in ("tp_mode", "pp_engine"))
     reading.tell("sequence_parallel", "parallelism.tp_mode", tp > 1 and mode.upper() == "REDUCE_SCATTER")
     if pp > 1 and schedule != "1f1b":  # config/parallelism_config.py: all forwards before all backwards
@@ -276,6 +275,18 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     reading.tell("model", "model.model_config", model_from_config(config, name="nanotron's model_config"))
     table.like("model.model_config.* optimizer.optimizer_factory.name")
     return reading.setup("nanotron")
+
+
+def _nano_gradients(reading: Reading, cp: int, *, narrow: bool) -> None:
+    """Read in which dtype gradients are added up, and the buckets beside them; ``narrow``: weights have 16 bits."""
+    table = flat(reading)
+    wide, stage = table.switch("optimizer.accumulate_grad_in_fp32") is not False, table.count("optimizer.zero_stage", least=0)
+    buckets = (table.count("parallelism.dp") or 1) > 1 or (cp > 1 and not (wide and stage))
+    beside = wide + buckets if narrow else 0
+    reading.options["megatron.gradients_beside"] = Told("optimizer.accumulate_grad_in_fp32", beside)
+    if not wide:
+        table.matters["accumulate_grad_in_fp32"] = _NARROW
+        table.saves.add("accumulate_grad_in_fp32")
 
 
 def _nanotron_config(said: Mapping[str, object]) -> dict[str, object]:

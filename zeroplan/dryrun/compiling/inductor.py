@@ -9,7 +9,7 @@ Source: torch 2.13, ``torch/_inductor``: ``graph.py`` (``GraphLowering._compile_
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
@@ -51,6 +51,7 @@ def compiling() -> Iterator[None]:
 def plan_without_a_gpu(tracker: ScriptTracker) -> None:
     """Make inductor plan for the fake GPU, for the rest of the process."""
     _fold_constants_on_the_host()
+    _multiply_into_given_tensors()
     _compile_unwatched()
     _write_without_triton()
     _launch_nothing()
@@ -67,10 +68,21 @@ def _fold_constants_on_the_host() -> None:
     def empty_strided(size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: object) -> torch.Tensor:  # noqa: ANN401
         return torch.empty_strided(_folded(size), stride, dtype=dtype, device=_HOST)
 
-    library = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
-    library.impl("empty.memory_format", empty)  # type: ignore[no-untyped-call]
-    library.impl("empty_strided", empty_strided)  # type: ignore[no-untyped-call]
+    _register("CUDA", {"empty.memory_format": empty, "empty_strided": empty_strided})
+
+
+def _register(key: str, kernels: Mapping[str, Callable[..., object]]) -> None:
+    """Register kernels of torch's own operators for a dispatch key, for the rest of the process."""
+    library = torch.library.Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
+    for name, kernel in kernels.items():
+        library.impl(name, kernel)  # type: ignore[no-untyped-call]
     _LIBRARIES.append(library)
+
+
+def _multiply_into_given_tensors() -> None:
+    """Register the float8 product that writes into a given tensor, as inductor calls it; torch 2.13 has no shapes for it."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm.out", "Meta"):
+        _register("Meta", {"_scaled_mm.out": lambda *_, out, **__: out})
 
 
 def _folded(size: Any) -> Any:  # noqa: ANN401  a shape, as torch has it

@@ -54,6 +54,14 @@ class AdaptedMicroBatch(FlatMicroBatch):
         if self.flat.options.checkpoints_units:
             self.trace.shrink("hooked", *_hooked(self.flat, sum(position.after)))
 
+    def _hold_gradients(self, done: tuple[int, ...], left: tuple[int, ...]) -> None:
+        """Hold shards and earlier micro-batches' gradients; beside hooked tensors as many whole ones as any micro-batch, at most.
+
+        Hooked tensors grow downwards, so the peak may be in the first blocks of an earlier micro-batch, whose gradients stay whole.
+        """
+        whole = tuple(map(max, done, left)) if self.flat.options.checkpoints_units else left
+        super()._hold_gradients(done, whole)
+
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
         """Unshard a block; an adapter prefetches the one below later."""
         self._below = below
@@ -101,7 +109,7 @@ class AdaptedMicroBatch(FlatMicroBatch):
 
     def end_of_backward(self) -> None:
         """Write nothing below the blocks, since no gradient goes there."""
-        self.trace.drop("kept", "still unsharded")
+        self.trace.drop("kept", "still unsharded", "left")
         self.trace.shrink("shards", self.plan.gradient_shards(self.plan.every_layer, "reduced so far"))
 
 
