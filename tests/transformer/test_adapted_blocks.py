@@ -24,9 +24,11 @@ from zeroplan.spec.adapter import (
     CONVERTED,
     NOT_QUANTISED,
     NOT_UNDER_AUTOCAST,
+    STACKED,
     AdapterSpec,
     Quantize,
 )
+from zeroplan.spec.family import LINEAR_FAMILIES
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
@@ -77,7 +79,7 @@ def test_a_block_with_adapters_in_attention_alone(family: str, number: int) -> N
 
 
 @pytest.mark.parametrize("family", [*CONVERTED, "gpt_oss"] if every_case() else ["mixtral", "gpt_oss"])
-@pytest.mark.parametrize(("number", "targets"), [(0, "q_proj,experts.down_proj"), (1, "experts.gate_up_proj")])
+@pytest.mark.parametrize(("number", "targets"), [(0, "attention,experts.down_proj"), (1, "experts.gate_up_proj")])
 def test_one_of_the_weights_of_all_experts_has_an_adapter(family: str, number: int, targets: str) -> None:
     assert on_the_fake_gpu(differences, case_of(family, number, targets)) == ()
 
@@ -118,6 +120,33 @@ def test_a_block_in_few_bits_takes_what_is_said(family: str, number: int, quanti
     assert on_the_fake_gpu(differences, case) == (), case
 
 
+def with_experts_in_four_bits(family: str, number: int, *, autocast: bool) -> Case:
+    case = case_of(family, number, "attention")
+    quantize: Quantize = "nf4" if number % 2 else "nf4-double"
+    adapter = AdapterSpec(rank=4, targets="attention", quantize=quantize, upcast="none", quantize_experts=True)
+    compute = case.compute._replace(element_bytes=2, autocast=autocast)
+    return case._replace(spec=replace(case.spec, adapter=adapter), compute=compute)
+
+
+#: Families of linear attention are compared without autocast, under which their routing differs by some bytes per token.
+@pytest.mark.parametrize("family", [name for name in STACKED if name not in NOT_QUANTISED] if every_case() else ["mixtral"])
+@pytest.mark.parametrize("number", [0, 1, 2, 3] if every_case() else [0, 1])
+def test_experts_in_four_bits_take_what_is_said(family: str, number: int) -> None:
+    """Each forward writes them out, and keeps the copy for its backward."""
+    pytest.importorskip("bitsandbytes")
+    autocast = family not in (*NOT_UNDER_AUTOCAST, *LINEAR_FAMILIES)
+    case = with_experts_in_four_bits(family, number, autocast=autocast)
+    assert case.spec.first_is_bare or on_the_fake_gpu(differences, case) == ()
+
+
+def test_experts_in_four_bits_are_counted_as_they_are_held() -> None:
+    pytest.importorskip("bitsandbytes")
+    for number in (0, 1):
+        spec = with_experts_in_four_bits("gpt_oss", number, autocast=False).spec
+        assert spec.adapter is not None
+        assert held_bytes(spec) == counted_bytes(spec, spec.adapter.quantize)
+
+
 def is_refused(case: Case) -> bool:
     """Whether this is not modelled under autocast."""
     try:
@@ -143,15 +172,22 @@ def test_a_block_in_few_bits_under_autocast(family: str, number: int) -> None:
 def test_few_bits_are_counted_as_layers_hold_them(family: str, quantize: Quantize) -> None:
     """Of linear layers alone, and not of routers."""
     pytest.importorskip("bitsandbytes")
+    spec = in_few_bits(family, 0, quantize).spec
+    assert spec.adapter is not None
+    assert held_bytes(spec) == counted_bytes(spec, spec.adapter.quantize)
+
+
+def held_bytes(spec: ModelSpec) -> int:
     from zeroplan.verify.training.adapters import quantisation_tensors
 
-    spec = in_few_bits(family, 0, quantize).spec
     module = adapted_model(spec, Compute(2, autocast=False, attention="sdpa", kernels="cpu"))
     every = (*(one for one in module.parameters() if not one.requires_grad), *quantisation_tensors(module))
-    held = sum({id(one): one.untyped_storage().nbytes() for one in every}.values())
-    assert spec.adapter is not None
-    lines = quantised_lines(spec, spec.adapter.quantize, element_bytes=2, norm_bytes=2, end_bytes=2)
-    assert held == sum(line.n_bytes for line in lines)
+    return sum({id(one): one.untyped_storage().nbytes() for one in every}.values())
+
+
+def counted_bytes(spec: ModelSpec, quantize: Quantize) -> int:
+    lines = quantised_lines(spec, quantize, element_bytes=2, norm_bytes=2, end_bytes=2)
+    return sum(int(line.n_bytes) for line in lines)
 
 
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL)

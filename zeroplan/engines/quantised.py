@@ -72,9 +72,9 @@ def counts(model: ModelSpec) -> Counts:
         sum(times * one.numel for one, times in frozen if _is_norm(one)),
         sum(times * one.numel for one, times in frozen if not one.quantised and not is_bias(one) and not _is_norm(one)),
         sum(times * _groups(one, size) for one, times in frozen if one.quantised),
-        sum(times * one.shape[1] for one, times in frozen if one.quantised),
+        sum(times * one.shape[-1] for one, times in frozen if one.quantised),
         sum(times * one.numel for one, times in frozen if one.quantised),
-        sum(times * one.shape[0] for one, times in frozen if one.quantised),
+        sum(times * one.numel // one.shape[-1] for one, times in frozen if one.quantised),
     )
 
 
@@ -143,7 +143,7 @@ def _packed(parameters: tuple[Parameter, ...], element_bytes: int, group_size: i
 
 def _groups(one: Parameter, size: int) -> int:
     """Return the number of GPTQ groups of a weight; a group has ``size`` inputs of one output."""
-    outputs, inputs = one.shape
+    outputs, inputs = one.numel // one.shape[-1], one.shape[-1]
     return outputs * (1 if size == -1 else ceil_div(inputs, size))
 
 

@@ -79,6 +79,8 @@ def _adapter(adapter: AdapterSpec) -> Iterator[str]:
         yield from ("--lora-compute", adapter.compute)
     if adapter.upcast != "all":
         yield from ("--upcast", adapter.upcast)
+    if adapter.quantize_experts:
+        yield "--quantize-experts"
     if adapter.group_size != 128:
         yield from ("--group-size", str(adapter.group_size))
     if adapter.bitsandbytes is not None:

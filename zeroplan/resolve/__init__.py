@@ -47,7 +47,7 @@ from zeroplan.spec.recipe import (
 )
 from zeroplan.spec.releases import release_of
 from zeroplan.spec.vision import VISION_PARTS
-from zeroplan.units import parse_count
+from zeroplan.units import GIB, parse_count
 
 if TYPE_CHECKING:
     from zeroplan.resolve.batching import Varying
@@ -160,7 +160,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         *_without_fused_attention(complete), *model_notes, seq_note, lengths_note, padding_note, imbalance_note, liger_note,
         *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
-        *ignored, gpus_note, _wide_adapters(complete.model), "" if read.kind == "axolotl" else _dropout_of_experts(complete.model),
+        *ignored, gpus_note, _wide_adapters(complete.model), _of_stacked(complete.model, read.kind),
     )  # fmt: skip
     keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
     told = tuple(note for note in notes if note)
@@ -245,6 +245,7 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         "rank": request.lora_rank, "targets": request.lora_targets, "quantize": request.quantize,
         "dropout": request.lora_dropout, "compute": request.lora_compute, "upcast": request.upcast,
         "modules_to_save": request.modules_to_save, "bitsandbytes": request.bitsandbytes, "group_size": request.group_size,
+        "quantize_experts": request.quantize_experts,
     }  # fmt: skip
     if request.lora_targets == PEFT_DEFAULT:
         if model.family not in PEFT_TARGETS:
@@ -553,9 +554,20 @@ def _wide_adapters(model: ModelSpec) -> str:
     )
 
 
-def _dropout_of_experts(model: ModelSpec) -> str:
-    """Return a note if peft refuses the job's dropout. Axolotl replaces peft's check (``_patch_peft_param_wrapper_dropout``)."""
-    if model.adapter is None or not model.adapter.dropout or not any(model.stacked):
+def _of_stacked(model: ModelSpec, kind: str | None) -> str:
+    """Return a note on adapters of all experts: peft refuses dropout in them, and Axolotl has an older peft.
+
+    Axolotl replaces the check of dropout (067b021c, loaders/adapter.py, _patch_peft_param_wrapper_dropout).
+    """
+    if model.adapter is None or model.moe is None or not any(model.stacked):
+        return ""
+    if kind == "axolotl":
+        whole = 2 * 3 * model.moe.num_experts * model.hidden_size * model.moe.moe_intermediate_size
+        return (
+            "Axolotl pins peft 0.19, which also writes out what an adapter adds to the weight of all experts; 0.21 is counted: "
+            f"the answer may be too low by the experts of one layer, {whole / GIB:.2f} GiB"
+        )
+    if not model.adapter.dropout:
         return ""
     return (
         "peft 0.21 refuses lora_dropout above 0 in adapters of all experts of a layer; set it to 0. The job is counted with "

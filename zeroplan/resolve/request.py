@@ -226,6 +226,9 @@ class Request(Spec):
         "Keep what blocks save for their backward in pinned host memory until then (torch's offload_wrapper around every block).",
         SWITCHES, sets="recipe.offload_activations",
     )})
+    quantize_experts: bool | None = field(default=None, metadata={"option": Option(
+        "With --quantize nf4 or nf4-double: the experts are in 4 bits, too (Axolotl's `quantize_moe_experts`).", SWITCHES,
+    )})
     lora_dropout: bool | None = field(default=None, metadata={"option": Option(
         "Adapters use dropout (`lora_dropout` above 0). Each then keeps a copy of its input and a mask.", SWITCHES,
     )})

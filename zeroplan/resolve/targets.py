@@ -52,12 +52,11 @@ def _linear_names(model: ModelSpec) -> tuple[str, ...]:
 
 def _ending(target: str, model: ModelSpec) -> str:
     """Return the layer's own name, or one of all experts: peft reads only the end of a name that transformers 4 had."""
-    old = target.rpartition(".")[2]
-    if old in _old_names(model):
-        return old
     parameter = next((one for one in (FIRST, SECOND, ROUTER) if target == one or target.endswith(f".{one}")), None)
     if parameter is not None:
         return parameter
+    if (old := target.rpartition(".")[2]) in _old_names(model):
+        return old
     chosen = {name for name, whole in _modules(model) if any(one == target or one.endswith(f".{target}") for one in whole)}
     return _layers(chosen, model, target)
 

@@ -118,7 +118,7 @@ NOT_UNDER_AUTOCAST = (
 NOT_QUANTISED = ("deepseek_v32", "glm_moe_dsa", "apertus")
 
 #: Families that run stacked experts by ``grouped_mm``, beside those whose names peft converts.
-_STACKED = ("gpt_oss", "granitemoe", "qwen2_moe", "qwen3_5_moe_text", *CONVERTED)
+STACKED = ("gpt_oss", "granitemoe", "qwen2_moe", "qwen3_5_moe_text", *CONVERTED)
 #: Families whose experts' weights have their input features first.
 TRANSPOSED = ("gpt_oss",)
 #: Families in which peft refuses an adapter of Mamba-2's output projection (tuners/tuners_utils.py,
@@ -150,7 +150,7 @@ def _refused_experts(family: str, layers: set[str]) -> str:
         return (
             f"peft adapts {' and '.join(first)} of a {family} model's experts, which are one weight, only together; name both"
         )
-    if layers & {FIRST, SECOND} and family not in _STACKED:
+    if layers & {FIRST, SECOND} and family not in STACKED:
         return f"adapters of all experts of a layer in a {family} model are not modelled; use --lora-targets attention"
     if layers & {ROUTER, OLD_ROUTER} and not old:
         return f"an adapter of a {family} model's router is not modelled; leave it out"
@@ -204,6 +204,8 @@ class AdapterSpec(Spec):
     ``prepare_model_for_kbit_training``); only norms (``norms``: TRL's ``peft_module_casting_to_bf16``); or none."""
     modules_to_save: str = ""
     """Modules that are trained whole, in a copy beside the frozen original: ``embed_tokens``, ``lm_head``, or both."""
+    quantize_experts: bool = False
+    """Stacked experts are in four bits, too, as Axolotl's ``quantize_moe_experts`` loads them: each forward writes them out."""
     bitsandbytes: str | None = None
     """The release of bitsandbytes, such as ``0.43.1``. Before 0.43.2 a 4-bit layer saves its input, and before 0.47.0 it computes
     in fp32 after a norm in fp32. ``None``: 0.50."""
@@ -221,6 +223,8 @@ class AdapterSpec(Spec):
                 raise SpecError(f"modules_to_save has no module {name!r}; there are {', '.join(TRAINED_MODULES)}")
             if name in self.layers:
                 raise SpecError(f"{name} has an adapter or is trained whole, not both; leave it out of one of them")
+        if self.quantize_experts and self.quantize not in ("nf4", "nf4-double"):
+            raise SpecError(f"experts in few bits are modelled with quantize nf4 or nf4-double, not {self.quantize}")
         if self.group_size < 1 and self.group_size != -1:
             raise SpecError(f"group_size={self.group_size} is no number of weights; write 128, or -1 for no groups")
         if self.bitsandbytes is not None and re.fullmatch(r"0\.\d+(\.\d+)?", self.bitsandbytes) is None:

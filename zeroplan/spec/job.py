@@ -85,6 +85,8 @@ def _of_weights(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str 
         int8 and held and "weights in 8 bits, whose layers keep inputs through such checkpoints,",
         "reentrant true, or recompute 'none'",
     )
+    experts = adapter.quantize_experts
+    yield experts and recipe.engine != "ddp" and f"experts in four bits and engine {recipe.engine!r}", "engine 'ddp'"
     older = adapter.four_bits_keep_inputs and recipe.recompute != "full"
     yield older and "bitsandbytes before 0.43.2 and no full recomputation", "recompute 'full', or a later release"
 

@@ -8,6 +8,7 @@ from zeroplan.spec.adapter import (
     ADAPTED_FAMILIES,
     ADAPTED_LIKE_LLAMA,
     NOT_QUANTISED,
+    STACKED,
     AdapterSpec,
     Stacked,
     first_is_bare,
@@ -313,6 +314,11 @@ class ModelSpec(Spec):
             raise SpecError(f"LoRA with these targets: {refused}")
         if any(self.stacked) and self.moe is None:
             raise SpecError(f"LoRA with these targets: this {self.family} model has no experts; name linear layers")
+        if adapter.quantize_experts and (any(self.stacked) or self.family not in STACKED):
+            raise SpecError(
+                f"a {self.family} model's experts in four bits, with these targets, are not modelled; use --lora-targets "
+                f"attention, and one of {', '.join(STACKED)}"
+            )
         if self.is_quantised and self.family in NOT_QUANTISED:
             raise SpecError(f"quantised weights of a {self.family} model are not modelled; leave --quantize out")
         if adapter.quantize == "int8" and "C" in self.letters:

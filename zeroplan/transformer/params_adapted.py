@@ -124,6 +124,8 @@ def _with_stacked(parameters: Parameters, model: ModelSpec, adapter: AdapterSpec
     """
     stacked, made = model.stacked, list[Parameter]()
     ranks = {name: rank * adapter.rank for name, rank in ((FIRST, stacked.first), (SECOND, int(stacked.second))) if rank}
+    if adapter.quantize_experts:
+        return tuple(one._replace(quantised=one.quantised or _is_of_experts(one)) for one in parameters)
     inside = [one for one in parameters if ".experts." in one.name and any(stacked)]
     chosen = [(one, rank) for one in inside for name, rank in ranks.items() if one.name.endswith(name)]
     for one in parameters:
@@ -137,6 +139,10 @@ def _with_stacked(parameters: Parameters, model: ModelSpec, adapter: AdapterSpec
 
 
 _BASE = ("base_layer",)
+
+
+def _is_of_experts(one: Parameter) -> bool:
+    return ".experts." in one.name and len(one.shape) > 2
 
 
 def _of_experts(module: str, weight: Parameter, rank: int, *, transposed: bool) -> Parameters:

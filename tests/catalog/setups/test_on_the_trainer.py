@@ -178,6 +178,32 @@ def test_axolotls_keys_of_experts_change_nothing_in_a_dense_model(read: Callable
     assert said.keys() <= read_setup(tmp_path / "mine.yaml", gpus=1).matters.keys()
 
 
+def test_axolotls_adapters_of_all_experts_are_counted(read: Callable[..., Resolved]):
+    """Its peft is older, which the answer notes. With ``lora_target_linear`` no router gets an adapter."""
+    said = {"base_model": "Qwen/Qwen3-30B-A3B", "lora_target_parameters": ["mlp.experts.gate_up_proj", "experts.down_proj"]}
+    plain = without(AXOLOTL, "load_in_4bit", "lora_target_linear") | {"adapter": "lora", "lora_target_modules": ["q_proj"]}
+    found = read(plain | said, gpus=1)
+    assert found.job.model.adapter is not None
+    assert found.job.model.adapter.targets == "q_proj,experts.gate_up_proj,experts.down_proj"
+    assert any("Axolotl pins peft 0.19" in note for note in found.notes)
+    linear = without(AXOLOTL, "load_in_4bit") | {"adapter": "lora", "base_model": "Qwen/Qwen3-30B-A3B"}
+    assert not any(read(linear, gpus=1).job.model.stacked)
+
+
+@pytest.mark.parametrize(
+    ("model", "reentrant", "counted"),
+    [("Qwen/Qwen3-30B-A3B", True, True), ("Qwen/Qwen3-30B-A3B", False, False), ("Qwen/Qwen3.5-35B-A3B", False, True)],
+)
+def test_axolotls_experts_in_four_bits(read: Callable[..., Resolved], model: str, reentrant: bool, counted: bool):
+    """In bitsandbytes 0.49 the cache leaks where a checkpoint stops in the experts' forward."""
+    said = {"base_model": model, "quantize_moe_experts": True, "lora_target_modules": ["q_proj", "o_proj"]}
+    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    found = read(without(AXOLOTL, "lora_target_linear") | {"adapter": "qlora", "load_in_4bit": True} | said | kwargs, gpus=1)
+    assert found.job.model.adapter is not None
+    assert found.job.model.adapter.quantize_experts is counted
+    assert any("never frees weights" in note for note in found.notes) is not counted
+
+
 @pytest.mark.parametrize(
     ("more", "words", "elsewhere"),
     [

@@ -12,7 +12,7 @@ from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, Told, Tra
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, OF_LINEAR
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, CONVERTED, FIRST, OF_LINEAR, SECOND, STACKED
 
 #: Axolotl's key for each key of TrainingArguments and TRL.
 _INSTEAD = {
@@ -138,6 +138,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     if made["use_peft"]:
         _kernels(reading, whole)
         _beside_experts(reading, whole)
+        _experts(reading, whole)
     _tower(reading, whole, adapted=bool(made["use_peft"]))
     _goal(reading, whole)
     reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
@@ -228,6 +229,40 @@ def _beside_experts(reading: Reading, whole: Table) -> None:
     if {"use_scattermoe", "use_sonicmoe"} & set(said) and whole.matters.pop("use_kernels", ""):
         said.append("use_kernels")  # which the plugin for these two sets (integrations/kernels/args.py, check_use_kernels)
     reading.notes += [_BESIDE.format(", ".join(said))] if said else []
+
+
+#: Entries of ``lora_target_parameters`` by the parameter's own name.
+_STACKED = {"gate_up_proj": FIRST, "down_proj": SECOND}
+_LEFT = (
+    "{}: bitsandbytes 0.49, which Axolotl pins, never frees weights that it wrote out before a checkpoint that is not reentrant "
+    "stopped: experts are counted in 16 bits, and the answer is too low by their four bits"
+)
+
+
+def _experts(reading: Reading, whole: Table) -> None:
+    """Read adapters of all experts, and experts in four bits (monkeypatch/moe_quant.py), where these are modelled.
+
+    A checkpoint that is not reentrant stops in the experts' forward, unless shared experts come after them. bitsandbytes before
+    0.50 then keeps its cache (nn/parametrize.py, _disable_parametrization_cache).
+    """
+    flags, model, key = reading.flags, reading.known_model(), "quantize_moe_experts"
+    if model is None or model.moe is None or model.family not in STACKED:
+        return
+    said, told = whole.data.get("lora_target_parameters") or [], str(flags.get("lora_targets", Told("", "")).value)
+    names = [str(one).rpartition(".")[2] for one in (said if isinstance(said, list) else [said])]
+    quantised = whole.switch(key) and str(flags.get("quantize", Told("", "")).value).startswith("nf4")
+    if names and not quantised and set(names) <= _STACKED.keys():
+        reading.tell("lora_targets", "lora_target_parameters", ",".join((told, *(_STACKED[one] for one in names))))
+        whole.matters.pop("lora_target_parameters", None)
+    bare = not names and not {one.rpartition(".")[2] for one in told.split(",")} & set(CONVERTED.get(model.family, ()))
+    if not (quantised and bare and flags.get("engine", Told("", "")).value == "ddp"):
+        return
+    whole.saves.discard(key)
+    if flags.get("reentrant", Told("", True)).value or model.moe.num_shared_experts:
+        reading.tell("quantize_experts", key, value=True)
+        whole.matters.pop(key, None)
+    else:
+        whole.matters[key] = _LEFT.format(whole.name(key))
 
 
 def _goal(reading: Reading, whole: Table) -> None:

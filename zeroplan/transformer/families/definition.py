@@ -57,6 +57,8 @@ class Training(NamedTuple):
     stacked: Stacked = Stacked()
     """The weights of all experts, and of the router, that have adapters."""
     quantize: Quantize = "none"
+    quantised_experts: bool = False
+    """The weights of all experts are in four bits."""
     upcast: bool = False
     """Norms of a quantised model are fp32 under autocast."""
     narrow: bool = False

@@ -13,7 +13,14 @@ from zeroplan.spec.recipe import GATHERING
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Block
-from zeroplan.transformer.families.merged_experts import Wrapped, change_of_router, logits_with_adapter, merged, wrapped
+from zeroplan.transformer.families.merged_experts import (
+    Wrapped,
+    change_of_router,
+    logits_with_adapter,
+    merged,
+    wrapped,
+    written_out,
+)
 from zeroplan.transformer.families.tape import (
     CAST_BY_CUDA,
     Arriving,
@@ -227,20 +234,27 @@ def _products(
     tape: Tape, given: Value, sorting: _Sorting, computing: Computing, *, experts: Size, weights: _Weights = _NO_ADAPTERS
 ) -> tuple[Value, tuple[Value, ...]]:
     """Run both products of the experts. Return their output, and what variables hold beside it until the module returns."""
-    summed = None if weights.first is None else merged(tape, weights.first)
+    name, width = ("experts: gate and up projections", m + m) if computing.gated else ("experts: up projection", m)
+    summed = _made_anew(tape, weights.first, "experts' first weight", experts * h * width)
     first = _bias(tape, "gate and up", (m + m), sorting, experts) if computing.biases else None
     if sorting.beyond is not None:
         given = _zeroed(tape, given, sorting.beyond, "input of the experts", in_place=True)
-    name, width = ("experts: gate and up projections", m + m) if computing.gated else ("experts: up projection", m)
     both = _grouped(tape, given, first, (name, h, width), sorting, experts, weight=summed)
     gated = computing.gate(tape, both)
-    second_sum = None if weights.second is None else merged(tape, weights.second)
+    second_sum = _made_anew(tape, weights.second, "experts' second weight", experts * m * h)
     second = _bias(tape, "down", h, sorting, experts) if computing.biases else None
     if first is not None:
         tape.release(first)
     site = "experts: down projection", m, h
     made = _grouped(tape, gated, second, site, sorting, experts, frees=True, weight=second_sum)
     return made, tuple(one for one in (second, summed, second_sum) if one is not None)
+
+
+def _made_anew(tape: Tape, adapted: Wrapped | None, name: str, matrix: Size) -> Value | None:
+    """Return a weight of all experts that the forward makes: with its adapter, or out of four bits; None if it only reads it."""
+    if adapted is not None:
+        return merged(tape, adapted)
+    return None if tape.mode.quantised_experts == "none" else written_out(tape, name, matrix)
 
 
 def _grouped(
@@ -267,7 +281,7 @@ def grouped_product(
     """``grouped_mm``, which autocast ignores. Its backward makes the gradients of ``experts`` weights first.
 
     Gradients of a rank's own experts (``x``) reach their weights only after the backward of operators that ran earlier.
-    ``weight``: the frozen weights with an adapter.
+    ``weight``: the frozen weights with an adapter, or written out of four bits.
     """
     if tape.mode.float8_experts and experts == x:
         from zeroplan.transformer.families.te_float8 import grouped  # noqa: PLC0415  keeps start-up fast
@@ -275,11 +289,12 @@ def grouped_product(
         return grouped(tape, value, site)
     name, reads, width = site
     made = op.tensor(tape, f"{name}: output", r, P_own * width, EXPERTS)
-    trains_none = tape.mode.weights_frozen and weight is None
+    is_sum = weight is not None and weight not in tape.untracked
+    trains_none = tape.mode.weights_frozen and not is_sum
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         arriving: Arriving = []
-        if weight is not None:
+        if weight is not None and is_sum:
             arriving.append((weight, op.gradient(tape, weight, f"gradient of the weights of {name}", EXPERTS)))
         elif not trains_none:
             tape.weight_gradient(experts * reads * width, waits=experts == x)
@@ -289,7 +304,7 @@ def grouped_product(
 
     frozen = Beside(f"weights of {name}", r * experts * reads * width, strided=True)
     summed = (weight,) if weight is not None and tape.follows(value) else ()
-    saved = (ends,) if trains_none else (value, ends, *summed)
+    saved = (*(() if trains_none else (value,)), ends, *summed)
     of, beside = (tape.with_weight(value), (frozen,)) if weight is None else ((value, weight), ())
     tape.add(name, (made,), saved, backward, of=of, beside=beside)
     return made
@@ -330,9 +345,10 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     outputs, held = _products(tape, selected, _Sorting(experts, order, ends), computing, experts=E, weights=adapted)
     weighted = _weighted_outputs(tape, outputs, by_expert, EXPERTS)
     unsorted = _back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
+    summed_in = CAST_BY_CUDA if tape.autocast and not tape.is_wide(unsorted.dtype) else unsorted.dtype
     wide = op.run(
         tape, unsorted, "sum over a token's experts", Site("sum over a token's experts", EXPERTS), shape=T_own * h,
-        gradient="gradient of the output, for each expert of a token",
+        dtype=summed_in, gradient="gradient of the output, for each expert of a token",
     )  # fmt: skip
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
     tape.drop(experts, order, counted, ends)

@@ -41,6 +41,7 @@ def freeze(tape: Tape, given: Value, training: Training) -> None:
         training.weights != "trained",
         training.stacked,
         wide_adapters=training.wide_adapters,
+        quantised_experts=training.quantize if training.quantised_experts else "none",
     )
     if training.fused and {"q_proj", "k_proj", "v_proj"} <= set(training.layers):
         tape.mode = tape.mode._replace(projections=partial(_projections, training=training))

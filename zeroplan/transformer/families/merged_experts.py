@@ -18,6 +18,7 @@ from zeroplan.transformer.symbols import E, T, e, h, z
 WRAPPER = "peft 0.21, tuners/lora/layer.py, ParamWrapper.get_delta_factors"
 SUM = "peft 0.21, tuners/lora/layer.py, _LoraFactorsProxy.forward"
 CHECKED = "torch 2.13, torch/nn/utils/parametrize.py, ParametrizationList.__init__"
+PARAMETRIZED = "bitsandbytes 0.50, nn/parametrize.py, Bnb4bitParametrization.forward"
 OF_A_MATRIX = "peft 0.21, tuners/lora/layer.py, ParamWrapper.get_delta_weight"
 BLAS = "torch 2.13, aten/src/ATen/native/cuda/Blas.cpp, prepare_batch_matrix_for_cublas (read, not run)"
 
@@ -101,6 +102,18 @@ def merged(tape: Tape, weight: Wrapped) -> Value:
     copies = tuple(one for one in weight.factors if one.store.size.terms)
     views = tuple(Beside(reason, e * one.shape, strided=True) for one in weight.factors if one not in copies)
     tape.add(name, (made,), copies, backward, of=None, saves_weight=True, beside=views)
+    return made
+
+
+def written_out(tape: Tape, name: str, matrix: Size) -> Value:
+    """Write the weight of all experts out of four bits, for the rest of the module's forward. ``grouped_mm`` may save it."""
+    from zeroplan.transformer.families.frozen import scales_written_out  # noqa: PLC0415  few jobs have it
+
+    scales = scales_written_out(tape, name, matrix, tape.mode.quantised_experts, copies=1)
+    made = op.tensor(tape, f"{name}, written out of 4 bits", e, matrix, PARAMETRIZED)
+    made.strided = True
+    tape.drop(*scales)
+    tape.untracked.add(made)
     return made
 
 

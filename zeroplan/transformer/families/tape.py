@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
 from zeroplan.ledger import PLAIN, Among, Kind, Module, OffGpu, Role, Tag
-from zeroplan.spec.adapter import Stacked
+from zeroplan.spec.adapter import Quantize, Stacked
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.tags import CUDA_ALONE
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
@@ -103,6 +103,8 @@ class Mode(NamedTuple):
     """The weights of all experts, and of the router, that have adapters."""
     wide_adapters: bool = False
     """Adapters are fp32 without autocast."""
+    quantised_experts: Quantize = "none"
+    """How the weights of all experts are quantised."""
     sharded: bool = False
     """Tensor-parallel ranks split matrices and, between them, the sequence."""
     projections: "Callable[[Tape, Value], tuple[Value, ...]] | None" = None

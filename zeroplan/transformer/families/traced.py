@@ -317,7 +317,7 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
             "adapted", tracked, compute.keeps_inputs, model.linear_layers_adapted, model.stacked, adapter.quantize,
-            upcast=model.upcasts_norms,
+            adapter.quantize_experts, upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
             fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""),

@@ -7,6 +7,7 @@ import bitsandbytes
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from transformers import BitsAndBytesConfig
@@ -43,6 +44,8 @@ def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, stor
                 _fill(module, before[name], nested=nested, storage=storage)
             elif isinstance(module, Linear8bitLt):
                 _fill_8bit(module, before[name])
+        if adapter.quantize_experts:
+            _quantise_experts(model, nested=nested)
         if nested:
             vars(model)["table_of_scales"] = bitsandbytes.functional.name2qmap["dynamic"]
     _give_memory(model)
@@ -55,6 +58,15 @@ def _fill(module: Linear4bit, linear: nn.Linear, *, nested: bool, storage: torch
     module.quant_state = state
     module._parameters["weight"] = _parameter(packed, state, module)
     module._parameters["bias"] = linear.bias
+
+
+def _quantise_experts(model: nn.Module, *, nested: bool) -> None:
+    """Quantise the weights of all experts as Axolotl does while it loads them (monkeypatch/moe_quant.py)."""
+    for path, module in list(model.named_modules()):
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.dim() > 2 and "expert" in f"{path}.{name}":
+                setattr(module, name, nn.Parameter(_with_memory(weight), requires_grad=False))
+                replace_parameter_4bit(module, name, compress_statistics=nested, quant_type="nf4")
 
 
 def _fill_8bit(module: Linear8bitLt, linear: nn.Linear) -> None:
@@ -108,14 +120,14 @@ def states_of(model: nn.Module) -> Iterator[torch.Tensor]:
     if (table := vars(model).get("table_of_scales")) is not None:
         yield table
     for module in model.modules():
-        for tensor in _beside(module) if isinstance(module, Linear4bit | Linear8bitLt) else ():
+        for tensor in _beside(module) if isinstance(module, Linear4bit | Linear8bitLt | Bnb4bitParametrization) else ():
             if isinstance(tensor, torch.Tensor):
                 yield tensor
 
 
-def _beside(module: Linear4bit | Linear8bitLt) -> tuple[object, ...]:
+def _beside(module: Linear4bit | Linear8bitLt | Bnb4bitParametrization) -> tuple[object, ...]:
     if isinstance(module, Linear8bitLt):
         return (module.state.SCB, getattr(module.weight, "SCB", None), module.bias)
     state: QuantState = module.quant_state  # type: ignore[assignment]  # None before it is filled
     nested = vars(state.state2).values() if state.nested else ()
-    return (*vars(state).values(), *nested, module.bias)
+    return (*vars(state).values(), *nested, getattr(module, "bias", None))
