@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from zeroplan.resolve.request import Request
 
 
-def with_images(model: ModelSpec, request: "Request", seq_len: int, *, program: str = "") -> tuple[ModelSpec, tuple[str, ...]]:
+#: Programs that always build the whole model, and freeze its tower and projector by default.
+LOADS_TOWERS = ("llama-factory", "ms-swift")
+
+
+def with_images(model: ModelSpec, request: "Request", seq_len: int, *, program: str | None = None) -> tuple[ModelSpec, tuple[str, ...]]:
     """Return the model with the requested images and frozen parts of its tower, and notes on what was filled in.
 
     ``program``: the training program. LLaMA-Factory and ms-swift freeze tower and projector by default. Raises SpecError for
     images of a model without a tower.
     """
-    freezes = program in ("llama-factory", "ms-swift")
+    freezes = program in LOADS_TOWERS
     frozen = tuple(name for name in names_in(request.freeze) if name in VISION_PARTS)
     if model.vision is None:
         asked = {

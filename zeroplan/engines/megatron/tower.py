@@ -66,7 +66,6 @@ def forward_of_the_tower(rank: Rank, job: Job, around: tuple[Line, ...]) -> Iter
     patches = batch.micro_batch_size * vision.images * vision.tiles * vision.sequence
     around = (*around, *held_pixels(rank, job), _line(embedded, "output of the embedding, whole"))
     block = (
-        *(pixels(model, batch, e, "pixels in the compute dtype") if e < 4 else ()),
         *tower_block(model, vision, Compute(e, autocast=False, attention="sdpa"), batch).forward,
         _line(e * patches * vision.hidden_size, "vision tower: what its forward refers to beside a block"),
         *([_line(4 * patches * vision.hidden_size, "vision tower: learned positions, fp32")] if vision.positions else []),
