@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
-from zeroplan.spec.adapter import ADAPTED_IN_OLDER, ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.compiled import check_compiled
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, INDEXED_FAMILIES, TRAITS, WIDE_ROUTERS
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
@@ -141,7 +142,7 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
         bent and f"quantised weights under autocast, whose {model.activation} is fp32 then,",
         "precision 'bf16', or engine 'fsdp2'",
     )
-    if model.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
+    if model.family not in ADAPTED_LIKE_LLAMA and not model.has_separate_experts:
         this, at_3 = f"a {model.family} model", recipe.engine == "deepspeed" and recipe.zero_stage == 3
         yield at_3 and f"{this} at stage 3 of DeepSpeed", "a lower stage, or engine 'fsdp2'"
         yield recipe.engine == "fsdp1" and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
@@ -154,7 +155,7 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
             yield from _under_autocast(model, this)
         bare = model.first_is_bare and recipe.recompute == "none"
         yield bare and "a first layer without an adapter, and no recomputation,", "recompute 'full', or targets 'all-linear'"
-    if model.family not in ADAPTED_IN_OLDER:
+    if not model.has_separate_experts:
         return
     yield recipe.engine not in ("ddp", "fsdp1") and f"experts and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp1'"
     yield not set(model.adapted_layers) <= set(ATTENTION) and "adapters in experts", "targets 'attention'"
@@ -233,7 +234,9 @@ class JobSpec(Spec):
         check_release(self.model, self.recipe, self.mesh)
         check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_quantisation_aware()
+        self._check_te_float8()
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
+        check_compiled(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
         self._check_step_in_backward()
         if self.model.adapter is not None:
@@ -504,6 +507,18 @@ class JobSpec(Spec):
         )
         refuse("fused_kernels 'int4-qat' with", cases)
 
+    def _check_te_float8(self) -> None:
+        """Raise SpecError for models and ranks with which Transformer Engine's float8 is not modelled outside Megatron-Core."""
+        if "te-float8" not in self.recipe.fused_parts:
+            return
+        for asked, instead in (
+            (self.model.adapter is not None or self.model.frozen is not None, "adapters or frozen parts; use full training"),
+            (self.mesh.tp > 1, "tensor parallelism; use tp=1"),
+            (self.recipe.float8_recipe is not None, "float8_recipe; use one of them"),
+        ):
+            if asked:
+                raise SpecError(f"fused_kernels 'te-float8' is not modelled with {instead}")
+
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""
         recipe, quantised = self.recipe, self.model.is_quantised
@@ -512,6 +527,12 @@ class JobSpec(Spec):
             *(_beside_frozen(recipe) if recipe.engine == "deepspeed" else ()),
             *_of_the_adapter(adapter, recipe),
             *_in_the_family(self.model, adapter, recipe),
+            (
+                any(self.model.stacked)
+                and self.mesh.model_ranks * self.mesh.ep > 1
+                and "adapters of all experts of a layer on ranks that split the model",
+                "data-parallel ranks",
+            ),
             (
                 bool(adapter.saved)
                 and self.mesh.model_ranks > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +206,41 @@ def test_automodels_head_has_no_adapter_that_a_fused_loss_would_read(read: Calla
     adapter = read(AUTO | peft | loss).job.model.adapter
     assert adapter is not None
     assert adapter.layers == AdapterSpec(rank=1).layers
+
+
+@pytest.mark.parametrize(("linear", "experts"), [("torch", "te"), ("te", "torch_mm")])
+def test_automodels_float8_of_transformer_engine(read: Callable[..., Resolved], tmp_path: Path, linear: str, experts: str):
+    """A layer keeps a byte and a 32nd for each element of its input, and twice that for its weight.
+
+    It no longer keeps the input in 16 bits, which three projections of attention share. Attention's kernel keeps its output.
+    """
+
+    def of(more: dict[str, Any], **said: Any) -> Resolved:
+        backend = {"linear": linear, "experts": experts, "dispatcher": "hybridep", "attn": "te", **more}
+        ranks = {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8}
+        return read(AUTO | {"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B", "backend": backend},
+                            "distributed": ranks} | said)  # fmt: skip
+
+    plain, narrow = of({}).job, of({"te_fp8": {"recipe": "mxfp8"}}).job
+    assert set(narrow.recipe.fused_parts) - set(plain.recipe.fused_parts) == {"te-float8"}
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert_explained(estimate(narrow))
+    before, after = (
+        sum(int(line.n_bytes) for line in estimate(job).peak.lines if "saved by all blocks" in line.reason)
+        for job in (plain, narrow)
+    )
+    tokens, width, layers, narrower, own, pairs = 4096, 2048, 48, 768, 16, 8 * 4096
+    rows, heads, keys = pairs + 32 * own, 32 * 128, 4 * 128
+    quantised = (
+        rows * (width + narrower) + 2 * own * 3 * width * narrower if experts == "te" else
+        tokens * (3 * width + heads) + 2 * width * (2 * heads + 2 * keys)
+    )  # fmt: skip
+    freed = 2 * pairs * (width + narrower) + 4 * own if experts == "te" else 2 * tokens * width
+    assert after - before == layers * (quantised * 33 // 32 - freed)
+    of({"te_fp8": {"recipe": "mxfp8"}}, peft={"_target_": "x", "dim": 8, "target_modules": ["*.q_proj"]})
+    assert "model.backend.te_fp8.recipe" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    with pytest.raises(SpecError, match="'te-float8' is not modelled with adapters"):
+        replace(narrow, model=replace(narrow.model, adapter=AdapterSpec(rank=8, targets="attention")))
 
 
 @pytest.mark.parametrize(("attn", "named", "more", "noted"), [

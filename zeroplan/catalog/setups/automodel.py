@@ -14,7 +14,7 @@ from zeroplan.catalog.setups.recipes import (
     tell_sharded,
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
-from zeroplan.spec.adapter import HEAD, LAYERS_OF, Layers
+from zeroplan.spec.adapter import CONVERTED, HEAD, LAYERS_OF, Layers
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
 
@@ -86,7 +86,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         harmless=_AUTO_POLICY,
         saves=_AUTO_SAVES,
         adds=_AUTO_ADDS,
-        either="model.backend.te_fp8.recipe model.backend.cuda_graph.*",
+        either="model.backend.cuda_graph.*",
     )
     _auto_float8(reading)
     for key in ("compile.enabled", "distributed.enable_compile"):
@@ -120,7 +120,7 @@ def _auto_precision(reading: Reading) -> None:
 def _auto_recompute(reading: Reading) -> bool:
     """Read activation checkpointing; returns whether it is on for whole blocks."""
     table = reading.table
-    own = "full" if table.data.get("parallelizer.activation_checkpointing") is True else None
+    own = "full" if table.get("parallelizer.activation_checkpointing") is True else None
     again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
     kinds = {"false": "none"}
     reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
@@ -268,8 +268,28 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
     parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (
         spread and not gathering and chosen.get("experts") == "te"
     )
-    parts += ["router-in-fp32"] * ("gate_precision" in chosen)
+    parts += ["router-in-fp32"] * ("gate_precision" in chosen) + _auto_te_float8(reading, parts)
     reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
+
+
+_TE_FLOAT8 = (
+    "{}: Transformer Engine's float8 was read (d0067d0), not run: copies of weights are counted until the backward, and a scale "
+    "for 32 elements, the most that they take"
+)
+
+
+def _auto_te_float8(reading: Reading, parts: list[str]) -> list[str]:
+    """Read float8 of Transformer Engine's layers (components/models/common/utils.py, TEFp8Config), counted in full training."""
+    key = "model.backend.te_fp8.recipe"
+    recipe, flags, model = reading.table.get(key), reading.flags, reading.known_model()
+    if recipe is None or not {"te-linear", "te-experts"} & set(parts):
+        return []
+    counted = recipe in ("current", "block", "mxfp8") and flags["precision"].value == "bf16"
+    if not counted or {"lora_rank", "tensor_parallel"} & flags.keys() or (model is not None and model.moe is None):
+        reading.unmodelled(either=key)
+        return []
+    reading.notes.append(_TE_FLOAT8.format(key))
+    return ["te-float8"]
 
 
 def _is_counted_attention(reading: Reading, kernel: object) -> bool:
@@ -307,6 +327,12 @@ _OF_ITS_EXPERTS = (
 )
 
 
+_NO_DENSE = (
+    "{}: AutoModel adapts the layers of dense blocks and shared experts in a {} model, which is not modelled; --lora-targets "
+    "attention counts those of attention alone"
+)
+
+
 def _auto_targets(reading: Reading) -> None:
     """Read the layers with adapters (_peft/module_matcher.py): by patterns of names, or all linear layers but some.
 
@@ -326,6 +352,9 @@ def _auto_targets(reading: Reading) -> None:
         names = names[:-1]
     adapted = [name for name in names if any(fnmatchcase(name, one) for one in chosen or ["*"])]
     adapted = [name for name in adapted if not any(fnmatchcase(name, one) for one in left_out)]
+    if model is not None and model.family in CONVERTED and set(adapted) & set(CONVERTED[model.family]):
+        reading.asks["lora_targets"] = _NO_DENSE.format("peft.target_modules", model.family)
+        return
     if model is None:
         wide = not chosen or any("*" in one or one in ("_proj", "proj", "") for one in chosen)
         adapted = ["all-linear", *(name for name in adapted if name == HEAD)] if wide else chosen
