@@ -476,7 +476,7 @@ def counted_model(model: ModelSpec, recipe: RecipeSpec) -> ModelSpec:
 def _tower_not_modelled(vision: VisionSpec, recipe: RecipeSpec) -> str:
     """The setting with which a vision tower's activations are not modelled; empty if they are."""
     for is_so, what in (
-        (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
+        (recipe.engine == "paper", "engine 'paper'"),
         (recipe.recompute_layers is not None, "recomputation of some layers"),
         (recipe.offload_activations, "offload of activations"),
     ):

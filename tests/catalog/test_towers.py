@@ -6,8 +6,9 @@ import pytest
 
 from tests.hugging_face import ENTRY_NAMES, TEXT_NAMES, hub_config, shipped_config
 from zeroplan.catalog.config import config_with_notes
-from zeroplan.catalog.model import model
+from zeroplan.catalog.model import model, tower_beside
 from zeroplan.catalog.towers import vision_of
+from zeroplan.resolve import Request, resolve
 from zeroplan.transformer.params import parameter_count
 from zeroplan.transformer.vision import parameters_beside_the_text
 
@@ -39,6 +40,7 @@ TOWERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "qwen3_vl": (TEXT, QWEN3 | {"deepstack_visual_indexes": [0, 2]}),
     "qwen3_vl_moe": (TEXT | EXPERTS, QWEN3 | {"deepstack_visual_indexes": [1]}),
     "qwen3_5": (TEXT | LINEAR, QWEN3),
+    "qwen3_5_moe": (TEXT | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 24}, QWEN3),
 }
 
 
@@ -88,3 +90,28 @@ def test_a_file_with_the_texts_keys_beside_the_tower_is_read() -> None:
 def test_a_tower_without_its_sizes_is_not_counted() -> None:
     assert vision_of({"model_type": "qwen3_vl", "vision_config": {"depth": 3}}, {"hidden_size": 64}) is None
     assert vision_of({"model_type": "qwen3_vl"}, {"hidden_size": 64}) is None
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", [name for name in TEXT_NAMES if tower_beside(name) is not None])
+def test_a_tower_beside_a_text_has_the_parameters_of_its_class(name: str) -> None:
+    transformers, torch, tower = pytest.importorskip("transformers"), pytest.importorskip("torch"), tower_beside(name)
+    assert tower is not None
+    kind = str(shipped_config(name)["model_type"]).removesuffix("_text")
+    sizes = {
+        "depth": tower.num_hidden_layers, "hidden_size": tower.hidden_size, "intermediate_size": tower.intermediate_size,
+        "num_heads": tower.num_attention_heads, "out_hidden_size": model(name).hidden_size,
+    }  # fmt: skip
+    with torch.device("meta"):
+        config = transformers.CONFIG_MAPPING[kind](vision_config=sizes).vision_config
+        real = transformers.AutoModel.from_config(config)
+    assert parameters_beside_the_text(tower) == sum(one.numel() for one in real.parameters())
+
+
+def test_a_tower_beside_a_text_is_counted_if_images_are_asked_for() -> None:
+    text, both = (resolve(Request(model="qwen3.5-4b", gpus=8, images=images)) for images in (None, 1))
+    assert text.job.model.vision is None
+    assert any("a vision tower of 334 million parameters of qwen3.5-4b is left out" in note for note in text.notes)
+    assert any("--images N counts it" in note for note in text.notes)
+    assert parameter_count(both.job.model) - parameter_count(text.job.model) == 333_514_240
+    assert not any("left out" in note for note in both.notes)

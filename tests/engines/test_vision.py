@@ -9,6 +9,7 @@ import pytest
 from tests.deepspeed_process import asked
 from tests.simulated import simulate
 from zeroplan import estimate
+from zeroplan.catalog.config import model_from_config
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.errors import SpecError
 from zeroplan.measurement import Measurement
@@ -50,12 +51,17 @@ INTERN = replace(
 #: reduce its gradient, which does not exist.
 UNREAD = 37_600
 CLIP = replace(GEMMA, tower="clip", merge_size=1, positions=257, other_parameters=2 * 64 + UNREAD, images=1)
+LINEAR = TEXT | {
+    "model_type": "qwen3_5_text", "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS = {
     "llava": ModelSpec(family="llama", **TEXT, vision=CLIP),
     "internvl": ModelSpec(family="qwen2", **TEXT, vision=INTERN),
     "qwen2": ModelSpec(family="qwen2", **TEXT, vision=QWEN2),
     "qwen2.5": ModelSpec(family="qwen2", **TEXT, vision=QWEN),
     "qwen3": ModelSpec(family="qwen3", **TEXT, vision=QWEN3),
+    "qwen3.5": replace(model_from_config(LINEAR), vision=replace(QWEN3, deeper=0)),
     "gemma": ModelSpec(family="gemma3_text", **TEXT, tie_word_embeddings=True, sliding_window=512, vision=GEMMA),
 }
 FROZEN = {"freeze_tower": True, "freeze_projector": True}
@@ -89,6 +95,9 @@ CASES = {
     "qwen3, recomputed": a_job("qwen3", recompute="full"),
     "qwen3, ddp": a_job("qwen3", engine="ddp"),
     "qwen3, frozen, recomputed": a_job("qwen3", frozen=FROZEN, recompute="full", seq_len=256),
+    "qwen3.5": a_job("qwen3.5"),
+    "qwen3.5, ddp": a_job("qwen3.5", engine="ddp"),
+    "qwen3.5, frozen, recomputed": a_job("qwen3.5", frozen=FROZEN, recompute="full", seq_len=256),
     "gemma": a_job("gemma"),
     "gemma, recomputed, tower frozen": a_job("gemma", frozen={"freeze_tower": True}, recompute="full"),
 }

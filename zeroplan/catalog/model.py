@@ -11,10 +11,12 @@ from typing import Annotated
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.entry import read_toml
 from zeroplan.catalog.lookup import Shelf, files, find, normal
+from zeroplan.catalog.towers import vision_of
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Range, Spec, read
 from zeroplan.spec.hardware import Figure
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.vision import VisionSpec
 
 #: Flags that name a model. A job has exactly one of them.
 WAYS_TO_NAME = ("model", "params", "config", "profile")
@@ -59,6 +61,8 @@ class _Written(Spec):
     published_active_parameters: Figure | None = None
     vision_tower: str = ""
     """The part of the published model that the entry leaves out, such as a vision tower."""
+    vision_config: dict[str, object] | None = None
+    """The sizes of that tower, if zeroplan knows them."""
 
 
 def model(name: str, *, extra: Path | None = None) -> ModelSpec:
@@ -86,6 +90,18 @@ def tower_left_out(name: str, *, extra: Path | None = None) -> str:
     ('', 'a vision tower')
     """
     return str(read_toml(find(_SHELF, name, extra=extra), what=_WHAT).get("vision_tower", ""))
+
+
+def tower_beside(name: str, *, extra: Path | None = None) -> VisionSpec | None:
+    """Return the vision tower that a text-only entry leaves out; None if it does not give the tower's sizes.
+
+    >>> tower_beside("qwen3.5-9b").hidden_size, tower_beside("gemma-3-4b")
+    (1152, None)
+    """
+    written = read_toml(find(_SHELF, name, extra=extra), what=_WHAT)
+    config = {"model_type": str(written["model_type"]).removesuffix("_text"), "vision_config": written.get("vision_config")}
+    text = written["config"]
+    return vision_of(config, text) if isinstance(text, Mapping) else None
 
 
 def is_listed(name: str, *, extra: Path | None = None) -> bool:

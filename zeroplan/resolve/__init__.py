@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroplan.catalog.config import config_said, read_config_with_notes
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_hub
-from zeroplan.catalog.model import WAYS_TO_NAME, is_listed, tower_left_out
+from zeroplan.catalog.model import WAYS_TO_NAME, is_listed, tower_beside, tower_left_out
 from zeroplan.catalog.model import model as find_model
 from zeroplan.catalog.text import is_there, shown
 from zeroplan.catalog.traced import traced_config
 from zeroplan.errors import SpecError, UnknownNameError
-from zeroplan.resolve.images import names_in, with_images
+from zeroplan.resolve.images import LOADS_TOWERS, names_in, with_images
 from zeroplan.resolve.padding import with_padding
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
 from zeroplan.resolve.targets import plain_targets, smaller_sides
@@ -223,7 +223,8 @@ def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
 
 def _complete_model(read: SetupRead, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:
     """Return the model with its adapters, frozen parts, scoring head and images, and notes."""
-    model, notes = _model(read.request, extra)
+    asks = read.complete.images is not None or read.complete.image_size is not None
+    model, notes = _model(read.request, extra, whole=asks or read.kind in LOADS_TOWERS)
     model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
     model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], program=read.kind)
     return model, (*notes, *image_notes)
@@ -277,7 +278,7 @@ def _first_flag(request: Request) -> str:
     return "--lora-dropout" if request.lora_dropout else "--no-lora-dropout"
 
 
-def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:
+def _model(request: Request, extra: Path | None, *, whole: bool) -> tuple[ModelSpec, tuple[str, ...]]:
     given = [key for key in WAYS_TO_NAME if getattr(request, key) is not None]
     if len(given) != 1:
         said = "none is given" if not given else f"{' and '.join(f'--{key}' for key in given)} are given"
@@ -303,7 +304,7 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, tuple[str, 
     if request.fetched is not None and request.model is not None:
         return _fetched_model(request.model, Path(request.fetched), request.treat_as)
     if request.model is not None:
-        return _named_model(request.model, request.treat_as, extra)
+        return _named_model(request.model, request.treat_as, extra, whole=whole)
     from zeroplan.resolve.inferred import infer_model  # noqa: PLC0415  only a bare count pays for it
 
     found, note = infer_model(_parameters(request.params))
@@ -317,7 +318,10 @@ def _fetched_model(name: str, file: Path, treat_as: str | None) -> tuple[ModelSp
         raise SpecError(f"{name} on the Hub: {error}") from None
 
 
-def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:
+def _named_model(
+    name: str, treat_as: str | None, extra: Path | None, *, whole: bool
+) -> tuple[ModelSpec, tuple[str, ...]]:  # fmt: skip
+    """Return a model of the catalogue and notes; with ``whole`` also the vision tower beside a text-only entry."""
     try:
         found = find_model(repository_of(name) or name, extra=own_folder(extra, "models"))
     except UnknownNameError as unknown:
@@ -327,7 +331,11 @@ def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[M
         *_taken_by_its_name(name, found.name, own_folder(extra, "models")),
     )
     if beside := tower_left_out(found.name, extra=own_folder(extra, "models")):
-        left = f"{beside} of {found.name} is left out, and every figure is too low by it; --config counts what it can"
+        tower = tower_beside(found.name, extra=own_folder(extra, "models"))
+        if tower is not None and whole:
+            return replace(found, vision=tower), notes
+        way = "--images N counts it" if tower is not None else "--config counts what it can"
+        left = f"{beside} of {found.name} is left out, and every figure is too low by it; {way}"
         found = replace(found, name=f"{found.name} (text part)")
         return found, (left, *notes)
     return found, notes

@@ -12,15 +12,19 @@ if TYPE_CHECKING:
     from zeroplan.resolve.request import Request
 
 
+#: Programs that always build the whole model, and freeze its tower and projector by default.
+LOADS_TOWERS = ("llama-factory", "ms-swift")
+
+
 def with_images(
     model: ModelSpec, request: "Request", seq_len: int, *, program: str | None = None
-) -> tuple[ModelSpec, tuple[str, ...]]:
+) -> tuple[ModelSpec, tuple[str, ...]]:  # fmt: skip
     """Return the model with the requested images and frozen parts of its tower, and notes on what was filled in.
 
     ``program``: the training program. LLaMA-Factory and ms-swift freeze tower and projector by default. Raises SpecError for
     images of a model without a tower.
     """
-    freezes = program in ("llama-factory", "ms-swift")
+    freezes = program in LOADS_TOWERS
     frozen = tuple(name for name in names_in(request.freeze) if name in VISION_PARTS)
     if model.vision is None:
         asked = {
@@ -82,7 +86,9 @@ def _notes(model: ModelSpec, vision: VisionSpec, request: "Request", seq_len: in
         size = (
             f"{vision.fixed_size}x{vision.fixed_size}" if vision.fixed_size else f"{vision.image_width}x{vision.image_height}"
         )
-        yield f"images of a sequence not given: zeroplan assumes {vision.images} of {size}, {tokens:,} tokens"
+        fit = seq_len // max(1, vision.tokens_per_image)
+        more = f"; a packed sequence has those of all its samples, up to --images {fit}" if fit > 1 else ""
+        yield f"images of a sequence not given: zeroplan assumes {vision.images} of {size}, {tokens:,} tokens{more}"
     if tokens > seq_len:
         yield f"the images of a sequence take {tokens:,} tokens, more than its {seq_len:,}; use fewer or smaller ones"
     if model.adapter is not None:

@@ -421,7 +421,8 @@ class JobSpec(Spec):
     def _check_tower(self, vision: VisionSpec) -> None:
         """Raise SpecError for a parallelism that is not modelled with a vision tower."""
         ranks = self.mesh.tp * self.mesh.cp * self.mesh.ep * self.mesh.pp
-        if ranks > 1 and (vision.has_blocks or vision.frozen_names or self.mesh.pp > 1):
+        beside = vision.has_blocks or vision.frozen_names or self.mesh.pp > 1
+        if ranks > 1 and beside and self.recipe.engine != "megatron":  # which has rules of its own
             raise SpecError(
                 "a vision tower on ranks that split the model or a sequence is not modelled; use data-parallel ranks"
             )

@@ -9,6 +9,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import Stage, cut, stages_per_rank
 from zeroplan.spec.recipe import ADAM, RecipeSpec
+from zeroplan.spec.vision import VISION_PARTS, VisionSpec
 
 #: Families with arguments in Megatron-LM and formulas in zeroplan.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "bloom")
@@ -79,7 +80,8 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield model.family not in FAMILIES and f"family {model.family!r}", f"one of {', '.join(FAMILIES)}"
     yield model.hidden_act is not None and f"activation function {model.hidden_act!r}", "engine 'fsdp2'"
     yield model.adapter is not None and "LoRA", "engine 'fsdp2'"
-    yield model.vision is not None and "a vision tower", "engine 'fsdp2'"
+    if model.vision is not None:
+        yield from _not_with_a_tower(model.vision, recipe, mesh)
     yield model.frozen is not None and "frozen parameters", "engine 'fsdp2'"
     yield recipe.precision not in PRECISIONS and f"precision {recipe.precision!r}", f"one of {', '.join(PRECISIONS)}"
     yield recipe.optimizer not in (*ADAM, "muon") and f"optimizer {recipe.optimizer!r}", "adamw, adam or muon"
@@ -95,6 +97,15 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield predicts and model.positions > 0 and "mtp_num_layers and learned positions", "a model with rotary positions"
     if recipe.megatron.hybrid_layer_pattern is not None:
         yield from _not_hybrid(model, recipe, mesh)
+
+
+def _not_with_a_tower(vision: VisionSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled beside a vision tower: its training, and what is not on every first rank alike."""
+    yield vision.frozen_names != VISION_PARTS and "a trained vision tower", "--freeze tower,projector"
+    yield not vision.has_blocks and "this vision tower", "engine 'fsdp2'"
+    yield mesh.cp > 1 and "a vision tower and cp", "tp"
+    yield recipe.zero_stage > 1 and "Megatron-FSDP and a vision tower", "stage 1, the distributed optimizer"
+    yield recipe.megatron.overlap_moe_expert_parallel_comm and "a vision tower and overlapped micro-batches", "neither"
 
 
 def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> Iterator[tuple[str | bool, str]]:

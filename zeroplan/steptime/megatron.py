@@ -46,7 +46,7 @@ from zeroplan.steptime.work import Ranks, Work, core_of, multiplying
 from zeroplan.transformer.flops import attention_widths, block_matrices
 from zeroplan.transformer.megatron import PREDICTS, ROUTED, is_gated
 from zeroplan.transformer.parameters import Parameter
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import text_layout
 
 _BESIDE = (
     "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward"
@@ -223,7 +223,7 @@ def _adding_up(rank: Rank, case: _Case, machine: _Machine) -> Part:
 @lru_cache(maxsize=256)
 def _column_share(model: ModelSpec) -> float:
     """Return the share of column-parallel matrices among the block matrices that a token is multiplied by."""
-    whole = layout(model)
+    whole = text_layout(model)
     split = sum(
         run.layers * parameter.numel
         for run in whole.runs

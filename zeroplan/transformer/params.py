@@ -6,6 +6,7 @@ that are not in the causal-LM class (multi-token prediction); a vision tower's a
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from zeroplan.spec.family import INDEXED_FAMILIES, LINEAR_FAMILIES, is_global
@@ -46,6 +47,12 @@ def layout(model: ModelSpec) -> Layout:
             Parameter("unplaced", (model.unplaced_parameters,), frozen=is_frozen(model, "embedding")),
         )
     )
+
+
+@lru_cache(maxsize=256)
+def text_layout(model: ModelSpec) -> Layout:
+    """Return the same without a vision tower."""
+    return layout(model if model.vision is None else replace(model, vision=None))
 
 
 @lru_cache(maxsize=256)

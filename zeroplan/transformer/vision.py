@@ -207,7 +207,8 @@ def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: B
 
     if model.adapter is not None:  # beside adapters, frozen weights have the compute dtype
         compute = compute._replace(autocast=False)
-    made = tower_pass(vision, compute, batch, frozen=vision.freeze_tower or model.adapter is not None)
+    frozen, element = vision.freeze_tower or model.adapter is not None, compute.element_bytes
+    made = tower_pass(vision, compute, batch, frozen=frozen)
     named: dict[int, Line] = {}
 
     def lines(some: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -216,8 +217,11 @@ def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: B
     def point(one: BackwardPoint) -> BackwardPoint:
         return one._replace(lines=lines(one.lines), before=lines(one.before))
 
+    own = frozen and element != _FP32 and not compute.casts_inputs  # a copy that the model makes and drops with the last block
+    copied = pixels(model, batch, element, "pixels in the compute dtype") if own else ()
+    forward, again = (*lines(made.forward), *copied), (*lines(made.forward_recompute), *copied)
     return BlockPass(
-        lines(made.saved), lines(made.checkpoint), lines(made.selective), lines(made.forward), lines(made.forward_recompute),
+        lines(made.saved), lines(made.checkpoint), lines(made.selective), forward, again,
         tuple(map(point, made.points)), made.cast_elements, lines(made.checkpoint_in_backward),
         handed=tuple(one._replace(lines=lines(one.lines)) for one in made.handed),
     )  # fmt: skip
@@ -254,9 +258,7 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
         *(() if frozen[0] and not recomputed else tables),
         *lines(joining, "saved by what joins the images to the text", there=recomputed or not all(frozen)),
     )
-    arguments = (
-        copied if frozen[0] else ()
-    )  # the engine's copies live until the model's forward returns the loss, the model's do not
+    arguments = copied if frozen[0] and compute.casts_inputs else ()  # until the model's forward returns the loss
     one = vision.out_hidden_size * patches // vision.merge_size**2
     features = ((1 + vision.deeper) * element + residual) * one  # the last is a copy in the dtype of the text's embedding
     returned = lines(residual * one, "features of the images, which the model returns", there=bool(vision.fixed_size))
@@ -270,7 +272,7 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
     casts = _copies(vision, frozen, recomputed=recomputed) if compute.autocast else ()
     return text._replace(
         shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments),
-        loss_forward=(*(arguments if compute.casts_inputs else ()), *returned),
+        loss_forward=(*arguments, *returned),
         tower_bytes=positions * sizes["b"] * vision.hidden_size * residual,
     )  # fmt: skip
 

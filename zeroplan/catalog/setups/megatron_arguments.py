@@ -127,6 +127,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _prefetched(reading)
     if _is_swift(table):
         _loop(reading)
+        _tower(reading)
     return reading.setup("ms-swift" if _is_swift(table) else "megatron")
 
 
@@ -384,6 +385,17 @@ def _loop(reading: Reading) -> None:
         if "seq_len" in flags:
             flags["seq_len"] = flags["seq_len"]._replace(value=int(str(flags["seq_len"].value)) + completion)
         rolls_out(reading, table, completion, keeps_reference="lora_rank" not in flags)
+
+
+def _tower(reading: Reading) -> None:
+    """Read ms-swift's images and frozen tower, which is not recomputed by default (megatron/arguments/megatron_args.py)."""
+    from zeroplan.catalog.setups.ms_swift import tell_tower  # noqa: PLC0415  which imports this module
+
+    tell_tower(reading, reading.table)
+    if (model := reading.known_model()) is None or model.vision is None:
+        return
+    if reading.table.switch("vit_gradient_checkpointing"):
+        raise reading.table.refused("vit_gradient_checkpointing")
 
 
 _ALL_LOGITS = "the logits of few tokens or none are needed, and those of all tokens are counted, which take more"

@@ -66,8 +66,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading = arguments_read(TranslatedTable(theirs, _INSTEAD, _made(whole)), folder)
     _task(reading, whole)
     _loop(reading, whole)
-    pixels = "max_pixels" if whole.get("max_pixels") is not None else "MAX_PIXELS"
-    reading.tell_largest_image(whole, pixels=pixels, tokens="IMAGE_MAX_TOKEN_NUM")
+    tell_tower(reading, whole)
     if (launched := table.count("launched_gpus")) is not None:
         reading.tell("gpus", "NPROC_PER_NODE", launched)
     if table.count("gradient_accumulation_steps") is None:
@@ -98,14 +97,20 @@ def _task(reading: Reading, whole: Table) -> None:
         from zeroplan.catalog.setups.megatron_arguments import tell_task  # noqa: PLC0415  few files have another task
 
         tell_task(reading, whole)
-    parts = {"tower": "freeze_vit", "projector": "freeze_aligner"}
-    frozen = [part for part, key in parts.items() if whole.switch(key) is not False]
-    if len(frozen) < len(parts):
-        reading.tell("freeze", next(key for part, key in parts.items() if part not in frozen), ",".join(frozen) or "none")
     if whole.switch("vit_gradient_checkpointing") is (whole.switch("gradient_checkpointing") is not False):
         reading.table.leave(("vit_gradient_checkpointing",))  # its default (arguments/sft_args.py)
     if whole.switch("padding_free"):
         reading.notes.append(_PADDING)
+
+
+def tell_tower(reading: Reading, whole: Table) -> None:
+    """Read the largest image, and which parts of the vision tower are frozen, as by default (arguments/tuner_args.py)."""
+    pixels = "max_pixels" if whole.get("max_pixels") is not None else "MAX_PIXELS"
+    reading.tell_largest_image(whole, pixels=pixels, tokens="IMAGE_MAX_TOKEN_NUM")
+    parts = {"tower": "freeze_vit", "projector": "freeze_aligner"}
+    frozen = [part for part, key in parts.items() if whole.switch(key) is not False]
+    if len(frozen) < len(parts):
+        reading.tell("freeze", next(key for part, key in parts.items() if part not in frozen), ",".join(frozen) or "none")
 
 
 def _loop(reading: Reading, whole: Table) -> None:

@@ -19,6 +19,8 @@ from zeroplan.engines.megatron.on_host import host_lines
 from zeroplan.engines.megatron.rank import Rank, rank_of
 from zeroplan.engines.megatron.states import states_of
 from zeroplan.engines.megatron.symbols import symbols_of
+from zeroplan.engines.megatron.tower import NOTE as TOWER_NOTE
+from zeroplan.engines.megatron.tower import tower_weights
 from zeroplan.engines.megatron.traffic import collectives_of
 from zeroplan.engines.megatron.widths import GRADIENTS_TOO
 from zeroplan.ledger import Moment
@@ -103,7 +105,7 @@ def memory_of_rank(at: int, job: Job) -> Account:
     """
     layers = _layers(job, received=at < int(job.mesh.pp) - 1 or chunks_per_rank(job) > 1)
     rank = rank_of(at, job)
-    states = tuple(states_of(rank, job))
+    states = (*states_of(rank, job), *tower_weights(rank, job))
     return Account(states, tuple(moments_of(rank, layers, job, states)), ())
 
 
@@ -114,7 +116,7 @@ def _layers(job: Job, *, received: bool) -> Layers:
 
 def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
     model, recipe = job.model, job.recipe
-    states = tuple(states_of(rank, job))
+    states = (*states_of(rank, job), *tower_weights(rank, job))
     moments = tuple(moments_of(rank, layers, job, states))
     return Account(
         states,
@@ -125,6 +127,7 @@ def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
             NOTE,
             *((_EXPERTS_NOTE if recipe.imbalance == 1 else _UNEVEN_NOTE,) if model.moe is not None else ()),
             *((_ALIBI,) if model.family == "bloom" else ()),
+            *((TOWER_NOTE,) if model.vision is not None else ()),
             *((_HYBRID_NOTE,) if recipe.megatron.hybrid_layer_pattern is not None else ()),
             *((_SHARDED_NOTE,) if recipe.zero_stage >= GRADIENTS_TOO else ()),
             *((_FP8_NOTE,) if recipe.megatron.fp8_format is not None else ()),

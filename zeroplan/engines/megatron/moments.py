@@ -24,6 +24,7 @@ from zeroplan.engines.megatron.parameters import table_of
 from zeroplan.engines.megatron.rank import Rank, kinds_backward
 from zeroplan.engines.megatron.sharded import AT_AHEAD, AT_END, AT_HEAD, AT_LAST, AT_LOSS, AT_STEP, Sharding, sharding_of
 from zeroplan.engines.megatron.states import step_lines
+from zeroplan.engines.megatron.tower import forward_of_the_tower, gradient_without_images, held_pixels, kept_of_images
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import ceil_div, minimum
 from zeroplan.spec.described import Job
@@ -83,10 +84,13 @@ def moments_of(rank: Rank, layers: Layers, job: Job, states: tuple[Line, ...]) -
     step = Step(
         rank, layers, job, flying_of(rank, layers, job),
         (*states, *buffer_lines(rank, layers, job), *rotary_tables(layers, job)),
-        (*embedded_lines(rank, job), *deferred_lines(rank, job)),
+        (*embedded_lines(rank, job), *deferred_lines(rank, job), *kept_of_images(rank, job)),
         tuple(attention_masks(rank, job)), left_by_schedule(rank, job),
         left_by_graphs(rank, job), sharding_of(rank, job),
     )  # fmt: skip
+    if rank.at == 0:
+        around = (*step.held, *step.embedded, *step.masks, *step.left["forward"], *_but_the_first_chunk(step))
+        yield from forward_of_the_tower(rank, job, around)
     yield from _forward(step)
     if rank.has_head:
         yield from _around_loss(step)
@@ -104,7 +108,8 @@ def _forward(step: Step) -> Iterator[Moment]:
     flying, sharding = step.flying, step.sharding
     kinds = kinds_backward(step.rank, step.job)
     running = step.layers.kinds[kinds[0]].cost.forward if kinds else ()
-    around = *step.held, *step.embedded, *step.masks, *step.left["forward"], *step.graphs["forward"]
+    pixels = held_pixels(step.rank, step.job)
+    around = *step.held, *pixels, *step.embedded, *step.masks, *step.left["forward"], *step.graphs["forward"]
     lines = (*around, *step.whole(AT_LAST), *step.waiting_layers(flying), *running)
     yield Moment("all that is in flight", Phase.FORWARD, lines)
     if sharding is not None and sharding.gathers:
@@ -118,7 +123,7 @@ def _around_loss(step: Step) -> Iterator[Moment]:
     job = step.job
     head, each = head_lines(job), tuple(each_token(step.rank, job))
     flying = step.waiting_layers(flying_of(step.rank, step.layers, job, loss=True))
-    at_loss = (*flying, *other_losses(job), *step.graphs["loss"])
+    at_loss = (*flying, *other_losses(job), *step.graphs["loss"], *held_pixels(step.rank, job))
     gathered = step.whole(AT_LOSS)
     lines = (*step.held, *gathered, *at_loss, *step.embedded, *step.masks, *step.left["loss"], *head, *each)
     yield Moment("loss", Phase.LOSS, lines, of_forward=True)
@@ -163,9 +168,8 @@ def _backward_of_embedding(step: Step) -> Moment:
 
     By then the micro-batch's backward has run all layers of the first chunk.
     """
-    job, batch, together = step.job, step.job.batch, layers_of_a_checkpoint(step.job.recipe)
-    over = tuple(ceil_div(count, together) for count in step.rank.each[0])
-    others = step.waiting_layers(without(step.flying, over))
+    job, batch = step.job, step.job.batch
+    others = _but_the_first_chunk(step)
     e, what = element_of(job.recipe), "gradient of the embedding's output, and what the stage received"
     several = 1 if step.rank.has_head else 2
     arrived = ceil_div(several * e * batch.micro_batch_size * batch.seq_len * job.model.hidden_size, job.mesh.cp)
@@ -173,7 +177,14 @@ def _backward_of_embedding(step: Step) -> Moment:
     table = e * table_of(job)
     whole = Line(Kind.TEMPORARY, table, "gradient of the embedding's table", "e·ceil(V_p·h/p)", EMBEDDED)
     around = *step.in_backward, *step.graphs["embedding"], *step.whole(AT_END), *step.made("end")
-    return Moment("backward of the embedding", Phase.BACKWARD, (*around, *others, whole, gradient))
+    of_text = gradient_without_images(step.rank, job)
+    return Moment("backward of the embedding", Phase.BACKWARD, (*around, *others, whole, gradient, *of_text))
+
+
+def _but_the_first_chunk(step: Step) -> tuple[Line, ...]:
+    """Return what layers in flight keep, but the first chunk's of one micro-batch. [bytes]"""
+    together = layers_of_a_checkpoint(step.job.recipe)
+    return step.waiting_layers(without(step.flying, tuple(ceil_div(count, together) for count in step.rank.each[0])))
 
 
 def _backward(step: Step) -> Iterator[Moment]:
