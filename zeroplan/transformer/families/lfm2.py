@@ -34,11 +34,11 @@ def _mixed(tape: Tape, normal: Value, block: Block) -> Attended:
 
 def _short_convolution(tape: Tape, normal: Value, block: Block) -> Value:
     """Return ``out(C * conv(B * x))``. Variables hold the joint projection and the convolution's output to the end."""
-    given = op.multiplied(tape, normal, "tokens without padding", Site("mask of padding", SHORT)) if block.padded else normal
+    given = op.without_padding(tape, normal, SHORT, padded=block.padded)
     joint = op.linear(tape, given, 3 * h, Site("joint projection of both gates and x", SHORT, layer="in_proj"))
     before, after, value = op.chunk(tape, joint, (T * h, T * h, T * h), Site("both gates and x", SHORT))
     entry = op.product(tape, before, value, "gated x, input of the convolution", Site("gate before the convolution", SHORT))
-    tape.release(*((given,) if block.padded else ()))
+    tape.release(given)
     short = op.convolution(tape, entry, h, NOTHING + _TAPS, Site("convolution", SHORT))
     tape.release(entry)
     inner = op.product(tape, after, short, "convolution times its gate", Site("gate after the convolution", SHORT))
