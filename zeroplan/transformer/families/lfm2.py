@@ -81,7 +81,7 @@ def _tensors(model: ModelSpec) -> Layout:
     often = dense if moe is None else (*fused_experts(model, moe, "feed_forward"), *gate)
     norms = (*rms_norm("operator_norm", hidden), *rms_norm("ffn_norm", hidden))
     of_kinds = {kind: (*own, *often, *norms) for kind, own in mixers.items()}
-    of_kinds |= {"dense": (*mixers["full"], *dense, *norms), "dense, short": (*mixers["short"], *dense, *norms)}
+    of_kinds |= {"dense": (*mixers["full"], *dense, *norms), "dense_short": (*mixers["short"], *dense, *norms)}
     return patterned(model, of_kinds, ("model.embed_tokens", "model.embedding_norm"))
 
 
