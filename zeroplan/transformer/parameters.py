@@ -28,6 +28,8 @@ class Parameter(NamedTuple):
     """It is stored in four bits."""
     by_all: bool = False
     """Of experts: every expert multiplies all tokens, although a token uses few of them (Llama 4)."""
+    transposed: bool = False
+    """A linear layer's weight is (in, out), as in ``Conv1D``."""
 
     @property
     def numel(self) -> int:

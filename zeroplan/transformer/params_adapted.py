@@ -116,7 +116,7 @@ def _wrapped(
 
 def _matrices(module: str, weight: Parameter, adapter: AdapterSpec) -> Parameters:
     """Return the two matrices of a linear layer's adapter."""
-    outputs, inputs = weight.shape
+    outputs, inputs = weight.shape[::-1] if weight.transposed else weight.shape
     return (
         Parameter(f"{module}.lora_A.default.weight", (adapter.rank, inputs), autocast=True),
         Parameter(f"{module}.lora_B.default.weight", (outputs, adapter.rank), autocast=True),

@@ -14,7 +14,7 @@ _LAYER = layer(
     Layer(
         LAYER_NORM,
         Attention(f"{STARCODER2}, Starcoder2Attention.forward").run,
-        partial(two_layer_mlp, source=f"{STARCODER2}, Starcoder2MLP.forward"),
+        partial(two_layer_mlp, source=f"{STARCODER2}, Starcoder2MLP.forward", layers=("c_fc", "c_proj")),
         f"{STARCODER2}, Starcoder2DecoderLayer.forward",
     )
 )
