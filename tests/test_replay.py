@@ -256,6 +256,7 @@ _PIPELINES: tuple[dict[str, object], ...] = (
     {"pipeline_schedule": "gpipe", "recompute": "full"},
     {"pipeline_schedule": "1f1b", "pipeline_parallel": 4},
     {"pipeline_schedule": "interleaved-1f1b", "stage": 2},
+    {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 4},
     {"pipeline_schedule": "interleaved-zero-bubble", "stage": 2, "precision": "bf16"},
     {"pipeline_schedule": "zbv", "stage": 2},
     {"pipeline_schedule": "interleaved-1f1b", "offload_activations": True, "recompute": "full", "fsdp2": _ON_HOST},

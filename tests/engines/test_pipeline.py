@@ -10,7 +10,7 @@ from tests.engines.columns import Columns
 from tests.formulas import assert_explained
 from zeroplan.engines.pipeline import accounts, accounts_of, highest_of, ranks_in_question
 from zeroplan.engines.pipeline.schedule import Place
-from zeroplan.engines.pipeline.walk import gathers, states
+from zeroplan.engines.pipeline.walk import gathers, states, unshards
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate, needed
 from zeroplan.ledger import Kind
@@ -107,6 +107,18 @@ def test_resharded_stages_are_gathered_unless_a_backward_left_them_whole() -> No
     assert gathers(Place("1f1b", 1, 4, 1, 8), resharded=False)[0] == (1, 0)
 
 
+def test_a_stage_that_torch_shards_between_its_passes_is_gathered_again() -> None:
+    """Three of a rank's stages are unsharded at once: four take turns, and three need not."""
+    assert unshards(Place("interleaved-1f1b", 0, 2, 3, 4)) == ((1, 0),) * 3
+    four = unshards(Place("interleaved-1f1b", 0, 2, 4, 4))
+    assert sum(map(sum, four)) > 4
+    walk = states(Place("interleaved-1f1b", 0, 2, 4, 4), resharded=False)
+    assert all(sum(one.whole) <= 3 for one in walk)
+    job = _job(pp=2, micro_batches=4, layers=14, pipeline_schedule="interleaved-1f1b", pipeline_stages_per_rank=4)
+    root, *_ = (one for one in estimate(job, pipeline_rank=0).traffic.collectives if one.is_root)
+    assert root.calls == four[0].forward
+
+
 def test_gradients_are_reduced_once() -> None:
     answer = estimate(_job())
     reduced = sum(int(call.calls) for call in answer.traffic.collectives if call.operation == "reduce_scatter")
@@ -115,12 +127,12 @@ def test_gradients_are_reduced_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "recompute"),
-    [("1f1b", "none"), ("1f1b", "full"), ("interleaved-1f1b", "none"), ("interleaved-1f1b", "full"),
-     ("interleaved-zero-bubble", "none"), ("zbv", "none")],
+    ("schedule", "recompute", "each"),
+    [("1f1b", "none", None), ("1f1b", "full", None), ("interleaved-1f1b", "none", None), ("interleaved-1f1b", "full", None),
+     ("interleaved-1f1b", "none", 4), ("interleaved-zero-bubble", "none", None), ("zbv", "none", None)],
 )  # fmt: skip
-def test_formulas_give_the_bytes_of_their_lines(schedule: str, recompute: str) -> None:
-    job = _job(pp=2, pipeline_schedule=schedule, recompute=recompute)
+def test_formulas_give_the_bytes_of_their_lines(schedule: str, recompute: str, each: int | None) -> None:
+    job = _job(pp=2, layers=14 if each else 8, pipeline_schedule=schedule, recompute=recompute, pipeline_stages_per_rank=each)
     for rank in (0, 1):
         assert_explained(estimate(job, pipeline_rank=rank))
 
@@ -178,7 +190,7 @@ def test_what_is_not_modelled_is_refused(change: dict[str, object], message: str
         ),
         ({"fsdp2": Fsdp2Options(reshard_after_forward=True)}, "loses gradients of weights that are sharded again"),
         (
-            {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 4},
+            {"pipeline_schedule": "interleaved-zero-bubble", "pipeline_stages_per_rank": 4},
             "with 4 stages on each rank is not modelled",
         ),
     ],
@@ -227,6 +239,7 @@ def test_a_user_can_set_the_layers_of_stages() -> None:
     assert [one.pipeline[0].stages for one in every] == [
         "embedding, block 1", "blocks 2 to 4", "blocks 5 to 7", "block 8, norm and head",
     ]  # fmt: skip
+    assert "Model states" in estimate_text(estimate(asked), verbose=True)
     even = estimate(_job(pipeline_layers="2,3,2,1"))
     assert even.peak_bytes == estimate(_job()).peak_bytes  # torchtitan's distribution of eight layers
 

@@ -21,6 +21,8 @@ JOBS = {
     "gpipe": {"gpus": 4, "pipeline_parallel": 4, "stage": 2, "pipeline_schedule": "gpipe", "grad_accum": 4},
     "interleaved": {"gpus": 16, "pipeline_parallel": 4, "stage": 3, "pipeline_schedule": "interleaved-1f1b",
                     "recompute": "selective", "grad_accum": 8, "micro_batch": 2},
+    "four stages": {"gpus": 8, "pipeline_parallel": 2, "stage": 3, "pipeline_schedule": "interleaved-1f1b", "grad_accum": 4,
+                    "pipeline_stages_per_rank": 4},
     "zero bubble": {"gpus": 8, "pipeline_parallel": 2, "stage": 2, "pipeline_schedule": "interleaved-zero-bubble", "grad_accum": 8},
     "v": {"gpus": 8, "pipeline_parallel": 4, "stage": 2, "pipeline_schedule": "zbv", "grad_accum": 8},
     "some recomputed": {"gpus": 8, "pipeline_parallel": 4, "stage": 2, "recompute": "full", "recompute_layers": 5,

@@ -70,4 +70,5 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         recipe.prompt_len,
         recipe.log_probs,
         recipe.padded,
+        tp > 1 and not recipe.fsdp2.sequence_parallel,
     )

@@ -89,6 +89,7 @@ _MISSING_FROM_ALL: tuple[Missing, ...] = (
     (lambda recipe: recipe.engine != "deepspeed" and recipe.precision not in ("bf16-mixed", "fp32"),
      "under FSDP and DDP only the precisions bf16-mixed and fp32 are written"),
     (lambda recipe: recipe.fsdp2.modules != "transformers", "its modules are torchtitan's, and the file would run transformers'"),
+    (lambda recipe: not recipe.fsdp2.sequence_parallel, torchtitan.WHOLE_SEQUENCES),
 )  # fmt: skip
 _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
     (lambda recipe: recipe.recompute_layers is not None and recipe.engine == "fsdp2", "accelerate recomputes all blocks or none"),

@@ -43,6 +43,7 @@ SCHEDULES = {
 #: Classes of 0.3 (distributed/activation_checkpoint.py).
 _POLICIES: dict[str, str] = {"full": "FullAC", "selective": "SelectiveAC"}
 _Value = str | int | bool
+WHOLE_SEQUENCES = "tensor-parallel ranks are written to split the sequence (fsdp2.sequence_parallel)"
 
 
 def missing(recipe: RecipeSpec) -> str:
@@ -58,6 +59,7 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.precision == "fp16-mixed", "torchtitan has no fp16"),
         (recipe.optimizer != "adamw", "only the optimizer adamw is written"),
         (recipe.float8_recipe is not None, "float8 is not written"),
+        (not recipe.fsdp2.sequence_parallel, WHOLE_SEQUENCES),
         (sharded and ways_of_resharding(recipe.fsdp2) is not None, "torchtitan reshards over all ranks or none"),
         (sharded and recipe.precision == "bf16-mixed" and recipe.fsdp2.reduce_dtype == "param", "torchtitan reduces in fp32"),
         (

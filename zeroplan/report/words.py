@@ -257,7 +257,7 @@ def _unsharded(job: JobSpec) -> Mapping[Kind, int]:
     engine = "fsdp2" if job.recipe.engine == "fsdp1" else job.recipe.engine  # FSDP2 on one rank shards nothing
     recipe = replace(
         job.recipe, engine=engine, fsdp2=fsdp2, deepspeed=replace(here, zero_hpz_partition_size=1), pipeline_schedule=None,
-        pipeline_stages_per_rank=None,
+        pipeline_stages_per_rank=None, pipeline_layers=None,
     )  # fmt: skip
     return estimate(replace(job, recipe=recipe, mesh=MeshSpec(tp=job.mesh.tp))).states_by_kind
 

@@ -51,6 +51,8 @@ class Compute(NamedTuple):
     """How loss ``log-probs`` computes its log-probabilities."""
     padded: bool = False
     """Some sequences of the batch end in padding, so attention gets a mask."""
+    whole_sequences: bool = False
+    """Ranks that split matrices have whole hidden states between them."""
 
 
 class At(StrEnum):

@@ -179,17 +179,18 @@ def _first_saves_it(question: _Question) -> bool:
 
 
 def _of_a_rank(question: _Question, *, recomputed: bool) -> HeadPass:
-    """Return the same as ``_whole`` for a tensor-parallel rank, whose residual stream is split along the sequence."""
+    """Return the same as ``_whole`` for a tensor-parallel rank, whose residual stream is split along the sequence, or whole."""
     values, (tables, _) = question.values, _tables(question, recomputed=recomputed)
     named = not recomputed and not _first_saves_it(question)
+    share = _EMBEDDED if question.x.whole_sequences else _SHARE
     return HeadPass(
         (*(one.line(SAVED, values) for one in (_IDS, *question.around.kept, _POSITIONS)), *tables),
         (),
         (),
         (),
-        _SHARE.size.value(values),
-        first_input=(_SHARE.line(TEMPORARY, values),) if named else (),
-        hidden_formula=_SHARE.size.text,
+        share.size.value(values),
+        first_input=(share.line(TEMPORARY, values),) if named else (),
+        hidden_formula=share.size.text,
         with_blocks=tables,
     )
 

@@ -15,6 +15,7 @@ import torch
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.pipeline.halves_order import v_shaped, zero_bubble
 from zeroplan.engines.pipeline.order import interleaved
+from zeroplan.engines.pipeline.schedule import next_stages
 from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.batch import BatchSpec
@@ -57,6 +58,17 @@ _CASES = [
     Case(1, {"zero_stage": 3, "pipeline_schedule": "interleaved-1f1b"}, micro_batches=2),
     Case(0, {"zero_stage": 2, "pipeline_schedule": "1f1b"}, micro_batches=2, seq_len=2),
     Case(0, {"zero_stage": 3, "pipeline_schedule": "interleaved-1f1b", "precision": "fp32"}, micro_batches=1, seq_len=2),
+    Case(
+        0,
+        {"zero_stage": 3, "pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 4},
+        model={"num_hidden_layers": 14},
+    ),
+    Case(
+        1,
+        {"zero_stage": 2, "pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 5, "recompute": "full"},
+        seq_len=2,
+        model={"num_hidden_layers": 18},
+    ),
     Case(0, {"zero_stage": 2, "pipeline_schedule": "interleaved-zero-bubble"}),
     Case(1, {"zero_stage": 2, "pipeline_schedule": "interleaved-zero-bubble", "precision": "bf16"}, micro_batches=4, seq_len=2),
     Case(1, {"zero_stage": 2, "pipeline_schedule": "zbv"}, family="qwen3"),
@@ -176,7 +188,8 @@ _SMALL = 1200
 
 @pytest.mark.parametrize(("pp", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 10), (3, 3, 2), (4, 4, 16)])
 def test_the_order_of_interleaved_stages_is_torchs(pp: int, chunks: int, micro_batches: int) -> None:
-    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+    """So are the stages that are unsharded at each pass."""
+    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, _add_unshard_reshard
 
     torchs = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
     torchs.n_local_stages, torchs.pp_group_size, torchs._n_microbatches = chunks, pp, micro_batches
@@ -187,6 +200,16 @@ def test_the_order_of_interleaved_stages_is_torchs(pp: int, chunks: int, micro_b
         assert [(one.stage_index // pp, one.microbatch_index, one.computation_type.value[:1]) for one in order] == [
             (one.chunk, one.micro_batch, "F" if one.kind == "forward" else "B") for one in ours
         ]
+        active, unsharded = set[int](), list[set[int]]()
+        for action in _add_unshard_reshard([*order]):
+            stage = action.stage_index // pp
+            if action.computation_type.value == "UNSHARD":
+                active.add(stage)
+            elif action.computation_type.value == "RESHARD":
+                active.remove(stage)
+            else:
+                unsharded.append({*active})
+        assert unsharded == [set(one) for one in next_stages(ours)]
 
 
 @pytest.mark.parametrize(("pp", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 9), (3, 3, 6), (4, 2, 2)])

@@ -12,7 +12,7 @@ from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, Told, Tra
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, OF_LINEAR
 
 #: Axolotl's key for each key of TrainingArguments and TRL.
 _INSTEAD = {
@@ -135,6 +135,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
     _loss(reading, whole)
     _offloaded(reading, whole)
+    _in_two_ways(reading, whole)
     _packed(reading, whole)
     reading.notes += [_GONE.format(key) for key in ("flash_attn_rms_norm", "s2_attention") if whole.switch(key)]
     if made["use_peft"]:
@@ -258,6 +259,20 @@ def _attention(whole: Table) -> dict[str, object]:
     return {"attn_implementation": word}
 
 
+def _in_two_ways(reading: Reading, whole: Table) -> None:
+    """Read Gemma 4's ``gemma4_hybrid_attn_impl``: FlashAttention in layers with a window, torch's attention in wider heads.
+
+    Source: loaders/patch_manager.py, _apply_gemma_hybrid_attention; monkeypatch/gemma4_hybrid_mask.py.
+    """
+    model = reading.known_model()
+    if not whole.switch("gemma4_hybrid_attn_impl") or model is None or model.global_head_dim <= _VARLEN_MOST:
+        return
+    reading.tell("attention", "gemma4_hybrid_attn_impl", "sdpa", note=_HYBRID)
+    del whole.matters["gemma4_hybrid_attn_impl"]
+    if whole.switch("sample_packing"):
+        whole.matters["sample_packing"] = _MASK
+
+
 def _packed(reading: Reading, whole: Table) -> None:
     """Read rows of several sequences with torch's attention, whose mask or lengths keep them apart (loaders/patch_manager.py).
 
@@ -266,7 +281,8 @@ def _packed(reading: Reading, whole: Table) -> None:
     """
     word = whole.data.get("attn_implementation") or ("sdpa" if whole.switch("sdp_attention") else None)
     model = reading.known_model()
-    if "sample_packing" not in whole.matters or word not in (None, "sdpa"):
+    told = reading.flags.get("attention", Told("", "")).value
+    if "sample_packing" not in whole.matters or (word not in (None, "sdpa") and told != "sdpa"):
         return
     plain = model is not None and model.sliding_window is None and model.head_dim <= _VARLEN_MOST
     if word == "sdpa" and plain and whole.data.get("sdpa_varlen") is not False:
@@ -278,6 +294,10 @@ def _packed(reading: Reading, whole: Table) -> None:
     del whole.matters["sample_packing"]
 
 
+_HYBRID = (
+    "gemma4_hybrid_attn_impl runs FlashAttention in layers with a window; torch's attention is counted in all layers, which keeps "
+    "more; read from axolotl's code, not run"
+)
 _VARLEN_MOST = 256
 _VARLEN = "sample_packing with sdpa runs torch's varlen_attn, which is FlashAttention and needs no mask"
 
@@ -340,7 +360,9 @@ def _adapter(whole: Table) -> dict[str, object]:
     names = [targets] if isinstance(targets, str) else targets
     return {
         "use_peft": True,
-        "lora_target_modules": "all-linear" if whole.switch("lora_target_linear") else names,
+        "lora_target_modules": [OF_LINEAR, *(names if isinstance(names, list) else [])]
+        if whole.switch("lora_target_linear")
+        else names,
         "lora_dropout": 0.0 if dropout is None else dropout,
         "load_in_4bit": whole.get("load_in_4bit"),
         "use_bnb_nested_quant": True,

@@ -61,6 +61,8 @@ _SAVES = f"""
     *optimizer_offload_fraction *fine_grained_activation_offloading *optimizer_cpu_offload *cpu_offloading
     *megatron_fsdp_main_params_dtype *megatron_fsdp_grad_comm_dtype
 """
+#: Micro-batches of a group, which Megatron-Core calls ``microbatch_group_size_per_vp_stage``.
+_GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 #: Switches of Megatron-LM that set an option of another name.
 _SWITCHES = {
     "no_overlap_p2p_communication": ("overlap_p2p_comm", False), "no_rope_fusion": ("apply_rope_fusion", False),
@@ -104,9 +106,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     seq = next((key for key in ("seq_length", "max_length", "dataset.seq_length") if table.data.get(key)), "seq_length")
     reading.number("seq_len", seq)
     each = reading.number("micro_batch", "micro_batch_size", default=1) or 1
-    reading.tell_steps(
-        "global_batch_size", table.count("global_batch_size") or (16 if _is_swift(table) else None), each * ranks
-    )
+    reading.tell_steps(*_batch_of_a_step(table), each * ranks)
     _adapter(reading)
     _attention(reading)
     _optimizer(reading)
@@ -128,6 +128,14 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if _is_swift(table):
         _loop(reading)
     return reading.setup("ms-swift" if _is_swift(table) else "megatron")
+
+
+def _batch_of_a_step(table: Table) -> tuple[str, int | None]:
+    """Return the key and the sequences of a step: the most of a schedule (num_microbatches_calculator.py), or else one number."""
+    sizes = re.findall(r":\s*(\d+)", str(table.get("step_batch_size_schedule") or ""))
+    if sizes:
+        return "step_batch_size_schedule", max(map(int, sizes))
+    return "global_batch_size", table.count("global_batch_size") or (16 if _is_swift(table) else None)
 
 
 def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
@@ -518,6 +526,8 @@ def _option(table: Table, before: str, name: str, default: object) -> object:
     if isinstance(default, bool):
         said = False if table.switch(f"{before}no_{name}") else table.switch(f"{before}{name}")
         return bool(said) if name == "moe_grouped_gemm" and not others else said
+    if name == _GROUP:
+        return table.count(f"{before}{name}") or table.count(f"{before}microbatch_group_size_per_vp_stage")
     if isinstance(default, int):
         return table.count(f"{before}{name}")
     return value if (value := table.get(f"{before}{name}")) in _CHOICES else None

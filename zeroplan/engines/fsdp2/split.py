@@ -34,6 +34,8 @@ def split_collectives(
     (``FSDPParam.may_reduce_grad_outside_dp``).
     """
     layers, passes = sum(plan.every_layer), batch.grad_accum_steps
+    if not plan.recipe.fsdp2.sequence_parallel:
+        return _of_whole_sequences(plan, batch, ranks, embeds=embeds, ends=ends)
     tokens = batch.micro_batch_size * batch.seq_len
     whole, e = tokens * plan.parameters[0].shape[1], plan.width.compute
     twice = sum(run.layers for run in plan.runs if not run.plain)
@@ -58,6 +60,29 @@ def split_collectives(
             of_all=reductions * reduced * elements
         ),
     )
+
+
+def _of_whole_sequences(plan: Plan, batch: Batch, ranks: int, *, embeds: bool, ends: bool) -> tuple[Collective, ...]:
+    """Return the sums of whole hidden states: of each branch's output, and of the gradient of each matrix's input.
+
+    Q, k and v projections, gate and up projections, and the head sum one each. A recomputation sums outputs again.
+    """
+    layers, passes, e = sum(plan.every_layer), batch.grad_accum_steps, plan.width.compute
+    twice = sum(run.layers for run in plan.runs if not run.plain)
+    again = {"none": 0, "full": twice, "selective": 2 * twice}[plan.recipe.recompute]
+    tokens = batch.micro_batch_size * batch.seq_len
+    whole = tokens * plan.parameters[0].shape[1]
+    forward, backward = passes * (2 * layers + embeds), passes * (_READERS * layers + ends + again)
+    return (
+        _among("all_reduce", ACTIVATIONS, Phase.FORWARD, ranks, forward, whole, e, SUMMED),
+        _among("all_reduce", ROWS, Phase.FORWARD, ranks, 3 * passes * ends, tokens, 4, PARALLEL),
+        _among("all_reduce", ACTIVATIONS, Phase.BACKWARD, ranks, backward, whole, e, SUMMED),
+    )
+
+
+SUMMED = "torch 2.13, torch/distributed/tensor/placement_types.py, Partial._reduce_value"
+_READERS = 5
+"""Matrices of a block that read whole hidden states."""
 
 
 def least_collectives(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:

@@ -19,11 +19,11 @@ from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.optimizers import step_temporary_lines
 from zeroplan.engines.pipeline.host import in_host_memory
 from zeroplan.engines.pipeline.moments import moments_of
-from zeroplan.engines.pipeline.schedule import Place
+from zeroplan.engines.pipeline.schedule import STAGES_AT_ONCE, Place
 from zeroplan.engines.pipeline.stage import StagePlan, stage_plans
 from zeroplan.engines.pipeline.traffic import collectives
 from zeroplan.engines.pipeline.waiting import Rank
-from zeroplan.engines.pipeline.walk import State, gathers, left_over, states
+from zeroplan.engines.pipeline.walk import State, left_over, states
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, Role, Tag
@@ -46,8 +46,6 @@ TIED = (
 SCHEDULES_OF_2_13 = (
     "the schedules are those of torch 2.13: what torch 2.15's own hold, receive buffers among it, is not modelled"
 )
-_STAGES_AT_ONCE = 3
-"""With more stages per rank, torch shards some of them between their passes (``_add_unshard_reshard``, ``max_active_stages``)."""
 
 
 def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
@@ -109,10 +107,10 @@ def arranged(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Arranged:
     model = replace(model, tie_word_embeddings=False)  # the last stage has a copy of its own
     pp, schedule = int(mesh.pp), recipe.pipeline_schedule or "1f1b"
     chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
-    if chunks > _STAGES_AT_ONCE:
+    if chunks > STAGES_AT_ONCE and schedule in SPLIT:
         raise SpecError(
-            f"schedule {schedule!r} with {chunks} stages on each rank is not modelled, of which torch holds {_STAGES_AT_ONCE} "
-            f"unsharded at once; use {_STAGES_AT_ONCE} at most"
+            f"schedule {schedule!r} with {chunks} stages on each rank is not modelled, of which torch shards some between the "
+            f"halves of a backward; use {STAGES_AT_ONCE} at most, or interleaved-1f1b"
         )
     stages = cut(model.num_hidden_layers, pp * chunks, recipe.layers_by_hand)
     return Arranged(model, recipe, pp, int(mesh.cp), schedule, chunks, stages)
@@ -155,12 +153,18 @@ def ranks_in_question(recipe: RecipeSpec, pp: int) -> tuple[int, ...]:
     """Return the ranks that can have the highest peak: the first and the last, which also have other layers, and the second.
 
     Later ranks have as many layers and fewer micro-batches in flight. All ranks count if backwards are split, stages return to
-    earlier ranks, or only the first layers are recomputed.
+    earlier ranks, only the first layers are recomputed, or torch shards some of a rank's stages for a time.
 
     >>> ranks_in_question(RecipeSpec(), 8), ranks_in_question(RecipeSpec(), 2)
     ((0, 1, 7), (0, 1))
     """
-    if recipe.pipeline_schedule in SPLIT or recipe.pipeline_layers is not None or recipe.recompute_layers is not None:
+    by_turns = (recipe.pipeline_stages_per_rank or 1) > STAGES_AT_ONCE
+    if (
+        recipe.pipeline_schedule in SPLIT
+        or recipe.pipeline_layers is not None
+        or recipe.recompute_layers is not None
+        or by_turns
+    ):
         return tuple(range(pp))
     return tuple(sorted({0, min(1, pp - 1), pp - 1}))
 
@@ -175,13 +179,12 @@ def _account(
     temporaries, walked = _temporaries(recipe, stages), states_for(place, stages[0].plan)
     on_gpu, on_host = ((), temporaries) if recipe.fsdp2.cpu_offload else (temporaries, ())
     step = Moment("optimizer step", Phase.STEP, (*here.standing, *left, *gradients, *on_gpu))
-    resharded = bool(stages[0].plan.reshard)
     moments = Moments((*moments_of(here, walked), entry_of(step)))
     host, pinned = in_host_memory(recipe, stages, walked)
     return Account(
         states=(*standing, *gradients),
         moments=moments,
-        collectives=collectives(stages, gathers(place, resharded=resharded), mesh, batch, model),
+        collectives=collectives(stages, place, mesh, batch, model),
         host=(*host, *on_host),
         pipeline=(_shown(place.rank, stages, moments),),
         symbols=(*_symbols(model, recipe, mesh, batch), *pinned),
@@ -202,7 +205,7 @@ def account_of_time(
 ) -> Account:  # fmt: skip
     """Return the parts of a rank's account that its step time depends on: states, collectives, and the rank in the pipeline."""
     standing, gradients = states_of(stages)
-    sent = collectives(stages, gathers(place, resharded=bool(stages[0].plan.reshard)), mesh, batch, model)
+    sent = collectives(stages, place, mesh, batch, model)
     return Account((*standing, *gradients), (), sent, pipeline=(PipelineRank(place.rank, "", 0, 0, ""),))
 
 

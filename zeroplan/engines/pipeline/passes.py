@@ -30,7 +30,7 @@ from zeroplan.engines.pipeline.lines import (
     root_sizes,
     unsharded_parameters,
 )
-from zeroplan.engines.pipeline.waiting import Rank, of_the_head, waiting_lines
+from zeroplan.engines.pipeline.waiting import Rank, in_flight_line, of_the_head, waiting_lines
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Phase, Role
@@ -93,14 +93,17 @@ class StagePass(MicroBatch):
 
     def _enter_stage(self) -> None:
         """Gather the units outside the blocks, which happens once a step. An interleaved schedule gathers the whole stage."""
-        trace = self.trace
-        trace.at("forward: unsharding the stage", Phase.FORWARD)
-        if self.state.begins and self.whole:
-            trace.pass_by(*gathered_at_once(self.plan))
+        self._copy_out_all(Phase.FORWARD)
         if self.ends is None:
             self._enter_once(self.root)
         elif not self._gathers_once:
             self.run.hold_unsharded(self.ends.head)
+
+    def _copy_out_all(self, phase: Phase) -> None:
+        """Copy out a stage that the schedule has gathered ahead of this pass."""
+        self.trace.at(f"{phase.value}: unsharding the stage", phase)
+        if self.state.begins and self.whole:
+            self.trace.pass_by(*gathered_at_once(self.plan))
 
     @property
     def _gathers_once(self) -> bool:
@@ -217,6 +220,10 @@ class StagePass(MicroBatch):
 
     def backward_through(self) -> None:
         """Run the stage backward."""
+        if self.state.begins:
+            self.trace.hold("kept", in_flight_line(self.stage), *earlier_gradients(self.rank, self.state))
+            self._copy_out_all(Phase.BACKWARD)
+            self.trace.drop("kept")
         if self.ends is None:
             self.run.hold_unsharded(self.root)
         else:

@@ -9,6 +9,7 @@ of each schedule; stage.py, ``fwd_cache``.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from zeroplan.engines.pipeline.halves_order import v_shaped, zero_bubble
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from zeroplan.engines.requests.pipeline import StageStep
 
     Driven: TypeAlias = Counted | StageStep
+
+
+STAGES_AT_ONCE = 3
+"""torch 2.13, torch/distributed/pipelining/schedules.py, _add_unshard_reshard, max_active_stages."""
 
 
 class Place(NamedTuple):
@@ -52,6 +57,20 @@ def order_of(place: Place) -> tuple[Action, ...]:
     return order(rank=place.rank, pp=place.pp, chunks=place.chunks, micro_batches=place.micro_batches)
 
 
+@lru_cache(maxsize=4096)
+def next_stages(order: tuple[Action, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return, at each pass, the stages that torch keeps unsharded: the next three that run, in the order of their passes.
+
+    >>> next_stages(interleaved(rank=0, pp=1, chunks=4, micro_batches=1))[:3]
+    ((0, 1, 2), (1, 2, 3), (2, 3, 1))
+    """
+    found, coming = list[tuple[int, ...]](), tuple[int, ...]()
+    for one in reversed(order):
+        coming = (one.chunk, *(chunk for chunk in coming if chunk != one.chunk))[:STAGES_AT_ONCE]
+        found.append(coming)
+    return tuple(reversed(found))
+
+
 class Passes:
     """The passes of a rank's step."""
 
@@ -75,18 +94,25 @@ class Passes:
                     stage.sent(at)
 
     def _in_order(self) -> None:
-        """Run the passes of several stages. All units are gathered first; a stage is reduced right after its last backward."""
+        """Run the passes of several stages. Their units are gathered ahead; a stage is reduced right after its last backward."""
         takes = {"forward": self._forward, "backward": self._backward, "input": self._input, "weights": self._weights}
-        for stage in self.stages:
-            stage.unshard_all()
-        for kind, chunk, at in order_of(self.place):
+        order, active, gathered = order_of(self.place), set[int](), set[int]()
+        for (kind, chunk, at), coming in zip(order, next_stages(order), strict=True):
+            for gone in active.difference(coming):
+                self.stages[gone].reshard_all()
+            for one in coming:
+                if one not in active:
+                    self.stages[one].unshard_all()
+                    gathered.add(one)
+            active = set(coming)
+            if chunk in gathered:
+                self.stages[chunk].wait_for_all()
+                gathered.discard(chunk)
             takes[kind](chunk, at)
 
     def _forward(self, chunk: int, at: int) -> None:
         """Run a forward. An output for the rank's own next stage counts as received by that stage."""
         stage = self.stages[chunk]
-        if not at:
-            stage.wait_for_all()
         stage.forward_of(at)
         if self.place.goes_by_hand(chunk):
             stage.output_of(at)

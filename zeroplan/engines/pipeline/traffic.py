@@ -1,7 +1,8 @@
 """The traffic of a pipeline rank per step: hidden states up, their gradients down, and FSDP2's collectives under a schedule.
 
-Gradients are reduced once per step. Parameters are gathered once. If blocks are resharded after their forward, every pass
-gathers them, except passes that follow a backward, which leaves its stage unsharded.
+Gradients are reduced once per step. Parameters are gathered once, and again after the schedule has sharded their stage. If
+blocks are resharded after their forward, every pass gathers them, except passes that follow a backward, which leaves its stage
+unsharded.
 """
 
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from typing import NamedTuple
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.traffic import EXPERTS, REPLICAS, ROOT, gather, over_replicas, reduce_scatter
+from zeroplan.engines.pipeline.schedule import Place
 from zeroplan.engines.pipeline.stage import StagePlan
-from zeroplan.engines.pipeline.walk import Gathers
+from zeroplan.engines.pipeline.walk import Gathers, gathers, unshards
 from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
@@ -24,12 +26,14 @@ SEND, UP, DOWN = "send", "hidden states to the next stage", "gradients to the st
 
 
 def collectives(
-    stages: tuple[StagePlan, ...], gathers: tuple[Gathers, ...], mesh: Mesh, batch: Batch, model: ModelSpec
+    stages: tuple[StagePlan, ...], place: Place, mesh: Mesh, batch: Batch, model: ModelSpec
 ) -> tuple[Collective, ...]:
     """Return every collective and every send of one optimizer step of a rank; ``batch`` is the rank's."""
     sent = _sends(stages, mesh, batch)
     among = (call for stage in stages for call in _among_the_split(stage, mesh, batch, model))
-    return (*(call for one in zip(stages, gathers, strict=True) for call in _of_stage(*one, mesh)), *among, *sent)
+    of_blocks, of_stages = gathers(place, resharded=bool(stages[0].plan.reshard)), unshards(place)
+    every = zip(stages, of_blocks, of_stages, strict=True)
+    return (*(call for one in every for call in _of_stage(*one, mesh)), *among, *sent)
 
 
 def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpec) -> Iterator[Collective]:
@@ -52,9 +56,9 @@ def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpe
         yield from exchanged(stage.plan, batch, model, mesh)
 
 
-def _of_stage(stage: StagePlan, gathers: Gathers, mesh: Mesh) -> Iterator[Collective]:
+def _of_stage(stage: StagePlan, gathers: Gathers, once: Gathers, mesh: Mesh) -> Iterator[Collective]:
     plan = stage.plan
-    for call in _outside(plan, gathers, mesh):
+    for call in _outside(plan, gathers, once, mesh):
         yield call._replace(is_root=True)
     for *groups, run in zip(plan.blocks, plan.trained_blocks, plan.runs, strict=True):
         if groups[0].experts is not None:
@@ -75,9 +79,12 @@ class Gathered(NamedTuple):
     name: str
 
 
-def _outside(plan: Plan, gathers: Gathers, mesh: Mesh) -> Iterator[Collective]:
-    """Yield gathers outside the blocks: the root group, or norm and head, once; a separate embedding as often as the blocks."""
-    once, (*_, last), (*_, trained) = Gathers(1, 0), plan.outside, plan.trained_outside
+def _outside(plan: Plan, gathers: Gathers, once: Gathers, mesh: Mesh) -> Iterator[Collective]:
+    """Yield gathers outside the blocks: the root group, or norm and head, as often as the schedule gathers the whole stage.
+
+    A separate embedding is gathered as often as the blocks.
+    """
+    (*_, last), (*_, trained) = plan.outside, plan.trained_outside
     name = ROOT if plan.ends is None else "final norm and head"
     if plan.ends is not None and plan.ends.embedding.numel:
         embedding = Gathered(plan.ends.embedding, plan.ends.trained_embedding, 1, "the embedding")

@@ -11,7 +11,7 @@ from zeroplan.engines.pipeline.lines import AT_ONCE, stays_unsharded, unsharded_
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, weighted
 from zeroplan.weights import total
 
 
@@ -100,9 +100,9 @@ def waits(state: State, sizes: tuple[Sizes, ...]) -> list[Int]:
         if state.reduced[at]:
             reduce = reduce + one.shards
             continue
-        if state.has_begun(at):
-            computing = computing + (one.unsharded if state.whole[at] else one.outside)
-        else:
+        if state.begun[at]:
+            computing = computing + (0 if state.sharded[at] else one.unsharded if state.whole[at] else one.outside)
+        elif not state.sharded[at]:
             gather = gather + one.gathered
         computing = computing + state.earlier[at] * one.gradients + (state.fresh[at] * one.fresh if state.fresh else 0)
     return [computing, gather, reduce]
@@ -132,6 +132,11 @@ def waiting_lines(rank: Rank, state: State) -> tuple[Line, ...]:
         *_other_stages(rank, state),
         *(of_the_head(rank, state) if state.chunk != len(rank.stages) - 1 else ()),
     )
+
+
+def in_flight_line(stage: StagePlan) -> Line:
+    """Return the tensors that one micro-batch keeps in a stage from its forward to its backward. [bytes]"""
+    return _of_several(Kind.ACTIVATIONS, ((1, stage.kept_bytes),), "kept by this micro-batch", STAGE)
 
 
 def of_the_head(rank: Rank, state: State) -> tuple[Line, ...]:
@@ -170,10 +175,10 @@ def _other_stages(rank: Rank, state: State) -> Iterator[Line]:
 
 
 def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...]:
-    """Return the unsharded parameters of a stage that does not run: all gathered before its first pass, later all or some."""
-    if state.reduced[at]:
+    """Return the unsharded parameters of a stage that does not run: all gathered ahead of its pass, later all or some."""
+    if state.reduced[at] or state.sharded[at]:
         return ()
-    if not state.has_begun(at):
+    if not state.begun[at]:
         n_bytes = plan.gathers * plan.width.compute * gathered_elements(plan)
         gathered = Line(Kind.GATHER, n_bytes, "another stage's parameters, gathered ahead", source=AT_ONCE)
         return (in_elements(gathered, plan.width.compute),)
@@ -184,10 +189,6 @@ def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...
 
 def gathered_elements(plan: Plan) -> Int:
     """Return the gathered parameters of a stage. Experts that no other rank has are not gathered."""
-    elements: Int = 0
-    for group in plan.outside:
-        elements = elements + group.padded
-    for count, group in zip(plan.every_layer, plan.blocks, strict=True):
-        alone = 0 if group.experts is None else (1 - group.experts.gathers) * group.experts.padded
-        elements = elements + count * (group.padded - alone)
-    return elements
+    alone = [0 if one.experts is None else (1 - one.experts.gathers) * one.experts.padded for one in plan.blocks]
+    inside = weighted(plan.every_layer, [one.padded - less for one, less in zip(plan.blocks, alone, strict=True)])
+    return sum([group.padded for group in plan.outside]) + inside

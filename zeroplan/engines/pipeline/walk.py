@@ -18,6 +18,8 @@ from zeroplan.engines.pipeline.order import Pass
 from zeroplan.engines.pipeline.schedule import Passes, Place
 from zeroplan.spec.pipeline import SINGLE, SPLIT
 
+_FULL: tuple[Pass, ...] = ("forward", "backward")
+
 
 class State(NamedTuple):
     """Counts of waiting tensors during a pass; tuples have one entry per stage of the rank.
@@ -25,7 +27,8 @@ class State(NamedTuple):
     ``flying``: micro-batches between forward and backward, without the one whose pass this is; ``outputs``: outputs of the
     stage that something refers to, including that micro-batch's in its backward; ``sent``: input gradients that something
     refers to; ``earlier``: 1 if a micro-batch has left gradients; ``whole``: whether the stage's parameters are unsharded when
-    the pass begins; ``reduced``: whether its gradients are reduced and it is sharded again.
+    the pass begins; ``reduced``: whether its gradients are reduced and it is sharded again; ``sharded``: whether the schedule
+    has sharded it for now; ``begun``: whether it has run since the schedule gathered it.
     """
 
     kind: Pass | Literal["reducing"]
@@ -36,18 +39,16 @@ class State(NamedTuple):
     earlier: tuple[int, ...]
     whole: tuple[bool, ...]
     reduced: tuple[bool, ...]
+    sharded: tuple[bool, ...]
+    begun: tuple[bool, ...]
     begins: bool = False
-    """It is the stage's first pass of the step, and all of the stage was sharded before."""
+    """It is the stage's first pass since all of the stage was sharded."""
     between: tuple[int, ...] = ()
     """With split backwards: micro-batches between the two halves of their backward."""
     fresh: tuple[int, ...] = ()
     """With split backwards: 1 if weight gradients of a second half are not accumulated yet."""
     ahead: bool = False
     """The last stage has run a forward since its last backward, so a chunked loss has left the head's gradient."""
-
-    def has_begun(self, at: int) -> bool:
-        """Whether a micro-batch has run through a stage in this step and is in flight or has left gradients."""
-        return bool(self.flying[at] or self.earlier[at] or (self.between and (self.between[at] or self.fresh[at])))
 
 
 @lru_cache(maxsize=4096)
@@ -77,6 +78,22 @@ class Gathers(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
+def unshards(place: Place) -> tuple[Gathers, ...]:
+    """Return how often each of the rank's stages is gathered whole in a step.
+
+    >>> unshards(Place("interleaved-1f1b", 0, 2, 4, 2))
+    (Gathers(forward=1, backward=1), Gathers(forward=1, backward=0), Gathers(forward=1, backward=0), Gathers(forward=1, backward=0))
+    """
+    if place.schedule in SINGLE:
+        return (Gathers(1, 0),)
+    walk = _walked(place, resharded=False)
+    return tuple(
+        Gathers(*(sum(state.begins for state in walk if (state.kind, state.chunk) == (kind, chunk)) for kind in _FULL))
+        for chunk in range(place.chunks)
+    )
+
+
+@lru_cache(maxsize=4096)
 def gathers(place: Place, *, resharded: bool) -> tuple[Gathers, ...]:
     """Return the gathers of each of the rank's stages.
 
@@ -84,15 +101,17 @@ def gathers(place: Place, *, resharded: bool) -> tuple[Gathers, ...]:
     (Gathers(forward=4, backward=13),)
     """
     if not resharded:
-        return (Gathers(1, 0),) * place.chunks
+        return unshards(place)
     ahead = min(place.micro_batches, place.pp - place.rank)
     if place.schedule == "gpipe":
         return (Gathers(place.micro_batches, 1),)
     if place.schedule == "1f1b":
         return (Gathers(ahead, place.micro_batches - ahead + 1),)
     walk = _walked(place, resharded=True)
+    whole = unshards(place)
     return tuple(
-        Gathers(1 + _sharded(walk, "forward", chunk), _sharded(walk, "backward", chunk)) for chunk in range(place.chunks)
+        Gathers(*(times + _sharded(walk, kind, chunk) for kind, times in zip(_FULL, whole[chunk], strict=True)))
+        for chunk in range(place.chunks)
     )
 
 
@@ -120,8 +139,7 @@ class _Walk:
         """``told``: the micro-batches whose passes to record."""
         self.splits, self.told, self.resharded, self.widened = place.schedule in SPLIT, frozenset(told), resharded, widened
         self.states: list[State] = []
-        at_first = place.schedule not in SINGLE  # the runtime for several stages unshards all of them
-        self.stages = [Counted(self, chunk, is_first=place.is_first(chunk), whole=at_first) for chunk in range(place.chunks)]
+        self.stages = [Counted(self, chunk, is_first=place.is_first(chunk)) for chunk in range(place.chunks)]
         self.ahead = False
 
     def note(self, kind: Pass | Literal["reducing"], chunk: int, micro_batch: int) -> None:
@@ -133,7 +151,8 @@ class _Walk:
                     kind, chunk, tuple([one.flying for one in stages]), tuple([len(one.outputs) for one in stages]),
                     sum([len(one.sends) for one in stages]), tuple([one.earlier for one in stages]),
                     tuple([one.whole and not one.reduced for one in stages]), tuple([one.reduced for one in stages]),
-                    not of.begun, tuple([one.between for one in stages]) if self.splits else (),
+                    tuple([one.sharded for one in stages]), tuple([one.begun for one in stages]), not of.begun,
+                    tuple([one.between for one in stages]) if self.splits else (),
                     tuple([one.fresh for one in stages]) if self.splits else (), self.ahead,
                 )
             )  # fmt: skip
@@ -145,11 +164,12 @@ class _Walk:
 class Counted:
     """Counts the tensors that a stage's micro-batches have left."""
 
-    def __init__(self, walk: _Walk, chunk: int, *, is_first: bool, whole: bool) -> None:
-        self.walk, self.chunk, self.is_first, self.whole = walk, chunk, is_first, whole
+    def __init__(self, walk: _Walk, chunk: int, *, is_first: bool) -> None:
+        self.walk, self.chunk, self.is_first = walk, chunk, is_first
         self.flying = self.between = self.earlier = self.fresh = 0
         self.outputs, self.sends = set[int](), set[int]()
-        self.begun = self.reduced = False
+        self.begun = self.reduced = self.whole = False
+        self.sharded = True
 
     def forward_of(self, micro_batch: int) -> None:
         """Count a forward, after which blocks may be resharded."""
@@ -196,9 +216,15 @@ class Counted:
         self.sends.discard(micro_batch)
 
     def unshard_all(self) -> None:
-        """Record that the stage starts unsharded."""
+        """Record that the stage is gathered ahead of its next pass."""
+        self.whole, self.sharded, self.begun = True, False, False
 
-    wait_for_all = unshard_all
+    def wait_for_all(self) -> None:
+        """Copy the stage out, which its pass records."""
+
+    def reshard_all(self) -> None:
+        """Record that the schedule shards the stage."""
+        self.whole, self.sharded = False, True
 
     def reduce(self) -> None:
         """Record the reduction, after which the stage is sharded."""
@@ -223,7 +249,7 @@ def _highest(walk: Iterable[State]) -> tuple[State, ...]:
 
 def _compared_within(state: State) -> tuple[object, ...]:
     """Return the parts of a state that must be equal for a comparison."""
-    return state.kind, state.chunk, state.whole, state.begins, state.fresh, state.ahead
+    return state.kind, state.chunk, state.whole, state.sharded, state.begun, state.fresh, state.ahead
 
 
 def _waiting(state: State) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class Worked:
         key = state.kind, state.whole[at], state.earlier[at], state.begins, fresh
         if key not in self.passes:
             one = State(
-                state.kind, 0, (0,), (0,), 0, (state.earlier[at],), (state.whole[at],), (False,), state.begins,
+                state.kind, 0, (0,), (0,), 0, (state.earlier[at],), (state.whole[at],), (False,), (False,), (True,), state.begins,
                 (0,) if state.between else (), () if fresh is None else (fresh,),
             )  # fmt: skip
             self.passes[key] = self._run(one)

@@ -194,7 +194,7 @@ class StageStep(fsdp2.Step):
         self.log.release(("sent", micro_batch))
 
     def unshard_all(self) -> None:
-        """``_add_unshard_reshard``: gather all units before the step's first pass."""
+        """``_add_unshard_reshard``: gather all units ahead of the stage's next pass."""
         self.log.held, self.gather_stream = self.of_stage, 0  # no pass runs
         for unit in (*self.outside, *self.units):
             for index, _ in enumerate(unit.parts.groups):
@@ -202,12 +202,18 @@ class StageStep(fsdp2.Step):
         self.gather_stream = fsdp2.GATHERS
 
     def wait_for_all(self) -> None:
-        """Copy all units out before the stage's first pass."""
+        """Copy out all units that were gathered ahead."""
         self.log.held = self.of_stage
         for unit in (*self.outside, *self.units):
             for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
                 self.copy_out(unit, index, group)
                 self.log.release(unit.gathered(index))
+
+    def reshard_all(self) -> None:
+        """Shard all units."""
+        self.log.held = self.of_stage
+        for unit in (*self.outside, *self.units):
+            self.reshard(unit)
 
     def reduce(self) -> None:
         """``perform_reduce_grad``: reduce the root unit, the blocks, then the head's unit."""

@@ -50,7 +50,7 @@ class Layer(NamedTuple):
         tape.kernel_output(middle.store, of="inputs-kept")
         branch, beside = self._mlp_branch(tape, middle, block)
         made = self._added(tape, middle, branch, "block output")
-        tape.release(middle, *(one for one in (weights, beside) if one is not None))
+        tape.release(middle, weights, beside)
         return made
 
     def _attention_branch(self, tape: Tape, given: Value, block: Block) -> Attended:
@@ -101,6 +101,15 @@ def _with_kept(made: Value | Attended) -> Attended:
 def layer(parts: Layer) -> Program:
     """Return the program of a family whose every layer is ``parts``."""
     return Program(parts.run, parts.source, parts.norm)
+
+
+def layer_of(
+    classes: str, norm: Norm, attention: Callable[[Tape, Value, Block], Attended], mlp: Callable[..., Value],
+    names: tuple[str, str] = ("MLP", "DecoderLayer"),
+) -> Layer:  # fmt: skip
+    """Return a layer that runs ``mlp``. ``classes``: where its classes are, and how their names begin; ``names``: how they end."""
+    of_mlp, whole = names
+    return Layer(norm, attention, partial(mlp, source=f"{classes}{of_mlp}.forward"), f"{classes}{whole}.forward")
 
 
 # --- attention ---------------------------------------------------------------------------------------------------------------
@@ -242,8 +251,9 @@ def gated_mlp(
         return tape.mode.mlp(tape, normal)
     bias, modules = block.mlp_bias, (Module.NONE,) * 3 if prefix else (Module.GATE, Module.UP, Module.DOWN)
     gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0], layer=layers[0]), bias=bias)
-    if tape.mode.fused_gates and block.activation == "silu":
-        return _gated_by_liger(tape, normal, gate, block, source, width=width, prefix=prefix)
+    gated = op.gated_by_liger if tape.mode.fused_gates and block.activation == "silu" else tape.mode.gate
+    if gated is not None:
+        return _gated_in_one(tape, normal, gate, block, source, gated, width=width, prefix=prefix)
     active = activated(tape, gate, block.activation, f"{prefix}{block.activation} of the gate", source)
     tape.release(gate)
     site = Site(f"{prefix}up projection", source, modules[1], layer=layers[1])
@@ -257,14 +267,15 @@ def gated_mlp(
     return made
 
 
-def _gated_by_liger(
-    tape: Tape, normal: Value, gate: Value, block: Block, source: str, *, width: Size, prefix: str
+def _gated_in_one(
+    tape: Tape, normal: Value, gate: Value, block: Block, source: str,
+    gated: Callable[[Tape, Value, Value, str, str], Value], *, width: Size, prefix: str,
 ) -> Value:  # fmt: skip
-    """Run the rest of a gated MLP whose product is one Liger kernel."""
+    """Run the rest of a gated MLP whose activation and product are one kernel, ``gated``."""
     modules = (Module.NONE,) * 2 if prefix else (Module.UP, Module.DOWN)
     up = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, modules[0]), bias=block.mlp_bias)
     reason = f"{prefix}gated product, input of the down projection"
-    inner = op.gated_by_liger(tape, gate, up, reason, f"{prefix}gated product")
+    inner = gated(tape, gate, up, reason, f"{prefix}gated product")
     tape.release(gate, up)
     made = op.linear(tape, inner, h, Site(f"{prefix}down projection", source, modules[1]), reads=width, bias=block.mlp_bias)
     tape.release(inner)

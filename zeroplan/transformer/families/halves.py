@@ -148,7 +148,7 @@ def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
     made = [(left[at].operator.name, tape.run_weights(left[at])) for at in order]
     weights = tuple([(name, index.of(beside), index.of(freed)) for name, (beside, freed) in made])
     plan = Plan(tuple(index.stores), (), {}, points, (), (), (), (), SPLIT_BACKWARD, {})
-    return _Planned(of_a_rank(plan) if structure.sharded else plan, structure.sharded, held, weights)
+    return _Planned(of_a_rank(plan, whole=False) if structure.sharded else plan, structure.sharded, held, weights)
 
 
 def _forward(structure: Block | Ending) -> tuple[Tape, Value, Store]:

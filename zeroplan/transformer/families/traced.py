@@ -22,7 +22,7 @@ from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, H
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
+from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, beside_adapters
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
@@ -235,6 +235,9 @@ def structure_of(
     dense = model.moe is None or no_experts
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
+    one_key = x.key == x.head_dim * (compute.tp if sharded else 1)
+    if kind == "linear":
+        one_key = model.linear is not None and model.linear.num_key_heads == 1
     block = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
@@ -242,7 +245,7 @@ def structure_of(
         x.attention,
         masked if kind not in WITH_STATES else kind != "linear" and x.padded and x.attention == "sdpa",
         grouped_heads(model, x, kind),
-        x.key == x.head_dim * (compute.tp if sharded else 1) if kind != "linear" else _has_one_key(model),
+        one_key,
         model.attention_bias,
         x.kernels,
         model.parallel_residual,
@@ -254,11 +257,12 @@ def structure_of(
         casts_inputs=x.casts_inputs,
         training=training,
         sharded=sharded,
+        whole_sequences=x.whole_sequences,
         recompute=compute.recompute if apart else "none",
         chunks="single" if single else _chunks(kind, one=masked),
         release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         is_fp16=compute.is_fp16,
-        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
+        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces", "compiled-loss")),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
     return _with_experts(_with_heads(block, model, kind, x), model, kind, x)
@@ -295,10 +299,6 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
     )
 
 
-def _has_one_key(model: ModelSpec) -> bool:
-    return model.linear is not None and model.linear.num_key_heads == 1
-
-
 def _chunks(kind: str, *, one: bool) -> Chunks:
     if kind not in WITH_STATES:
         return "none"
@@ -316,7 +316,8 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
         tracked = kind != "first" or recomputed
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
-            "adapted", tracked, compute.keeps_inputs, model.adapted_layers, adapter.quantize, upcast=model.upcasts_norms,
+            "adapted", tracked, compute.keeps_inputs, model.linear_layers_adapted, model.stacked, adapter.quantize,
+            upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
             fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""),
@@ -403,7 +404,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     away = () if tape.host is None else index.of(tape.host.copies)
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
-    return of_a_rank(plan) if structure.sharded else plan
+    return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
 
 
 def _run_backward(
@@ -423,11 +424,12 @@ def _run_backward(
     }  # fmt: skip
 
 
-def of_a_rank(plan: Plan) -> Plan:
-    """Return the plan of one tensor-parallel rank: its share of every split width."""
+def of_a_rank(plan: Plan, *, whole: bool) -> Plan:
+    """Return the plan of one tensor-parallel rank: its share of every split width. ``whole``: it has all tokens."""
+    shares = SHARES | ({T_p.text: T} if whole else {})
     for store in plan.stores:
-        store.size = store.size.replacing(SHARES)
-    return replace(plan, weights=tuple(weight.replacing(SHARES) for weight in plan.weights))
+        store.size = store.size.replacing(shares)
+    return replace(plan, weights=tuple(weight.replacing(shares) for weight in plan.weights))
 
 
 def forwards(
@@ -532,7 +534,9 @@ def run_forward(
 
 def _set_mode(tape: Tape, structure: Block) -> None:
     """Set how the block's layers run: split over ranks, in float8, or by fused kernels."""
-    if structure.sharded:
+    if structure.sharded and tape.mode.linear is not None:
+        tape.mode = tape.mode._replace(linear=partial(beside_adapters, run=tape.mode.linear), sharded=True)
+    elif structure.sharded:
         tape.mode = TENSOR_PARALLEL
     if recipes := [name.removeprefix("float8-") for name in structure.fused if name.startswith("float8-")]:
         from zeroplan.transformer.families.float8 import mode_of  # noqa: PLC0415  keeps start-up fast
@@ -542,6 +546,10 @@ def _set_mode(tape: Tape, structure: Block) -> None:
         from zeroplan.transformer.families.fake_quantised import mode_of as rounding  # noqa: PLC0415  as above
 
         tape.mode = rounding(tape.mode, structure.training)
+    if "compiled-blocks" in structure.fused:
+        from zeroplan.transformer.families.compiled import COMPILED_BLOCK  # noqa: PLC0415  as above
+
+        tape.mode = COMPILED_BLOCK
     tape.mode = tape.mode._replace(uneven=structure.uneven)
     if structure.fused:
         tape.mode = tape.mode._replace(
@@ -552,6 +560,10 @@ def _set_mode(tape: Tape, structure: Block) -> None:
             wide_router="router-in-fp32" in structure.fused,
             keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
         )  # fmt: skip
+    if "te-float8" in structure.fused:
+        from zeroplan.transformer.families.te_float8 import mode_of as in_te_float8  # noqa: PLC0415  as above
+
+        tape.mode = in_te_float8(tape.mode, structure.fused)
 
 
 def _block_input(tape: Tape, given: Store | None, shape: Size, dtype: Size, source: str) -> Value:

@@ -55,6 +55,8 @@ class Widths(NamedTuple):
     """(token, expert) pairs that this rank receives for its experts, in thousandths of the pairs that it sends."""
     padded: bool = False
     """Some sequences of the batch end in padding."""
+    whole_sequences: bool = False
+    """Ranks that split matrices have whole hidden states between them."""
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
@@ -91,6 +93,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         compute.release,
         compute.imbalance,
         compute.padded,
+        compute.whole_sequences,
     )
 
 
@@ -201,6 +204,7 @@ def quantities(
         **symbols(x, intermediate_size, moe),
         "x": moe.num_experts // x.expert_ranks if moe else 0,
         "X_r": pairs_that_come(x, moe),
+        "T_g": x.tokens * x.expert_ranks,
         "T/2": x.tokens // 2,
         "d/4": x.head_dim // 4,
         "q/4": x.heads * (x.head_dim // 4),
@@ -222,7 +226,7 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     }
     if ranks == 1:
         return values
-    shares = {f"{name}/p": values[name] // ranks for name in ("T", *SPLIT)}
+    shares = {f"{name}/p": values[name] // ranks for name in ("T", "z", *SPLIT)}
     return {**values, **shares, "k/p/d": x.key // ranks // x.head_dim, "X_r": pairs_that_come(x, model.moe, ranks)}
 
 

@@ -68,7 +68,7 @@ class Pipelined(Engine):
         within = sharding_ranks(job, mesh)
         for part in parts:
             if job.mesh.tp > 1:
-                split_module(part, find_blocks(part), mesh[TENSOR])
+                split_module(part, find_blocks(part), mesh[TENSOR], along_sequence=job.recipe.fsdp2.sequence_parallel)
             shard(part, find_blocks(part), job.recipe, within, dispatched(job, part, mesh, watcher))
         allocate(self.module, "cpu" if job.recipe.fsdp2.cpu_offload else mesh.device_type)
         watcher.claim(Kind.PARAMETERS, (*self.module.parameters(), *self.module.buffers()))
@@ -94,7 +94,7 @@ class Pipelined(Engine):
         losses: list[torch.Tensor] | None = None if self._labels is None else []
         split = loss_parallel() if self._job.mesh.tp > 1 else nullcontext()
         enter(Phase.FORWARD)
-        with _phases(self._schedule_stages(), enter), split, self._shared():
+        with _phases(self._schedule, enter), split, self._shared():
             self._schedule.step(*inputs, target=self._labels, losses=losses, return_outputs=False)
 
     @contextmanager
@@ -119,11 +119,6 @@ class Pipelined(Engine):
         positions = torch.arange(self._job.batch.seq_len, device=device).unsqueeze(0)
         self._watcher.claim(Kind.ACTIVATIONS, (positions,))
         return positions
-
-    def _schedule_stages(self) -> list[PipelineStage]:
-        schedule = self._schedule
-        stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
-        return cast("list[PipelineStage]", stages)
 
     @contextmanager
     def labels(self, watcher: Watcher) -> Iterator[None]:
@@ -238,8 +233,9 @@ def _tokens(job: JobSpec) -> int:
 
 
 def _hidden(job: JobSpec) -> torch.Tensor:
-    """The hidden states that stages exchange: plain tensors, as in torchtitan, split along the sequence under TP."""
-    return _of_each_token(job, job.model.hidden_size, tokens=_tokens(job) // job.mesh.tp)
+    """The hidden states that stages exchange: plain tensors, as in torchtitan, under TP split along the sequence unless whole."""
+    shares = job.mesh.tp if job.recipe.fsdp2.sequence_parallel else 1
+    return _of_each_token(job, job.model.hidden_size, tokens=_tokens(job) // shares)
 
 
 def _of_each_token(job: JobSpec, width: int, *, tokens: int) -> torch.Tensor:
@@ -248,19 +244,38 @@ def _of_each_token(job: JobSpec, width: int, *, tokens: int) -> torch.Tensor:
 
 
 @contextmanager
-def _phases(stages: list[PipelineStage], enter: Callable[[Phase], None]) -> Iterator[None]:
-    """Report when a micro-batch's forward and backward begin; reducing gradients counts as backward."""
+def _phases(schedule: Schedule, enter: Callable[[Phase], None]) -> Iterator[None]:
+    """Report when a micro-batch's forward and backward begin; reducing gradients counts as backward.
+
+    The runtime of several stages waits for gathered parameters before it calls the stage, so its actions tell the phase.
+    """
+    if isinstance(schedule, PipelineScheduleMulti):
+        with replaced(schedules, "_get_profiler_function_name", _by_action(schedules._get_profiler_function_name, enter)):
+            yield
+        return
     with ExitStack() as patches:
-        for stage in stages:
-            for name, phase in _PHASES:
-                patches.enter_context(replaced(stage, name, _in_phase(getattr(stage, name), enter, phase)))
+        for name, phase in _PHASES:
+            patches.enter_context(replaced(schedule._stage, name, _in_phase(getattr(schedule._stage, name), enter, phase)))
         yield
 
 
 _PHASES = (
-    ("forward_one_chunk", Phase.FORWARD), ("backward_one_chunk", Phase.BACKWARD), ("backward_weight_one_chunk", Phase.BACKWARD),
+    ("forward_one_chunk", Phase.FORWARD),
+    ("backward_one_chunk", Phase.BACKWARD),
     ("perform_reduce_grad", Phase.BACKWARD),
-)  # fmt: skip
+)
+_BACKWARDS = (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT, schedules.REDUCE_GRAD)
+
+
+def _by_action(
+    name: Callable[[schedules._Action], str], enter: Callable[[Phase], None]
+) -> Callable[[schedules._Action], str]:  # fmt: skip
+    def named(action: schedules._Action) -> str:
+        if action.computation_type in (schedules.FORWARD, *_BACKWARDS):
+            enter(Phase.BACKWARD if action.computation_type in _BACKWARDS else Phase.FORWARD)
+        return name(action)
+
+    return named
 
 
 def _in_phase(run: Callable[..., object], enter: Callable[[Phase], None], phase: Phase) -> Callable[..., object]:

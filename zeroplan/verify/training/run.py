@@ -61,7 +61,7 @@ def observe(
             return
         work = make() if make is not None else workload(job, dtype=weights_dtype(job), device=mesh.device_type)
         if job.mesh.tp > 1:
-            work = split(work, mesh, seq_len=job.batch.seq_len)
+            work = split(work, mesh, seq_len=job.batch.seq_len, along_sequence=job.recipe.fsdp2.sequence_parallel)
         if job.mesh.cp > 1:
             work = with_positions(work, seq_len=job.batch.seq_len)
         watcher.name_modules(unwrapped(work.module))
