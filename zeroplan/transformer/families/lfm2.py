@@ -93,8 +93,10 @@ _CONFIG = ConfigKeys(
     dropout={},
     read=("full_attn_idxs", "block_auto_adjust_ff_dim", "block_multiple_of"),
     harmless={
+        "a number in a formula of the norms": ("norm_eps",),
         "read by no code of the class": ("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "conv_use_xavier_init",
-            "block_use_xavier_init", "block_mlp_init_scale", "block_out_init_scale", "theta", "num_heads"),
+            "block_use_xavier_init", "block_mlp_init_scale", "block_out_init_scale", "theta", "num_heads",
+            "use_pos_enc"),
     },
 )  # fmt: skip
 _WITH_EXPERTS = _CONFIG._replace(
