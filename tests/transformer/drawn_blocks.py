@@ -377,8 +377,6 @@ def too_high(case: Case) -> tuple[int, int]:
     in its layer's first forward.
     """
     narrowed = 2 * sum(one.numel for one in case.layers.parameters if is_bias(one)) if case.spec.upcasts_norms else 0
-    if case.compute.padded and case.layers.kind.endswith("short"):  # whose mask of padding the last such block frees
-        return 0, 8 * case.size.micro_batch_size * case.size.seq_len
     if not case.compute.autocast or case.compute.recompute == "none" or case.spec.adapter is not None:
         return narrowed, 0
     views = 2 * sum(one.numel for one in case.layers.parameters if one.name.endswith(("conv1d.weight", "conv.conv.weight")))
@@ -392,6 +390,8 @@ def differences(case: Case) -> tuple[int, ...]:
     """Return run minus estimate wherever they differ by more than the saved random state; empty if they agree. [bytes]"""
     more = [run - said for run, said in zip(run_of(case), said_of(case), strict=True)]
     forward, backward = too_high(case)
+    if case.compute.padded:  # the last block with a mask of the tokens frees it
+        backward += 8 * case.size.micro_batch_size * case.size.seq_len
     least = -forward, -forward, -RANDOM_STATE - backward
     return tuple([one for one, low in zip(more, least, strict=True) if not low <= one <= RANDOM_STATE])
 

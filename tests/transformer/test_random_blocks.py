@@ -63,7 +63,7 @@ def test_blocks_drawn_of_every_family(family: str, number: int) -> None:
     assert on_the_fake_gpu(differences, case) == (), case
 
 
-@pytest.mark.parametrize("family", FAMILIES if every_case() else ("llama", "gemma2"))
+@pytest.mark.parametrize("family", FAMILIES if every_case() else ("llama", "gemma2", "falcon_h1", "qwen3_5_text", "lfm2"))
 def test_blocks_with_padding(family: str) -> None:
     case = with_padding(Random(f"{family} 0"), family)  # noqa: S311  draws tests
     assert on_the_fake_gpu(differences, case) == (), case

@@ -75,6 +75,7 @@ _JOINT, _ALONE = Layers(mlp=("gate_up_proj", "down_proj")), Layers(mlp=())
 _GATED_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 _LATENT = Layers(("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
 _UNGATED = Layers(mlp=("up_proj", "down_proj"))
+_JOINT_QKV = Layers(("query_key_value", "dense"), ("dense_h_to_4h", "dense_4h_to_h"))
 _SHORT = Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("w1", "w3", "w2"), ("in_proj",))
 _MAMBA = Layers(others=("in_proj", "out_proj"))
 #: Families whose linear layers have other names than Llama's. Experts and most routers are no linear layers in transformers 5.
@@ -88,6 +89,8 @@ LAYERS_OF: Mapping[str, Layers] = {
     "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
     "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
     "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": Layers(mlp=("up_proj", "down_proj"), others=_MAMBA.others),
+    "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV,
+    "gpt2": Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
     "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
     "deepseek_v3": _LATENT, "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
 }  # fmt: skip
@@ -102,7 +105,7 @@ ADAPTED_FAMILIES = (
     "phi", "granitemoe", "mixtral", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
-    "arcee", "jais2", "cwm", "helium", "lfm2", "apertus",
+    "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom",
 )  # fmt: skip
 #: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
@@ -112,10 +115,10 @@ ADAPTED_LIKE_LLAMA = (
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
     "llama4_text", "phi", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
-    "glm4_moe", "dots1", "jais2", "apertus",
+    "glm4_moe", "dots1", "jais2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom",
 )  # fmt: skip
-#: Families whose weights in few bits are not modelled: those with an indexer, and one whose activation function is trained.
-NOT_QUANTISED = ("deepseek_v32", "glm_moe_dsa", "apertus")
+#: Families whose weights in few bits are not modelled: with an indexer, a trained activation function, or ``Conv1D`` (GPT-2).
+NOT_QUANTISED = ("deepseek_v32", "glm_moe_dsa", "apertus", "gpt2")
 
 #: Families that run stacked experts by ``grouped_mm``, beside those whose names peft converts.
 STACKED = ("gpt_oss", "granitemoe", "qwen2_moe", "qwen3_5_moe_text", *CONVERTED)

@@ -182,11 +182,11 @@ TRAITS: Mapping[str, Traits] = {
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
     ),
     "deepseek_v32": Traits(
-        "deepseek_sparse", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True,
+        "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         indexed=True,
     ),
     "glm_moe_dsa": Traits(
-        "deepseek_sparse", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True,
+        "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         indexed=True,
     ),
     "mistral4": Traits(

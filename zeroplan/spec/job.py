@@ -7,7 +7,14 @@ from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.compiled import check_compiled
-from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, INDEXED_FAMILIES, TRAITS, WIDE_ROUTERS
+from zeroplan.spec.family import (
+    DISPATCHED_FAMILIES,
+    DIVIDED_LOGITS,
+    INDEXED_FAMILIES,
+    LEARNED_POSITIONS,
+    TRAITS,
+    WIDE_ROUTERS,
+)
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
@@ -155,6 +162,8 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
         yield older and f"bitsandbytes before 0.47 in {this}", "a later release"
         if autocast:
             yield from _under_autocast(model, this)
+        learned = model.family in LEARNED_POSITIONS and recipe.recompute != "none"  # the embedding keeps its output's gradient
+        yield learned and f"{this} and recomputation", "recompute 'none'"
         bare = model.first_is_bare and recipe.recompute == "none"
         yield bare and "a first layer without an adapter, and no recomputation,", "recompute 'full', or targets 'all-linear'"
     if not model.has_separate_experts:

@@ -28,6 +28,8 @@ class Parameter(NamedTuple):
     """It is stored in four bits."""
     by_all: bool = False
     """Of experts: every expert multiplies all tokens, although a token uses few of them (Llama 4)."""
+    transposed: bool = False
+    """A linear layer's weight is (in, out), as in ``Conv1D``."""
 
     @property
     def numel(self) -> int:
@@ -56,7 +58,7 @@ KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
 #: Kind of a layer by its letter in a pattern.
 KINDS_OF_LETTERS = {
     "M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside, normed",
-    "L": "local", "G": "global", "D": "dense", "C": "short", "c": "dense, short",
+    "L": "local", "G": "global", "D": "dense", "C": "short", "c": "dense_short",
 }  # fmt: skip
 #: Kinds of layers with linear attention; ``beside``: attention and Mamba-2 side by side, the latter gated or normalised.
 WITH_STATES = ("linear", "beside", "beside, normed")

@@ -159,7 +159,7 @@ def _of_experts(module: str, weight: Parameter, rank: int, *, transposed: bool) 
 
 def _matrices(module: str, weight: Parameter, adapter: AdapterSpec) -> Parameters:
     """Return the two matrices of a linear layer's adapter."""
-    outputs, inputs = weight.shape
+    outputs, inputs = weight.shape[::-1] if weight.transposed else weight.shape
     return (
         Parameter(f"{module}.lora_A.default.weight", (adapter.rank, inputs), autocast=True),
         Parameter(f"{module}.lora_B.default.weight", (outputs, adapter.rank), autocast=True),

@@ -16,7 +16,10 @@ def linear(name: str, n_in: int, n_out: int, *, bias: bool = False) -> Parameter
 
 def conv1d(name: str, n_in: int, n_out: int) -> Parameters:
     """GPT-2's ``Conv1D`` (``pytorch_utils.py``): a linear layer whose weight is (in, out)."""
-    return (Parameter(f"{name}.weight", (n_in, n_out), autocast=True), Parameter(f"{name}.bias", (n_out,), autocast=True))
+    return (
+        Parameter(f"{name}.weight", (n_in, n_out), autocast=True, transposed=True),
+        Parameter(f"{name}.bias", (n_out,), autocast=True),
+    )
 
 
 def embedding(name: str, rows: int, width: int) -> Parameters:

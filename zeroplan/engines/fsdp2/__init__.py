@@ -147,7 +147,8 @@ def _of_trained(plan: Plan) -> Iterator[Symbol]:
             yield Symbol(f"P_{group.symbol}", group.padded, "padded parameters that are trained outside the blocks")
             yield Symbol(f"G_{group.symbol}", group.numel, "parameters that are trained outside the blocks")
     for group, run in zip(plan.trained_blocks, plan.runs, strict=True):
-        yield Symbol(f"P_{group.symbol}", group.padded, f"padded parameters that are trained in one {run.kind} block")
+        padded = group.padded if group.experts is None else plan.n * group.shard
+        yield Symbol(f"P_{group.symbol}", padded, f"padded parameters that are trained in one {run.kind} block")
         yield Symbol(f"G_{group.symbol}", group.numel, f"parameters that are trained in one {run.kind} block")
 
 

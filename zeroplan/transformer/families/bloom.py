@@ -29,10 +29,10 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     middle, weights = _attention(tape, normal, given)
     tape.release(normal)
     normal = op.norm(tape, middle, "norm before the MLP", LAYER_NORM, place=AT_MLP_NORM)
-    inner = op.linear(tape, normal, f, Site("first MLP projection", MLP), bias=True)
+    inner = op.linear(tape, normal, f, Site("first MLP projection", MLP, layer="dense_h_to_4h"), bias=True)
     active = _gelu(tape, inner)
     tape.release(inner)
-    branch = op.linear(tape, active, h, Site("second MLP projection", MLP), reads=f, bias=True)
+    branch = op.linear(tape, active, h, Site("second MLP projection", MLP, layer="dense_4h_to_h"), reads=f, bias=True)
     made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
     tape.release(branch, active, normal, middle, weights)
     tape.drop(*below)
@@ -41,7 +41,9 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 
 def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
     """Run attention, whose module also adds the residual. Return the sum and the attention weights."""
-    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION), bias=True)
+    joint = op.linear(
+        tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION, layer="query_key_value"), bias=True
+    )
     query, key, value = op.slices(tape, joint, (T * q, T * k, T * v), Site("slices of q, k and v", ATTENTION))
     copies = _flattened(tape, joint)
     tape.release(query, key, value)
@@ -50,7 +52,7 @@ def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
     weights = softmax(tape, with_mask, e, ATTENTION)
     by_head = _product(tape, (weights, value), (weights.store, joint.store, copies[2]), "attention output, head by head", T * c)
     context = in_order_of_tokens(tape, by_head, "attention output")
-    branch = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=True)
+    branch = op.linear(tape, context, h, Site("output projection", ATTENTION, layer="dense"), reads=c, bias=True)
     made = op.add(tape, given, branch, "residual stream between attention and MLP", Site("residual addition", ATTENTION))
     tape.drop(*copies)
     tape.release(joint, scores, with_mask, context, branch)

@@ -17,7 +17,7 @@ GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py"
 MODEL = f"{GPT2}, GPT2Model.forward"
 LAYER = f"{GPT2}, GPT2Block.forward"
 ATTENTION = f"{GPT2}, GPT2Attention.forward"
-_mlp = partial(two_layer_mlp, source=f"{GPT2}, GPT2MLP.forward", addmm=True)
+_mlp = partial(two_layer_mlp, source=f"{GPT2}, GPT2MLP.forward", addmm=True, layers=("c_fc", "c_proj"))
 
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
@@ -35,10 +35,12 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION), bias=True, addmm=True)
+    joint = op.linear(
+        tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION, layer="c_attn"), bias=True, addmm=True
+    )
     query, key, value = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", ATTENTION))
     context, weights = block.attend(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
-    made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=True, addmm=True)
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION, layer="c_proj"), reads=c, bias=True, addmm=True)
     tape.release(joint, query, key, value, context)
     return Attended(made, weights)
 

@@ -41,17 +41,19 @@ def _side_by_side(tape: Tape, given: Value, block: Block) -> Value:
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     bias = block.attention_bias
-    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION), bias=bias)
+    joint = op.linear(
+        tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION, layer="query_key_value"), bias=bias
+    )
     query, key, value = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", ATTENTION))
     turned = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4, d_4))
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, grouped=False, one_key=False, joined=True, joint=True))
-    made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=bias)
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION, layer="dense"), reads=c, bias=bias)
     tape.release(joint, value, *turned, context)
     return Attended(made, weights)
 
 
-_mlp = partial(two_layer_mlp, source=f"{NEOX}, GPTNeoXMLP.forward")
+_mlp = partial(two_layer_mlp, source=f"{NEOX}, GPTNeoXMLP.forward", layers=("dense_h_to_4h", "dense_4h_to_h"))
 _ONE_AFTER_THE_OTHER = Layer(LAYER_NORM, _attention, _mlp, LAYER)
 
 

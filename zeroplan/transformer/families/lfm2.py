@@ -30,11 +30,11 @@ def _mixed(tape: Tape, normal: Value, block: Block) -> Attended:
 
 def _short_convolution(tape: Tape, normal: Value, block: Block) -> Value:
     """Return ``out(C * conv(B * x))``. Variables hold the joint projection and the convolution's output to the end."""
-    given = op.multiplied(tape, normal, "tokens without padding", Site("mask of padding", SHORT)) if block.padded else normal
+    given = op.without_padding(tape, normal, SHORT, padded=block.padded)
     joint = op.linear(tape, given, 3 * h, Site("joint projection of both gates and x", SHORT, layer="in_proj"))
     before, after, value = op.chunk(tape, joint, (T * h, T * h, T * h), Site("both gates and x", SHORT))
     entry = op.product(tape, before, value, "gated x, input of the convolution", Site("gate before the convolution", SHORT))
-    tape.release(given if block.padded else None)
+    tape.release(given)
     short = op.convolution(tape, entry, h, NOTHING + _TAPS, Site("convolution", SHORT))
     tape.release(entry)
     inner = op.product(tape, after, short, "convolution times its gate", Site("gate after the convolution", SHORT))
@@ -77,7 +77,7 @@ def _tensors(model: ModelSpec) -> Layout:
     often = dense if moe is None else (*fused_experts(model, moe, "feed_forward"), *gate)
     both = norms(model, ("operator_norm", "ffn_norm"))
     of_kinds = {kind: (*own, *often, *both) for kind, own in mixers.items()}
-    of_kinds |= {"dense": (*mixers["full"], *dense, *both), "dense, short": (*mixers["short"], *dense, *both)}
+    of_kinds |= {"dense": (*mixers["full"], *dense, *both), "dense_short": (*mixers["short"], *dense, *both)}
     return patterned(model, of_kinds, ("model.embed_tokens", "model.embedding_norm"))
 
 
@@ -93,8 +93,10 @@ _CONFIG = ConfigKeys(
     dropout={},
     read=("full_attn_idxs", "block_auto_adjust_ff_dim", "block_multiple_of"),
     harmless={
+        "a number in a formula of the norms": ("norm_eps",),
         "read by no code of the class": ("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "conv_use_xavier_init",
-            "block_use_xavier_init", "block_mlp_init_scale", "block_out_init_scale", "theta", "num_heads"),
+            "block_use_xavier_init", "block_mlp_init_scale", "block_out_init_scale", "theta", "num_heads",
+            "use_pos_enc"),
     },
 )  # fmt: skip
 _WITH_EXPERTS = _CONFIG._replace(

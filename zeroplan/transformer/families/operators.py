@@ -462,6 +462,14 @@ def multiplied(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     return run(tape, value, reason, site, gradient=f"gradient through the {site.name}")
 
 
+def without_padding(tape: Tape, value: Value, source: str, *, padded: bool) -> Value:
+    """Multiply by the mask of a batch with padding, which the model holds; else return ``value``, held once more."""
+    if not padded:
+        tape.hold(value.store)
+        return value
+    return multiplied(tape, value, "tokens without padding", Site("mask of padding", source))
+
+
 def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     """Multiply by a constant and release ``value``: the forward stores the product under the same variable."""
     made = multiplied(tape, value, reason, site)

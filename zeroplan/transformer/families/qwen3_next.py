@@ -71,9 +71,15 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 
 
 def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    """Run ``Qwen3NextGatedDeltaNet`` or Qwen3.5's. Variables hold the tokens without padding until it returns."""
+    given = op.without_padding(tape, normal, LINEAR, padded=block.padded)
+    made = (_of_two_projections if block.family == "qwen3_next" else _of_four_projections)(tape, given, block)
+    tape.release(given)
+    return made
+
+
+def _of_two_projections(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run ``Qwen3NextGatedDeltaNet``. Its variables hold its projections until it returns."""
-    if block.family != "qwen3_next":
-        return _of_four_projections(tape, normal, block)
     wide = 2 * J * D + 2 * A * I
     joint = op.linear(tape, normal, wide, Site("joint projection of q, k, v and z", LINEAR, layer="in_proj_qkvz"))
     rates = op.linear(tape, normal, 2 * A, Site("joint projection of beta and decay", LINEAR, layer="in_proj_ba"))

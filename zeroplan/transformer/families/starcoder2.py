@@ -1,5 +1,7 @@
 """StarCoder 2: Llama's attention with biases, LayerNorms, and an MLP of two matrices."""
 
+from functools import partial
+
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.decoder import LAYER_NORM, Attention, layer, layer_of, two_layer_mlp
 from zeroplan.transformer.families.definition import ATTENTION_MODULES, ConfigKeys, Definition, before_and_after
@@ -8,7 +10,8 @@ from zeroplan.transformer.params_gated import alike, attention_of, two_norms
 from zeroplan.transformer.params_modules import layer_norm, linear
 
 STARCODER2 = "transformers 5.23, models/starcoder2/modeling_starcoder2.py, Starcoder2"
-_LAYER = layer(layer_of(STARCODER2, LAYER_NORM, Attention(f"{STARCODER2}Attention.forward").run, two_layer_mlp))
+_MLP = partial(two_layer_mlp, layers=("c_fc", "c_proj"))
+_LAYER = layer(layer_of(STARCODER2, LAYER_NORM, Attention(f"{STARCODER2}Attention.forward").run, _MLP))
 
 
 def _tensors(model: ModelSpec) -> Layout:

@@ -40,7 +40,9 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
     """
     inner, side = A * I, J * D
     name, site = "input of Mamba-2, scaled", Site("joint projection of gate, x, B, C and dt", MIXER, layer="in_proj")
-    entry = op.multiplied(tape, normal, name, Site(name, FALCON)) if multiplied else normal
+    entry = op.without_padding(tape, normal, MIXER, padded=block.padded)
+    if multiplied:
+        entry = op.scaled(tape, entry, name, Site(name, FALCON))
     joint = op.linear(tape, entry, inner + inner + 2 * side + A, site)
     if multiplied:
         joint = _times_vector(tape, joint, 4 if block.casts_inputs else r)
@@ -50,8 +52,10 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
     tape.release(out)
     if multiplied:
         wide = op.cast(tape, active, bare.dtype, Site("silu of the convolution, in the dtype of its input", FALCON))
-        tape.release(active, entry)
+        tape.release(active)
         active = wide
+    bare_active, active = active, op.without_padding(tape, active, MIXER, padded=block.padded)
+    tape.release(bare_active, entry)
     x, keys, queries = op.chunk(tape, active, (T * inner, T * side, T * side), Site("parts x, B and C", MIXER))
     decay = tape.make(op.TENSOR, "rates of decay", 4 * A, MIXER), tape.make(op.TENSOR, "rates of decay, negative", 4 * A, MIXER)
     tape.drop(

@@ -243,7 +243,7 @@ def structure_of(
         x.element == 4,
         x.autocast if training is None else compute.autocast and not training.wide_adapters,
         x.attention,
-        masked and kind not in WITH_STATES,
+        masked if kind not in WITH_STATES else kind != "linear" and x.padded and x.attention == "sdpa",
         grouped_heads(model, x, kind),
         one_key,
         model.attention_bias,
@@ -280,7 +280,7 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
         unturned=not model.turned or unturned,
         filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         keys_are_values=kind == "global" and model.global_head_dim > 0,
-        padded=x.padded and (x.attention == "flash" or kind.endswith("short")),
+        padded=x.padded and (x.attention == "flash" or kind.endswith("short") or kind in WITH_STATES),
         short=kind.endswith("short"),
         too_wide=mla is None and x.head_dim > WIDEST_OF_FLASH,
     )
