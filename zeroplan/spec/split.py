@@ -96,7 +96,7 @@ def shards_of_experts_are_even(experts: int, widths: tuple[int, int], sharing: I
 def widths_of_experts(model: ModelSpec) -> tuple[int, int]:
     """Return the size of dim 1 of the experts' two weights."""
     width = 0 if model.moe is None else model.moe.moe_intermediate_size
-    return width if model.family in ("gpt_oss", "nemotron_h") else 2 * width, model.hidden_size
+    return width if model.family in ("gpt_oss", "nemotron_h") else 2 * width, model.width_of_experts
 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tuple[tuple[str | bool, str], ...]:

@@ -18,6 +18,7 @@ from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Resolved
 from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.families import experts
 
 if TYPE_CHECKING:
@@ -301,3 +302,37 @@ def test_automodels_pipeline_splits_the_local_batch(read: Callable[..., Resolved
     pipeline |= {"layers_per_stage": 5, "round_virtual_stages_to_pp_multiple": None}
     with pytest.raises(SpecError, match="5 layers per stage make 7 stages, which 2 pipeline ranks cannot share"):
         read(said)
+
+
+@pytest.mark.parametrize(("named", "said", "noted"), [
+    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {}, True),
+    ("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16", {}, True), ("Qwen/Qwen3.5-35B-A3B", {}, True),
+    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {"num_nextn_predict_layers": 0}, False),
+    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {"num_nextn_predict_layers": 2}, True),
+    ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {}, False)])  # fmt: skip
+def test_automodels_layers_for_multi_token_prediction_are_noted(
+    read: Callable[..., Resolved], tmp_path: Path, named: str, said: dict[str, int], noted: bool
+):
+    """It trains those of the checkpoint, unless the file switches them off."""
+    read(AUTO | {"model": {"pretrained_model_name_or_path": named, **said}, "distributed": {"dp_size": 8, "ep_size": 8}})
+    setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+    assert (setup.matters.keys() == {"model.num_nextn_predict_layers"}) is noted
+    assert not setup.saves
+
+
+def test_experts_with_a_latent_send_and_receive_it(read: Callable[..., Resolved]):
+    """Nemotron 3 Super's experts read a quarter of the residual stream's width."""
+    model = {"pretrained_model_name_or_path": "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "num_nextn_predict_layers": 0}
+    job = read(AUTO | {"model": model, "distributed": {"strategy": "fsdp2", "dp_size": 32, "ep_size": 32}}).job
+    assert_explained(answer := estimate(job))
+    moe = job.model.moe
+    assert moe is not None
+    assert (moe.latent_size, job.model.width_of_experts, job.model.hidden_size) == (1024, 1024, 4096)
+    sent = next(
+        call for call in answer.traffic.collectives if call.operation == "all_to_all" and call.what.startswith("tokens")
+    )
+    assert sent.n_bytes == 2 * 2 * 2048 * 22 * 1024
+    wide = replace(job, model=replace(job.model, moe=replace(moe, latent_size=0)))
+    assert estimate(wide).parameters > 3 * answer.parameters
+    with pytest.raises(SpecError, match="experts with a latent under autocast"):
+        replace(job, mesh=replace(job.mesh, dp_shard=1, ep=1), recipe=RecipeSpec(engine="ddp", zero_stage=0))

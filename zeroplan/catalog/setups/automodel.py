@@ -14,7 +14,7 @@ from zeroplan.catalog.setups.recipes import (
     tell_sharded,
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
-from zeroplan.spec.adapter import HEAD, LAYERS_OF, Layers
+from zeroplan.spec.adapter import HEAD, LATENT_OF_EXPERTS, LAYERS_OF, Layers
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
 
@@ -88,6 +88,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         adds=_AUTO_ADDS,
         either="model.backend.cuda_graph.*",
     )
+    _auto_predictions(reading)
     _auto_float8(reading)
     for key in ("compile.enabled", "distributed.enable_compile"):
         if table.switch(key):
@@ -220,6 +221,27 @@ def _auto_pipeline(reading: Reading) -> int | None:
     reading.layers_per_stage = table.count(keys[2]), str(table.get(f"{before}round_virtual_stages_to_pp_multiple") or "")
     table.get("step_scheduler.local_batch_size")
     return reading.number("micro_batch", keys[1], default=1)
+
+
+#: Families whose published models have layers that predict several tokens, which AutoModel's own models train.
+_PREDICTING = ("qwen3_5_text", "qwen3_5_moe_text")
+_PREDICTIONS = (
+    "model.num_nextn_predict_layers is not set: AutoModel trains the checkpoint's layers for multi-token prediction, which are not "
+    "counted: the answer is too low by them and by their loss"
+)
+
+
+def _auto_predictions(reading: Reading) -> None:
+    """Note layers for multi-token prediction, which AutoModel builds unless the file says 0 (nemotron_v3/mtp.py, qwen3_5/model.py).
+
+    Of the nemotron_h models, those whose experts have a latent have them, and Nemotron 3.5 Lightning.
+    """
+    table, model = reading.table, reading.known_model()
+    if model is None or any(key.endswith("num_nextn_predict_layers") for key in table.data):
+        return
+    lightning = "lightning" in str(reading.flags["model"].value).lower()
+    if model.family in _PREDICTING or model.width_of_experts != model.hidden_size or lightning:
+        table.matters["model.num_nextn_predict_layers"] = _PREDICTIONS
 
 
 def _auto_float8(reading: Reading) -> None:
@@ -362,5 +384,6 @@ def _names_of_layers(model: ModelSpec | None) -> tuple[str, ...]:
     if model is None:
         return (*Layers().every, HEAD)
     own = LAYERS_OF.get(model.family, Layers())
+    others = [one for one in own.others if one not in LATENT_OF_EXPERTS or (model.moe is not None and model.moe.latent_size)]
     none_dense = model.moe is not None and not model.moe.num_shared_experts and not model.moe.num_dense_layers
-    return (*own.others, *own.attention, *(() if none_dense else own.mlp), HEAD)
+    return (*others, *own.attention, *(() if none_dense else own.mlp), HEAD)
