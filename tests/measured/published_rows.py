@@ -54,6 +54,8 @@ _DEEPSEEK = {
     **{(release, "GB200"): ("mla_up_proj", True) for release in ("26.06", "26.06.01", "26.08")},
     **{(release, "GB300"): ("", True) for release in ("26.06", "26.06.01", "26.08")},
 }  # fmt: skip
+#: Releases whose recipe sets ``fp8_dot_product_attention`` (v0.5.0).
+_FP8_ATTENTION = {(release, "GB300") for release in ("26.06", "26.06.01", "26.08")}
 #: GPUs by how their names begin; the first that fits.
 _GPUS = {
     "A100-40GB": "a100-sxm-40gb", "A100": "a100-sxm-80gb", "H100-9": "h100-sxm-96gb", "H100": "h100-sxm-80gb",
@@ -181,7 +183,10 @@ def running_of_row(row: Row, job: JobSpec) -> Running:
     operands = next((name for word, name in _OPERANDS.items() if word in str(row["precision"])), None)
     overlap = _of_deepseek(row) and _deepseek(row)[1]
     scaled = "MX" in str(row["precision"])
-    return Running(kernels, generation, operands, _tensor_overlap(row), block_scaled=scaled, expert_overlap=overlap)
+    narrow = _of_deepseek(row) and (row["software_date"], row["gpu"]) in _FP8_ATTENTION
+    return Running(
+        kernels, generation, operands, _tensor_overlap(row), block_scaled=scaled, expert_overlap=overlap, fp8_attention=narrow
+    )
 
 
 def _of_deepseek(row: Row) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.measured.throughput import predicted
 from zeroplan import JobSpec, MegatronOptions, estimate, job
 from zeroplan.engines.megatron.traffic import visited
 from zeroplan.errors import SpecError
@@ -16,7 +17,8 @@ from zeroplan.planner import Fixed, plan
 from zeroplan.planner.objectives import TIE
 from zeroplan.planner.search import job_at, search
 from zeroplan.steptime import StepTime, efficiency
-from zeroplan.steptime.tables import link_share, product_share
+from zeroplan.steptime.compute import running_of
+from zeroplan.steptime.tables import attention_share, b200_backward, link_share, product_share
 
 SAID = {"model": "llama-3.1-8b", "gpu": "a100-sxm-80gb", "engine": "megatron", "stage": 1, "seq_len": 4096}
 
@@ -144,6 +146,22 @@ def test_attention_is_recomputed_alone() -> None:
     assert seconds(none, "recomputation") == 0
     assert seconds(selective, "recomputation") == pytest.approx(seconds(none, "attention") / (1 + 2.5 / 0.85))
     assert seconds(full, "recomputation") > seconds(none, "matrix") / 4
+
+
+def test_attention_of_blackwell_by_hand() -> None:
+    """A B200 runs cuDNN's kernels: the backward has its own rate by heads, and is slower for latent attention."""
+    dense = time_of(job(**{**SAID, "gpu": "b200"}, gpus=8, tensor_parallel=8, sequence_parallel=True))
+    forward = 32 * 4 * 4 * 128 * 4096 * 4097 / 2 / (attention_share("b200-180gb", 128, 4096, 4) * 2250e12)
+    assert seconds(dense, "attention") == pytest.approx(forward * (1 + 2.5 / b200_backward(4096, 4)), rel=1e-3)
+    asked = {**SAID, "model": "deepseek-v3", "gpu": "b200", "gpus": 64, "expert_parallel": 64}
+    latent = job(**asked)
+    forward = 61 * 2 * (192 + 128) * 128 * 4096 * 4097 / 2 / (attention_share("b200-180gb", 192, 4096, 128) * 2250e12)
+    assert seconds(time_of(latent), "attention") == pytest.approx(
+        forward * (1 + 2.5 / (0.88 * b200_backward(4096, 128))), rel=1e-3
+    )
+    in_fp8 = running_of(latent.recipe, "Blackwell")._replace(fp8_attention=True)
+    quicker = forward * (1 / 1.58 + 2.5 / (1.33 * 0.88 * b200_backward(4096, 128)))
+    assert seconds(predicted(latent, in_fp8), "attention") == pytest.approx(quicker, rel=1e-3)
 
 
 # Planned

@@ -224,11 +224,14 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool, wide: bool = False
             return
     elif not offload:
         fixed = replace(fixed, offload_optimizer="none", offload_param="none")
-    buckets = wide or offload or fixed.engine == "deepspeed"
+    buckets, found = wide or offload or fixed.engine == "deepspeed", False
     for asked in _optimizers_and_precisions(base.recipe, fixed):
         for recipe in _of_engines(replace(base, recipe=asked), fixed, smaller_buckets=buckets):
             if recipe.offloads_states or not offload:
+                found = True
                 yield recipe
+    if not (found or offload):
+        raise SpecError(f"no engine runs --fused-kernels {base.recipe.fused_kernels} as asked; leave them out")
 
 
 def _optimizers_and_precisions(recipe: RecipeSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
@@ -270,7 +273,16 @@ def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iter
             said = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss,
                     "optimizer_impl": fixed.optimizer_impl or step, "recompute_layers": fixed.recompute_layers}  # fmt: skip
             for options in _options(base, fixed, engine, stage):
-                yield replace(recipe, **said, **options)  # type: ignore[arg-type]  # checked there
+                yield from _if_kernels_run(recipe, {**said, **options})
+
+
+def _if_kernels_run(recipe: RecipeSpec, said: Mapping[str, object]) -> Iterator[RecipeSpec]:
+    """Yield the recipe with other settings, unless the fused kernels that the user asks for do not run with them."""
+    try:
+        yield replace(recipe, **said)  # type: ignore[arg-type]  # checked there
+    except SpecError:
+        if not recipe.fused_parts:
+            raise
 
 
 #: Engines with their own optimizer kernels.

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
-from zeroplan.spec.adapter import ADAPTED_IN_OLDER, ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.compiled import check_compiled
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, INDEXED_FAMILIES, TRAITS, WIDE_ROUTERS
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
@@ -141,7 +142,7 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
         bent and f"quantised weights under autocast, whose {model.activation} is fp32 then,",
         "precision 'bf16', or engine 'fsdp2'",
     )
-    if model.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
+    if model.family not in ADAPTED_LIKE_LLAMA and not model.has_separate_experts:
         this, at_3 = f"a {model.family} model", recipe.engine == "deepspeed" and recipe.zero_stage == 3
         yield at_3 and f"{this} at stage 3 of DeepSpeed", "a lower stage, or engine 'fsdp2'"
         yield recipe.engine == "fsdp1" and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
@@ -154,7 +155,7 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
             yield from _under_autocast(model, this)
         bare = model.first_is_bare and recipe.recompute == "none"
         yield bare and "a first layer without an adapter, and no recomputation,", "recompute 'full', or targets 'all-linear'"
-    if model.family not in ADAPTED_IN_OLDER:
+    if not model.has_separate_experts:
         return
     yield recipe.engine not in ("ddp", "fsdp1") and f"experts and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp1'"
     yield not set(model.adapted_layers) <= set(ATTENTION) and "adapters in experts", "targets 'attention'"
@@ -235,7 +236,10 @@ class JobSpec(Spec):
         self._check_quantisation_aware()
         self._check_te_float8()
         self._check_latent_experts()
+        if SENDING & set(self.recipe.fused_parts) and any(self.model.stacked):
+            raise SpecError("adapters of experts with NeMo AutoModel's experts are not modelled; use --lora-targets attention")
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
+        check_compiled(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
         self._check_step_in_backward()
         if self.model.adapter is not None:
@@ -422,12 +426,12 @@ class JobSpec(Spec):
             raise SpecError(
                 "a vision tower on ranks that split the model or a sequence is not modelled; use data-parallel ranks"
             )
-        recipe, frozen = self.recipe, vision.freeze_tower or self.model.adapter is not None
+        recipe = self.recipe
         reruns = recipe.engine == "deepspeed" and recipe.zero_stage == 3 and recipe.recompute != "none"
-        if reruns and vision.has_blocks and (frozen or vision.tower == "internvl"):  # InternVL's blocks own parameters
+        if reruns and vision.tower == "internvl":  # its blocks own parameters
             raise SpecError(
-                f"the order in which DeepSpeed's stage 3 gathers a recomputed {vision.tower} tower{', frozen,' * frozen} is not "
-                "modelled; use stage 2, recompute 'none' or engine 'fsdp2'"
+                "the order in which DeepSpeed's stage 3 gathers a recomputed internvl tower is not modelled; use stage 2, "
+                "recompute 'none' or engine 'fsdp2'"
             )
 
     def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
@@ -531,6 +535,12 @@ class JobSpec(Spec):
             *(_beside_frozen(recipe) if recipe.engine == "deepspeed" else ()),
             *_of_the_adapter(adapter, recipe),
             *_in_the_family(self.model, adapter, recipe),
+            (
+                any(self.model.stacked)
+                and self.mesh.model_ranks * self.mesh.ep > 1
+                and "adapters of all experts of a layer on ranks that split the model",
+                "data-parallel ranks",
+            ),
             (
                 bool(adapter.saved)
                 and self.mesh.model_ranks > 1

@@ -260,7 +260,7 @@ def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: Batc
         yield count % mesh.tp > 0 and f"{count} {what} heads on tp={mesh.tp} ranks", "a factor of the heads"
     cut = 2 * mesh.cp if mesh.cp > 1 else 1
     yield batch.seq_len % cut > 0 and f"seq_len={batch.seq_len:,} on cp={mesh.cp} ranks", f"a multiple of {cut}"
-    yield mesh.ep > 1 and not experts and f"ep={mesh.ep} and no experts", "ep=1"
+    yield mesh.ep > 1 and not experts and f"ep={mesh.ep} and no experts, which Megatron-Core refuses,", "ep=1"
     yield _beyond_fused_softmax(model, recipe, mesh, batch), "megatron.masked_softmax_fusion=false, as it then runs anyway"
     yield experts % mesh.ep > 0 and f"{experts} experts on ep={mesh.ep} ranks", "a factor of the experts"
     own, sharing = recipe.megatron, mesh.dp_shard * mesh.cp * mesh.tp

@@ -6,10 +6,10 @@ from typing import Annotated, Literal, Protocol
 from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.adapter import (
     ADAPTED_FAMILIES,
-    ADAPTED_IN_OLDER,
     ADAPTED_LIKE_LLAMA,
     NOT_QUANTISED,
     AdapterSpec,
+    Stacked,
     first_is_bare,
     refused_layers,
 )
@@ -53,6 +53,8 @@ class MoeSpec(Spec):
     """Leading layers that keep a dense MLP of ``intermediate_size``."""
     latent_size: Annotated[int, Range(0, 10**6)] = 0
     """Width of the latent that routed experts read and write (Nemotron 3); 0: they read the residual stream's width."""
+    separate: bool = False
+    """Each expert has linear layers of its own, as in Mixtral before transformers 5; modelled with adapters alone."""
 
     def check_rules(self) -> None:
         """Raise SpecError for contradictions."""
@@ -250,20 +252,36 @@ class ModelSpec(Spec):
         return self.moe is not None and self.moe.num_dense_layers < self.num_hidden_layers
 
     @property
+    def has_separate_experts(self) -> bool:
+        """Whether each expert has linear layers of its own."""
+        return self.moe is not None and self.moe.separate
+
+    @property
     def is_quantised(self) -> bool:
         """Whether the blocks' linear weights are quantised, to four bits or eight."""
         return self.adapter is not None and self.adapter.quantize != "none"
 
     @property
     def adapted_layers(self) -> tuple[str, ...]:
-        """The names of the linear layers with adapters."""
+        """The names of the layers with adapters, which peft turns into weights of all experts in some families."""
         return () if self.adapter is None else self.adapter.layers_in(self.family)
+
+    @property
+    def linear_layers_adapted(self) -> tuple[str, ...]:
+        """The names of the linear layers with adapters."""
+        return () if self.adapter is None else self.adapter.linear_in(self.family)
+
+    @property
+    def stacked(self) -> Stacked:
+        """The weights of all experts of a layer that have adapters."""
+        return Stacked() if self.adapter is None or self.has_separate_experts else self.adapter.stacked_in(self.family)
 
     @property
     def first_is_bare(self) -> bool:
         """Whether the first layer has no adapter, in a model with adapters."""
         first = self.letters[:1] or "M" * (self.family in LINEAR_FAMILIES)
-        return self.adapter is not None and first_is_bare(self.family, self.adapted_layers, first)
+        in_experts = any(self.stacked) and self.moe is not None and not self.moe.num_dense_layers
+        return self.adapter is not None and not in_experts and first_is_bare(self.family, self.linear_layers_adapted, first)
 
     @property
     def upcasts_norms(self) -> bool:
@@ -294,12 +312,14 @@ class ModelSpec(Spec):
             self._check_frozen(self.frozen)
 
     def _check_adapter(self, adapter: AdapterSpec) -> None:
-        if self.family not in (*ADAPTED_FAMILIES, *ADAPTED_IN_OLDER):
+        if self.family not in ADAPTED_FAMILIES:
             raise SpecError(
                 f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
             )
         if refused := refused_layers(self.family, self.adapted_layers):
             raise SpecError(f"LoRA with these targets: {refused}")
+        if any(self.stacked) and self.moe is None:
+            raise SpecError(f"LoRA with these targets: this {self.family} model has no experts; name linear layers")
         if self.is_quantised and self.family in NOT_QUANTISED:
             raise SpecError(f"quantised weights of a {self.family} model are not modelled; leave --quantize out")
         if adapter.quantize == "int8" and "C" in self.letters:
@@ -307,7 +327,7 @@ class ModelSpec(Spec):
                 f"weights in 8 bits of a {self.family} model are not modelled: its convolutions' gradients are copied first; "
                 "use --quantize nf4-double"
             )
-        if adapter.quantize == "gptq" and self.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
+        if adapter.quantize == "gptq" and self.family not in ADAPTED_LIKE_LLAMA and not self.has_separate_experts:
             raise SpecError(f"GPTQ's weights of a {self.family} model are not modelled; use --quantize nf4-double")
 
     def _check_frozen(self, frozen: FrozenSpec) -> None:

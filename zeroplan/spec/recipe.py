@@ -40,7 +40,7 @@ OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
     "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
-    "output-scaled", "int4-qat", "grouped-experts", "looped-experts", "te-float8",
+    "output-scaled", "int4-qat", "grouped-experts", "looped-experts", "te-float8", "compiled-blocks", "compiled-loss",
 )  # fmt: skip
 #: Families all of whose matrix products are linear layers, and that were compared with torchao's fake-quantised ones.
 ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -620,7 +620,7 @@ class RecipeSpec(Spec):
             return
         if self.engine not in ("ddp", "fsdp1", "fsdp2") and not (self.engine == "deepspeed" and set(parts) <= OF_LIGER):
             raise SpecError(f"fused_kernels with engine {self.engine!r} is not modelled; use engine 'ddp', 'fsdp1' or 'fsdp2'")
-        of_loss = next((one for one in ("cross-entropy", "loss-in-pieces") if one in parts), None)
+        of_loss = next((one for one in ("cross-entropy", "loss-in-pieces", "compiled-loss") if one in parts), None)
         if of_loss is not None and self.loss != "full":
             raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
         if "loss-in-pieces" in parts and self.precision != "bf16":

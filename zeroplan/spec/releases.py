@@ -111,10 +111,14 @@ def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
 
 
 def _check_mixtral(model: ModelSpec, recipe: RecipeSpec, release: Release) -> None:
-    """Raise SpecError for adapters in releases with fused experts, and for full training in releases with a loop over experts."""
-    if model.adapter is not None and not release.loops_over_experts:
-        raise SpecError("LoRA in a mixtral model is modelled with --transformers 4.39 to 4.48, whose experts are single layers")
-    if model.adapter is None and release != NOW:
+    """Raise SpecError for releases between the two that are modelled, and for full training where experts run in a loop."""
+    separate = model.has_separate_experts
+    if separate != release.loops_over_experts or (release != NOW and not separate):
+        raise SpecError(
+            f"transformers={recipe.transformers!r} with a mixtral model is modelled from 4.39 to 4.48 with LoRA, whose experts are "
+            "separate layers, and as 5.23; leave it out"
+        )
+    if separate and model.adapter is None:
         raise SpecError(f"transformers={recipe.transformers!r} with a mixtral model is modelled with LoRA alone; leave it out")
 
 

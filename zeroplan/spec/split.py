@@ -2,6 +2,7 @@
 
 from zeroplan.errors import SpecError, refuse
 from zeroplan.numeric import Bool, Int
+from zeroplan.spec.adapter import HEAD
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.mesh import MeshSpec
@@ -39,7 +40,8 @@ def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec
             raise SpecError(f"tp={ranks} does not divide {name}={number:,}; use a factor of it")
     if ways_of_resharding(recipe.fsdp2) is not None:  # torch 2.13, _fsdp_param.py, FSDPParam.to_sharded_post_forward
         raise SpecError(f"tp={ranks} with reshard_after_forward as a number is what FSDP2 refuses; use true or false for it")
-    refuse(f"tp={ranks} with", (*_of_whole_sequences(recipe, mesh), *_not_modelled(model, recipe, batch)), ", or tp=1")
+    cases = *_of_whole_sequences(recipe, mesh), *_of_adapters(model, recipe, mesh), *_not_modelled(model, recipe, batch)
+    refuse(f"tp={ranks} with", cases, ", or tp=1")
 
 
 def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:
@@ -65,6 +67,7 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
         (recipe.kernels == "cuda-7" and "a GPU before compute capability 8.0, which has no flash kernel,", "a newer GPU"),
         (recipe.fsdp2.cpu_offload and "offload to host memory", "no offload"),
         (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false for it"),
+        (model.adapter is not None and "adapters", "full training"),
         *_of_model_and_batch(model, recipe, batch),
     )
     refuse(f"cp={ranks} with", cases, ", or cp=1")
@@ -120,11 +123,28 @@ def _of_whole_sequences(recipe: RecipeSpec, mesh: MeshSpec) -> tuple[tuple[str |
     )
 
 
+def _of_adapters(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> tuple[tuple[str | bool, str], ...]:
+    adapter = model.adapter
+    if adapter is None:
+        return ()
+    outside = HEAD in adapter.layers_in(model.family) or bool(adapter.saved)
+    return (
+        (recipe.fsdp2.sequence_parallel and "adapters and fsdp2.sequence_parallel", "false for it"),
+        (adapter.quantize != "none" and f"adapters of weights in {adapter.quantize}", "16-bit weights"),
+        (adapter.rank % mesh.tp > 0 and f"adapters of rank {adapter.rank}", f"a rank that {mesh.tp} divides"),
+        (outside and "adapters or trained copies of embedding and head", "adapters in blocks"),
+        (recipe.precision not in ("bf16", "fp32") and f"adapters and precision {recipe.precision!r}", "'bf16'"),
+        (recipe.recompute != "none" and f"adapters and recompute {recipe.recompute!r}", "'none'"),
+        (adapter.dropout and "dropout of adapters", "none of it"),
+        (recipe.fsdp2.cpu_offload and "adapters and offload", "no offload"),
+        (mesh.pp > 1 and "adapters and pp", "one pipeline rank"),
+    )
+
+
 def _of_model_and_batch(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tuple[tuple[str | bool, str], ...]:
     window = model.sliding_window
     biased = model.mlp_bias or (model.attention_bias and TRAITS[model.family].biased_output)
     return (
-        (model.adapter is not None and "adapters", "full training"),
         (model.frozen is not None and "frozen parameters", "full training"),
         (biased and "biases of output and down projection", "a model without them"),
         (window is not None and batch.seq_len >= window and f"a sliding window of {window:,}", "a shorter seq_len"),

@@ -191,6 +191,9 @@ _DROPPED = {"plain": Moved(5, 5, 1, 1), "autocast": Moved(9, 9, 1, 1), "fp32": M
 #: dequantise these first. An 8-bit weight is dequantised in the backward only (read, not run).
 _UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10), "gptq": Moved(2.57, 2.57, 5, 8),
              "int8": Moved(0, 3, 7, 3)}  # fmt: skip
+#: peft adds an adapter to the whole weight of all experts, and once more to check its shape; the backward reads the sum's gradient
+#: for both matrices (``ParamWrapper``). Read, not run. Both weights are counted where one alone has an adapter.
+_MERGED = Moved(16, 4, 6, 7)
 #: With 4-bit weights, norms are fp32: the residual stream takes twice the bytes, and five layers cast their input.
 _WIDE_RESIDUAL, _WIDE_INPUT = Moved(12, 12, 0, 0), Moved(30, 30, 5, 5)
 
@@ -205,6 +208,8 @@ def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float
     for one in parameters:
         if model.is_quantised and one.autocast and one.frozen:  # linear weights, with their shape in 16 bits
             total = total.plus(_UNPACKED[adapter.quantize], one.numel)
+        elif ".experts." in one.name:
+            total = total.plus(_MERGED, one.numel) if ".base_layer." in one.name else total
         elif ".lora_A." in one.name:
             total = total.plus(each.input, tokens * one.shape[1])
             total = total.plus(_DROPPED[how], tokens * one.shape[1]) if adapter.dropout else total

@@ -40,10 +40,11 @@ def split_layout(model: ModelSpec, ranks: int) -> Layout:
 
 
 def _in_block(one: Parameter, ranks: int) -> Parameter:
-    module = one.name.split(".")[-2]
+    """Return a rank's share. Both matrices of an adapter are split like the weight beside them (AutoModel, parallel_styles.py)."""
+    module = next((part for part in one.name.split(".") if part in (*_BY_ROWS, *_BY_COLUMNS)), "")
     if module in _BY_ROWS:
         return _by_rows(one, ranks)
-    if module in _BY_COLUMNS:
+    if module in _BY_COLUMNS and len(one.shape) > 1:
         return one._replace(shape=(one.shape[0], one.shape[1] // ranks))
     return one
 

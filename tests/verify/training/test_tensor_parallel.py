@@ -13,6 +13,7 @@ from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import estimate
 from zeroplan.catalog.model import model
 from zeroplan.comparison import compare_with_estimate
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
@@ -77,6 +78,23 @@ WHOLE = {
     "llama, a pipeline": JobSpec(
         model=replace(TINY, num_hidden_layers=4), mesh=MeshSpec(dp_shard=2, tp=2, pp=2),
         recipe=RecipeSpec(fsdp2=_WHOLE, zero_stage=2), batch=BatchSpec(micro_batch_size=1, seq_len=256, grad_accum_steps=4),
+    ),
+}  # fmt: skip
+_ADAPTED = replace(TINY, hidden_size=256, head_dim=32, adapter=AdapterSpec(rank=8))
+#: Ranks split both matrices of an adapter like the weight beside them, as AutoModel does.
+ADAPTED = {
+    "llama, all layers": JobSpec(
+        model=_ADAPTED, mesh=MeshSpec(dp_shard=2, tp=2), recipe=RecipeSpec(precision="bf16", fsdp2=_WHOLE),
+        batch=BatchSpec(micro_batch_size=2, seq_len=256),
+    ),
+    "qwen2, q and down, accumulated": JobSpec(
+        model=replace(_ADAPTED, family="qwen2", attention_bias=True, adapter=AdapterSpec(rank=16, targets="q_proj,down_proj")),
+        mesh=MeshSpec(dp_shard=2, tp=4), recipe=RecipeSpec(precision="bf16", fsdp2=_WHOLE),
+        batch=BatchSpec(micro_batch_size=1, seq_len=256, grad_accum_steps=2),
+    ),
+    "qwen3, fp32, stage 2, the MLP": JobSpec(
+        model=replace(_ADAPTED, family="qwen3", adapter=AdapterSpec(rank=8, targets="mlp")), mesh=MeshSpec(dp_shard=2, tp=2),
+        recipe=RecipeSpec(precision="fp32", zero_stage=2, fsdp2=_WHOLE), batch=BatchSpec(micro_batch_size=2, seq_len=128),
     ),
 }  # fmt: skip
 SHARED = {
@@ -157,9 +175,24 @@ def test_ranks_with_whole_hidden_states_hold_at_most_what_the_estimate_says(name
     assert estimate(split).peak_bytes < estimate(job).peak_bytes
 
 
-@pytest.mark.parametrize("name", CASES | SHARED | WHOLE)
+@pytest.mark.parametrize("name", ADAPTED)
+def test_split_adapters_hold_what_the_estimate_says(name: str):
+    """In the forward the estimate has the buffers that gather a sequence, which such ranks do not need."""
+    pytest.importorskip("peft", reason="peft is not installed, and builds the adapters that are measured here")
+    from tests.simulated import simulate
+
+    job = ADAPTED[name]
+    seen = compare_with_estimate(simulate(job))
+    hidden = 4 * 4 * job.batch.micro_batch_size * job.batch.seq_len * job.model.hidden_size
+    small = ROTARY_AND_STATE + 8 * job.batch.seq_len * (job.batch.micro_batch_size + 1)
+    for row in seen.phases:
+        assert -small <= row.difference <= (hidden if row.what == "forward" else small), row
+    assert abs(seen.held.difference) <= small
+
+
+@pytest.mark.parametrize("name", CASES | SHARED | WHOLE | ADAPTED)
 def test_formulas_give_the_bytes_of_their_lines(name: str):
-    answer = estimate((CASES | SHARED | WHOLE)[name])
+    answer = estimate((CASES | SHARED | WHOLE | ADAPTED)[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
     assert answer.legend["p"] == answer.job.mesh.tp

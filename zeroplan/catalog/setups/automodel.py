@@ -14,7 +14,7 @@ from zeroplan.catalog.setups.recipes import (
     tell_sharded,
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
-from zeroplan.spec.adapter import HEAD, LATENT_OF_EXPERTS, LAYERS_OF, Layers
+from zeroplan.spec.adapter import CONVERTED, HEAD, LATENT_OF_EXPERTS, LAYERS_OF, Layers
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
 
@@ -349,6 +349,12 @@ _OF_ITS_EXPERTS = (
 )
 
 
+_NO_DENSE = (
+    "{}: AutoModel adapts the layers of dense blocks and shared experts in a {} model, which is not modelled; --lora-targets "
+    "attention counts those of attention alone"
+)
+
+
 def _auto_targets(reading: Reading) -> None:
     """Read the layers with adapters (_peft/module_matcher.py): by patterns of names, or all linear layers but some.
 
@@ -368,6 +374,9 @@ def _auto_targets(reading: Reading) -> None:
         names = names[:-1]
     adapted = [name for name in names if any(fnmatchcase(name, one) for one in chosen or ["*"])]
     adapted = [name for name in adapted if not any(fnmatchcase(name, one) for one in left_out)]
+    if model is not None and model.family in CONVERTED and set(adapted) & set(CONVERTED[model.family]):
+        reading.asks["lora_targets"] = _NO_DENSE.format("peft.target_modules", model.family)
+        return
     if model is None:
         wide = not chosen or any("*" in one or one in ("_proj", "proj", "") for one in chosen)
         adapted = ["all-linear", *(name for name in adapted if name == HEAD)] if wide else chosen

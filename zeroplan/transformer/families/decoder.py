@@ -251,8 +251,9 @@ def gated_mlp(
         return tape.mode.mlp(tape, normal)
     bias, modules = block.mlp_bias, (Module.NONE,) * 3 if prefix else (Module.GATE, Module.UP, Module.DOWN)
     gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0], layer=layers[0]), bias=bias)
-    if tape.mode.fused_gates and block.activation == "silu":
-        return _gated_by_liger(tape, normal, gate, block, source, width=width, prefix=prefix)
+    gated = op.gated_by_liger if tape.mode.fused_gates and block.activation == "silu" else tape.mode.gate
+    if gated is not None:
+        return _gated_in_one(tape, normal, gate, block, source, gated, width=width, prefix=prefix)
     active = activated(tape, gate, block.activation, f"{prefix}{block.activation} of the gate", source)
     tape.release(gate)
     site = Site(f"{prefix}up projection", source, modules[1], layer=layers[1])
@@ -266,14 +267,15 @@ def gated_mlp(
     return made
 
 
-def _gated_by_liger(
-    tape: Tape, normal: Value, gate: Value, block: Block, source: str, *, width: Size, prefix: str
+def _gated_in_one(
+    tape: Tape, normal: Value, gate: Value, block: Block, source: str,
+    gated: Callable[[Tape, Value, Value, str, str], Value], *, width: Size, prefix: str,
 ) -> Value:  # fmt: skip
-    """Run the rest of a gated MLP whose product is one Liger kernel."""
+    """Run the rest of a gated MLP whose activation and product are one kernel, ``gated``."""
     modules = (Module.NONE,) * 2 if prefix else (Module.UP, Module.DOWN)
     up = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, modules[0]), bias=block.mlp_bias)
     reason = f"{prefix}gated product, input of the down projection"
-    inner = op.gated_by_liger(tape, gate, up, reason, f"{prefix}gated product")
+    inner = gated(tape, gate, up, reason, f"{prefix}gated product")
     tape.release(gate, up)
     made = op.linear(tape, inner, h, Site(f"{prefix}down projection", source, modules[1]), reads=width, bias=block.mlp_bias)
     tape.release(inner)

@@ -23,6 +23,7 @@ from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
 from zeroplan.transformer.families import fake_quantised
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.compiled import COMPILED
 from zeroplan.transformer.families.definition import Training, definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import TENSOR_PARALLEL, gathered, norm
@@ -193,7 +194,9 @@ def output_bytes(ending: Ending, values: Values) -> Int:
 
 
 #: Fused kernels of the final norm and of the loss.
-_FUSED = ("cross-entropy", "loss-in-pieces", "rms-norm", "liger-rms-norm", "norm-in-one", "te-float8", "te-linear")
+_FUSED = (
+    "cross-entropy", "loss-in-pieces", "compiled-loss", "rms-norm", "liger-rms-norm", "norm-in-one", "te-float8", "te-linear",
+)  # fmt: skip
 _QAT = "int4-qat"
 
 
@@ -281,7 +284,7 @@ def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive
 
 def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
     tape = Tape(wide=ending.wide, autocast=ending.wide_residual, saving=ending.saves, marking=marking)
-    tape.mode = TENSOR_PARALLEL if ending.sharded else Mode(weights_frozen=ending.frozen_norm)
+    tape.mode = (TENSOR_PARALLEL if ending.sharded else Mode())._replace(weights_frozen=ending.frozen_norm)
     if ending.frozen_head:
         from zeroplan.transformer.families.frozen import linear  # noqa: PLC0415  keeps start-up fast
 
@@ -331,14 +334,15 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
         return _in_pieces(tape, read, ending)
     product = _product(tape, read, bias=ending.head_bias)
     before = set(tape.saved)
-    logits = _capped(tape, product) if ending.family in CAPPED else product
+    logits = _capped(tape, product, ending)
     logits = _returned_wide(tape, logits) if ending.wide_logits else logits
     in_place = "cross-entropy" in ending.fused
     shifts = ending.shifts_logits or in_place
     given, copies = _without_the_last(tape, logits) if shifts else (logits, ())
     shifted = "labels, shifted", 8 * (T - b) * _several(), SHIFTED, LABELS  # of one sequence a view of the batch's own
     labels = (tape.make(LOGITS, *shifted),) if shifts else _labels(tape)
-    run = _over_ranks if ending.sharded else _written_over if in_place else cross_entropy
+    in_one = _written_over if in_place else _compiled if "compiled-loss" in ending.fused else cross_entropy
+    run = _over_ranks if ending.sharded else in_one
     loss, names = run(tape, given, labels[-1:])
     kept = tuple([store for store in tape.saved if store not in before])
     return _Ran(loss, kept, (*names, *copies, *labels, logits.store), (logits.store,))
@@ -439,8 +443,10 @@ def _labels(tape: Tape) -> tuple[Store, Store]:
     return padded, tape.make(LOGITS, "labels, shifted", 8 * T + 8 * one, FULL, LABELS)
 
 
-def _capped(tape: Tape, logits: Value) -> Value:
-    """Cap the logits with ``tanh``, whose result autograd saves."""
+def _capped(tape: Tape, logits: Value, ending: Ending) -> Value:
+    """Return the logits, in some families capped with ``tanh``, whose result autograd saves."""
+    if ending.family not in CAPPED:
+        return logits
     divided = _logits(tape, logits, "logits, divided", CAP)
     tape.add("cap", (divided,), (), _makes("gradient of the logits", logits), of=(logits,))
     tape.release(logits)
@@ -513,6 +519,16 @@ def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple
     return loss, (rows,)
 
 
+def _compiled(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
+    """Run a cross-entropy that inductor compiled. It reads 16-bit logits, and the backward writes their gradient in 16 bits."""
+    rows = tape.make(LOGITS, "maximum and log-sum of each token's logits, fp32", 8 * T, COMPILED)
+    loss = _scalar()
+    tape.add(
+        "loss", (loss,), (logits.store, rows, *labels), _makes("gradient of the logits", logits), of=(logits,), place=AT_LOSS
+    )
+    return loss, (rows,)
+
+
 def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
     """Run cross-entropy over a rank's shard of the vocabulary. One backward covers log-softmax and loss."""
     wide, each_row = _wide(tape, logits), Exchange("all_reduce", Among.TENSOR, 4 * T)
@@ -561,7 +577,7 @@ def _one_chunk(
     view = Value(tape.hold(read.store), read.dtype, read.shape)
     logits = _product(tape, view)
     tape.release(view)
-    logits = _capped(tape, logits) if ending.family in CAPPED else logits
+    logits = _capped(tape, logits, ending)
     loss, names = cross_entropy(tape, logits, ())
     forward = tape.moments.copy()
     tape.drop(*names)
@@ -691,8 +707,7 @@ def _in_place(tape: Tape, read: Value, ending: Ending, *, entropy: bool = False)
     A division by the temperature is in place, and its backward is not. With ``entropy`` both losses make a gradient of their own,
     and the compiled entropy saves the logits and four fp32 numbers of a token (torch 2.13, min_cut_rematerialization_partition).
     """
-    product = _product(tape, read)
-    hot = _capped(tape, product) if ending.family in CAPPED else product
+    hot = _capped(tape, _product(tape, read), ending)
     logits = Value(tape.hold(hot.store), hot.dtype, hot.shape)
     tape.add("division by the temperature", (logits,), (), _makes("gradient of the undivided logits", hot), of=(hot,))
     tape.release(hot)
@@ -768,8 +783,7 @@ def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> 
 
     What it takes was measured on a CPU, with the functions named in ``kind.source`` in 16 bits and in fp32.
     """
-    made = _product(tape, read, bias=ending.head_bias)
-    product = _capped(tape, made) if ending.family in CAPPED else made
+    product = _capped(tape, _product(tape, read, bias=ending.head_bias), ending)
     labels = tape.make(LOGITS, "labels", 8 * T, kind.source, LABELS)
     reason = "the teacher's logits, copies of both, and steps of the last piece"
     held = tape.make(LOGITS, reason, kind.held * product.shape, kind.source)
@@ -794,8 +808,7 @@ def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
     Of several pairs the chosen logits are copied without each sequence's last token; of a single pair they are a view. accelerate
     returns the logits in fp32, except with FSDP2 and DeepSpeed (``narrow``).
     """
-    product = _product(tape, read, bias=ending.head_bias)
-    model_logits = _capped(tape, product) if ending.family in CAPPED else product
+    model_logits = _capped(tape, _product(tape, read, bias=ending.head_bias), ending)
     logits = model_logits if narrow else _returned_wide(tape, model_logits)
     labels = tape.make(LOGITS, "labels of all tokens, of the chosen, and shifted", 28 * T, PAIRS, LABELS)
     half, copied = ceil(T - b, 2) * V, at_most(1, at_least(0, b - 2))

@@ -13,6 +13,7 @@ from zeroplan.spec.recipe import GATHERING
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Block
+from zeroplan.transformer.families.merged_experts import Wrapped, change_of_router, logits_with_adapter, merged, wrapped
 from zeroplan.transformer.families.tape import (
     CAST_BY_CUDA,
     Arriving,
@@ -27,7 +28,7 @@ from zeroplan.transformer.families.tape import (
     Width,
     h_own,
 )
-from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
+from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x, z
 
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
 MINIMAX = "transformers 5.23, models/minimax_m2/modeling_minimax_m2.py, MiniMaxM2TopKRouter.forward"
@@ -53,20 +54,32 @@ def router(tape: Tape, normal: Value, *, narrowed: bool, sigmoid: bool = False, 
     one. The router reads a view of all tokens in one row. The view comes before the product, so the router's weight gets its
     gradient before the view's gradient reaches ``normal``.
     """
-    flat = op.view(tape, normal, Site("router: its input", ROUTER))
-    logits = logits_in_32_bits(tape, flat) if tape.mode.wide_router else op.linear(tape, flat, E, Site("router", ROUTER))
-    tape.release(flat)
+    logits, held = product_of_router(tape, normal, ROUTER, in_32_bits=tape.mode.wide_router)
     scores = _sigmoids(tape, logits) if sigmoid else _scores(tape, logits, narrowed=narrowed)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     weights = divided_by_their_sum(tape, chosen, 4, ROUTER) if divided else chosen
-    if not narrowed:
-        return Routing(logits, weights, indices)
-    narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
-    tape.release(weights)
-    return Routing(logits, narrow, indices)
+    if narrowed:
+        narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
+        tape.release(weights)
+        weights = narrow
+    tape.release(*held)
+    return Routing(logits, weights, indices)
+
+
+def product_of_router(tape: Tape, value: Value, source: str, *, in_32_bits: bool) -> tuple[Value, tuple[Value, ...]]:
+    """Multiply a view of ``value`` by the router's weight. Return the logits, and what lives until the router's module returns."""
+    change = change_of_router(tape) if tape.mode.stacked.router else None
+    flat = op.view(tape, value, Site("router: its input", source))
+    if change is not None:
+        logits, weight = logits_with_adapter(tape, flat, change, source, in_32_bits=in_32_bits)
+        tape.release(flat)
+        return logits, (change, weight)
+    logits = logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", source))
+    tape.release(flat)
+    return logits, ()
 
 
 def logits_in_32_bits(tape: Tape, flat: Value) -> Value:
@@ -158,6 +171,8 @@ class Computing(NamedTuple):
     """The first product also makes a gate for the second's input."""
     weighted_last: bool = False
     """NeMo AutoModel weights the second product's output, not its input."""
+    transposed: bool = False
+    """The weights have their input features first."""
 
 
 #: Families whose experts NeMo AutoModel weights after both products (glm4_moe/model.py, apply_router_weight_after_down).
@@ -190,31 +205,56 @@ class _Sorting(NamedTuple):
     """Boolean mask of the pairs that no expert of this rank computes. Only with experts on several ranks."""
 
 
+class _Weights(NamedTuple):
+    """The weights of all experts that have adapters, while these are active."""
+
+    first: Wrapped | None = None
+    second: Wrapped | None = None
+
+
+_NO_ADAPTERS = _Weights()
+
+
+def _with_adapters(tape: Tape, computing: Computing) -> _Weights:
+    """Activate the adapters of all experts. The wrapper of the second weight is around that of the first."""
+    stacked, width = tape.mode.stacked, m + m if computing.gated else m
+    second = wrapped(tape, "experts' second weight", z, (m, h_own), transposed=computing.transposed) if stacked.second else None
+    rank = stacked.first * z
+    first = (
+        wrapped(tape, "experts' first weight", rank, (h_own, width), transposed=computing.transposed) if stacked.first else None
+    )
+    return _Weights(first, second)
+
+
 def _products(
-    tape: Tape, given: Value, sorting: _Sorting, computing: Computing, *, experts: Size
-) -> tuple[Value, Value | None]:
-    """Run both products of the experts. Return their output, and the second bias where there are biases."""
+    tape: Tape, given: Value, sorting: _Sorting, computing: Computing, *, experts: Size, weights: _Weights = _NO_ADAPTERS
+) -> tuple[Value, tuple[Value, ...]]:
+    """Run both products of the experts. Return their output, and what variables hold beside it until the module returns."""
+    summed = None if weights.first is None else merged(tape, weights.first)
     first = _bias(tape, "gate and up", (m + m), sorting, experts) if computing.biases else None
     if sorting.beyond is not None:
         given = _zeroed(tape, given, sorting.beyond, "input of the experts", in_place=True)
     name, width = ("experts: gate and up projections", m + m) if computing.gated else ("experts: up projection", m)
-    both = _grouped(tape, given, first, (name, h_own, width), sorting, experts)
+    both = _grouped(tape, given, first, (name, h_own, width), sorting, experts, weight=summed)
     gated = computing.gate(tape, both)
+    second_sum = None if weights.second is None else merged(tape, weights.second)
     second = _bias(tape, "down", h_own, sorting, experts) if computing.biases else None
     if first is not None:
         tape.release(first)
-    return _grouped(tape, gated, second, ("experts: down projection", m, h_own), sorting, experts, frees=True), second
+    site = "experts: down projection", m, h_own
+    made = _grouped(tape, gated, second, site, sorting, experts, frees=True, weight=second_sum)
+    return made, tuple(one for one in (second, summed, second_sum) if one is not None)
 
 
 def _grouped(
     tape: Tape, value: Value, bias: Value | None, site: tuple[str, Size, Size], sorting: _Sorting, experts: Size, *,
-    frees: bool = False,
+    frees: bool = False, weight: Value | None = None,
 ) -> Value:  # fmt: skip
     """``grouped_mm`` and a bias added in place. Rows without an expert are set to zero. Autograd saves the input.
 
     ``frees``: release ``value`` before the rows are set to zero.
     """
-    made = grouped_product(tape, value, site, sorting.ends, experts=experts)
+    made = grouped_product(tape, value, site, sorting.ends, experts=experts, weight=weight)
     if bias is not None:
         product = made
         made = Value(product.store, product.dtype, product.shape)
@@ -224,10 +264,13 @@ def _grouped(
     return made if sorting.beyond is None else _zeroed(tape, made, sorting.beyond, f"output of {site[0]}")
 
 
-def grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], ends: Store, *, experts: Size) -> Value:
+def grouped_product(
+    tape: Tape, value: Value, site: tuple[str, Size, Size], ends: Store, *, experts: Size, weight: Value | None = None
+) -> Value:  # fmt: skip
     """``grouped_mm``, which autocast ignores. Its backward makes the gradients of ``experts`` weights first.
 
     Gradients of a rank's own experts (``x``) reach their weights only after the backward of operators that ran earlier.
+    ``weight``: the frozen weights with an adapter.
     """
     if tape.mode.float8_experts and experts == x:
         from zeroplan.transformer.families.te_float8 import grouped  # noqa: PLC0415  keeps start-up fast
@@ -235,15 +278,23 @@ def grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], ends
         return grouped(tape, value, site)
     name, reads, width = site
     made = op.tensor(tape, f"{name}: output", r, P_own * width, EXPERTS)
+    trains_none = tape.mode.weights_frozen and weight is None
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        if not tape.mode.weights_frozen:
+        arriving: Arriving = []
+        if weight is not None:
+            arriving.append((weight, op.gradient(tape, weight, f"gradient of the weights of {name}", EXPERTS)))
+        elif not trains_none:
             tape.weight_gradient(experts * reads * width, waits=experts == x)
-        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
+        if weight is None or tape.follows(value):
+            arriving.append((value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS)))
+        return arriving
 
-    weights = Beside(f"weights of {name}", r * experts * reads * width, strided=True)
-    saved = (ends,) if tape.mode.weights_frozen else (value, ends)
-    tape.add(name, (made,), saved, backward, of=tape.with_weight(value), beside=(weights,))
+    frozen = Beside(f"weights of {name}", r * experts * reads * width, strided=True)
+    summed = (weight,) if weight is not None and tape.follows(value) else ()
+    saved = (ends,) if trains_none else (value, ends, *summed)
+    of, beside = (tape.with_weight(value), (frozen,)) if weight is None else ((value, weight), ())
+    tape.add(name, (made,), saved, backward, of=of, beside=beside)
     return made
 
 
@@ -271,6 +322,7 @@ def routed_experts(tape: Tape, normal: Value, weights: Value, block: Block, comp
 
 def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computing) -> Value:
     """``grouped_mm_experts_forward``. Its variables hold all tensors but the products' inputs until it returns."""
+    adapted = _with_adapters(tape, computing)
     experts, order = _sorted_experts(tape)
     rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T_own * t, EXPERTS)
     selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", T_own * t * h_own), rows, EXPERTS)
@@ -278,7 +330,7 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     by_expert = picked(tape, weights, ("routing weights sorted by expert", T_own * t), order, EXPERTS)
     counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T_own * t + 4 * E, EXPERTS)
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * E, EXPERTS)
-    outputs, bias = _products(tape, selected, _Sorting(experts, order, ends), computing, experts=E)
+    outputs, held = _products(tape, selected, _Sorting(experts, order, ends), computing, experts=E, weights=adapted)
     weighted = _weighted_outputs(tape, outputs, by_expert, EXPERTS)
     unsorted = _back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
     wide = op.run(
@@ -287,7 +339,8 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     )  # fmt: skip
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
     tape.drop(experts, order, counted, ends)
-    tape.release(wide, selected, by_expert, outputs, unsorted, bias)
+    factors = (factor for one in adapted if one is not None for factor in one.factors)
+    tape.release(wide, selected, by_expert, outputs, unsorted, *held, *factors)
     return made
 
 
@@ -464,10 +517,10 @@ def _own_experts(tape: Tape, received: Value, computing: Computing) -> Value:
     counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * P_own + 4 * x, EXPERTS)
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * x, EXPERTS)
     beyond = tape.make(op.TENSOR, "which pairs are of no expert", P_own, EXPERTS)
-    outputs, bias = _products(tape, selected, _Sorting(experts, order, ends, beyond), computing, experts=x)
+    outputs, held = _products(tape, selected, _Sorting(experts, order, ends, beyond), computing, experts=x)
     made = _unsorted(tape, outputs, ones)
     tape.drop(experts, order, ones, counted, ends, beyond)
-    tape.release(outputs, selected, bias)
+    tape.release(outputs, selected, *held)
     return made
 
 

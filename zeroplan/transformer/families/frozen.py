@@ -16,6 +16,7 @@ from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
 from zeroplan.transformer.families.operators import TEMPORARY
+from zeroplan.transformer.families.sharded import between_matrices, ranks_of_adapter
 from zeroplan.transformer.families.tape import Arriving, Beside, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, e, k, q, v, z
 
@@ -35,7 +36,12 @@ CLONE = "peft 0.21, tuners/lora/bnb.py, Linear4bit.forward"
 
 def freeze(tape: Tape, given: Value, training: Training) -> None:
     """Set how the tape runs a block's linear layers and norms, as ``training`` describes, before the program runs on ``given``."""
-    tape.mode = Mode(partial(linear, training=training), weights_frozen=training.weights != "trained")
+    tape.mode = Mode(
+        partial(linear, training=training),
+        training.weights != "trained",
+        training.stacked,
+        wide_adapters=training.wide_adapters,
+    )
     if training.fused and {"q_proj", "k_proj", "v_proj"} <= set(training.layers):
         tape.mode = tape.mode._replace(projections=partial(_projections, training=training))
     if training.fused == "axolotl-lora" and set(MLP) <= set(training.layers):
@@ -152,13 +158,16 @@ def plus_adapter(
     name, module = site.name, site.module
     read = dropped(tape, given, site) if training.dropout else given
     product = op.wide_linear if training.wide_adapters else op.trained_linear
+    first, second = ranks_of_adapter(site) if tape.mode.sharded else (z, z)
     with tape.owning():
-        inner = product(tape, read, z, Site(f"{name}'s adapter, A", LORA, module, At.ADAPTER_A), reads=reads)
+        inner = product(tape, read, first, Site(f"{name}'s adapter, A", LORA, module, At.ADAPTER_A), reads=reads)
     if training.dropout:
         tape.release(read)
+    inner, beside = between_matrices(tape, inner, site) if tape.mode.sharded else (inner, ())
     with tape.owning():
-        outer = product(tape, inner, width, Site(f"{name}'s adapter, B", LORA, module, At.ADAPTER_B), reads=z)
+        outer = product(tape, inner, width, Site(f"{name}'s adapter, B", LORA, module, At.ADAPTER_B), reads=second)
     tape.release(inner)
+    tape.drop(*beside)
     scale = Site(f"{name}'s adapter: scale", LORA, module, At.ADAPTED)
     scaled = op.scaled(tape, outer, f"output of the {name}'s adapter, scaled", scale)
     add = op.add_in_place if training.quantize == "gptq" else op.add  # peft 0.13, tuners/lora/gptq.py, QuantLinear.forward

@@ -112,7 +112,7 @@ def _clamped(tape: Tape, value: Value, reason: str, *, masks: int) -> Value:
     return op.run(tape, value, reason, site, saved=(value.store,), gradient=f"gradient through the {reason}", beside=beside)
 
 
-_COMPUTING = Computing(_gate, biases=True)
+_COMPUTING = Computing(_gate, biases=True, transposed=True)
 
 # --- parameters, and the keys of config.json ---------------------------------------------------------------------------------
 

@@ -64,11 +64,14 @@ def _layer(source: str, attention: Callable[[Tape, Value, Block], Attended] = at
 
 
 def _mixtral(model: ModelSpec) -> Layout:
-    return with_experts(model, attention_of(model), partial(gate_and_experts if model.adapter is None else _single, model))
+    def routed(moe: MoeSpec) -> Parameters:
+        return _single(model, moe) if moe.separate else gate_and_experts(model, moe)
+
+    return with_experts(model, attention_of(model), routed)
 
 
 def _single(model: ModelSpec, moe: MoeSpec) -> Parameters:
-    """Return router and each expert's three layers, as transformers before 5 has them. Adapters are modelled only with these."""
+    """Return router and each expert's three layers, as transformers before 5 has them."""
     hidden, width = model.hidden_size, moe.moe_intermediate_size
     gate = linear("mlp.gate", hidden, moe.num_experts)
     shapes = (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width))

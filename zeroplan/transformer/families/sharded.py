@@ -10,9 +10,9 @@ from zeroplan.ledger import Among, Kind, Module
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import Norm
-from zeroplan.transformer.families.tape import Exchange, Mode, Site, Tape, Value
+from zeroplan.transformer.families.tape import Exchange, Linear, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.families.widths import SPLIT
-from zeroplan.transformer.symbols import T, T_p, b, e, h
+from zeroplan.transformer.symbols import T, T_p, b, e, h, z, z_p
 
 GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single"
 SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scatter_single"
@@ -80,6 +80,45 @@ def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, b
     share = _scattered(tape, made, _SUMMED_OVER_RANKS[site.module])
     tape.release(made)
     return share
+
+
+def beside_adapters(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool, run: Linear) -> Value:
+    """Run a rank's shard of a frozen linear layer and its adapter by ``run``. One sum over the ranks covers both."""
+    made = run(tape, value, width, site, reads=reads, bias=bias)
+    if site.module not in _SUMMED_OVER_RANKS:
+        return made
+    share = _scattered(tape, made, _SUMMED_OVER_RANKS[site.module])
+    tape.release(made)
+    return share
+
+
+def ranks_of_adapter(site: Site) -> tuple[Size, Size]:
+    """Return the outputs of an adapter's first matrix on one rank, and the inputs of its second.
+
+    Source: AutoModel 36044ad, components/distributed/parallel_styles.py: ranks split both matrices like the weight beside them.
+    """
+    return (z, z_p) if site.module in _SUMMED_OVER_RANKS else (z_p, z)
+
+
+def between_matrices(tape: Tape, value: Value, site: Site) -> tuple[Value, tuple[Store, ...]]:
+    """Exchange the outputs of an adapter's first matrix; return the second's input, and what lives while the second runs.
+
+    Column-parallel layers gather the outputs in a hook. In row-parallel ones they are a rank's terms of a sum, which DTensor sums
+    and scatters inside the second product. Autograd saves the terms.
+    """
+    name, summed = f"{site.name}'s adapter, A", site.module in _SUMMED_OVER_RANKS
+    source = SCATTER if summed else GATHER
+    beside = tape.make(Kind.TEMPORARY, f"output of the {name}, by ranks", e * T * z, source)
+    if summed:
+        shares = tape.make(Kind.TEMPORARY, f"output of the {name}, summed and scattered", e * T * z_p, source)
+        return value, (beside, shares)
+    made = op.tensor(tape, f"output of the {name}, gathered", e, T * z, source)
+    tape.drop(beside)
+    extra = (f"gradient of the output of the {name}, summed", e * T * z)
+    backward = op.makes(f"gradient of the output of the {name}", source, value, beside=extra)
+    tape.add(f"{name}: gathered", (made,), (), backward, of=(value,))
+    tape.release(value)
+    return made, ()
 
 
 #: How a tensor-parallel rank runs its layers.

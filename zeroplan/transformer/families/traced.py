@@ -22,7 +22,7 @@ from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, H
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
+from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, beside_adapters
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
@@ -262,7 +262,7 @@ def structure_of(
         chunks="single" if single else _chunks(kind, one=masked),
         release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         is_fp16=compute.is_fp16,
-        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
+        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces", "compiled-loss")),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
     return _with_experts(_with_heads(block, model, kind, x), model, kind, x)
@@ -317,7 +317,8 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
         tracked = kind != "first" or recomputed
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
-            "adapted", tracked, compute.keeps_inputs, model.adapted_layers, adapter.quantize, upcast=model.upcasts_norms,
+            "adapted", tracked, compute.keeps_inputs, model.linear_layers_adapted, model.stacked, adapter.quantize,
+            upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
             fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""),
@@ -534,7 +535,9 @@ def run_forward(
 
 def _set_mode(tape: Tape, structure: Block) -> None:
     """Set how the block's layers run: split over ranks, in float8, or by fused kernels."""
-    if structure.sharded:
+    if structure.sharded and tape.mode.linear is not None:
+        tape.mode = tape.mode._replace(linear=partial(beside_adapters, run=tape.mode.linear), sharded=True)
+    elif structure.sharded:
         tape.mode = TENSOR_PARALLEL
     if recipes := [name.removeprefix("float8-") for name in structure.fused if name.startswith("float8-")]:
         from zeroplan.transformer.families.float8 import mode_of  # noqa: PLC0415  keeps start-up fast
@@ -544,6 +547,10 @@ def _set_mode(tape: Tape, structure: Block) -> None:
         from zeroplan.transformer.families.fake_quantised import mode_of as rounding  # noqa: PLC0415  as above
 
         tape.mode = rounding(tape.mode, structure.training)
+    if "compiled-blocks" in structure.fused:
+        from zeroplan.transformer.families.compiled import COMPILED_BLOCK  # noqa: PLC0415  as above
+
+        tape.mode = COMPILED_BLOCK
     tape.mode = tape.mode._replace(uneven=structure.uneven, latent_experts=structure.latent_experts)
     if structure.fused:
         tape.mode = tape.mode._replace(

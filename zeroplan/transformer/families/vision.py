@@ -22,7 +22,7 @@ from zeroplan.transformer.families.decoder import (
     gated_mlp,
     layer,
     layer_of,
-    two_layer_mlp,
+    ungated_mlp,
 )
 from zeroplan.transformer.families.definition import Block, Program, Training
 from zeroplan.transformer.families.operators import TENSOR
@@ -44,7 +44,7 @@ _ROTARY = f"{QWEN}, apply_rotary_pos_emb_vision"
 
 def _joint_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run attention with one joint q, k and v projection. The values stay a view of its result, which therefore stays alive."""
-    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", _ATTENTION), bias=True)
+    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", _ATTENTION, Module.Q), bias=True)
     parts = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", _ATTENTION))
     query, key = _turned(tape, parts[0], parts[1], block)
     context, _ = block.attend(tape, Heads(query, key, parts[2], grouped=False, one_key=False, joint=True))
@@ -90,7 +90,7 @@ def _intern_attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _intern_mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    return _scaled(tape, two_layer_mlp(tape, normal, block, f"{INTERN}, InternVLVisionMLP.forward"), "MLP")
+    return _scaled(tape, ungated_mlp(tape, normal, block, f"{INTERN}, InternVLVisionMLP.forward"), "MLP")
 
 
 def _table() -> Size:
@@ -101,11 +101,11 @@ _CLIP, _SIGLIP = Attention(f"{CLIP}, CLIPAttention.forward"), Attention(f"{SIGLI
 PROGRAMS: dict[str, Program] = {
     name: layer(layer_of(f"{source}, ", norm, attention, mlp, names))
     for name, source, norm, attention, mlp, names in (
-        ("qwen2_vl", QWEN2, LAYER_NORM, _joint_attention, two_layer_mlp, ("VisionMlp", "Qwen2VLVisionBlock")),
+        ("qwen2_vl", QWEN2, LAYER_NORM, _joint_attention, ungated_mlp, ("VisionMlp", "Qwen2VLVisionBlock")),
         ("qwen2_5_vl", QWEN, LLAMA_NORM, _joint_attention, gated_mlp, ("Qwen2_5_VLMLP", "Qwen2_5_VLVisionBlock")),
-        ("qwen3_vl", QWEN3, LAYER_NORM, _joint_attention, two_layer_mlp, ("Qwen3VLVisionMLP", "Qwen3VLVisionBlock")),
-        ("clip", CLIP, LAYER_NORM, _CLIP.run, two_layer_mlp, ("CLIPMLP", "CLIPEncoderLayer")),
-        ("siglip", SIGLIP, LAYER_NORM, _SIGLIP.run, two_layer_mlp, ("SiglipMLP", "SiglipEncoderLayer")),
+        ("qwen3_vl", QWEN3, LAYER_NORM, _joint_attention, ungated_mlp, ("Qwen3VLVisionMLP", "Qwen3VLVisionBlock")),
+        ("clip", CLIP, LAYER_NORM, _CLIP.run, ungated_mlp, ("CLIPMLP", "CLIPEncoderLayer")),
+        ("siglip", SIGLIP, LAYER_NORM, _SIGLIP.run, ungated_mlp, ("SiglipMLP", "SiglipEncoderLayer")),
     )
 } | {"internvl": layer(Layer(LAYER_NORM, _intern_attention, _intern_mlp, INTERN_LAYER))}
 

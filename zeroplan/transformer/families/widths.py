@@ -227,7 +227,7 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     }
     if ranks == 1:
         return values
-    shares = {f"{name}/p": values[name] // ranks for name in ("T", *SPLIT)}
+    shares = {f"{name}/p": values[name] // ranks for name in ("T", "z", *SPLIT)}
     return {**values, **shares, "k/p/d": x.key // ranks // x.head_dim, "X_r": pairs_that_come(x, model.moe, ranks)}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from zeroplan.ledger import Phase
 from zeroplan.spec.job import JobSpec
+from zeroplan.verify.training.adapters import unwrapped
 from zeroplan.verify.training.experts import ExpertMeshes
 from zeroplan.verify.training.fsdp2 import Fsdp2
 from zeroplan.verify.training.meshes import TENSOR, sharding_ranks
@@ -49,10 +50,10 @@ class TensorParallel(Fsdp2):
 def split(work: Workload, mesh: DeviceMesh, *, seq_len: int, along_sequence: bool) -> Workload:
     """Split a workload's model over tensor-parallel ranks; add positions to the batch, since no rank sees all tokens."""
     mesh = mesh[TENSOR]
-    model = cast("PreTrainedModel", work.module)
+    model = cast("PreTrainedModel", unwrapped(work.module))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tied = head.weight is embedding.weight
-    split_module(work.module, work.blocks, mesh, along_sequence=along_sequence)
+    split_module(model, work.blocks, mesh, along_sequence=along_sequence)
     if tied:
         head.weight = embedding.weight
     positions = torch.arange(seq_len, device=mesh.device_type).unsqueeze(0)
@@ -68,7 +69,7 @@ def split_module(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMes
     there = {name: style for name, style in root.items() if not isinstance(module.get_submodule(name), nn.Identity)}
     parallelize_module(module, mesh, there, src_data_rank=None)
     for block in blocks:
-        parallelize_module(block, mesh, _plan(block) if along_sequence else _WHOLE, src_data_rank=None)
+        parallelize_module(block, mesh, _plan(block) if along_sequence else _whole(block), src_data_rank=None)
 
 
 _ROOT: dict[str, ParallelStyle] = {
@@ -86,6 +87,43 @@ _WHOLE: dict[str, ParallelStyle] = {
     **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}, "self_attn.o_proj": RowwiseParallel(),
     **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}, "mlp.down_proj": RowwiseParallel(),
 }  # fmt: skip
+
+
+def _whole(block: nn.Module) -> dict[str, ParallelStyle]:
+    adapted = {name for name in _WHOLE if hasattr(block.get_submodule(name), "lora_A")}
+    return {name: _WithAdapter(style) if name in adapted else style for name, style in _WHOLE.items()}
+
+
+class _WithAdapter(ParallelStyle):
+    """Splits a layer of peft's like the layer alone, with both matrices of its adapter.
+
+    Source: AutoModel 36044ad, components/distributed/parallel_styles.py, ColwiseParallelLora and RowwiseParallelLora.
+    """
+
+    def __init__(self, style: ParallelStyle) -> None:
+        super().__init__()
+        self._style, self._dim = style, Shard(0 if isinstance(style, ColwiseParallel) else 1)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for part in (module.base_layer, module.lora_A.default, module.lora_B.default):  # type: ignore[union-attr]
+            for name, parameter in list(part.named_parameters(recurse=False)):  # type: ignore[union-attr]
+                placed = distribute_tensor(parameter, device_mesh, [self._dim], src_data_rank=None)
+                part.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))  # type: ignore[union-attr]
+        if isinstance(self._style, ColwiseParallel):
+            module.lora_A.default.register_forward_hook(_gathered)  # type: ignore[union-attr]
+        given = self._style.input_layouts  # type: ignore[attr-defined]
+        wanted = (Replicate(),) if isinstance(self._style, ColwiseParallel) else (Shard(-1),)
+        return distribute_module(
+            module, device_mesh, None,
+            lambda mod, inputs, mesh: self._style._prepare_input_fn(given, wanted, mod, inputs, mesh),  # type: ignore[attr-defined]
+            lambda mod, outputs, mesh: self._style._prepare_output_fn(  # type: ignore[attr-defined]
+                self._style.output_layouts, self._style.use_local_output, mod, outputs, mesh  # type: ignore[attr-defined]
+            ),
+        )  # fmt: skip
+
+
+def _gathered(_module: nn.Module, _given: object, output: DTensor) -> DTensor:
+    return output.redistribute(output.device_mesh, [Replicate()])
 
 
 def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
