@@ -218,10 +218,10 @@ _NO_ADAPTERS = _Weights()
 def _with_adapters(tape: Tape, computing: Computing) -> _Weights:
     """Activate the adapters of all experts. The wrapper of the second weight is around that of the first."""
     stacked, width = tape.mode.stacked, m + m if computing.gated else m
-    second = wrapped(tape, "experts' second weight", z, (m, h_own), transposed=computing.transposed) if stacked.second else None
+    second = wrapped(tape, "experts' second weight", z, (m, h), transposed=computing.transposed) if stacked.second else None
     rank = stacked.first * z
     first = (
-        wrapped(tape, "experts' first weight", rank, (h_own, width), transposed=computing.transposed) if stacked.first else None
+        wrapped(tape, "experts' first weight", rank, (h, width), transposed=computing.transposed) if stacked.first else None
     )
     return _Weights(first, second)
 
