@@ -258,6 +258,17 @@ def test_automodels_attention_kernels(
     assert ("model.backend.attn" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is noted
 
 
+@pytest.mark.parametrize("attn", ["tilelang", "cudnn"])
+def test_automodels_kernels_for_picked_keys_take_no_more(read: Callable[..., Resolved], tmp_path: Path, attn: str):
+    """Transformers' scores of all keys are counted for GLM-5 and DeepSeek-V3.2."""
+    for named in ("zai-org/GLM-5", "deepseek-ai/DeepSeek-V3.2"):
+        read(
+            AUTO | {"model": {"pretrained_model_name_or_path": named, "backend": {"attn": attn}}, "distributed": {"dp_size": 4}}
+        )
+        setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+        assert setup.matters.keys() == setup.saves == {"model.backend.attn"}
+
+
 @pytest.mark.parametrize(("said", "stage"), [
     ({}, 2), ({"reshard_after_forward": True}, 3), ({"moe": {"reshard_after_forward": True}}, 3),
     ({"reshard_after_forward": False, "moe": {"reshard_after_forward": True}}, 2)])  # fmt: skip

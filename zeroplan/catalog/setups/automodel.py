@@ -54,6 +54,8 @@ _AUTO_GATHERING = {"torch": "looped-experts", "torch_mm": "grouped-experts", "te
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
 #: Those in a loop (``torch``) are no less: each makes a gradient as large as all experts' weights.
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
+#: models/glm_moe_dsa/layers.py, _dsa_kernel_backend: a query reads its picked keys, and no tensor has a score for each key.
+_AUTO_SPARSE = "{}={}: transformers' attention over all keys is counted, which keeps its scores and takes more"
 #: FSDP2Config's own mixed precision, which is counted (distributed/config.py).
 _AUTO_POLICY: dict[str, tuple[object, ...]] = {f"distributed.mp_policy.{key}": (kind, f"torch.{kind}") for key, kind in (
     ("param_dtype", "bfloat16"), ("output_dtype", "bfloat16"), ("reduce_dtype", "float32"))}  # fmt: skip
@@ -281,8 +283,9 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
         if gathering and key in ("experts", "dispatcher"):
             continue
         alone = key in ("experts", "dispatcher") and not spread and (key, one) != ("experts", "torch")
-        table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_BACKEND).format(whole, one)
-        table.saves.update([whole] * alone)
+        sparse = key == "attn" and one in ("tilelang", "cudnn") and model is not None and model.family == "glm_moe_dsa"
+        table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_SPARSE if sparse else _AUTO_BACKEND).format(whole, one)
+        table.saves.update([whole] * (alone or sparse))
     parts += ["output-copied", "output-scaled"] * (chosen.get("attn") == "flex" and _has_sinks(reading))
     sender = gathering or (str(chosen.get("dispatcher") or "deepep") if spread else "")
     parts += [sender] * (sender in SENDING)

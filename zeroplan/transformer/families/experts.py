@@ -220,9 +220,7 @@ def _with_adapters(tape: Tape, computing: Computing) -> _Weights:
     stacked, width = tape.mode.stacked, m + m if computing.gated else m
     second = wrapped(tape, "experts' second weight", z, (m, h), transposed=computing.transposed) if stacked.second else None
     rank = stacked.first * z
-    first = (
-        wrapped(tape, "experts' first weight", rank, (h, width), transposed=computing.transposed) if stacked.first else None
-    )
+    first = wrapped(tape, "experts' first weight", rank, (h, width), transposed=computing.transposed) if stacked.first else None
     return _Weights(first, second)
 
 
