@@ -347,3 +347,16 @@ def test_experts_with_a_latent_send_and_receive_it(read: Callable[..., Resolved]
     assert estimate(wide).parameters > 3 * answer.parameters
     with pytest.raises(SpecError, match="experts with a latent under autocast"):
         replace(job, mesh=replace(job.mesh, dp_shard=1, ep=1), recipe=RecipeSpec(engine="ddp", zero_stage=0))
+
+
+def test_automodels_configuration_of_transformers_in_the_file(read: Callable[..., Resolved], tmp_path: Path):
+    config = {
+        "_target_": "transformers.models.qwen3_moe.configuration_qwen3_moe.Qwen3MoeConfig", "vocab_size": 1024, "hidden_size": 256,
+        "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    found = read(AUTO | {"model": {"config": config, "backend": {"dispatcher": "torch"}}, "distributed": {"dp_size": 4}})
+    model = found.job.model
+    assert (model.family, model.num_hidden_layers, model.moe and model.moe.num_experts) == ("qwen3_moe", 2, 4)
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert not any("not known" in note for note in found.notes)

@@ -69,7 +69,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     """Return the job in a recipe of NeMo AutoModel; raises SpecError for settings that are not modelled."""
     reading = begun(whole, folder)
     table = flat(reading)
-    _auto_model(reading)
+    _auto_model(reading, whole)
     ranks = _auto_degrees(reading, gpus)
     _auto_precision(reading)
     each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
@@ -103,13 +103,20 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     return reading.setup("automodel")
 
 
-def _auto_model(reading: Reading) -> None:
-    """Read the model by its name, or by the name of its configuration."""
+def _auto_model(reading: Reading, whole: Table) -> None:
+    """Read the model by its name, by the name of its configuration, or from a configuration of transformers in the file."""
+    from zeroplan.catalog.config import model_from_config  # noqa: PLC0415  few files pay for it
+
     table = flat(reading)
     names = ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path", "config.name_or_path", "config")
     named = next((f"model.{key}" for key in names if isinstance(table.get(f"model.{key}"), str)), None)
     if named is not None:
         reading.tell_model(named, str(table.data[named]))
+    elif of_class := re.fullmatch(r"transformers\.models\.(\w+)\.\w+\.\w+Config", str(table.data.get("model.config._target_"))):
+        config = {key: value for key, value in whole.table("model").table("config").data.items() if key[:1] != "_"}
+        made = model_from_config({**config, "model_type": of_class[1]}, name="the file's model.config")
+        reading.tell("model", "model.config", made)
+        table.like("model.config.*")
 
 
 def _auto_precision(reading: Reading) -> None:
