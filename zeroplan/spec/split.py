@@ -14,7 +14,9 @@ from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
 #: Families with tensor and context parallelism if their experts are on several ranks.
 SHARED_BESIDE_EXPERTS = ("mixtral", "qwen3_moe")
-_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
+_OPTIMIZERS = (
+    "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "te-adam", "te-adam-remainders", "te-adam-masters"
+)  # fmt: skip
 
 
 def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:

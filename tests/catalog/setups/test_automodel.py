@@ -167,6 +167,10 @@ def test_automodels_adam_of_transformer_engine_has_states_in_32_bits(
     states = sum(int(line.n_bytes) for line in answer.states if line.kind is Kind.OPTIMIZER_STATE)
     assert states == each * answer.parameters // 4
     assert any("was read (d0067d0), not run" in note for note in answer.notes)
+    split = estimate(replace(job, mesh=replace(job.mesh, dp_shard=2, tp=2)))  # its kernel reads each rank's own tensors
+    assert_explained(split)
+    of_ranks = sum(int(line.n_bytes) for line in split.states if line.kind is Kind.OPTIMIZER_STATE)
+    assert states <= of_ranks < 1.01 * states
 
 
 @pytest.mark.parametrize(("named", "said", "layers"), [
