@@ -30,6 +30,7 @@ from zeroplan.spec.adapter import (
 )
 from zeroplan.spec.family import LINEAR_FAMILIES
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.model import MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.params import layout, runs_in_order
@@ -76,6 +77,17 @@ def test_a_block_with_adapters_in_attention_alone(family: str, number: int) -> N
     """With recomputation, blocks below the first adapter have a backward, too."""
     found = on_the_fake_gpu(differences, case_of(family, number, "attention"))
     assert all(-TOO_HIGH.get(family, 0) <= one <= 0 for one in found), (family, number, found)
+
+
+@pytest.mark.parametrize("targets", ["mlp,fc1_latent_proj,fc2_latent_proj", "mlp"])
+@pytest.mark.parametrize("number", range(4) if every_case() else (1, 2))
+def test_a_block_whose_experts_have_a_latent(number: int, targets: str) -> None:
+    case = case_of("nemotron_h", number, targets)
+    moe = MoeSpec(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, num_shared_experts=2, latent_size=40)
+    case = case._replace(spec=replace(case.spec, layer_pattern="E", moe=moe))
+    found = on_the_fake_gpu(differences, case)
+    assert all(one <= 0 for one in found), (found, case)
+    assert all(one >= -4096 for one in found), (found, case)
 
 
 @pytest.mark.parametrize("family", [*CONVERTED, "gpt_oss"] if every_case() else ["mixtral", "gpt_oss"])

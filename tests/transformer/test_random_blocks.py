@@ -22,7 +22,7 @@ from tests.transformer.test_blocks_on_a_gpu import predicted
 from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import FAMILIES, FREE_ACTIVATION, MOE_FAMILIES, PLAIN_HEADS, Activation
-from zeroplan.spec.model import LinearSpec, ModelSpec
+from zeroplan.spec.model import LinearSpec, ModelSpec, MoeSpec
 from zeroplan.spec.offloaded import NOT_LISTED
 from zeroplan.transformer.blocks import Compute
 
@@ -60,6 +60,16 @@ def assert_runs_as_is_said(
 def test_blocks_drawn_of_every_family(family: str, number: int) -> None:
     """In 16 and 32 bits and under autocast, with every attention kernel and every recomputation."""
     case = drawn_block(Random(f"{family} {number}"), family)  # noqa: S311  draws tests
+    assert on_the_fake_gpu(differences, case) == (), case
+
+
+@pytest.mark.parametrize("number", range(30 if every_case() else 6))
+def test_blocks_whose_experts_have_a_latent(number: int) -> None:
+    """Nemotron 3 Super and Ultra project tokens to a latent in front of the experts, and back behind them."""
+    case = drawn_block(Random(f"nemotron_h {number}"), "nemotron_h")  # noqa: S311  draws tests
+    moe = case.spec.moe or MoeSpec(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, num_shared_experts=2)
+    spec = replace(case.spec, layer_pattern="E", moe=replace(moe, latent_size=40))
+    case = case._replace(spec=spec, compute=case.compute._replace(autocast=False))
     assert on_the_fake_gpu(differences, case) == (), case
 
 

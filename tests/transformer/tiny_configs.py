@@ -193,6 +193,10 @@ TINY: dict[str, dict[str, object]] = {
         "hybrid_override_pattern": "ME*EM", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "moe_shared_expert_intermediate_size": 48,
     },
+    "nemotron_h, experts with a latent": _NEMOTRON | {
+        "hybrid_override_pattern": "ME*EM", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 20,
+    },
     "falcon_h1": _LLAMA | _MAMBA | {"mamba_d_ssm": 48, "head_dim": 16},
     "falcon_h1, a norm, biases, tied": _LLAMA | _MAMBA | {
         "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "mlp_bias": True,

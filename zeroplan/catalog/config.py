@@ -503,6 +503,7 @@ def _moe(source: _Source) -> MoeSpec | None:
         moe_intermediate_size=source.integer(width),
         num_shared_experts=_shared_experts(source),
         num_dense_layers=_dense_layers(source),
+        latent_size=source.integer("moe_latent_size", 0, least=0) if source.family == "nemotron_h" else 0,
     )
 
 

@@ -103,7 +103,7 @@ def expert_buffers(job: JobSpec) -> tuple[Outside, ...]:
     ep, kernels = job.mesh.ep, (SENDING - GATHERING) & set(job.recipe.fused_parts)
     if ep == 1 or not kernels:
         return ()
-    return (_of_hybrid_ep(job) if "hybridep" in kernels else _of_deep_ep(ep, 2 * job.model.hidden_size),)
+    return (_of_hybrid_ep(job) if "hybridep" in kernels else _of_deep_ep(ep, 2 * job.model.width_of_experts),)
 
 
 def _of_deep_ep(ep: int, token: int) -> Outside:
@@ -123,7 +123,7 @@ def _of_hybrid_ep(job: JobSpec) -> Outside:
 
     The lowest value has all ranks in one NVLink domain.
     """
-    ep, hidden, experts = job.mesh.ep, job.model.hidden_size, 0 if job.model.moe is None else job.model.moe.num_experts
+    ep, hidden, experts = job.mesh.ep, job.model.width_of_experts, 0 if job.model.moe is None else job.model.moe.num_experts
     tokens = int(job.batch.micro_batch_size * job.batch.seq_len) // job.mesh.cp
     whole = tokens * ep * (2 * hidden + 4 * experts + 4 * (hidden // 128))
     others = max(ep // PEERS, 1) - 1

@@ -246,6 +246,9 @@ class JobSpec(Spec):
         check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_quantisation_aware()
         self._check_te_float8()
+        self._check_latent_experts()
+        if SENDING & set(self.recipe.fused_parts) and any(self.model.stacked):
+            raise SpecError("adapters of experts with NeMo AutoModel's experts are not modelled; use --lora-targets attention")
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         check_compiled(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
@@ -517,6 +520,12 @@ class JobSpec(Spec):
             (self.mesh.model_ranks * self.mesh.ep > 1 and "ranks that split the model", "data-parallel ranks"),
         )
         refuse("fused_kernels 'int4-qat' with", cases)
+
+    def _check_latent_experts(self) -> None:
+        """Raise SpecError under autocast, which runs experts in the dtype of their latent and copies their weights."""
+        autocast = self.recipe.engine == "ddp" and self.recipe.precision.endswith("mixed")
+        if autocast and self.model.width_of_experts != self.model.hidden_size:
+            raise SpecError("experts with a latent under autocast are not modelled; use precision 'bf16', or engine 'fsdp2'")
 
     def _check_te_float8(self) -> None:
         """Raise SpecError for models and ranks with which Transformer Engine's float8 is not modelled outside Megatron-Core."""

@@ -52,6 +52,8 @@ class MoeSpec(Spec):
     """Experts that every token visits."""
     num_dense_layers: Annotated[int, Range(0, 10**4)] = 0
     """Leading layers that keep a dense MLP of ``intermediate_size``."""
+    latent_size: Annotated[int, Range(0, 10**6)] = 0
+    """Width of the latent that routed experts read and write (Nemotron 3); 0: they read the residual stream's width."""
     separate: bool = False
     """Each expert has linear layers of its own, as in Mixtral before transformers 5; modelled with adapters alone."""
 
@@ -207,6 +209,11 @@ class ModelSpec(Spec):
     """The frozen parameters of a model without adapters."""
     vision: VisionSpec | None = None
     """The vision tower of a multimodal model, and the images of a sequence."""
+
+    @property
+    def width_of_experts(self) -> int:
+        """The width that routed experts read and write: that of their latent, or the hidden width."""
+        return self.hidden_size if self.moe is None else self.moe.latent_size or self.hidden_size
 
     @property
     def tower_layers(self) -> int:

@@ -14,7 +14,9 @@ from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
 #: Families with tensor and context parallelism if their experts are on several ranks.
 SHARED_BESIDE_EXPERTS = ("mixtral", "qwen3_moe")
-_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
+_OPTIMIZERS = (
+    "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "te-adam", "te-adam-remainders", "te-adam-masters"
+)  # fmt: skip
 
 
 def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:
@@ -99,7 +101,7 @@ def shards_of_experts_are_even(experts: int, widths: tuple[int, int], sharing: I
 def widths_of_experts(model: ModelSpec) -> tuple[int, int]:
     """Return the size of dim 1 of the experts' two weights."""
     width = 0 if model.moe is None else model.moe.moe_intermediate_size
-    return width if model.family in ("gpt_oss", "nemotron_h") else 2 * width, model.hidden_size
+    return width if model.family in ("gpt_oss", "nemotron_h") else 2 * width, model.width_of_experts
 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tuple[tuple[str | bool, str], ...]:

@@ -18,6 +18,7 @@ from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Resolved
 from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.families import experts
 
 if TYPE_CHECKING:
@@ -166,6 +167,10 @@ def test_automodels_adam_of_transformer_engine_has_states_in_32_bits(
     states = sum(int(line.n_bytes) for line in answer.states if line.kind is Kind.OPTIMIZER_STATE)
     assert states == each * answer.parameters // 4
     assert any("was read (d0067d0), not run" in note for note in answer.notes)
+    split = estimate(replace(job, mesh=replace(job.mesh, dp_shard=2, tp=2)))  # its kernel reads each rank's own tensors
+    assert_explained(split)
+    of_ranks = sum(int(line.n_bytes) for line in split.states if line.kind is Kind.OPTIMIZER_STATE)
+    assert states <= of_ranks < 1.01 * states
 
 
 @pytest.mark.parametrize(("named", "said", "layers"), [
@@ -257,6 +262,17 @@ def test_automodels_attention_kernels(
     assert ("model.backend.attn" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is noted
 
 
+@pytest.mark.parametrize("attn", ["tilelang", "cudnn"])
+def test_automodels_kernels_for_picked_keys_take_no_more(read: Callable[..., Resolved], tmp_path: Path, attn: str):
+    """Transformers' scores of all keys are counted for GLM-5. AutoModel's DeepSeek-V3.2 has no such kernels."""
+    for named, saves in (("zai-org/GLM-5", {"model.backend.attn"}), ("deepseek-ai/DeepSeek-V3.2", set())):
+        read(
+            AUTO | {"model": {"pretrained_model_name_or_path": named, "backend": {"attn": attn}}, "distributed": {"dp_size": 4}}
+        )
+        setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+        assert (set(setup.matters), setup.saves) == ({"model.backend.attn"}, saves)
+
+
 @pytest.mark.parametrize(("said", "stage"), [
     ({}, 2), ({"reshard_after_forward": True}, 3), ({"moe": {"reshard_after_forward": True}}, 3),
     ({"reshard_after_forward": False, "moe": {"reshard_after_forward": True}}, 2)])  # fmt: skip
@@ -301,3 +317,50 @@ def test_automodels_pipeline_splits_the_local_batch(read: Callable[..., Resolved
     pipeline |= {"layers_per_stage": 5, "round_virtual_stages_to_pp_multiple": None}
     with pytest.raises(SpecError, match="5 layers per stage make 7 stages, which 2 pipeline ranks cannot share"):
         read(said)
+
+
+@pytest.mark.parametrize(("named", "said", "noted"), [
+    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {}, True),
+    ("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16", {}, True), ("Qwen/Qwen3.5-35B-A3B", {}, True),
+    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {"num_nextn_predict_layers": 0}, False),
+    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {"num_nextn_predict_layers": 2}, True),
+    ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {}, False)])  # fmt: skip
+def test_automodels_layers_for_multi_token_prediction_are_noted(
+    read: Callable[..., Resolved], tmp_path: Path, named: str, said: dict[str, int], noted: bool
+):
+    """It trains those of the checkpoint, unless the file switches them off."""
+    read(AUTO | {"model": {"pretrained_model_name_or_path": named, **said}, "distributed": {"dp_size": 8, "ep_size": 8}})
+    setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+    assert (setup.matters.keys() == {"model.num_nextn_predict_layers"}) is noted
+    assert not setup.saves
+
+
+def test_experts_with_a_latent_send_and_receive_it(read: Callable[..., Resolved]):
+    """Nemotron 3 Super's experts read a quarter of the residual stream's width."""
+    model = {"pretrained_model_name_or_path": "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "num_nextn_predict_layers": 0}
+    job = read(AUTO | {"model": model, "distributed": {"strategy": "fsdp2", "dp_size": 32, "ep_size": 32}}).job
+    assert_explained(answer := estimate(job))
+    moe = job.model.moe
+    assert moe is not None
+    assert (moe.latent_size, job.model.width_of_experts, job.model.hidden_size) == (1024, 1024, 4096)
+    sent = next(
+        call for call in answer.traffic.collectives if call.operation == "all_to_all" and call.what.startswith("tokens")
+    )
+    assert sent.n_bytes == 2 * 2 * 2048 * 22 * 1024
+    wide = replace(job, model=replace(job.model, moe=replace(moe, latent_size=0)))
+    assert estimate(wide).parameters > 3 * answer.parameters
+    with pytest.raises(SpecError, match="experts with a latent under autocast"):
+        replace(job, mesh=replace(job.mesh, dp_shard=1, ep=1), recipe=RecipeSpec(engine="ddp", zero_stage=0))
+
+
+def test_automodels_configuration_of_transformers_in_the_file(read: Callable[..., Resolved], tmp_path: Path):
+    config = {
+        "_target_": "transformers.models.qwen3_moe.configuration_qwen3_moe.Qwen3MoeConfig", "vocab_size": 1024, "hidden_size": 256,
+        "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    found = read(AUTO | {"model": {"config": config, "backend": {"dispatcher": "torch"}}, "distributed": {"dp_size": 4}})
+    model = found.job.model
+    assert (model.family, model.num_hidden_layers, model.moe and model.moe.num_experts) == ("qwen3_moe", 2, 4)
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert not any("not known" in note for note in found.notes)

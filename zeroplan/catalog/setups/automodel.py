@@ -14,7 +14,7 @@ from zeroplan.catalog.setups.recipes import (
     tell_sharded,
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
-from zeroplan.spec.adapter import CONVERTED, HEAD, LAYERS_OF, Layers
+from zeroplan.spec.adapter import CONVERTED, HEAD, LATENT_OF_EXPERTS, LAYERS_OF, Layers
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
 
@@ -54,6 +54,8 @@ _AUTO_GATHERING = {"torch": "looped-experts", "torch_mm": "grouped-experts", "te
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
 #: Those in a loop (``torch``) are no less: each makes a gradient as large as all experts' weights.
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
+#: models/glm_moe_dsa/layers.py, _dsa_kernel_backend: a query reads its picked keys, and no tensor has a score for each key.
+_AUTO_SPARSE = "{}={}: transformers' attention over all keys is counted, which keeps its scores and takes more"
 #: FSDP2Config's own mixed precision, which is counted (distributed/config.py).
 _AUTO_POLICY: dict[str, tuple[object, ...]] = {f"distributed.mp_policy.{key}": (kind, f"torch.{kind}") for key, kind in (
     ("param_dtype", "bfloat16"), ("output_dtype", "bfloat16"), ("reduce_dtype", "float32"))}  # fmt: skip
@@ -67,7 +69,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     """Return the job in a recipe of NeMo AutoModel; raises SpecError for settings that are not modelled."""
     reading = begun(whole, folder)
     table = flat(reading)
-    _auto_model(reading)
+    _auto_model(reading, whole)
     ranks = _auto_degrees(reading, gpus)
     _auto_precision(reading)
     each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
@@ -88,6 +90,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         adds=_AUTO_ADDS,
         either="model.backend.cuda_graph.*",
     )
+    _auto_predictions(reading)
     _auto_float8(reading)
     for key in ("compile.enabled", "distributed.enable_compile"):
         if table.switch(key):
@@ -100,13 +103,20 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     return reading.setup("automodel")
 
 
-def _auto_model(reading: Reading) -> None:
-    """Read the model by its name, or by the name of its configuration."""
+def _auto_model(reading: Reading, whole: Table) -> None:
+    """Read the model by its name, by the name of its configuration, or from a configuration of transformers in the file."""
+    from zeroplan.catalog.config import model_from_config  # noqa: PLC0415  few files pay for it
+
     table = flat(reading)
     names = ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path", "config.name_or_path", "config")
     named = next((f"model.{key}" for key in names if isinstance(table.get(f"model.{key}"), str)), None)
     if named is not None:
         reading.tell_model(named, str(table.data[named]))
+    elif of_class := re.fullmatch(r"transformers\.models\.(\w+)\.\w+\.\w+Config", str(table.data.get("model.config._target_"))):
+        config = {key: value for key, value in whole.table("model").table("config").data.items() if key[:1] != "_"}
+        made = model_from_config({**config, "model_type": of_class[1]}, name="the file's model.config")
+        reading.tell("model", "model.config", made)
+        table.like("model.config.*")
 
 
 def _auto_precision(reading: Reading) -> None:
@@ -222,6 +232,27 @@ def _auto_pipeline(reading: Reading) -> int | None:
     return reading.number("micro_batch", keys[1], default=1)
 
 
+#: Families whose published models have layers that predict several tokens, which AutoModel's own models train.
+_PREDICTING = ("qwen3_5_text", "qwen3_5_moe_text")
+_PREDICTIONS = (
+    "model.num_nextn_predict_layers is not set: AutoModel trains the checkpoint's layers for multi-token prediction, which are not "
+    "counted: the answer is too low by them and by their loss"
+)
+
+
+def _auto_predictions(reading: Reading) -> None:
+    """Note layers for multi-token prediction, which AutoModel builds unless the file says 0 (nemotron_v3/mtp.py, qwen3_5/model.py).
+
+    Of the nemotron_h models, those whose experts have a latent have them, and Nemotron 3.5 Lightning.
+    """
+    table, model = reading.table, reading.known_model()
+    if model is None or any(key.endswith("num_nextn_predict_layers") for key in table.data):
+        return
+    lightning = "lightning" in str(reading.flags["model"].value).lower()
+    if model.family in _PREDICTING or model.width_of_experts != model.hidden_size or lightning:
+        table.matters["model.num_nextn_predict_layers"] = _PREDICTIONS
+
+
 def _auto_float8(reading: Reading) -> None:
     """Read torchao's float8 (components/quantization/fp8.py); rowwise_with_gw_hp makes one product of three in 16 bits."""
     table = reading.table
@@ -259,8 +290,9 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
         if gathering and key in ("experts", "dispatcher"):
             continue
         alone = key in ("experts", "dispatcher") and not spread and (key, one) != ("experts", "torch")
-        table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_BACKEND).format(whole, one)
-        table.saves.update([whole] * alone)
+        sparse = key == "attn" and one in ("tilelang", "cudnn") and model is not None and model.family == "glm_moe_dsa"
+        table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_SPARSE if sparse else _AUTO_BACKEND).format(whole, one)
+        table.saves.update([whole] * (alone or sparse))
     parts += ["output-copied", "output-scaled"] * (chosen.get("attn") == "flex" and _has_sinks(reading))
     sender = gathering or (str(chosen.get("dispatcher") or "deepep") if spread else "")
     parts += [sender] * (sender in SENDING)
@@ -371,5 +403,6 @@ def _names_of_layers(model: ModelSpec | None) -> tuple[str, ...]:
     if model is None:
         return (*Layers().every, HEAD)
     own = LAYERS_OF.get(model.family, Layers())
+    others = [one for one in own.others if one not in LATENT_OF_EXPERTS or (model.moe is not None and model.moe.latent_size)]
     none_dense = model.moe is not None and not model.moe.num_shared_experts and not model.moe.num_dense_layers
-    return (*own.others, *own.attention, *(() if none_dense else own.mlp), HEAD)
+    return (*others, *own.attention, *(() if none_dense else own.mlp), HEAD)

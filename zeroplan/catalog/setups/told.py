@@ -535,12 +535,13 @@ class Reading:
         self.tell("model", key, last if is_path else named, note=note if is_path else "")
 
     def known_model(self) -> "ModelSpec | None":
-        """Return the file's model if it is in the package's catalogue; None if it is not, or is given by a ``config.json``."""
+        """Return the file's model if it is in the package's catalogue or written out; None if a ``config.json`` gives it."""
         from zeroplan.catalog.model import model  # noqa: PLC0415  few keys depend on the model
+        from zeroplan.spec.model import ModelSpec  # noqa: PLC0415  as above
 
         named = self.flags.get("model", Told("", None)).value
         try:
-            return model(named) if isinstance(named, str) else None
+            return model(named) if isinstance(named, str) else named if isinstance(named, ModelSpec) else None
         except ZeroplanError:
             return None
 

@@ -144,9 +144,9 @@ def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelS
     """
     assert model.moe is not None  # noqa: S101  asked of blocks with experts only
     if GATHERING & set(plan.recipe.fused_parts):
-        yield from _gathered(plan, run, mesh, batch, model.hidden_size)
+        yield from _gathered(plan, run, mesh, batch, model.width_of_experts)
         return
-    sizes = [pairs * model.hidden_size for pairs in _pairs(model, plan.recipe, mesh, batch)]
+    sizes = [pairs * model.width_of_experts for pairs in _pairs(model, plan.recipe, mesh, batch)]
     calls, again = batch.grad_accum_steps * run.layers, "none" if run.plain else plan.recipe.recompute
     width, name = plan.width.compute, f"{run.words} blocks"
     twice = again == "full" or (again == "selective" and "router-kept" in plan.recipe.fused_parts)

@@ -322,8 +322,9 @@ def param_groups(group: Group, gathers: Int, words: str, ranks: Int, *, in_numbe
     beside = ParamGroup(
         rest.shard, rest.padded, rest.numel, *names, 1, "", "this block's beside its experts", ranks, in_numbers=in_numbers
     )
+    share = f"Y_{symbol}" if isinstance(one.padded, int) and not one.padded else f"X_{symbol}/F"  # not sharded, so not padded
     experts = ParamGroup(
-        one.shard, one.padded, one.numel, f"X_{symbol}", f"X_{symbol}/F", f"Y_{symbol}", one.gathers, "·min(1, F-1)",
+        one.shard, one.padded, one.numel, f"X_{symbol}", share, f"Y_{symbol}", one.gathers, "·min(1, F-1)",
         "this block's experts", one.ranks, one.narrow, one.by_the_way, one.last, are_experts=True, in_numbers=in_numbers,
     )  # fmt: skip
     return beside, experts

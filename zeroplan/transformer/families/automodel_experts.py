@@ -8,8 +8,8 @@ from zeroplan.ledger import Among
 from zeroplan.numeric import ceil_div
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.experts import Computing, grouped_product, picked
-from zeroplan.transformer.families.tape import Arriving, Exchange, P_own, Site, Store, T_own, Tape, Value
-from zeroplan.transformer.symbols import E, T, T_g, X_r, e, h, m, r, t, x
+from zeroplan.transformer.families.tape import Arriving, Exchange, P_own, Site, Store, T_own, Tape, Value, h_own
+from zeroplan.transformer.symbols import E, T, T_g, X_r, e, m, r, t, x
 
 AUTOMODEL = "NeMo AutoModel 36044ad3, components/moe/experts.py, GroupedExpertsDeepEP.forward"
 SENT = "NeMo AutoModel 36044ad3, components/moe/megatron/token_dispatcher.py, MoEFlexTokenDispatcher.token_permutation2"
@@ -51,7 +51,8 @@ def _weighted_after(tape: Tape, outputs: Value, chosen: Value) -> Value:
     wide = op.cast(tape, outputs, 4, Site("experts: outputs", AUTOMODEL))
     product = op.run(
         tape, (wide, chosen), f"{name}, fp32", Site(name, AUTOMODEL), saved=(wide, chosen),
-        gradient="gradient of the outputs, or of the weights", beside=("gradient of the weights, not yet summed", 4 * P_own * h),
+        gradient="gradient of the outputs, or of the weights",
+        beside=("gradient of the weights, not yet summed", 4 * P_own * h_own),
     )  # fmt: skip
     made = op.cast(tape, product, e, Site(name, AUTOMODEL))
     tape.release(wide, product, outputs)
@@ -66,7 +67,7 @@ def _packed(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tu
 
 def _sorted_after(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tuple[Store, ...]]:
     """Return the same for DeepEP: it sends tokens with their experts, which Transformer Engine's ``permute`` then sorts."""
-    came = op.tensor(tape, "tokens that came for this rank's experts", e, P_own * h, SENT)
+    came = op.tensor(tape, "tokens that came for this rank's experts", e, P_own * h_own, SENT)
     site = Site("dispatch", SENT)
     tape.add(site.name, (came,), (), op.makes("gradient of this rank's tokens", SENT, normal), of=(normal,))
     maps = tape.make(op.TENSOR, "rows of the sorted pairs, and their experts", (8 * x + 4) * P_own + 5 * P_own * x, SENT)
@@ -76,7 +77,7 @@ def _sorted_after(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Val
 
 
 def _pairs_that_came(tape: Tape, value: Value, weights: Value, maps: tuple[Store, ...]) -> tuple[Value, Value]:
-    given = op.tensor(tape, "pairs sorted by expert, input of the experts", e, P_own * h, SENT)
+    given = op.tensor(tape, "pairs sorted by expert, input of the experts", e, P_own * h_own, SENT)
     chosen = op.tensor(tape, "weight of each pair, fp32", 4, P_own, SENT)
     backward = op.makes("gradient of the tokens, or of the routing weights", SENT, value, weights)
     tape.add("pairs sorted by expert", (given, chosen), maps, backward, of=(value, weights))
@@ -91,7 +92,7 @@ def _both_products(
     Return the outputs and the second product's input, which some programs hold.
     """
     width, name = (m + m, "gate and up projections") if computing.gated else (m, "up projection")
-    both = grouped_product(tape, given, (f"experts: {name}", h, width), ends, experts=experts)
+    both = grouped_product(tape, given, (f"experts: {name}", h_own, width), ends, experts=experts)
     counts = tape.make(op.TENSOR, "pairs of the experts, int64", 8 * experts, AUTOMODEL)
     both = _with_bias(tape, both, counts, width, experts) if computing.biases else both
     factor = op.tensor(tape, "weights of one, fp32", 4, P_own, AUTOMODEL) if computing.weighted_last else chosen
@@ -100,9 +101,9 @@ def _both_products(
         shape=P_own * m, saved=(both, factor), gradient="gradient of the experts' first product, or of the weights",
     )  # fmt: skip
     tape.release(both, *([factor] if computing.weighted_last else []))
-    outputs = grouped_product(tape, gated, ("experts: down projection", m, h), ends, experts=experts)
+    outputs = grouped_product(tape, gated, ("experts: down projection", m, h_own), ends, experts=experts)
     if computing.biases:
-        outputs = _with_bias(tape, outputs, counts, h, experts, chosen=None if computing.weighted_last else chosen)
+        outputs = _with_bias(tape, outputs, counts, h_own, experts, chosen=None if computing.weighted_last else chosen)
     tape.drop(counts)
     return outputs, gated
 
@@ -144,7 +145,7 @@ def _returned_by_kernels(tape: Tape, outputs: Value, *, packs: bool) -> Value:
         reason = "outputs of this rank's experts, by token"
         summed = op.run(tape, outputs, reason, Site(reason, SENT), gradient="gradient of the sorted outputs")
     reason = "outputs that came back from the experts"
-    made = op.run(tape, summed, reason, Site(reason, SENT), shape=T_own * h, gradient="gradient of this rank's outputs")
+    made = op.run(tape, summed, reason, Site(reason, SENT), shape=T_own * h_own, gradient="gradient of this rank's outputs")
     tape.release(*(() if packs else (summed,)))
     return made
 
@@ -160,14 +161,14 @@ def _gathered(tape: Tape, normal: Value, weights: Value, computing: Computing, *
         op.TENSOR, "experts of the tokens, int64, their mask, and numbers of ranks", tokens * (8 * t + 1) + 8 * E, GROUPED
     )
     if dispatched:
-        own, given = wide, _of_all_ranks(tape, normal, h, "tokens of all ranks")
+        own, given = wide, _of_all_ranks(tape, normal, h_own, "tokens of all ranks")
         wide = _of_all_ranks(tape, own, t, "routing weights of all ranks")
         tape.release(own)
     run = _looped if tape.mode.sends_by == "looped-experts" else _multiplied
     made = run(tape, given, wide, computing, experts=x if dispatched else E, tokens=tokens)
     made = _summed_over_ranks(tape, made, given) if dispatched else made
     total = (
-        op.run(tape, made, "sum over a token's experts", Site("sum over a token's experts", GROUPED), dtype=4, shape=T * h)
+        op.run(tape, made, "sum over a token's experts", Site("sum over a token's experts", GROUPED), dtype=4, shape=T * h_own)
         if computing.weighted_last
         else made
     )
@@ -211,7 +212,7 @@ def _summed_over_ranks(tape: Tape, made: Value, given: Value) -> Value:
         gradient="gradient of the outputs, summed over ranks", sends=(sent,), sends_back=(sent,),
     )  # fmt: skip
     tape.release(joined)
-    part = Value(copied.store, 4, T * h * t if made.shape.has(t) else T * h)
+    part = Value(copied.store, 4, T * h_own * t if made.shape.has(t) else T * h_own)
     backward = op.makes("gradient of all ranks' outputs, zero outside this rank's part", GROUPED, copied)
     tape.add("this rank's part", (part,), (), backward, of=(copied,))
     return part
@@ -221,7 +222,7 @@ def _multiplied(tape: Tape, given: Value, weights: Value, computing: Computing, 
     """``_forward_grouped_mm``. It returns fp32 sums over a token's experts, or what is to be summed."""
     rows, chosen, others = _sorted_by_expert(tape, weights, tokens)
     total = tape.make(op.TENSOR, "experts: sum of the outputs, fp32", 4 * _of_sum(tokens, computing), GROUPED)
-    sorted_ = picked(tape, given, ("pairs sorted by expert, input of the experts", P_own * h), rows, GROUPED)
+    sorted_ = picked(tape, given, ("pairs sorted by expert, input of the experts", P_own * h_own), rows, GROUPED)
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * experts, GROUPED)
     counts = tape.make(
         op.TENSOR, "pairs of the experts and tokens of the ranks, int64, and ends", 12 * experts + 8 * E, GROUPED
@@ -234,7 +235,7 @@ def _multiplied(tape: Tape, given: Value, weights: Value, computing: Computing, 
         product = op.run(
             tape, (wide, chosen), f"{name}, weighted, fp32", Site(name, GROUPED), saved=(wide, chosen),
             gradient="gradient of the outputs, or of the weights",
-            beside=("gradient of the weights, not yet summed", 4 * P_own * h),
+            beside=("gradient of the weights, not yet summed", 4 * P_own * h_own),
         )  # fmt: skip
         tape.release(wide, outputs)
         wide = outputs = product
@@ -249,7 +250,7 @@ def _multiplied(tape: Tape, given: Value, weights: Value, computing: Computing, 
 
 
 def _of_sum(tokens: Size, computing: Computing) -> Size:
-    return tokens * t * h if computing.weighted_last else tokens * h
+    return tokens * t * h_own if computing.weighted_last else tokens * h_own
 
 
 def _sorted_by_expert(tape: Tape, weights: Value, tokens: Size) -> tuple[Store, Value, Store]:
@@ -283,20 +284,20 @@ def _looped(tape: Tape, given: Value, weights: Value, computing: Computing, *, e
     chosen = op.tensor(tape, "weight of each pair, fp32", 4, P_own, GROUPED)
     both = op.tensor(tape, "experts: gate and up projections: output", e, P_own * width, GROUPED)
     inputs = () if frozen else (
-        op.tensor(tape, "pairs by expert, input of the experts", e, P_own * h, GROUPED),
+        op.tensor(tape, "pairs by expert, input of the experts", e, P_own * h_own, GROUPED),
         op.tensor(tape, "experts: weighted activation, input of the down projection", e, P_own * m, GROUPED),
     )  # fmt: skip
-    last = (op.tensor(tape, "experts: outputs, fp32", 4, P_own * h, GROUPED),) if computing.weighted_last else ()
-    beside = tape.make(op.TEMPORARY, "one expert's outputs, in 16 bits and in fp32", one * (4 * h + e * h), GROUPED)
+    last = (op.tensor(tape, "experts: outputs, fp32", 4, P_own * h_own, GROUPED),) if computing.weighted_last else ()
+    beside = tape.make(op.TEMPORARY, "one expert's outputs, in 16 bits and in fp32", one * (4 * h_own + e * h_own), GROUPED)
     made = Value(total, 4, _of_sum(tokens, computing))
-    biases = width + h if computing.biases else 0
+    biases = width + h_own if computing.biases else 0
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("gradients of what one expert computes", one * (4 * h + e * (h + h + m + width)), GROUPED)
+        tape.temporary("gradients of what one expert computes", one * (4 * h_own + e * (h_own + h_own + m + width)), GROUPED)
         if not frozen:
-            tape.weight_gradient(experts * (h * width + m * h + biases), waits=experts == x)
-            tape.temporary("gradients of one expert's weights", e * (h * width + m * h), GROUPED)
-            tape.temporary("gradient of all experts' weights, filled by one expert", e * experts * h * width, GROUPED)
+            tape.weight_gradient(experts * (h_own * width + m * h_own + biases), waits=experts == x)
+            tape.temporary("gradients of one expert's weights", e * (h_own * width + m * h_own), GROUPED)
+            tape.temporary("gradient of all experts' weights, filled by one expert", e * experts * h_own * width, GROUPED)
         if not tape.follows(given):
             return [(weights, op.gradient(tape, weights, "gradient of the routing weights", GROUPED))]
         tape.temporary("gradient of all tokens, filled by one expert", given.dtype * given.shape, GROUPED)

@@ -110,6 +110,8 @@ class Block(NamedTuple):
     mlp_bias: bool = False
     dispatched: bool = False
     """The experts are spread over several ranks."""
+    latent_experts: bool = False
+    """Experts read and write a latent that is narrower than the residual stream."""
     uneven: bool = False
     """This rank receives more (token, expert) pairs than it sends."""
     ring: int = 1

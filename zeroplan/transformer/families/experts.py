@@ -33,6 +33,7 @@ from zeroplan.transformer.families.tape import (
     Tape,
     Value,
     Width,
+    h_own,
 )
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x, z
 
@@ -235,17 +236,17 @@ def _products(
 ) -> tuple[Value, tuple[Value, ...]]:
     """Run both products of the experts. Return their output, and what variables hold beside it until the module returns."""
     name, width = ("experts: gate and up projections", m + m) if computing.gated else ("experts: up projection", m)
-    summed = _made_anew(tape, weights.first, "experts' first weight", experts * h * width)
+    summed = _made_anew(tape, weights.first, "experts' first weight", experts * h_own * width)
     first = _bias(tape, "gate and up", (m + m), sorting, experts) if computing.biases else None
     if sorting.beyond is not None:
         given = _zeroed(tape, given, sorting.beyond, "input of the experts", in_place=True)
-    both = _grouped(tape, given, first, (name, h, width), sorting, experts, weight=summed)
+    both = _grouped(tape, given, first, (name, h_own, width), sorting, experts, weight=summed)
     gated = computing.gate(tape, both)
-    second_sum = _made_anew(tape, weights.second, "experts' second weight", experts * m * h)
-    second = _bias(tape, "down", h, sorting, experts) if computing.biases else None
+    second_sum = _made_anew(tape, weights.second, "experts' second weight", experts * m * h_own)
+    second = _bias(tape, "down", h_own, sorting, experts) if computing.biases else None
     if first is not None:
         tape.release(first)
-    site = "experts: down projection", m, h
+    site = "experts: down projection", m, h_own
     made = _grouped(tape, gated, second, site, sorting, experts, frees=True, weight=second_sum)
     return made, tuple(one for one in (second, summed, second_sum) if one is not None)
 
@@ -337,7 +338,7 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     adapted = _with_adapters(tape, computing)
     experts, order = _sorted_experts(tape)
     rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T_own * t, EXPERTS)
-    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", T_own * t * h), rows, EXPERTS)
+    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", T_own * t * h_own), rows, EXPERTS)
     tape.drop(rows)
     by_expert = picked(tape, weights, ("routing weights sorted by expert", T_own * t), order, EXPERTS)
     counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T_own * t + 4 * E, EXPERTS)
@@ -347,7 +348,7 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     unsorted = _back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
     summed_in = CAST_BY_CUDA if tape.autocast and not tape.is_wide(unsorted.dtype) else unsorted.dtype
     wide = op.run(
-        tape, unsorted, "sum over a token's experts", Site("sum over a token's experts", EXPERTS), shape=T_own * h,
+        tape, unsorted, "sum over a token's experts", Site("sum over a token's experts", EXPERTS), shape=T_own * h_own,
         dtype=summed_in, gradient="gradient of the output, for each expert of a token",
     )  # fmt: skip
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
@@ -385,17 +386,17 @@ def picked(
 def _weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -> Value:
     """Multiply the experts' outputs by the routing weights, in the wider dtype of the two. It saves both."""
     wide = op.wider(tape, outputs.dtype, weights.dtype)
-    made = op.tensor(tape, "experts: weighted outputs", wide, T_own * t * h, source)
+    made = op.tensor(tape, "experts: weighted outputs", wide, T_own * t * h_own, source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         unsummed = tape.make(
-            op.TEMPORARY, "gradient of the routing weights, not yet summed", made.dtype * T_own * t * h, source
+            op.TEMPORARY, "gradient of the routing weights, not yet summed", made.dtype * T_own * t * h_own, source
         )
         if tape.is_wide(made.dtype) == tape.is_wide(outputs.dtype):
             passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
             tape.used(outputs.store, weights.store)
         else:
-            uncast = tape.make(op.TEMPORARY, "gradient of the outputs, not yet cast", made.dtype * T_own * t * h, source)
+            uncast = tape.make(op.TEMPORARY, "gradient of the outputs, not yet cast", made.dtype * T_own * t * h_own, source)
             tape.used(outputs.store, weights.store)
             passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
             tape.drop(uncast)
@@ -412,7 +413,7 @@ def _back_in_order(tape: Tape, value: Value, reason: str) -> Value:
     """Return the pairs in their order before sorting. It releases ``value``."""
     inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", 8 * P_own, EXPERTS)
     tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", 8 * P_own, EXPERTS))
-    made = picked(tape, value, (reason, P_own * h), inverse, EXPERTS)
+    made = picked(tape, value, (reason, P_own * h_own), inverse, EXPERTS)
     tape.drop(inverse)
     tape.release(value)
     return made
@@ -448,8 +449,8 @@ def _of_this_rank(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Val
         return normal, weights, ()
     cut = Site("this rank's share of the tokens", DISPATCH)
     own = op.run(
-        tape, normal, "this rank's share of the tokens", cut, shape=T_own * h, gradient="gradient of all ranks' tokens",
-        sends_back=(_of_all_ranks(normal, h),),
+        tape, normal, "this rank's share of the tokens", cut, shape=T_own * h_own, gradient="gradient of all ranks' tokens",
+        sends_back=(_of_all_ranks(normal, h_own),),
     )  # fmt: skip
     indices = tape.make(op.TENSOR, "experts of this rank's share of the tokens, int64", 8 * T_own * t, DISPATCH)
     site = cut._replace(name="routing weights of this rank's share")
@@ -471,12 +472,12 @@ def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
     """Sort pairs by expert, and so by rank. All-to-all the counts, then the pairs. Return the order and the received pairs."""
     order = tape.make(op.TENSOR, "order of the pairs sorted by expert, int64", 8 * T_own * t, DISPATCH)
     rows = tape.make(op.TENSOR, "token of each pair that is sent, int64", 8 * T_own * t, DISPATCH)
-    sent = picked(tape, normal, ("tokens sorted by expert, to be sent", T_own * t * h), rows, DISPATCH)
+    sent = picked(tape, normal, ("tokens sorted by expert, to be sent", T_own * t * h_own), rows, DISPATCH)
     tape.drop(rows)
     counts = tape.make(op.TEMPORARY, "pairs for each expert, sent and got, int64", 16 * E, DISPATCH)
     tape.send(Exchange("all_to_all", Among.EXPERTS, 8 * E))
     tape.drop(tape.make(op.TEMPORARY, "ones to be counted, int64", 8 * T_own * t, DISPATCH))
-    received = _exchanged(tape, sent, P_own * h, "tokens that came for this rank's experts", DISPATCH)
+    received = _exchanged(tape, sent, P_own * h_own, "tokens that came for this rank's experts", DISPATCH)
     tape.drop(tape.make(op.TEMPORARY, "experts of the pairs that came, as they are made", 16 * P_own + 8 * E, DISPATCH))
     tape.release(sent)
     tape.drop(counts)
@@ -497,19 +498,19 @@ def _exchanged(tape: Tape, value: Value, shape: Size, reason: str, source: str) 
 
 def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value:
     """Send the experts' outputs back, reorder and weight them, and sum over each token's experts."""
-    returned = _exchanged(tape, outputs, T_own * t * h, "outputs that came back from the experts", COMBINE)
+    returned = _exchanged(tape, outputs, T_own * t * h_own, "outputs that came back from the experts", COMBINE)
     unsorted = op.run(
         tape, returned, "outputs of the experts in the order of tokens", Site("outputs in the order of tokens", COMBINE),
-        shape=T_own * t * h, saved=(order,), gradient="gradient of the outputs, sorted by expert",
+        shape=T_own * t * h_own, saved=(order,), gradient="gradient of the outputs, sorted by expert",
     )  # fmt: skip
     weighted, name = _weighted_outputs(tape, unsorted, weights, COMBINE), "sum over a token's experts"
-    wide = op.run(tape, weighted, name, Site(name, COMBINE), shape=T_own * h)
+    wide = op.run(tape, weighted, name, Site(name, COMBINE), shape=T_own * h_own)
     tape.release(weighted)
     if tape.mode.sharded:
         own, whole = wide, "outputs of the experts for all ranks' tokens"
         wide = op.run(
-            tape, own, whole, Site(whole, COMBINE), shape=T * h, gradient="gradient of this rank's outputs",
-            sends=(_of_all_ranks(own, h),),
+            tape, own, whole, Site(whole, COMBINE), shape=T * h_own, gradient="gradient of this rank's outputs",
+            sends=(_of_all_ranks(own, h_own),),
         )  # fmt: skip
         tape.release(own)
     tape.release(unsorted, returned)
@@ -522,7 +523,9 @@ def _own_experts(tape: Tape, received: Value, computing: Computing) -> Value:
     """``grouped_mm_experts_forward`` of this rank's experts. It masks pairs without an expert, although there are none."""
     experts, order = _sorted_experts(tape)
     rows = tape.make(op.TENSOR, "row of each pair, int64", 8 * P_own, EXPERTS)
-    selected = picked(tape, received, ("pairs sorted by expert, input of the experts", P_own * h), rows, EXPERTS, first=True)
+    selected = picked(
+        tape, received, ("pairs sorted by expert, input of the experts", P_own * h_own), rows, EXPERTS, first=True
+    )
     tape.drop(rows)
     ones = tape.make(op.TENSOR, "weights of one, sorted", e * P_own, EXPERTS)
     counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * P_own + 4 * x, EXPERTS)
@@ -552,10 +555,10 @@ def _zeroed(tape: Tape, value: Value, beyond: Store, name: str, *, in_place: boo
 def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
     """Multiply the outputs by one, put them back in the order of receipt, and sum over the single expert of each pair."""
     weighted = op.run(
-        tape, outputs, "experts: outputs times one", Site("experts: outputs times one", EXPERTS), shape=P_own * h,
+        tape, outputs, "experts: outputs times one", Site("experts: outputs times one", EXPERTS), shape=P_own * h_own,
         saved=(ones,), gradient="gradient of the outputs, times one",
     )  # fmt: skip
     back = _back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
-    made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=P_own * h)
+    made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=P_own * h_own)
     tape.release(back)
     return made

@@ -20,7 +20,7 @@ from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, of_experts, patterned
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
-from zeroplan.transformer.symbols import f, h, m, n
+from zeroplan.transformer.symbols import f, g, h, m, n
 
 NEMOTRON = "transformers 5.23, models/nemotron_h/modeling_nemotron_h.py"
 LAYER = f"{NEMOTRON}, NemotronHBlock.forward"
@@ -64,12 +64,23 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
     """Run routed experts, then the shared one. The routing tensors live until the module returns."""
     routing = router(tape, normal, block)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
-    routed = routed_experts(tape, flat, routing.weights, block, _COMPUTING)
+    routed = (_in_latent if block.latent_experts else routed_experts)(tape, flat, routing.weights, block, _COMPUTING)
     tape.release(flat)
     shared = _mlp(tape, normal, n * m, "shared expert: ", MOE)
     made = op.add(tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))
     tape.drop(routing.indices)
     tape.release(routed, shared, routing.weights, routing.logits)
+    return made
+
+
+def _in_latent(tape: Tape, flat: Value, weights: Value, block: Block, computing: Computing) -> Value:
+    """Project tokens to a latent, which the experts read and write, and back."""
+    latent = op.linear(tape, flat, g, Site("projection to the experts' latent", MOE, layer="fc1_latent_proj"))
+    routed = routed_experts(tape, latent, weights, block, computing)
+    routed.is_matrix = True
+    tape.release(latent)
+    made = op.linear(tape, routed, h, Site("projection from the experts' latent", MOE, layer="fc2_latent_proj"), reads=g)
+    tape.release(routed)
     return made
 
 
@@ -97,11 +108,14 @@ def _of_mlp(name: str, model: ModelSpec, width: int) -> Parameters:
 def _of_experts(model: ModelSpec) -> Parameters:
     assert model.moe is not None  # noqa: S101  the caller has looked
     moe, hidden, width = model.moe, model.hidden_size, model.moe.moe_intermediate_size
+    reads, latent = model.width_of_experts, moe.latent_size
+    between = (*linear("mixer.fc1_latent_proj", hidden, latent), *linear("mixer.fc2_latent_proj", latent, hidden))
     return (
-        of_experts("mixer.experts.up_proj", moe, width, hidden),
-        of_experts("mixer.experts.down_proj", moe, hidden, width),
+        of_experts("mixer.experts.up_proj", moe, width, reads),
+        of_experts("mixer.experts.down_proj", moe, reads, width),
         *linear("mixer.gate", hidden, moe.num_experts),
         *_of_mlp("mixer.shared_experts", model, moe.num_shared_experts * width),
+        *(between if latent else ()),
     )
 
 
@@ -126,11 +140,14 @@ _CONFIG = ConfigKeys(
     activation="mlp_hidden_act",
     only={
         "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "use_bias": (False,), "use_conv_bias": (True,),
-        "mamba_proj_bias": (False,), "moe_latent_size": (), "norm_topk_prob": (True,), "sliding_window": (),
+        "mamba_proj_bias": (False,), "norm_topk_prob": (True,), "sliding_window": (),
     },
     dropout={"attention_dropout": 0.0},
     counted_as={"output_router_logits": (False, "the router's logits take some bytes per token and expert more")},
-    read=("layers_block_type", "hybrid_override_pattern", "moe_shared_expert_intermediate_size", "expand", "mamba_expand"),
+    read=(
+        "layers_block_type", "hybrid_override_pattern", "moe_shared_expert_intermediate_size", "moe_latent_size", "expand",
+        "mamba_expand",
+    ),
     harmless={
         "numbers in a formula, initial values and limits, which change no tensor": (
             "routed_scaling_factor", "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "mamba_dt_limit",

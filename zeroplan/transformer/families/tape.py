@@ -19,11 +19,12 @@ from zeroplan.spec.adapter import Quantize, Stacked
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.tags import CUDA_ALONE
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
-from zeroplan.transformer.symbols import T, T_p, X_r, b, e, r, t
+from zeroplan.transformer.symbols import T, T_p, X_r, b, e, g, h, r, t
 
 #: Symbols that only the tape knows: a dtype (fp32 under CUDA's autocast, else the compute dtype); and the tokens that a rank
-#: routes to experts, which is its share if tensor-parallel ranks have the same tokens; and their (token, expert) pairs.
-CAST_BY_CUDA, T_own, P_own = symbols("F T_own P_own")
+#: routes to experts, which is its share if tensor-parallel ranks have the same tokens; their (token, expert) pairs; and the width
+#: that experts read and write.
+CAST_BY_CUDA, T_own, P_own, h_own = symbols("F T_own P_own h_own")
 
 #: Source of the extra GPU memory that activation offload needs beyond the moved tensors.
 ON_ITS_WAY = "torch 2.13, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries"
@@ -123,6 +124,8 @@ class Mode(NamedTuple):
     """One kernel of Liger's runs a whole norm."""
     fused_gates: bool = False
     """One kernel makes a gated product of SiLU, and overwrites its saved tensors with both gradients."""
+    latent_experts: bool = False
+    """Experts read and write a latent that is narrower than the residual stream."""
     uneven: bool = False
     """More pairs of a token and an expert come to this rank than it sends."""
     norm_in_one: bool = False
@@ -421,6 +424,8 @@ class Tape:
         """Return a size with the symbols that only the tape knows replaced."""
         if size.has(P_own):
             size = size.replacing({P_own.text: X_r if self.mode.uneven else T_own * t})
+        if size.has(h_own):
+            size = size.replacing({h_own.text: g if self.mode.latent_experts else h})
         if size.has(T_own):
             size = size.replacing({T_own.text: T_p if self.mode.sharded else T})
         return size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e}) if size.has(CAST_BY_CUDA) else size
@@ -672,6 +677,7 @@ class Tape:
         """
         if self.half is Half.INPUTS:
             return
+        size = self.in_this_run(size)
         if unsummed is not None:
             terms = self.temporary(*unsummed)
             self.used(*read)

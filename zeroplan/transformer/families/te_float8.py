@@ -58,8 +58,11 @@ def _copies(tape: Tape, name: str, inputs: Size, matrix: Size, source: str) -> t
 
 def grouped(tape: Tape, value: Value, site: tuple[str, Size, Size]) -> Value:
     """``te.GroupedLinear`` of this rank's experts, with the copies that padding makes of its input and output."""
-    name, reads, width = site
-    rows = tape.in_this_run(P_own) + 32 * x  # a function's argument, which the tape does not search
+    name = site[0]
+    reads, width, pairs = map(
+        tape.in_this_run, (site[1], site[2], P_own)
+    )  # arguments of a function, which the tape does not search
+    rows = pairs + 32 * x
     padded = tape.make(op.TEMPORARY, f"{name}: padded input or output", e * rows * (reads + width), GROUPED)
     kept = _copies(tape, name, rows * reads, x * reads * width, GROUPED)
     made = op.tensor(tape, f"{name}: output", r, P_own * width, GROUPED)

@@ -291,6 +291,7 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
     moe = model.moe
     return block._replace(
         dispatched=x.expert_ranks > 1,
+        latent_experts=moe is not None and moe.latent_size > 0,
         uneven=x.expert_ranks > 1 and x.imbalance != EVEN,
         looped=moe.num_experts if moe is not None and block.release.loops_over_experts else 0,
         is_mlp=kind == "mlp",
@@ -550,7 +551,7 @@ def _set_mode(tape: Tape, structure: Block) -> None:
         from zeroplan.transformer.families.compiled import COMPILED_BLOCK  # noqa: PLC0415  as above
 
         tape.mode = COMPILED_BLOCK
-    tape.mode = tape.mode._replace(uneven=structure.uneven)
+    tape.mode = tape.mode._replace(uneven=structure.uneven, latent_experts=structure.latent_experts)
     if structure.fused:
         tape.mode = tape.mode._replace(
             fused_norms="rms-norm" in structure.fused, liger_norms="liger-rms-norm" in structure.fused,

@@ -126,7 +126,7 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
         return {"mamba_d_ssm": width, "mamba_rms_norm": "N" in spec.letters, "mamba_norm_before_gate": False}
     kinds = [_KINDS[letter] for letter in spec.letters]
     if spec.family == "nemotron_h":
-        return {"layers_block_type": kinds}
+        return {"layers_block_type": kinds, "moe_latent_size": (spec.moe and spec.moe.latent_size) or None}
     expand = {"mamba_expand": spec.linear.num_value_heads * spec.linear.value_head_dim // spec.hidden_size}
     if spec.family == "bamba":
         return {**expand, "attn_layer_indices": [layer for layer, letter in enumerate(spec.letters) if letter == "*"]}
