@@ -29,7 +29,8 @@ MEASURED = (
     "gemma", "glm", "starcoder2", "cohere", "cohere2", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1",
     "qwen2_moe", "glm4_moe_lite", "ministral3", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h",
     "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text", "arcee", "deepseek_v2",
-    "deepseek_v32", "glm_moe_dsa", "mistral4", "solar_open", "cwm", "jais2", "helium", "stablelm", "hy_v3",
+    "deepseek_v32", "glm_moe_dsa", "mistral4", "solar_open", "cwm", "jais2", "helium", "stablelm", "hy_v3", "lfm2", "lfm2_moe",
+    "apertus",
 )  # fmt: skip
 
 

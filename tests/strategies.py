@@ -99,6 +99,10 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     patterns = (
         ("LLG", "LDG")
         if family == "llama4_text"
+        else ("C", "CC*", "*")
+        if family == "lfm2"
+        else ("cC*", "CD")
+        if family == "lfm2_moe"
         else ("M-*", "ME*")
         if traits.one_module
         else ("H", "N")

@@ -30,6 +30,18 @@ class MeasurementError(ZeroplanError):
     """A verification failed, or its record cannot be read."""
 
 
+def refuse(what: str, cases: Iterable[tuple[str | bool, str]], ending: str = "", *, says: str = "is not modelled") -> None:
+    """Raise SpecError for the first case that a job asks for: its words, or False, and what to use instead.
+
+    >>> refuse("loss 'fused' with", [(False, "a GPU"), ("a profile", "loss 'full'")])
+    Traceback (most recent call last):
+    zeroplan.errors.SpecError: loss 'fused' with a profile is not modelled; use loss 'full'
+    """
+    for asked, instead in cases:
+        if asked:
+            raise SpecError(f"{what} {asked} {says}; use {instead}{ending}".lstrip())
+
+
 def unknown_name(what: str, name: str, known: Iterable[str], way_out: str) -> UnknownNameError:
     """Return the error for ``name``, with the nearest known names.
 

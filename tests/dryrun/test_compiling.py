@@ -89,6 +89,37 @@ def test_activations_of_a_graph_have_modules_and_lines_of_the_users_code(run: Ru
     )
 
 
+ATTENTION = """
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+class Block(nn.Module):
+    def __init__(self, masked):
+        super().__init__()
+        self.qkv, self.masked = nn.Linear(64, 192), masked
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(64, 64, dtype=torch.bool, device="cuda").tril() if self.masked else None
+        return x + scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None).transpose(1, 2).flatten(2)
+blocks = nn.Sequential(*[Block(masked) for masked in (False, True)]).cuda()
+for block in blocks:
+    block.compile(fullgraph=True)
+optimizer = torch.optim.SGD(blocks.parameters(), lr=1e-3)
+with torch.autocast("cuda", torch.bfloat16):
+    blocks(torch.randn(2, 64, 64, device="cuda")).square().mean().backward()
+optimizer.step()
+print("graph breaks", dict(torch._dynamo.utils.counters["graph_break"]))
+"""
+
+
+def test_attention_is_traced_within_the_graph(tmp_path: Path):
+    """With ``fullgraph`` a break would end the script. The mask excludes the flash kernel."""
+    (tmp_path / "script.py").write_text(ATTENTION)
+    run = dry_run("--", "script.py", folder=tmp_path, flags=("--json",))
+    assert run.code == 0, run.errors
+    assert "graph breaks {}" in run.errors
+
+
 LAYERS = """
 import torch
 from torch import nn

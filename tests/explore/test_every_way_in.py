@@ -16,7 +16,8 @@ import yaml
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from tests.catalog.setups.test_programs import AUTO, LIT, MEGATRON, NANO, RLHF, SWIFT, TUNE, VERL
+from tests.catalog.setups.test_automodel import AUTO
+from tests.catalog.setups.test_programs import LIT, MEGATRON, NANO, RLHF, SWIFT, TUNE, VERL
 from tests.explore.test_server import ask
 from zeroplan import estimate, job
 from zeroplan.agents.tools import called

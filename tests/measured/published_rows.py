@@ -54,6 +54,8 @@ _DEEPSEEK = {
     **{(release, "GB200"): ("mla_up_proj", True) for release in ("26.06", "26.06.01", "26.08")},
     **{(release, "GB300"): ("", True) for release in ("26.06", "26.06.01", "26.08")},
 }  # fmt: skip
+#: Releases whose recipe sets ``fp8_dot_product_attention`` (v0.5.0).
+_FP8_ATTENTION = {(release, "GB300") for release in ("26.06", "26.06.01", "26.08")}
 #: GPUs by how their names begin; the first that fits.
 _GPUS = {
     "A100-40GB": "a100-sxm-40gb", "A100": "a100-sxm-80gb", "H100-9": "h100-sxm-96gb", "H100": "h100-sxm-80gb",
@@ -181,11 +183,16 @@ def running_of_row(row: Row, job: JobSpec) -> Running:
     operands = next((name for word, name in _OPERANDS.items() if word in str(row["precision"])), None)
     overlap = _of_deepseek(row) and _deepseek(row)[1]
     scaled = "MX" in str(row["precision"])
-    return Running(kernels, generation, operands, _tensor_overlap(row), block_scaled=scaled, expert_overlap=overlap)
+    narrow = _of_deepseek(row) and (row["software_date"], row["gpu"]) in _FP8_ATTENTION
+    return Running(
+        kernels, generation, operands, _tensor_overlap(row), block_scaled=scaled, expert_overlap=overlap, fp8_attention=narrow
+    )
 
 
 def _of_deepseek(row: Row) -> bool:
-    """Whether a row is one of Megatron-Bridge's own DeepSeek-V3, whose recipes are public."""
+    """Whether a row is one of NVIDIA's own DeepSeek-V3, whose recipes are public."""
+    if program(row) == "dgxc":
+        return _predicts(row)
     return program(row) == "mbridge" and row["model"] == "DeepSeekV3" and row["precision"] == "MXFP8"
 
 
@@ -197,6 +204,8 @@ def _tensor_overlap(row: Row) -> Literal["none", "backward", "all"]:
     """Return which tensor-parallel collectives overlap: NVIDIA's recipes since 2024 enable it, programs of 2021 could not."""
     if program(row) in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"):
         return "none"
+    if _predicts(row):  # NeMo 25.04's recipe of DeepSeek-V3 sets ``tp_comm_overlap=False``
+        return "backward"
     return "all" if program(row) in ("mlm24", "dgxc", "mbridge", "nemo24") else "backward"
 
 
@@ -232,7 +241,6 @@ def _refuse(row: Row) -> None:
         (kind == "nml", "the layout is not printed beside the figures"),
         ("JAX" in row["engine"], "JAX"),
         ("LORA" in name or "LoRA;" in str(row["notes"]), "LoRA under Megatron-Core"),
-        ("w/ MTP" in name, "multi-token prediction"),
         ("FSDP" in row["engine"] and "Megatron" in row["engine"], "Megatron-FSDP"),
         ("Offload" in str(row["stage"]) or "offload" in str(row["stage"]), "what was offloaded is not itemised"),
         (row["recompute"] == "selective" and kind == "fms", "an unstated part of the blocks is recomputed"),
@@ -375,6 +383,7 @@ def _recipe(row: Row, dp: int) -> RecipeSpec:
         engine=engine, zero_stage=_stage(row, engine), attention=_attention(row),
         precision="fp16-mixed" if words.startswith("fp16") else "bf16-mixed", **_recomputation(row),
         pipeline_schedule="interleaved-1f1b" if several else None, pipeline_stages_per_rank=row["vpp"] if several else None,
+        pipeline_layers=_layers_by_hand(row),
     )  # fmt: skip
     if engine == "megatron":
         return _of_megatron(said, row)
@@ -401,9 +410,46 @@ def _of_megatron(said: RecipeSpec, row: Row) -> RecipeSpec:
         masked_softmax_fusion=row["flash"] != "torch", cross_entropy_fusion_impl="te" if kind in _NVIDIAS else None,
         hidden_dropout=False if kind in _NVIDIAS else None, attention_dropout=False if kind in _NVIDIAS else None,
         expert_tensor_parallel_size=None if row["moe"] is None else 1,  # as NVIDIA's recipes and SimuMax's script have it
-        recompute_modules=(_deepseek(row)[0] if _of_deepseek(row) else "") or "core_attn",
+        recompute_modules=(_deepseek(row)[0] if _of_deepseek(row) else "") or "core_attn", **_of_the_recipe(row),
     )  # fmt: skip
     return replace(said, sequence_parallel=sequence, megatron=options)
+
+
+def _predicts(row: Row) -> bool:
+    """Whether a row is of NVIDIA's DeepSeek-V3, whose recipes set ``mtp_num_layers=1``.
+
+    So do its printed operations: 260 GFLOPs per token with that module, its logits and its loss, 249 without.
+    """
+    return program(row) in ("mbridge", "dgxc") and row["model"].lower().startswith(("deepseekv3", "deepseek v3"))
+
+
+def _of_the_recipe(row: Row) -> dict[str, Any]:
+    """Return what NVIDIA's recipes set for DeepSeek-V3's experts and later tokens.
+
+    DeepEP or HybridEP exchange tokens in Megatron-Bridge from the release 26.02 on, and on H100 since 25.09. B200's recipe of 25.11
+    and NeMo 25.04 have all-to-alls.
+    """
+    if not _predicts(row):
+        return {}
+    flex = program(row) == "mbridge" and (_of_deepseek(row) or row["gpu"] == "H100")
+    return {
+        "mtp_num_layers": 1, "moe_router_num_groups": 8, "moe_router_group_topk": 4,
+        "moe_token_dispatcher_type": "flex" if flex else "alltoall",
+    }  # fmt: skip
+
+
+def _layers_by_hand(row: Row) -> str | None:
+    """Return the layers of each chunk of NVIDIA's DeepSeek-V3.
+
+    Megatron-Bridge's last chunk has the rest of the layers, the module for later tokens, and both losses (v0.3.0,
+    recipes/deepseek/deepseek_v3.py, ``layout_map``). NeMo 25.04 leaves out one layer of 64 in the first stage and two in the last
+    (v2.3.1, scripts/performance/llm/pretrain_deepseek_v3.py).
+    """
+    chunks = (row["pp"] or 1) * (row["vpp"] or 1)
+    if not _predicts(row) or chunks not in (8, 16):
+        return None
+    each, missing = 64 // chunks, 1 if program(row) == "dgxc" else 0
+    return ",".join(map(str, (each - missing, *[each] * (chunks - 2), each - 3 + missing)))
 
 
 def _stage(row: Row, engine: str) -> int:

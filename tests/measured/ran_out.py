@@ -163,15 +163,17 @@ def _of_a_logit(kinds: Mapping[Kind, Int], tp: int) -> int:
 def _beyond(one: Tried) -> int:
     """Return the bytes of a block per token beyond Megatron-Core's kernels, in bf16. [bytes]
 
-    ``nn/norm/rms_norm.py`` multiplies a normalised input that it saves, unless the row has a kernel for it, and gathers split
-    sequences before the projections save them. ``nn/mlp.py`` saves the gate's SiLU. ``nn/attention/attention.py`` copies what the
-    flash kernel returns, and the kernel saves values that are a view of queries, keys and values together, beside the rotated
-    queries and keys; else it saves the mask. ``nn/rotary.py`` gathers sines and cosines by position, for queries and for keys.
+    ``nn/norm/rms_norm.py`` of the first release (7848929), which had the kernel of these rows, normalises a copy of the input in
+    fp32, unless the row has that kernel. It saves the copy, and the result in bf16 that it multiplies by the weight. It gathers
+    split sequences before the projections save them. ``nn/mlp.py`` saves the gate's SiLU. ``nn/attention/attention.py`` copies
+    what the flash kernel returns, and the kernel saves values that are a view of queries, keys and values together, beside the
+    rotated queries and keys; else it saves the mask. ``nn/rotary.py`` gathers sines and cosines by position, for queries and for
+    keys.
     """
     job, kernel = one.job, str(one.row["flash"])
     tp, width = job.mesh.tp, job.model.hidden_size
     split = tp if job.recipe.sequence_parallel else 1
-    norms = 0 if "RMS" in kernel else 2 * 2 * width // split
+    norms = 0 if "RMS" in kernel else 2 * (2 + 4) * width // split
     gathered = 2 * 2 * width * (split - 1) // split
     attention = 3 * 2 * width // tp if "flash" in kernel else job.batch.seq_len * (kernel == "torch")
     rotary = 2 * 2 * 2 * job.model.head_dim

@@ -11,15 +11,17 @@ TOO_MANY = {"aleph-307", "aleph-308"}
 
 
 def test_what_ran_is_said_to_fit_and_most_of_what_ran_out_is_not():
-    """All but two of 165 that ran, and four in five of 257 that ran out. With a plan's rule, at least 93 in 100 of both."""
+    """All but two of 165 that ran, and 86 in 100 of 257 that ran out. With a plan's rule 90 and 95, and none of the first forty."""
     every = tried()
     assert (sum(one.ran for one in every), len(every)) == (165, 422)
     found = [(fits_in(one), one) for one in every]
     assert {one.row["id"] for fits, one in found if one.ran and not fits} == TOO_MANY
-    assert balanced([(fits, one.ran) for fits, one in found])[1] > 0.81
+    assert balanced([(fits, one.ran) for fits, one in found])[1] > 0.85
     asked = [(leaves_free(one), one) for one in every]
-    assert sum(balanced([(fits, one.ran) for fits, one in asked])) / 2 > 0.94
-    assert sum(ranked_first([one for fits, one in asked if fits]).values()) <= 3
+    ran, out = balanced([(fits, one.ran) for fits, one in asked])
+    assert ran > 0.90
+    assert out > 0.95
+    assert sum(ranked_first([one for fits, one in asked if fits]).values()) == 0
 
 
 @pytest.mark.parametrize(("tp", "reserved"), [(1, 18), (2, 22), (8, 22)])

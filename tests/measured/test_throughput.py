@@ -29,9 +29,9 @@ def test_the_half_that_nothing_was_fitted_on_is_as_near_as_asked():
 
 @pytest.mark.parametrize("half", ["held", "open"])
 def test_no_group_is_off_by_a_tenth_in_the_median(half: str):
-    """Groups are GPUs, engines and sizes with more than five runs. DeepSpeed has one run, B300 five of DeepSeek-V3."""
+    """Groups are GPUs, engines and sizes with several runs; DeepSpeed has one."""
     for kind, name, count, middle, *_ in table([one for one in found() if half_of(one.case.row) == half]):
-        if kind in ("GPU", "engine", "size") and count > 5:
+        if kind in ("GPU", "engine", "size") and count > 1:
             assert middle < 0.10, (kind, name)
 
 
@@ -47,6 +47,14 @@ def test_the_layout_that_is_ranked_first_loses_little():
     losses = first_choices(found())
     assert len(losses) > 3
     assert sorted(losses)[len(losses) // 2] <= 0.02
+
+
+def test_nvidias_deepseek_has_the_operations_that_nvidia_prints():
+    """Megatron-Bridge prints 259.6 to 260.4 GFLOPs per token, with multi-token prediction; 249 would be without."""
+    ones = [one for one in found() if one.job.recipe.megatron.mtp_num_layers]
+    assert len(ones) > 20
+    for one in ones:
+        assert float(one.time.model_flops / one.time.tokens) == pytest.approx(260e9, rel=0.01), one.case.row["id"]
 
 
 def test_a_config_group_is_in_one_half():

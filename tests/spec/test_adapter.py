@@ -55,12 +55,20 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
         ),
         ({"lora_rank": 8, "model": "gpt-oss-20b", "lora_targets": "mlp"}, "a gpt_oss model has none of these linear layers"),
         (
-            {"lora_rank": 8, "model": "qwen3-next-80b-a3b"},
-            "peft makes them adapters of a qwen3_next model's experts, .*use --lora-targets attention,in_proj_qkvz,in_proj_ba",
+            {"lora_rank": 8, "model": "qwen3-30b-a3b", "lora_targets": "q_proj,up_proj"},
+            "peft adapts gate_proj and up_proj of a qwen3_moe model's experts, which are one weight, only together; name both",
         ),
         (
-            {"lora_rank": 8, "model": "qwen3-30b-a3b", "lora_targets": "q_proj,up_proj"},
-            "adapters of a qwen3_moe model's experts, which are not modelled; use --lora-targets attention",
+            {"lora_rank": 8, "model": "llama-4-scout", "lora_targets": "experts.down_proj"},
+            "in a llama4_text model are not modelled",
+        ),
+        (
+            {"lora_rank": 8, "model": "gpt-oss-20b", "lora_targets": "q_proj,gate.weight"},
+            "a gpt_oss model's router is not modelled",
+        ),
+        (
+            {"lora_rank": 8, "model": "qwen3-30b-a3b", "tensor_parallel": 2},
+            "adapters of all experts of a layer on ranks that split the model is not modelled",
         ),
         (
             {"lora_rank": 8, "model": "llama-4-scout"},
@@ -102,7 +110,10 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
         ({"fused_kernels": "softmax"}, "fused_kernels has no 'softmax'; there are cross-entropy, rms-norm, rope, lora"),
         ({"fused_kernels": "rms-norm", "engine": "deepspeed"}, "fused_kernels with engine 'deepspeed' is not modelled"),
         ({"fused_kernels": "cross-entropy", "loss": "fused"}, "has nothing to replace"),
-        ({"lora_rank": 8, "model": "mixtral-8x7b"}, "LoRA in a mixtral model is modelled with --transformers 4.39 to 4.48"),
+        (
+            {"lora_rank": 8, "model": "mixtral-8x7b", "transformers": "4.55"},
+            "with a mixtral model is modelled from 4.39 to 4.48 with LoRA, whose experts are separate layers, and as 5.23",
+        ),
         (
             {"lora_rank": 8, "model": "mixtral-8x7b", "transformers": "4.48", "engine": "fsdp1"},
             "LoRA with adapters in experts is not modelled",
@@ -146,6 +157,27 @@ def test_a_complete_job_keeps_its_adapters_and_takes_another_rank():
 
 def test_a_group_of_targets_names_each_layer_once():
     assert AdapterSpec(rank=1, targets="mlp, up_proj,q_proj").layers == ("q_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [
+        ("mlp.gate_proj,mlp.up_proj", "gate_proj,up_proj"),
+        (r".*\.(q_proj|gate_proj|up_proj)", "q_proj,gate_proj,up_proj"),
+        (r"model\.layers\.\d+\.mlp\.gate", "gate"),
+        ("q_proj,mlp.experts.gate_up_proj", "q_proj,experts.gate_up_proj"),
+        ("nn.Linear", "q_proj,k_proj,v_proj,o_proj"),
+    ],
+)
+def test_experts_are_found_by_the_names_that_they_had(targets: str, named: str):
+    found = job(model="qwen3-30b-a3b", gpus=8, lora_rank=8, lora_targets=targets)
+    assert found.model.adapter == AdapterSpec(rank=8, targets=named)
+
+
+def test_dropout_that_peft_refuses_is_noted():
+    said = {"model": "qwen3-30b-a3b", "gpus": 8, "lora_rank": 8, "lora_dropout": True}
+    notes = [resolve(Request(**said, lora_targets=targets)).notes for targets in ("mlp", "attention")]
+    assert [any("peft 0.21 refuses lora_dropout" in one for one in found) for found in notes] == [True, False]
 
 
 def test_before_bitsandbytes_0_47_a_4_bit_layer_computes_in_the_dtype_of_its_input():

@@ -8,13 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.measured.throughput import predicted
 from zeroplan import JobSpec, MegatronOptions, estimate, job
+from zeroplan.engines.megatron.traffic import visited
+from zeroplan.errors import SpecError
 from zeroplan.job_time import time_of
 from zeroplan.planner import Fixed, plan
 from zeroplan.planner.objectives import TIE
 from zeroplan.planner.search import job_at, search
 from zeroplan.steptime import StepTime, efficiency
-from zeroplan.steptime.tables import link_share, product_share
+from zeroplan.steptime.compute import running_of
+from zeroplan.steptime.tables import attention_share, b200_backward, link_share, product_share
 
 SAID = {"model": "llama-3.1-8b", "gpu": "a100-sxm-80gb", "engine": "megatron", "stage": 1, "seq_len": 4096}
 
@@ -72,6 +76,62 @@ def test_a_bubble_by_hand_and_the_slowest_rank_has_the_head() -> None:
     assert seconds(halved, "waiting for sends") == 0 < seconds(few, "waiting for sends")
 
 
+def test_a_module_for_later_tokens_by_hand() -> None:
+    """A layer more, a matrix of 8,192 x 4,096, and the logits and the loss a second time; its operations count in the MFU."""
+    asked = {**SAID, "gpus": 8, "tensor_parallel": 8, "sequence_parallel": True}
+    plain, two = (time_of(job(**asked, megatron=MegatronOptions(mtp_num_layers=count))) for count in (0, 1))
+    layer = ((6144 // 8, 4096), (4096, 512), (28672 // 8, 4096), (4096, 14336 // 8))
+    head = (129024 // 8, 4096)
+    more = sum(sum(linear_s(4096, *shape)) for shape in (*layer, head, (8192 // 8, 4096)))
+    assert seconds(two, "matrix") - seconds(plain, "matrix") == pytest.approx(more)
+    assert seconds(two, "attention") == pytest.approx(33 / 32 * seconds(plain, "attention"))
+    assert seconds(two, "waiting for tensor") > 33 / 32 * seconds(plain, "waiting for tensor")
+    matrices = 218_103_808 + 128_256 * 4096 + 2 * 4096 * 4096  # a layer's, the head's and the joining one
+    assert two.model_flops - plain.model_flops == pytest.approx((6 * matrices + 6 * 4096 * 4097) * 512, rel=1e-6)
+
+
+def test_the_rank_with_a_module_for_later_tokens_sets_the_pace() -> None:
+    """Of 8 ranks with 4 layers each the last one has 5, and two losses: the others wait."""
+    asked = {**SAID, "gpus": 8, "pipeline_parallel": 8, "grad_accum": 64}
+    plain, two = (time_of(job(**asked, megatron=MegatronOptions(mtp_num_layers=count))) for count in (0, 1))
+    assert two.seconds > 1.25 * plain.seconds
+
+
+def test_exchanges_that_hand_tokens_on_by_hand() -> None:
+    """DeepSeek-V3's 8 experts of 4 groups, on 64 H100: 3.6 of 8 nodes and 7.1 of 64 ranks per token, and 58 layers with experts."""
+    asked = {
+        "model": "deepseek-v3",
+        "gpu": "h100-sxm-80gb",
+        "gpus": 64,
+        "engine": "megatron",
+        "stage": 1,
+        "expert_parallel": 64,
+    }
+    grouped = {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
+    every, once = (
+        time_of(job(**asked, seq_len=4096, megatron=MegatronOptions(moe_token_dispatcher_type=how, **more)))
+        for how, more in (("alltoall", {}), ("flex", grouped))
+    )
+    nodes = 4 * (1 - (3 / 4) ** 8)
+    each = 2 * 4096 * 7168 * nodes * 7 / 8 / (0.89 * 50e9)
+    name = "waiting for tokens"
+    assert seconds(once, name) == pytest.approx(4 * 58 * each, rel=2e-3)
+    assert seconds(once, name) < 0.5 * seconds(every, name)
+    assert seconds(once, "operators") < seconds(every, "operators")  # HybridEP sorts received tokens itself
+
+
+def test_a_token_visits_no_more_places_than_it_has_experts() -> None:
+    one = job(model="deepseek-v3", gpu="h100", gpus=64, engine="megatron", stage=1, expert_parallel=64, seq_len=4096)
+    grouped = MegatronOptions(moe_router_num_groups=8, moe_router_group_topk=4)
+    limited = replace(one, recipe=replace(one.recipe, megatron=grouped))
+    plain, few = ([visited(each, places) / 1000 for places in (1, 4, 8, 64)] for each in (one, limited))
+    assert plain == pytest.approx([1, 3.600, 5.251, 7.576], abs=1e-3)
+    assert few == pytest.approx([1, 2.996, 3.600, 7.178], abs=1e-3)
+    assert visited(one, np.array([1, 4, 8, 64])).tolist() == [1000 * places for places in plain]
+    with pytest.raises(SpecError, match="2 exceeds"):
+        MegatronOptions(moe_router_group_topk=2)
+
+
 def test_what_overlaps_is_waited_for_no_longer() -> None:
     one = job(**SAID, gpus=64, tensor_parallel=2, sequence_parallel=True, grad_accum=4)
     name = "collectives around the optimizer step"
@@ -86,6 +146,22 @@ def test_attention_is_recomputed_alone() -> None:
     assert seconds(none, "recomputation") == 0
     assert seconds(selective, "recomputation") == pytest.approx(seconds(none, "attention") / (1 + 2.5 / 0.85))
     assert seconds(full, "recomputation") > seconds(none, "matrix") / 4
+
+
+def test_attention_of_blackwell_by_hand() -> None:
+    """A B200 runs cuDNN's kernels: the backward has its own rate by heads, and is slower for latent attention."""
+    dense = time_of(job(**{**SAID, "gpu": "b200"}, gpus=8, tensor_parallel=8, sequence_parallel=True))
+    forward = 32 * 4 * 4 * 128 * 4096 * 4097 / 2 / (attention_share("b200-180gb", 128, 4096, 4) * 2250e12)
+    assert seconds(dense, "attention") == pytest.approx(forward * (1 + 2.5 / b200_backward(4096, 4)), rel=1e-3)
+    asked = {**SAID, "model": "deepseek-v3", "gpu": "b200", "gpus": 64, "expert_parallel": 64}
+    latent = job(**asked)
+    forward = 61 * 2 * (192 + 128) * 128 * 4096 * 4097 / 2 / (attention_share("b200-180gb", 192, 4096, 128) * 2250e12)
+    assert seconds(time_of(latent), "attention") == pytest.approx(
+        forward * (1 + 2.5 / (0.88 * b200_backward(4096, 128))), rel=1e-3
+    )
+    in_fp8 = running_of(latent.recipe, "Blackwell")._replace(fp8_attention=True)
+    quicker = forward * (1 / 1.58 + 2.5 / (1.33 * 0.88 * b200_backward(4096, 128)))
+    assert seconds(predicted(latent, in_fp8), "attention") == pytest.approx(quicker, rel=1e-3)
 
 
 # Planned

@@ -47,6 +47,7 @@ from zeroplan.verify.fake_cuda.installed import CUDA, install_node
 from zeroplan.verify.training.activations_away import offload_blocks, offloading_from
 from zeroplan.verify.training.causal_model import causal_module
 from zeroplan.verify.training.modules import find_blocks
+from zeroplan.verify.training.workload import mask_of_padding
 from zeroplan.verify.watching.timeline import Timeline
 from zeroplan.verify.watching.tracker import Tracker
 
@@ -62,10 +63,14 @@ BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
-    "jais2", "helium", "stablelm", "hy_v3", "deepseek_v32", "glm_moe_dsa",
+    "jais2", "helium", "stablelm", "apertus", "hy_v3", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm")
 """Families whose classes always have a window."""
+
+_PATTERNS = {
+    "llama4_text": ("LLG", "LDG", "DGL"), "lfm2": ("*CC", "**C", "*C*"), "lfm2_moe": ("DC*", "D*C", "Dc*", "DDC"),
+}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -127,8 +132,8 @@ def _pattern(draw: Random, family: str) -> str:
     """Draw the kinds of the layers."""
     if TRAITS[family].one_kind:
         return draw.choice(("H", "N"))
-    if family == "llama4_text":
-        return draw.choice(("LLG", "LDG", "DGL"))
+    if family in _PATTERNS:
+        return draw.choice(_PATTERNS[family])
     return draw.choice(("*M*", "*-M", "M*M", "-EM") if TRAITS[family].one_module else ("*M*", "*MM", "**M"))
 
 
@@ -269,7 +274,7 @@ def run_of(case: Case) -> BlockRun:
             block.register_forward_hook(_after(tracker, at, index))
         ids = torch.randint(0, spec.vocab_size, (size.micro_batch_size, size.seq_len))
         with torch.autocast(CUDA, dtype=half) if compute.autocast else nullcontext():
-            loss = model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids) if compute.padded else None).loss
+            loss = model(input_ids=ids, labels=ids, attention_mask=mask_of_padding(ids) if compute.padded else None).loss
         loss.backward()
         live = Timeline(tracker.recording).live
     begun, back = (live[at[f"{phase} {number}"]] for phase in ("forward", "backward"))
@@ -372,9 +377,11 @@ def too_high(case: Case) -> tuple[int, int]:
     in its layer's first forward.
     """
     narrowed = 2 * sum(one.numel for one in case.layers.parameters if is_bias(one)) if case.spec.upcasts_norms else 0
+    if case.compute.padded and case.layers.kind.endswith("short"):  # whose mask of padding the last such block frees
+        return 0, 8 * case.size.micro_batch_size * case.size.seq_len
     if not case.compute.autocast or case.compute.recompute == "none" or case.spec.adapter is not None:
         return narrowed, 0
-    views = 2 * sum(one.numel for one in case.layers.parameters if "conv1d" in one.name)
+    views = 2 * sum(one.numel for one in case.layers.parameters if one.name.endswith(("conv1d.weight", "conv.conv.weight")))
     if case.spec.family in ("qwen3_5_text", "qwen3_5_moe_text"):
         return views + 2 * sum(one.numel for one in case.layers.parameters if one.autocast and one.name.startswith("mlp.")), 0
     hidden = _of_residual(case) * case.size.micro_batch_size * case.size.seq_len * case.spec.hidden_size

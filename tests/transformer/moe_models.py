@@ -9,6 +9,8 @@ from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 #: Width of an expert's MLP.
 WIDTH = 56
+#: The letters of the layers of hybrid families, where they are not two of Mamba-2.
+_PATTERNS = {"llama4_text": "LG", "nemotron_h": "ME", "falcon_h1": "H", "lfm2_moe": "C*"}
 LINEAR = LinearSpec(num_key_heads=3, num_value_heads=6, key_head_dim=10, value_head_dim=14)
 
 
@@ -50,10 +52,6 @@ def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True
         ),
         mla=mla if deepseek else None,
         linear=linear_of(family, hidden),
-        layer_pattern=(
-            "LG" if family == "llama4_text" else "ME" if family == "nemotron_h" else "H" if family == "falcon_h1" else "MM"
-        )
-        if family in PATTERNED
-        else "",
+        layer_pattern=_PATTERNS.get(family, "MM") if family in PATTERNED else "",
         turned=family != "nemotron_h",
     )

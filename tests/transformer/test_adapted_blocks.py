@@ -18,8 +18,15 @@ from tests.simulated import on_the_fake_gpu
 from tests.transformer.drawn_blocks import Case, differences, drawn
 from zeroplan.engines.quantised import quantised_lines
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_LIKE_LLAMA, NOT_UNDER_AUTOCAST, AdapterSpec, Quantize
-from zeroplan.spec.family import INDEXED_FAMILIES
+from zeroplan.spec.adapter import (
+    ADAPTED_FAMILIES,
+    ADAPTED_LIKE_LLAMA,
+    CONVERTED,
+    NOT_QUANTISED,
+    NOT_UNDER_AUTOCAST,
+    AdapterSpec,
+    Quantize,
+)
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
@@ -32,15 +39,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.torch
 
 OTHERS = tuple(name for name in ADAPTED_FAMILIES if name not in ADAPTED_LIKE_LLAMA)
-#: The most downloaded, of every kind of attention.
-USUAL = ("qwen3_5_text", "gemma4_text", "gpt_oss", "llama4_text", "granitemoehybrid")
+#: The most downloaded, of every kind of attention, and experts that peft finds by their old names.
+USUAL = ("qwen3_5_text", "gemma4_text", "gpt_oss", "llama4_text", "granitemoehybrid", "qwen3_moe")
+_EXPERTS = "experts.gate_up_proj,experts.down_proj"
 #: The most that these peft can run and zeroplan models, where that is not ``all-linear``.
 MOST = {
     "llama4_text": "attention,mlp", "nemotron_h": "attention,mlp,in_proj", "falcon_h1": "attention,mlp,in_proj",
-    "qwen3_next": "attention,in_proj_qkvz,in_proj_ba,out_proj,shared_expert_gate",
-    "olmoe": "attention", "minimax_m2": "attention", "qwen3_moe": "attention", "deepseek_v3": "attention",
-    "deepseek_v32": "attention", "glm_moe_dsa": "attention",
-    "glm4_moe_lite": "attention", "glm4_moe": "attention", "dots1": "attention",
+    **dict.fromkeys(("gpt_oss", "qwen3_5_moe_text", "granitemoe", "qwen2_moe"), f"all-linear,{_EXPERTS}"),
 }  # fmt: skip
 #: Estimates that are too high by this much in fp32 with recomputation: an eighth of the residual stream. [bytes]
 TOO_HIGH = {"glm4": 81_904}
@@ -71,14 +76,29 @@ def test_a_block_with_adapters_in_attention_alone(family: str, number: int) -> N
     assert all(-TOO_HIGH.get(family, 0) <= one <= 0 for one in found), (family, number, found)
 
 
+@pytest.mark.parametrize("family", [*CONVERTED, "gpt_oss"] if every_case() else ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(("number", "targets"), [(0, "q_proj,experts.down_proj"), (1, "experts.gate_up_proj")])
+def test_one_of_the_weights_of_all_experts_has_an_adapter(family: str, number: int, targets: str) -> None:
+    assert on_the_fake_gpu(differences, case_of(family, number, targets)) == ()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "minimax_m2", "qwen3_next", "gpt_oss"])
+def test_adapters_of_experts_under_autocast_and_selective_recomputation(family: str) -> None:
+    case = case_of(family, 0, MOST.get(family, "all-linear"))
+    under = case._replace(compute=case.compute._replace(element_bytes=2, autocast=True))
+    assert on_the_fake_gpu(differences, under) == ()
+    assert on_the_fake_gpu(differences, under._replace(compute=under.compute._replace(recompute="selective"))) == ()
+
+
 #: Families whose layers in few bits are modelled.
-QUANTISED = tuple(name for name in OTHERS if name not in INDEXED_FAMILIES)
+QUANTISED = tuple(name for name in OTHERS if name not in NOT_QUANTISED)
 #: Of these by day: a dense model, latent attention, and experts.
 FEW_BITS = ("phi3", "glm4_moe_lite", "qwen3_5_moe_text")
 
 
 def in_few_bits(family: str, number: int, quantize: Quantize, *, autocast: bool = False) -> Case:
-    """In eight bits without recomputation, through which layers keep their inputs."""
+    """In eight bits without recomputation, through which layers keep their inputs. LFM2's eight bits are refused."""
+    quantize = "nf4" if (family, quantize) == ("lfm2", "int8") else quantize
     case = case_of(family, number, MOST.get(family, "all-linear"))
     recompute: Recompute = "none" if quantize == "int8" else case.compute.recompute
     adapter = AdapterSpec(
@@ -129,7 +149,8 @@ def test_few_bits_are_counted_as_layers_hold_them(family: str, quantize: Quantiz
     module = adapted_model(spec, Compute(2, autocast=False, attention="sdpa", kernels="cpu"))
     every = (*(one for one in module.parameters() if not one.requires_grad), *quantisation_tensors(module))
     held = sum({id(one): one.untyped_storage().nbytes() for one in every}.values())
-    lines = quantised_lines(spec, quantize, element_bytes=2, norm_bytes=2, end_bytes=2)
+    assert spec.adapter is not None
+    lines = quantised_lines(spec, spec.adapter.quantize, element_bytes=2, norm_bytes=2, end_bytes=2)
     assert held == sum(line.n_bytes for line in lines)
 
 

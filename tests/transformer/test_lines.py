@@ -41,6 +41,10 @@ COMPUTES = [
 ]
 
 
+#: The letters of the layers of hybrid families, where they are not those of Granite 4.
+_PATTERNS = {"llama4_text": "LGD", "nemotron_h": "ME*", "falcon_h1": "H", "lfm2": "C*C", "lfm2_moe": "cD*C"}
+
+
 class Column(NamedTuple):
     micro_batch_size: NDArray[np.int64]
     seq_len: NDArray[np.int64]
@@ -78,11 +82,7 @@ def spec(family: str) -> ModelSpec:
         mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12, **_indexer(family))
         if family in LATENT_FAMILIES
         else None,
-        layer_pattern=(
-            "LGD" if family == "llama4_text" else "ME*" if family == "nemotron_h" else "H" if family == "falcon_h1" else "M*M"
-        )
-        if family in PATTERNED
-        else "",
+        layer_pattern=_PATTERNS.get(family, "M*M") if family in PATTERNED else "",
         linear=LinearSpec(num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=32 if family in PATTERNED else 14)
         if family in LINEAR_FAMILIES
         else None,

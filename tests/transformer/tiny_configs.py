@@ -49,6 +49,10 @@ _QWEN2_MOE = _LLAMA | {
 _HUNYUAN = _LLAMA | {
     "num_experts": 8, "num_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16,
 }  # fmt: skip
+_LFM2_MOE = _LLAMA | {
+    "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 2,
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+}  # fmt: skip
 _FLASH = {key: value for key, value in _DEEPSEEK.items() if key not in ("first_k_dense_replace", "n_group", "topk_group")}
 
 TINY: dict[str, dict[str, object]] = {
@@ -224,6 +228,14 @@ TINY: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
     },
     "glm_moe_dsa": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 12, "index_topk": 16},
+    "apertus": _LLAMA | {"head_dim": 16},
+    "apertus, biases, tied": _LLAMA | {"attention_bias": True, "tie_word_embeddings": True},
+    "lfm2": _LLAMA | {"num_hidden_layers": 5, "layer_types": _LFM2_MOE["layer_types"], "block_multiple_of": 8},
+    "lfm2, untied, all attention": _LLAMA | {
+        "tie_word_embeddings": False, "full_attn_idxs": [0, 1, 2], "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2_moe": _LFM2_MOE,
+    "lfm2_moe, no dense layer, untied": _LFM2_MOE | {"num_dense_layers": 0, "tie_word_embeddings": False},
     "hy_v3": _HUNYUAN,
     "hy_v3, biases, no dense layer, tied": _HUNYUAN | {
         "attention_bias": True, "mlp_layer_types": ["sparse"] * 3, "tie_word_embeddings": True,

@@ -25,6 +25,7 @@ from zeroplan.catalog.config_rest import (
 from zeroplan.catalog.diffusion import diffuser_of, is_diffuser
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, nearest, unknown_name
+from zeroplan.numeric import ceil_div
 from zeroplan.spec.family import (
     FAMILIES,
     INDEXED_FAMILIES,
@@ -42,7 +43,9 @@ from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 Config: TypeAlias = Mapping[str, object]
 #: Kinds of layers in a config, by its own names and those of transformers 5, and their letters in a pattern.
-LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+LETTERS = {
+    "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E", "conv": "C",
+}  # fmt: skip
 #: What a Gemma 4 has by default: embeddings of each layer, values of their own, and logits without a cap.
 _WITHOUT_FORMULAS = {"hidden_size_per_layer_input": 256, "attention_k_eq_v": False, "final_logit_softcapping": None}
 _GLOBAL_HEADS = ("global_head_dim", "global_key_value_heads")
@@ -418,6 +421,9 @@ def _shape(source: _Source) -> dict[str, object]:
 
 
 def _intermediate_size(source: _Source, hidden: int) -> int:
+    if source.family == "lfm2" and source.config.get("block_auto_adjust_ff_dim", True):
+        multiple = source.integer("block_multiple_of", 256)
+        return ceil_div(2 * source.integer("intermediate_size") // 3, multiple) * multiple
     if source.family not in ("gpt2", "bloom"):
         return source.integer("intermediate_size")
     width = source.integer("intermediate_size", 4 * hidden)
@@ -562,21 +568,29 @@ def _letters(source: _Source) -> str:
         return _of_llama_4(source, layers)
     if TRAITS[source.family].one_kind:
         return ("N" if source.flag("mamba_rms_norm") else "H") * layers
+    often = TRAITS[source.family].pattern[0]
     if said is None:
-        full = source.config.get("attn_layer_indices") or ()
-        if not isinstance(full, list | tuple):
-            raise SpecError(f"attn_layer_indices={shown(full)} in config.json is not a list of layers; correct it")
-        return "".join("*" if layer in full else "M" for layer in range(layers))
+        key = "full_attn_idxs" if source.family == "lfm2" else "attn_layer_indices"
+        full = range(layers) if source.family == "lfm2" and source.config.get(key) is None else source.config.get(key) or ()
+        if not isinstance(full, list | tuple | range):
+            raise SpecError(f"{key}={shown(full)} in config.json is not a list of layers; correct it")
+        return "".join("*" if layer in full else often for layer in range(layers))
     if not isinstance(said, str | list | tuple):
         raise SpecError(f"{source.key('layer_pattern')}={shown(said)} in config.json is not a list of names; correct it")
     letters = [kind if kind in LETTERS.values() else LETTERS.get(str(kind)) for kind in said]
     for letter, kind in zip(letters, said, strict=True):
-        if letter is None or (letter in "-E" and not TRAITS[source.family].one_module):
+        if letter is None or letter not in TRAITS[source.family].pattern:
             raise NoFormulasError(
                 f"{source.key('layer_pattern')} in config.json has {shown(kind)}, which has no formula in a {source.family}; "
                 "`zeroplan profile --config` traces the model itself"
             )
-    return "".join(map(str, letters))
+    return _with_dense_first(source, "".join(map(str, letters)))
+
+
+def _with_dense_first(source: _Source, letters: str) -> str:
+    """Return the letters of an LFM2-MoE, whose first layers have no experts."""
+    dense = source.integer("num_dense_layers", 2, least=0) if source.family == "lfm2_moe" else 0
+    return letters[:dense].replace("C", "c").replace("*", "D") + letters[dense:]
 
 
 def _of_llama_4(source: _Source, layers: int) -> str:
@@ -598,6 +612,8 @@ def _of_llama_4(source: _Source, layers: int) -> str:
 
 def _dense_layers(source: _Source) -> int:
     """Return the number of layers with a dense MLP before those with experts."""
+    if TRAITS[source.family].pattern:
+        return 0  # the letters of its layers say so
     if source.family in ("glm4_moe_lite", "hy_v3") or source.config.get("mlp_layer_types") is not None:
         return _dense_kinds(source)
     last = source.config.get("moe_layer_end_index", -1)

@@ -69,7 +69,7 @@ def activation_of(config: Config, family: str) -> Activation | None:
     """Return the MLP's activation function, or None for the family's usual one; raises SpecError for one without formulas."""
     key = config_keys(family).activation
     said, usual = config.get(key), USUAL_ACTIVATION[family]
-    if family in ("bloom", "gpt_oss") or said is None or said == usual:
+    if family in ("bloom", "gpt_oss", "apertus") or said is None or said == usual:
         return None
     if family not in FREE_ACTIVATION and said in SAVES_ITS_INPUT:  # the usual one is among these
         return None

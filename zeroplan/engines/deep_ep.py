@@ -10,7 +10,7 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Band
 from zeroplan.numeric import round_up
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import SENDING
+from zeroplan.spec.recipe import GATHERING, SENDING
 from zeroplan.units import MIB
 
 PEERS = 8
@@ -100,7 +100,7 @@ def expert_buffers(job: JobSpec) -> tuple[Outside, ...]:
 
     Raises SpecError for a number of ranks for which DeepEP has no settings.
     """
-    ep, kernels = job.mesh.ep, SENDING & set(job.recipe.fused_parts)
+    ep, kernels = job.mesh.ep, (SENDING - GATHERING) & set(job.recipe.fused_parts)
     if ep == 1 or not kernels:
         return ()
     return (_of_hybrid_ep(job) if "hybridep" in kernels else _of_deep_ep(ep, 2 * job.model.hidden_size),)

@@ -41,7 +41,7 @@ def block_modules(model: ModelSpec, owners: Sequence[str], kind: str = "") -> Na
     >>> block_modules(tiny, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))[-4:]
     ('mlp.gate_proj', 'mlp.act_fn', 'mlp.up_proj', 'mlp.down_proj')
     """
-    if model.vision is not None and model.vision.has_blocks and owners and owners[0] in MODULES[model.vision.tower]:
+    if model.vision is not None and owners and set(owners) <= set(MODULES[model.vision.tower]):
         return MODULES[model.vision.tower]
     sparse = any(name.endswith("experts") for name in owners)
     listed = _listed(model, sparse=sparse)

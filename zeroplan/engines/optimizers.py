@@ -9,7 +9,7 @@ the counts from the lines.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from zeroplan.engines import muon
 from zeroplan.engines.account import Symbol
@@ -59,58 +59,44 @@ def whole_tensors(tree: Layout) -> tuple[LocalTensor, ...]:
     )
 
 
-#: Implementations that each optimizer has on CUDA, the default first (``_default_to_fused_or_foreach`` prefers foreach).
-IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
-    "adamw": ("foreach", "fused", "forloop"),
-    "adam": ("foreach", "fused", "forloop"),
-    "sgd": ("foreach", "fused", "forloop"),
-    "sgd-momentum": ("foreach", "fused", "forloop"),
-    "adagrad": ("foreach", "fused", "forloop"),
-    "rmsprop": ("foreach", "forloop"),
-    "adafactor": ("forloop", "foreach"),
-    "lion": ("forloop",),
-    "muon": ("forloop",),
-    "adamw-8bit": ("fused",), "paged-adamw-8bit": ("fused",), "paged-adamw-32bit": ("fused",), "lion-32bit": ("fused",),
-    "lion-8bit": ("fused",), "paged-lion-32bit": ("fused",), "paged-lion-8bit": ("fused",), "torchao-adamw-8bit": ("forloop",),
-    "torchao-adamw-4bit": ("forloop",), "torchao-adamw-fp8": ("forloop",), "torchao-adamw": ("forloop",),
-    "schedule-free-adamw": ("foreach", "forloop"), "adam-mini": ("forloop",), "apollo": ("forloop",),
-    "galore": ("forloop",), "soap": ("forloop",),
-}  # fmt: skip
+class Steps(NamedTuple):
+    """An optimizer's implementations on CUDA, its states, and the temporaries of its steps."""
 
-#: States with one element per parameter, in the parameter's dtype, by attribute name.
-_ELEMENTWISE_STATES: dict[Optimizer, tuple[str, ...]] = {
-    "adamw": ("momentum", "variance"),
-    "adam": ("momentum", "variance"),
-    "sgd": (),
-    "sgd-momentum": ("momentum",),
-    "adagrad": ("sum of squares",),
-    "rmsprop": ("mean square",),
-    "lion": ("momentum",),
+    implementations: tuple[OptimizerImpl, ...]
+    """The default first (``_default_to_fused_or_foreach`` prefers foreach)."""
+    states: tuple[str, ...] = ()
+    """States with one element per parameter, in the parameter's dtype."""
+    foreach: tuple[int, str] = (0, "")
+    """Copies of all updated elements that one foreach step holds at the same time, and what they are."""
+    forloop: tuple[int, int] = (0, 0)
+    """Copies of the previous tensor, whose last temporary a variable still holds, and of the current one."""
+
+
+_EVERY: tuple[OptimizerImpl, ...] = ("foreach", "fused", "forloop")
+_DENOMINATORS = 1, "foreach step: denominators of all updates at once"
+_AND_SCALED = 2, "foreach step: denominators and scaled gradients of all updates at once"
+_STEPS: dict[Optimizer, Steps] = {
+    "adamw": Steps(_EVERY, ("momentum", "variance"), _DENOMINATORS, (1, 2)),
+    "adam": Steps(_EVERY, ("momentum", "variance"), _DENOMINATORS, (1, 2)),
+    "sgd": Steps(_EVERY),
+    "sgd-momentum": Steps(_EVERY, ("momentum",)),
+    "adagrad": Steps(_EVERY, ("sum of squares",), _AND_SCALED, (1, 1)),
+    "rmsprop": Steps(("foreach", "forloop"), ("mean square",), _DENOMINATORS, (1, 1)),
+    "adafactor": Steps(("forloop", "foreach"), (), (1, "foreach step: variance estimates of all updates at once")),
+    "lion": Steps(("forloop",), ("momentum",), (0, ""), (1, 3)),
+    "muon": Steps(("forloop",)),
+    "schedule-free-adamw": Steps(("foreach", "forloop"), (), _DENOMINATORS, (1, 1)),
 }
 
-#: Number of copies of all updated elements that one foreach step holds at the same time.
-_FOREACH_COPIES: dict[Optimizer, tuple[int, str]] = {
-    "adamw": (1, "foreach step: denominators of all updates at once"),
-    "adam": (1, "foreach step: denominators of all updates at once"),
-    "sgd": (0, ""),
-    "sgd-momentum": (0, ""),
-    "adagrad": (2, "foreach step: denominators and scaled gradients of all updates at once"),
-    "rmsprop": (1, "foreach step: denominators of all updates at once"),
-    "adafactor": (1, "foreach step: variance estimates of all updates at once"),
-    "schedule-free-adamw": (1, "foreach step: denominators of all updates at once"),
-}
 
-#: Copies in a for-loop step: of the previous tensor, whose last temporary a variable still holds, and of the current tensor.
-_FORLOOP_COPIES: dict[Optimizer, tuple[int, int]] = {
-    "adamw": (1, 2),
-    "adam": (1, 2),
-    "sgd": (0, 0),
-    "sgd-momentum": (0, 0),
-    "adagrad": (1, 1),
-    "rmsprop": (1, 1),
-    "lion": (1, 3),
-    "schedule-free-adamw": (1, 1),
-}
+def _implementations(optimizer: Optimizer) -> tuple[OptimizerImpl, ...]:
+    if optimizer in _STEPS:
+        return _STEPS[optimizer].implementations
+    return ("fused",) if PUBLISHED[optimizer].source.startswith(("bitsandbytes", "Transformer Engine")) else ("forloop",)
+
+
+#: Implementations that each optimizer has on CUDA, the default first.
+IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {one: _implementations(one) for one in get_args(Optimizer)}
 
 #: Optimizers whose fused kernel keeps its step counters on the GPU.
 _STEP_ON_GPU: tuple[Optimizer, ...] = ("adamw", "adam", "adagrad")
@@ -275,7 +261,7 @@ def state_lines(
         return muon.state_lines(matrices, total_elements(tensors) - matrices, element_bytes)
     n_bytes = element_bytes * total_elements(tensors)
     formula = times(element_bytes, symbol)
-    lines = tuple(Line(Kind.OPTIMIZER_STATE, n_bytes, state, formula, _SOURCE) for state in _ELEMENTWISE_STATES[optimizer])
+    lines = tuple(Line(Kind.OPTIMIZER_STATE, n_bytes, state, formula, _SOURCE) for state in _STEPS[optimizer].states)
     return (*lines, *step_counters(optimizer, impl, _updated(tensors)))
 
 
@@ -301,9 +287,9 @@ def step_temporary_lines(
         return _foreach_temporary(optimizer, tensors, element_bytes, symbol)
     if optimizer in ("muon", "adafactor"):
         return ((_muon_temporary if optimizer == "muon" else _adafactor_temporary)(tensors, element_bytes),)
-    if optimizer in PUBLISHED and optimizer not in _FORLOOP_COPIES:
+    if optimizer not in _STEPS:
         return _published_temporary(optimizer, tensors, element_bytes)
-    before, current = _FORLOOP_COPIES[optimizer]
+    before, current = _STEPS[optimizer].forloop
     if not current:
         return ()
     largest = maximum(0, *(before * previous + current * tensor.numel for previous, tensor in _in_turn(tensors)))
@@ -400,7 +386,7 @@ def _adafactor_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tupl
 
 def foreach_copies(optimizer: Optimizer, impl: OptimizerImpl) -> int:
     """Return how many lists of temporaries a foreach step makes, with one temporary per tensor; 0 for other steps."""
-    return _FOREACH_COPIES[optimizer][0] if impl == "foreach" else 0
+    return _STEPS[optimizer].foreach[0] if impl == "foreach" else 0
 
 
 def states_from_the_start(optimizer: Optimizer) -> bool:
@@ -411,7 +397,7 @@ def states_from_the_start(optimizer: Optimizer) -> bool:
 def _foreach_temporary(
     optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int, symbol: str
 ) -> tuple[Line, ...]:
-    copies, reason = _FOREACH_COPIES[optimizer]
+    copies, reason = _STEPS[optimizer].foreach
     if not copies:
         return ()
     formula = times(copies * element_bytes, symbol)

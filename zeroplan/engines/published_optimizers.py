@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zeroplan.engines.optimizers import LocalTensor
 
 Counting = Callable[["LocalTensor"], Int]
+Scratch = Callable[["LocalTensor", Int, int], Int]
 
 
 class Held(NamedTuple):
@@ -37,7 +38,7 @@ class Published(NamedTuple):
 
     states: tuple[Held, ...]
     source: str
-    scratch: Callable[["LocalTensor", Int, int], Int] | None = None
+    scratch: Scratch | None = None
     """Temporaries of one tensor's step: arguments are the tensor, the previous tensor's elements, and bytes per element. [bytes]"""
     scratch_source: str = ""
     tables: int = 0
@@ -95,9 +96,8 @@ def _bitsandbytes(states: tuple[str, ...], bits: int, *, paged: bool = False) ->
         beside: tuple[Held, ...] = ()
     else:
         main = (Held(f"{named}, 8 bits each" if copies > 1 else f"{named} in 8 bits", "U_q", _wide, copies, copies),)
-        for_what = " and ".join(states)
         beside = (
-            Held(f"fp32 scale per block of 256, for {for_what}", "U_256", _blocks, 4 * copies, copies),
+            Held(f"fp32 scale per block of 256, for {named}", "U_256", _blocks, 4 * copies, copies),
             Held(f"{named} in fp32 for tensors below 4096 elements", "U_s", _narrow, 4 * copies, copies),
         )
     in_pages: tuple[Held, ...] = ()
@@ -216,7 +216,7 @@ _APOLLO = (
     Held("momentum and variance of the blocks' matrices in rank 128", "U_r", _projected, 0, 2),
     Held("projections of the blocks' matrices to rank 128", "U_j", _projector, 0, 1),
     Held(
-        "momentum and variance of all other tensors", "U_o", lambda tensor: 0 if updated_by_muon(tensor) else tensor.numel, 0, 2
+        "momentum and variance of all other tensors", "U_o", lambda tensor: tensor.numel * (not updated_by_muon(tensor)), 0, 2
     ),
 )
 
@@ -266,7 +266,24 @@ def _of_soap(tensor: "LocalTensor", before: Int, width: int) -> Int:
 
 _ADAM_STATES = ("momentum", "variance")
 _ON_DTENSORS_TOO = ("paper", "ddp", "fsdp2")
-_ALONE = ("paper", "ddp")
+_TE_ADAM = "Transformer Engine d0067d0, pytorch/optimizers/fused_adam.py, FusedAdam"
+
+
+def _te_adam(*masters: Held, scratch: Callable[["LocalTensor", Int, int], Int] | None = None) -> Published:
+    """Return Transformer Engine's Adam with its default dtypes of states, and these master weights."""
+    return Published(
+        (Held("momentum and variance in fp32", "U", _elements, 8, 2), *masters), f"{_TE_ADAM}._initialize_state",
+        scratch, f"{_TE_ADAM}.initialize_state" if scratch else "", engines=_ON_DTENSORS_TOO,
+        note="Transformer Engine's Adam was read (d0067d0), not run",
+    )  # fmt: skip
+
+
+def _of_masters(tensor: "LocalTensor", before: Int, width: int) -> Int:
+    """Return a copy of the weight, which becomes its master weight, and the same in fp32."""
+    del before
+    return (width + (0 if width == 4 else 4)) * tensor.numel
+
+
 _SCHEDULE_FREE = "schedulefree 1.4.1, adamw_schedulefree.py, AdamWScheduleFree.step"
 _ADAM_MINI = "Adam-mini 1.1.1, adam_mini.py, Adam_mini.step"
 _APOLLO_SOURCE = "APOLLO 1.0.3, apollo_torch/apollo.py, AdamW.step"
@@ -274,6 +291,15 @@ _GALORE_SOURCE = "galore-torch 1.0, galore_torch/adamw.py, AdamW.step"
 _SOAP = "pytorch-optimizer 4.1.0, optimizer/soap.py, SOAP.step"
 _DECOMPOSED = "the workspace of cuSOLVER's decompositions is left out: the step ran on a CPU, not on a GPU"
 _MEANS = "means of squares, at most one per row of a matrix and element of a vector"
+
+_SIDES = "products of the sides up to 10,000 of matrices, and their eigenbases"
+_BOTH = Held("momentum and variance", "U", _elements, 0, 2)
+
+
+def _alone(states: tuple[Held, ...], scratch: Scratch, source: str, note: str = "") -> Published:
+    """Return an optimizer that steps on whole tensors alone."""
+    return Published(states, source, scratch, source, engines=("paper", "ddp"), note=note)
+
 
 PUBLISHED: dict[Optimizer, Published] = {
     "adamw-8bit": _bitsandbytes(_ADAM_STATES, 8),
@@ -283,59 +309,22 @@ PUBLISHED: dict[Optimizer, Published] = {
     "lion-8bit": _bitsandbytes(("momentum",), 8),
     "paged-lion-32bit": _bitsandbytes(("momentum",), 32, paged=True),
     "paged-lion-8bit": _bitsandbytes(("momentum",), 8, paged=True),
+    "te-adam": _te_adam(),
+    "te-adam-remainders": _te_adam(Held("the 16 bits of fp32 that weights lack", "U", _elements, 2)),
+    "te-adam-masters": _te_adam(Held("master weights in fp32", "U", _elements, 4), scratch=_of_masters),
     "torchao-adamw-8bit": _torchao(8),
     "torchao-adamw-4bit": _torchao(4, block=128),
     "torchao-adamw-fp8": _torchao(8, floating=True),
-    "torchao-adamw": Published(
-        (Held("momentum and variance", "U", _elements, 0, 2),),
-        _TORCHAO,
-        engines=_ON_DTENSORS_TOO,
-    ),
+    "torchao-adamw": Published((_BOTH,), _TORCHAO, engines=_ON_DTENSORS_TOO),
     "schedule-free-adamw": Published(
-        (Held("variance", "U", _elements), Held("the points that are averaged (z)", "U", _elements)),
-        _SCHEDULE_FREE,
+        (Held("variance", "U", _elements), Held("the points that are averaged (z)", "U", _elements)), _SCHEDULE_FREE,
         engines=_ON_DTENSORS_TOO,
     ),
-    "adam-mini": Published(
-        (Held("momentum", "U", _elements), Held(_MEANS, "U_w", _rows)),
-        _ADAM_MINI,
-        _of_adam_mini,
-        _ADAM_MINI,
-        engines=_ALONE,
-    ),
-    "apollo": Published(
-        _APOLLO,
-        _APOLLO_SOURCE,
-        _of_apollo,
-        _APOLLO_SOURCE,
-        engines=_ALONE,
-    ),
-    "galore": Published(
-        _GALORE,
-        _GALORE_SOURCE,
-        _of_galore,
-        _GALORE_SOURCE,
-        engines=_ALONE,
-        note=_DECOMPOSED,
-    ),
-    "soap": Published(
-        (
-            Held("momentum and variance", "U", _elements, 0, 2),
-            Held(
-                "products of the sides up to 10,000 of matrices, and their eigenbases",
-                "U_g",
-                lambda tensor: sum(_sides(tensor)),
-                0,
-                2,
-            ),
-        ),
-        _SOAP,
-        _of_soap,
-        _SOAP,
-        engines=_ALONE,
-        note=_DECOMPOSED,
-    ),
-}
+    "adam-mini": _alone((Held("momentum", "U", _elements), Held(_MEANS, "U_w", _rows)), _of_adam_mini, _ADAM_MINI),
+    "apollo": _alone(_APOLLO, _of_apollo, _APOLLO_SOURCE),
+    "galore": _alone(_GALORE, _of_galore, _GALORE_SOURCE, _DECOMPOSED),
+    "soap": _alone((_BOTH, Held(_SIDES, "U_g", lambda tensor: sum(_sides(tensor)), 0, 2)), _of_soap, _SOAP, _DECOMPOSED),
+}  # fmt: skip
 
 
 def notes_of(optimizer: Optimizer) -> tuple[str, ...]:

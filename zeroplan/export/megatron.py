@@ -260,6 +260,9 @@ def _experts(job: JobSpec) -> Iterator[str]:
     yield f"--moe-token-dispatcher-type {options.moe_token_dispatcher_type}"
     if options.moe_token_dispatcher_type == "flex":  # noqa: S105  tokens of text
         yield "--moe-flex-dispatcher-backend hybridep"
+    if options.moe_router_num_groups > 1:
+        yield f"--moe-router-num-groups {options.moe_router_num_groups}"
+        yield f"--moe-router-group-topk {options.moe_router_group_topk}"
     if options.moe_grouped_gemm:
         yield "--moe-grouped-gemm"
     if options.moe_router_dtype is not None:

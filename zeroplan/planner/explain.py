@@ -26,7 +26,7 @@ def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str
             return f"as fast, {than}, but with a more complex recipe"
         return f"{f'{slower:.1%} slower' if slower > _VISIBLE_SLOWDOWN else 'as fast'}, {than}"
     name, seconds = _largest_excess(its, winner)
-    return f"{slower:.1%} slower, most of all in {name}: {seconds:,.2f} s more per {_per(its)}"
+    return f"{slower:.1%} slower, most of all in {name}: {seconds:,.2f} s more per {float(its.tokens):,.0f} tokens of a GPU"
 
 
 def why_larger(rival: Layout, best: Layout) -> str:
@@ -41,10 +41,6 @@ def largest_part(found: Estimate) -> str:
     kinds = bytes_by_kind(found.peak.lines)
     kind = max(kinds, key=lambda one: kinds[one])
     return f"the memory that it needs: {kind.value} is {kinds[kind] / sum(kinds.values()):.0%} of it"
-
-
-def _per(time: StepTime) -> str:
-    return f"{float(time.tokens):,.0f} tokens of a GPU"
 
 
 def _largest_excess(its: StepTime, winner: StepTime) -> tuple[str, float]:

@@ -47,7 +47,7 @@ def partly_recomputed(
     room = easy_room_of(base, fixed)
     need = _needed(found, room)
     room = room if any(one.quickest(base, fixed) for one in found) else room_of(base)
-    quickest = max((float(rates[need(one) <= room].max(initial=0.0)) for one, rates in _rated(found)), default=0.0)
+    quickest = max((float(_rates(one)[need(one) <= room].max(initial=0.0)) for one in found), default=0.0)
     chances = sorted(_candidates(base, found, need, room), key=lambda one: -one.tokens_per_s)
     made: list[Found] = []
     for chance in chances[:_CLOSELY]:
@@ -74,10 +74,6 @@ def _needed(found: Sequence[Found], room: int) -> _Need:
 
 def _rates(one: Found) -> NDArray[np.float64]:
     return one.grid.tokens / one.seconds
-
-
-def _rated(found: Sequence[Found]) -> Iterator[tuple[Found, NDArray[np.float64]]]:
-    return ((one, _rates(one)) for one in found)
 
 
 def _with(recipe: RecipeSpec, layers: int) -> RecipeSpec:

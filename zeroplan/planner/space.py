@@ -7,6 +7,7 @@ sequences per micro-batch; gradient accumulation follows from the global batch.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -223,11 +224,14 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool, wide: bool = False
             return
     elif not offload:
         fixed = replace(fixed, offload_optimizer="none", offload_param="none")
-    buckets = wide or offload or fixed.engine == "deepspeed"
+    buckets, found = wide or offload or fixed.engine == "deepspeed", False
     for asked in _optimizers_and_precisions(base.recipe, fixed):
         for recipe in _of_engines(replace(base, recipe=asked), fixed, smaller_buckets=buckets):
             if recipe.offloads_states or not offload:
+                found = True
                 yield recipe
+    if not (found or offload):
+        raise SpecError(f"no engine runs --fused-kernels {base.recipe.fused_kernels} as asked; leave them out")
 
 
 def _optimizers_and_precisions(recipe: RecipeSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
@@ -269,7 +273,16 @@ def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iter
             said = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss,
                     "optimizer_impl": fixed.optimizer_impl or step, "recompute_layers": fixed.recompute_layers}  # fmt: skip
             for options in _options(base, fixed, engine, stage):
-                yield replace(recipe, **said, **options)  # type: ignore[arg-type]  # checked there
+                yield from _if_kernels_run(recipe, {**said, **options})
+
+
+def _if_kernels_run(recipe: RecipeSpec, said: Mapping[str, object]) -> Iterator[RecipeSpec]:
+    """Yield the recipe with other settings, unless the fused kernels that the user asks for do not run with them."""
+    try:
+        yield replace(recipe, **said)  # type: ignore[arg-type]  # checked there
+    except SpecError:
+        if not recipe.fused_parts:
+            raise
 
 
 #: Engines with their own optimizer kernels.
@@ -449,7 +462,7 @@ def check_batch(base: JobSpec, fixed: Fixed, splits: Sequence[Degrees]) -> None:
         )
     total = fixed.global_batch_size
     if total is not None and not any(is_cut_evenly(total, base.mesh.world_size, one, fixed) for one in splits):
-        raise NoLayoutError(_uneven_sizes(base.mesh.world_size, min(splits, key=_model_ranks), fixed, total))
+        raise NoLayoutError(_uneven_sizes(base.mesh.world_size, min(splits, key=attrgetter("model_ranks")), fixed, total))
 
 
 def is_cut_evenly(total: int, gpus: int, split: Degrees, fixed: Fixed) -> bool:
@@ -463,10 +476,6 @@ def is_cut_evenly(total: int, gpus: int, split: Degrees, fixed: Fixed) -> bool:
     if total % sharing or each % (size or 1) or each % (steps or 1):
         return False
     return size is None or steps is None or size * steps == each
-
-
-def _model_ranks(split: Degrees) -> int:
-    return split.model_ranks
 
 
 def _uneven_sizes(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:

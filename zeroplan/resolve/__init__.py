@@ -34,6 +34,7 @@ from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import (
     AUTOMODEL_BLOCKS,
     AUTOMODEL_NORMS,
+    GATHERING,
     LIGER_FAMILIES,
     OF_LIGER,
     ON_PAPER,
@@ -44,6 +45,7 @@ from zeroplan.spec.recipe import (
     RecipeSpec,
     Stage,
 )
+from zeroplan.spec.releases import release_of
 from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
 
@@ -158,7 +160,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         *_without_fused_attention(complete), *model_notes, seq_note, lengths_note, padding_note, imbalance_note, liger_note,
         *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
-        *ignored, gpus_note, _wide_adapters(complete.model),
+        *ignored, gpus_note, _wide_adapters(complete.model), "" if read.kind == "axolotl" else _dropout_of_experts(complete.model),
     )  # fmt: skip
     keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
     told = tuple(note for note in notes if note)
@@ -223,8 +225,7 @@ def _complete_model(read: SetupRead, extra: Path | None) -> tuple[ModelSpec, tup
     """Return the model with its adapters, frozen parts, scoring head and images, and notes."""
     model, notes = _model(read.request, extra)
     model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
-    freezes = read.kind in ("llama-factory", "ms-swift")
-    model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], freezes=freezes)
+    model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], program=read.kind)
     return model, (*notes, *image_notes)
 
 
@@ -256,7 +257,11 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         return model
     if model.adapter is None and request.lora_rank is None:
         raise SpecError(f"{_first_flag(request)} needs the adapters' rank; add --lora-rank, for example 16")
-    return replace(model, adapter=AdapterSpec(**said) if model.adapter is None else replace(model.adapter, **said))  # type: ignore[arg-type]
+    moe = model.moe
+    if model.family == "mixtral" and moe is not None and release_of(request.transformers).loops_over_experts:
+        moe = replace(moe, separate=True)
+    adapter = AdapterSpec(**said) if model.adapter is None else replace(model.adapter, **said)  # type: ignore[arg-type]
+    return replace(model, adapter=adapter, moe=moe)
 
 
 def _first_flag(request: Request) -> str:
@@ -504,6 +509,8 @@ def _automodel(request: Request, model: ModelSpec) -> Request:
         parts = [one for one in parts if one != "norm-in-one"]
     if model.family not in AUTOMODEL_NORMS or model.moe is None:  # other models have torch's linear layers
         parts = [one for one in parts if not one.startswith("te-")]
+    if model.moe is None or (model.family not in AUTOMODEL_NORMS and (request.expert_parallel or 1) == 1):
+        parts = [one for one in parts if one not in GATHERING]
     if (request.expert_parallel or 1) > 1:
         parts = ["router-kept" if one == "inputs-kept" else one for one in parts]
     elif "inputs-kept" in parts and model.family not in AUTOMODEL_BLOCKS:
@@ -543,6 +550,16 @@ def _wide_adapters(model: ModelSpec) -> str:
     return (
         f"rank {model.adapter.rank:,} is more than {sides[name]:,}, the smaller side of {name}: peft accepts it, but its adapter "
         f"can express no more than with rank {sides[name]:,}, and has more parameters than the layer itself"
+    )
+
+
+def _dropout_of_experts(model: ModelSpec) -> str:
+    """Return a note if peft refuses the job's dropout. Axolotl replaces peft's check (``_patch_peft_param_wrapper_dropout``)."""
+    if model.adapter is None or not model.adapter.dropout or not any(model.stacked):
+        return ""
+    return (
+        "peft 0.21 refuses lora_dropout above 0 in adapters of all experts of a layer; set it to 0. The job is counted with "
+        "dropout in the other adapters"
     )
 
 

@@ -12,14 +12,13 @@ if TYPE_CHECKING:
     from zeroplan.resolve.request import Request
 
 
-def with_images(
-    model: ModelSpec, request: "Request", seq_len: int, *, freezes: bool = False
-) -> tuple[ModelSpec, tuple[str, ...]]:
+def with_images(model: ModelSpec, request: "Request", seq_len: int, *, program: str = "") -> tuple[ModelSpec, tuple[str, ...]]:
     """Return the model with the requested images and frozen parts of its tower, and notes on what was filled in.
 
-    ``freezes``: the training program freezes tower and projector by default. Raises SpecError for images of a model without a
-    tower.
+    ``program``: the training program. LLaMA-Factory and ms-swift freeze tower and projector by default. Raises SpecError for
+    images of a model without a tower.
     """
+    freezes = program in ("llama-factory", "ms-swift")
     frozen = tuple(name for name in names_in(request.freeze) if name in VISION_PARTS)
     if model.vision is None:
         asked = {
@@ -38,6 +37,8 @@ def with_images(
         vision = replace(vision, freeze_tower="tower" in frozen, freeze_projector="projector" in frozen)
     elif freezes:  # LLaMA-Factory, finetuning_args.py, FreezeArguments; ms-swift, tuner_args.py, TunerArguments
         vision = replace(vision, freeze_tower=True, freeze_projector=True)
+    if program == "ms-swift":  # model/patcher.py, patch_get_input_embeddings
+        vision = replace(vision, follows_pixels=True)
     if vision.has_blocks:
         vision = _with_images(vision, request)
     made = replace(model, vision=vision)

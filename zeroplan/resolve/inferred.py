@@ -38,7 +38,7 @@ def infer_model(parameters: int) -> tuple[ModelSpec, str]:
     """
     if parameters > _MOST_PARAMETERS:
         raise SpecError(f"--params {parameters:,} is beyond {_MOST_PARAMETERS:,}; no transformer of that size can be inferred")
-    nearest, published = min(REFERENCE_MODELS.items(), key=lambda one: _distance(one[1], parameters))
+    nearest, published = min(REFERENCE_MODELS.items(), key=lambda one: abs(math.log(one[1] / parameters)))
     near, ratio = find_model(nearest), parameters / published
     shape = near if 1 / _NEAR <= ratio <= _NEAR else _scaled(near, ratio, parameters)
     shape = _with_mlp_for(shape, parameters)
@@ -57,10 +57,6 @@ def infer_model(parameters: int) -> tuple[ModelSpec, str]:
     if shape.unplaced_parameters:
         changed.append(f"{shape.unplaced_parameters:,} parameters in one extra vector")
     return shape, f"shape inferred from {near.name}: {', '.join(changed) or 'unchanged'}, to reach {parameters:,} parameters"
-
-
-def _distance(a: int, b: int) -> float:
-    return abs(math.log(a / b))
 
 
 def _scaled(near: ModelSpec, ratio: float, parameters: int) -> ModelSpec:

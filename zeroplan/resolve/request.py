@@ -182,7 +182,8 @@ class Request(Spec):
     optimizer: Optimizer | None = field(default=None, metadata={"option": Option(
         "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion or muon; bitsandbytes' adamw-8bit, lion-8bit, "
         "lion-32bit and, with paged- before them, also adamw-32bit; torchao-adamw-8bit, -4bit, -fp8 or torchao-adamw; "
-        "schedule-free-adamw, adam-mini, apollo, galore or soap. (default: adamw)", RECIPE, "NAME",
+        "schedule-free-adamw, adam-mini, apollo, galore or soap; Transformer Engine's te-adam, te-adam-remainders or "
+        "te-adam-masters. (default: adamw)", RECIPE, "NAME",
         "recipe.optimizer", control=Control("Optimizer", OF_RECIPE, "adamw"),
     )})
     optimizer_impl: OptimizerImpl | None = field(default=None, metadata={"option": Option(
@@ -257,7 +258,8 @@ class Request(Spec):
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
         "Parts that run in other kernels, with commas. Unsloth's: cross-entropy, rms-norm, rope, "
         "lora (QLoRA). Axolotl's: axolotl-lora. Liger's: rope, liger-rms-norm, "
-        "liger-swiglu. torchtune's: loss-in-pieces, int4-qat. (default: none)", RECIPE, "NAMES",
+        "liger-swiglu. torchtune's: loss-in-pieces, int4-qat. torch.compile's: "
+        "compiled-blocks (each block by itself), compiled-loss. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(
@@ -267,7 +269,7 @@ class Request(Spec):
     kernels: StepKernels | None = field(default=None, metadata={"option": Option(
         "How norms, rotary positions, gated products and the loss run: eager (operator by operator), fused (one kernel each, "
         "as in Liger or Transformer Engine) or compiled (torch.compile). Changes only the step time. (default: fused under "
-        "Megatron-Core, otherwise eager)", RECIPE, "NAME", "recipe.step_kernels",
+        "Megatron-Core, compiled with --fused-kernels compiled-blocks, otherwise eager)", RECIPE, "NAME", "recipe.step_kernels",
     )})
     keep_logits: bool | Literal["fp32"] | None = field(default=None, metadata={"option": Option(
         "Whether the training loop still holds the model's output during the backward: no, yes, or fp32 (converted to "

@@ -1,14 +1,15 @@
 """Which linear layers do the targets of adapters choose, if they are a regular expression or ends of modules' names?
 
 peft 0.21, tuners/tuners_utils.py, check_target_module_exists: a string must match a module's whole name (``re.fullmatch``); of a
-list, an entry must be a module's name or the end of it, from a dot on.
+list, an entry must be a module's name or the end of it, from a dot on. Of experts, utils/transformers_weight_conversion.py reads
+the names that they had in transformers 4.
 """
 
 import re
 from dataclasses import replace
 
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import HEAD
+from zeroplan.spec.adapter import CONVERTED, FIRST, HEAD, OF_LINEAR, OLD_ROUTER, ROUTER, SECOND, linear_layers
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import layout, runs_in_order
 
@@ -31,6 +32,8 @@ def plain_targets(targets: str, model: ModelSpec) -> str:
     >>> plain_targets("self_attn.q_proj,v_proj", tiny)
     'q_proj,v_proj'
     """
+    names = _linear_names(model) if _old_names(model) else ("all-linear",)
+    targets = targets.replace(OF_LINEAR, ",".join(names))
     if model.profile is not None:
         return targets
     if _OF_PATTERNS.isdisjoint(targets):
@@ -40,7 +43,21 @@ def plain_targets(targets: str, model: ModelSpec) -> str:
     return _layers(chosen, model, targets)
 
 
+def _linear_names(model: ModelSpec) -> tuple[str, ...]:
+    """Return the names of the linear layers in the blocks: experts of one tensor are none, nor is their router."""
+    names = (name for (layer, name), _ in _modules(model) if layer < model.num_hidden_layers and ".experts." not in name)
+    own = linear_layers(model.family)
+    return tuple(dict.fromkeys(last for name in names if (last := name.rpartition(".")[2]) in own))
+
+
 def _ending(target: str, model: ModelSpec) -> str:
+    """Return the layer's own name, or one of all experts: peft reads only the end of a name that transformers 4 had."""
+    old = target.rpartition(".")[2]
+    if old in _old_names(model):
+        return old
+    parameter = next((one for one in (FIRST, SECOND, ROUTER) if target == one or target.endswith(f".{one}")), None)
+    if parameter is not None:
+        return parameter
     chosen = {name for name, whole in _modules(model) if any(one == target or one.endswith(f".{target}") for one in whole)}
     return _layers(chosen, model, target)
 
@@ -53,7 +70,8 @@ def _layers(chosen: set[tuple[int, str]], model: ModelSpec, targets: str) -> str
     if not names:
         raise SpecError(f"LoRA's targets {shown} match no linear layer of this model; name the layers, such as q_proj,v_proj")
     for layer, module in every:
-        if module.rpartition(".")[2] in names and (layer, module) not in chosen:
+        name = module.rpartition(".")[2]
+        if name in names and (layer, module) not in chosen and name not in _old_names(model):
             raise SpecError(
                 f"LoRA's targets {shown} match some modules of one name and not {module} of layer {layer}, which is not "
                 "modelled; choose all or none of a name"
@@ -81,6 +99,12 @@ def smaller_sides(model: ModelSpec, layers: frozenset[str]) -> dict[str, int]:
     return sides
 
 
+def _old_names(model: ModelSpec) -> tuple[str, ...]:
+    """Return the names in transformers 4 by which peft finds the experts and the router of this model."""
+    converted = model.moe is not None and not model.has_separate_experts and model.family in CONVERTED
+    return (*CONVERTED[model.family], OLD_ROUTER) if converted else ()
+
+
 def _modules(model: ModelSpec) -> list[tuple[tuple[int, str], list[str]]]:
     """Return each linear layer: its number and its name within the block, and the names that it may have in the whole model."""
     bare = replace(model, adapter=None, frozen=None, vision=None)
@@ -90,6 +114,8 @@ def _modules(model: ModelSpec) -> list[tuple[tuple[int, str], list[str]]]:
             module, _, tensor = one.name.rpartition(".")
             if tensor == "weight" and len(one.shape) == 2:
                 found.append(((layer, module), [f"{prefix}.{layer}.{module}" for prefix in _PREFIXES]))
+            for old in _old_names(model)[:3] if one.name.endswith(FIRST) else ():
+                found.append(((layer, f"{module}.{old}"), [f"{prefix}.{layer}.{module}.{old}" for prefix in _PREFIXES]))
     return [*found, ((model.num_hidden_layers, HEAD), [HEAD])]
 
 

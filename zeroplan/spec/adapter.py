@@ -19,6 +19,9 @@ GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attenti
 PEFT_DEFAULT = "peft-default"
 PEFT_TARGETS = dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text"), "q_proj,v_proj")
 
+#: The targets of a tool that lists the names of all modules of this class: without experts and routers of their own class.
+OF_LINEAR = "nn.Linear"
+
 #: Modules outside the blocks that can be trained beside adapters, and the names of these parts in :mod:`zeroplan.spec.frozen`.
 TRAINED_MODULES = {"embed_tokens": "embedding", HEAD: "head"}
 
@@ -41,10 +44,38 @@ class Layers(NamedTuple):
         return (*self.others, *self.attention, *self.mlp)
 
 
+#: The weights of all experts of a layer, and the router's, which peft adapts without a linear layer of their own. These ends of
+#: names are entries of its ``target_parameters``.
+FIRST, SECOND, ROUTER = "experts.gate_up_proj", "experts.down_proj", "gate.weight"
+#: In these families peft takes the name of an expert's layer in transformers 4 (gate, up, down), or the router's, for the weights
+#: above. Dense layers and shared experts, whose layers have the same names, then get no adapters.
+#: Source: peft 0.21.2, utils/transformers_weight_conversion.py, _convert_peft_config_moe.
+OLD_ROUTER, _OF_MIXTRAL = "gate", ("w1", "w3", "w2")
+CONVERTED: Mapping[str, tuple[str, str, str]] = {
+    **dict.fromkeys(("mixtral", "minimax_m2"), _OF_MIXTRAL),
+    **dict.fromkeys((
+        "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1",
+    ), MLP),
+}  # fmt: skip
+
+
+class Stacked(NamedTuple):
+    """Which weights of all experts of a layer have adapters."""
+
+    first: int = 0
+    """Of gate and up projection: rank of the adapter as a multiple of the configured rank, 0 without one.
+
+    peft joins two adapters of old layers into one of twice the rank.
+    """
+    second: bool = False
+    router: bool = False
+
+
 _JOINT, _ALONE = Layers(mlp=("gate_up_proj", "down_proj")), Layers(mlp=())
 _GATED_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 _LATENT = Layers(("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
 _UNGATED = Layers(mlp=("up_proj", "down_proj"))
+_SHORT = Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("w1", "w3", "w2"), ("in_proj",))
 _MAMBA = Layers(others=("in_proj", "out_proj"))
 #: Families whose linear layers have other names than Llama's. Experts and most routers are no linear layers in transformers 5.
 LAYERS_OF: Mapping[str, Layers] = {
@@ -52,25 +83,26 @@ LAYERS_OF: Mapping[str, Layers] = {
     "phi": Layers(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
     "glm": _JOINT, "glm4": _JOINT, "gemma4_text": Layers(others=("proj",)),
     "gpt_oss": _ALONE, "granitemoe": _ALONE, "llama4_text": Layers(others=("router",)),
-    "qwen2_moe": Layers(others=("shared_expert_gate",)),
+    "mixtral": Layers(mlp=_OF_MIXTRAL), "minimax_m2": Layers(mlp=_OF_MIXTRAL), "qwen2_moe": Layers(others=("shared_expert_gate",)),
     "qwen3_next": Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")),
     "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
     "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
     "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": Layers(mlp=("up_proj", "down_proj"), others=_MAMBA.others),
-    "arcee": _UNGATED, "jais2": _UNGATED,
+    "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
     "deepseek_v3": _LATENT, "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 _LLAMA = Layers()
-_NAMES = tuple(dict.fromkeys(name for one in (_LLAMA, *LAYERS_OF.values()) for name in one.every))
+_OF_EXPERTS = (OLD_ROUTER, FIRST, SECOND, ROUTER)
+_NAMES = (*dict.fromkeys(name for one in (_LLAMA, *LAYERS_OF.values()) for name in one.every), *_OF_EXPERTS)
 
 #: Families whose blocks with adapters are modelled.
 ADAPTED_FAMILIES = (
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere", "cohere2",
-    "phi", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe",
+    "phi", "granitemoe", "mixtral", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
-    "arcee", "jais2", "cwm", "helium",
+    "arcee", "jais2", "cwm", "helium", "lfm2", "apertus",
 )  # fmt: skip
 #: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
@@ -80,18 +112,15 @@ ADAPTED_LIKE_LLAMA = (
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
     "llama4_text", "phi", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
-    "glm4_moe", "dots1", "jais2",
+    "glm4_moe", "dots1", "jais2", "apertus",
 )  # fmt: skip
-#: Families whose blocks with adapters are modelled only with older releases of transformers.
-ADAPTED_IN_OLDER = ("mixtral",)
+#: Families whose weights in few bits are not modelled: those with an indexer, and one whose activation function is trained.
+NOT_QUANTISED = ("deepseek_v32", "glm_moe_dsa", "apertus")
 
-
-#: Families in which peft makes targets of these names adapters of the fused experts and of the router: in each forward it adds
-#: them to the whole weight. Source: peft 0.21.2, utils/transformers_weight_conversion.py, _convert_peft_config_moe.
-_EXPERTS_ADAPTED = (
-    "olmoe", "minimax_m2", "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
-    "glm4_moe", "dots1",
-)  # fmt: skip
+#: Families that run stacked experts by ``grouped_mm``, beside those whose names peft converts.
+_STACKED = ("gpt_oss", "granitemoe", "qwen2_moe", "qwen3_5_moe_text", *CONVERTED)
+#: Families whose experts' weights have their input features first.
+TRANSPOSED = ("gpt_oss",)
 #: Families in which peft refuses an adapter of Mamba-2's output projection (tuners/tuners_utils.py,
 #: _check_lora_target_modules_mamba).
 _OUTPUT_REFUSED = ("nemotron_h", "falcon_h1")
@@ -101,14 +130,12 @@ _ONE_MODULE = {"M": _MAMBA.others, "*": ATTENTION, "-": MLP, "E": MLP}
 
 def refused_layers(family: str, layers: tuple[str, ...]) -> str:
     """Return why adapters of these layers are not modelled in a family, and what to use instead; empty if they are."""
-    own = LAYERS_OF.get(family, _LLAMA)
-    if not set(layers) & {*own.every, HEAD}:
-        return f"a {family} model has none of these linear layers; name some of {', '.join(own.every)}"
-    if family in _EXPERTS_ADAPTED and set(layers) & set(MLP):
+    if not set(layers) & {*LAYERS_OF.get(family, _LLAMA).every, HEAD, *_OF_EXPERTS}:
         return (
-            f"peft makes them adapters of a {family} model's experts, which are not modelled; use --lora-targets "
-            f"{','.join(('attention', *own.others))}"
+            f"a {family} model has none of these linear layers; name some of {', '.join(LAYERS_OF.get(family, _LLAMA).every)}"
         )
+    if refused := _refused_experts(family, set(layers)):
+        return refused
     if family in _OUTPUT_REFUSED and "out_proj" in layers:
         return f"peft refuses an adapter of out_proj in a {family} model; use --lora-targets attention,mlp,in_proj"
     if family == "llama4_text" and "router" in layers:
@@ -116,20 +143,34 @@ def refused_layers(family: str, layers: tuple[str, ...]) -> str:
     return ""
 
 
-def linear_layers(family: str) -> frozenset[str]:
+def _refused_experts(family: str, layers: set[str]) -> str:
+    """Return the same for the weights of all experts and of the router."""
+    first, old = CONVERTED.get(family, ())[:2], family in CONVERTED
+    if len(layers & {*first}) == 1:
+        return (
+            f"peft adapts {' and '.join(first)} of a {family} model's experts, which are one weight, only together; name both"
+        )
+    if layers & {FIRST, SECOND} and family not in _STACKED:
+        return f"adapters of all experts of a layer in a {family} model are not modelled; use --lora-targets attention"
+    if layers & {ROUTER, OLD_ROUTER} and not old:
+        return f"an adapter of a {family} model's router is not modelled; leave it out"
+    return ""
+
+
+def linear_layers(family: str, *, separate_experts: bool = False) -> frozenset[str]:
     """Return the last names of the linear layers of a family's blocks that bitsandbytes quantises.
 
     transformers 5.23, integrations/bitsandbytes.py, replace_with_bnb_linear: no subclass of ``nn.Linear``, as Llama 4's router is.
     """
-    if family in ADAPTED_IN_OLDER:
-        return frozenset((*ATTENTION, "gate", "w1", "w2", "w3"))
+    if separate_experts:
+        return frozenset((*ATTENTION, OLD_ROUTER, *_OF_MIXTRAL))
     return frozenset(LAYERS_OF.get(family, _LLAMA).every) - {"router"}
 
 
 def first_is_bare(family: str, layers: tuple[str, ...], first: str) -> bool:
     """Whether the first layer has no adapter. ``first``: its letter in the model's pattern, M for linear attention, or empty."""
     own = LAYERS_OF.get(family, _LLAMA)
-    there = own.every if first != "M" else (*own.others, *own.mlp)
+    there = {"M": (*own.others, *own.mlp), "C": (*own.others, "out_proj", *own.mlp)}.get(first, own.every)
     return not set(layers) & set(_ONE_MODULE[first] if family == "nemotron_h" else there)
 
 
@@ -138,8 +179,9 @@ class AdapterSpec(Spec):
 
     Each targeted linear layer gets a product of two matrices of ``rank``; everything else is frozen. ``targets`` names
     linear layers as peft does, separated by commas (``lm_head`` is one), or ``all-linear``, ``attention`` or ``mlp``.
-    Frozen weights have the compute dtype. Adapters have the dtype of trained parameters (fp32 under mixed precision, as in
-    peft). Leaves out biases of adapters, and DoRA.
+    ``experts.gate_up_proj``, ``experts.down_proj`` and ``gate.weight`` (peft's ``target_parameters``) are the weights of a layer's
+    experts and of its router. Frozen weights have the compute dtype. Adapters have the dtype of trained parameters (fp32 under
+    mixed precision, as in peft). Leaves out biases of adapters, and DoRA.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
     ('q_proj', 'v_proj')
@@ -219,12 +261,32 @@ class AdapterSpec(Spec):
         return self.layers_in("llama")
 
     def layers_in(self, family: str) -> tuple[str, ...]:
-        """Return the names of the adapted linear layers of a family, in the order in which a block runs them.
+        """Return the names of the adapted layers of a family, in the order in which a block runs them.
 
         >>> AdapterSpec(rank=8, targets="mlp").layers_in("glm4")
         ('gate_up_proj', 'down_proj')
         """
-        own = LAYERS_OF.get(family, _LLAMA)
-        groups = {"all-linear": own.every, "attention": own.attention, "mlp": own.mlp}
+        own, routers = LAYERS_OF.get(family, _LLAMA), (OLD_ROUTER,) if family in CONVERTED else ()
+        groups = {"all-linear": (*own.every, *routers), "attention": own.attention, "mlp": own.mlp}
         named = {one for name in self.targets.split(",") for one in groups.get(name.strip(), (name.strip(),))}
-        return tuple(name for name in (*own.every, HEAD) if name in named)
+        return tuple(name for name in (*own.every, HEAD, *_OF_EXPERTS) if name in named)
+
+    def linear_in(self, family: str) -> tuple[str, ...]:
+        """Return the names of those that are linear layers.
+
+        >>> AdapterSpec(rank=8, targets="o_proj,mlp").linear_in("qwen3_moe")
+        ('o_proj',)
+        """
+        others = {*CONVERTED.get(family, ()), *_OF_EXPERTS}
+        return tuple(name for name in self.layers_in(family) if name not in others)
+
+    def stacked_in(self, family: str) -> Stacked:
+        """Return which weights of all experts of a layer have adapters.
+
+        >>> AdapterSpec(rank=8, targets="mlp").stacked_in("qwen3_moe")
+        Stacked(first=2, second=True, router=False)
+        """
+        names, (gate, _, down) = set(self.layers_in(family)), CONVERTED.get(family, ("", "", ""))
+        return Stacked(
+            2 if gate in names else int(FIRST in names), bool({down, SECOND} & names), bool({OLD_ROUTER, ROUTER} & names)
+        )

@@ -17,7 +17,7 @@ Family = Literal[
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3",
-    "gpt_oss",
+    "gpt_oss", "lfm2", "lfm2_moe", "apertus",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -45,8 +45,8 @@ class Traits(NamedTuple):
     """That layer is the first of each period, else the last."""
     linear: bool = False
     """Its other layers have linear attention."""
-    pattern: bool = False
-    """A config gives the kind of each layer: a state space (Mamba-2), attention, or more."""
+    pattern: str = ""
+    """A config gives the kind of each layer; the letters of the kinds that it may have (``KINDS_OF_LETTERS``)."""
     one_module: bool = False
     """Each block is one module behind a norm: a state space, attention, an MLP, or experts."""
     one_kind: bool = False
@@ -161,19 +161,19 @@ TRAITS: Mapping[str, Traits] = {
         one_width=True,
     ),
     "llama4_text": Traits(
-        "llama4", other_activations=False, window=True, pattern=True, unturned=True, experts="on this rank", head_norms=None
+        "llama4", other_activations=False, window=True, pattern="LGD", unturned=True, experts="on this rank", head_norms=None
     ),
     "granitemoehybrid": Traits(
-        "granitemoehybrid", other_activations=False, linear=True, pattern=True, experts="dispatched", may_be_dense=True,
+        "granitemoehybrid", other_activations=False, linear=True, pattern="M*", experts="dispatched", may_be_dense=True,
         unturned_models=True, divides_logits=True,
     ),
     "nemotron_h": Traits(
-        "nemotron_h", "relu2", other_activations=False, linear=True, pattern=True, experts="dispatched", shared_experts=True,
+        "nemotron_h", "relu2", other_activations=False, linear=True, pattern="M*-E", experts="dispatched", shared_experts=True,
         may_be_dense=True, unturned_models=True, one_module=True, biased_output=False,
     ),
-    "bamba": Traits("bamba", other_activations=False, linear=True, pattern=True, turned=2),
+    "bamba": Traits("bamba", other_activations=False, linear=True, pattern="M*", turned=2),
     "falcon_h1": Traits(
-        "falcon_h1", other_activations=False, linear=True, pattern=True, one_kind=True, divides_logits=True
+        "falcon_h1", other_activations=False, linear=True, pattern="HN", one_kind=True, divides_logits=True
     ),
     "deepseek_v2": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
@@ -209,6 +209,9 @@ TRAITS: Mapping[str, Traits] = {
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True
     ),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
+    "lfm2": Traits("lfm2", other_activations=False, pattern="C*", head_norms=True),
+    "apertus": Traits("apertus", other_activations=False, head_norms=True),
+    "lfm2_moe": Traits("lfm2", other_activations=False, pattern="C*cD", head_norms=True, experts="dispatched"),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -27,12 +27,12 @@ def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuS
     Traceback (most recent call last):
     zeroplan.errors.SpecError: float8_recipe 'rowwise' with engine 'ddp' is not modelled; use engine 'fsdp2'
     """
-    for asked, instead in _not_modelled(model, recipe, mesh) if recipe.float8_recipe is not None else ():
-        if asked:
-            raise SpecError(f"float8_recipe {recipe.float8_recipe!r} with {asked} is not modelled; use {instead}")
+    if recipe.float8_recipe is None:
+        return
+    refuse(f"float8_recipe {recipe.float8_recipe!r} with", _not_modelled(model, recipe, mesh))
     if recipe.float8_recipe in _ON_BLACKWELL and gpu is not None and "fp4" not in gpu.dense_flops_per_s:
         raise SpecError(f"GPU {gpu.name!r} has no products in {recipe.float8_recipe!r}; use 'rowwise', or a B200")
-    if recipe.float8_recipe is not None and gpu is not None and "fp8" not in gpu.dense_flops_per_s:
+    if gpu is not None and "fp8" not in gpu.dense_flops_per_s:
         raise SpecError(f"GPU {gpu.name!r} does not multiply in float8; leave float8_recipe out, or use an H100")
 
 

@@ -1,6 +1,6 @@
 """Checks whether FSDP1 can run a job, and whether zeroplan models it."""
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -20,14 +20,13 @@ def check_fsdp1(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
         return
     if recipe.optimizer == "muon":
         raise SpecError("engine 'fsdp1' with optimizer 'muon' (it takes matrices, and shards are flat) fails; use 'adamw'")
-    for asked, instead in (
+    cases = (
         (mesh.dp_shard == 1 and "one rank that shards, where it shards nothing (NO_SHARD),", "engine 'ddp', or more GPUs"),
         (recipe.loss == "chunked" and "loss 'chunked'", "loss 'full'"),
         (model.profile is not None and "a profile", "engine 'fsdp2'"),
         *_of_adapters(model, recipe),
-    ):
-        if asked:
-            raise SpecError(f"engine 'fsdp1' with {asked} is not modelled; use {instead}")
+    )
+    refuse("engine 'fsdp1' with", cases)
 
 
 def _of_adapters(model: ModelSpec, recipe: RecipeSpec) -> tuple[tuple[str | bool, str], ...]:
@@ -39,7 +38,7 @@ def _of_adapters(model: ModelSpec, recipe: RecipeSpec) -> tuple[tuple[str | bool
         )
     return (
         (not options.wraps_adapters and "adapters in the unit of their block", "wraps_adapters=true, as peft wraps them"),
-        (options.cpu_offload and "offload to host memory and LoRA", "no offload, or engine 'fsdp2'"),
+        (options.cpu_offload and options.ignores_adapters and "offload to host memory and ignores_adapters", "false for it"),
         (options.forward_prefetch and "forward_prefetch and LoRA", "false for it"),
         (recipe.recompute == "selective" and "recompute 'selective' and LoRA", "recompute 'full'"),
         (recipe.offload_activations and "offload_activations and LoRA", "recompute 'full' alone"),

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_IN_OLDER, ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
+from zeroplan.errors import SpecError, refuse
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.compiled import check_compiled
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS, INDEXED_FAMILIES, TRAITS, WIDE_ROUTERS
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
@@ -39,6 +40,18 @@ ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
 
 #: The default engine for each stage: PyTorch's own.
 DEFAULT_ENGINE: dict[Stage, Engine] = {0: "ddp", 1: "ddp", 2: "fsdp2", 3: "fsdp2"}
+
+
+def _beside_frozen(recipe: RecipeSpec) -> tuple[tuple[str | bool, str], ...]:
+    """Return DeepSpeed's options that are not modelled beside frozen parameters, and what to use instead."""
+    options = recipe.deepspeed
+    return (
+        (options.offloads_to_nvme and "offload to NVMe", "offload to 'cpu'"),
+        (options.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
+        (options.zero_quantized_weights and "zero_quantized_weights", "false for it"),
+        (options.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
+        (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
+    )
 
 
 def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
@@ -129,7 +142,7 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
         bent and f"quantised weights under autocast, whose {model.activation} is fp32 then,",
         "precision 'bf16', or engine 'fsdp2'",
     )
-    if model.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
+    if model.family not in ADAPTED_LIKE_LLAMA and not model.has_separate_experts:
         this, at_3 = f"a {model.family} model", recipe.engine == "deepspeed" and recipe.zero_stage == 3
         yield at_3 and f"{this} at stage 3 of DeepSpeed", "a lower stage, or engine 'fsdp2'"
         yield recipe.engine == "fsdp1" and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
@@ -142,7 +155,7 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
             yield from _under_autocast(model, this)
         bare = model.first_is_bare and recipe.recompute == "none"
         yield bare and "a first layer without an adapter, and no recomputation,", "recompute 'full', or targets 'all-linear'"
-    if model.family not in ADAPTED_IN_OLDER:
+    if not model.has_separate_experts:
         return
     yield recipe.engine not in ("ddp", "fsdp1") and f"experts and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp1'"
     yield not set(model.adapted_layers) <= set(ATTENTION) and "adapters in experts", "targets 'attention'"
@@ -155,7 +168,7 @@ def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, s
     """
     yield model.family in NOT_UNDER_AUTOCAST and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
     few_bits = f"quantised weights of {this} under autocast"
-    beside = model.linear is not None or model.has_experts
+    beside = model.linear is not None or model.has_experts or "C" in model.letters
     yield model.upcasts_norms and beside and f"{few_bits}, and all else in fp32,", "upcast 'none', or precision 'bf16'"
 
 
@@ -221,7 +234,9 @@ class JobSpec(Spec):
         check_release(self.model, self.recipe, self.mesh)
         check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_quantisation_aware()
+        self._check_te_float8()
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
+        check_compiled(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
         self._check_step_in_backward()
         if self.model.adapter is not None:
@@ -253,20 +268,19 @@ class JobSpec(Spec):
         recipe = self.recipe
         if not recipe.fsdp2.ends_apart:
             return
-        for asked, instead in (
+        cases = (
             (recipe.loss == "fused" and "loss 'fused'", "loss 'full' or 'chunked'"),
             (self.model.profile is not None and "a profile", "a model of a known family"),
             (self._has_more_before_blocks and f"a {self.model.family} model (its root unit keeps parameters)", "false"),
-        ):
-            if asked:
-                raise SpecError(f"fsdp2.ends_apart with {asked} is not modelled; use {instead}, or leave ends_apart out")
+        )
+        refuse("fsdp2.ends_apart with", cases, ", or leave ends_apart out")
 
     def _check_step_in_backward(self) -> None:
         """Raise SpecError if the optimizer's step inside the backward is not modelled for this job."""
         recipe = self.recipe
         if not recipe.ddp.step_in_backward:
             return
-        for asked, instead in (
+        cases = (
             (recipe.engine != "ddp" and f"engine {recipe.engine!r}", "engine 'ddp'"),
             ((self.mesh.world_size > 1 or recipe.wraps_one_rank) and "ranks in DDP", "one GPU in a plain loop"),
             (recipe.zero_stage != 0 and "ZeroRedundancyOptimizer", "stage 0"),
@@ -275,9 +289,8 @@ class JobSpec(Spec):
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
             (self.model.profile is not None and "a profile", "a model of a known family"),
             (recipe.optimizer not in STEPS_ALONE and f"optimizer {recipe.optimizer!r}", f"one of {', '.join(STEPS_ALONE)}"),
-        ):
-            if asked:
-                raise SpecError(f"ddp.step_in_backward with {asked} is not modelled; use {instead}, or leave it out")
+        )
+        refuse("ddp.step_in_backward with", cases, ", or leave it out")
 
     def _check_attention(self) -> None:
         """Raise SpecError for heads that are too wide for a kernel, and for padding that is not modelled."""
@@ -294,15 +307,13 @@ class JobSpec(Spec):
 
         DDP stops at a parameter without a gradient, and DeepSpeed keeps states of it; with adapters they are frozen.
         """
-        recipe, adapted = self.recipe, self.model.adapter is not None
+        recipe, family, adapted = self.recipe, self.model.family, self.model.adapter is not None
         for asked, instead in (
             (recipe.attention == "flash" and "attention 'flash', which transformers has not for it,", "attention 'sdpa'"),
             (recipe.engine != "fsdp2" and not adapted and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
         ):
-            if asked and self.model.family in INDEXED_FAMILIES:
-                raise SpecError(
-                    f"{asked} in a {self.model.family} model, whose indexer gets no gradient, is not modelled; use {instead}"
-                )
+            if asked and family in INDEXED_FAMILIES:
+                raise SpecError(f"{asked} in a {family} model, whose indexer gets no gradient, is not modelled; use {instead}")
 
     def _check_router(self) -> None:
         """Raise SpecError for weights of two dtypes: 16 bits, and a router in fp32, which DeepSpeed casts and FSDP2 refuses."""
@@ -359,15 +370,14 @@ class JobSpec(Spec):
             raise SpecError(f"ep={ep} needs a model with experts, and this one ({self.model.family}) has none; leave ep out")
         if moe.num_experts % ep:
             raise SpecError(f"ep={ep} does not divide the {moe.num_experts} experts; use a factor of them")
-        for asked, instead in (
+        cases = (
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
             (self.mesh.tp > 1 and bool(SENDING & set(recipe.fused_parts)) and "kernels that send tokens and tp", "tp=1"),
             (ways_of_resharding(recipe.fsdp2) is not None and "a number for reshard_after_forward", "true or false"),
-        ):
-            if asked:
-                raise SpecError(f"ep={ep} (experts on several ranks) with {asked} is not modelled; use {instead}")
+        )
+        refuse(f"ep={ep} (experts on several ranks) with", cases)
         self._check_chunks_of_experts(moe.num_experts)
 
     def _check_chunks_of_experts(self, experts: int) -> None:
@@ -383,7 +393,7 @@ class JobSpec(Spec):
     def _check_pipeline(self) -> None:
         """Raise SpecError for options that are not modelled with pipelines, and for those that torch's schedules refuse."""
         recipe, model = self.recipe, self.model
-        for asked, instead in (
+        cases = (
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
             (model.profile is not None and "a profile", "a model of a known family"),
@@ -397,9 +407,8 @@ class JobSpec(Spec):
             (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "a stage"),
             *self._not_in_two_halves(),
             *self._frozen_in_stages(),
-        ):
-            if asked:
-                raise SpecError(f"pipeline parallelism with {asked} is not modelled; use {instead}")
+        )
+        refuse("pipeline parallelism with", cases)
         check_schedule(
             recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank, pp=self.mesh.pp,
             layers=model.num_hidden_layers, micro_batches=self.batch.grad_accum_steps, by_hand=recipe.layers_by_hand,
@@ -414,12 +423,12 @@ class JobSpec(Spec):
             raise SpecError(
                 "a vision tower on ranks that split the model or a sequence is not modelled; use data-parallel ranks"
             )
-        recipe, frozen = self.recipe, vision.freeze_tower or self.model.adapter is not None
+        recipe = self.recipe
         reruns = recipe.engine == "deepspeed" and recipe.zero_stage == 3 and recipe.recompute != "none"
-        if reruns and vision.has_blocks and (frozen or vision.tower == "internvl"):  # InternVL's blocks own parameters
+        if reruns and vision.tower == "internvl":  # its blocks own parameters
             raise SpecError(
-                f"the order in which DeepSpeed's stage 3 gathers a recomputed {vision.tower} tower{', frozen,' * frozen} is not "
-                "modelled; use stage 2, recompute 'none' or engine 'fsdp2'"
+                "the order in which DeepSpeed's stage 3 gathers a recomputed internvl tower is not modelled; use stage 2, "
+                "recompute 'none' or engine 'fsdp2'"
             )
 
     def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
@@ -461,72 +470,83 @@ class JobSpec(Spec):
 
     def _check_what_a_profile_tells(self) -> None:
         """Raise SpecError for options that a profile, the trace of a module with its own loss, cannot answer."""
-        recipe = self.recipe
+        recipe, profile = self.recipe, self.model.profile
         if recipe.engine in ON_PAPER:
             raise SpecError(f"engine {recipe.engine!r} does not take a profile; use fsdp2, ddp or deepspeed")
         if recipe.engine == "deepspeed" and recipe.offloads:
             raise SpecError("offload with engine 'deepspeed' and a profile is not modelled; leave one of them out")
-        if recipe.keeps_gathered_linears:
-            raise SpecError("memory_efficient_linear false with a profile is not modelled; use true, or a lower stage")
         if recipe.loss != "full":
             raise SpecError(
                 f"loss={recipe.loss!r} with a profile is not modelled: the module was traced with its own loss; leave it out"
             )
         if recipe.fused_parts:
             raise SpecError("fused_kernels with a profile are not modelled: the module was traced with its own; leave them out")
-        if recipe.keep_logits == "fp32":
-            raise SpecError("keep_logits='fp32' with a profile is not modelled; use yes or no")
-        if self.model.profile is not None and self.model.profile.trains_adapters:
-            self._check_traced_adapters()
-
-    def _check_traced_adapters(self) -> None:
-        """Raise SpecError for engines in which frozen weights beside trained ones of a profile's block are not modelled."""
-        recipe = self.recipe
-        if recipe.engine == "ddp" and recipe.precision.endswith("mixed"):
-            raise SpecError(
-                f"precision {recipe.precision!r} with adapters in a profile is not modelled; use bf16, or engine fsdp2"
-            )
-        if recipe.engine == "deepspeed" and recipe.zero_stage == 3:
-            raise SpecError("stage 3 with adapters in a profile is not modelled; use a lower stage, or engine fsdp2")
+        adapted = profile is not None and profile.trains_adapters
+        in_ddp = adapted and recipe.engine == "ddp" and recipe.precision.endswith("mixed")
+        at_3 = adapted and recipe.engine == "deepspeed" and recipe.zero_stage == 3
+        cases = (
+            (recipe.keeps_gathered_linears and "memory_efficient_linear false with a profile", "true, or a lower stage"),
+            (recipe.keep_logits == "fp32" and "keep_logits='fp32' with a profile", "yes or no"),
+            (in_ddp and f"precision {recipe.precision!r} with adapters in a profile", "bf16, or engine fsdp2"),
+            (at_3 and "stage 3 with adapters in a profile", "a lower stage, or engine fsdp2"),
+        )
+        refuse("", cases)
 
     def _check_quantisation_aware(self) -> None:
         """Raise SpecError for models and ranks with which quantisation-aware training is not modelled."""
         model = self.model
         if "int4-qat" not in self.recipe.fused_parts:
             return
-        for asked, instead in (
+        cases = (
             (model.family not in ROUNDED_FAMILIES and f"a {model.family} model", f"one of {', '.join(ROUNDED_FAMILIES)}"),
             (model.frozen is not None and "frozen parts", "full training or adapters"),
             (model.vision is not None and "images", "a text model"),
             (model.is_quantised and "quantised weights", "quantize 'none'"),
             (self.mesh.model_ranks * self.mesh.ep > 1 and "ranks that split the model", "data-parallel ranks"),
+        )
+        refuse("fused_kernels 'int4-qat' with", cases)
+
+    def _check_te_float8(self) -> None:
+        """Raise SpecError for models and ranks with which Transformer Engine's float8 is not modelled outside Megatron-Core."""
+        if "te-float8" not in self.recipe.fused_parts:
+            return
+        for asked, instead in (
+            (self.model.adapter is not None or self.model.frozen is not None, "adapters or frozen parts; use full training"),
+            (self.mesh.tp > 1, "tensor parallelism; use tp=1"),
+            (self.recipe.float8_recipe is not None, "float8_recipe; use one of them"),
         ):
             if asked:
-                raise SpecError(f"fused_kernels 'int4-qat' with {asked} is not modelled; use {instead}")
+                raise SpecError(f"fused_kernels 'te-float8' is not modelled with {instead}")
 
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""
-        recipe = self.recipe
-        deepspeed, quantised = recipe.engine == "deepspeed", self.model.is_quantised
-        for asked, instead in (
+        recipe, quantised = self.recipe, self.model.is_quantised
+        cases = (
             (recipe.engine == "paper" and "engine 'paper'", "engine 'ddp', 'fsdp2' or 'deepspeed'"),
-            (deepspeed and recipe.deepspeed.offloads_to_nvme and "offload to NVMe", "offload to 'cpu'"),
-            (deepspeed and recipe.deepspeed.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
-            (deepspeed and recipe.deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
-            (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
-            (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
+            *(_beside_frozen(recipe) if recipe.engine == "deepspeed" else ()),
             *_of_the_adapter(adapter, recipe),
             *_in_the_family(self.model, adapter, recipe),
+            (
+                any(self.model.stacked)
+                and self.mesh.model_ranks * self.mesh.ep > 1
+                and "adapters of all experts of a layer on ranks that split the model",
+                "data-parallel ranks",
+            ),
             (
                 bool(adapter.saved)
                 and self.mesh.model_ranks > 1
                 and "modules that are trained whole on ranks that split the model",
                 "data-parallel ranks",
             ),
-            (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
-        ):
-            if asked:
-                raise SpecError(f"LoRA with {asked} is not modelled yet; use {instead}")
+            (
+                quantised
+                and recipe.engine != "fsdp1"
+                and recipe.offloads_states
+                and "quantised weights (QLoRA) and offload to host memory",
+                "no offload",
+            ),
+        )
+        refuse("LoRA with", cases, says="is not modelled yet")
 
     def _check_frozen(self) -> None:
         """Raise SpecError for options that are not modelled with frozen parameters."""
@@ -535,16 +555,8 @@ class JobSpec(Spec):
             raise SpecError(
                 f"frozen parameters with engine {recipe.engine!r} are not modelled yet; use engine 'ddp', 'fsdp2' or 'deepspeed'"
             )
-        deepspeed = recipe.deepspeed
-        for asked, instead in (
-            (deepspeed.offloads_to_nvme and "offload to NVMe", "offload to 'cpu'"),
-            (deepspeed.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
-            (deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
-            (deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
-            (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
-        ):
-            if asked and recipe.engine == "deepspeed" and recipe.zero_stage == 3:
-                raise SpecError(f"frozen parameters with {asked} are not modelled yet; use {instead}")
+        if recipe.engine == "deepspeed" and recipe.zero_stage == 3:
+            refuse("frozen parameters with", _beside_frozen(recipe), says="are not modelled yet")
 
     def _check_recompute_layers(self, layers: int) -> None:
         """Raise SpecError if the model has fewer blocks, or if recomputing some of them is not modelled."""

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -69,11 +69,10 @@ def cut_flags(chunks: tuple[Stage, ...], predictions: int = 0) -> tuple[str, ...
 
 def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> None:
     """Raise SpecError for options that are not modelled, and for splits that Megatron-LM refuses (arguments.py, validate_args)."""
-    for asked, instead in (
+    cases = (
         *_not_modelled(model, recipe, mesh), *_not_pretrained(model, recipe, mesh), *_not_split(model, recipe, mesh, batch)
-    ):  # fmt: skip
-        if asked:
-            raise SpecError(f"engine 'megatron' with {asked} is not modelled; use {instead}")
+    )  # fmt: skip
+    refuse("engine 'megatron' with", cases)
 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:

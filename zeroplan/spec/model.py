@@ -6,9 +6,10 @@ from typing import Annotated, Literal, Protocol
 from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.adapter import (
     ADAPTED_FAMILIES,
-    ADAPTED_IN_OLDER,
     ADAPTED_LIKE_LLAMA,
+    NOT_QUANTISED,
     AdapterSpec,
+    Stacked,
     first_is_bare,
     refused_layers,
 )
@@ -50,6 +51,8 @@ class MoeSpec(Spec):
     """Experts that every token visits."""
     num_dense_layers: Annotated[int, Range(0, 10**4)] = 0
     """Leading layers that keep a dense MLP of ``intermediate_size``."""
+    separate: bool = False
+    """Each expert has linear layers of its own, as in Mixtral before transformers 5; modelled with adapters alone."""
 
     def check_rules(self) -> None:
         """Raise SpecError for contradictions."""
@@ -186,7 +189,7 @@ class ModelSpec(Spec):
     layer_pattern: str = ""
     """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts; in
     Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full attention, D for a dense
-    MLP."""
+    MLP; in LFM2 C for a short convolution, and c or D for convolution or attention before a dense MLP beside layers of experts."""
     turned: bool = True
     """Attention has rotary positions."""
     global_head_dim: Annotated[int, Range(0, 10**6)] = 0
@@ -242,20 +245,36 @@ class ModelSpec(Spec):
         return self.moe is not None and self.moe.num_dense_layers < self.num_hidden_layers
 
     @property
+    def has_separate_experts(self) -> bool:
+        """Whether each expert has linear layers of its own."""
+        return self.moe is not None and self.moe.separate
+
+    @property
     def is_quantised(self) -> bool:
         """Whether the blocks' linear weights are quantised, to four bits or eight."""
         return self.adapter is not None and self.adapter.quantize != "none"
 
     @property
     def adapted_layers(self) -> tuple[str, ...]:
-        """The names of the linear layers with adapters."""
+        """The names of the layers with adapters, which peft turns into weights of all experts in some families."""
         return () if self.adapter is None else self.adapter.layers_in(self.family)
+
+    @property
+    def linear_layers_adapted(self) -> tuple[str, ...]:
+        """The names of the linear layers with adapters."""
+        return () if self.adapter is None else self.adapter.linear_in(self.family)
+
+    @property
+    def stacked(self) -> Stacked:
+        """The weights of all experts of a layer that have adapters."""
+        return Stacked() if self.adapter is None or self.has_separate_experts else self.adapter.stacked_in(self.family)
 
     @property
     def first_is_bare(self) -> bool:
         """Whether the first layer has no adapter, in a model with adapters."""
         first = self.letters[:1] or "M" * (self.family in LINEAR_FAMILIES)
-        return self.adapter is not None and first_is_bare(self.family, self.adapted_layers, first)
+        in_experts = any(self.stacked) and self.moe is not None and not self.moe.num_dense_layers
+        return self.adapter is not None and not in_experts and first_is_bare(self.family, self.linear_layers_adapted, first)
 
     @property
     def upcasts_norms(self) -> bool:
@@ -286,17 +305,22 @@ class ModelSpec(Spec):
             self._check_frozen(self.frozen)
 
     def _check_adapter(self, adapter: AdapterSpec) -> None:
-        if self.family not in (*ADAPTED_FAMILIES, *ADAPTED_IN_OLDER):
+        if self.family not in ADAPTED_FAMILIES:
             raise SpecError(
                 f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
             )
         if refused := refused_layers(self.family, self.adapted_layers):
             raise SpecError(f"LoRA with these targets: {refused}")
-        if self.is_quantised and self.family in INDEXED_FAMILIES:
+        if any(self.stacked) and self.moe is None:
+            raise SpecError(f"LoRA with these targets: this {self.family} model has no experts; name linear layers")
+        if self.is_quantised and self.family in NOT_QUANTISED:
+            raise SpecError(f"quantised weights of a {self.family} model are not modelled; leave --quantize out")
+        if adapter.quantize == "int8" and "C" in self.letters:
             raise SpecError(
-                f"quantised weights of a {self.family} model, which has an indexer, are not modelled; leave --quantize out"
+                f"weights in 8 bits of a {self.family} model are not modelled: its convolutions' gradients are copied first; "
+                "use --quantize nf4-double"
             )
-        if adapter.quantize == "gptq" and self.family not in (*ADAPTED_LIKE_LLAMA, *ADAPTED_IN_OLDER):
+        if adapter.quantize == "gptq" and self.family not in ADAPTED_LIKE_LLAMA and not self.has_separate_experts:
             raise SpecError(f"GPTQ's weights of a {self.family} model are not modelled; use --quantize nf4-double")
 
     def _check_frozen(self, frozen: FrozenSpec) -> None:
@@ -381,16 +405,9 @@ class ModelSpec(Spec):
 
     def _check_pattern(self) -> None:
         of_one_module = self.family in TRAITS and TRAITS[self.family].one_module
-        of_one_kind = self.family in TRAITS and TRAITS[self.family].one_kind
-        known = (
-            "LGD"
-            if self.family == "llama4_text"
-            else "M*-E"
-            if of_one_module
-            else self.layer_pattern[:1]
-            if of_one_kind and self.layer_pattern[:1] in "HN"
-            else "M*"
-        )
+        known = TRAITS[self.family].pattern if self.family in TRAITS else ""
+        if known and TRAITS[self.family].one_kind:
+            known = known if self.layer_pattern[:1] not in known else self.layer_pattern[:1]
         if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(self.layer_pattern) <= set(known):
             wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
             raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")

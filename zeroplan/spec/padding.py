@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import refuse
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
@@ -11,9 +11,7 @@ from zeroplan.spec.releases import NOW, release_of
 
 def check_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
     """Raise SpecError if padding is not modelled for the job."""
-    for asked, instead in not_padded(model, recipe, mesh):
-        if asked:
-            raise SpecError(f"padded with {asked} is not modelled; use {instead}, or leave padded out")
+    refuse("padded with", not_padded(model, recipe, mesh), ", or leave padded out")
 
 
 def is_modelled_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> bool:

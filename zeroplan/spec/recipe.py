@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Final, Literal
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.base import Count, CountOrZero, Degree, Range, Spec
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.pipeline import PipelineSchedule
@@ -18,7 +18,7 @@ Optimizer = Literal[
     "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit", "paged-adamw-8bit",
     "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "torchao-adamw-8bit",
     "torchao-adamw-4bit", "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "adam-mini", "apollo",
-    "galore", "soap",
+    "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
 ]  # fmt: skip
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
@@ -40,12 +40,14 @@ OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
     "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
-    "output-scaled", "int4-qat",
+    "output-scaled", "int4-qat", "grouped-experts", "looped-experts", "te-float8", "compiled-blocks", "compiled-loss",
 )  # fmt: skip
 #: Families all of whose matrix products are linear layers, and that were compared with torchao's fake-quantised ones.
 ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-#: Kernels that send tokens to their experts; the experts weight what they compute between their two products.
-SENDING = frozenset({"deepep", "hybridep"})
+#: Experts of NeMo AutoModel of which every rank gathers all tokens, multiplied together or one by one.
+GATHERING = frozenset({"grouped-experts", "looped-experts"})
+#: All of them. The others' names are of the kernels that send tokens to them.
+SENDING = frozenset({"deepep", "hybridep"}) | GATHERING
 #: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
 #: Families whose Liger kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) were compared, or that keep their own operators.
@@ -273,6 +275,10 @@ class MegatronOptions(Spec):
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105  tokens of text
     """How tokens get to their experts (Megatron-LM's default ``allgather`` is rarely used). ``flex``: HybridEP, whose buffers are
     outside torch's allocator."""
+    moe_router_num_groups: Degree = 1
+    """``--moe-router-num-groups``: groups that the experts are in. With ``flex`` it changes what a rank sends."""
+    moe_router_group_topk: Degree = 1
+    """``--moe-router-group-topk``: groups whose experts one token visits."""
     moe_grouped_gemm: bool = True
     """``--moe-grouped-gemm``: one grouped product for all experts of a rank (Megatron-LM's default: one expert after the other)."""
     moe_router_dtype: Literal["fp32"] | None = None
@@ -307,6 +313,11 @@ class MegatronOptions(Spec):
 
     def check_rules(self) -> None:
         """Raise SpecError where Megatron-LM raises (megatron/training/arguments.py, validate_args)."""
+        if self.moe_router_group_topk > self.moe_router_num_groups:
+            raise SpecError(
+                f"megatron.moe_router_group_topk={self.moe_router_group_topk} exceeds megatron.moe_router_num_groups="
+                f"{self.moe_router_num_groups}; a token cannot visit more groups than there are"
+            )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
         narrow = (self.main_grads_dtype, self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
@@ -505,11 +516,12 @@ class RecipeSpec(Spec):
     ``int4-qat`` is quantisation-aware training: torchao's linear layers round inputs to 8 bits and weights to 4, and back.
 
     NeMo AutoModel's: ``norm-in-one`` (one kernel per norm: Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
-    (which send tokens to experts on other ranks), ``output-copied`` (attention copies its output), ``output-scaled`` (attention
+    (which send tokens to experts on other ranks), ``grouped-experts`` or ``looped-experts`` (every rank gathers all tokens for its
+    experts, which run together or one by one), ``output-copied`` (attention copies its output), ``output-scaled`` (attention
     multiplies its output by what sinks leave, in fp32), ``router-in-fp32`` (the router multiplies fp32 copies), ``te-linear`` and
-    ``te-experts`` (Transformer Engine's products, with workspaces of their own). With recompute ``selective``, ``router-kept`` and
-    ``inputs-kept`` say what checkpoints keep beside a block's input: the router's outputs, or the inputs of norms, attention and
-    MLP."""
+    ``te-experts`` (Transformer Engine's products, with workspaces of their own), and ``te-float8`` (which run in float8). With
+    recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's
+    outputs, or the inputs of norms, attention and MLP."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row, or its prototypes for Blackwell:
     MXFP8 with a scale for 32 elements, NVFP4 with four bits and a scale for 16."""
@@ -608,14 +620,16 @@ class RecipeSpec(Spec):
             return
         if self.engine not in ("ddp", "fsdp1", "fsdp2") and not (self.engine == "deepspeed" and set(parts) <= OF_LIGER):
             raise SpecError(f"fused_kernels with engine {self.engine!r} is not modelled; use engine 'ddp', 'fsdp1' or 'fsdp2'")
-        of_loss = next((one for one in ("cross-entropy", "loss-in-pieces") if one in parts), None)
+        of_loss = next((one for one in ("cross-entropy", "loss-in-pieces", "compiled-loss") if one in parts), None)
         if of_loss is not None and self.loss != "full":
             raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
         if "loss-in-pieces" in parts and self.precision != "bf16":
             raise SpecError(f"fused_kernels 'loss-in-pieces' with precision {self.precision!r} is not modelled; use 'bf16'")
         if "int4-qat" in parts:
             self._check_quantisation_aware()
-        if SENDING & set(parts) and self.engine != "fsdp2":
+        if "te-float8" in parts and self.precision != "bf16":
+            raise SpecError(f"fused_kernels 'te-float8' with precision {self.precision!r} is not modelled; use 'bf16'")
+        if (SENDING - GATHERING) & set(parts) and self.engine != "fsdp2":
             raise SpecError("kernels that send tokens to experts need engine 'fsdp2'; use it, or leave them out")
         if self.kernels == "cpu":
             raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
@@ -623,16 +637,15 @@ class RecipeSpec(Spec):
     def _check_quantisation_aware(self) -> None:
         """Raise SpecError for recipes with which quantisation-aware training is not modelled."""
         autocast = self.precision.endswith("mixed") and self.engine != "fsdp2"
-        for asked, instead in (
+        cases = (
             (self.engine not in ("ddp", "fsdp2") and f"engine {self.engine!r}", "engine 'ddp' or 'fsdp2'"),
             (autocast and f"precision {self.precision!r} under autocast", "precision 'bf16', or engine 'fsdp2'"),
             (self.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"),
             (self.offload_activations and "offload_activations", "recompute 'full' alone"),
             (self.loss not in ("full", "fused") and f"loss {self.loss!r}", "loss 'full' or 'fused'"),
             (self.float8_recipe is not None and "float8_recipe", "one of them"),
-        ):
-            if asked:
-                raise SpecError(f"fused_kernels 'int4-qat' with {asked} is not modelled; use {instead}")
+        )
+        refuse("fused_kernels 'int4-qat' with", cases)
 
     def writes_out_attention(self, *, grouped: bool) -> bool:
         """Whether attention runs as single operators, which keep the scores.
@@ -649,9 +662,8 @@ class RecipeSpec(Spec):
         """Raise SpecError for recipes without recomputation, and for options that are not modelled."""
         if self.recompute == "none":
             raise SpecError(f"recompute_layers={layers} with recompute 'none' has nothing to do; use 'full', or leave it out")
-        for asked, instead in (
+        cases = (
             (self.engine in ON_PAPER and f"engine {self.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"),
             (self.offload_activations and "offload_activations", "no offload of activations"),
-        ):
-            if asked:
-                raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")
+        )
+        refuse(f"recompute_layers={layers} with", cases, ", or leave it out")

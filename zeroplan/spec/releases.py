@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
@@ -107,18 +107,18 @@ def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
         _check_mixtral(model, recipe, release)
     if release == NOW:
         return
-    for asked, instead in _refusals(model, recipe, mesh):
-        if isinstance(asked, str):
-            raise SpecError(
-                f"transformers={recipe.transformers!r} with {asked} is not modelled; use {instead}, or leave it out"
-            )
+    refuse(f"transformers={recipe.transformers!r} with", _refusals(model, recipe, mesh), ", or leave it out")
 
 
 def _check_mixtral(model: ModelSpec, recipe: RecipeSpec, release: Release) -> None:
-    """Raise SpecError for adapters in releases with fused experts, and for full training in releases with a loop over experts."""
-    if model.adapter is not None and not release.loops_over_experts:
-        raise SpecError("LoRA in a mixtral model is modelled with --transformers 4.39 to 4.48, whose experts are single layers")
-    if model.adapter is None and release != NOW:
+    """Raise SpecError for releases between the two that are modelled, and for full training where experts run in a loop."""
+    separate = model.has_separate_experts
+    if separate != release.loops_over_experts or (release != NOW and not separate):
+        raise SpecError(
+            f"transformers={recipe.transformers!r} with a mixtral model is modelled from 4.39 to 4.48 with LoRA, whose experts are "
+            "separate layers, and as 5.23; leave it out"
+        )
+    if separate and model.adapter is None:
         raise SpecError(f"transformers={recipe.transformers!r} with a mixtral model is modelled with LoRA alone; leave it out")
 
 

@@ -1,6 +1,6 @@
 """Checks whether tensor parallelism (FSDP2 with DTensor) and context parallelism can split a job, and are modelled for it."""
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, refuse
 from zeroplan.numeric import Bool, Int
 from zeroplan.spec.adapter import HEAD
 from zeroplan.spec.batch import BatchSpec
@@ -40,11 +40,8 @@ def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec
             raise SpecError(f"tp={ranks} does not divide {name}={number:,}; use a factor of it")
     if ways_of_resharding(recipe.fsdp2) is not None:  # torch 2.13, _fsdp_param.py, FSDPParam.to_sharded_post_forward
         raise SpecError(f"tp={ranks} with reshard_after_forward as a number is what FSDP2 refuses; use true or false for it")
-    for asked, instead in (
-        *_of_whole_sequences(recipe, mesh), *_of_adapters(model, recipe, mesh), *_not_modelled(model, recipe, batch)
-    ):  # fmt: skip
-        if asked:
-            raise SpecError(f"tp={ranks} with {asked} is not modelled; use {instead}, or tp=1")
+    cases = (*_of_whole_sequences(recipe, mesh), *_of_adapters(model, recipe, mesh), *_not_modelled(model, recipe, batch))
+    refuse(f"tp={ranks} with", cases, ", or tp=1")
 
 
 def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:
@@ -64,7 +61,7 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
             f"cp={ranks} needs a seq_len that {2 * ranks} divides (each rank has an early and a late part), not {batch.seq_len:,}"
         )
     in_32_bits = recipe.precision == "fp32"
-    for asked, instead in (
+    cases = (
         (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
         (in_32_bits and "precision 'fp32', for which no kernel accepts grouped heads,", "bf16-mixed"),
         (recipe.kernels == "cuda-7" and "a GPU before compute capability 8.0, which has no flash kernel,", "a newer GPU"),
@@ -72,9 +69,8 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
         (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false for it"),
         (model.adapter is not None and "adapters", "full training"),
         *_of_model_and_batch(model, recipe, batch),
-    ):
-        if asked:
-            raise SpecError(f"cp={ranks} with {asked} is not modelled; use {instead}, or cp=1")
+    )
+    refuse(f"cp={ranks} with", cases, ", or cp=1")
 
 
 def _check_family(way: str, ranks: int, model: ModelSpec, mesh: MeshSpec) -> None:

@@ -54,6 +54,8 @@ class VisionSpec(Spec):
     """The tower is not trained."""
     freeze_projector: bool = False
     """The projector is not trained."""
+    follows_pixels: bool = False
+    """The program makes the embedding of patches require a gradient where the class does not, as ms-swift does."""
     images: Annotated[int, Range(0, 10**5)] = 0
     """Images of each sequence."""
     image_width: _Size = 768
@@ -65,6 +67,24 @@ class VisionSpec(Spec):
     def has_blocks(self) -> bool:
         """Whether its blocks have formulas."""
         return self.tower != "other"
+
+    @property
+    def read_early(self) -> tuple[int, ...]:
+        """The blocks whose outputs DeepStack reads, as if they were evenly spaced.
+
+        >>> VisionSpec(tower="other", num_hidden_layers=24, deeper=3).read_early
+        (5, 11, 17)
+        """
+        return tuple(self.num_hidden_layers * (at + 1) // (self.deeper + 1) - 1 for at in range(self.deeper))
+
+    @property
+    def runs_again_frozen(self) -> bool:
+        """Whether recomputation reaches the tower's blocks if it is frozen: the embedding of patches then requires a gradient.
+
+        Qwen3-VL's and Qwen3.5's classes do not say which of their modules that is, so no gradient reaches their frozen tower.
+        Source: transformers 5.23, modeling_utils.py, ``enable_input_require_grads`` and ``get_input_embeddings``.
+        """
+        return self.tower != "qwen3_vl" or self.follows_pixels
 
     @property
     def patches(self) -> int:

@@ -17,7 +17,14 @@ from zeroplan.steptime.launches import Launched, launching
 from zeroplan.steptime.parts import Part
 from zeroplan.steptime.pointwise import Moved
 from zeroplan.steptime.products import Machine, Passes, Product, casts, seconds
-from zeroplan.steptime.tables import CUDNN_BACKWARD_SHARE, attention_share, cudnn_forward, table_of
+from zeroplan.steptime.tables import (
+    CUDNN_BACKWARD_SHARE,
+    WIDE_BACKWARD,
+    attention_share,
+    b200_backward,
+    cudnn_forward,
+    table_of,
+)
 from zeroplan.steptime.tables import SOURCE as TABLES
 from zeroplan.steptime.work import Copies, Work, copies_of, of_one
 
@@ -32,6 +39,11 @@ MATRIX_BACKWARD = 2.0
 #: FlashAttention 2 on Hopper: 370 of 650 TFLOP/s with heads of 128 (Shah et al. 2024, arXiv:2407.08608, figure 5). FlashAttention
 #: 1 on Ampere: half of 2 (Dao 2023, arXiv:2307.08691, figure 4).
 _OLDER = {("Hopper", 2): 0.57, ("Hopper", 1): 0.35, ("Ampere", 1): 0.62}
+#: Rates of forward and backward in MXFP8 relative to bf16: heads of 192 and 4,096 tokens on GB300 (github.com/NVIDIA/cudnn-frontend
+#: at 3929da2e, benchmark/sdpa_benchmark_training/results/dsv3/gb300, cuDNN 9.22).
+_FP8_ATTENTION = (1.58, 1.33)
+#: Architectures whose attention is cuDNN's where ``Running.flash`` is 3, and the widest head of their tables.
+_BY_CUDNN, _NARROW_HEAD = ("Hopper", "Blackwell", "Blackwell Ultra"), 128
 _POINTWISE = "reads and writes of each operator, counted: zeroplan/steptime/pointwise.py"
 
 
@@ -51,6 +63,8 @@ class Running(NamedTuple):
     """Products in fp8 use MXFP8, with a scale for every 32 elements."""
     expert_overlap: bool = False
     """The experts' all-to-alls overlap with another micro-batch's passes, as with ``--overlap-moe-expert-parallel-comm``."""
+    fp8_attention: bool = False
+    """Attention multiplies in MXFP8 on Blackwell, as with ``--fp8-dot-product-attention``."""
 
 
 def running_of(recipe: RecipeSpec, architecture: str) -> Running:
@@ -64,7 +78,8 @@ def running_of(recipe: RecipeSpec, architecture: str) -> Running:
     if recipe.engine != "megatron":
         flash = 3 if architecture == "Hopper" and recipe.attention != "flash" else 2
         operands: Dtype | None = None if recipe.float8_recipe is None else "fp4" if recipe.float8_recipe == "nvfp4" else "fp8"
-        return Running(recipe.step_kernels or "eager", flash, operands, block_scaled=recipe.float8_recipe == "mxfp8")
+        kernels: StepKernels = "compiled" if "compiled-blocks" in recipe.fused_parts else "eager"
+        return Running(recipe.step_kernels or kernels, flash, operands, block_scaled=recipe.float8_recipe == "mxfp8")
     return Running(recipe.step_kernels or "fused", 2 if architecture in ("Ampere", "Volta", "Turing", "Ada Lovelace") else 3)
 
 
@@ -382,9 +397,14 @@ def _core_seconds(asked: Work, rates: Rates) -> Passes:
     older = _OLDER.get((rates.gpu.architecture, rates.running.flash), 1.0)
     share = rates.share.attention * older * attention_share(rates.table, core.width, core.tokens, core.heads)
     forward, backward = core.flops / (share * on.peak), ATTENTION_BACKWARD * core.flops / (share * on.peak)
-    if rates.gpu.architecture == "Hopper" and rates.running.flash == 3:
-        return Passes(forward / cudnn_forward(core.tokens), backward / CUDNN_BACKWARD_SHARE)
-    return Passes(forward, backward / ATTENTION_BACKWARD_SHARE)
+    if rates.running.flash < 3 or rates.gpu.architecture not in _BY_CUDNN:
+        return Passes(forward, backward / ATTENTION_BACKWARD_SHARE)
+    wide = WIDE_BACKWARD if core.width > _NARROW_HEAD else 1.0
+    if rates.gpu.architecture == "Hopper":
+        return Passes(forward / cudnn_forward(core.tokens), backward / (wide * CUDNN_BACKWARD_SHARE))
+    quicker = _FP8_ATTENTION if rates.running.fp8_attention else (1.0, 1.0)
+    back = wide * b200_backward(core.tokens, core.heads)  # Blackwell Ultra's is assumed to gain as much as its forward
+    return Passes(forward / quicker[0], backward / (back * quicker[1]))
 
 
 def _moved(traffic: Moved, rates: Rates) -> Passes:

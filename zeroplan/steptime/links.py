@@ -188,6 +188,23 @@ def _exchange_seconds(call: Collective, group: Group, here: Links) -> Float:
     return call.calls * where(group.size > 1, 1, 0) * (_BASE_S + hop) + longest(inside, across)
 
 
+#: HybridEP's dispatch and combine in bf16, of a GPU's links: 536 and 531 GB/s among 8 B200, 485 and 423 among 32 GB200, of 900.
+#: Between nodes, of a GPU's network card: 41 and 48 of 50 GB/s among 64 H100 (github.com/deepseek-ai/DeepEP at 94a9f8f6,
+#: docs/README_Hybrid-EP.md, "Torch API" with 8 and 16 SMs).
+_HANDED_ON, _HANDED_ON_BETWEEN_NODES = 0.55, 0.89
+
+
+def handed_on_seconds(call: Collective, group: Group, here: Links, to_nodes: Float) -> Float:
+    """Return the time of exchanges that send a token once to each node, whose GPUs hand it on to each other. [s]
+
+    ``to_nodes``: the nodes that one token visits per rank that it visits. ``n_bytes`` counts a token once per rank.
+    """
+    nodes, sent = ceil_div(group.size, group.members), 1.0 * call.calls * call.n_bytes
+    inside = sent / (_HANDED_ON * here.node_bytes_per_s)
+    network = _HANDED_ON_BETWEEN_NODES * (here.network_bytes_per_s or here.node_bytes_per_s)
+    return where(group.size > 1, 1, 0) * longest(inside, sent * to_nodes * (nodes - 1) / nodes / network)
+
+
 def rate(group: Group, here: Links) -> Float:
     """Return the rate at which one GPU of the group sends. [bytes/s]"""
     inside = LINK_SHARE * here.bytes_per_s_among(group.members)

@@ -13,19 +13,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.megatron.chunks import chunks_per_rank, ranks_in_question
+from zeroplan.engines.megatron.chunks import chunks_per_rank, ranks_in_question, runs_of
 from zeroplan.engines.megatron.parameters import BY_ROWS, is_expert, is_split, padded_vocabulary
 from zeroplan.engines.megatron.rank import Rank, rank_of
 from zeroplan.engines.megatron.states import states_of, step_lines
-from zeroplan.engines.megatron.traffic import collectives_of_passes, collectives_of_weights
+from zeroplan.engines.megatron.traffic import collectives_of_passes, collectives_of_weights, visited
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Phase
 from zeroplan.memo import as_key
-from zeroplan.numeric import Float, longest, together, where
+from zeroplan.numeric import Float, ceil_div, longest, together, where
 from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec, StepKernels
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime import pointwise
 from zeroplan.steptime.compute import (
     ATTENTION_BACKWARD,
@@ -35,7 +35,7 @@ from zeroplan.steptime.compute import (
     peak_flops_per_s,
     recomputed_modules,
 )
-from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, seconds, strided
+from zeroplan.steptime.links import SOURCE, Group, Links, handed_on_seconds, neighbours, seconds, strided
 from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
 from zeroplan.steptime.pointwise import Moved, Split
@@ -44,7 +44,7 @@ from zeroplan.steptime.sending import slowed
 from zeroplan.steptime.stepping import stepping
 from zeroplan.steptime.work import Ranks, Work, core_of, multiplying
 from zeroplan.transformer.flops import attention_widths, block_matrices
-from zeroplan.transformer.megatron import is_gated
+from zeroplan.transformer.megatron import PREDICTS, ROUTED, is_gated
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
 
@@ -103,12 +103,12 @@ class _RankTime(NamedTuple):
 def megatron_time(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, rates: Rates, mfu: float | None
 ) -> StepTime:
-    """Return the parts of a step; raises SpecError for BERT, T5, multi-token prediction, hybrid layers and Megatron-FSDP. [s]"""
+    """Return the parts of a step; raises SpecError for BERT, T5, hybrid layers, FP8 of the job's recipe and Megatron-FSDP. [s]"""
     if recipe.megatron.pretrains != "gpt":
         raise SpecError(f"how long a step of megatron.pretrains={recipe.megatron.pretrains!r} takes is not modelled; use 'gpt'")
     if recipe.zero_stage > 1:
         raise SpecError("how long a step of Megatron-FSDP takes is not modelled; use stage 1, the distributed optimizer")
-    for name in ("mtp_num_layers", "hybrid_layer_pattern", "fp8_format", "optimizer_offload_fraction"):
+    for name in ("hybrid_layer_pattern", "fp8_format", "optimizer_offload_fraction"):
         if getattr(recipe.megatron, name):
             raise SpecError(f"how long a step with megatron.{name} takes is not modelled; leave it out")
     case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(rates, here, mfu), int(mesh.pp)
@@ -122,10 +122,10 @@ def megatron_time(
     parts = (*parts, *_after_backward(fullest, case, machine, busy[fullest.at].computing))
     passes = batch.grad_accum_steps / (1.0 * case.split * pp)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * passes
-    gated = is_gated(case)
-    multiplied = sum(one.flops for run in layout(model).runs for one in of_block(run.parameters, run.layers, tp=1, gated=gated))
-    scores = 2.0 * model.num_hidden_layers * attention_widths(model) * (batch.seq_len + 1) / 2.0
-    flops = 3.0 * (multiplied + 2.0 * model.vocab_size * model.hidden_size + scores) * tokens
+    gated, predicted = is_gated(case), recipe.megatron.mtp_num_layers
+    multiplied = sum(one.flops for run in runs_of(case) for one in of_block(run.parameters, run.layers, tp=1, gated=gated))
+    scores = 2.0 * (model.num_hidden_layers + predicted) * attention_widths(model) * (batch.seq_len + 1) / 2.0
+    flops = 3.0 * (multiplied + 2.0 * (1 + predicted) * model.vocab_size * model.hidden_size + scores) * tokens
     return StepTime(parts, flops, tokens, peak_flops_per_s(rates.gpu, recipe, rates.running.operands))
 
 
@@ -140,23 +140,26 @@ def time_without_a_pipeline(
 # --- one rank's computing ---------------------------------------------------------------------------------------------------
 
 
-def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work:
+def _work(rank: Rank, case: _Case, rates: Rates, one: BatchSpec) -> Work:
     model, mesh, recipe = case.model, case.mesh, case.recipe
     tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(case)
     tokens = 1.0 * one.micro_batch_size * one.seq_len / cp
-    split = Split(tokens, tp, recipe.sequence_parallel, ep)
+    sorts = recipe.megatron.moe_token_dispatcher_type == "alltoall"  # noqa: S105  tokens of text
+    kernels, split = rates.running.kernels, Split(tokens, tp, recipe.sequence_parallel, ep if sorts else 1, rates.bandwidth)
     products: tuple[Product, ...] = ()
     again: tuple[Product, ...] = ()
     moved = again_moved = Moved()
     etp, modules = recipe.megatron.expert_ways(tp), recomputed_modules(recipe)
-    for run, layers in zip(layout(model).runs, rank.counts, strict=True):
-        experts = run.kind == "moe"
+    for run, layers in zip(runs_of(case), rank.counts, strict=True):
+        experts = model.moe is not None and run.kind in ROUTED
 
         def linear_of(parameters: Iterable[Parameter], layers: float = layers) -> tuple[Product, ...]:
             return of_block(parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated, sharing=tp)
 
         linear = linear_of(run.parameters)
         each = pointwise.of_block(model, kernels, split, experts=experts, gated=gated).and_of(multiplying(linear))
+        if run.kind == PREDICTS:
+            each = each.and_of(pointwise.of_joining(model, kernels, split))
         products, moved = products + linear, moved.and_of(Moved(*(layers * part for part in each)))
         again += linear_of(one for one in run.parameters if _is_of(one.name, modules, experts=experts))
         each = pointwise.of_modules(model, kernels, split, modules, experts=experts, gated=gated)
@@ -164,9 +167,11 @@ def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work
     fused = kernels if recipe.megatron.cross_entropy_fusion_impl is None else "fused"
     ends = pointwise.of_ends(model, fused if fused == "fused" and kernels == "fused" else "eager", split)
     head = of_head(float(padded_vocabulary(case)), model.hidden_size, tp=tp) if rank.has_head else ()
+    losses = 1 + recipe.megatron.mtp_num_layers  # each module for later tokens has its own logits and loss
     return Work(
-        tokens, products, head, core_of(model, recipe, one, Ranks(tp, cp), rank.layers), moved,
-        ends.and_of(multiplying(head)) if rank.has_head else Moved(), layers=rank.layers, again=again, again_moved=again_moved,
+        tokens, products, losses * head, core_of(model, recipe, one, Ranks(tp, cp), rank.layers), moved,
+        Moved(*(losses * part for part in ends.and_of(multiplying(head)))) if rank.has_head else Moved(),
+        layers=rank.layers, again=again, again_moved=again_moved,
     )  # fmt: skip
 
 
@@ -181,13 +186,12 @@ def _is_of(name: str, modules: tuple[str, ...], *, experts: bool) -> bool:
 def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     """Return a rank's computing and waits over all micro-batches. [s]"""
     recipe, rates = case.recipe, machine.rates
-    kernels = rates.running.kernels
     degrees = int(case.mesh.tp), int(case.mesh.cp), int(case.mesh.ep)
     key = (
         case.model, recipe.precision, recipe.attention, recipe.sequence_parallel, recipe.megatron, degrees,
         as_key(case.batch.seq_len), rank.counts, rank.has_head, rates.share, rates.running, recomputed_modules(recipe),
     )  # fmt: skip
-    busy = computing(lambda one: _work(rank, case, kernels, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
+    busy = computing(lambda one: _work(rank, case, rates, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
     calls = tuple(collectives_of_passes(rank, case))
     columns = busy.columns_s * _column_share(case.model)
     attention = busy.attention_s
@@ -308,7 +312,7 @@ def _ring_attention(calls: tuple[Collective, ...], case: _Case, machine: _Machin
 def _to_experts(calls: tuple[Collective, ...], case: _Case, machine: _Machine, passes: _Passes) -> Part:
     """Return waits for the experts' all-to-alls. If overlapped with another micro-batch's passes, only the first ones wait."""
     exchanges = (call for call in calls if call.operation == "all_to_all")
-    takes = together(seconds(call, neighbours(call.group, machine.here.per_node), machine.here) for call in exchanges)
+    takes = together(_exchange_s(call, case, machine.here) for call in exchanges)
     if not (case.recipe.megatron.overlap_moe_expert_parallel_comm or machine.rates.running.expert_overlap):
         return Part(_EXCHANGES, takes, 0.0 * takes, "experts wait for their tokens", SOURCE, Does.SENDING)
     beside = (passes.forward_s + passes.backward_s) / (1.0 - machine.here.taken)
@@ -316,6 +320,14 @@ def _to_experts(calls: tuple[Collective, ...], case: _Case, machine: _Machine, p
     slower = slowed(takes - waits, machine.here).seconds
     reason = "sent beside the passes of another micro-batch, which NCCL slows"
     return Part(_EXCHANGES, waits + slower, takes - waits, reason, f"{_BESIDE_EXPERTS}; {SOURCE}", Does.SENDING)
+
+
+def _exchange_s(call: Collective, case: _Case, here: Links) -> Float:
+    group = neighbours(call.group, here.per_node)
+    if case.recipe.megatron.moe_token_dispatcher_type != "flex":  # noqa: S105  tokens of text
+        return seconds(call, group, here)
+    to_nodes = visited(case, ceil_div(group.size, group.members)) / visited(case, group.size)
+    return handed_on_seconds(call, group, here, to_nodes)
 
 
 def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Float:

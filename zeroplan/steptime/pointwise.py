@@ -62,12 +62,15 @@ _WRITTEN = Moved(34, 50, 8, 12)
 LOGITS: dict[StepKernels, Moved] = {"eager": Moved(23, 24, 3, 4), "fused": Moved(2, 6, 1, 1), "compiled": Moved(4, 4, 2, 1)}
 #: A bias's gradient reads the gradient of the output again. [bytes per element]
 _BIAS_BACKWARD = 2.0
-#: Tokens are gathered for experts and scattered back, each with a read and a write.
-_ROUTED = Moved(8, 8, 6, 6)
+#: Tokens are gathered for experts and scattered back: 2.9 ps per element each way on a B200 (github.com/MooreThreads/SimuMax at
+#: 4dcaae51, configs/system/b200_bf16_ceperm.json, permute_fwd and permute_bwd; Transformer Engine 2.11).
+_ROUTED = Moved(17.8, 17.5, 6, 6)
 #: Under expert parallelism, the dispatcher sorts received tokens by expert, and results back (Megatron-LM 2026-08,
 #: megatron/core/transformer/moe/token_dispatcher.py, ``sort_chunks_by_idxs`` for several experts on a rank).
 _SORTED = Moved(8, 8, 2, 2)
 #: Transposes between the layouts of heads.
+#: Least time of a fused loss per logit: on a B200 it reaches 2.4 TB/s (the same file, ce_fusion). [s]
+_FUSED_LOSS_S = 3.3e-12
 _LAYOUT: dict[StepKernels, Moved] = {"eager": Moved(4, 4, 1, 1), "fused": Moved(0, 0, 0, 0), "compiled": Moved(0, 0, 0, 0)}
 
 
@@ -83,6 +86,8 @@ class Split(NamedTuple):
     sequence: bool = False
     """Tensor-parallel ranks split norms and residual sums too."""
     ep: int = 1
+    bytes_per_s: float = 0.0
+    """Rate of memory-bound operators, for those that cannot use all of it."""
 
 
 def _of_part(kernels: StepKernels, part: str, fused: tuple[str, ...]) -> StepKernels:
@@ -142,6 +147,12 @@ def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool,
     return found.plus(_SORTED, routed * model.hidden_size) if 1 < split.ep < moe.num_experts else found
 
 
+def of_joining(model: ModelSpec, kernels: StepKernels, split: Split) -> Moved:
+    """Return the bytes of what a module for later tokens does before its layer: two norms, and its two inputs side by side."""
+    hidden = split.tokens * model.hidden_size / (split.tp if split.sequence else 1)
+    return Moved().plus(_norm(model, kernels, ()), hidden, 2).plus(_RESIDUAL[kernels], 2 * hidden)
+
+
 def of_modules(
     model: ModelSpec, kernels: StepKernels, split: Split, modules: tuple[str, ...], *, experts: bool, gated: bool
 ) -> Moved:  # fmt: skip
@@ -180,6 +191,9 @@ _DROPPED = {"plain": Moved(5, 5, 1, 1), "autocast": Moved(9, 9, 1, 1), "fp32": M
 #: dequantise these first. An 8-bit weight is dequantised in the backward only (read, not run).
 _UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10), "gptq": Moved(2.57, 2.57, 5, 8),
              "int8": Moved(0, 3, 7, 3)}  # fmt: skip
+#: peft adds an adapter to the whole weight of all experts, and once more to check its shape; the backward reads the sum's gradient
+#: for both matrices (``ParamWrapper``). Read, not run. Both weights are counted where one alone has an adapter.
+_MERGED = Moved(16, 4, 6, 7)
 #: With 4-bit weights, norms are fp32: the residual stream takes twice the bytes, and five layers cast their input.
 _WIDE_RESIDUAL, _WIDE_INPUT = Moved(12, 12, 0, 0), Moved(30, 30, 5, 5)
 
@@ -194,6 +208,8 @@ def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float
     for one in parameters:
         if model.is_quantised and one.autocast and one.frozen:  # linear weights, with their shape in 16 bits
             total = total.plus(_UNPACKED[adapter.quantize], one.numel)
+        elif ".experts." in one.name:
+            total = total.plus(_MERGED, one.numel) if ".base_layer." in one.name else total
         elif ".lora_A." in one.name:
             total = total.plus(each.input, tokens * one.shape[1])
             total = total.plus(_DROPPED[how], tokens * one.shape[1]) if adapter.dropout else total
@@ -207,5 +223,9 @@ def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float
 def of_ends(model: ModelSpec, kernels: StepKernels, split: Split, fused: tuple[str, ...] = ()) -> Moved:
     """Return the bytes that the last norm, the loss and the embedding move."""
     hidden = split.tokens * model.hidden_size / (split.tp if split.sequence else 1)
-    logits, loss = split.tokens * model.vocab_size / split.tp, LOGITS[_of_part(kernels, "cross-entropy", fused)]
+    how = _of_part(kernels, "cross-entropy", fused)
+    logits, loss = split.tokens * model.vocab_size / split.tp, LOGITS[how]
+    if how == "fused":
+        slower = max(1.0, _FUSED_LOSS_S * split.bytes_per_s / (loss.forward + loss.backward))
+        loss = loss._replace(forward=slower * loss.forward, backward=slower * loss.backward)
     return Moved().plus(_norm(model, kernels, fused), hidden).plus(loss, logits).plus(_EMBEDDING, hidden)

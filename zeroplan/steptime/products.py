@@ -123,14 +123,14 @@ def of_block(
     parameters: Iterable[Parameter], layers: float, *, tp: int, ep: int = 1, etp: int = 1, at_once: bool = False,
     gated: bool = True, sharing: int = 1,
 ) -> tuple[Product, ...]:  # fmt: skip
-    """Return the products of ``layers`` equal blocks on one rank.
+    """Return the products of ``layers`` equal blocks on one rank. Adapters of all experts move memory instead (``pointwise.py``).
 
     ``at_once``: projections of the same input are one product. ``gated``: False leaves out the MLP's gate. ``sharing``: the number
     of ranks with the same tokens, each of which sends its share of them to the experts.
     """
     found: dict[str, Product] = {}
     for one in parameters:
-        if len(one.shape) < 2 or min(one.shape[-2:]) == 1:
+        if len(one.shape) < 2 or min(one.shape[-2:]) == 1 or (".experts." in one.name and ".lora_" in one.name):
             continue
         expert = one.active_share != (1, 1)
         module = one.name.rpartition(".")[2] if expert else one.name.rpartition(".")[0].rpartition(".")[2]
@@ -161,8 +161,9 @@ def _expert(one: Parameter, layers: float, ep: int, etp: int, *, gated: bool) ->
     else:
         columns = columns / etp / (1 if gated else 2)
     return Product(
-        columns, depth, layers * experts / ep, rows=1.0 if one.by_all else ep * etp * top_k / experts, frozen=one.frozen
-    )
+        columns, depth, layers * experts / ep, rows=1.0 if one.by_all else ep * etp * top_k / experts,
+        frozen=one.frozen and ".base_layer." not in one.name,
+    )  # fmt: skip
 
 
 def casts(products: Iterable[Product], tokens: float) -> tuple[float, float]:

@@ -152,6 +152,30 @@ def cudnn_forward(tokens: float) -> float:
     return _CUDNN[node][1] * (1.0 - way) + _CUDNN[node + 1][1] * way
 
 
+#: Rate of cuDNN's backward with heads of 192 and values of 128 (latent attention), relative to heads of 128: 0.82 to 0.95 on
+#: H200, GB200 and GB300. The forward is as fast (github.com/NVIDIA/cudnn-frontend at 3929da2e, benchmark/
+#: sdpa_benchmark_training/results).
+WIDE_BACKWARD = 0.88
+#: Rate of the backward of cuDNN's attention on a B200, as a share of the dense peak, by heads of the batch times thousands of
+#: tokens (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system/b200_bf16_ceperm.json, sdp_bwd, without the mask; medians).
+_B200_BACKWARD = ((16, 0.173), (32, 0.323), (64, 0.374), (128, 0.396), (256, 0.421), (512, 0.426))
+_LOG_B200 = tuple(log2(size) for size, _share in _B200_BACKWARD)
+
+
+def b200_backward(tokens: float, heads: float) -> float:
+    """Return the rate of the backward of cuDNN's attention on a B200, as a multiple of the table's forward of the B200.
+
+    Sequences of fewer than 4,096 tokens, which were not measured, have the multiple of 4,096.
+
+    >>> round(b200_backward(4096, 32), 2), round(b200_backward(512, 32), 2), round(b200_backward(4096, 128), 2)
+    (1.15, 1.15, 0.93)
+    """
+    tokens = max(tokens, 4096.0)
+    node, way = _place(_LOG_B200, log2(heads * tokens / 1024))
+    share = _B200_BACKWARD[node][1] * (1.0 - way) + _B200_BACKWARD[node + 1][1] * way
+    return share / attention_share("b200-180gb", ATTENTION_WIDTHS[-1], tokens, heads)
+
+
 def link_share(table: str, operation: str, ranks: int, call_bytes: Int) -> Float:
     """Return a collective's rate as a share of the node's links, computed from the bytes that one GPU sends in a ring.
 

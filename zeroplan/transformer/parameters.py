@@ -56,7 +56,7 @@ KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
 #: Kind of a layer by its letter in a pattern.
 KINDS_OF_LETTERS = {
     "M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside, normed",
-    "L": "local", "G": "global", "D": "dense",
+    "L": "local", "G": "global", "D": "dense", "C": "short", "c": "dense, short",
 }  # fmt: skip
 #: Kinds of layers with linear attention; ``beside``: attention and Mamba-2 side by side, the latter gated or normalised.
 WITH_STATES = ("linear", "beside", "beside, normed")

@@ -66,10 +66,12 @@ def has_frozen(model: ModelSpec) -> bool:
     return model.adapter is not None or model.frozen is not None or (vision is not None and bool(vision.frozen_names))
 
 
-def frozen_tower(model: ModelSpec) -> int:
-    """Return the number of blocks in a frozen vision tower. Without recomputation these first blocks have no backward."""
-    frozen = model.vision is not None and (model.adapter is not None or model.vision.freeze_tower)
-    return model.tower_layers if frozen else 0
+def without_backward(model: ModelSpec, *, recomputed: bool) -> int:
+    """Return the number of first blocks that no gradient reaches: those of a frozen vision tower, if nothing recomputes them."""
+    vision = model.vision
+    if vision is None or (recomputed and vision.runs_again_frozen):
+        return 0
+    return model.tower_layers if model.adapter is not None or vision.freeze_tower else 0
 
 
 def is_frozen(model: ModelSpec, part: str) -> bool:

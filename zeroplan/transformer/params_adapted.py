@@ -7,7 +7,7 @@ and ``lora_A`` (rank, in) and ``lora_B`` (out, rank) follow it. ``utils/other.py
 
 from collections.abc import Iterator
 
-from zeroplan.spec.adapter import HEAD, AdapterSpec, linear_layers
+from zeroplan.spec.adapter import FIRST, HEAD, ROUTER, SECOND, TRANSPOSED, AdapterSpec, linear_layers
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, kind_of_first
@@ -20,11 +20,14 @@ def adapted_layout(whole: Layout, model: ModelSpec, adapter: AdapterSpec) -> Lay
     The first block is a kind of its own: no trained weight comes before it, so its input may have no gradient. With a
     trained embedding it is like the others. A copy of a head that is the embedding too is a tensor of its own.
     """
-    kind, names, tracked = kind_of_first(model), adapter.layers_in(model.family), adapter.trains("embedding")
+    kind, names, tracked = kind_of_first(model), model.linear_layers_adapted, adapter.trains("embedding")
     first = next((run for run in whole.runs if run.kind == kind), whole.runs[0])
-    few_bits = frozenset[str]() if adapter.quantize == "none" else linear_layers(model.family)
+    separate = model.has_separate_experts
+    few_bits = frozenset[str]() if adapter.quantize == "none" else linear_layers(model.family, separate_experts=separate)
     runs = tuple(
-        run for old in whole.runs for run in _with_adapters(old, adapter, names, few_bits, apart=old is first and not tracked)
+        run._replace(parameters=_with_stacked(run.parameters, model, adapter))
+        for old in whole.runs
+        for run in _with_adapters(old, adapter, names, few_bits, apart=old is first and not tracked)
     )
     tied = whole.tied_head
     tail = _with_copies(tuple(_wrapped(whole.tail, adapter, names, frozenset())), adapter)
@@ -112,6 +115,40 @@ def _wrapped(
         if after is None or after.name.rpartition(".")[0] != module:
             weight = next(one for one in parameters if one.name == f"{module}.weight")
             yield from _matrices(module, weight, adapter)
+
+
+def _with_stacked(parameters: Parameters, model: ModelSpec, adapter: AdapterSpec) -> Parameters:
+    """Return the parameters with the adapters of weights of all experts, and of the router, after those of their module.
+
+    Two wrappers around the experts are nested; the inner one has the adapter of the first weight.
+    """
+    stacked, made = model.stacked, list[Parameter]()
+    ranks = {name: rank * adapter.rank for name, rank in ((FIRST, stacked.first), (SECOND, int(stacked.second))) if rank}
+    inside = [one for one in parameters if ".experts." in one.name and any(stacked)]
+    chosen = [(one, rank) for one in inside for name, rank in ranks.items() if one.name.endswith(name)]
+    for one in parameters:
+        module, _, tensor = one.name.rpartition(".")
+        is_router = stacked.router and one.name.endswith(f".{ROUTER}")
+        made.append(one._replace(name=".".join((module, *_BASE * (len(chosen) if one in inside else is_router), tensor))))
+        made += _matrices(module, one, adapter) if is_router else ()
+        for outside, (weight, rank) in zip(range(len(chosen) - 1, -1, -1), chosen if one in inside[-1:] else (), strict=False):
+            made += _of_experts(".".join((module, *_BASE * outside)), weight, rank, transposed=model.family in TRANSPOSED)
+    return tuple(made)
+
+
+_BASE = ("base_layer",)
+
+
+def _of_experts(module: str, weight: Parameter, rank: int, *, transposed: bool) -> Parameters:
+    """Return the two matrices of one adapter of all experts. ``ParamWrapper`` casts them itself, without autocast.
+
+    ``transposed``: the weights have their input features first.
+    """
+    experts, outputs, inputs = weight.shape if not transposed else (weight.shape[0], *weight.shape[:0:-1])
+    return (
+        Parameter(f"{module}.lora_A.default.weight", (experts * rank, inputs), active_share=weight.active_share),
+        Parameter(f"{module}.lora_B.default.weight", (outputs, experts * rank), active_share=weight.active_share),
+    )
 
 
 def _matrices(module: str, weight: Parameter, adapter: AdapterSpec) -> Parameters:

@@ -1,6 +1,6 @@
 """Parameters that Llama and its descendants share: RMSNorm, attention of three projections, a gated MLP or experts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from zeroplan.spec.family import GLOBAL_LAYERS, is_global
 from zeroplan.spec.model import ModelSpec, MoeSpec
@@ -9,9 +9,11 @@ from zeroplan.transformer.params_modules import Parameters, embedding, linear, r
 
 #: Names of the embedding and of the final norm.
 _NAMES = "model.embed_tokens", "model.norm"
+NormOf = Callable[[str, int], Parameters]
+"""The parameters of a norm with a name and a width."""
 
 
-def alike(model: ModelSpec, block: Parameters) -> Layout:
+def alike(model: ModelSpec, block: Parameters, norm: NormOf = rms_norm, names: tuple[str, str] = _NAMES) -> Layout:
     """Return the layout of a model whose blocks all have the same parameters, in one run, or in two where attention alternates.
 
     Some families mix layers with a window and layers with full attention. SmolLM3 mixes layers with and without positions;
@@ -19,7 +21,7 @@ def alike(model: ModelSpec, block: Parameters) -> Layout:
     """
     if (model.sliding_window is not None and model.family in GLOBAL_LAYERS) or model.family == "smollm3":
         return alternating(model, KINDS_IN_TURN[0], block, block)
-    return _around(model, (BlockRun("dense", model.num_hidden_layers, block),))
+    return _around(model, (BlockRun("dense", model.num_hidden_layers, block),), names, norm)
 
 
 def with_experts(
@@ -27,9 +29,9 @@ def with_experts(
 ) -> Layout:  # fmt: skip
     """Return dense blocks, if any, then blocks with experts. ``norms_first``: the norms are registered before the experts."""
     assert model.moe is not None  # noqa: S101  these families always have it
-    n_dense, norms = model.moe.num_dense_layers, two_norms(model)
-    dense = (*attention, *gated("mlp", model, model.intermediate_size), *norms)
-    after = (*norms, *routed(model.moe)) if norms_first else (*routed(model.moe), *norms)
+    n_dense, both = model.moe.num_dense_layers, two_norms(model)
+    dense = (*attention, *gated("mlp", model, model.intermediate_size), *both)
+    after = (*both, *routed(model.moe)) if norms_first else (*routed(model.moe), *both)
     runs = (
         BlockRun("dense", n_dense, dense),
         BlockRun("moe", model.num_hidden_layers - n_dense, (*attention, *after)),
@@ -45,15 +47,12 @@ def patterned(model: ModelSpec, of_kinds: Mapping[str, Parameters], names: tuple
     return _around(model, tuple([BlockRun(kind, layers, of_kinds[kind]) for kind, layers in kinds]), names)
 
 
-def _around(model: ModelSpec, runs: tuple[BlockRun, ...], names: tuple[str, str] = _NAMES) -> Layout:
-    embed, norm = names
-    return whole(
-        model,
-        embeddings=embedding(embed, model.vocab_size, model.hidden_size),
-        runs=runs,
-        norm=rms_norm(norm, model.hidden_size),
-        tied_to=f"{embed}.weight",
-    )
+def _around(
+    model: ModelSpec, runs: tuple[BlockRun, ...], names: tuple[str, str] = _NAMES, norm: NormOf = rms_norm
+) -> Layout:  # fmt: skip
+    embed, last = names
+    tables = embedding(embed, model.vocab_size, model.hidden_size)
+    return whole(model, embeddings=tables, runs=runs, norm=norm(last, model.hidden_size), tied_to=f"{embed}.weight")
 
 
 def alternating(model: ModelSpec, kinds: tuple[str, str], often: Parameters, rare: Parameters) -> Layout:
@@ -90,10 +89,14 @@ def joint_norms(model: ModelSpec) -> Parameters:
     return (*rms_norm("self_attn.q_norm", query_width(model)), *rms_norm("self_attn.k_norm", key_width(model)))
 
 
-def two_norms(model: ModelSpec) -> Parameters:
+def two_norms(model: ModelSpec, norm: NormOf = rms_norm) -> Parameters:
     """Return the norms before attention and before the MLP."""
-    names = "input_layernorm", "post_attention_layernorm"
-    return tuple([norm for name in names for norm in rms_norm(name, model.hidden_size)])
+    return norms(model, ("input_layernorm", "post_attention_layernorm"), norm)
+
+
+def norms(model: ModelSpec, names: Iterable[str], norm: NormOf = rms_norm) -> Parameters:
+    """Return norms of a hidden state."""
+    return tuple([one for name in names for one in norm(name, model.hidden_size)])
 
 
 def gated(name: str, model: ModelSpec, width: int, *, bias: bool = False) -> Parameters:
@@ -112,6 +115,12 @@ def fused_experts(model: ModelSpec, moe: MoeSpec, module: str = "mlp") -> Parame
         of_experts(f"{module}.experts.gate_up_proj", moe, 2 * width, hidden),
         of_experts(f"{module}.experts.down_proj", moe, hidden, width),
     )
+
+
+def gate_and_experts(model: ModelSpec, moe: MoeSpec, *, gate_last: bool = False) -> Parameters:
+    """Return the router's matrix and all experts of a layer."""
+    gate, experts = linear("mlp.gate", model.hidden_size, moe.num_experts), fused_experts(model, moe)
+    return (*experts, *gate) if gate_last else (*gate, *experts)
 
 
 def of_experts(name: str, moe: MoeSpec, *shape: int) -> Parameter:

@@ -33,7 +33,9 @@ def profile_of(model: ModelSpec) -> Profile:
 def profiled_layout(profile: Profile) -> Layout:
     """Return the layout of a traced module. Its buffers are one line, since no engine shards them."""
     every = {tensor.name: _parameter(tensor) for tensor in profile.embeddings}
-    tied = None if profile.tied_head is None else every[profile.tied_head]._replace(autocast=_is_cast(profile))
+    cast = {one.name: one.autocast for one in profile.embeddings}
+    named = profile.tied_head
+    tied = None if named is None else every[named]._replace(autocast=cast[named])
     buffers = Line(Kind.PARAMETERS, profile.buffer_bytes, "buffers, whole on every rank", str(profile.buffer_bytes), BUFFERS)
     return Layout(
         tuple(every.values()),
@@ -46,10 +48,6 @@ def profiled_layout(profile: Profile) -> Layout:
 
 def _parameter(tensor: Tensor) -> Parameter:
     return Parameter(tensor.name, tensor.shape, tensor.autocast, frozen=tensor.frozen)
-
-
-def _is_cast(profile: Profile) -> bool:
-    return next(tensor.autocast for tensor in profile.embeddings if tensor.name == profile.tied_head)
 
 
 _OTHER_KERNELS = {

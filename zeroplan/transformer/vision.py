@@ -7,7 +7,7 @@ first block, and so does its backward. Its patches of all images are one long se
 
 from functools import lru_cache
 
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, Module
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -37,8 +37,9 @@ def with_tower(text: Layout, model: ModelSpec) -> Layout:
         return text
     adapted = model.adapter is not None
     tower, joining = (_frozen_if(one, is_so) for one, is_so in zip(_ends(vision), _frozen(vision, adapted), strict=True))
-    blocks = _frozen_if(_block(vision), vision.freeze_tower or adapted)
-    run = (BlockRun(VISION, vision.num_hidden_layers, blocks),) if blocks else ()
+    frozen = vision.freeze_tower or adapted
+    blocks, plain = _frozen_if(_block(vision), frozen), frozen and not vision.runs_again_frozen
+    run = (BlockRun(VISION, vision.num_hidden_layers, blocks, plain),) if blocks else ()
     return text._replace(embeddings=(*text.embeddings, *tower, *joining), runs=(*run, *text.runs))
 
 
@@ -140,8 +141,41 @@ MODULES: dict[str, tuple[str, ...]] = {
     "other": (),
 }  # fmt: skip
 MODULES["clip"] = MODULES["siglip"]
+#: Their names in a Llama, by which engines find the module of a moment.
+_AS_IN_A_LLAMA: dict[str, str] = {
+    "norm1": Module.ATTENTION_NORM, "layer_norm1": Module.ATTENTION_NORM, "layernorm_before": Module.ATTENTION_NORM,
+    "norm2": Module.MLP_NORM, "layer_norm2": Module.MLP_NORM, "layernorm_after": Module.MLP_NORM,
+    "qkv": Module.Q, "proj": Module.O, "out_proj": Module.O, "projection_layer": Module.O,
+    "fc1": Module.UP, "linear_fc1": Module.UP, "fc2": Module.DOWN, "linear_fc2": Module.DOWN,
+    "act": Module.ACTIVATION, "activation_fn": Module.ACTIVATION, "attn": "self_attn", "attention": "self_attn",
+}  # fmt: skip
 _WITHOUT_WEIGHTS = ("attn", "self_attn", "attention", "mlp", "mlp.act", "mlp.act_fn", "mlp.activation_fn")
 _DOWN = ("mlp.down_proj", "mlp.linear_fc2", "mlp.fc2")
+
+
+#: Beginnings of the names of modules that run before the blocks.
+_FIRST = ("visual.patch_embed", "visual.pos_embed", "visual.embeddings", "visual.pre_layrnorm")
+_DEEPER = "visual.deepstack_merger_list."
+
+
+def blocks_before(vision: VisionSpec, module: str) -> int:
+    """Return the number of the tower's blocks that run before a module outside of them."""
+    if module.startswith(_FIRST) or not module.startswith(BESIDE_THE_TEXT):
+        return 0
+    if module.startswith(_DEEPER):
+        return vision.read_early[int(module.removeprefix(_DEEPER).partition(".")[0])] + 1
+    return vision.num_hidden_layers
+
+
+def name_in_a_llama(module: str) -> str:
+    """Return the name of a Llama's module that does the work of a tower's.
+
+    >>> name_in_a_llama("attn.qkv"), name_in_a_llama("attention.k_proj"), name_in_a_llama("mlp")
+    ('self_attn.q_proj', 'self_attn.k_proj', 'mlp')
+    """
+    parent, _, last = module.rpartition(".")
+    inside = f"{_AS_IN_A_LLAMA.get(parent, parent)}.{last}" if parent else last
+    return str(_AS_IN_A_LLAMA.get(last, inside))
 
 
 def _block(vision: VisionSpec) -> Parameters:
@@ -203,6 +237,7 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
     patches, positions = vision.images * vision.patches, vision.images * vision.tiles * vision.sequence
     sizes: dict[str, Int] = {"b": batch.micro_batch_size, "T": batch.micro_batch_size * batch.seq_len}
     frozen = _frozen(vision, model.adapter is not None)
+    recomputed = recomputed and vision.runs_again_frozen
 
     def lines(each: int, reason: str, *, of: str = "b", there: bool = True) -> tuple[Line, ...]:
         return (Line(Kind.ACTIVATIONS, each * sizes[of], reason, f"{each}·{of}", _FORWARD),) if there else ()
@@ -219,7 +254,9 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
         *(() if frozen[0] and not recomputed else tables),
         *lines(joining, "saved by what joins the images to the text", there=recomputed or not all(frozen)),
     )
-    arguments = copied if frozen[0] else ()  # until the model's forward returns the loss
+    arguments = (
+        copied if frozen[0] else ()
+    )  # the engine's copies live until the model's forward returns the loss, the model's do not
     one = vision.out_hidden_size * patches // vision.merge_size**2
     features = ((1 + vision.deeper) * element + residual) * one  # the last is a copy in the dtype of the text's embedding
     returned = lines(residual * one, "features of the images, which the model returns", there=bool(vision.fixed_size))
@@ -232,7 +269,8 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
     )
     casts = _copies(vision, frozen, recomputed=recomputed) if compute.autocast else ()
     return text._replace(
-        shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=(*arguments, *returned),
+        shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments),
+        loss_forward=(*(arguments if compute.casts_inputs else ()), *returned),
         tower_bytes=positions * sizes["b"] * vision.hidden_size * residual,
     )  # fmt: skip
 

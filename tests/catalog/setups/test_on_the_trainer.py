@@ -174,8 +174,7 @@ def test_axolotls_keys_of_experts_change_nothing_in_a_dense_model(read: Callable
     assert any("of experts, or of layers of some families" in note for note in read(AXOLOTL | said, gpus=1).notes)
     assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
     experts = AXOLOTL | said | {"base_model": "Qwen/Qwen3-30B-A3B"}
-    with pytest.raises(SpecError, match="peft makes them adapters of a qwen3_moe model's experts"):
-        read(experts, gpus=1)
+    read(experts, gpus=1)
     assert said.keys() <= read_setup(tmp_path / "mine.yaml", gpus=1).matters.keys()
 
 

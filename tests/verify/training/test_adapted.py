@@ -16,7 +16,7 @@ from zeroplan.spec.base import read
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, Fsdp2Options, RecipeSpec
 
 pytest.importorskip("torch")
@@ -52,6 +52,12 @@ def job(adapter: AdapterSpec, engine: str, stage: int, *, accum: int = 1, **fiel
 def with_words(few: JobSpec) -> JobSpec:
     """Return the job with a larger vocabulary, so that the loss, and not the final norm, is the end of the forward."""
     return replace(few, model=replace(few.model, vocab_size=2048))
+
+
+def of_experts(family: str, few: JobSpec) -> JobSpec:
+    """Return the job with experts in every layer."""
+    moe = MoeSpec(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=704)
+    return replace(few, model=replace(few.model, family=family, attention_bias=False, moe=moe))
 
 
 #: An adapter on the head, too.
@@ -92,6 +98,10 @@ TORCH = {
     "fsdp2 3, loss in chunks": job(ALL, "fsdp2", 3, loss="chunked"),
     "ddp 0, inputs of blocks in host memory": job(ALL, "ddp", 0, recompute="full", offload_activations=True),
     "ddp 0, all that blocks save in host memory": job(ALL, "ddp", 0, offload_activations=True),
+    "fsdp2 3, experts, recomputed": of_experts("qwen3_moe", job(ALL, "fsdp2", 3, recompute="full")),
+    "fsdp2 2, experts, bf16, accumulation": of_experts("mixtral", job(ALL, "fsdp2", 2, precision="bf16", accum=2)),
+    "ddp 0, experts": of_experts("mixtral", job(replace(ALL, targets="q_proj,mlp"), "ddp", 0)),
+    "ddp 1, experts, recomputed, accumulation": of_experts("qwen3_moe", job(ALL, "ddp", 1, recompute="full", accum=2)),
 }
 #: Stage 3 and other stages by turns, since each job needs a fresh process: stage 3 replaces ``linear`` for good.
 DEEPSPEED = {
@@ -121,6 +131,8 @@ DEEPSPEED = {
         job(replace(WHOLE, modules_to_save="lm_head"), "deepspeed", 3, recompute="full", deepspeed=STREAM)
     ),
     "stage 2, four bits": job(replace(ALL, quantize="nf4"), "deepspeed", 2, recompute="full", deepspeed=BUCKET),
+    "stage 2, experts, recomputed": of_experts("qwen3_moe", job(ALL, "deepspeed", 2, recompute="full", deepspeed=BUCKET)),
+    "stage 1, experts, accumulation": of_experts("mixtral", job(ALL, "deepspeed", 1, accum=2, deepspeed=BUCKET)),
     "stage 0, four bits": job(replace(TWO, quantize="nf4-double"), "deepspeed", 0),
 }
 

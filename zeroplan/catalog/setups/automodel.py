@@ -14,9 +14,9 @@ from zeroplan.catalog.setups.recipes import (
     tell_sharded,
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
-from zeroplan.spec.adapter import HEAD, LAYERS_OF, Layers
+from zeroplan.spec.adapter import CONVERTED, HEAD, LAYERS_OF, Layers
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import AUTOMODEL_NORMS
+from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
 
 _AUTO_SCHEDULES = {
     "1f1b": "1f1b",
@@ -49,11 +49,8 @@ _AUTO_OF_EXPERTS = ("experts", "dispatcher", "dispatcher_num_sms", "dispatcher_s
 #: models ignore these values, or refuse them (components/attention/utils.py, initialize_attn_module_and_func).
 _AUTO_OF_REFUSED = ("torch", "eager")
 _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
-#: GroupedExperts.forward (components/moe/experts.py): the gathered tokens in 16 bits, and their outputs in fp32, twice for a sum.
-_AUTO_GATHERED = (
-    "{}={}: each rank gathers the tokens of all its expert-parallel ranks and sums their outputs in fp32, which is not counted: "
-    "the answer is too low"
-)
+#: Kernels of experts with the dispatcher torch (components/moe/layers.py, MoE.__init__; common/utils.py, BackendConfig).
+_AUTO_GATHERING = {"torch": "looped-experts", "torch_mm": "grouped-experts", "te": "grouped-experts", "gmm": "grouped-experts"}
 #: AutoModel's experts weight what they compute between their products, so they keep neither outputs nor halves of the gate.
 #: Those in a loop (``torch``) are no less: each makes a gradient as large as all experts' weights.
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
@@ -70,25 +67,14 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     """Return the job in a recipe of NeMo AutoModel; raises SpecError for settings that are not modelled."""
     reading = begun(whole, folder)
     table = flat(reading)
-    names = [f"model.{key}" for key in ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path",
-                                        "config.name_or_path", "config")]  # fmt: skip
-    named = next((key for key in names if isinstance(table.get(key), str)), None)
-    if named is not None:
-        reading.tell_model(named, str(table.data[named]))
+    _auto_model(reading)
     ranks = _auto_degrees(reading, gpus)
-    word = str(table.get("model.torch_dtype") or table.get("model.config.torch_dtype") or "auto").rpartition(".")[2]
-    # weights keep the checkpoint's 16 bits unless torch_dtype says fp32 (_transformers/auto_model.py)
-    reading.tell(
-        "precision", "model.torch_dtype", "bf16-mixed" if word in ("float32", "fp32") else "bf16", also=("bf16-mixed",)
-    )
+    _auto_precision(reading)
     each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
     key = "step_scheduler.global_batch_size"
     reading.tell_steps(key, table.count(key), each * ranks)
     _auto_length(reading)
-    own = "full" if table.data.get("parallelizer.activation_checkpointing") is True else None
-    again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
-    kinds = {"false": "none"}
-    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
+    again = _auto_recompute(reading)
     _auto_attention(reading)
     tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
@@ -100,18 +86,45 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         harmless=_AUTO_POLICY,
         saves=_AUTO_SAVES,
         adds=_AUTO_ADDS,
-        either="model.backend.te_fp8.recipe model.backend.cuda_graph.*",
+        either="model.backend.cuda_graph.*",
     )
     _auto_float8(reading)
     for key in ("compile.enabled", "distributed.enable_compile"):
         if table.switch(key):
             reading.tell_compiled(table, key)
-    _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again not in ("false", "selective"))
-    if not _auto_keeps_inputs(reading, again=again not in ("false", "selective")):
+    _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again)
+    if not _auto_keeps_inputs(reading, again=again):
         reading.unmodelled(adds="*output_hidden_states")
     # NEFTune's noise is there while the embedding runs alone (components/training/neftune.py)
     table.like("ci.* benchmark.* _* *output_hidden_states neftune.*")
     return reading.setup("automodel")
+
+
+def _auto_model(reading: Reading) -> None:
+    """Read the model by its name, or by the name of its configuration."""
+    table = flat(reading)
+    names = ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path", "config.name_or_path", "config")
+    named = next((f"model.{key}" for key in names if isinstance(table.get(f"model.{key}"), str)), None)
+    if named is not None:
+        reading.tell_model(named, str(table.data[named]))
+
+
+def _auto_precision(reading: Reading) -> None:
+    """Read the precision: weights keep the checkpoint's 16 bits unless torch_dtype says fp32 (_transformers/auto_model.py)."""
+    table = reading.table
+    word = str(table.get("model.torch_dtype") or table.get("model.config.torch_dtype") or "auto").rpartition(".")[2]
+    kind = "bf16-mixed" if word in ("float32", "fp32") else "bf16"
+    reading.tell("precision", "model.torch_dtype", kind, also=("bf16-mixed",))
+
+
+def _auto_recompute(reading: Reading) -> bool:
+    """Read activation checkpointing; returns whether it is on for whole blocks."""
+    table = reading.table
+    own = "full" if table.get("parallelizer.activation_checkpointing") is True else None
+    again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
+    kinds = {"false": "none"}
+    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
+    return again not in ("false", "selective")
 
 
 def _auto_length(reading: Reading) -> None:
@@ -130,30 +143,27 @@ def _auto_attention(reading: Reading) -> None:
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
 
 
-_TE_ADAM = (
-    "optimizer._target_: Transformer Engine's FusedAdam keeps fp32 states of weights in 16 bits; fp32 weights and gradients are "
-    "counted, which take as much or more"
-)
-_TE_MASTERS = "optimizer.master_weights: whole fp32 weights beside those in 16 bits are not counted: the answer may be too low"
+_TE_STATES = "optimizer.{}={}: states of Transformer Engine's Adam are counted in fp32, the most they take"
 
 
 def _auto_te_adam(reading: Reading) -> None:
     """Read Transformer Engine's Adam, whose states have 32 bits by default (d0067d0, pytorch/optimizers/fused_adam.py, FusedAdam).
 
-    With ``store_param_remainders`` master weights are what 16-bit weights lack of fp32, two bytes each. fp32 weights have none.
+    With ``store_param_remainders`` master weights are what 16-bit weights lack of fp32; fp32 weights get whole copies.
     """
     table = reading.table
     if not re.fullmatch(r"transformer_engine\.[\w.]*FusedAdam", str(table.data.get("optimizer._target_"))):
         return
     masters, remainders = (table.switch(f"optimizer.{key}") for key in ("master_weights", "store_param_remainders"))
-    table.leave(f"optimizer.{key}" for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
-    if reading.flags["precision"].value == "bf16-mixed":
-        return
-    reading.tell("precision", "optimizer._target_", "bf16-mixed", filled=True, note=_TE_ADAM)
-    table.matters["optimizer._target_"] = _TE_ADAM
-    table.saves.add("optimizer._target_")
-    if masters and not remainders:
-        table.matters["optimizer.master_weights"] = _TE_MASTERS
+    narrow = reading.flags["precision"].value == "bf16"
+    kind = "" if not masters else "-remainders" if remainders and narrow else "-masters"
+    reading.tell("optimizer", "optimizer._target_", f"te-adam{kind}")
+    reading.flags.pop("optimizer_impl", None)
+    for key in ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"):
+        value = table.get(f"optimizer.{key}")
+        if str(value or "float32").rpartition(".")[2] != "float32":
+            table.matters[f"optimizer.{key}"] = _TE_STATES.format(key, value)
+            table.saves.add(f"optimizer.{key}")
 
 
 def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
@@ -238,21 +248,48 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
     model = reading.known_model()
     none_routed = model is not None and model.moe is None
     chosen = {key: one for key, one in chosen.items() if not (none_routed and key in _AUTO_OF_EXPERTS)}
+    own = spread or model is None or model.family in AUTOMODEL_NORMS
+    gathering = (
+        _AUTO_GATHERING.get(str(chosen.get("experts") or "torch_mm")) if own and chosen.get("dispatcher") == "torch" else None
+    )
     for key, one in chosen.items():
         counted, whole = _AUTO_BACKENDS.get(key), f"model.backend.{key}"
         if counted == () or one in (counted or ()) or (key == "attn" and _is_counted_attention(reading, one)):
             continue
+        if gathering and key in ("experts", "dispatcher"):
+            continue
         alone = key in ("experts", "dispatcher") and not spread and (key, one) != ("experts", "torch")
-        gathers = spread and (key, one) == ("dispatcher", "torch")
-        table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_GATHERED if gathers else _AUTO_BACKEND).format(whole, one)
+        table.matters[whole] = (_AUTO_ALONE if alone else _AUTO_BACKEND).format(whole, one)
         table.saves.update([whole] * alone)
     parts += ["output-copied", "output-scaled"] * (chosen.get("attn") == "flex" and _has_sinks(reading))
-    if spread and (sender := str(chosen.get("dispatcher") or "deepep")) in ("deepep", "hybridep"):
-        parts.append(sender)
+    sender = gathering or (str(chosen.get("dispatcher") or "deepep") if spread else "")
+    parts += [sender] * (sender in SENDING)
     parts += ["inputs-kept"] * again + ["output-copied"] * (spread and chosen.get("attn") == "sdpa")
-    parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (spread and chosen.get("experts") == "te")
-    parts += ["router-in-fp32"] * ("gate_precision" in chosen)
+    parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (
+        spread and not gathering and chosen.get("experts") == "te"
+    )
+    parts += ["router-in-fp32"] * ("gate_precision" in chosen) + _auto_te_float8(reading, parts)
     reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
+
+
+_TE_FLOAT8 = (
+    "{}: Transformer Engine's float8 was read (d0067d0), not run: copies of weights are counted until the backward, and a scale "
+    "for 32 elements, the most that they take"
+)
+
+
+def _auto_te_float8(reading: Reading, parts: list[str]) -> list[str]:
+    """Read float8 of Transformer Engine's layers (components/models/common/utils.py, TEFp8Config), counted in full training."""
+    key = "model.backend.te_fp8.recipe"
+    recipe, flags, model = reading.table.get(key), reading.flags, reading.known_model()
+    if recipe is None or not {"te-linear", "te-experts"} & set(parts):
+        return []
+    counted = recipe in ("current", "block", "mxfp8") and flags["precision"].value == "bf16"
+    if not counted or {"lora_rank", "tensor_parallel"} & flags.keys() or (model is not None and model.moe is None):
+        reading.unmodelled(either=key)
+        return []
+    reading.notes.append(_TE_FLOAT8.format(key))
+    return ["te-float8"]
 
 
 def _is_counted_attention(reading: Reading, kernel: object) -> bool:
@@ -290,6 +327,12 @@ _OF_ITS_EXPERTS = (
 )
 
 
+_NO_DENSE = (
+    "{}: AutoModel adapts the layers of dense blocks and shared experts in a {} model, which is not modelled; --lora-targets "
+    "attention counts those of attention alone"
+)
+
+
 def _auto_targets(reading: Reading) -> None:
     """Read the layers with adapters (_peft/module_matcher.py): by patterns of names, or all linear layers but some.
 
@@ -309,6 +352,9 @@ def _auto_targets(reading: Reading) -> None:
         names = names[:-1]
     adapted = [name for name in names if any(fnmatchcase(name, one) for one in chosen or ["*"])]
     adapted = [name for name in adapted if not any(fnmatchcase(name, one) for one in left_out)]
+    if model is not None and model.family in CONVERTED and set(adapted) & set(CONVERTED[model.family]):
+        reading.asks["lora_targets"] = _NO_DENSE.format("peft.target_modules", model.family)
+        return
     if model is None:
         wide = not chosen or any("*" in one or one in ("_proj", "proj", "") for one in chosen)
         adapted = ["all-linear", *(name for name in adapted if name == HEAD)] if wide else chosen

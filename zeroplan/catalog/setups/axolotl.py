@@ -12,7 +12,7 @@ from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, Told, Tra
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, OF_LINEAR
 
 #: Axolotl's key for each key of TrainingArguments and TRL.
 _INSTEAD = {
@@ -360,7 +360,9 @@ def _adapter(whole: Table) -> dict[str, object]:
     names = [targets] if isinstance(targets, str) else targets
     return {
         "use_peft": True,
-        "lora_target_modules": "all-linear" if whole.switch("lora_target_linear") else names,
+        "lora_target_modules": [OF_LINEAR, *(names if isinstance(names, list) else [])]
+        if whole.switch("lora_target_linear")
+        else names,
         "lora_dropout": 0.0 if dropout is None else dropout,
         "load_in_4bit": whole.get("load_in_4bit"),
         "use_bnb_nested_quant": True,

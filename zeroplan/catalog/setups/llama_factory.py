@@ -10,6 +10,7 @@ from zeroplan.catalog.setups.reading import deepspeed_beside
 from zeroplan.catalog.setups.told import LIGER, ULYSSES, Reading, Setup, Table, Told, TranslatedTable, known_keys, number_of
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.errors import SpecError
+from zeroplan.spec.adapter import OF_LINEAR
 
 #: LLaMA-Factory's key for each key of TrainingArguments and TRL.
 _INSTEAD = {
@@ -137,7 +138,7 @@ def _adapter(whole: Table, *, adapted: bool) -> dict[str, object]:
     return {
         "use_peft": True,
         "lora_r": whole.count("lora_rank") or _DEFAULT_RANK,
-        "lora_target_modules": "all-linear" if names == ["all"] else names,
+        "lora_target_modules": OF_LINEAR if names == ["all"] else names,
         "lora_dropout": _DEFAULT_DROPOUT if dropout is None else dropout,
         "load_in_4bit": bits == 4,
         "load_in_8bit": bits == 8,
@@ -276,7 +277,7 @@ def _v1_adapter(reading: Reading) -> bool:
     targets = peft.get("target_modules") or "all"
     names = ",".join(map(str, targets)) if isinstance(targets, list) else str(targets)
     reading.tell("lora_rank", "peft_config.r", peft.count("r") or _DEFAULT_RANK)
-    reading.tell("lora_targets", "peft_config.target_modules", "all-linear" if names == "all" else names)
+    reading.tell("lora_targets", "peft_config.target_modules", OF_LINEAR if names == "all" else names)
     reading.tell("lora_dropout", "peft_config.lora_dropout", number_of(peft.get("lora_dropout"), 0.05) > 0)
     if quant.text("name") is not None:
         if quant.count("quantization_bit") not in (None, 4):

@@ -11,6 +11,7 @@ from zeroplan.catalog.setups.told import ULYSSES, FlatTable, Reading, Setup, Tab
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import strict_json
 from zeroplan.errors import SpecError
+from zeroplan.spec.adapter import OF_LINEAR
 
 _INSTEAD = {
     "model_name_or_path": "model", "attn_implementation": "attn_impl", "use_peft": "tuner_type", "lora_r": "lora_rank",
@@ -192,7 +193,7 @@ def _made(whole: Table) -> dict[str, object]:
     adapters = {
         "lora_modules_to_save": whole_modules,
         "use_peft": True, "lora_r": whole.count("lora_rank") or 8, "load_in_4bit": bits == 4,
-        "lora_target_modules": "all-linear" if targets in ("all-linear", ["all-linear"]) else targets,
+        "lora_target_modules": OF_LINEAR if targets in ("all-linear", ["all-linear"]) else targets,
         "lora_dropout": number_of(whole.get("lora_dropout"), 0.05),
     }  # fmt: skip
     mixed = whole.switch("bf16") is not False and word == "bfloat16"

@@ -395,7 +395,8 @@ def ends_counted_apart(program: str) -> str:
 NO_GPUS = "the file does not say how many GPUs: zeroplan counts {}, as its degrees need; add --gpus N"
 COMPILED = (
     "the step is counted without torch.compile; in the runs that were compared a compiled one took no more "
-    "(`zeroplan dryrun` follows the compiler)"
+    "(`zeroplan dryrun` follows the compiler; --fused-kernels compiled-blocks,compiled-loss counts blocks compiled each by itself, "
+    "and a compiled loss, under FSDP2)"
 )
 FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
 ULYSSES = "Ulysses' ranks split a sequence outside of attention and its heads inside: a rank's share of its tokens is counted"

@@ -22,7 +22,7 @@ from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.verify.fake_cuda.stand_ins import count_as_library, line_at
 from zeroplan.verify.replaced import put
 
-_TRACED = {"process_group", "replaced", "replacements", "torch_cuda", "torch_patches"}
+_TRACED = {"attention", "process_group", "replaced", "replacements", "torch_cuda", "torch_patches"}
 """zeroplan's modules that replace torch functions; dynamo traces them like torch."""
 _LONGEST_REASON = 200
 """Longest part of an error message to show. [characters]"""

@@ -19,7 +19,8 @@ from zeroplan.engines.modules import (
 )
 from zeroplan.engines.rows import Row
 from zeroplan.errors import SpecError
-from zeroplan.transformer.params import frozen_tower, has_frozen, is_frozen, layout, runs_in_order
+from zeroplan.transformer.params import has_frozen, is_frozen, layout, runs_in_order, without_backward
+from zeroplan.transformer.vision import BESIDE_THE_TEXT, blocks_before, name_in_a_llama
 
 if TYPE_CHECKING:
     from zeroplan.spec.profile import Profile
@@ -132,20 +133,46 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
         first = (first[0]._replace(lent=True), *first[1:])
     wrappers = (root, root) if whole.model.adapter is not None else ()
     steps = [_begun(FORWARD, module, -1) for module in (*wrappers, root, model)]
-    steps += [*_forward(first, -1), *[_begun(FORWARD, _Module(""), -1)] * _without_parameters(whole)]
+    first, between = _around_the_tower(whole, first)
+    steps += _forward(first, -1)
     for block, modules in enumerate(blocks):
+        steps += _forward(between.get(block, ()), -1)
+        if block == whole.model.tower_layers:
+            steps += [_begun(FORWARD, _Module(""), -1)] * _without_parameters(whole)
         steps += _forward(modules, block, again=block < recomputed)
     steps += _forward((norm,), n_blocks)
     steps[-1] = steps[-1]._replace(frees=(*steps[-1].frees, _freed(model))) if model.borrows else steps[-1]
     steps += _forward((head,), n_blocks)
     steps += [*(_begun(BACKWARD, module, n_blocks) for module in (*wrappers, root)), _alone(BACKWARD, head, n_blocks, 1)]
     steps += [_begun(BACKWARD, model, n_blocks)._replace(made=1), _alone(BACKWARD, norm, n_blocks, 2)]
-    for block in range(n_blocks - 1, max(lowest, 0 if recomputed else frozen_tower(whole.model)) - 1, -1):
-        steps += _backward(whole, blocks[block], block, recomputed=recomputed)
+    unreached = without_backward(whole.model, recomputed=bool(recomputed))
+    if unreached:
+        first = tuple(module for module in first if not _of_frozen_images(whole, module))
+        between = {at: tuple(one for one in some if not _of_frozen_images(whole, one)) for at, some in between.items()}
+    for block in range(n_blocks - 1, max(lowest, 0) - 1, -1):
+        steps += _backward(whole, blocks[block], block, recomputed=recomputed) if block >= unreached else []
+        steps += [_begun(BACKWARD, module, -1) for module in reversed(between.get(block, ()))]
     if lowest >= 0:
         return tuple(steps)  # autograd does not track the embedding's output
     steps += [_begun(BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
     return (*steps, *(_begun(BACKWARD, module, -1) for module in reversed(first)))
+
+
+def _around_the_tower(
+    whole: Row, first: tuple[_Module, ...]
+) -> tuple[tuple[_Module, ...], dict[int, tuple[_Module, ...]]]:  # fmt: skip
+    """Return the modules before the first block; and those of a vision tower that run after its blocks, by the next block."""
+    vision = whole.model.vision
+    if vision is None or not vision.has_blocks:
+        return first, {}
+    places = [blocks_before(vision, module.name) for module in first]
+    between = {at: tuple(module for module, place in zip(first, places, strict=True) if place == at) for at in set(places)}
+    return between.pop(0), between
+
+
+def _of_frozen_images(whole: Row, module: _Module) -> bool:
+    """Whether a module is a frozen one before the text: without a gradient in the tower, none reaches it."""
+    return module.name.startswith(BESIDE_THE_TEXT) and not any(whole.trained[index] for index in module.parameters)
 
 
 def _lowest_backward(whole: Row, recomputed: int) -> int:
@@ -405,7 +432,8 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
         bounds = (places[0], places[-1] + 1) if places else (0, 0)
         lent = name.endswith(".lora_A.default")
         packed = tuple(index for index in own if whole.placed[index].parameter.quantised)
-        modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent, packed))
+        known = name_in_a_llama(name) if block < whole.model.tower_layers else name
+        modules.append(_Module(known, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent, packed))
     return tuple(modules)
 
 

@@ -117,11 +117,7 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
             n, calls * rounds, element * ceil_div(psi, calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
             f"{STAGE12}, allreduce_and_scatter", element * psi * rounds,
         ),
-        Collective(
-            "all_gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), element * n * job.partition,
-            (n - 1) * element * job.partition, n * job.partition, "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups",
-            phase=Phase.STEP,
-        ),
+        _weight_gather(job),
         *numbers_unsharded(job.recipe, n),
     )  # fmt: skip
 
@@ -217,8 +213,8 @@ def _all_reduce(job: Job) -> tuple[Collective, ...]:
 
 
 def _weight_gather(job: Job) -> Collective:
-    n, share = job.n_ranks, job.partition
-    calls: Int = where(n > 1, 1, 0)
-    source = "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups"
-    return Collective("all_gather", "updated weights", "after the optimizer step", n, calls, 2 * n * share, (n - 1) * 2 * share,
-                      n * share, source, phase=Phase.STEP)  # fmt: skip
+    n, share, width = job.n_ranks, job.partition, job.element
+    return Collective(
+        "all_gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), width * n * share,
+        (n - 1) * width * share, n * share, "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups", phase=Phase.STEP,
+    )  # fmt: skip

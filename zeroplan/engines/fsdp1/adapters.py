@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, frozen_units
-from zeroplan.engines.fsdp1.step import FlatMicroBatch
-from zeroplan.engines.fsdp2 import lines
+from zeroplan.engines.fsdp1.step import FlatMicroBatch, with_one
+from zeroplan.engines.fsdp2 import buffers, lines
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.runtime import Parts, Unit, Units
 from zeroplan.engines.positions import Position
@@ -39,8 +39,13 @@ class AdaptedMicroBatch(FlatMicroBatch):
         """Return the lines of a block's forward at its peak, with one adapter unit."""
         return (*super().inside_forward(position), *self._of_adapters(position.run))
 
+    def unsharded_beside(self, position: Position, *, backward: bool) -> tuple[Line, ...]:
+        """Return what other blocks keep unsharded, and at stage 2 this block's adapters, which its frozen unit does not have."""
+        beside = super().unsharded_beside(position, backward=backward)
+        return beside if self.plan.reshard is not False else (*beside, _all_units(self.flat, position.run))
+
     def _of_adapters(self, run: int) -> tuple[Line, ...]:
-        """Return the largest adapter unit; at stage 2 it counts among the unsharded parameters."""
+        """Return the largest adapter unit; at stage 2 all of them stay unsharded."""
         return () if self.plan.reshard is False else (self._adapters[run],)
 
     def gradients_so_far(self, position: Position) -> None:
@@ -62,9 +67,10 @@ class AdaptedMicroBatch(FlatMicroBatch):
         """Yield the moments of a block's backward. The block below is there once the first adapter, last in backward, has run."""
         points = self.plan.passes[position.run].points
         last = max((at for at, point in enumerate(points) if point.place.at is At.ADAPTER_B), default=0)
-        ahead, again = self._ahead(), self.run_again()
+        again = self.run_again()
         for at, point in enumerate(points):
-            beside = (*again, _made(self.flat, point), *self._of_adapters(position.run), *(ahead if at > last else ()))
+            ahead = self._ahead(copies=at == last + 1) if at > last else ()
+            beside = (*again, _made(self.flat, point), *self._of_adapters(position.run), *ahead)
             yield point.name, (point.lines, beside)
 
     @property
@@ -72,19 +78,24 @@ class AdaptedMicroBatch(FlatMicroBatch):
         """Whether checkpoints are reentrant. Adapters need that, since others refuse inputs that change their dtype."""
         return self.plan.recomputed
 
-    def _ahead(self) -> tuple[Line, ...]:
+    def _ahead(self, *, copies: bool) -> tuple[Line, ...]:
+        """Return the block below, unsharded; ``copies``: its shard from host memory is copied now. Views keep that shard."""
         if self._below is None or not self.prefetches:
             return ()
-        return lines.unsharded(self.plan, self._below.parts.groups[0])
+        group, copied = self._below.parts.groups[0], self._below.parts.copied_groups[0]
+        shard = lines.chunk_to_gather(self.plan, group, copied) if copies or self.flat.views_shards else ()
+        return (*lines.unsharded(self.plan, group), *shard)
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """End a block's backward. The first block, whose input has no gradient, stays unsharded until the end.
 
         Two hooks see the gradient of a block's input. The block below unshards first, then this block is resharded.
         """
-        self.trace.shrink("left", *self.plan.left_behind(position.before, self.left))
+        self._hold_gradients(with_one(position.after, position.run), position.before)
+        self.trace.hold("leaving", buffers.flowing(self.plan, "gradient that flows out of this block"))
         if self._below is not None and self.plan.reshard is not False:
             self.run.prefetch(self._below)
+        self.trace.drop("leaving")
         if position.layer:
             self.run.post_backward(unit)
 
@@ -107,9 +118,17 @@ def _largest_unit(plan: FlatPlan, run: int) -> Line:
     width: int = plan.adapter_bytes
     largest: Int = 0
     for unit in () if plan.options.ignores_adapters else adapter_units(plan, run):
-        largest = maximum(largest, width * unit.padded)
+        viewed = unit.shard if plan.views_shards and not plan.width.mixed else 0
+        largest = maximum(largest, width * (unit.padded + viewed))
     reason = "a matrix of an adapter, while it is used"
     return Line(Kind.UNSHARDED_PARAMETERS, largest, reason, product(1, largest), _SOURCE)
+
+
+def _all_units(plan: FlatPlan, run: int) -> Line:
+    """Return all units of a block's adapters, unsharded. [bytes]"""
+    units = () if plan.options.ignores_adapters else adapter_units(plan, run)
+    n_bytes: Int = plan.adapter_bytes * sum(unit.padded for unit in units)
+    return Line(Kind.UNSHARDED_PARAMETERS, n_bytes, "this block's adapters, unsharded", product(1, n_bytes), _SOURCE)
 
 
 def _made(plan: FlatPlan, point: BackwardPoint) -> Line:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from zeroplan.engines.formulas import blocks_sum
+from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.fsdp2.groups import Cut, Group, cut_of
 from zeroplan.engines.fsdp2.plan import Plan, plan_of, sum_of
 from zeroplan.engines.optimizers import LocalTensor
@@ -26,6 +26,8 @@ from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.recomputed import first_recomputed
 from zeroplan.transformer.vision import pixels
 
+_CPU_GRAD = "torch 2.13, torch/distributed/fsdp/_flat_param.py, FlatParamHandle.init_flat_param_attributes"
+_VIEWED = "torch 2.13, torch/distributed/fsdp/_flat_param.py, FlatParamHandle.flat_param_to"
 _ALIGNED_BYTES = 16  # torch 2.13, _flat_param.py, _get_aligned_numel
 
 
@@ -85,10 +87,47 @@ class FlatPlan(Plan):
 
         Source: torch 2.13, _flat_param.py, ``init_flat_param_attributes``.
         """
+        width = self.frozen_width if self.is_partly_frozen else self.width.stored
+        units = [(group, layers, width) for group, layers in self._whole_units]
+        for run, layers in enumerate(self.every_layer if self.is_partly_frozen else ()):
+            units += [(unit, layers, self.width.stored) for unit in adapter_units(self, run)]
         n_bytes: Int = 0
-        for group, layers in ((self.root, 1), *zip(self.blocks, self.every_layer, strict=True)) if self.offloaded else ():
-            n_bytes = n_bytes + 2 * layers * rounding(self.width.stored * group.shard)
+        for group, layers, each in units if self.offloaded else ():
+            n_bytes = n_bytes + 2 * layers * rounding(each * group.shard)
         return n_bytes
+
+    @property
+    def _whole_units(self) -> tuple[tuple[Group, int], ...]:
+        """The root and every run's blocks, without adapters, and how many there are of each."""
+        blocks = frozen_units(self) if self.is_partly_frozen else self.blocks
+        return ((self.root, 1), *zip(blocks, self.every_layer, strict=True))
+
+    def unused_gradients(self) -> Line:
+        """Return the gradients that FSDP1 allocates in host memory for frozen units, too, and never writes. [bytes]"""
+        shards: Int = 0
+        for group, layers in self._whole_units:
+            shards = shards + layers * group.shard
+        reason = "gradients of frozen units, allocated in host memory and not used"
+        n_bytes = self.frozen_width * shards
+        return Line(Kind.GRADIENTS, n_bytes, reason, product(1, n_bytes), _CPU_GRAD)
+
+    @property
+    def views_shards(self) -> bool:
+        """Whether a shard from host memory stays on the GPU while its unit is unsharded: uncast, the original parameters view it.
+
+        Source: torch 2.13, _flat_param.py, ``flat_param_to``. A frozen shard has the compute dtype already.
+        """
+        return self.offloaded and self.options.use_orig_params and (self.is_partly_frozen or not self.width.mixed)
+
+    def shards_viewed(self, layers: tuple[int, ...]) -> tuple[Line, ...]:
+        """Return such shards of blocks that stay unsharded. [bytes]"""
+        if not self.views_shards:
+            return ()
+        groups, width = frozen_units(self) if self.width.mixed else self.blocks, self.width.compute
+        shards: Int = sum(count * group.shard for count, group in zip(layers, groups, strict=True))
+        letters = " + ".join(f"{count}·P_{group.symbol}/N" for count, group in zip(layers, groups, strict=True))
+        reason = "shards of these blocks, copied from the host"
+        return (Line(Kind.GATHER, width * shards, reason, f"{width}·({letters})", _VIEWED),)
 
     def flat(self, group: Group) -> Int:
         """Return the elements of a unit's flat parameter, and so of its flat gradient. [elements]"""
@@ -132,6 +171,8 @@ def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     autocast = width.mixed and cut.is_partly_frozen and not model.is_quantised and beside_adapters
     updated = "U" if recipe.fsdp1.use_orig_params else None  # the optimizer does not update the gaps between aligned parameters
     plan = FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast, updated=updated))
+    if plan.offloaded and plan.is_partly_frozen:
+        plan = plan._replace(in_host_memory=(*plan.in_host_memory, plan.unused_gradients()))
     if model.vision is None or not width.mixed:
         return plan
     # The vision tower casts pixels to the dtype of its parameters (fp32 in a flat one) and back, so there are two copies.

@@ -112,12 +112,29 @@ class FlatRuntime(Runtime):
             memory.put(key, line)
             memory.mark(key)
             memory.call("all_gather", line.n_bytes, self.plan.n)
+            if self.flat.views_shards:
+                memory.rename("cast shard", viewed(unit))
             memory.drop("cast shard")
         memory.stream = 0
+
+    def post_forward(self, unit: Unit) -> None:
+        """``_post_forward_reshard``. A line for all blocks counts a shard that stays, too."""
+        super().post_forward(unit)
+        if not self.frees:
+            self.memory.settle(viewed(unit))
+
+    def hold_unsharded(self, unit: Unit) -> None:
+        """Hold a unit that is unsharded already, and its shard."""
+        super().hold_unsharded(unit)
+        if self.flat.views_shards:
+            self.memory.hold(
+                viewed(unit), *self._once(lines.chunk_to_gather, unit.parts.groups[0], unit.parts.copied_groups[0])
+            )
 
     def reshard(self, unit: Unit) -> None:
         """``_reshard``."""
         super().reshard(unit)
+        self.memory.drop(viewed(unit))
         self.freed.append(self.memory.point)
         self.prefetched.discard(unit.name)
 
@@ -188,6 +205,11 @@ class FlatRuntime(Runtime):
         memory.mark(flat)
         memory.drop("to reduce", "reduced", "reduced, cast", flat)
         memory.settle(shard)
+
+
+def viewed(unit: Unit) -> Hashable:
+    """Return the key of a unit's shard on the GPU that its original parameters view."""
+    return "viewed", unit.name
 
 
 def copied_in_vain(plan: Plan, group: Group) -> tuple[Line, ...]:

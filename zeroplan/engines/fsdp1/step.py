@@ -110,7 +110,7 @@ class FlatMicroBatch(MicroBatch):
         if joins is None:
             return
         trace.shrink(
-            "left", *plan.left_behind(_with_one(position.before, position.run) if later else position.before, self.left)
+            "left", *plan.left_behind(with_one(position.before, position.run) if later else position.before, self.left)
         )
         if not position.layer:
             trace.shrink("shared", *plan.head.at_embedding)
@@ -129,14 +129,14 @@ class FlatMicroBatch(MicroBatch):
             trace.hold(("made", run.waiting.name), *made_gradients(plan, run.waiting.parts.trained_group))
             if run.frees:
                 run.hold_unsharded(run.waiting)
-            done = _with_one(done, position.run, -1)
+            done = with_one(done, position.run, -1)
         trace.hold("accumulated", *FlatPlan(*plan._replace(several=1)).left_behind(done))
         self.end_of_backward()
 
     def end_of_backward(self) -> None:
         """Make the embedding's gradient, then reduce the root."""
         plan, trace, none = self.plan, self.trace, tuple(0 for _ in self.plan.blocks)
-        first = none if self.run.waiting is None else _with_one(none, self.layers[0][0].run)
+        first = none if self.run.waiting is None else with_one(none, self.layers[0][0].run)
         trace.drop("kept", "still unsharded")
         self._hold_gradients(tuple(count - one for count, one in zip(plan.every_layer, first, strict=True)), first)
         trace.shrink("shared", *outside.shared_at_embedding(plan))
@@ -152,7 +152,8 @@ class FlatMicroBatch(MicroBatch):
         self.run.post_backward(self.root)
 
 
-def _with_one(layers: tuple[int, ...], run: int, more: int = 1) -> tuple[int, ...]:
+def with_one(layers: tuple[int, ...], run: int, more: int = 1) -> tuple[int, ...]:
+    """Return the number of layers of each run, with one more of a run."""
     return tuple(count + more * (at == run) for at, count in enumerate(layers))
 
 

@@ -19,6 +19,7 @@ from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
 from zeroplan.engines.optimizers import counted, step_temporary_lines
 from zeroplan.engines.pinned import beyond, beyond_symbol
+from zeroplan.engines.published_optimizers import notes_of as notes_of_optimizer
 from zeroplan.ledger import Line
 from zeroplan.numeric import ceil_div
 from zeroplan.spec.batch import Batch, of_a_rank
@@ -179,6 +180,7 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
             "linear layers of the blocks run in torchao's float8 without torch.compile, which fuses the casts and takes less; "
             "parameters are gathered in the compute dtype"
         )
+    yield from notes_of_optimizer(recipe.optimizer)
     if recipe.optimizer == "muon":
         yield (
             "torch's DTensor chooses what Muon gathers, exchanges and sums up, here as on nodes of 8 GPUs; with replicas it may "

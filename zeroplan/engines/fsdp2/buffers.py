@@ -44,7 +44,7 @@ def still_unsharded(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
     reason = "blocks unsharded until their backward" if plan.reshard is False else "blocks' smaller shards until their backward"
     letter, width = "P" if plan.reshard is False and not plan.has_experts_apart else "Q", plan.width.compute
     formula = f"{width}·({blocks_sum(letter, layers, kinds)})"
-    return (Line(Kind.UNSHARDED_PARAMETERS, width * elements, reason, formula, POST_FORWARD),)
+    return (Line(Kind.UNSHARDED_PARAMETERS, width * elements, reason, formula, POST_FORWARD), *plan.shards_viewed(layers))
 
 
 def smaller_shard(plan: Plan, group: Group) -> Int:

@@ -19,10 +19,11 @@ from zeroplan.numeric import Bool, Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import EVEN, RecipeSpec
+from zeroplan.spec.recipe import EVEN, GATHERING, RecipeSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 
 EXCHANGE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP"
+GATHERED = "NeMo AutoModel 36044ad3, components/moe/experts.py, GroupedExperts.forward"
 NOTE = "zeroplan assumes even routing; a rank whose experts get more tokens needs more memory and time"
 
 
@@ -127,6 +128,8 @@ def local_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
     """Yield the symbols of a rank's experts, and of the pairs that they receive under uneven routing."""
     assert model.moe is not None  # noqa: S101  asked of models with experts only
     yield Symbol("x", model.moe.num_experts // mesh.ep, "experts of this rank, E/ep")
+    if GATHERING & set(recipe.fused_parts):
+        yield Symbol("T_g", _tokens(mesh, batch), "tokens of all ranks that share the experts, T·ep")
     if recipe.imbalance != 1:
         yield Symbol("X_r", _pairs(model, recipe, mesh, batch)[-1], "pairs that come to this rank's experts")
 
@@ -140,6 +143,9 @@ def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelS
     Selective recomputation keeps the received tokens, as torchtitan's does, but sends the counts again.
     """
     assert model.moe is not None  # noqa: S101  asked of blocks with experts only
+    if GATHERING & set(plan.recipe.fused_parts):
+        yield from _gathered(plan, run, mesh, batch, model.hidden_size)
+        return
     sizes = [pairs * model.hidden_size for pairs in _pairs(model, plan.recipe, mesh, batch)]
     calls, again = batch.grad_accum_steps * run.layers, "none" if run.plain else plan.recipe.recompute
     width, name = plan.width.compute, f"{run.words} blocks"
@@ -151,6 +157,29 @@ def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelS
     yield _exchange(f"counts of {name}", Phase.FORWARD, ranks, calls, 8, model.moe.num_experts)
     if again != "none":
         yield _exchange(f"counts of {name}", Phase.BACKWARD, ranks, calls, 8, model.moe.num_experts)
+
+
+def _tokens(mesh: Mesh, batch: Batch) -> Int:
+    return batch.micro_batch_size * batch.seq_len * int(mesh.ep)
+
+
+def _gathered(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, hidden: int) -> Iterator[Collective]:
+    """Yield NeMo AutoModel's exchanges: tokens gathered, outputs summed in fp32, and their gradients."""
+    recipe, elements, ranks = plan.recipe, _tokens(mesh, batch) * hidden, mesh.ep
+    calls, again = batch.grad_accum_steps * run.layers, 1 if run.plain or recipe.recompute == "none" else 2
+    name, width = f"{run.words} blocks", plan.width.compute
+    for operation, what, phase, times, of_one in (
+        ("all_gather", "tokens", Phase.FORWARD, 1, width), ("all_reduce", "outputs", Phase.FORWARD, 1, 4),
+        *((("all_gather", "tokens", Phase.BACKWARD, 1, width),) * (again - 1)), ("all_reduce", "outputs", Phase.BACKWARD, again, 4),
+        ("all_reduce", "gradients of tokens", Phase.BACKWARD, 1, width),
+    ):  # fmt: skip
+        payload, runs = of_one * elements, calls * times
+        moved = payload - payload // ranks
+        sent = runs * (2 * moved if operation == "all_reduce" else moved)
+        yield Collective(
+            operation, f"{what} of {name}", phase.value, ranks, runs, payload, sent, runs * elements, GATHERED, near=True,
+            phase=phase, among=Among.EXPERTS,
+        )  # fmt: skip
 
 
 def _pairs(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Int, ...]:

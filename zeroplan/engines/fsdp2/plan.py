@@ -227,6 +227,10 @@ class Plan(NamedTuple):
         reason, formula = _reduced_in_words(stored, layers, self.trained_kinds, when, sum_of("P", outside), earlier)
         return Line(Kind.GRADIENTS, stored * now, reason, formula, REDUCE)
 
+    def shards_viewed(self, layers: tuple[int, ...]) -> tuple[Line, ...]:  # noqa: ARG002  that of flat parameters needs it
+        """Return shards that unsharded blocks keep on the GPU beside offload: none."""
+        return ()
+
     def left_behind(self, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> tuple[Line, ...]:
         """Return whole gradients of earlier micro-batches (``no_sync``) in units that are not reduced yet. [bytes]"""
         if self.recipe.sync_every_micro_batch:
@@ -290,7 +294,9 @@ def plan_of(
     passes, head, tables = _program(model, recipe, batch, cut.tree, compute)
     recomputes = tuple(recompute_of(run, compute) for run in cut.tree.runs)
     frozen_width = width.stored if model.adapter is None else width.compute
-    persistent = (*_states(cut, tensors, recipe, frozen_width, updated), *tables, *_older_tables(model, recipe))
+    here, there = _held(
+        _states(cut, tensors, recipe, frozen_width, updated), (*tables, *_older_tables(model, recipe)), recipe, cut
+    )
     in_the_loop = held_beside(model, recipe, batch) if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
@@ -306,11 +312,28 @@ def plan_of(
         at_embedding=None if tp == 1 else _at_embedding(model, compute, batch),
         recomputes=recomputes,
         kept=tuple(total_bytes(one.kept(again)) for one, again in zip(passes, recomputes, strict=True)),
-        persistent=(*(tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent), *in_the_loop),
+        persistent=(*here, *in_the_loop),
         is_a_stage=part is not None,
-        in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),
+        in_host_memory=there,
         **_of_the_ranks(recipe, mesh, batch),
         **_of_the_model(cut, model, recipe),
+    )
+
+
+def _held(
+    states: tuple[Line, ...], tables: tuple[Line, ...], recipe: RecipeSpec, cut: Cut
+) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """Return states and tables on the GPU and those in host memory. FSDP1 moves shards alone, not scales, buffers or tables.
+
+    Source: torch 2.13, torch/distributed/fsdp/_init_utils.py; buffers follow in _runtime_utils.py, ``_lazy_init``.
+    """
+    every = (*states, *tables)
+    if not recipe.fsdp2.cpu_offload:
+        return every, ()
+    stay = (*cut.beside, *cut.tree.buffers, *tables) if recipe.engine == "fsdp1" else ()
+    moves = [all(line is not one for one in stay) for line in every]
+    return tuple(on_host(line) if moved else line for line, moved in zip(every, moves, strict=True)), tuple(
+        line for line, moved in zip(every, moves, strict=True) if moved
     )
 
 

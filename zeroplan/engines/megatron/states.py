@@ -29,10 +29,8 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
     weights, named = (share, shared) if recipe.zero_stage == WEIGHTS_TOO else whole
     if recipe.megatron.fp8_format is not None:
         narrow, line = _weights_in_fp8(rank, job)
-        weights, named = (
-            weights - narrow,
-            f"({named} - {_formula_in_fp8(recipe)})" if recipe.megatron.fp8_param_gather else named,
-        )
+        in_fp8 = "Q_own" if recipe.zero_stage == WEIGHTS_TOO else "Q_8"
+        weights, named = weights - narrow, f"({named} - {in_fp8})" if recipe.megatron.fp8_param_gather else named
         yield line
     yield Line(Kind.PARAMETERS, width.weight * weights, f"{width.name} weights", f"{width.weight}·{named}", STATES)
     gradients, named = (share, shared) if recipe.zero_stage >= GRADIENTS_TOO else whole
@@ -71,10 +69,6 @@ def _weights_in_fp8(rank: Rank, job: Job) -> tuple[Int, Line]:
         return share, Line(Kind.PARAMETERS, share, "weights in FP8", "Q_own", CACHED)
     n_bytes = both * ceil_div(rank.in_fp8, 32)
     return rank.in_fp8, Line(Kind.PARAMETERS, n_bytes, "weights in FP8, in all layouts", f"{both}·ceil(Q_8/32)", CACHED)
-
-
-def _formula_in_fp8(recipe: RecipeSpec) -> str:
-    return "Q_own" if recipe.zero_stage == WEIGHTS_TOO else "Q_8"
 
 
 def _share_in_fp8(rank: Rank, job: Job) -> Int:

@@ -1,6 +1,7 @@
 """What does a rank send in a step?"""
 
 from collections.abc import Iterator
+from math import comb
 
 from zeroplan.engines.megatron.chunks import runs_of
 from zeroplan.engines.megatron.parameters import table_of
@@ -8,7 +9,7 @@ from zeroplan.engines.megatron.rank import Rank, same_experts
 from zeroplan.engines.megatron.sharded import Sharding, sharding_of
 from zeroplan.engines.megatron.widths import Bytes, bytes_of
 from zeroplan.ledger import Among, Collective, Phase
-from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.numeric import Int, ceil_div, for_each_value, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
@@ -62,9 +63,10 @@ def collectives_of_passes(rank: Rank, job: Job) -> Iterator[Collective]:
                     calls,
                     element_of(recipe) * tokens * job.model.hidden_size,
                 )
-        if job.model.tie_word_embeddings and (rank.at == 0 or rank.has_head):
+        shared = job.model.tie_word_embeddings or recipe.megatron.mtp_num_layers
+        if shared and (rank.at == 0 or rank.has_head):
             gradient = bytes_of(recipe).gradient * table_of(job)
-            what = "gradient of the tied table, of first and last stage"
+            what = "gradient of the table that first and last stage share"
             yield _call("all_reduce", what, Phase.BACKWARD, Among.STAGES, 2, 1, gradient, passes=2)
 
 
@@ -124,18 +126,21 @@ def _at_ends(rank: Rank, job: Job, hidden: Int) -> Iterator[Collective]:
     """Yield the collectives of tensor-parallel ranks around embedding and head.
 
     The ranks sum the embedded tokens, the gradient of the head's input and the numbers of the loss. Sequence parallelism replaces
-    the first two sums by reduce-scatters (with learned positions only the second), and gathers what they split.
+    the first two sums by reduce-scatters (with learned positions only the second), and gathers what they split. Modules for later
+    tokens embed and score once more each, on the last rank.
     """
-    mesh, batch = job.mesh, job.batch
+    mesh, batch, modules = job.mesh, job.batch, job.recipe.megatron.mtp_num_layers
     calls, split = batch.grad_accum_steps, job.recipe.sequence_parallel
-    embedded, head = ("embedded tokens", Among.TENSOR, mesh.tp, calls), ("the head's input", Among.TENSOR, mesh.tp, calls)
+    tables = (rank.at == 0) + modules * rank.has_head
+    embedded = "embedded tokens", Among.TENSOR, mesh.tp, tables * calls
+    head = "the head's input", Among.TENSOR, mesh.tp, (1 + modules) * calls
 
     def send(operation: str, phase: Phase, which: tuple[str, Among, Int, Int], payload: Int) -> Collective:
         what, among, ranks, times = which
         passes = 2 if operation == "all_reduce" else 1
         return _call(operation, what, phase, among, ranks, times, payload, passes=passes, near=True)
 
-    if rank.at == 0:
+    if tables:
         yield send("reduce_scatter" if split and not job.model.positions else "all_reduce", Phase.FORWARD, embedded, hidden)
         if split:
             yield send("all_gather", Phase.BACKWARD, embedded, hidden)
@@ -145,7 +150,23 @@ def _at_ends(rank: Rank, job: Job, hidden: Int) -> Iterator[Collective]:
             yield send("all_gather", Phase.BACKWARD, head, hidden)
         yield send("reduce_scatter" if split else "all_reduce", Phase.BACKWARD, head, hidden)
         of_tokens = 4 * ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
-        yield send("all_reduce", Phase.FORWARD, ("numbers of the loss", Among.TENSOR, mesh.tp, 3 * calls), of_tokens)
+        yield send("all_reduce", Phase.FORWARD, ("numbers of the loss", Among.TENSOR, mesh.tp, 3 * head[3]), of_tokens)
+    if modules and rank.has_head:
+        yield from _joined(job, hidden)
+
+
+def _joined(job: Job, hidden: Int) -> Iterator[Collective]:
+    """Yield what a module for later tokens sends around the matrix that joins hidden states with the next tokens' embedding.
+
+    Source: Megatron-Core 0.16, transformer/multi_token_prediction.py, _concat_embeddings; read, not run.
+    """
+    which = Among.TENSOR, job.mesh.tp, job.recipe.megatron.mtp_num_layers * job.batch.grad_accum_steps
+    yield _call("all_gather", "joined hidden states", Phase.FORWARD, *which, hidden, near=True)
+    if not job.recipe.sequence_parallel:
+        yield _call("all_reduce", "inputs that are joined", Phase.BACKWARD, *which, 2 * hidden, passes=2, near=True)
+        return
+    for operation, phase in (("all_gather", Phase.FORWARD), ("all_gather", Phase.BACKWARD), ("reduce_scatter", Phase.BACKWARD)):
+        yield _call(operation, "inputs that are joined", phase, *which, 2 * hidden, near=True)
 
 
 def _within_t5(calls: Int, job: Job) -> Iterator[Collective]:
@@ -183,12 +204,33 @@ def _around_rings(job: Job, calls: Int, forwards: int, tokens: Int) -> Iterator[
     )
 
 
+def visited(job: Job, places: Int) -> Int:
+    """Return how many of ``places``, which share the experts equally, one token visits, in thousandths.
+
+    A token chooses its experts at random from its groups of experts. DeepEP and HybridEP send it once to each rank and, between
+    nodes, once to each node (github.com/deepseek-ai/DeepEP at 94a9f8f6, docs/README_Hybrid-EP.md); all-to-alls send it once to
+    each expert.
+    """
+    moe, groups, chosen = job.model.moe, job.recipe.megatron.moe_router_num_groups, job.recipe.megatron.moe_router_group_topk
+    assert moe is not None  # noqa: S101  asked of models with experts only
+    choices = moe.num_experts_per_tok
+
+    def of(count: int) -> int:
+        others = groups - max(1, groups // count)
+        reached = max(1.0, count * (1 - comb(others, chosen) / comb(groups, chosen)))
+        return round(1000 * reached * (1 - (1 - 1 / reached) ** choices))
+
+    return for_each_value(of, places)
+
+
 def _to_experts(rank: Rank, job: Job) -> Iterator[Collective]:
     model, batch = job.model, job.batch
     assert model.moe is not None  # noqa: S101  asked of models with experts only
     forwards = 2 if job.recipe.recompute == "full" else 1
     tokens = own_part(batch.micro_batch_size * batch.seq_len, job)
-    payload = element_of(job.recipe) * tokens * model.moe.num_experts_per_tok * model.hidden_size
+    flex = job.recipe.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  tokens of text
+    copies = visited(job, job.mesh.ep) if flex else 1000 * model.moe.num_experts_per_tok
+    payload = element_of(job.recipe) * tokens * copies * model.hidden_size // 1000
     counts = zip(runs_of(job), rank.counts, strict=True)
     calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind in ROUTED)
     yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, job.mesh.ep, 2 * calls, payload)

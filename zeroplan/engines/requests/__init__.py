@@ -60,7 +60,10 @@ def not_written(job: JobSpec) -> str:
         (model.vision is not None, "a vision tower"),
         (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
         (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),
-        *(_of_pipelines(job) if job.mesh.pp > 1 else ()),
+        (
+            job.mesh.pp > 1 and recipe.loss == "chunked" and recipe.fsdp2.shards_ends,
+            "a pipeline whose loss in chunks reads a unit of its own",
+        ),
         (
             recipe.loss == "chunked" and recipe.engine != "fsdp2" and trained_layout(model).tied_head is not None,
             "a loss in chunks whose head is the embedding",
@@ -85,7 +88,8 @@ def _of_engine(job: JobSpec) -> tuple[tuple[bool, str], ...]:
     """Return features of the job's engine whose requests are not modelled."""
     recipe, options = job.recipe, job.recipe.fsdp2
     if recipe.engine == "deepspeed":
-        return _of_stage_3(job) if recipe.zero_stage == 3 else _of_stage_1(job)
+        experts_at_1 = recipe.zero_stage == 1 and job.model.family == "ernie4_5_moe"
+        return _of_stage_3(job) if recipe.zero_stage == 3 else ((experts_at_1, "DeepSpeed stage 1 of ERNIE with experts"),)
     one_by_one = not recipe.sync_every_micro_batch or recipe.loss == "chunked" or job.mesh.tp > 1
     return {
         "fsdp2": (
@@ -119,15 +123,6 @@ def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         (adapter is not None and job.model.family not in ADAPTED_LIKE_LLAMA, "adapters in a family unlike Llama"),
         (adapter is not None and adapter.upcast == "norms" and job.model.is_quantised, "norms alone cast to fp32"),
     )
-
-
-def _of_pipelines(job: JobSpec) -> tuple[tuple[bool, str], ...]:
-    recipe = job.recipe
-    return ((recipe.loss == "chunked" and recipe.fsdp2.shards_ends, "a pipeline whose loss in chunks reads a unit of its own"),)
-
-
-def _of_stage_1(job: JobSpec) -> tuple[tuple[bool, str], ...]:
-    return ((job.recipe.zero_stage == 1 and job.model.family == "ernie4_5_moe", "DeepSpeed stage 1 of ERNIE with experts"),)
 
 
 def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:

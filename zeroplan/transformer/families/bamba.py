@@ -3,12 +3,10 @@
 ``state_space.py`` has Mamba-2.
 """
 
-from functools import partial
-
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
-from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Rotated, gated_mlp, layer_of
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
     HALF_TABLES,
@@ -22,8 +20,7 @@ from zeroplan.transformer.families.glm4 import Half
 from zeroplan.transformer.families.state_space import mixer, of_mixer
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import attention_of, gated, patterned
-from zeroplan.transformer.params_modules import rms_norm
+from zeroplan.transformer.params_gated import attention_of, gated, norms, patterned
 from zeroplan.transformer.symbols import T, a, d_4, k_4, q_4, r, s
 
 BAMBA = "transformers 5.23, models/bamba/modeling_bamba.py"
@@ -58,14 +55,14 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
 
 
 _ATTENTION = Attention(f"{BAMBA}, BambaAttention.forward", rotated=_rotated, joined=True)
-_LAYER = Layer(LLAMA_NORM, _mixed, partial(gated_mlp, source=f"{BAMBA}, BambaMLP.forward"), LAYER)
+_LAYER = layer_of(f"{BAMBA}, Bamba", LLAMA_NORM, _mixed, gated_mlp)
 
 
 def _tensors(model: ModelSpec) -> Layout:
     mlp = gated("feed_forward", model, model.intermediate_size, bias=model.mlp_bias)
-    norms = (*rms_norm("input_layernorm", model.hidden_size), *rms_norm("pre_ff_layernorm", model.hidden_size))
+    both = norms(model, ("input_layernorm", "pre_ff_layernorm"))
     mixers = {"linear": of_mixer(model, "mamba"), "full": attention_of(model, bias=model.attention_bias)}
-    of_kinds = {kind: (*mlp, *norms, *own) for kind, own in mixers.items()}
+    of_kinds = {kind: (*mlp, *both, *own) for kind, own in mixers.items()}
     return patterned(model, of_kinds, ("model.embed_tokens", "model.final_layernorm"))
 
 

@@ -37,9 +37,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     branch = gated_mlp(tape, normal, block, f"{COHERE}, CohereMLP.forward")
     both = op.add(tape, given, attended, "residual stream and attention", Site("addition of attention", LAYER))
     made = op.add(tape, both, branch, "block output", Site("addition of the MLP", LAYER))
-    tape.release(both, normal, branch, attended)
-    if weights is not None:
-        tape.release(weights)
+    tape.release(both, normal, branch, attended, weights)
     return made
 
 

@@ -50,7 +50,7 @@ class Layer(NamedTuple):
         tape.kernel_output(middle.store, of="inputs-kept")
         branch, beside = self._mlp_branch(tape, middle, block)
         made = self._added(tape, middle, branch, "block output")
-        tape.release(middle, *(one for one in (weights, beside) if one is not None))
+        tape.release(middle, weights, beside)
         return made
 
     def _attention_branch(self, tape: Tape, given: Value, block: Block) -> Attended:
@@ -101,6 +101,15 @@ def _with_kept(made: Value | Attended) -> Attended:
 def layer(parts: Layer) -> Program:
     """Return the program of a family whose every layer is ``parts``."""
     return Program(parts.run, parts.source, parts.norm)
+
+
+def layer_of(
+    classes: str, norm: Norm, attention: Callable[[Tape, Value, Block], Attended], mlp: Callable[..., Value],
+    names: tuple[str, str] = ("MLP", "DecoderLayer"),
+) -> Layer:  # fmt: skip
+    """Return a layer that runs ``mlp``. ``classes``: where its classes are, and how their names begin; ``names``: how they end."""
+    of_mlp, whole = names
+    return Layer(norm, attention, partial(mlp, source=f"{classes}{of_mlp}.forward"), f"{classes}{whole}.forward")
 
 
 # --- attention ---------------------------------------------------------------------------------------------------------------
@@ -161,6 +170,8 @@ class Attention(NamedTuple):
     """The family's rotary positions; None: Llama's."""
     joined: bool = False
     """Rotary positions copy queries and keys into head order."""
+    output: str = ""
+    """The name of the output projection, where it is not ``o_proj``."""
 
     def run(self, tape: Tape, normal: Value, block: Block) -> Attended:
         """Return the output projection's result, and the attention weights if the kernel returns them."""
@@ -176,7 +187,7 @@ class Attention(NamedTuple):
             kernels, name = context, "attention output in the order of tokens"
             context = op.run(tape, kernels, name, Site(name, self.source), gradient="gradient of the attention's output")
             tape.release(kernels)
-        site = Site("output projection", self.source, Module.O)
+        site = Site("output projection", self.source, Module.O, layer=self.output)
         made = op.linear(tape, context, h, site, reads=c, bias=block.output_bias)
         tape.release(value, *turned, context)
         return Attended(made, weights)
@@ -228,38 +239,43 @@ class Attention(NamedTuple):
 # --- MLPs --------------------------------------------------------------------------------------------------------------------
 
 
-def gated_mlp(tape: Tape, normal: Value, block: Block, source: str, *, width: Size = f, prefix: str = "") -> Value:
+def gated_mlp(
+    tape: Tape, normal: Value, block: Block, source: str, *, width: Size = f, prefix: str = "",
+    layers: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Value:  # fmt: skip
     """Return ``down(act(gate(x)) * up(x))``. Autograd saves x, the gate, the activated gate, up(x) and their product.
 
-    ``prefix`` begins the names of its moments if a layer has several MLPs.
+    ``prefix`` begins the names of its moments if a layer has several MLPs. ``layers``: the names of its linear layers.
     """
     if tape.mode.mlp is not None and block.activation == "silu" and not prefix:
         return tape.mode.mlp(tape, normal)
     bias, modules = block.mlp_bias, (Module.NONE,) * 3 if prefix else (Module.GATE, Module.UP, Module.DOWN)
-    gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0], layer="gate_proj"), bias=bias)
-    if tape.mode.fused_gates and block.activation == "silu":
-        return _gated_by_liger(tape, normal, gate, block, source, width=width, prefix=prefix)
+    gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0], layer=layers[0]), bias=bias)
+    gated = op.gated_by_liger if tape.mode.fused_gates and block.activation == "silu" else tape.mode.gate
+    if gated is not None:
+        return _gated_in_one(tape, normal, gate, block, source, gated, width=width, prefix=prefix)
     active = activated(tape, gate, block.activation, f"{prefix}{block.activation} of the gate", source)
     tape.release(gate)
-    site = Site(f"{prefix}up projection", source, modules[1], layer="up_proj")
+    site = Site(f"{prefix}up projection", source, modules[1], layer=layers[1])
     up = op.linear(tape, normal, width, site, bias=bias)
     reason = f"{prefix}gated product, input of the down projection"
     inner = op.product(tape, active, up, reason, Site(f"{prefix}gated product", source))
     tape.release(active, up)
-    site = Site(f"{prefix}down projection", source, modules[2], layer="down_proj")
+    site = Site(f"{prefix}down projection", source, modules[2], layer=layers[2])
     made = op.linear(tape, inner, h, site, reads=width, bias=bias)
     tape.release(inner)
     return made
 
 
-def _gated_by_liger(
-    tape: Tape, normal: Value, gate: Value, block: Block, source: str, *, width: Size, prefix: str
+def _gated_in_one(
+    tape: Tape, normal: Value, gate: Value, block: Block, source: str,
+    gated: Callable[[Tape, Value, Value, str, str], Value], *, width: Size, prefix: str,
 ) -> Value:  # fmt: skip
-    """Run the rest of a gated MLP whose product is one Liger kernel."""
+    """Run the rest of a gated MLP whose activation and product are one kernel, ``gated``."""
     modules = (Module.NONE,) * 2 if prefix else (Module.UP, Module.DOWN)
     up = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, modules[0]), bias=block.mlp_bias)
     reason = f"{prefix}gated product, input of the down projection"
-    inner = op.gated_by_liger(tape, gate, up, reason, f"{prefix}gated product")
+    inner = gated(tape, gate, up, reason, f"{prefix}gated product")
     tape.release(gate, up)
     made = op.linear(tape, inner, h, Site(f"{prefix}down projection", source, modules[1]), reads=width, bias=block.mlp_bias)
     tape.release(inner)

@@ -21,7 +21,7 @@ from zeroplan.transformer.families.definition import (
     before_and_after,
     gated_modules,
 )
-from zeroplan.transformer.families.experts import Routing, divided_by_their_sum, logits_in_32_bits, picked, routed_experts
+from zeroplan.transformer.families.experts import Routing, divided_by_their_sum, picked, product_of_router, routed_experts
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -252,11 +252,9 @@ def _of_mistral(tape: Tape, normal: Value, block: Block) -> Routing:
 
 def logits_of(tape: Tape, normal: Value, block: Block) -> Value:
     """Return logits in fp32. Under autocast their matrix product still runs in 16 bits."""
-    flat = op.view(tape, normal, Site("router: its input", ROUTER))
-    in_32_bits = not (block.wide or block.autocast)
     with tape.owning(leaf=True):
-        logits = logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", ROUTER))
-    tape.release(flat)
+        logits, held = product_of_router(tape, normal, ROUTER, in_32_bits=not (block.wide or block.autocast))
+    tape.release(*held)
     return logits
 
 

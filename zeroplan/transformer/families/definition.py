@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import PLAIN, Kind, Line, Tag
-from zeroplan.spec.adapter import Quantize
+from zeroplan.spec.adapter import Quantize, Stacked
 from zeroplan.spec.family import TRAITS, Activation
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import ModelSpec
@@ -54,6 +54,8 @@ class Training(NamedTuple):
     """Frozen linear layers save their inputs."""
     layers: tuple[str, ...] = ()
     """Names of the linear layers that have adapters."""
+    stacked: Stacked = Stacked()
+    """The weights of all experts, and of the router, that have adapters."""
     quantize: Quantize = "none"
     upcast: bool = False
     """Norms of a quantised model are fp32 under autocast."""
@@ -159,6 +161,8 @@ class Block(NamedTuple):
     """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
     shares: bool = False
     """Every token visits shared experts too."""
+    short: bool = False
+    """A short convolution takes the place of attention (LFM2)."""
 
     @property
     def attend(self) -> Attend:

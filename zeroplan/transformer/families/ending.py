@@ -23,6 +23,7 @@ from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
 from zeroplan.transformer.families import fake_quantised
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.compiled import COMPILED
 from zeroplan.transformer.families.definition import Training, definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import TENSOR_PARALLEL, gathered, norm
@@ -193,7 +194,9 @@ def output_bytes(ending: Ending, values: Values) -> Int:
 
 
 #: Fused kernels of the final norm and of the loss.
-_FUSED = ("cross-entropy", "loss-in-pieces", "rms-norm", "liger-rms-norm", "norm-in-one")
+_FUSED = (
+    "cross-entropy", "loss-in-pieces", "compiled-loss", "rms-norm", "liger-rms-norm", "norm-in-one", "te-float8", "te-linear",
+)  # fmt: skip
 _QAT = "int4-qat"
 
 
@@ -259,7 +262,7 @@ def _run(tape: Tape, ending: Ending) -> tuple[_Ran, tuple[Store, ...], list[Aliv
     """Run it forward. Return the loss, the tensors that variables still hold, and the moments of the final norm."""
     shape = T_p * h if ending.sharded else T * h
     given = Value(tape.make(SAVED, "final norm: its input", r * shape, _source(ending)), r, shape)
-    normal = _final_norm(tape, given, ending.family)
+    normal = norm(tape, given, "final norm", definition_of(ending.family).program.norm, AT_FINAL_NORM)
     in_the_model = tape.moments.copy()
     tape.release(given)
     read = gathered(tape, normal, "input of the head")
@@ -297,11 +300,11 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
         liger_norms="liger-rms-norm" in ending.fused,
         norm_in_one="norm-in-one" in ending.fused,
     )
+    if "te-float8" in ending.fused:
+        from zeroplan.transformer.families.te_float8 import mode_of  # noqa: PLC0415  keeps start-up fast
+
+        tape.mode = mode_of(tape.mode, ending.fused)
     return tape
-
-
-def _final_norm(tape: Tape, given: Value, family: str) -> Value:
-    return norm(tape, given, "final norm", definition_of(family).program.norm, AT_FINAL_NORM)
 
 
 def _name(tape: Tape, normal: Value) -> None:
@@ -336,8 +339,10 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
     in_place = "cross-entropy" in ending.fused
     shifts = ending.shifts_logits or in_place
     given, copies = _without_the_last(tape, logits) if shifts else (logits, ())
-    labels = (_shifted_labels(tape),) if shifts else _labels(tape)
-    run = _over_ranks if ending.sharded else _written_over if in_place else cross_entropy
+    shifted = "labels, shifted", 8 * (T - b) * _several(), SHIFTED, LABELS  # of one sequence a view of the batch's own
+    labels = (tape.make(LOGITS, *shifted),) if shifts else _labels(tape)
+    in_one = _written_over if in_place else _compiled if "compiled-loss" in ending.fused else cross_entropy
+    run = _over_ranks if ending.sharded else in_one
     loss, names = run(tape, given, labels[-1:])
     kept = tuple([store for store in tape.saved if store not in before])
     return _Ran(loss, kept, (*names, *copies, *labels, logits.store), (logits.store,))
@@ -431,11 +436,6 @@ def _several() -> Size:
     return at_most(1, b - 1)
 
 
-def _shifted_labels(tape: Tape) -> Store:
-    """Return the shifted labels; with one sequence a view of the batch's own."""
-    return tape.make(LOGITS, "labels, shifted", 8 * (T - b) * _several(), SHIFTED, LABELS)
-
-
 def _labels(tape: Tape) -> tuple[Store, Store]:
     """Return padded and shifted labels. With one sequence the shifted ones are a view of the padded ones, which are one longer."""
     one = at_least(0, 2 - b)
@@ -514,6 +514,16 @@ def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple
         return [op.through(logits, logits.store)]
 
     tape.add("loss", (loss,), (logits.store, rows, *labels), backward, of=(logits,), place=AT_LOSS)
+    return loss, (rows,)
+
+
+def _compiled(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
+    """Run a cross-entropy that inductor compiled. It reads 16-bit logits, and the backward writes their gradient in 16 bits."""
+    rows = tape.make(LOGITS, "maximum and log-sum of each token's logits, fp32", 8 * T, COMPILED)
+    loss = _scalar()
+    tape.add(
+        "loss", (loss,), (logits.store, rows, *labels), _makes("gradient of the logits", logits), of=(logits,), place=AT_LOSS
+    )
     return loss, (rows,)
 
 

@@ -4,11 +4,9 @@ The bias by which the router chooses experts is a parameter without a gradient. 
 layer too many with AdamW.
 """
 
-from functools import partial
-
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp, layer
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Rotated, gated_mlp, layer, layer_of
 from zeroplan.transformer.families.deepseek import EXPERT_MODULES
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
@@ -147,12 +145,8 @@ def _tensors(model: ModelSpec) -> Layout:
     return alike(model, (*attention_of(model), *gated("mlp", model, model.intermediate_size), *two_norms(model)))
 
 
-_LAYER = Layer(
-    LLAMA_NORM,
-    Attention(f"{ERNIE}, Ernie4_5Attention.forward", rotated=_rotated).run,
-    partial(gated_mlp, source=f"{ERNIE}, Ernie4_5MLP.forward"),
-    f"{ERNIE}, Ernie4_5DecoderLayer.forward",
-)
+_ATTENTION = Attention(f"{ERNIE}, Ernie4_5Attention.forward", rotated=_rotated)
+_LAYER = layer_of(f"{ERNIE}, Ernie4_5", LLAMA_NORM, _ATTENTION.run, gated_mlp)
 _CONFIG = ConfigKeys(
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True},
     fixed={"attention_bias": False, "mlp_bias": False},

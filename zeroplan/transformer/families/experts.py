@@ -9,19 +9,31 @@ from typing import NamedTuple
 
 from zeroplan.expr import Size
 from zeroplan.ledger import Among, Module
+from zeroplan.spec.recipe import GATHERING
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Block
-from zeroplan.transformer.families.tape import Arriving, Beside, Exchange, P_own, Site, Store, T_own, Tape, Value, Width
-from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
+from zeroplan.transformer.families.merged_experts import Wrapped, change_of_router, logits_with_adapter, merged, wrapped
+from zeroplan.transformer.families.tape import (
+    CAST_BY_CUDA,
+    Arriving,
+    Beside,
+    Exchange,
+    P_own,
+    Site,
+    Store,
+    T_own,
+    Tape,
+    Value,
+    Width,
+)
+from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x, z
 
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
 MINIMAX = "transformers 5.23, models/minimax_m2/modeling_minimax_m2.py, MiniMaxM2TopKRouter.forward"
 EXPERTS = "transformers 5.23, integrations/moe.py, grouped_mm_experts_forward"
 DISPATCH = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._dispatch_tokens"
 COMBINE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._combine_tokens"
-AUTOMODEL = "NeMo AutoModel 36044ad3, components/moe/experts.py, GroupedExpertsDeepEP.forward"
-SENT = "NeMo AutoModel 36044ad3, components/moe/megatron/token_dispatcher.py, MoEFlexTokenDispatcher.token_permutation2"
 
 # --- the router --------------------------------------------------------------------------------------------------------------
 
@@ -41,20 +53,32 @@ def router(tape: Tape, normal: Value, *, narrowed: bool, sigmoid: bool = False, 
     one. The router reads a view of all tokens in one row. The view comes before the product, so the router's weight gets its
     gradient before the view's gradient reaches ``normal``.
     """
-    flat = op.view(tape, normal, Site("router: its input", ROUTER))
-    logits = logits_in_32_bits(tape, flat) if tape.mode.wide_router else op.linear(tape, flat, E, Site("router", ROUTER))
-    tape.release(flat)
+    logits, held = product_of_router(tape, normal, ROUTER, in_32_bits=tape.mode.wide_router)
     scores = _sigmoids(tape, logits) if sigmoid else _scores(tape, logits, narrowed=narrowed)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     weights = divided_by_their_sum(tape, chosen, 4, ROUTER) if divided else chosen
-    if not narrowed:
-        return Routing(logits, weights, indices)
-    narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
-    tape.release(weights)
-    return Routing(logits, narrow, indices)
+    if narrowed:
+        narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
+        tape.release(weights)
+        weights = narrow
+    tape.release(*held)
+    return Routing(logits, weights, indices)
+
+
+def product_of_router(tape: Tape, value: Value, source: str, *, in_32_bits: bool) -> tuple[Value, tuple[Value, ...]]:
+    """Multiply a view of ``value`` by the router's weight. Return the logits, and what lives until the router's module returns."""
+    change = change_of_router(tape) if tape.mode.stacked.router else None
+    flat = op.view(tape, value, Site("router: its input", source))
+    if change is not None:
+        logits, weight = logits_with_adapter(tape, flat, change, source, in_32_bits=in_32_bits)
+        tape.release(flat)
+        return logits, (change, weight)
+    logits = logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", source))
+    tape.release(flat)
+    return logits, ()
 
 
 def logits_in_32_bits(tape: Tape, flat: Value) -> Value:
@@ -104,6 +128,34 @@ def divided_by_their_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -
     return made
 
 
+def biased_router(tape: Tape, logits: Value, block: Block, source: str) -> Routing:
+    """Pick experts by sigmoid plus bias, and divide the sigmoids by their sum, not in place (Hunyuan 3, LFM2-MoE)."""
+    scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", source), saves_result=True)
+    biased = tape.make(op.TEMPORARY, "router: scores and bias, fp32", 4 * T * E, source)
+    best = tape.make(op.TEMPORARY, "router: the best of them", 4 * T * t, source)
+    indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, source)
+    chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
+    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
+    shares = _shares(tape, chosen, CAST_BY_CUDA if block.autocast else logits.dtype, source)
+    weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", source))
+    tape.drop(biased, best)
+    tape.release(scores)
+    return Routing(logits, weights, indices)
+
+
+def _shares(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
+    """``weights / weights.sum()``, which saves both. It releases ``chosen``."""
+    total = tape.make(op.TENSOR, "router: sum of the top-k weights", dtype * T, source)
+    made = op.run(
+        tape, chosen, "router: weights, divided by their sum", Site("router: division by the sum", source), dtype=dtype,
+        saved=(total, chosen), gradient="gradient of the top-k weights",
+        beside=("gradient of the sum of the top-k weights, not yet summed", 2 * dtype * T * t),
+    )  # fmt: skip
+    tape.drop(total)
+    tape.release(chosen)
+    return made
+
+
 # --- what families' experts compute ------------------------------------------------------------------------------------------
 
 
@@ -118,6 +170,8 @@ class Computing(NamedTuple):
     """The first product also makes a gate for the second's input."""
     weighted_last: bool = False
     """NeMo AutoModel weights the second product's output, not its input."""
+    transposed: bool = False
+    """The weights have their input features first."""
 
 
 #: Families whose experts NeMo AutoModel weights after both products (glm4_moe/model.py, apply_router_weight_after_down).
@@ -150,31 +204,54 @@ class _Sorting(NamedTuple):
     """Boolean mask of the pairs that no expert of this rank computes. Only with experts on several ranks."""
 
 
+class _Weights(NamedTuple):
+    """The weights of all experts that have adapters, while these are active."""
+
+    first: Wrapped | None = None
+    second: Wrapped | None = None
+
+
+_NO_ADAPTERS = _Weights()
+
+
+def _with_adapters(tape: Tape, computing: Computing) -> _Weights:
+    """Activate the adapters of all experts. The wrapper of the second weight is around that of the first."""
+    stacked, width = tape.mode.stacked, m + m if computing.gated else m
+    second = wrapped(tape, "experts' second weight", z, (m, h), transposed=computing.transposed) if stacked.second else None
+    rank = stacked.first * z
+    first = wrapped(tape, "experts' first weight", rank, (h, width), transposed=computing.transposed) if stacked.first else None
+    return _Weights(first, second)
+
+
 def _products(
-    tape: Tape, given: Value, sorting: _Sorting, computing: Computing, *, experts: Size
-) -> tuple[Value, Value | None]:
-    """Run both products of the experts. Return their output, and the second bias where there are biases."""
+    tape: Tape, given: Value, sorting: _Sorting, computing: Computing, *, experts: Size, weights: _Weights = _NO_ADAPTERS
+) -> tuple[Value, tuple[Value, ...]]:
+    """Run both products of the experts. Return their output, and what variables hold beside it until the module returns."""
+    summed = None if weights.first is None else merged(tape, weights.first)
     first = _bias(tape, "gate and up", (m + m), sorting, experts) if computing.biases else None
     if sorting.beyond is not None:
         given = _zeroed(tape, given, sorting.beyond, "input of the experts", in_place=True)
     name, width = ("experts: gate and up projections", m + m) if computing.gated else ("experts: up projection", m)
-    both = _grouped(tape, given, first, (name, h, width), sorting, experts)
+    both = _grouped(tape, given, first, (name, h, width), sorting, experts, weight=summed)
     gated = computing.gate(tape, both)
+    second_sum = None if weights.second is None else merged(tape, weights.second)
     second = _bias(tape, "down", h, sorting, experts) if computing.biases else None
     if first is not None:
         tape.release(first)
-    return _grouped(tape, gated, second, ("experts: down projection", m, h), sorting, experts, frees=True), second
+    site = "experts: down projection", m, h
+    made = _grouped(tape, gated, second, site, sorting, experts, frees=True, weight=second_sum)
+    return made, tuple(one for one in (second, summed, second_sum) if one is not None)
 
 
 def _grouped(
     tape: Tape, value: Value, bias: Value | None, site: tuple[str, Size, Size], sorting: _Sorting, experts: Size, *,
-    frees: bool = False,
+    frees: bool = False, weight: Value | None = None,
 ) -> Value:  # fmt: skip
     """``grouped_mm`` and a bias added in place. Rows without an expert are set to zero. Autograd saves the input.
 
     ``frees``: release ``value`` before the rows are set to zero.
     """
-    made = _grouped_product(tape, value, site, sorting.ends, experts=experts)
+    made = grouped_product(tape, value, site, sorting.ends, experts=experts, weight=weight)
     if bias is not None:
         product = made
         made = Value(product.store, product.dtype, product.shape)
@@ -184,22 +261,37 @@ def _grouped(
     return made if sorting.beyond is None else _zeroed(tape, made, sorting.beyond, f"output of {site[0]}")
 
 
-def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], ends: Store, *, experts: Size) -> Value:
+def grouped_product(
+    tape: Tape, value: Value, site: tuple[str, Size, Size], ends: Store, *, experts: Size, weight: Value | None = None
+) -> Value:  # fmt: skip
     """``grouped_mm``, which autocast ignores. Its backward makes the gradients of ``experts`` weights first.
 
     Gradients of a rank's own experts (``x``) reach their weights only after the backward of operators that ran earlier.
+    ``weight``: the frozen weights with an adapter.
     """
+    if tape.mode.float8_experts and experts == x:
+        from zeroplan.transformer.families.te_float8 import grouped  # noqa: PLC0415  keeps start-up fast
+
+        return grouped(tape, value, site)
     name, reads, width = site
     made = op.tensor(tape, f"{name}: output", r, P_own * width, EXPERTS)
+    trains_none = tape.mode.weights_frozen and weight is None
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        if not tape.mode.weights_frozen:
+        arriving: Arriving = []
+        if weight is not None:
+            arriving.append((weight, op.gradient(tape, weight, f"gradient of the weights of {name}", EXPERTS)))
+        elif not trains_none:
             tape.weight_gradient(experts * reads * width, waits=experts == x)
-        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
+        if weight is None or tape.follows(value):
+            arriving.append((value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS)))
+        return arriving
 
-    weights = Beside(f"weights of {name}", r * experts * reads * width, strided=True)
-    saved = (ends,) if tape.mode.weights_frozen else (value, ends)
-    tape.add(name, (made,), saved, backward, of=tape.with_weight(value), beside=(weights,))
+    frozen = Beside(f"weights of {name}", r * experts * reads * width, strided=True)
+    summed = (weight,) if weight is not None and tape.follows(value) else ()
+    saved = (ends,) if trains_none else (value, ends, *summed)
+    of, beside = (tape.with_weight(value), (frozen,)) if weight is None else ((value, weight), ())
+    tape.add(name, (made,), saved, backward, of=of, beside=beside)
     return made
 
 
@@ -215,6 +307,10 @@ def routed_experts(tape: Tape, normal: Value, weights: Value, block: Block, comp
     """Run the experts as their module does: all on this rank, or spread over several ranks."""
     computing = computing._replace(weighted_last=block.family in WEIGHTED_LAST)
     with tape.inside(Module.EXPERTS), tape.owning():
+        if tape.mode.sends_by and (block.dispatched or tape.mode.sends_by in GATHERING):
+            from zeroplan.transformer.families.automodel_experts import own_experts  # noqa: PLC0415  keeps start-up fast
+
+            return own_experts(tape, normal, weights, computing, dispatched=block.dispatched)
         return (_dispatched if block.dispatched else _experts_here)(tape, normal, weights, computing)
 
 
@@ -223,6 +319,7 @@ def routed_experts(tape: Tape, normal: Value, weights: Value, block: Block, comp
 
 def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computing) -> Value:
     """``grouped_mm_experts_forward``. Its variables hold all tensors but the products' inputs until it returns."""
+    adapted = _with_adapters(tape, computing)
     experts, order = _sorted_experts(tape)
     rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T_own * t, EXPERTS)
     selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", T_own * t * h), rows, EXPERTS)
@@ -230,7 +327,7 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     by_expert = picked(tape, weights, ("routing weights sorted by expert", T_own * t), order, EXPERTS)
     counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T_own * t + 4 * E, EXPERTS)
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * E, EXPERTS)
-    outputs, bias = _products(tape, selected, _Sorting(experts, order, ends), computing, experts=E)
+    outputs, held = _products(tape, selected, _Sorting(experts, order, ends), computing, experts=E, weights=adapted)
     weighted = _weighted_outputs(tape, outputs, by_expert, EXPERTS)
     unsorted = _back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
     wide = op.run(
@@ -239,7 +336,8 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     )  # fmt: skip
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
     tape.drop(experts, order, counted, ends)
-    tape.release(wide, selected, by_expert, outputs, unsorted, *(() if bias is None else (bias,)))
+    factors = (factor for one in adapted if one is not None for factor in one.factors)
+    tape.release(wide, selected, by_expert, outputs, unsorted, *held, *factors)
     return made
 
 
@@ -313,8 +411,6 @@ def _dispatched(tape: Tape, normal: Value, weights: Value, computing: Computing)
     A rank receives as many pairs as it sends, T·t, or X_r if tokens choose its experts more often. Tensor-parallel ranks have
     the same tokens, and each sends its share.
     """
-    if tape.mode.sends_by:
-        return _sent_by_kernels(tape, normal, weights, computing, packs=tape.mode.sends_by == "hybridep")
     normal, weights, indices = _of_this_rank(tape, normal, weights)
     order, received = _sent(tape, normal)
     tape.drop(*indices)
@@ -416,10 +512,10 @@ def _own_experts(tape: Tape, received: Value, computing: Computing) -> Value:
     counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * P_own + 4 * x, EXPERTS)
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * x, EXPERTS)
     beyond = tape.make(op.TENSOR, "which pairs are of no expert", P_own, EXPERTS)
-    outputs, bias = _products(tape, selected, _Sorting(experts, order, ends, beyond), computing, experts=x)
+    outputs, held = _products(tape, selected, _Sorting(experts, order, ends, beyond), computing, experts=x)
     made = _unsorted(tape, outputs, ones)
     tape.drop(experts, order, ones, counted, ends, beyond)
-    tape.release(outputs, selected, *(() if bias is None else (bias,)))
+    tape.release(outputs, selected, *held)
     return made
 
 
@@ -446,100 +542,4 @@ def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
     back = _back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
     made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=P_own * h)
     tape.release(back)
-    return made
-
-
-# --- experts on several ranks, with kernels that send tokens (NeMo AutoModel) -------------------------------------------------
-
-
-def _sent_by_kernels(tape: Tape, normal: Value, weights: Value, computing: Computing, *, packs: bool) -> Value:
-    """``GroupedExpertsDeepEP.forward``, whose variables hold the experts' input and output until it returns.
-
-    ``packs``: HybridEP, whose kernel also sorts the pairs by expert. DeepEP sends a token once to each rank that has one of its
-    experts, at most once per pair, which is counted; tokens are then sorted in a step of its own. Leaves out DeepEP's handle, some
-    numbers per token and rank. Experts are multiplied by torch, grouped_gemm or Transformer Engine, which save the same tensors.
-    """
-    indices = tape.make(op.TENSOR, "experts of the pairs, with masked ones, int64", 8 * T_own * t, AUTOMODEL)
-    given, chosen, kept = (_packed if packs else _sorted_after)(tape, normal, weights)
-    ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * x, AUTOMODEL)
-    width, name = (m + m, "gate and up projections") if computing.gated else (m, "up projection")
-    both = _with_bias(tape, _grouped_product(tape, given, (f"experts: {name}", h, width), ends, experts=x), width, computing)
-    factor = op.tensor(tape, "weights of one, fp32", 4, P_own, AUTOMODEL) if computing.weighted_last else chosen
-    gated = op.run(
-        tape, (both, factor), "experts: weighted activation, input of the down projection", Site("experts: activation", AUTOMODEL),
-        shape=P_own * m, saved=(both, factor), gradient="gradient of the experts' first product, or of the weights",
-    )  # fmt: skip
-    tape.release(both, *([factor] if computing.weighted_last else []))
-    outputs = _with_bias(tape, _grouped_product(tape, gated, ("experts: down projection", m, h), ends, experts=x), h, computing)
-    outputs = _weighted_after(tape, outputs, chosen) if computing.weighted_last else outputs
-    made = _returned_by_kernels(tape, outputs, packs=packs)
-    tape.release(gated, outputs, given, chosen)
-    tape.drop(indices, ends, *kept)
-    return made
-
-
-def _weighted_after(tape: Tape, outputs: Value, chosen: Value) -> Value:
-    """Multiply the second product's output by the weights in fp32, which saves both. It releases ``outputs``."""
-    name = "experts: outputs, weighted"
-    wide = op.cast(tape, outputs, 4, Site("experts: outputs", AUTOMODEL))
-    product = op.run(
-        tape, (wide, chosen), f"{name}, fp32", Site(name, AUTOMODEL), saved=(wide, chosen),
-        gradient="gradient of the outputs, or of the weights", beside=("gradient of the weights, not yet summed", 4 * P_own * h),
-    )  # fmt: skip
-    made = op.cast(tape, product, e, Site(name, AUTOMODEL))
-    tape.release(wide, product, outputs)
-    return made
-
-
-def _packed(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tuple[Store, ...]]:
-    """Return the sorted pairs, their weights in fp32, and what HybridEP's backward needs: a map of all experts."""
-    maps = tape.make(op.TENSOR, "which experts a token has, and their weights", 5 * T_own * E, SENT)
-    return *_pairs_that_came(tape, normal, weights, (maps,)), (maps,)
-
-
-def _sorted_after(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tuple[Store, ...]]:
-    """Return the same for DeepEP: it sends tokens with their experts, which Transformer Engine's ``permute`` then sorts."""
-    came = op.tensor(tape, "tokens that came for this rank's experts", e, P_own * h, SENT)
-    site = Site("dispatch", SENT)
-    tape.add(site.name, (came,), (), op.makes("gradient of this rank's tokens", SENT, normal), of=(normal,))
-    maps = tape.make(op.TENSOR, "rows of the sorted pairs, and their experts", (8 * x + 4) * P_own + 5 * P_own * x, SENT)
-    given, chosen = _pairs_that_came(tape, came, weights, (maps,))
-    tape.release(came)
-    return given, chosen, (maps,)
-
-
-def _pairs_that_came(tape: Tape, value: Value, weights: Value, maps: tuple[Store, ...]) -> tuple[Value, Value]:
-    given = op.tensor(tape, "pairs sorted by expert, input of the experts", e, P_own * h, SENT)
-    chosen = op.tensor(tape, "weight of each pair, fp32", 4, P_own, SENT)
-    backward = op.makes("gradient of the tokens, or of the routing weights", SENT, value, weights)
-    tape.add("pairs sorted by expert", (given, chosen), maps, backward, of=(value, weights))
-    return given, chosen
-
-
-def _with_bias(tape: Tape, product: Value, width: Size, computing: Computing) -> Value:
-    """Add each expert's bias, of which a row per pair is made and freed. It releases ``product``."""
-    if not computing.biases:
-        return product
-    rows = tape.make(op.TEMPORARY, "experts: bias for each pair", e * P_own * width, AUTOMODEL)
-    made = op.tensor(tape, "experts: product and bias", e, P_own * width, AUTOMODEL)
-    tape.drop(rows)
-
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        tape.weight_gradient(x * width, waits=True)
-        return [op.through(product, taken[0])]
-
-    tape.add("experts: bias", (made,), (), backward, of=(product,))
-    tape.release(product)
-    return made
-
-
-def _returned_by_kernels(tape: Tape, outputs: Value, *, packs: bool) -> Value:
-    """Send outputs back; the kernel sums over a token's experts. With DeepEP a step before it sums over those of one rank."""
-    summed = outputs
-    if not packs:
-        reason = "outputs of this rank's experts, by token"
-        summed = op.run(tape, outputs, reason, Site(reason, SENT), gradient="gradient of the sorted outputs")
-    reason = "outputs that came back from the experts"
-    made = op.run(tape, summed, reason, Site(reason, SENT), shape=T_own * h, gradient="gradient of this rank's outputs")
-    tape.release(*(() if packs else (summed,)))
     return made

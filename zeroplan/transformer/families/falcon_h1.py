@@ -14,8 +14,7 @@ from zeroplan.transformer.families.state_space import mixer, of_mixer
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import attention_of, gated, patterned
-from zeroplan.transformer.params_modules import rms_norm
+from zeroplan.transformer.params_gated import attention_of, gated, norms, patterned
 from zeroplan.transformer.symbols import f, h
 
 FALCON = "transformers 5.23, models/falcon_h1/modeling_falcon_h1.py"
@@ -41,7 +40,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     branch = _mlp(tape, normal, block)
     tape.release(normal)
     made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
-    tape.release(branch, middle, mixed, attended, *(() if weights is None else (weights,)))
+    tape.release(branch, middle, mixed, attended, weights)
     return made
 
 
@@ -65,10 +64,10 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
 def _tensors(model: ModelSpec) -> Layout:
     mlp = gated("feed_forward", model, model.intermediate_size, bias=model.mlp_bias)
-    norms = (*rms_norm("input_layernorm", model.hidden_size), *rms_norm("pre_ff_layernorm", model.hidden_size))
+    both = norms(model, ("input_layernorm", "pre_ff_layernorm"))
     attention = attention_of(model, bias=model.attention_bias)
     kinds = {
-        kind: (*mlp, *of_mixer(model, "mamba", normed=kind == "beside, normed"), *attention, *norms)
+        kind: (*mlp, *of_mixer(model, "mamba", normed=kind == "beside, normed"), *attention, *both)
         for kind in ("beside", "beside, normed")
     }
     return patterned(model, kinds, ("model.embed_tokens", "model.final_layernorm"))

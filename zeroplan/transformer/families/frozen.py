@@ -36,7 +36,12 @@ CLONE = "peft 0.21, tuners/lora/bnb.py, Linear4bit.forward"
 
 def freeze(tape: Tape, given: Value, training: Training) -> None:
     """Set how the tape runs a block's linear layers and norms, as ``training`` describes, before the program runs on ``given``."""
-    tape.mode = Mode(partial(linear, training=training), weights_frozen=training.weights != "trained")
+    tape.mode = Mode(
+        partial(linear, training=training),
+        training.weights != "trained",
+        training.stacked,
+        wide_adapters=training.wide_adapters,
+    )
     if training.fused and {"q_proj", "k_proj", "v_proj"} <= set(training.layers):
         tape.mode = tape.mode._replace(projections=partial(_projections, training=training))
     if training.fused == "axolotl-lora" and set(MLP) <= set(training.layers):

@@ -3,13 +3,11 @@
 Gemma 3 also normalises queries and keys over each head.
 """
 
-from functools import partial
-
 from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.attention import Attended
-from zeroplan.transformer.families.decoder import Attention, Layer, gated_mlp, layer
+from zeroplan.transformer.families.decoder import Attention, gated_mlp, layer, layer_of
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
     Around,
@@ -25,8 +23,7 @@ from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTEN
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, two_norms
-from zeroplan.transformer.params_modules import rms_norm
+from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, norms, two_norms
 from zeroplan.transformer.symbols import d, r, s
 
 GEMMA = "transformers 5.23, models/gemma3/modeling_gemma3.py"
@@ -39,15 +36,10 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return (_PLAIN._replace(norm=NORM) if block.head_norms else _PLAIN).run(tape, normal, block)
 
 
-_LAYER = layer(
-    Layer(
-        NORM, _attention, partial(gated_mlp, source=f"{GEMMA}, Gemma3MLP.forward"), f"{GEMMA}, Gemma3DecoderLayer.forward",
-        before=(AT_ATTENTION_NORM, Place(At.NORM, Module.BEFORE_MLP_NORM)), after=AFTER_ATTENTION_AND_MLP,
-    )
-)  # fmt: skip
-_FIRST_LAYER = layer(
-    Layer(NORM, _attention, partial(gated_mlp, source=f"{GEMMA}, Gemma3MLP.forward"), f"{GEMMA}, Gemma3DecoderLayer.forward")
-)
+FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+BEFORE = (AT_ATTENTION_NORM, Place(At.NORM, Module.BEFORE_MLP_NORM))
+_FIRST_LAYER = layer_of(f"{GEMMA}, Gemma3", NORM, _attention, gated_mlp)
+_LAYER = layer(_FIRST_LAYER._replace(before=BEFORE, after=AFTER_ATTENTION_AND_MLP))
 
 
 def _first_tensors(model: ModelSpec) -> Layout:
@@ -56,11 +48,9 @@ def _first_tensors(model: ModelSpec) -> Layout:
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    norms = (norm for name in names for norm in rms_norm(name, model.hidden_size))
-    attention = attention_of(model, bias=model.attention_bias)
+    attention, mlp = attention_of(model, bias=model.attention_bias), gated("mlp", model, model.intermediate_size)
     of_heads = head_norms(model) if model.family == "gemma3_text" else ()
-    return alike(model, (*attention, *of_heads, *gated("mlp", model, model.intermediate_size), *norms))
+    return alike(model, (*attention, *of_heads, *mlp, *norms(model, FOUR_NORMS)))
 
 
 def _tables(model: ModelSpec) -> Tables:
@@ -116,7 +106,7 @@ _WITH_HEAD_NORMS = (
 )  # fmt: skip
 _AROUND = Around(masks=2)  # one for layers with a window, one for the others
 FAMILIES = {
-    "gemma": Definition(_FIRST_LAYER, _first_tensors, _FIRST),
+    "gemma": Definition(layer(_FIRST_LAYER), _first_tensors, _FIRST),
     "gemma2": Definition(_LAYER, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES), around=_AROUND),
     "gemma3_text": Definition(_LAYER, _tensors, _GEMMA_3, _modules(_WITH_HEAD_NORMS), tables=_tables, around=_AROUND),
 }

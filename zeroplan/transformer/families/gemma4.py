@@ -13,15 +13,16 @@ from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attention import Attended, Heads
-from zeroplan.transformer.families.decoder import Layer, gated_mlp
+from zeroplan.transformer.families.decoder import gated_mlp, layer_of
 from zeroplan.transformer.families.definition import Around, Block, ConfigKeys, Definition, Program, Tables, gated_modules
 from zeroplan.transformer.families.experts import EXPERTS, Computing, Routing, divided_by_their_sum, picked, routed_experts
+from zeroplan.transformer.families.gemma import BEFORE, FOUR_NORMS
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTENTION_NORM
 from zeroplan.transformer.families.tape import Arriving, P_own, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
-from zeroplan.transformer.params_gated import alternating, attention_of, fused_experts, gated, head_norms
-from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
+from zeroplan.transformer.params_gated import alternating, attention_of, fused_experts, gated, head_norms, norms
+from zeroplan.transformer.params_modules import Parameters, linear
 from zeroplan.transformer.symbols import E, T, a, c, d, h, k, k_d, m, q, r, s, t, v
 
 GEMMA = "transformers 5.23, models/gemma4/modeling_gemma4.py"
@@ -64,10 +65,7 @@ def _turned(tape: Tape, bare: Value, name: str) -> Value:
     return made
 
 
-_LAYER = Layer(
-    NORM, _attention, partial(gated_mlp, source=f"{GEMMA}, Gemma4TextMLP.forward"), LAYER,
-    before=(AT_ATTENTION_NORM, Place(At.NORM, Module.BEFORE_MLP_NORM)), after=AFTER_ATTENTION_AND_MLP,
-)  # fmt: skip
+_LAYER = layer_of(f"{GEMMA}, Gemma4Text", NORM, _attention, gated_mlp)._replace(before=BEFORE, after=AFTER_ATTENTION_AND_MLP)
 
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
@@ -93,7 +91,7 @@ def _with_experts(tape: Tape, given: Value, block: Block) -> Value:
     first = op.norm(tape, dense, "norm after the dense MLP", NORM)
     flat = op.view(tape, middle, Site("experts: the residual stream", LAYER))
     routing = _router(tape, flat)
-    tape.release(*(() if weights is None else (weights,)))  # the router's scores take its variable
+    tape.release(weights)  # the router's scores take its variable
     second = _experts(tape, flat, routing.weights, block)
     both = op.add(tape, first, second, "output of MLP and experts", Site("sum of MLP and experts", LAYER))
     tape.release(dense)
@@ -172,12 +170,11 @@ def _tensors(model: ModelSpec) -> Layout:
 
 
 def _block(model: ModelSpec, *, keys_are_values: bool = False) -> Parameters:
-    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     attention = attention_of(model, bias=model.attention_bias)
     queries = tuple([one for one in attention if ".q_proj." in one.name])
     others = [one for one in attention if one not in queries and not (keys_are_values and ".v_proj." in one.name)]
-    norms = (norm for name in names for norm in rms_norm(name, model.hidden_size))
-    return (*queries, *head_norms(model), *others, *gated("mlp", model, model.intermediate_size), *norms, *_of_experts(model))
+    after = (*gated("mlp", model, model.intermediate_size), *norms(model, FOUR_NORMS), *_of_experts(model))
+    return (*queries, *head_norms(model), *others, *after)
 
 
 def _of_experts(model: ModelSpec) -> Parameters:
@@ -191,7 +188,7 @@ def _of_experts(model: ModelSpec) -> Parameters:
         Parameter("router.per_expert_scale", (experts,)),
         *linear("router.proj", hidden, experts),
         *(one._replace(name=one.name.removeprefix("mlp.")) for one in fused),
-        *(norm for name in names for norm in rms_norm(name, hidden)),
+        *norms(model, names),
     )
 
 

@@ -1,19 +1,18 @@
 """GLM and GLM-4: rotary positions on half of each head, one matrix for gate and up; GLM-4 adds norms after each branch."""
 
-from functools import partial
 from typing import NamedTuple
 
 from zeroplan.expr import Size
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.decoder import Attention, Layer, Rotated, joint_mlp, layer
+from zeroplan.transformer.families.decoder import Attention, Rotated, joint_mlp, layer, layer_of
 from zeroplan.transformer.families.definition import ATTENTION_MODULES, Block, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of
-from zeroplan.transformer.params_modules import linear, rms_norm
+from zeroplan.transformer.params_gated import alike, attention_of, norms
+from zeroplan.transformer.params_modules import linear
 from zeroplan.transformer.symbols import T, d_4, k_4, q_4, r, s
 
 GLM4 = "transformers 5.23, models/glm4/modeling_glm4.py"
@@ -91,12 +90,9 @@ def exchanged_pairs(tape: Tape, half: Value, of: Half) -> Value:
     return made
 
 
-_GLM = Layer(
-    Norm("cast, then weighted", f"{GLM4}, Glm4RMSNorm.forward"),
-    Attention(f"{GLM4}, Glm4Attention.forward", rotated=_rotated, joined=True).run,
-    partial(joint_mlp, source=f"{GLM4}, Glm4MLP.forward"),
-    f"{GLM4}, Glm4DecoderLayer.forward",
-)
+_NORM = Norm("cast, then weighted", f"{GLM4}, Glm4RMSNorm.forward")
+_ATTENTION = Attention(f"{GLM4}, Glm4Attention.forward", rotated=_rotated, joined=True)
+_GLM = layer_of(f"{GLM4}, Glm4", _NORM, _ATTENTION.run, joint_mlp)
 _LAYER = layer(_GLM._replace(after=(Place(At.NORM), Place(At.NORM))))
 
 
@@ -109,7 +105,7 @@ def _tensors(model: ModelSpec) -> Layout:
     mlp = (*linear("mlp.gate_up_proj", hidden, 2 * width), *linear("mlp.down_proj", width, hidden))
     after = ("post_self_attn_layernorm", "post_mlp_layernorm") if model.family == "glm4" else ()
     names = ("input_layernorm", "post_attention_layernorm", *after)
-    return alike(model, (*attention, *mlp, *(norm for name in names for norm in rms_norm(name, hidden))))
+    return alike(model, (*attention, *mlp, *norms(model, names)))
 
 
 _TABLES = Tables(4 * r * s * d_4, "rotary cos and sin, of half of each head", ROTARY, copied=True)

@@ -20,12 +20,12 @@ from zeroplan.transformer.families.definition import (
     before_and_after,
     gated_modules,
 )
-from zeroplan.transformer.families.experts import Routing, picked, routed_experts
+from zeroplan.transformer.families.experts import Routing, biased_router, routed_experts
 from zeroplan.transformer.families.llama import WITH_NORMS, attention
-from zeroplan.transformer.families.tape import CAST_BY_CUDA, Site, Tape, Value, Width
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, head_norms, with_experts
-from zeroplan.transformer.symbols import E, T, m, n, t
+from zeroplan.transformer.symbols import m, n
 
 GLM4_MOE = "transformers 5.23, models/glm4_moe/modeling_glm4_moe.py"
 SOLAR = "transformers 5.23, models/solar_open/modeling_solar_open.py"
@@ -70,30 +70,7 @@ def _hunyuan_router(tape: Tape, flat: Value, block: Block) -> Routing:
     """Run the router. It picks experts by sigmoid plus bias, and divides the sigmoids by their sum, not in place."""
     source = f"{HY3}, HYV3TopKRouter.forward"
     logits = logits_of(tape, flat, block)
-    scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", source), saves_result=True)
-    biased = tape.make(op.TEMPORARY, "router: scores and bias, fp32", 4 * T * E, source)
-    best = tape.make(op.TEMPORARY, "router: the best of them", 4 * T * t, source)
-    indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, source)
-    chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
-    tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
-    shares = _shares(tape, chosen, CAST_BY_CUDA if block.autocast else 4, source)
-    weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", source))
-    tape.drop(biased, best)
-    tape.release(scores)
-    return Routing(logits, weights, indices)
-
-
-def _shares(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
-    """``weights / weights.sum()``, which saves both. It releases ``chosen``."""
-    total = tape.make(op.TENSOR, "router: sum of the top-k weights", dtype * T, source)
-    made = op.run(
-        tape, chosen, "router: weights, divided by their sum", Site("router: division by the sum", source), dtype=dtype,
-        saved=(total, chosen), gradient="gradient of the top-k weights",
-        beside=("gradient of the sum of the top-k weights, not yet summed", 2 * dtype * T * t),
-    )  # fmt: skip
-    tape.drop(total)
-    tape.release(chosen)
-    return made
+    return biased_router(tape, logits, block, source)
 
 
 # --- parameters, and the keys of config.json ---------------------------------------------------------------------------------

@@ -30,9 +30,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     normal = op.norm(tape, middle, "norm before the MLP", LAYER_NORM, place=AT_MLP_NORM)
     branch = _mlp(tape, normal, block)
     made = op.add(tape, middle, branch, "block output", addition)
-    tape.release(branch, normal, middle, attended)
-    if weights is not None:
-        tape.release(weights)
+    tape.release(branch, normal, middle, attended, weights)
     return made
 
 

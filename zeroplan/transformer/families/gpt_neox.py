@@ -9,8 +9,9 @@ from zeroplan.transformer.families.decoder import LAYER_NORM, Layer, rotated, tw
 from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition, Program, Tables
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
-from zeroplan.transformer.parameters import BlockRun, Layout
-from zeroplan.transformer.params_modules import embedding, layer_norm, linear, whole
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import alike, two_norms
+from zeroplan.transformer.params_modules import layer_norm, linear
 from zeroplan.transformer.params_modules import two_layer_mlp as mlp_parameters
 from zeroplan.transformer.symbols import T, c, d_4, h, k, k_4, q, q_4, r, s, v
 
@@ -34,9 +35,7 @@ def _side_by_side(tape: Tape, given: Value, block: Block) -> Value:
     tape.release(normal)
     both = op.add(tape, branch, attended, "sum of MLP and attention", Site("addition of the branches", LAYER))
     made = op.add(tape, both, given, "block output", Site("residual addition", LAYER))
-    tape.release(both, branch, attended)
-    if weights is not None:
-        tape.release(weights)
+    tape.release(both, branch, attended, weights)
     return made
 
 
@@ -59,19 +58,12 @@ _ONE_AFTER_THE_OTHER = Layer(LAYER_NORM, _attention, _mlp, LAYER)
 def _tensors(model: ModelSpec) -> Layout:
     hidden = model.hidden_size
     block = (
-        *layer_norm("input_layernorm", hidden),
-        *layer_norm("post_attention_layernorm", hidden),
+        *two_norms(model, layer_norm),
         *linear("attention.query_key_value", hidden, 3 * hidden, bias=model.attention_bias),
         *linear("attention.dense", hidden, hidden, bias=model.attention_bias),
         *mlp_parameters(model),
     )
-    return whole(
-        model,
-        embeddings=embedding("gpt_neox.embed_in", model.vocab_size, hidden),
-        runs=(BlockRun("dense", model.num_hidden_layers, block),),
-        norm=layer_norm("gpt_neox.final_layer_norm", hidden),
-        tied_to="gpt_neox.embed_in.weight",
-    )
+    return alike(model, block, layer_norm, ("gpt_neox.embed_in", "gpt_neox.final_layer_norm"))
 
 
 _CONFIG = ConfigKeys(

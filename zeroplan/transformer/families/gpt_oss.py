@@ -46,9 +46,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     normal = op.norm(tape, middle, "norm before the MLP", NORM, place=AT_MLP_NORM)
     tape.kernel_output(middle.store, normal.store, of="inputs-kept")
     branch, scores = _routed(tape, normal, block)
-    tape.release(normal)
-    if weights is not None:
-        tape.release(weights)
+    tape.release(normal, weights)
     made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
     tape.release(branch, middle, scores)
     return made
@@ -114,7 +112,7 @@ def _clamped(tape: Tape, value: Value, reason: str, *, masks: int) -> Value:
     return op.run(tape, value, reason, site, saved=(value.store,), gradient=f"gradient through the {reason}", beside=beside)
 
 
-_COMPUTING = Computing(_gate, biases=True)
+_COMPUTING = Computing(_gate, biases=True, transposed=True)
 
 # --- parameters, and the keys of config.json ---------------------------------------------------------------------------------
 

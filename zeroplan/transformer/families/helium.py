@@ -1,10 +1,8 @@
 """Helium: Llama's block with norms that multiply by their weight in fp32, and positions that turn neighbours."""
 
-from functools import partial
-
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.decoder import Attention, Layer, Rotated, gated_mlp, layer
+from zeroplan.transformer.families.decoder import Attention, Rotated, gated_mlp, layer, layer_of
 from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.glm4 import Half, turned
 from zeroplan.transformer.families.operators import Norm
@@ -26,14 +24,9 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     return query, key
 
 
-_LAYER = layer(
-    Layer(
-        Norm("copied weight, then cast", f"{HELIUM}, HeliumRMSNorm.forward"),
-        Attention(f"{HELIUM}, HeliumAttention.forward", rotated=_rotated).run,
-        partial(gated_mlp, source=f"{HELIUM}, HeliumMLP.forward"),
-        f"{HELIUM}, HeliumDecoderLayer.forward",
-    )
-)
+_NORM = Norm("copied weight, then cast", f"{HELIUM}, HeliumRMSNorm.forward")
+_ATTENTION = Attention(f"{HELIUM}, HeliumAttention.forward", rotated=_rotated)
+_LAYER = layer(layer_of(f"{HELIUM}, Helium", _NORM, _ATTENTION.run, gated_mlp))
 
 
 def _tensors(model: ModelSpec) -> Layout:

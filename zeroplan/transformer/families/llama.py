@@ -18,10 +18,10 @@ from zeroplan.transformer.families.decoder import (
     LAYER_NORM,
     LLAMA_NORM,
     Attention,
-    Layer,
     Rotated,
     gated_mlp,
     layer,
+    layer_of,
     rotated,
     ungated_mlp,
 )
@@ -37,17 +37,20 @@ from zeroplan.transformer.families.definition import (
 )
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
-from zeroplan.transformer.parameters import BlockRun, Layout
-from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, two_norms
-from zeroplan.transformer.params_modules import Parameters, embedding, layer_norm, linear, whole
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import NormOf, alike, attention_of, gated, head_norms, two_norms
+from zeroplan.transformer.params_modules import layer_norm, linear, rms_norm
 from zeroplan.transformer.symbols import s
 
-LLAMA = "transformers 5.23, models/llama/modeling_llama.py"
-GRANITE = "transformers 5.23, models/granite/modeling_granite.py"
+LLAMA = "transformers 5.23, models/llama/modeling_llama.py, Llama"
+GRANITE = "transformers 5.23, models/granite/modeling_granite.py, Granite"
+ARCEE = "transformers 5.23, models/arcee/modeling_arcee.py, Arcee"
+JAIS2 = "transformers 5.23, models/jais2/modeling_jais2.py, Jais2"
+MINISTRAL = "transformers 5.23, models/ministral3/modeling_ministral3.py, Ministral3"
 
 # --- the block ---------------------------------------------------------------------------------------------------------------
 
-_PLAIN = Attention(f"{LLAMA}, LlamaAttention.forward")
+_PLAIN = Attention(f"{LLAMA}Attention.forward")
 _WITH_HEAD_NORMS = Attention(
     "transformers 5.23, models/qwen3/modeling_qwen3.py, Qwen3Attention.forward", norm=LLAMA_NORM, norm_at_once=True
 )
@@ -62,47 +65,17 @@ def attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return (_WITH_HEAD_NORMS if block.head_norms else _PLAIN).run(tape, normal, block)
 
 
-_LAYER = layer(
-    Layer(LLAMA_NORM, attention, partial(gated_mlp, source=f"{LLAMA}, LlamaMLP.forward"), f"{LLAMA}, LlamaDecoderLayer.forward")
-)
-_HUNYUAN_LAYER = layer(
-    Layer(
-        LLAMA_NORM,
-        NORMS_LAST.run,
-        partial(gated_mlp, source=f"{LLAMA}, LlamaMLP.forward"),
-        f"{LLAMA}, LlamaDecoderLayer.forward",
-    )
-)
-_GRANITE_LAYER = layer(
-    Layer(
-        Norm("cast, then weighted", f"{GRANITE}, GraniteRMSNorm.forward"),
-        Attention(f"{GRANITE}, GraniteAttention.forward").run,
-        partial(gated_mlp, source=f"{GRANITE}, GraniteMLP.forward"),
-        f"{GRANITE}, GraniteDecoderLayer.forward",
-        multiplied=True,
-    )
-)
-
-ARCEE = "transformers 5.23, models/arcee/modeling_arcee.py"
-_ARCEE_LAYER = layer(
-    Layer(
-        LLAMA_NORM, attention, partial(ungated_mlp, source=f"{ARCEE}, ArceeMLP.forward"), f"{ARCEE}, ArceeDecoderLayer.forward"
-    )
-)
-
-JAIS2 = "transformers 5.23, models/jais2/modeling_jais2.py"
-_JAIS_LAYER = layer(
-    Layer(
-        LAYER_NORM, attention, partial(ungated_mlp, source=f"{JAIS2}, Jais2MLP.forward"), f"{JAIS2}, Jais2DecoderLayer.forward"
-    )
-)
-
-MINISTRAL = "transformers 5.23, models/ministral3/modeling_ministral3.py"
+_LAYER = layer(layer_of(LLAMA, LLAMA_NORM, attention, gated_mlp))
+_HUNYUAN_LAYER = layer(layer_of(LLAMA, LLAMA_NORM, NORMS_LAST.run, gated_mlp))
+_GRANITE_NORM = Norm("cast, then weighted", f"{GRANITE}RMSNorm.forward")
+_GRANITE = layer_of(GRANITE, _GRANITE_NORM, Attention(f"{GRANITE}Attention.forward").run, gated_mlp)
+_ARCEE_LAYER = layer(layer_of(ARCEE, LLAMA_NORM, attention, ungated_mlp))
+_JAIS_LAYER = layer(layer_of(JAIS2, LAYER_NORM, attention, ungated_mlp))
 
 
 def _rotated_and_scaled(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
     """Return rotated queries and keys. A factor that grows with the position scales each token's queries."""
-    source = f"{MINISTRAL}, Ministral3Attention.forward"
+    source = f"{MINISTRAL}Attention.forward"
     turned, key = rotated(tape, query, key, block, source=source)
     scale = tape.make(op.TENSOR, "scale of each token's queries", turned.dtype * s, source)
     made = op.run(
@@ -113,14 +86,8 @@ def _rotated_and_scaled(tape: Tape, query: Value, key: Value, block: Block) -> R
     return made, key
 
 
-_MINISTRAL_LAYER = layer(
-    Layer(
-        LLAMA_NORM,
-        Attention(f"{MINISTRAL}, Ministral3Attention.forward", rotated=_rotated_and_scaled).run,
-        partial(gated_mlp, source=f"{MINISTRAL}, Ministral3MLP.forward"),
-        f"{MINISTRAL}, Ministral3DecoderLayer.forward",
-    )
-)
+_MINISTRAL_ATTENTION = Attention(f"{MINISTRAL}Attention.forward", rotated=_rotated_and_scaled)
+_MINISTRAL_LAYER = layer(layer_of(MINISTRAL, LLAMA_NORM, _MINISTRAL_ATTENTION.run, gated_mlp))
 
 # --- parameters --------------------------------------------------------------------------------------------------------------
 
@@ -130,26 +97,11 @@ def _llama(model: ModelSpec) -> Layout:
     return alike(model, (*attention_of(model, bias=model.attention_bias), *mlp, *two_norms(model)))
 
 
-def _arcee(model: ModelSpec) -> Layout:
-    return alike(model, (*attention_of(model, bias=model.attention_bias), *_ungated(model), *two_norms(model)))
-
-
-def _ungated(model: ModelSpec) -> Parameters:
+def _ungated(model: ModelSpec, norm: NormOf = rms_norm) -> Layout:
+    """Arcee and Jais 2."""
     hidden, width, bias = model.hidden_size, model.intermediate_size, model.mlp_bias
-    return (*linear("mlp.up_proj", hidden, width, bias=bias), *linear("mlp.down_proj", width, hidden, bias=bias))
-
-
-def _jais2(model: ModelSpec) -> Layout:
-    hidden = model.hidden_size
-    norms = (*layer_norm("input_layernorm", hidden), *layer_norm("post_attention_layernorm", hidden))
-    block = (*attention_of(model, bias=model.attention_bias), *_ungated(model), *norms)
-    return whole(
-        model,
-        embeddings=embedding("model.embed_tokens", model.vocab_size, hidden),
-        runs=(BlockRun("dense", model.num_hidden_layers, block),),
-        norm=layer_norm("model.norm", hidden),
-        tied_to="model.embed_tokens.weight",
-    )
+    mlp = (*linear("mlp.up_proj", hidden, width, bias=bias), *linear("mlp.down_proj", width, hidden, bias=bias))
+    return alike(model, (*attention_of(model, bias=model.attention_bias), *mlp, *two_norms(model, norm)), norm)
 
 
 def _mistral(model: ModelSpec) -> Layout:
@@ -215,7 +167,7 @@ HUNYUAN = ConfigKeys(
     only={"use_qk_norm": (True,), "use_cla": (False,)},
     harmless={"special tokens": ("eod_token_id",)},
 )
-_GRANITE = _LLAMA._replace(
+_GRANITE_KEYS = _LLAMA._replace(
     harmless={
         "numbers in a formula, which change no tensor": (
             "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
@@ -245,7 +197,7 @@ FAMILIES = {
         _HUNYUAN_LAYER, partial(_qwen3, norms=("query_layernorm", "key_layernorm")), HUNYUAN,
         before_and_after(NORMS_AT_THE_END, gated_modules("mlp")),
     ),
-    "arcee": Definition(_ARCEE_LAYER, _arcee, _LLAMA._replace(defaults={"max_position_embeddings": 4096}), _UNGATED),
-    "jais2": Definition(_JAIS_LAYER, _jais2, _JAIS, _UNGATED),
-    "granite": Definition(_GRANITE_LAYER, _llama, _GRANITE, around=Around(scales_embeddings=True)),
+    "arcee": Definition(_ARCEE_LAYER, _ungated, _LLAMA._replace(defaults={"max_position_embeddings": 4096}), _UNGATED),
+    "jais2": Definition(_JAIS_LAYER, partial(_ungated, norm=layer_norm), _JAIS, _UNGATED),
+    "granite": Definition(layer(_GRANITE._replace(multiplied=True)), _llama, _GRANITE_KEYS, around=Around(scales_embeddings=True)),
 }  # fmt: skip

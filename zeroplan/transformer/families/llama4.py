@@ -55,11 +55,11 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     tape.release(normal)
     normal = op.norm(tape, middle, "norm before the MLP", NORM, place=AT_MLP_NORM)
     branch, beside = _moe(tape, normal, block) if block.routed else (gated_mlp(tape, normal, block, MLP), weights)
-    if block.routed and weights is not None:
+    if block.routed:
         tape.release(weights)
     tape.release(normal)
     made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
-    tape.release(attended, middle, branch, *(() if beside is None else (beside,)))
+    tape.release(attended, middle, branch, beside)
     return made
 
 

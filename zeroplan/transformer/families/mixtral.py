@@ -25,7 +25,7 @@ from zeroplan.transformer.families.llama import WITH_NORMS, attention
 from zeroplan.transformer.families.sharded import own_share
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, joint_norms, with_experts
+from zeroplan.transformer.params_gated import attention_of, gate_and_experts, head_norms, joint_norms, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear
 
 MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoderLayer.forward"
@@ -65,34 +65,29 @@ def _layer(source: str, attention: Callable[[Tape, Value, Block], Attended] = at
 
 def _mixtral(model: ModelSpec) -> Layout:
     def routed(moe: MoeSpec) -> Parameters:
-        gate = linear("mlp.gate", model.hidden_size, moe.num_experts)
-        return (*gate, *(fused_experts(model, moe) if model.adapter is None else _single(model, moe)))
+        return _single(model, moe) if moe.separate else gate_and_experts(model, moe)
 
     return with_experts(model, attention_of(model), routed)
 
 
 def _single(model: ModelSpec, moe: MoeSpec) -> Parameters:
-    """Return each expert's three layers, as transformers before 5 has them. Adapters are modelled only with these."""
+    """Return router and each expert's three layers, as transformers before 5 has them."""
     hidden, width = model.hidden_size, moe.moe_intermediate_size
+    gate = linear("mlp.gate", hidden, moe.num_experts)
     shapes = (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width))
     every = ((f"mlp.experts.{one}.{name}", n_in, n_out) for one in range(moe.num_experts) for name, n_in, n_out in shapes)
-    return tuple(parameter for name, n_in, n_out in every for parameter in linear(name, n_in, n_out))
+    return (*gate, *(parameter for name, n_in, n_out in every for parameter in linear(name, n_in, n_out)))
 
 
 def _with_joint_norms(model: ModelSpec) -> Layout:
     """Return the layout of OLMoE or MiniMax-M2, which register the q and k norms after the output projection."""
-
-    def routed(moe: MoeSpec) -> Parameters:
-        return (*linear("mlp.gate", model.hidden_size, moe.num_experts), *fused_experts(model, moe))
-
-    return with_experts(model, (*attention_of(model, bias=model.attention_bias), *joint_norms(model)), routed)
+    attention = (*attention_of(model, bias=model.attention_bias), *joint_norms(model))
+    return with_experts(model, attention, partial(gate_and_experts, model))
 
 
 def _qwen3_moe(model: ModelSpec) -> Layout:
-    def routed(moe: MoeSpec) -> Parameters:
-        return (*fused_experts(model, moe), *linear("mlp.gate", model.hidden_size, moe.num_experts))
-
-    return with_experts(model, (*attention_of(model, bias=model.attention_bias), *head_norms(model)), routed)
+    attention = (*attention_of(model, bias=model.attention_bias), *head_norms(model))
+    return with_experts(model, attention, partial(gate_and_experts, model, gate_last=True))
 
 
 _EXPERTS = ("num_experts", "num_experts_per_tok")

@@ -35,7 +35,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     made, weights = _module(tape, normal, block)
     tape.release(normal)
     out = op.add(tape, given, made, "block output", Site("residual addition", LAYER))
-    tape.release(made, *(() if weights is None else (weights,)))
+    tape.release(made, weights)
     return out
 
 

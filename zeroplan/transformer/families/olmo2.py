@@ -4,12 +4,10 @@ OLMo normalises the queries of all heads together, and computes positions in fp3
 layers with a window, its layers without one have no rotary positions.
 """
 
-from functools import partial
-
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp, layer
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Rotated, gated_mlp, layer, layer_of
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
     Around,
@@ -24,13 +22,13 @@ from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP
 from zeroplan.transformer.families.tape import Site, Tape, Value, Width
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, joint_norms
-from zeroplan.transformer.params_modules import rms_norm
+from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, joint_norms, norms
 from zeroplan.transformer.symbols import d, e, s
 
 OLMO2 = "transformers 5.23, models/olmo2/modeling_olmo2.py"
 ATTENTION = f"{OLMO2}, Olmo2Attention.forward"
 ROTARY = f"{OLMO2}, Olmo2RotaryEmbedding.forward"
+EXAONE4 = "transformers 5.23, models/exaone4/modeling_exaone4.py, Exaone4"
 CAST = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, FSDPState._pre_forward"
 NORM = Norm("weighted, then cast", f"{OLMO2}, Olmo2RMSNorm.forward")
 
@@ -52,39 +50,19 @@ def _rotated(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
     return made
 
 
-_LAYER = layer(
-    Layer(
-        NORM,
-        Attention(ATTENTION, norm=NORM, norm_at_once=True, norm_over_heads=True, rotated=_rotated).run,
-        partial(gated_mlp, source=f"{OLMO2}, Olmo2MLP.forward"),
-        f"{OLMO2}, Olmo2DecoderLayer.forward",
-        before=None,
-        after=AFTER_ATTENTION_AND_MLP,
-    )
-)
-
-
-EXAONE4 = "transformers 5.23, models/exaone4/modeling_exaone4.py"
-_EXAONE_LAYER = layer(
-    Layer(
-        LLAMA_NORM,
-        Attention(f"{EXAONE4}, Exaone4Attention.forward", norm=LLAMA_NORM).run,
-        partial(gated_mlp, source=f"{EXAONE4}, Exaone4MLP.forward"),
-        f"{EXAONE4}, Exaone4DecoderLayer.forward",
-        before=None,
-        after=AFTER_ATTENTION_AND_MLP,
-    )
+_ATTENTION = Attention(ATTENTION, norm=NORM, norm_at_once=True, norm_over_heads=True, rotated=_rotated)
+_OF_EXAONE = Attention(f"{EXAONE4}Attention.forward", norm=LLAMA_NORM)
+_LAYER, _EXAONE_LAYER = (
+    layer(layer_of(of, norm, attention, gated_mlp)._replace(before=None, after=AFTER_ATTENTION_AND_MLP))
+    for of, norm, attention in ((f"{OLMO2}, Olmo2", NORM, _ATTENTION.run), (EXAONE4, LLAMA_NORM, _OF_EXAONE.run))
 )
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    norms = head_norms(model) if model.head_norms else joint_norms(model)
-    after = (
-        *rms_norm("post_attention_layernorm", model.hidden_size),
-        *rms_norm("post_feedforward_layernorm", model.hidden_size),
-    )
+    of_heads = head_norms(model) if model.head_norms else joint_norms(model)
+    after = norms(model, ("post_attention_layernorm", "post_feedforward_layernorm"))
     attention = attention_of(model, bias=model.attention_bias)
-    return alike(model, (*attention, *norms, *gated("mlp", model, model.intermediate_size), *after))
+    return alike(model, (*attention, *of_heads, *gated("mlp", model, model.intermediate_size), *after))
 
 
 def _tables(model: ModelSpec) -> Tables:

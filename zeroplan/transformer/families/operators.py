@@ -480,6 +480,8 @@ def rotary(
     ``part``: the elements that positions rotate, where these are not all; ``saved``: the block's own copies of the tables.
     ``per_token``: elements of a table for each token. Its backward reads one table at a time, when less is alive than at its end.
     """
+    if tape.mode.rotary is not None and part is None:
+        return tape.mode.rotary(tape, value, site)
     if tape.mode.fused_rotary and part is None:
         return view(tape, value, site)
     dtype = wider(tape, value.dtype, tables)
@@ -536,6 +538,8 @@ def norm(
     at, module = place or Place()
     site = Site(name, kind.source, module, at)
     with tape.owning():
+        if tape.mode.norm is not None:
+            return tape.mode.norm(tape, value, weight, rows, site)
         if tape.mode.fused_norms and kind.kind == "cast, then weighted":
             return _norm_by_unsloth(tape, value, rows, site)
         if tape.mode.liger_norms and kind.kind == "cast, then weighted":

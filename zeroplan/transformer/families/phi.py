@@ -12,9 +12,9 @@ from zeroplan.transformer.families.decoder import LAYER_NORM, two_layer_mlp
 from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition, Program, Tables
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
-from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
-from zeroplan.transformer.params_gated import attention_of
-from zeroplan.transformer.params_modules import embedding, layer_norm, linear, whole
+from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.params_gated import alike, attention_of
+from zeroplan.transformer.params_modules import layer_norm, linear
 from zeroplan.transformer.symbols import T, a, c, h, k, q, r, s, v
 
 PHI = "transformers 5.23, models/phi/modeling_phi.py"
@@ -31,7 +31,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     branch = two_layer_mlp(tape, normal, block, f"{PHI}, PhiMLP.forward", layers=("fc1", "fc2"))
     both = op.add(tape, attended, branch, "sum of attention and MLP", Site("addition of the branches", LAYER))
     made = op.add(tape, both, given, "block output", Site("residual addition", LAYER))
-    tape.release(both, normal, attended, branch, *(() if weights is None else (weights,)))
+    tape.release(both, normal, attended, branch, weights)
     return made
 
 
@@ -66,13 +66,8 @@ def _tensors(model: ModelSpec) -> Layout:
     hidden, width = model.hidden_size, model.intermediate_size
     attention = [one._replace(name=one.name.replace("o_proj", "dense")) for one in attention_of(model, bias=True)]
     mlp = (*linear("mlp.fc1", hidden, width, bias=True), *linear("mlp.fc2", width, hidden, bias=True))
-    made = whole(
-        model,
-        embeddings=embedding("model.embed_tokens", model.vocab_size, hidden),
-        runs=(BlockRun("dense", model.num_hidden_layers, (*attention, *mlp, *layer_norm("input_layernorm", hidden))),),
-        norm=layer_norm("model.final_layernorm", hidden),
-        tied_to="model.embed_tokens.weight",
-    )
+    block = (*attention, *mlp, *layer_norm("input_layernorm", hidden))
+    made = alike(model, block, layer_norm, ("model.embed_tokens", "model.final_layernorm"))
     bias = Parameter("lm_head.bias", (model.vocab_size,), autocast=True)
     return made if model.head_rows else made._replace(tail=(*made.tail, bias))
 

@@ -1,11 +1,9 @@
 """Phi-3: Llama's block, with one projection for q, k and v and one for gate and up."""
 
-from functools import partial
-
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
-from zeroplan.transformer.families.decoder import Layer, joint_mlp, layer, rotated
+from zeroplan.transformer.families.decoder import joint_mlp, layer, layer_of, rotated
 from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
@@ -14,8 +12,8 @@ from zeroplan.transformer.params_gated import alike, key_width, query_width, two
 from zeroplan.transformer.params_modules import linear
 from zeroplan.transformer.symbols import T, c, h, k, q, v
 
-PHI3 = "transformers 5.23, models/phi3/modeling_phi3.py"
-ATTENTION = f"{PHI3}, Phi3Attention.forward"
+PHI3 = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3"
+ATTENTION = f"{PHI3}Attention.forward"
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
@@ -29,14 +27,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return Attended(made, weights)
 
 
-_LAYER = layer(
-    Layer(
-        Norm("cast, then weighted", f"{PHI3}, Phi3RMSNorm.forward"),
-        _attention,
-        partial(joint_mlp, source=f"{PHI3}, Phi3MLP.forward"),
-        f"{PHI3}, Phi3DecoderLayer.forward",
-    )
-)
+_LAYER = layer(layer_of(PHI3, Norm("cast, then weighted", f"{PHI3}RMSNorm.forward"), _attention, joint_mlp))
 
 
 def _tensors(model: ModelSpec) -> Layout:

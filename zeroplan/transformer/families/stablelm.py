@@ -9,9 +9,9 @@ from zeroplan.transformer.families.decoder import LAYER_NORM, Attention, Rotated
 from zeroplan.transformer.families.definition import GATED_MODULES, Block, ConfigKeys, Definition, Program, Tables
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
-from zeroplan.transformer.parameters import BlockRun, Layout
-from zeroplan.transformer.params_gated import attention_of, gated
-from zeroplan.transformer.params_modules import embedding, layer_norm, whole
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import alike, attention_of, gated, two_norms
+from zeroplan.transformer.params_modules import layer_norm
 from zeroplan.transformer.symbols import T, d_4, k_4, q_4, r, s
 
 STABLELM = "transformers 5.23, models/stablelm/modeling_stablelm.py"
@@ -58,23 +58,14 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     branch = gated_mlp(tape, second, block, f"{STABLELM}, StableLmMLP.forward")
     tape.release(second)
     made = op.add(tape, middle, branch, "block output", site)
-    tape.release(middle, branch, normal, attended)
-    if weights is not None:
-        tape.release(weights)
+    tape.release(middle, branch, normal, attended, weights)
     return made
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    hidden = model.hidden_size
     attention = attention_of(model, bias=model.attention_bias, output_bias=False)
-    norms = (*layer_norm("input_layernorm", hidden), *layer_norm("post_attention_layernorm", hidden))
-    return whole(
-        model,
-        embeddings=embedding("model.embed_tokens", model.vocab_size, hidden),
-        runs=(BlockRun("dense", model.num_hidden_layers, (*attention, *gated("mlp", model, model.intermediate_size), *norms)),),
-        norm=layer_norm("model.norm", hidden),
-        tied_to="model.embed_tokens.weight",
-    )
+    block = (*attention, *gated("mlp", model, model.intermediate_size), *two_norms(model, layer_norm))
+    return alike(model, block, layer_norm)
 
 
 _CONFIG = ConfigKeys(

@@ -1,36 +1,20 @@
 """StarCoder 2: Llama's attention with biases, LayerNorms, and an MLP of two matrices."""
 
-from functools import partial
-
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.families.decoder import LAYER_NORM, Attention, Layer, layer, two_layer_mlp
+from zeroplan.transformer.families.decoder import LAYER_NORM, Attention, layer, layer_of, two_layer_mlp
 from zeroplan.transformer.families.definition import ATTENTION_MODULES, ConfigKeys, Definition, before_and_after
-from zeroplan.transformer.parameters import BlockRun, Layout
-from zeroplan.transformer.params_gated import attention_of
-from zeroplan.transformer.params_modules import embedding, layer_norm, linear, whole
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import alike, attention_of, two_norms
+from zeroplan.transformer.params_modules import layer_norm, linear
 
-STARCODER2 = "transformers 5.23, models/starcoder2/modeling_starcoder2.py"
-_LAYER = layer(
-    Layer(
-        LAYER_NORM,
-        Attention(f"{STARCODER2}, Starcoder2Attention.forward").run,
-        partial(two_layer_mlp, source=f"{STARCODER2}, Starcoder2MLP.forward"),
-        f"{STARCODER2}, Starcoder2DecoderLayer.forward",
-    )
-)
+STARCODER2 = "transformers 5.23, models/starcoder2/modeling_starcoder2.py, Starcoder2"
+_LAYER = layer(layer_of(STARCODER2, LAYER_NORM, Attention(f"{STARCODER2}Attention.forward").run, two_layer_mlp))
 
 
 def _tensors(model: ModelSpec) -> Layout:
     hidden, width = model.hidden_size, model.intermediate_size
     mlp = (*linear("mlp.c_fc", hidden, width, bias=True), *linear("mlp.c_proj", width, hidden, bias=True))
-    norms = (*layer_norm("input_layernorm", hidden), *layer_norm("post_attention_layernorm", hidden))
-    return whole(
-        model,
-        embeddings=embedding("model.embed_tokens", model.vocab_size, hidden),
-        runs=(BlockRun("dense", model.num_hidden_layers, (*attention_of(model, bias=True), *mlp, *norms)),),
-        norm=layer_norm("model.norm", hidden),
-        tied_to="model.embed_tokens.weight",
-    )
+    return alike(model, (*attention_of(model, bias=True), *mlp, *two_norms(model, layer_norm)), layer_norm)
 
 
 _CONFIG = ConfigKeys(

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
 from zeroplan.ledger import PLAIN, Among, Kind, Module, OffGpu, Role, Tag
+from zeroplan.spec.adapter import Stacked
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.tags import CUDA_ALONE
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
@@ -98,12 +99,22 @@ class Mode(NamedTuple):
     linear: Linear | None = None
     weights_frozen: bool = False
     """The weights of norms and experts get no gradient, nor do single parameters such as biases of a state space."""
+    stacked: Stacked = Stacked()
+    """The weights of all experts, and of the router, that have adapters."""
+    wide_adapters: bool = False
+    """Adapters are fp32 without autocast."""
     sharded: bool = False
     """Tensor-parallel ranks split matrices and, between them, the sequence."""
     projections: "Callable[[Tape, Value], tuple[Value, ...]] | None" = None
     """One function runs the projections of queries, keys and values."""
     mlp: "Callable[[Tape, Value], Value] | None" = None
     """One function runs a gated MLP of SiLU."""
+    norm: "Callable[[Tape, Value, Size, Size, Site], Value] | None" = None
+    """One function runs a norm: its input, the weight's elements, the rows."""
+    rotary: "Callable[[Tape, Value, Site], Value] | None" = None
+    """One function rotates queries, or keys."""
+    gate: "Callable[[Tape, Value, Value, str, str], Value] | None" = None
+    """One function multiplies ``up`` by the activated gate: both, the product's reason, its name."""
     fused_norms: bool = False
     """One kernel of Unsloth's runs a whole norm, and makes no gradient of its weight."""
     liger_norms: bool = False
@@ -116,6 +127,8 @@ class Mode(NamedTuple):
     """One operator runs a whole norm, and makes a gradient of its input."""
     sends_by: str = ""
     """The kernels that send tokens to their experts, if these are not torch's all-to-all: deepep or hybridep."""
+    float8_experts: bool = False
+    """Transformer Engine multiplies the experts in float8."""
     wide_router: bool = False
     """The router multiplies fp32 copies of its input and its weight."""
     copies_output: bool = False
@@ -341,6 +354,10 @@ class Tape:
     """Matrices multiply in FP8, with scales of before or of their own tensors."""
     untracked: set[Value]
     """Tensors that autograd does not follow."""
+    in_parts: set[Value]
+    """Tensors whose gradients from several operators stay apart until the backward ends, as in a compiled block."""
+    held: list[Store]
+    """What lives until the backward ends."""
     summed_anew: set[Value]
     """Tensors whose gradients autograd never adds in place: DTensors, like all tensor subclasses."""
     deferred: list[Deferred]
@@ -384,6 +401,7 @@ class Tape:
         self.wide_residual = autocast and not narrow
         self.mode, self.half, self.module = Mode(), Half.WHOLE, Module.NONE
         self.untracked, self.summed_anew, self.deferred = set(), set(), []
+        self.in_parts, self.held = set(), []
         self.alive: dict[Store, None] = {}
         self.saved: dict[Store, None] = {}
         self.operators: list[Operator] = []
@@ -456,9 +474,11 @@ class Tape:
         """Return ``of`` of an operator with a weight: None if the weight is trained, else its other inputs."""
         return inputs if self.mode.weights_frozen else None
 
-    def release(self, *values: Value) -> None:
-        """End the variables that hold some tensors."""
+    def release(self, *values: Value | None) -> None:
+        """End the variables that hold some tensors. None: the variable holds no tensor."""
         for value in values:
+            if value is None:
+                continue
             self.drop(value.store)
             if value.store.twin is not None:
                 self.drop(value.store.twin)
@@ -678,6 +698,11 @@ class Tape:
                     self.history.moments_before_rerun = len(self.moments) - (not self.freed)
                 self._step(operator, waiting)
         self.history.outgoing = next(iter(waiting.values()), None)
+        self.drop(*self.held)
+
+    def hold_to_the_end(self, *stores: Store) -> None:
+        """Keep tensors until the backward ends."""
+        self.held += [self.hold(store) for store in stores]
 
     def _return_to(self, operator: Operator) -> None:
         if self.marks is not None:
@@ -749,6 +774,9 @@ class Tape:
         first = waiting.get(value)
         if first is None:
             waiting[value] = gradient
+            return
+        if value in self.in_parts:
+            self.held.append(gradient)
             return
         if first.holds == 1 and not first.is_view and value not in self.summed_anew:
             self.drop(gradient)

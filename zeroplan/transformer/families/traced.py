@@ -231,10 +231,13 @@ def structure_of(
 ) -> Block:  # fmt: skip
     """Return the structure of a model's block of this kind. ``single``: the batch is one sequence, of one chunk."""
     training, kind = _training(model, kind, compute), plain_kind(model, kind)
-    no_experts = kind == "dense" or (TRAITS[model.family].one_module and kind != "moe")
+    no_experts = kind.startswith("dense") or (TRAITS[model.family].one_module and kind != "moe")
     dense = model.moe is None or no_experts
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
+    one_key = x.key == x.head_dim * (compute.tp if sharded else 1)
+    if kind == "linear":
+        one_key = model.linear is not None and model.linear.num_key_heads == 1
     block = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
@@ -242,7 +245,7 @@ def structure_of(
         x.attention,
         masked and kind not in WITH_STATES,
         grouped_heads(model, x, kind),
-        x.key == x.head_dim * (compute.tp if sharded else 1) if kind != "linear" else _has_one_key(model),
+        one_key,
         model.attention_bias,
         x.kernels,
         model.parallel_residual,
@@ -259,7 +262,7 @@ def structure_of(
         chunks="single" if single else _chunks(kind, one=masked),
         release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         is_fp16=compute.is_fp16,
-        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces")),
+        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces", "compiled-loss")),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
     return _with_experts(_with_heads(block, model, kind, x), model, kind, x)
@@ -277,7 +280,8 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
         unturned=not model.turned or unturned,
         filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         keys_are_values=kind == "global" and model.global_head_dim > 0,
-        padded=x.padded and x.attention == "flash",
+        padded=x.padded and (x.attention == "flash" or kind.endswith("short")),
+        short=kind.endswith("short"),
         too_wide=mla is None and x.head_dim > WIDEST_OF_FLASH,
     )
 
@@ -293,10 +297,6 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
         only_gated=kind == "beside",
         shares=moe is not None and moe.num_shared_experts > 0,
     )
-
-
-def _has_one_key(model: ModelSpec) -> bool:
-    return model.linear is not None and model.linear.num_key_heads == 1
 
 
 def _chunks(kind: str, *, one: bool) -> Chunks:
@@ -316,7 +316,8 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
         tracked = kind != "first" or recomputed
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
-            "adapted", tracked, compute.keeps_inputs, model.adapted_layers, adapter.quantize, upcast=model.upcasts_norms,
+            "adapted", tracked, compute.keeps_inputs, model.linear_layers_adapted, model.stacked, adapter.quantize,
+            upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
             fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""),
@@ -545,6 +546,10 @@ def _set_mode(tape: Tape, structure: Block) -> None:
         from zeroplan.transformer.families.fake_quantised import mode_of as rounding  # noqa: PLC0415  as above
 
         tape.mode = rounding(tape.mode, structure.training)
+    if "compiled-blocks" in structure.fused:
+        from zeroplan.transformer.families.compiled import COMPILED_BLOCK  # noqa: PLC0415  as above
+
+        tape.mode = COMPILED_BLOCK
     tape.mode = tape.mode._replace(uneven=structure.uneven)
     if structure.fused:
         tape.mode = tape.mode._replace(
@@ -555,6 +560,10 @@ def _set_mode(tape: Tape, structure: Block) -> None:
             wide_router="router-in-fp32" in structure.fused,
             keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
         )  # fmt: skip
+    if "te-float8" in structure.fused:
+        from zeroplan.transformer.families.te_float8 import mode_of as in_te_float8  # noqa: PLC0415  as above
+
+        tape.mode = in_te_float8(tape.mode, structure.fused)
 
 
 def _block_input(tape: Tape, given: Store | None, shape: Size, dtype: Size, source: str) -> Value:

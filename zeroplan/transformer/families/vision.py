@@ -5,8 +5,6 @@ and run attention separately for each image, or each window of an image. Slices 
 concatenated.
 """
 
-from functools import partial
-
 from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.numeric import Int, maximum
@@ -16,7 +14,16 @@ from zeroplan.spec.vision import VisionSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads, head_size
-from zeroplan.transformer.families.decoder import LAYER_NORM, LLAMA_NORM, Attention, Layer, gated_mlp, layer, two_layer_mlp
+from zeroplan.transformer.families.decoder import (
+    LAYER_NORM,
+    LLAMA_NORM,
+    Attention,
+    Layer,
+    gated_mlp,
+    layer,
+    layer_of,
+    ungated_mlp,
+)
 from zeroplan.transformer.families.definition import Block, Program, Training
 from zeroplan.transformer.families.operators import TENSOR
 from zeroplan.transformer.families.tape import Site, Store, Tape, Value
@@ -37,7 +44,7 @@ _ROTARY = f"{QWEN}, apply_rotary_pos_emb_vision"
 
 def _joint_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run attention with one joint q, k and v projection. The values stay a view of its result, which therefore stays alive."""
-    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", _ATTENTION), bias=True)
+    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", _ATTENTION, Module.Q), bias=True)
     parts = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", _ATTENTION))
     query, key = _turned(tape, parts[0], parts[1], block)
     context, _ = block.attend(tape, Heads(query, key, parts[2], grouped=False, one_key=False, joint=True))
@@ -83,46 +90,24 @@ def _intern_attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _intern_mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    return _scaled(tape, two_layer_mlp(tape, normal, block, f"{INTERN}, InternVLVisionMLP.forward"), "MLP")
+    return _scaled(tape, ungated_mlp(tape, normal, block, f"{INTERN}, InternVLVisionMLP.forward"), "MLP")
 
 
 def _table() -> Size:
     return 4 * T * d
 
 
+_CLIP, _SIGLIP = Attention(f"{CLIP}, CLIPAttention.forward"), Attention(f"{SIGLIP}, SiglipAttention.forward")
 PROGRAMS: dict[str, Program] = {
-    "qwen2_vl": layer(
-        Layer(
-            LAYER_NORM, _joint_attention, partial(two_layer_mlp, source=f"{QWEN2}, VisionMlp.forward"),
-            f"{QWEN2}, Qwen2VLVisionBlock.forward",
-        )
-    ),
-    "qwen2_5_vl": layer(
-        Layer(
-            LLAMA_NORM, _joint_attention, partial(gated_mlp, source=f"{QWEN}, Qwen2_5_VLMLP.forward"),
-            f"{QWEN}, Qwen2_5_VLVisionBlock.forward",
-        )
-    ),
-    "qwen3_vl": layer(
-        Layer(
-            LAYER_NORM, _joint_attention, partial(two_layer_mlp, source=f"{QWEN3}, Qwen3VLVisionMLP.forward"),
-            f"{QWEN3}, Qwen3VLVisionBlock.forward",
-        )
-    ),
-    "clip": layer(
-        Layer(
-            LAYER_NORM, Attention(f"{CLIP}, CLIPAttention.forward").run, partial(two_layer_mlp, source=f"{CLIP}, CLIPMLP.forward"),
-            f"{CLIP}, CLIPEncoderLayer.forward",
-        )
-    ),
-    "internvl": layer(Layer(LAYER_NORM, _intern_attention, _intern_mlp, INTERN_LAYER)),
-    "siglip": layer(
-        Layer(
-            LAYER_NORM, Attention(f"{SIGLIP}, SiglipAttention.forward").run,
-            partial(two_layer_mlp, source=f"{SIGLIP}, SiglipMLP.forward"), f"{SIGLIP}, SiglipEncoderLayer.forward",
-        )
-    ),
-}  # fmt: skip
+    name: layer(layer_of(f"{source}, ", norm, attention, mlp, names))
+    for name, source, norm, attention, mlp, names in (
+        ("qwen2_vl", QWEN2, LAYER_NORM, _joint_attention, ungated_mlp, ("VisionMlp", "Qwen2VLVisionBlock")),
+        ("qwen2_5_vl", QWEN, LLAMA_NORM, _joint_attention, gated_mlp, ("Qwen2_5_VLMLP", "Qwen2_5_VLVisionBlock")),
+        ("qwen3_vl", QWEN3, LAYER_NORM, _joint_attention, ungated_mlp, ("Qwen3VLVisionMLP", "Qwen3VLVisionBlock")),
+        ("clip", CLIP, LAYER_NORM, _CLIP.run, ungated_mlp, ("CLIPMLP", "CLIPEncoderLayer")),
+        ("siglip", SIGLIP, LAYER_NORM, _SIGLIP.run, ungated_mlp, ("SiglipMLP", "SiglipEncoderLayer")),
+    )
+} | {"internvl": layer(Layer(LAYER_NORM, _intern_attention, _intern_mlp, INTERN_LAYER))}
 
 
 _ACTIVATIONS: dict[str, Activation] = {

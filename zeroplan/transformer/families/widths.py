@@ -204,6 +204,7 @@ def quantities(
         **symbols(x, intermediate_size, moe),
         "x": moe.num_experts // x.expert_ranks if moe else 0,
         "X_r": pairs_that_come(x, moe),
+        "T_g": x.tokens * x.expert_ranks,
         "T/2": x.tokens // 2,
         "d/4": x.head_dim // 4,
         "q/4": x.heads * (x.head_dim // 4),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.adapter import FIRST, ROUTER, SECOND, AdapterSpec
 from zeroplan.spec.recipe import RecipeSpec
 
 _DROPOUT = 0.1  # any rate above 0 allocates the same
@@ -30,9 +30,11 @@ def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, family:
 
     if adapter.quantize != "none":
         _quantise(model, adapter, recipe)
+    parameters = [name for name in adapter.layers_in(family) if name in (FIRST, SECOND, ROUTER)]
+    modules = [name for name in adapter.layers_in(family) if name not in parameters]
     wanted = LoraConfig(
-        r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=list(adapter.layers_in(family)), task_type="CAUSAL_LM",
-        lora_dropout=_DROPOUT if adapter.dropout else 0.0, modules_to_save=list(adapter.saved) or None,
+        r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=modules, target_parameters=parameters or None,
+        lora_dropout=_DROPOUT if adapter.dropout else 0.0, modules_to_save=list(adapter.saved) or None, task_type="CAUSAL_LM",
     )  # fmt: skip
     wide = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed"
     adapted: nn.Module = get_peft_model(model, wanted, autocast_adapter_dtype=wide)

@@ -120,7 +120,7 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
             "moe_layers": [layer for layer, letter in enumerate(spec.letters) if letter != "D"],
         }
     if spec.linear is None or not spec.layer_pattern:
-        return {}
+        return _of_lfm2(spec) if "lfm2" in spec.family else {}
     if spec.family == "falcon_h1":
         width = spec.linear.num_value_heads * spec.linear.value_head_dim
         return {"mamba_d_ssm": width, "mamba_rms_norm": "N" in spec.letters, "mamba_norm_before_gate": False}
@@ -132,6 +132,13 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
         return {**expand, "attn_layer_indices": [layer for layer, letter in enumerate(spec.letters) if letter == "*"]}
     dense = {"num_local_experts": 0, "intermediate_size": spec.intermediate_size} if spec.moe is None else {}
     return {**expand, **dense, "layer_types": kinds, "position_embedding_type": "rope" if spec.turned else None}
+
+
+def _of_lfm2(spec: ModelSpec) -> dict[str, object]:
+    kinds = ["conv" if letter in "Cc" else "full_attention" for letter in spec.letters]
+    dense = spec.letters.count("c") + spec.letters.count("D")
+    own = {"block_auto_adjust_ff_dim": False} if spec.moe is None else {"num_dense_layers": dense, "norm_topk_prob": True}
+    return {"layer_types": kinds, **own}
 
 
 def _latent(spec: ModelSpec) -> dict[str, object]:

@@ -61,7 +61,7 @@ def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConf
             ratio = vision.intermediate_size // vision.hidden_size
             tower |= {"embed_dim": vision.hidden_size, "mlp_ratio": ratio, "hidden_size": vision.out_hidden_size}
         tower |= {"num_position_embeddings": vision.positions} if vision.tower == "qwen3_vl" else {}
-        tower |= {"deepstack_visual_indexes": list(range(vision.deeper))} if vision.tower == "qwen3_vl" else {}
+        tower |= {"deepstack_visual_indexes": list(vision.read_early)} if vision.tower == "qwen3_vl" else {}
         own |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _sections(spec.head_dim)}}
         more = {}
     build: Callable[..., PreTrainedConfig] = CONFIG_MAPPING[kind]

@@ -57,7 +57,7 @@ def workload(
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
     with torch.device(batch_device or device):
         ids = torch.randint(0, job.model.vocab_size, shape)
-        inputs = {"input_ids": ids, **({"attention_mask": _padded(ids)} if job.recipe.padded else {})}
+        inputs = {"input_ids": ids, **({"attention_mask": mask_of_padding(ids)} if job.recipe.padded else {})}
         if job.recipe.loss == "chunked":
             if job.model.vision is not None:
                 raise MeasurementError("loss 'chunked' with images is not run; use loss 'full'")
@@ -75,7 +75,7 @@ def workload(
     return Workload(module, {**inputs, "labels": ids}, loss_of_output, find_blocks(module))
 
 
-def _padded(ids: torch.Tensor) -> torch.Tensor:
+def mask_of_padding(ids: torch.Tensor) -> torch.Tensor:
     """The mask of a batch whose sequences end in a token of padding, as tokenizers make it."""
     mask = torch.ones_like(ids)
     mask[:, -1] = 0

@@ -33,7 +33,8 @@ def _kernel(tape: Tape, joint: Value, structure: Layer) -> Value:
     """
     flash = structure.attention == "flash"
     source = FLASH if flash else FUSED
-    before = _before_exchange(tape) if structure.exchanged and not flash else ()
+    reason = "attention output before heads are exchanged"
+    before = (tape.make(op.TENSOR, reason, e * T_x * c_r, EXCHANGED),) if structure.exchanged and not flash else ()
     made = op.tensor(tape, "attention output", e, T_m * c_r, source)
     kept = tape.make(op.TENSOR, "sums of exponentials, fp32", 4 * T_m * a_r, source, STATISTICS)
 
@@ -50,10 +51,6 @@ def _kernel(tape: Tape, joint: Value, structure: Layer) -> Value:
     tape.add("order of the output", (ordered,), (), op.makes("gradient in the kernel's order", source, made), of=(made,))
     tape.release(made)
     return ordered
-
-
-def _before_exchange(tape: Tape) -> tuple[Store]:
-    return (tape.make(op.TENSOR, "attention output before heads are exchanged", e * T_x * c_r, EXCHANGED),)
 
 
 def _written_out(tape: Tape, joint: Value, structure: Layer) -> Value:

@@ -1,0 +1,303 @@
+"""Reads recipes of NeMo AutoModel."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.formulas import assert_explained
+from tests.mutation import forget
+from zeroplan import estimate
+from zeroplan.catalog.config import model_from_config
+from zeroplan.catalog.setups.reading import read_setup
+from zeroplan.errors import SpecError, ZeroplanError
+from zeroplan.ledger import Kind
+from zeroplan.resolve import Resolved
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.transformer.families import experts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+AUTO: dict[str, Any] = {
+    "recipe": "TrainFinetuneRecipeForNextTokenPrediction", "step_scheduler": {"global_batch_size": 64, "local_batch_size": 2},
+    "model": {"_target_": "a.from_pretrained", "pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"},
+    "distributed": {"strategy": "fsdp2", "dp_size": 4, "tp_size": 2, "cp_size": 1, "activation_checkpointing": True},
+    "dataset": {"_target_": "x", "seq_length": 2048}, "optimizer": {"_target_": "torch.optim.Adam", "lr": 1e-5},
+    "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
+}  # fmt: skip
+
+
+def test_an_automodel_recipe(read: Callable[..., Resolved]):
+    job, notes, *_ = read(AUTO)
+    assert (job.mesh.dp_shard, job.mesh.tp, job.batch.grad_accum_steps) == (4, 2, 8)
+    assert (job.recipe.engine, job.recipe.precision, job.recipe.optimizer) == ("fsdp2", "bf16", "adam")
+    # AutoModel's own Llama: norms, attention and MLP in a checkpoint each, and every norm in one operator
+    assert (job.recipe.recompute, job.recipe.fused_parts) == ("selective", ("norm-in-one", "inputs-kept"))
+    assert not any("not known" in note for note in notes)
+    assert not job.recipe.fsdp2.sequence_parallel  # its default
+    along = {"distributed": {**AUTO["distributed"], "sequence_parallel": True}}
+    assert read(AUTO | along).job.recipe.fsdp2.sequence_parallel
+    alone = AUTO | {"distributed": {"dp_size": 8, "strategy": "fsdp2"}, "fp8": {"enabled": True, "recipe_name": "rowwise"}}
+    assert read(alone).job.recipe.float8_recipe == "rowwise"
+    adapted = read(AUTO | {"peft": {"_target_": "x", "target_modules": "*_proj", "dim": 16}, "distributed": {"dp_size": 4}}).job
+    assert adapted.model.adapter is not None
+    assert (adapted.model.adapter.rank, adapted.model.adapter.layers) == (16, AdapterSpec(rank=1).layers)
+
+
+def test_automodels_experts_and_the_kernels_that_send_tokens(read: Callable[..., Resolved]):
+    experts = {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B", "backend": {
+        "attn": "sdpa", "linear": "te", "experts": "te", "dispatcher": "hybridep", "gate_precision": "float32"}}  # fmt: skip
+    spread = {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8, "activation_checkpointing": True}
+    parts = ("norm-in-one", "hybridep", "router-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32")
+    job = read(AUTO | {"model": experts, "distributed": spread}).job
+    assert job.recipe.fused_parts == parts
+    answer = estimate(job)
+    assert answer.outside[-1].what == "HybridEP's buffers"
+    gathered = [line for line in answer.peak.lines if line.kind is Kind.UNSHARDED_PARAMETERS]
+    assert sum(line.n_bytes for line in gathered) < 2 * answer.parameters // 8  # no copies of this rank's own experts
+    theirs = {"pretrained_model_name_or_path": "microsoft/phi-4"}  # transformers' own model: whole blocks, and its own norms
+    phi = read(AUTO | {"model": theirs, "distributed": {"activation_checkpointing": True}}).job.recipe
+    assert (phi.recompute, phi.fused_parts) == ("full", ())
+
+
+def test_automodels_experts_of_glm_keep_their_outputs_in_fp32(read: Callable[..., Resolved], monkeypatch: pytest.MonkeyPatch):
+    """They are weighted after both products, from whose output the weights get their gradient (apply_router_weight_after_down)."""
+    model = {"pretrained_model_name_or_path": "zai-org/GLM-4.5-Air", "backend": {"dispatcher": "hybridep", "linear": "torch"}}
+    job = read(AUTO | {"model": model, "distributed": {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8}}).job
+
+    def saved() -> int:
+        return sum(int(line.n_bytes) for line in estimate(job).peak.lines if "saved by all blocks" in line.reason)
+
+    kept = saved()
+    with monkeypatch.context() as other:
+        other.setattr(experts, "WEIGHTED_LAST", ())
+        forget()
+        without = saved()
+    forget()
+    moe = job.model.moe
+    assert moe is not None
+    pairs, layers = 2 * 2048 * moe.num_experts_per_tok, job.model.num_hidden_layers - moe.num_dense_layers
+    assert kept - without == layers * pairs * (4 * job.model.hidden_size + 4)
+
+
+def test_automodels_kernels_of_experts_change_nothing_without_experts(read: Callable[..., Resolved], tmp_path: Path):
+    kernels = {"dispatcher": "torch", "experts": "torch", "attn": "sdpa", "gate_precision": "float32"}
+
+    def of(named: str) -> tuple[Resolved, set[str]]:
+        ranks = {"dp_size": 4, "activation_checkpointing": True}
+        found = read(AUTO | {"model": {"pretrained_model_name_or_path": named, "backend": kernels}, "distributed": ranks})
+        return found, set(read_setup(tmp_path / "mine.yaml", gpus=None).matters)
+
+    dense, open_keys = of("meta-llama/Llama-3.1-8B")
+    assert (dense.job.recipe.fused_parts, open_keys) == (("norm-in-one", "inputs-kept"), set())
+    experts, open_keys = of("Qwen/Qwen3-30B-A3B")
+    assert (experts.job.recipe.fused_parts, open_keys) == (
+        ("norm-in-one", "inputs-kept", "te-linear", "router-in-fp32", "looped-experts"), set()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("named", "kernel", "ranks", "part", "at_most"), [
+    ("Qwen/Qwen3-30B-A3B", "torch_mm", 4, "grouped-experts", set()), ("Qwen/Qwen3-30B-A3B", "te", 1, "grouped-experts", set()),
+    ("Qwen/Qwen3-30B-A3B", "torch", 4, "looped-experts", set()), ("openai/gpt-oss-20b", None, 1, "grouped-experts", set()),
+    ("zai-org/GLM-4.5-Air", "torch", 4, "looped-experts", set()), ("zai-org/GLM-4.5-Air", "gmm", 4, "grouped-experts", set()),
+    ("mistralai/Mixtral-8x7B-v0.1", None, 1, None, {"model.backend.dispatcher"})])  # fmt: skip
+def test_automodels_experts_without_a_kernel_that_sends_tokens(
+    read: Callable[..., Resolved],
+    tmp_path: Path,
+    named: str,
+    kernel: str | None,
+    ranks: int,
+    part: str | None,
+    at_most: set[str],
+):
+    """Each rank gathers all tokens. transformers' own models keep transformers' experts, which keep more."""
+    backend = {"dispatcher": "torch", "linear": "torch", **({"experts": kernel} if kernel else {})}
+    distributed = {"strategy": "fsdp2", "dp_size": 4, "ep_size": ranks}
+    job = read(AUTO | {"model": {"pretrained_model_name_or_path": named, "backend": backend}, "distributed": distributed}).job
+    setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+    assert (setup.matters.keys(), setup.saves) == (at_most, at_most)
+    assert [one for one in job.recipe.fused_parts if "experts" in one] == ([part] if part else [])
+    answer = estimate(job)
+    assert not answer.outside[1:] or "EP" not in answer.outside[-1].what
+    assert_explained(answer)
+    sums = [call for call in answer.traffic.collectives if call.what.startswith("outputs of ")]
+    assert len(sums) == (2 if ranks > 1 else 0)
+
+
+@pytest.mark.parametrize(("steps", "again", "named", "noted"), [
+    (8, True, "meta-llama/Llama-3.1-8B", False), (8, False, "meta-llama/Llama-3.1-8B", False), (8, True, "microsoft/phi-4", False),
+    (8, False, "microsoft/phi-4", True), (1, True, "meta-llama/Llama-3.1-8B", True),
+    (1, False, "meta-llama/Llama-3.1-8B", True)])  # fmt: skip
+def test_automodels_hidden_states_are_held_until_the_backward_ends(
+    read: Callable[..., Resolved], tmp_path: Path, steps: int, again: bool, named: str, noted: bool
+):
+    """They raise the peak if no checkpoint or norm keeps them, or if gradients grow meanwhile."""
+    model = {"pretrained_model_name_or_path": named, "output_hidden_states": True}
+    batch = {"global_batch_size": 8 * steps, "local_batch_size": 2}
+    read(AUTO | {"model": model, "step_scheduler": batch, "distributed": {"dp_size": 4, "activation_checkpointing": again}})
+    assert ("model.output_hidden_states" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is noted
+
+
+@pytest.mark.parametrize(("said", "dtype", "each", "keys"), [
+    ({"master_weights": True, "store_param_remainders": True}, "bf16", 10, set()), ({}, "bf16", 8, set()),
+    ({"master_weights": True, "store_param_remainders": True}, "float32", 12, set()), ({}, "float32", 8, set()),
+    ({"master_weights": True}, "bf16", 12, set()),
+    ({"exp_avg_dtype": "torch.bfloat16"}, "bf16", 8, {"optimizer.exp_avg_dtype"})])  # fmt: skip
+def test_automodels_adam_of_transformer_engine_has_states_in_32_bits(
+    read: Callable[..., Resolved], tmp_path: Path, said: dict[str, Any], dtype: str, each: int, keys: set[str]
+):
+    """Beside weights in 16 bits too; master weights in fp32 are copies, even of fp32 weights."""
+    optimizer = {
+        "_target_": "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+        "exp_avg_sq_dtype": "torch.float32",
+        **said,
+    }
+    model = {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B", "torch_dtype": dtype}
+    job = read(AUTO | {"model": model, "optimizer": optimizer, "distributed": {"strategy": "fsdp2", "dp_size": 4}}).job
+    setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+    assert (job.recipe.precision, setup.matters.keys()) == ("bf16" if dtype == "bf16" else "bf16-mixed", keys)
+    assert setup.saves == keys
+    answer = estimate(job)
+    states = sum(int(line.n_bytes) for line in answer.states if line.kind is Kind.OPTIMIZER_STATE)
+    assert states == each * answer.parameters // 4
+    assert any("was read (d0067d0), not run" in note for note in answer.notes)
+
+
+@pytest.mark.parametrize(("named", "said", "layers"), [
+    ("Qwen/Qwen3-30B-A3B", {}, ("q_proj", "k_proj", "v_proj", "o_proj")),
+    ("Qwen/Qwen3-30B-A3B", {"match_all_linear": True}, ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")),
+    ("meta-llama/Llama-3.1-8B", {"target_modules": ["*.q_proj", "*down*"]}, ("q_proj", "down_proj")),
+    ("meta-llama/Llama-3.1-8B", {"exclude_modules": ["*.o_proj", "lm_head"]},
+     ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")),
+    ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"exclude_modules": "*.out_proj"},
+     ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"))])  # fmt: skip
+def test_automodels_adapters_are_those_of_the_linear_layers_that_its_patterns_match(
+    read: Callable[..., Resolved], tmp_path: Path, named: str, said: dict[str, Any], layers: tuple[str, ...]
+):
+    """A layer's experts are one module, which is no linear layer: ``moe_rank_scaling`` changes nothing without their adapters."""
+    peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True, "use_memory_efficient_lora": True, **said}}
+    model = read(AUTO | peft | {"distributed": {"dp_size": 4}, "model": {"pretrained_model_name_or_path": named}}).job.model
+    assert model.adapter is not None
+    assert model.adapter.layers_in(model.family) == layers
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+
+
+def test_automodels_adapters_of_experts_are_refused(read: Callable[..., Resolved], tmp_path: Path):
+    def of(named: str) -> dict[str, Any]:
+        peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True, "target_modules": ["*"]}}
+        return AUTO | peft | {"distributed": {"dp_size": 4}, "model": {"pretrained_model_name_or_path": named}}
+
+    for named in ("Qwen/Qwen3-30B-A3B", "someone/else"):
+        with pytest.raises(SpecError, match="AutoModel gives all experts of a layer adapters of their own"):
+            read(of(named))
+        assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert read(of("Qwen/Qwen3-30B-A3B"), lora_targets="attention").job.model.adapter is not None
+    assert read(of("meta-llama/Llama-3.1-8B")).job.model.adapter is not None  # no experts
+
+
+def test_automodels_head_has_no_adapter_that_a_fused_loss_would_read(read: Callable[..., Resolved]):
+    peft = {"peft": {"_target_": "x", "match_all_linear": True}, "distributed": {"dp_size": 4}}
+    loss = {"loss_fn": {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"}}
+    adapter = read(AUTO | peft | loss).job.model.adapter
+    assert adapter is not None
+    assert adapter.layers == AdapterSpec(rank=1).layers
+
+
+@pytest.mark.parametrize(("linear", "experts"), [("torch", "te"), ("te", "torch_mm")])
+def test_automodels_float8_of_transformer_engine(read: Callable[..., Resolved], tmp_path: Path, linear: str, experts: str):
+    """A layer keeps a byte and a 32nd for each element of its input, and twice that for its weight.
+
+    It no longer keeps the input in 16 bits, which three projections of attention share. Attention's kernel keeps its output.
+    """
+
+    def of(more: dict[str, Any], **said: Any) -> Resolved:
+        backend = {"linear": linear, "experts": experts, "dispatcher": "hybridep", "attn": "te", **more}
+        ranks = {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8}
+        return read(AUTO | {"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B", "backend": backend},
+                            "distributed": ranks} | said)  # fmt: skip
+
+    plain, narrow = of({}).job, of({"te_fp8": {"recipe": "mxfp8"}}).job
+    assert set(narrow.recipe.fused_parts) - set(plain.recipe.fused_parts) == {"te-float8"}
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert_explained(estimate(narrow))
+    before, after = (
+        sum(int(line.n_bytes) for line in estimate(job).peak.lines if "saved by all blocks" in line.reason)
+        for job in (plain, narrow)
+    )
+    tokens, width, layers, narrower, own, pairs = 4096, 2048, 48, 768, 16, 8 * 4096
+    rows, heads, keys = pairs + 32 * own, 32 * 128, 4 * 128
+    quantised = (
+        rows * (width + narrower) + 2 * own * 3 * width * narrower if experts == "te" else
+        tokens * (3 * width + heads) + 2 * width * (2 * heads + 2 * keys)
+    )  # fmt: skip
+    freed = 2 * pairs * (width + narrower) + 4 * own if experts == "te" else 2 * tokens * width
+    assert after - before == layers * (quantised * 33 // 32 - freed)
+    of({"te_fp8": {"recipe": "mxfp8"}}, peft={"_target_": "x", "dim": 8, "target_modules": ["*.q_proj"]})
+    assert "model.backend.te_fp8.recipe" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    with pytest.raises(SpecError, match="'te-float8' is not modelled with adapters"):
+        replace(narrow, model=replace(narrow.model, adapter=AdapterSpec(rank=8, targets="attention")))
+
+
+@pytest.mark.parametrize(("attn", "named", "more", "noted"), [
+    ("magi", "Qwen/Qwen3-30B-A3B", {}, False), ("magi", "Qwen/Qwen3-30B-A3B", {"cp_size": 2}, True),
+    ("flex", "Qwen/Qwen3-30B-A3B", {}, True), ("flex", "openai/gpt-oss-20b", {}, False),
+    ("tilelang", "someone/else", {}, True),
+    ("eager", "someone/else", {}, False)])  # fmt: skip
+def test_automodels_attention_kernels(
+    read: Callable[..., Resolved], tmp_path: Path, attn: str, named: str, more: dict[str, int], noted: bool
+):
+    model = {"pretrained_model_name_or_path": named, "backend": {"attn": attn, "linear": "torch"}}
+    with suppress(ZeroplanError):
+        read(AUTO | {"model": model, "distributed": {"dp_size": 4, **more}})
+    assert ("model.backend.attn" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is noted
+
+
+@pytest.mark.parametrize(("said", "stage"), [
+    ({}, 2), ({"reshard_after_forward": True}, 3), ({"moe": {"reshard_after_forward": True}}, 3),
+    ({"reshard_after_forward": False, "moe": {"reshard_after_forward": True}}, 2)])  # fmt: skip
+def test_automodels_general_key_decides_whether_experts_are_resharded(
+    read: Callable[..., Resolved], said: dict[str, Any], stage: int
+):
+    model = {"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}}
+    assert read(AUTO | model | {"distributed": {"dp_size": 8, "ep_size": 8, **said}}).job.recipe.zero_stage == stage
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "kimi_linear", "kimi_k3"])
+def test_families_whose_attention_kernels_automodel_names_have_no_formulas(kind: str):
+    """If one gets formulas, its values of ``model.backend.attn`` change memory (automodel.py, _is_counted_attention)."""
+    config = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    with pytest.raises(SpecError, match="has no formulas"):
+        model_from_config(config, name="mine")
+
+
+def test_automodels_attention_with_sinks_keeps_no_scores(read: Callable[..., Resolved]):
+    """FlexAttention's output is multiplied by a share in fp32 and copied: a layer keeps an output and a number per head more."""
+
+    def of(attn: str) -> Resolved:
+        model = {"pretrained_model_name_or_path": "openai/gpt-oss-20b", "backend": {"attn": attn, "linear": "torch"}}
+        return read(AUTO | {"model": model, "distributed": {"dp_size": 8}})
+
+    jobs = [of(attn).job for attn in ("te", "flex")]
+    assert [job.recipe.attention for job in jobs] == ["flash", "flash"]
+    saved = [sum(line.n_bytes for line in estimate(job).peak.lines if "saved by all blocks" in line.reason) for job in jobs]
+    tokens, layers, heads = 2 * 2048, 24, 64
+    assert saved[1] - saved[0] == layers * tokens * (2 * heads * 64 + 4 * heads)
+
+
+def test_automodels_pipeline_splits_the_local_batch(read: Callable[..., Resolved]):
+    pipeline = {"pp_schedule": "interleaved1f1b", "pp_microbatch_size": 2}
+    said = AUTO | {"step_scheduler": {"global_batch_size": 64, "local_batch_size": 16},
+                   "distributed": {"strategy": "fsdp2", "dp_size": 4, "pp_size": 2, "pipeline": pipeline}}  # fmt: skip
+    job, *_ = read(said)
+    assert (job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2, 8)
+    assert (job.recipe.pipeline_schedule, job.recipe.zero_stage) == ("interleaved-1f1b", 2)
+    pipeline |= {"layers_per_stage": 7, "round_virtual_stages_to_pp_multiple": "down"}  # 32 layers: 5 stages, rounded to 4
+    assert read(said).job.recipe.pipeline_layers == "8,8,8,8"
+    pipeline |= {"layers_per_stage": 5, "round_virtual_stages_to_pp_multiple": None}
+    with pytest.raises(SpecError, match="5 layers per stage make 7 stages, which 2 pipeline ranks cannot share"):
+        read(said)

@@ -1,0 +1,44 @@
+"""Checks whether a job's blocks may be compiled by ``torch.compile``, each by itself, and its loss."""
+
+from collections.abc import Iterator
+
+from zeroplan.errors import refuse
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+COMPILED, COMPILED_LOSS = "compiled-blocks", "compiled-loss"
+#: Families whose compiled blocks were compared with torch's own compiler.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def check_compiled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
+    """Raise SpecError, in one line with the way out, if compiled blocks are not modelled for this job.
+
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    ...                  num_key_value_heads=2, head_dim=16, vocab_size=256)
+    >>> check_compiled(tiny, RecipeSpec(engine="ddp", zero_stage=0, fused_kernels="compiled-blocks"), MeshSpec(dp_shard=8))
+    Traceback (most recent call last):
+    zeroplan.errors.SpecError: compiled blocks with engine 'ddp' is not modelled; use engine 'fsdp2', or zeroplan dryrun
+    """
+    if COMPILED in recipe.fused_parts:
+        refuse("compiled blocks with", _not_modelled(model, recipe, mesh), ", or zeroplan dryrun")
+
+
+def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    # Under DDP dynamo splits a graph at the buckets (torch 2.13, _dynamo/backends/distributed.py, DDPOptimizer).
+    yield recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"
+    yield not recipe.precision.startswith("bf16") and f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"
+    yield model.profile is not None and "a profile", "a model of the catalogue"
+    yield model.family not in FAMILIES and f"a {model.family} model", f"one of {', '.join(FAMILIES)}"
+    yield recipe.attention == "eager" and "attention 'eager'", "'sdpa'"
+    yield (model.adapter is not None or model.frozen is not None) and "frozen weights", "full training"
+    yield model.vision is not None and "images", "text alone"
+    yield recipe.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"
+    yield recipe.offload_activations and "offload_activations", "recompute 'full' alone"
+    yield recipe.float8_recipe is not None and "float8_recipe", "none"
+    others = [one for one in recipe.fused_parts if one not in (COMPILED, COMPILED_LOSS, "cross-entropy")]
+    yield bool(others) and f"fused_kernels {', '.join(others)!r}", "none of them"
+    for name in ("tp", "cp", "pp", "ep"):
+        yield getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}", f"{name}=1"

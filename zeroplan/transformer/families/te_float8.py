@@ -1,0 +1,76 @@
+"""Layers that Transformer Engine runs in float8 in NeMo AutoModel's models: the most that they allocate. Read, not run.
+
+A layer quantises its input and its weight in two orders: by rows for its own product, by columns for those of its backward. It
+keeps the input by columns. The weight's copies count until the backward, though new releases make them again under FSDP2.
+A byte for the scale of 32 elements is the most that a recipe has. Experts pad their pairs to whole groups of 32.
+"""
+
+from zeroplan.expr import Size, ceil
+from zeroplan.ledger import Role, Tag
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.tape import Arriving, Mode, P_own, Site, Store, Tape, Value
+from zeroplan.transformer.symbols import T, e, h, r, x
+
+LINEAR = "Transformer Engine d0067d0, pytorch/module/linear.py, _linear_forward_impl"
+GROUPED = "Transformer Engine d0067d0, pytorch/module/grouped_linear.py, _GroupedLinear.forward"
+
+
+def mode_of(mode: Mode, fused: tuple[str, ...]) -> Mode:
+    """Return the mode in which linear layers, experts or both run in float8, whichever are Transformer Engine's."""
+    return mode._replace(linear=_linear if "te-linear" in fused else mode.linear, float8_experts="te-experts" in fused)
+
+
+def _quantised(elements: Size) -> Size:
+    return elements + ceil(elements, 32)
+
+
+def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False) -> Value:
+    """``te.Linear``. AutoModel's routers are none."""
+    if site.name.startswith("router"):
+        return op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
+    given = op.cast(tape, value, e, Site(f"input of the {site.name}", site.source))
+    kept = _copies(tape, site.name, T * reads, reads * width, LINEAR)
+    made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
+    tape.matrix_product(made.store)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(f"gradient of the {site.name}'s output in float8, in both orders", 2 * _quantised(T * width), LINEAR)
+        arriving = (
+            [(given, op.gradient(tape, given, f"gradient through the {site.name}", LINEAR))] if tape.follows(given) else []
+        )
+        tape.weight_gradient(reads * width + width if bias else reads * width)
+        return arriving
+
+    tape.add(site.name, (made,), kept, backward, of=None, place=site.place)
+    tape.drop(*kept)
+    tape.release(given)
+    return made
+
+
+def _copies(tape: Tape, name: str, inputs: Size, matrix: Size, source: str) -> tuple[Store, ...]:
+    """Quantise a layer's input and weights. Return what its backward reads."""
+    by_rows = tape.make(op.TEMPORARY, f"input of {name} in float8, by rows", _quantised(inputs), source)
+    by_columns = tape.make(op.TENSOR, f"input of {name} in float8, by columns", _quantised(inputs), source)
+    weights = tape.make(op.TENSOR, f"weights of {name} in float8, in both orders", 2 * _quantised(matrix), source)
+    tape.drop(by_rows)
+    return by_columns, weights
+
+
+def grouped(tape: Tape, value: Value, site: tuple[str, Size, Size]) -> Value:
+    """``te.GroupedLinear`` of this rank's experts, with the copies that padding makes of its input and output."""
+    name, reads, width = site
+    rows = tape.in_this_run(P_own) + 32 * x  # a function's argument, which the tape does not search
+    padded = tape.make(op.TEMPORARY, f"{name}: padded input or output", e * rows * (reads + width), GROUPED)
+    kept = _copies(tape, name, rows * reads, x * reads * width, GROUPED)
+    made = op.tensor(tape, f"{name}: output", r, P_own * width, GROUPED)
+    tape.drop(padded)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(f"padded gradients of {name}", e * rows * (reads + width), GROUPED)
+        tape.temporary(f"gradient of {name} in float8, in both orders", 2 * _quantised(rows * width), GROUPED)
+        tape.weight_gradient(x * reads * width, waits=True)
+        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", GROUPED))]
+
+    tape.add(name, (made,), kept, backward, of=None)
+    tape.drop(*kept)
+    return made
