@@ -120,6 +120,18 @@ def together(times: Iterable[Float]) -> Float:
     return total
 
 
+def weighted(counts: Iterable[int], sizes: Iterable[Int]) -> Int:
+    """Return the sum of sizes, each times its count.
+
+    >>> weighted((3, 1), (10, 4))
+    34
+    """
+    total: Int = 0
+    for count, size in zip(counts, sizes, strict=True):
+        total = total + count * size
+    return total
+
+
 def where(condition: Bool, yes: Int, no: Int) -> Int:
     """Return ``yes`` where the condition holds, else ``no``.
 

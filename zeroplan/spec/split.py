@@ -40,7 +40,7 @@ def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec
             raise SpecError(f"tp={ranks} does not divide {name}={number:,}; use a factor of it")
     if ways_of_resharding(recipe.fsdp2) is not None:  # torch 2.13, _fsdp_param.py, FSDPParam.to_sharded_post_forward
         raise SpecError(f"tp={ranks} with reshard_after_forward as a number is what FSDP2 refuses; use true or false for it")
-    cases = (*_of_whole_sequences(recipe, mesh), *_of_adapters(model, recipe, mesh), *_not_modelled(model, recipe, batch))
+    cases = *_of_whole_sequences(recipe, mesh), *_of_adapters(model, recipe, mesh), *_not_modelled(model, recipe, batch)
     refuse(f"tp={ranks} with", cases, ", or tp=1")
 
 

@@ -17,7 +17,7 @@ from zeroplan.engines.pinned import rounding
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, ceil_div, maximum, minimum
+from zeroplan.numeric import Int, ceil_div, maximum, minimum, weighted
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -137,9 +137,7 @@ class FlatPlan(Plan):
         """Return flat gradients of earlier micro-batches (``no_sync``) in units that are not reduced yet. [bytes]"""
         if self.recipe.sync_every_micro_batch:
             return ()
-        elements: Int = sum(map(self.flat, outside))
-        for count, group in zip(layers, self.trained_blocks, strict=True):
-            elements = elements + count * self.flat(group)
+        elements = sum(map(self.flat, outside)) + weighted(layers, map(self.flat, self.trained_blocks))
         width = self.width.compute
         elements_of = blocks_sum(self.letter, layers, self.trained_kinds, sum_of(self.letter, outside))
         reason = "flat gradients accumulated by earlier micro-batches"

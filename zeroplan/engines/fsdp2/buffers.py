@@ -5,7 +5,7 @@ from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, where
+from zeroplan.numeric import Int, weighted, where
 
 GATHER = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather"
 COPY_OUT = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out"
@@ -38,9 +38,7 @@ def still_unsharded(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
     if plan.reshard is True:
         return ()
     gathered, kinds = plan.gathered_blocks
-    elements: Int = 0
-    for count, group in zip(layers, gathered, strict=True):
-        elements = elements + count * (group.padded if plan.reshard is False else smaller_shard(plan, group))
+    elements = weighted(layers, [one.padded if plan.reshard is False else smaller_shard(plan, one) for one in gathered])
     reason = "blocks unsharded until their backward" if plan.reshard is False else "blocks' smaller shards until their backward"
     letter, width = "P" if plan.reshard is False and not plan.has_experts_apart else "Q", plan.width.compute
     formula = f"{width}·({blocks_sum(letter, layers, kinds)})"
@@ -58,9 +56,7 @@ def smaller_shard(plan: Plan, group: Group) -> Int:
 
 def kept(plan: Plan, layers: tuple[int, ...], *, every: bool = False) -> tuple[Line, ...]:
     """Return the activations that these layers of each run keep for their backward, and the tables that all layers share."""
-    n_bytes: Int = 0
-    for count, one in zip(layers, plan.kept, strict=True):
-        n_bytes = n_bytes + count * one
+    n_bytes = weighted(layers, plan.kept)
     recompute = plan.recipe.recompute
     formula, tag = kept_by(layers, plan.kinds)
     reasons = _KEPT[recompute] if len(set(plan.recomputes)) == 1 else _KEPT_BY_BOTH

@@ -9,7 +9,7 @@ from zeroplan.engines.formulas import product
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import Widths
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, ceil_div
+from zeroplan.numeric import Int, ceil_div, weighted
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params import has_frozen, layout
@@ -260,12 +260,7 @@ def _shards(cut: Cut, *, trained: bool) -> Int:
 
 def shards_of(outside: Iterable[Group], blocks: Iterable[Group], layers: Iterable[int]) -> Int:
     """This rank's chunks of units outside the blocks, and of this many layers of each run. [elements]"""
-    elements: Int = 0
-    for group in outside:
-        elements = elements + group.shard
-    for count, group in zip(layers, blocks, strict=True):
-        elements = elements + count * group.shard
-    return elements
+    return sum([group.shard for group in outside]) + weighted(layers, [group.shard for group in blocks])
 
 
 def _parameter_line(elements: Int, width: int, which: str, symbol: str) -> Line:

@@ -12,7 +12,7 @@ from zeroplan.engines.pinned import rounding
 from zeroplan.engines.positions import Position, corners, walk
 from zeroplan.engines.precisions import Widths, compute_of, widths
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int, maximum, where
+from zeroplan.numeric import Int, maximum, weighted, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -235,9 +235,7 @@ class Plan(NamedTuple):
         """Return whole gradients of earlier micro-batches (``no_sync``) in units that are not reduced yet. [bytes]"""
         if self.recipe.sync_every_micro_batch:
             return ()
-        elements = sum(group.numel for group in outside)
-        for count, group in zip(layers, self.trained_blocks, strict=True):
-            elements += count * group.numel
+        elements = sum(group.numel for group in outside) + weighted(layers, [group.numel for group in self.trained_blocks])
         formula = left_formula(self.reduce_bytes, layers, self.trained_kinds, outside=sum_of("G", outside))
         reason = "whole gradients accumulated by earlier micro-batches"
         return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)

@@ -12,6 +12,7 @@ from zeroplan.engines.pipeline.tensor import elements_of
 from zeroplan.engines.pipeline.waiting import Sizes
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import total_bytes
+from zeroplan.numeric import weighted
 from zeroplan.weights import Weight
 
 
@@ -65,7 +66,7 @@ def bounds_of(stage: StagePlan, sizes: Sizes) -> Bounds | None:
 
 def _kept(stage: StagePlan) -> tuple[int, int]:
     plan = stage.plan
-    every = int(sum(layers * each for layers, each in zip(plan.every_layer, plan.kept, strict=True)))
+    every = int(weighted(plan.every_layer, plan.kept))
     return every, every - int(min(plan.kept))
 
 

@@ -8,7 +8,7 @@ from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Plan
 from zeroplan.engines.pipeline.tensor import elements_of
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, weighted
 from zeroplan.transformer.parameters import Parameter
 
 HALVES = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_backward_weight"
@@ -18,9 +18,8 @@ def accumulated(
     plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = (), *, whose: str = "this stage's"
 ) -> Line:  # fmt: skip
     """Return the whole gradients of layers and of units outside them, in the reduction's dtype. [bytes]"""
-    elements = sum(elements_of(plan, group) for group in outside)
-    for count, group in zip(layers, plan.trained_blocks, strict=True):
-        elements += count * group.numel
+    in_layers = weighted(layers, [group.numel for group in plan.trained_blocks])
+    elements = sum(elements_of(plan, group) for group in outside) + in_layers
     n_bytes, formula = plan.reduce_bytes * elements, product(plan.reduce_bytes, elements)
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, f"{whose} whole gradients, not reduced yet", formula, ACCUMULATE)
 

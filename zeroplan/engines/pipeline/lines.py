@@ -10,7 +10,7 @@ from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.tensor import whole_embedding
 from zeroplan.engines.sources import FLOWING
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import Int, maximum, weighted
 
 UNSYNCED = "torch 2.13, torch/distributed/pipelining/stage.py, backward_maybe_with_nosync"
 AT_ONCE = "torch 2.13, torch/distributed/pipelining/schedules.py, _add_unshard_reshard"
@@ -23,11 +23,7 @@ def stays_unsharded(plan: Plan, *, whole: bool) -> tuple[Group, ...]:
 
 def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str, outside: tuple[Group, ...] = ()) -> Line:
     """Return the unsharded parameters of these layers and of ``outside`` units. [bytes]"""
-    elements: Int = 0
-    for group in outside:
-        elements = elements + group.padded
-    for count, group in zip(layers, plan.blocks, strict=True):
-        elements = elements + count * group.padded
+    elements = sum([group.padded for group in outside]) + weighted(layers, [group.padded for group in plan.blocks])
     n_bytes = plan.width.compute * elements
     return Line(Kind.UNSHARDED_PARAMETERS, n_bytes, reason, product(plan.width.compute, elements), UNSYNCED)
 

@@ -13,7 +13,7 @@ from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.positions import Position
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line, Role, Tag, total_bytes
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, weighted
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.mesh import Mesh
@@ -38,10 +38,7 @@ class Split(NamedTuple):
 
     def held(self, layers: tuple[int, ...]) -> Int:
         """Return the memory that this many blocks of each run hold from the first half to the second. [bytes]"""
-        n_bytes: Int = 0
-        for count, one in zip(layers, self.blocks, strict=True):
-            n_bytes = n_bytes + count * one.held
-        return n_bytes
+        return weighted(layers, [one.held for one in self.blocks])
 
 
 class StagePlan(NamedTuple):
@@ -70,9 +67,8 @@ class StagePlan(NamedTuple):
     def kept_bytes(self) -> Int:
         """Size of one micro-batch's tensors from forward to backward, without its output and its input."""
         plan = self.plan
-        n_bytes: Int = total_bytes(plan.head.shared) - (self.hidden_bytes if self.takes_from_buffer else 0)
-        for layers, each in zip(plan.every_layer, plan.kept, strict=True):
-            n_bytes = n_bytes + layers * each
+        n_bytes = total_bytes(plan.head.shared) - (self.hidden_bytes if self.takes_from_buffer else 0)
+        n_bytes = n_bytes + weighted(plan.every_layer, plan.kept)
         if not self.stage.is_last:
             return n_bytes
         if self.is_chunked:  # the head's input is the stage's output, and the loss keeps the gradient of it

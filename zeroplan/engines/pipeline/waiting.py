@@ -11,7 +11,7 @@ from zeroplan.engines.pipeline.lines import AT_ONCE, stays_unsharded, unsharded_
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, weighted
 from zeroplan.weights import total
 
 
@@ -189,10 +189,6 @@ def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...
 
 def gathered_elements(plan: Plan) -> Int:
     """Return the gathered parameters of a stage. Experts that no other rank has are not gathered."""
-    elements: Int = 0
-    for group in plan.outside:
-        elements = elements + group.padded
-    for count, group in zip(plan.every_layer, plan.blocks, strict=True):
-        alone = 0 if group.experts is None else (1 - group.experts.gathers) * group.experts.padded
-        elements = elements + count * (group.padded - alone)
-    return elements
+    alone = [0 if one.experts is None else (1 - one.experts.gathers) * one.experts.padded for one in plan.blocks]
+    inside = weighted(plan.every_layer, [one.padded - less for one, less in zip(plan.blocks, alone, strict=True)])
+    return sum([group.padded for group in plan.outside]) + inside

@@ -14,8 +14,8 @@ from zeroplan.transformer.families.definition import Block, ConfigKeys, Definiti
 from zeroplan.transformer.families.llama import WITH_NORMS
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params_gated import alike, attention_of, head_norms
-from zeroplan.transformer.params_modules import linear, rms_norm
+from zeroplan.transformer.params_gated import alike, attention_of, head_norms, norms
+from zeroplan.transformer.params_modules import linear
 from zeroplan.transformer.symbols import T, f, h
 
 APERTUS = "transformers 5.23, models/apertus/modeling_apertus.py"
@@ -117,9 +117,8 @@ def _tensors(model: ModelSpec) -> Layout:
     hidden, width = model.hidden_size, model.intermediate_size
     mlp = (*linear("mlp.up_proj", hidden, width), *linear("mlp.down_proj", width, hidden))
     alphas = (Parameter("mlp.act_fn.alpha_p", (1,)), Parameter("mlp.act_fn.alpha_n", (1,)))
-    norms = (*rms_norm("attention_layernorm", hidden), *rms_norm("feedforward_layernorm", hidden))
     attention = (*attention_of(model, bias=model.attention_bias), *head_norms(model))
-    return alike(model, (*attention, *mlp, *alphas, *norms))
+    return alike(model, (*attention, *mlp, *alphas, *norms(model, ("attention_layernorm", "feedforward_layernorm"))))
 
 
 _CONFIG = ConfigKeys(

@@ -334,7 +334,7 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
         return _in_pieces(tape, read, ending)
     product = _product(tape, read, bias=ending.head_bias)
     before = set(tape.saved)
-    logits = _capped(tape, product) if ending.family in CAPPED else product
+    logits = _capped(tape, product, ending)
     logits = _returned_wide(tape, logits) if ending.wide_logits else logits
     in_place = "cross-entropy" in ending.fused
     shifts = ending.shifts_logits or in_place
@@ -443,8 +443,10 @@ def _labels(tape: Tape) -> tuple[Store, Store]:
     return padded, tape.make(LOGITS, "labels, shifted", 8 * T + 8 * one, FULL, LABELS)
 
 
-def _capped(tape: Tape, logits: Value) -> Value:
-    """Cap the logits with ``tanh``, whose result autograd saves."""
+def _capped(tape: Tape, logits: Value, ending: Ending) -> Value:
+    """Return the logits, in some families capped with ``tanh``, whose result autograd saves."""
+    if ending.family not in CAPPED:
+        return logits
     divided = _logits(tape, logits, "logits, divided", CAP)
     tape.add("cap", (divided,), (), _makes("gradient of the logits", logits), of=(logits,))
     tape.release(logits)
@@ -575,7 +577,7 @@ def _one_chunk(
     view = Value(tape.hold(read.store), read.dtype, read.shape)
     logits = _product(tape, view)
     tape.release(view)
-    logits = _capped(tape, logits) if ending.family in CAPPED else logits
+    logits = _capped(tape, logits, ending)
     loss, names = cross_entropy(tape, logits, ())
     forward = tape.moments.copy()
     tape.drop(*names)
@@ -705,8 +707,7 @@ def _in_place(tape: Tape, read: Value, ending: Ending, *, entropy: bool = False)
     A division by the temperature is in place, and its backward is not. With ``entropy`` both losses make a gradient of their own,
     and the compiled entropy saves the logits and four fp32 numbers of a token (torch 2.13, min_cut_rematerialization_partition).
     """
-    product = _product(tape, read)
-    hot = _capped(tape, product) if ending.family in CAPPED else product
+    hot = _capped(tape, _product(tape, read), ending)
     logits = Value(tape.hold(hot.store), hot.dtype, hot.shape)
     tape.add("division by the temperature", (logits,), (), _makes("gradient of the undivided logits", hot), of=(hot,))
     tape.release(hot)
@@ -782,8 +783,7 @@ def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> 
 
     What it takes was measured on a CPU, with the functions named in ``kind.source`` in 16 bits and in fp32.
     """
-    made = _product(tape, read, bias=ending.head_bias)
-    product = _capped(tape, made) if ending.family in CAPPED else made
+    product = _capped(tape, _product(tape, read, bias=ending.head_bias), ending)
     labels = tape.make(LOGITS, "labels", 8 * T, kind.source, LABELS)
     reason = "the teacher's logits, copies of both, and steps of the last piece"
     held = tape.make(LOGITS, reason, kind.held * product.shape, kind.source)
@@ -808,8 +808,7 @@ def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
     Of several pairs the chosen logits are copied without each sequence's last token; of a single pair they are a view. accelerate
     returns the logits in fp32, except with FSDP2 and DeepSpeed (``narrow``).
     """
-    product = _product(tape, read, bias=ending.head_bias)
-    model_logits = _capped(tape, product) if ending.family in CAPPED else product
+    model_logits = _capped(tape, _product(tape, read, bias=ending.head_bias), ending)
     logits = model_logits if narrow else _returned_wide(tape, model_logits)
     labels = tape.make(LOGITS, "labels of all tokens, of the chosen, and shifted", 28 * T, PAIRS, LABELS)
     half, copied = ceil(T - b, 2) * V, at_most(1, at_least(0, b - 2))

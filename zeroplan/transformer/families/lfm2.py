@@ -8,13 +8,13 @@ from zeroplan.expr import NOTHING
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
-from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, gated_mlp
-from zeroplan.transformer.families.definition import ROUTER_LOGITS, SIZES, Block, ConfigKeys, Definition, Names, Program
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, gated_mlp, layer
+from zeroplan.transformer.families.definition import ROUTER_LOGITS, SIZES, Block, ConfigKeys, Definition, Names
 from zeroplan.transformer.families.experts import biased_router, routed_experts
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, patterned
-from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
+from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, norms, patterned
+from zeroplan.transformer.params_modules import Parameters, linear
 from zeroplan.transformer.symbols import E, T, h
 
 LFM2 = "transformers 5.23, models/lfm2/modeling_lfm2.py"
@@ -22,10 +22,6 @@ SHORT = f"{LFM2}, Lfm2ShortConv.forward"
 MOE = "transformers 5.23, models/lfm2_moe/modeling_lfm2_moe.py"
 _TAPS = 3
 _ATTENTION = Attention(f"{LFM2}, Lfm2Attention.forward", norm=LLAMA_NORM, norm_at_once=True, output="out_proj")
-
-
-def _layer(tape: Tape, given: Value, block: Block) -> Value:
-    return _LAYER.run(tape, given, block)
 
 
 def _mixed(tape: Tape, normal: Value, block: Block) -> Attended:
@@ -38,7 +34,7 @@ def _short_convolution(tape: Tape, normal: Value, block: Block) -> Value:
     joint = op.linear(tape, given, 3 * h, Site("joint projection of both gates and x", SHORT, layer="in_proj"))
     before, after, value = op.chunk(tape, joint, (T * h, T * h, T * h), Site("both gates and x", SHORT))
     entry = op.product(tape, before, value, "gated x, input of the convolution", Site("gate before the convolution", SHORT))
-    tape.release(*((given,) if block.padded else ()))
+    tape.release(given if block.padded else None)
     short = op.convolution(tape, entry, h, NOTHING + _TAPS, Site("convolution", SHORT))
     tape.release(entry)
     inner = op.product(tape, after, short, "convolution times its gate", Site("gate after the convolution", SHORT))
@@ -61,7 +57,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     return made
 
 
-_LAYER = Layer(LLAMA_NORM, _mixed, _mlp, f"{LFM2}, Lfm2DecoderLayer.forward")
+_PROGRAM = layer(Layer(LLAMA_NORM, _mixed, _mlp, f"{LFM2}, Lfm2DecoderLayer.forward"))
 
 
 def _tensors(model: ModelSpec) -> Layout:
@@ -79,9 +75,9 @@ def _tensors(model: ModelSpec) -> Layout:
     dense = tuple([one for name, *sizes in ways for one in linear(f"feed_forward.{name}", *sizes)])
     gate = () if moe is None else linear("feed_forward.gate", hidden, moe.num_experts)
     often = dense if moe is None else (*fused_experts(model, moe, "feed_forward"), *gate)
-    norms = (*rms_norm("operator_norm", hidden), *rms_norm("ffn_norm", hidden))
-    of_kinds = {kind: (*own, *often, *norms) for kind, own in mixers.items()}
-    of_kinds |= {"dense": (*mixers["full"], *dense, *norms), "dense, short": (*mixers["short"], *dense, *norms)}
+    both = norms(model, ("operator_norm", "ffn_norm"))
+    of_kinds = {kind: (*own, *often, *both) for kind, own in mixers.items()}
+    of_kinds |= {"dense": (*mixers["full"], *dense, *both), "dense, short": (*mixers["short"], *dense, *both)}
     return patterned(model, of_kinds, ("model.embed_tokens", "model.embedding_norm"))
 
 
@@ -114,7 +110,6 @@ _MIXERS: Names = (
     "self_attn.k_proj", "self_attn.k_layernorm", "self_attn.v_proj", "self_attn.out_proj", "ffn_norm", "feed_forward",
 )  # fmt: skip
 _DENSE = (*_MIXERS, "feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
-_PROGRAM = Program(_layer, _LAYER.source, LLAMA_NORM)
 FAMILIES = {
     "lfm2": Definition(_PROGRAM, _tensors, _CONFIG, _DENSE),
     "lfm2_moe": Definition(
