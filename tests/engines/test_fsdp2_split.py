@@ -12,6 +12,8 @@ from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model
 from zeroplan.engines import fsdp2
 from zeroplan.engines.fsdp2.traffic import KEYS
+from zeroplan.ledger import Kind
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.recipe import Fsdp2Options
 from zeroplan.steptime import step_time
@@ -19,6 +21,7 @@ from zeroplan.steptime.links import crosses, links
 from zeroplan.steptime.sending import group_of
 
 LLAMA = model("llama-3.1-8b")
+_WHOLE = RecipeSpec(precision="bf16", fsdp2=Fsdp2Options(sequence_parallel=False))
 JOB = JobSpec(model=LLAMA, mesh=MeshSpec(dp_shard=2, tp=4), batch=BatchSpec(seq_len=4096))
 
 
@@ -33,6 +36,16 @@ def test_columns_are_their_points(recompute: str):
     columns = Columns(points)
     grid = fsdp2.account(LLAMA, recipe, columns, columns)
     assert_is_its_points(grid, [fsdp2.account(LLAMA, recipe, mesh, batch) for mesh, batch in points])
+
+
+@pytest.mark.parametrize("optimizer", ["te-adam", "te-adam-masters", "te-adam-remainders"])
+def test_transformer_engines_adam_has_states_of_a_ranks_own_parts(optimizer: str):
+    """Norms are whole on every rank, so a rank of four has a little more than a quarter."""
+    job = replace(JOB, recipe=RecipeSpec(optimizer=optimizer, precision="bf16"))  # type: ignore[arg-type]
+    whole, split = (
+        estimate(one).states_by_kind[Kind.OPTIMIZER_STATE] for one in (replace(job, mesh=MeshSpec(dp_shard=2)), job)
+    )
+    assert 1 <= 4 * split / whole < 1.001
 
 
 def test_tensor_parallel_ranks_hold_their_share():
@@ -129,6 +142,13 @@ def test_unsupported_context_parallelism_is_refused_in_one_line(changes: dict[st
         ({"recipe": RecipeSpec(sync_every_micro_batch=False)}, "sync_every_micro_batch"),
         ({"recipe": RecipeSpec(fsdp2=Fsdp2Options(reshard_after_forward=2))}, "reshard_after_forward"),
         ({"recipe": RecipeSpec(optimizer="muon")}, "muon"),
+        ({"model": replace(LLAMA, adapter=AdapterSpec(rank=8))}, "adapters and fsdp2.sequence_parallel"),
+        (
+            {"model": replace(LLAMA, adapter=AdapterSpec(rank=8)), "recipe": replace(_WHOLE, recompute="full")},
+            "adapters and recompute 'full'",
+        ),
+        ({"model": replace(LLAMA, adapter=AdapterSpec(rank=6)), "recipe": _WHOLE}, "adapters of rank 6"),
+        ({"mesh": MeshSpec(tp=4, cp=2), "recipe": _WHOLE}, "sequence_parallel=false and cp=2"),
         ({"model": model("mistral-7b-v0.1")}, "sliding window"),
         ({"recipe": RecipeSpec(recompute="full", offload_activations=True)}, "offload_activations"),
     ],

@@ -19,15 +19,12 @@ _THOUSANDTH = 0.001
 
 
 def _tolerance(asked: JobSpec) -> float:
-    """Return the tolerance, as a share: 0.1 %, and more under Megatron-FSDP.
+    """Return the tolerance, as a share: 0.1 %, and more with experts under Megatron-FSDP.
 
-    Megatron-FSDP pads every bucket to its ranks and rows, up to 0.25 % on 64 ranks. With experts the estimate is up to 2.8 % too
-    high. One cause is that a layer's experts and its other matrices have separate buckets, which Megatron-FSDP allocates one after
-    the other and zeroplan counts together. The other causes are unknown.
+    There the estimate is up to 0.8 % too high in two of four jobs: at stage 2 with experts that one rank has, and at stage 3 with
+    many small experts. The causes are unknown.
     """
-    if asked.recipe.zero_stage > 1:
-        return 0.003 if asked.model.moe is None else 0.028
-    return _THOUSANDTH
+    return 0.008 if asked.recipe.zero_stage > 1 and asked.model.moe is not None else _THOUSANDTH
 
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")

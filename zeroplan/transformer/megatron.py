@@ -72,6 +72,8 @@ class Cost(NamedTuple):
     """The peak of its forward beyond its kept activations, without the output."""
     backward: tuple[Line, ...]
     """All of its tensors at the peak of its backward."""
+    after_experts: tuple[Line, ...] = ()
+    """The same from the router's backward on; nothing without experts."""
 
 
 class _Moment(NamedTuple):
@@ -125,6 +127,8 @@ class _Plan(NamedTuple):
     statistics: Places
     forward: tuple[_Moment, ...]
     backward: tuple[_Moment, ...]
+    after_experts: int
+    """The index of the first moment after the experts' backward; the number of moments without experts."""
 
 
 def element_of(recipe: RecipeSpec) -> int:
@@ -505,7 +509,8 @@ def _plan(structure: Structure) -> _Plan:
         store.size = program.own_size(store, structure)
     kept = tuple([place for place in saved if not any(stores[place].reason.startswith(one.tensors) for one in again)])
     statistics = tuple([place for place in kept if stores[place].tag == STATISTICS])
-    return _Plan(stores, tuple([place for place in kept if place not in statistics]), statistics, forward, backward)
+    after = next((at for at, moment in enumerate(tape.moments) if moment.name == "router"), len(backward))
+    return _Plan(stores, tuple([place for place in kept if place not in statistics]), statistics, forward, backward, after)
 
 
 def _once_made_again(moments: list[Alive], again: list[_Again]) -> list[Alive]:
@@ -553,7 +558,10 @@ def _cost(structure: Structure, values: Values, *, fused: bool) -> Cost:
     kept = total((*plan.kept, *plan.statistics))
     beyond = maximum(*(total(one.stores) for one in plan.forward)) - kept
     forward = (Line(Kind.TEMPORARY, beyond, BY_THE_WAY, source=program.LAYER),)
-    return Cost(of(plan.kept), of(plan.statistics), forward, _at_highest(plan, totals, made, of))
+    after = plan.after_experts
+    rest = plan._replace(backward=plan.backward[after:])
+    later = _at_highest(rest, totals[after:], made[after:], of) if rest.backward else ()
+    return Cost(of(plan.kept), of(plan.statistics), forward, _at_highest(plan, totals, made, of), later)
 
 
 def _at_highest(plan: _Plan, totals: list[Int], made: list[Int], of: Callable[[Places], tuple[Line, ...]]) -> tuple[Line, ...]:

@@ -157,8 +157,12 @@ def _backward_of_shards(step: Step, sharding: Sharding) -> Iterator[Moment]:
         over = tuple(ceil_div(order[: behind + 1].count(run.kind), together) for run in runs_of(job))
         cost = step.layers.kinds[kind].cost
         below = *around, *sharding.lines(behind), *step.waiting_layers(without(step.flying, over))
-        inside = *_run_again_with_it(cost, kind, min(together, len(order))), *cost.backward
+        beside = tuple(_run_again_with_it(cost, kind, min(together, len(order))))
         what = f"a layer behind {behind}" if behind else "a layer"
+        if sharding.gathers and cost.after_experts:
+            in_experts = *around, *sharding.lines_in_experts(behind), *step.waiting_layers(without(step.flying, over))
+            yield Moment(f"backward of the experts of {what}{again}", Phase.BACKWARD, (*in_experts, *beside, *cost.backward))
+        inside = *beside, *(cost.after_experts if sharding.gathers and cost.after_experts else cost.backward)
         yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*below, *inside))
         yield Moment(f"reduction of {what}", Phase.BACKWARD, (*below, sharding.share(behind)))
 

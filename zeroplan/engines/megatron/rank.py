@@ -3,8 +3,10 @@
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from zeroplan.engines.megatron.buckets import padded_ends, padded_layer
 from zeroplan.engines.megatron.chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron.parameters import elements_of, ends_of, in_fp8, table_of
+from zeroplan.engines.megatron.widths import WEIGHTS_TOO
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.batch import Batch
@@ -59,6 +61,7 @@ def rank_of(at: int, job: Job) -> Rank:
             int(mesh.pp),
             as_key(mesh.tp),
             as_key(mesh.ep),
+            as_key(mesh.dp_shard * mesh.cp),
             as_key(job.batch.grad_accum_steps),
         )
 
@@ -80,9 +83,10 @@ def _made(at: int, job: Job) -> Rank:
     schedule = Schedule(pp - at - 1 if chunks == 1 else 2 * (pp - at - 1) + (chunks - 1) * group, chunks, group)
     flying = minimum(schedule.warm + 1, job.batch.grad_accum_steps * chunks)
     matrices = matrices + (model.positions * model.hidden_size if first else 0)
+    inside, experts = (inside + ends, experts) if job.recipe.zero_stage < WEIGHTS_TOO else _padded(each, job)
     return Rank(
         at,
-        inside + ends,
+        inside,
         experts,
         matrices,
         in_fp8(job, tuple(map(sum, zip(*each, strict=True)))),
@@ -93,6 +97,18 @@ def _made(at: int, job: Job) -> Rank:
         each,
         schedule,
     )
+
+
+def _padded(each: tuple[Counts, ...], job: Job) -> tuple[Int, Int]:
+    """Return the elements of all buckets under Megatron-FSDP's stage 3, outside experts and of experts."""
+    several, of_experts = sharers(job), expert_sharers(job)
+    embedding, end = ends_of(job)
+    table, others = padded_ends(job, table_of(job), embedding + end - table_of(job), several)
+    beside, experts = table + others, 0 * table
+    for at, layers in enumerate(map(sum, zip(*each, strict=True))):
+        of_layer = padded_layer(job, at, sharers=several, expert_sharers=of_experts)
+        beside, experts = beside + layers * of_layer[0], experts + layers * of_layer[1]
+    return beside, experts
 
 
 def _embedded_at_once(schedule: Schedule, batch: Batch) -> Int:

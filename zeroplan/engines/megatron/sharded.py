@@ -6,14 +6,15 @@ Most models have fewer. So when the final norm needs its weights, Megatron-FSDP 
 takes.
 
 Source: Megatron-Core 0.16.1, core/distributed/fsdp/src/megatron_fsdp, which runs on fake tensors (``zeroplan verify --engine
-megatron --stage 3``). Left out: padding of buckets, double buffers (``--fsdp-double-buffer``), replicas of sharded groups.
+megatron --stage 3``). Left out: double buffers (``--fsdp-double-buffer``), replicas of sharded groups.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.megatron.parameters import elements_of, ends_of, table_of
+from zeroplan.engines.megatron.buckets import bucket_of, padded_ends, padded_layer
+from zeroplan.engines.megatron.parameters import ends_of, table_of
 from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers, updated_by
 from zeroplan.engines.megatron.widths import GRADIENTS_TOO, WEIGHTS_TOO, bytes_of
 from zeroplan.ledger import Kind, Line, Role, Tag
@@ -28,9 +29,6 @@ _IN_FLIGHT = 1_000_000_000
 #: Points of a step, other than the backward of each layer.
 AT_AHEAD, AT_LAST, AT_LOSS, AT_HEAD, AT_END, AT_STEP = "ahead", "last", "loss", "head", "end", "step"
 _AT_STEP = Tag(Role.UNTIL_NEXT_STEP)
-#: Elements of a bucket: the larger of the first, and of the second times the data- and context-parallel ranks.
-#: Source: training/training.py, resolve_ddp_bucket_size.
-_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
 
 
 class Sharding(NamedTuple):
@@ -44,6 +42,8 @@ class Sharding(NamedTuple):
     """The parameters outside the layers: embedding, final norm and head."""
     layers: tuple[Int, ...]
     """The parameters of every layer, the last layer first."""
+    beside: tuple[Int, ...]
+    """Those of them outside experts, if the layer has experts with a bucket of their own; else 0."""
     shares: tuple[Int, ...]
     """A rank's share of the gradients of each layer that one reduce-scatter reduces."""
     bucket: Int | None
@@ -157,6 +157,7 @@ class Sharding(NamedTuple):
             yield Symbol(f"O_{at}", self._gathered(at), f"bytes of whole weights ({when})")
             yield Symbol(f"J_{at}", self._reduced(at), f"parameters whose gradients are whole ({when})")
             if isinstance(at, int):
+                yield Symbol(f"K_{at}", self.beside[at], "parameters of the layer that runs backward, beside its experts")
                 yield Symbol(f"I_{at}", self.shares[at], "this rank's share of a layer's gradients that are reduced at once")
 
     def lines(self, at: str | int) -> tuple[Line, ...]:
@@ -178,6 +179,15 @@ class Sharding(NamedTuple):
         )
         return tuple(line for line in made if not (isinstance(line.n_bytes, int) and not line.n_bytes))
 
+    def lines_in_experts(self, behind: int) -> tuple[Line, ...]:
+        """Return the lines while the layer's experts run backward, before the rest of the layer has gradients. [bytes]"""
+        width, made = self.width_of_gradient, self._reduced(behind) - self.beside[behind]
+        formula = f"{width}·(J_{behind} - K_{behind})"
+        return tuple(
+            line._replace(n_bytes=width * made, formula=formula) if line.kind is Kind.UNSHARDED_GRADIENTS else line
+            for line in self.lines(behind)
+        )
+
     def gathered_per_micro_batch(self, elements: Int) -> tuple[Int, Int]:
         """Return how many of the layers' ``elements`` the forward and the backward of a micro-batch gather."""
         inside = maximum(1, _sum(self.layers))
@@ -198,16 +208,15 @@ def sharding_of(rank: Rank, job: Job) -> Sharding | None:
     recipe = job.recipe
     if recipe.zero_stage < GRADIENTS_TOO:
         return None
-    units, shares = list[Int](), list[Int]()
+    units, besides, shares = list[Int](), list[Int](), list[Int]()
     several, of_experts = sharers(job), expert_sharers(job)
     for at, layers in enumerate(rank.counts):
-        beside, experts, _ = elements_of(job, tuple(int(other == at) for other in range(len(rank.counts))))
+        beside, experts = padded_layer(job, at, sharers=several, expert_sharers=of_experts)
         shares += [maximum(ceil_div(beside, several), ceil_div(experts, of_experts))] * layers
         units += [beside + where(of_experts > 1, experts, 0)] * layers
-    bucket = (
-        maximum(_BUCKET, _BUCKET_OF_A_RANK * job.mesh.dp_shard * job.mesh.cp) if recipe.megatron.overlap_grad_reduce else None
-    )
-    (embedding, end), width = ends_of(job), bytes_of(recipe)
+        besides += [where((of_experts > 1) & (experts > 0), beside, 0)] * layers
+    bucket, (embedding, end), width = bucket_of(job), ends_of(job), bytes_of(recipe)
+    table, others = padded_ends(job, table_of(job), embedding + end - table_of(job), several)
     if recipe.zero_stage < WEIGHTS_TOO:  # shares of small buckets are not counted; a single bucket is reduced at the end
         shares = [updated_by(rank, job)[0] if bucket is None else 0, *[0] * (len(units) - 1)]
     weights: Int = width.weight * sum(units)
@@ -215,7 +224,7 @@ def sharding_of(rank: Rank, job: Job) -> Sharding | None:
         weights = weights - (width.weight - 1) * rank.in_fp8
     transposes = ceil_div(rank.in_fp8, max(1, len(units))) if recipe.megatron.fp8_transposes else 0
     return Sharding(
-        recipe.zero_stage == WEIGHTS_TOO, table_of(job), embedding + end, tuple(reversed(units)),
+        recipe.zero_stage == WEIGHTS_TOO, table, table + others, tuple(reversed(units)), tuple(reversed(besides)),
         tuple(reversed(shares)), bucket, width.weight, weights, transposes, width.gradient,
     )  # fmt: skip
 
