@@ -60,6 +60,12 @@ def of_experts(family: str, few: JobSpec) -> JobSpec:
     return replace(few, model=replace(few.model, family=family, attention_bias=False, moe=moe))
 
 
+def in_four_bits(wide: JobSpec) -> JobSpec:
+    """Return the job with linear layers and experts in four bits."""
+    adapter = AdapterSpec(rank=8, targets="attention", quantize="nf4-double", upcast="none", quantize_experts=True)
+    return replace(wide, model=replace(wide.model, adapter=adapter))
+
+
 #: An adapter on the head, too.
 HEAD = replace(TWO, targets="q_proj,v_proj,lm_head", dropout=True)
 #: Embedding and head trained whole, in copies beside the frozen originals.
@@ -98,6 +104,7 @@ TORCH = {
     "fsdp2 3, loss in chunks": job(ALL, "fsdp2", 3, loss="chunked"),
     "ddp 0, inputs of blocks in host memory": job(ALL, "ddp", 0, recompute="full", offload_activations=True),
     "ddp 0, all that blocks save in host memory": job(ALL, "ddp", 0, offload_activations=True),
+    "ddp 0, experts in four bits": in_four_bits(of_experts("mixtral", job(replace(ALL, targets="attention"), "ddp", 0))),
     "fsdp2 3, experts, recomputed": of_experts("qwen3_moe", job(ALL, "fsdp2", 3, recompute="full")),
     "fsdp2 2, experts, bf16, accumulation": of_experts("mixtral", job(ALL, "fsdp2", 2, precision="bf16", accum=2)),
     "ddp 0, experts": of_experts("mixtral", job(replace(ALL, targets="q_proj,mlp"), "ddp", 0)),
