@@ -230,7 +230,7 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool, wide: bool = False
             if recipe.offloads_states or not offload:
                 found = True
                 yield recipe
-    if not (found or offload):
+    if base.recipe.fused_parts and not (found or offload):
         raise SpecError(f"no engine runs --fused-kernels {base.recipe.fused_kernels} as asked; leave them out")
 
 

@@ -6,7 +6,16 @@ from pathlib import Path
 
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.setups.reading import name_of, read_setup
-from zeroplan.catalog.setups.told import Setup, ends_counted_apart, ends_counted_as_one, option_taken, taken
+from zeroplan.catalog.setups.told import (
+    COMPILED,
+    COMPILED_PARTS,
+    OwnModules,
+    Setup,
+    ends_counted_apart,
+    ends_counted_as_one,
+    option_taken,
+    taken,
+)
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.resolve.request import Request, SetupRead
@@ -70,7 +79,19 @@ def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]
     for asked, _ in refusals(complete.model, its_own, complete.mesh):
         return complete, (*own.instead, f"{own.name}'s own modules are not modelled with {asked}")
     said = f"{own.name}'s own modules are counted, since its file was read; --modules transformers counts transformers'"
-    return replace(complete, recipe=its_own), (said,)
+    found, notes = _as_compiled(replace(complete, recipe=its_own), own)
+    return found, (said, *notes)
+
+
+def _as_compiled(job: JobSpec, own: OwnModules) -> tuple[JobSpec, tuple[str, ...]]:
+    """Return the job with what the program compiles, unless the user chose kernels or that is not modelled, and a note."""
+    if not own.compiled or job.recipe.fused_kernels is not None:
+        return job, ()
+    kernels = ",".join(own.compiled)
+    try:
+        return replace(job, recipe=replace(job.recipe, fused_kernels=kernels)), (COMPILED_PARTS.format(kernels),)
+    except SpecError as error:
+        return job, (f"{COMPILED}; {error}",)
 
 
 def by_its_own_units(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:

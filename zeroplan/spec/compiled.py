@@ -7,7 +7,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
-COMPILED, COMPILED_LOSS = "compiled-blocks", "compiled-loss"
+COMPILED_BLOCKS, COMPILED_LOSS = "compiled-blocks", "compiled-loss"
 #: Families whose compiled blocks were compared with torch's own compiler.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -22,7 +22,7 @@ def check_compiled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None
     Traceback (most recent call last):
     zeroplan.errors.SpecError: compiled blocks with engine 'ddp' is not modelled; use engine 'fsdp2', or zeroplan dryrun
     """
-    if COMPILED in recipe.fused_parts:
+    if COMPILED_BLOCKS in recipe.fused_parts:
         refuse("compiled blocks with", _not_modelled(model, recipe, mesh), ", or zeroplan dryrun")
 
 
@@ -38,7 +38,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield recipe.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"
     yield recipe.offload_activations and "offload_activations", "recompute 'full' alone"
     yield recipe.float8_recipe is not None and "float8_recipe", "none"
-    others = [one for one in recipe.fused_parts if one not in (COMPILED, COMPILED_LOSS, "cross-entropy")]
+    others = [one for one in recipe.fused_parts if one not in (COMPILED_BLOCKS, COMPILED_LOSS, "cross-entropy")]
     yield bool(others) and f"fused_kernels {', '.join(others)!r}", "none of them"
     for name in ("tp", "cp", "pp", "ep"):
         yield getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}", f"{name}=1"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from zeroplan import job
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, resolve
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONFIGURATION = """
 [model]
@@ -72,3 +69,30 @@ def test_the_flag_is_the_option():
     assert job(model="llama-3.1-8b", gpus=8, modules="torchtitan").recipe.fsdp2.modules == "torchtitan"
     with pytest.raises(SpecError, match="a qwen3 model are not modelled; use a Llama, or --modules transformers"):
         job(model="qwen3-8b", gpus=8, modules="torchtitan")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "parts"),
+    [
+        ("enable = true", ("compiled-blocks", "compiled-loss")),
+        ('enable = true\ncomponents = ["loss"]', ("compiled-loss",)),
+        ("enable = false", ()),
+    ],
+    ids=["all", "the loss", "nothing"],
+)
+def test_what_it_compiles_is_counted_as_compiled(tmp_path: Path, compiled: str, parts: tuple[str, ...]):
+    file = _file(tmp_path, degree=f"[compile]\n{compiled}")
+    answer = resolve(Request(from_file=file))
+    assert answer.job.recipe.fused_parts == parts
+    assert any("as torch.compile runs it" in note for note in answer.notes) is bool(parts)
+    assert resolve(Request(from_file=file, fused_kernels="rms-norm")).job.recipe.fused_parts == ("rms-norm",)
+
+
+def test_where_that_is_not_modelled_a_note_says_why(tmp_path: Path):
+    file = Path(_file(tmp_path, degree="[compile]\nenable = true"))
+    file.write_text(
+        file.read_text(encoding="utf-8").replace('"full"', '"selective"\nselective_ac_option = "op"'), encoding="utf-8"
+    )
+    answer = resolve(Request(from_file=str(file)))
+    assert answer.job.recipe.fused_parts == ()
+    assert any("compiled blocks with recompute 'selective'" in note for note in answer.notes), answer.notes

@@ -51,6 +51,8 @@ class OwnModules(NamedTuple):
 
     name: Literal["torchtitan"]
     instead: tuple[str, ...]
+    compiled: tuple[str, ...] = ()
+    """The fused kernels of what the program compiles: its blocks, its loss."""
 
 
 class Setup(NamedTuple):
@@ -398,6 +400,7 @@ COMPILED = (
     "(`zeroplan dryrun` follows the compiler; --fused-kernels compiled-blocks,compiled-loss counts blocks compiled each by itself, "
     "and a compiled loss, under FSDP2)"
 )
+COMPILED_PARTS = "the step is counted as torch.compile runs it: --fused-kernels {}"
 FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
 ULYSSES = "Ulysses' ranks split a sequence outside of attention and its heads inside: a rank's share of its tokens is counted"
 LIGER = ("rope", "liger-rms-norm", "liger-swiglu")

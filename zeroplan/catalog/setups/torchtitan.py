@@ -11,6 +11,7 @@ from pathlib import Path
 from zeroplan.catalog.setups.told import NO_GPUS, OwnModules, Reading, Setup, Table
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
+from zeroplan.spec.compiled import COMPILED_BLOCKS, COMPILED_LOSS
 
 #: Published models by torchtitan's module and flavour.
 _MODELS = {
@@ -93,7 +94,7 @@ def torchtitan_setup(whole: Table, _: Path, gpus: int | None) -> Setup:
     whole.leave(_KNOWN_TABLES)
     setup, instead = reading.setup("torchtitan"), tuple(reading.instead)
     if _is_llama_of_0_2(reading):
-        return setup._replace(own=OwnModules("torchtitan", instead))
+        return setup._replace(own=OwnModules("torchtitan", instead, _compiled(reading)))
     return setup._replace(notes=(*instead, *setup.notes))
 
 
@@ -102,10 +103,19 @@ def _is_llama_of_0_2(reading: _Reading) -> bool:
     return reading.tables["model"].text("name") == "llama3" and not reading.tables["model_spec"].data
 
 
+def _compiled(reading: _Reading) -> tuple[str, ...]:
+    """Return what it compiles: each block by itself, and the loss (config/job_config.py, Compile.components)."""
+    table = reading.tables["compile"]
+    if not table.switch("enable"):
+        return ()
+    components = table.get("components") or ("model", "loss")
+    return tuple(part for name, part in (("model", COMPILED_BLOCKS), ("loss", COMPILED_LOSS)) if name in components)  # type: ignore[operator]  # a list
+
+
 def _refuse(reading: _Reading) -> None:
     """Note or refuse settings that change memory in a way that is not modelled, and read float8."""
     whole = reading.table
-    if reading.tables["compile"].switch("enable"):
+    if reading.tables["compile"].switch("enable") and not _is_llama_of_0_2(reading):
         reading.tell_compiled(reading.tables["compile"], "enable")
     _float8(reading)
     reading.tables["optimizer"].refuse({"early_step_in_backward": ()})

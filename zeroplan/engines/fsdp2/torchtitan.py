@@ -8,9 +8,11 @@ Leaves out releases from 0.3 on, with FlexAttention and a chunked loss.
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.compiled import COMPILED_LOSS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, HeadPass, Place
+from zeroplan.transformer.families.compiled import COMPILED
 from zeroplan.transformer.families.torchtitan import LAYER, NORM, rotations
 from zeroplan.transformer.families.traced import torchtitan_block
 from zeroplan.transformer.families.widths import Widths, widths
@@ -25,23 +27,30 @@ def passes_of(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Block
     x = widths(model, compute_of(recipe), batch)
     return (
         torchtitan_block(model, x, recipe.recompute, compute_of(recipe).fused),
-        _head_pass(x, model.vocab_size, batch),
+        _head_pass(x, model.vocab_size, batch, compiled=COMPILED_LOSS in recipe.fused_parts),
         rotations(x),
     )
 
 
-def _head_pass(x: Widths, vocab: int, batch: Batch) -> HeadPass:
+def _head_pass(x: Widths, vocab: int, batch: Batch, *, compiled: bool) -> HeadPass:
     logits = _logits(x, vocab, "logits, held by name")
-    copies = () if x.element == 4 else (_wide(x, vocab, "logits in fp32"),)
-    softmax = _wide(x, vocab, "log-softmax of the logits, fp32")
+    if compiled:  # the loss saves the logits, and its backward writes one gradient, of their dtype
+        rows = Line(Kind.LOGITS, 8 * x.tokens, "maximum and log-sum of each token's logits, fp32", "8·T", COMPILED)
+        forward, output, kept = (logits, rows), (), (logits, rows)
+        gradients: tuple[Line, ...] = (_logits(x, vocab, "gradient of the logits"),)
+    else:
+        softmax = _wide(x, vocab, "log-softmax of the logits, fp32")
+        copies = () if x.element == 4 else (_wide(x, vocab, "logits in fp32"),)
+        forward, output, kept = (logits, *copies, softmax), (logits,), (softmax,)
+        gradients = _wide(x, vocab, "gradient of log-softmax, fp32"), _wide(x, vocab, "gradient of the logits, fp32")
     return HeadPass(
         shared=_held_by_the_loop(x, batch),
         saved=_saved(x),
-        loss_forward=(logits, *copies, softmax),
-        output=(logits,),
+        loss_forward=forward,
+        output=output,
         hidden_bytes=x.element * x.tokens * x.hidden,
-        loss=(softmax,),
-        points=_points(x, vocab, softmax),
+        loss=kept,
+        points=_points(x, vocab, (*kept, *gradients)),
         hidden_formula="e·T·h",
     )
 
@@ -61,14 +70,13 @@ def _saved(x: Widths) -> tuple[Line, Line, Line]:
     )
 
 
-def _points(x: Widths, vocab: int, softmax: Line) -> tuple[BackwardPoint, BackwardPoint, BackwardPoint]:
-    """Return the backward points of the loss, whose gradients are in fp32, of the head, and of the final norm."""
+def _points(x: Widths, vocab: int, of_loss: tuple[Line, ...]) -> tuple[BackwardPoint, BackwardPoint, BackwardPoint]:
+    """Return the backward points of the loss, of the head, and of the final norm. ``of_loss``: what the loss's backward needs."""
     saved, matrix = _saved(x), x.hidden * vocab
-    gradients = _wide(x, vocab, "gradient of log-softmax, fp32"), _wide(x, vocab, "gradient of the logits, fp32")
     incoming, through = _logits(x, vocab, "gradient of the logits"), _flowing(x, "gradient of the head's input")
     norm = (*saved[:2], through, _flowing(x, "gradient that flows into the last block"))
     return (
-        BackwardPoint("loss", (*saved, softmax, *gradients), 0, 0, 0, place=Place(At.LOSS)),
+        BackwardPoint("loss", (*saved, *of_loss), 0, 0, 0, place=Place(At.LOSS)),
         BackwardPoint("head", (*saved, incoming, through), matrix, matrix, 0, place=Place(At.HEAD), before=(*saved, incoming)),
         BackwardPoint("final norm", norm, matrix + x.hidden, x.hidden, 0, place=Place(At.FINAL_NORM)),
     )

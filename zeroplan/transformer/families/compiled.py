@@ -45,11 +45,18 @@ def rotary(tape: Tape, value: Value, site: Site) -> Value:
 
 
 def gated(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
-    """``act(gate) * up`` in one kernel. It saves both. The backward writes one gradient over ``up``, and the other anew."""
+    """``act(gate) * up`` in one kernel. It saves both. The backward writes one gradient over ``up``, and the other anew.
+
+    In a block that is recomputed, one kernel makes the product and both gradients, each anew.
+    """
     made = tensor(tape, reason, gate.dtype, gate.shape, COMPILED)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(gate, gradient(tape, gate, f"gradient of the {reason}", COMPILED)), through(up, up.store)]
+        of_gate = gradient(tape, gate, f"gradient of the gate of the {reason}", COMPILED)
+        if not tape.recomputed:
+            return [(gate, of_gate), through(up, up.store)]
+        tape.temporary(f"{reason}, recomputed", gate.dtype * gate.shape, COMPILED)
+        return [(gate, of_gate), (up, gradient(tape, up, f"gradient of the other factor of the {reason}", COMPILED))]
 
     tape.add(name, (made,), (gate, up), backward, of=(gate, up))
     return made

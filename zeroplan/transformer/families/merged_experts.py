@@ -85,8 +85,8 @@ def merged(tape: Tape, weight: Wrapped) -> Value:
     name, reason = f"{weight.name} with its adapter", f"gradient of a factor of the {weight.name}'s adapter"
     made = op.tensor(tape, name, e, weight.matrix, SUM)
     made.strided = weight.scratch == 1  # grouped_mm saves a view with input features first
-    for one in weight.factors[: weight.scratch]:
-        tape.drop(tape.make(TEMPORARY, f"factor of the {weight.name}'s adapter, in order", e * one.shape, BLAS, SCRATCH))
+    reason_of_copy = f"factor of the {weight.name}'s adapter, in order"
+    tape.drop(*[tape.make(TEMPORARY, reason_of_copy, e * one.shape, BLAS, SCRATCH) for one in weight.factors[: weight.scratch]])
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         arriving: Arriving = []
@@ -109,6 +109,7 @@ def written_out(tape: Tape, name: str, matrix: Size) -> Value:
     """Write the weight of all experts out of four bits, for the rest of the module's forward. ``grouped_mm`` may save it."""
     from zeroplan.transformer.families.frozen import scales_written_out  # noqa: PLC0415  few jobs have it
 
+    matrix = tape.in_this_run(matrix)  # a rounded-up size shows no symbols to replace
     scales = scales_written_out(tape, name, matrix, tape.mode.quantised_experts, copies=1)
     made = op.tensor(tape, f"{name}, written out of 4 bits", e, matrix, PARAMETRIZED)
     made.strided = True
