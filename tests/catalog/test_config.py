@@ -214,6 +214,10 @@ def test_every_missing_field_is_listed():
     )
     assert "lacks n_embd, n_layer, n_head, vocab_size, n_positions;" in refusal({"model_type": "gpt2"})
     assert "q_lora_rank" in refusal({"model_type": "deepseek_v3"})
+    experts = {key: value for key, value in tiny_config("gemma4_text, experts").items() if "_experts" not in key}
+    assert "lacks num_experts, top_k_experts;" in refusal(experts)
+    indexed = {key: value for key, value in tiny_config("glm_moe_dsa").items() if not key.startswith("index_")}
+    assert "lacks index_n_heads, index_head_dim, index_topk;" in refusal(indexed)
 
 
 @pytest.mark.parametrize("field", [key for key in LLAMA if key not in ("model_type", "num_key_value_heads")])

@@ -547,6 +547,10 @@ def test_a_layer_in_fp8_keeps_a_byte_of_what_its_matrices_read(fp8_recipe: str, 
             "4 groups of Mamba",
         ),
         ({"mesh": {}, "recompute": "full", "megatron": MegatronOptions(hybrid_layer_pattern="M-" * 4)}, "recompute 'full'"),
+        (
+            {"mesh": {"dp_shard": 2}, "zero_stage": 3, "megatron": MegatronOptions(gradients_beside=2)},
+            "stage 3.* gradients_beside",
+        ),
         ({"mesh": {}, "optimizer": "muon", "precision": "fp16-mixed"}, "optimizer 'muon' and precision"),
         ({"mesh": {}, "optimizer": "muon", "megatron": MegatronOptions(hybrid_layer_pattern="M-" * 4)}, "'muon' and hybrid"),
         ({"mesh": {}, "megatron": MegatronOptions(moe_token_dispatcher_type="flex", core_release="0.12")}, "core_release 0.12"),  # noqa: S106

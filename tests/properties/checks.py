@@ -30,7 +30,7 @@ from zeroplan.estimator import account_of
 from zeroplan.export.files import TARGETS, Export, Target, cannot_say, export, write
 from zeroplan.job_file import read_job_file
 from zeroplan.ledger import Among, Collective, Line, Phase, total_bytes
-from zeroplan.numeric import maximum
+from zeroplan.numeric import ceil_div, maximum
 from zeroplan.remedies import remedies
 from zeroplan.report.payload import estimate_payload
 from zeroplan.report.text import estimate_text
@@ -323,7 +323,10 @@ def falls_with_ranks(job: JobSpec, _: Random) -> None:
 
 
 def falls_with_stage(job: JobSpec, _: Random) -> None:
-    """A higher stage of the same engine never holds more model states, except for DeepSpeed's flat copies of the weights."""
+    """A higher stage of the same engine never holds more model states, except for flat copies and padding.
+
+    DeepSpeed has flat copies of the weights. Megatron-FSDP pads buckets at stage 3, for up to 20 bytes per parameter.
+    """
     recipe = job.recipe
     above = [stage for stage in ENGINE_STAGES[recipe.engine] if stage > recipe.zero_stage]
     if not above:
@@ -331,7 +334,15 @@ def falls_with_stage(job: JobSpec, _: Random) -> None:
     higher = _changed(job, recipe=replace(recipe, zero_stage=min(above)))
     fewer, more = sum(_held(higher).values()), sum(_held(job).values())
     own = 8 * (answered(job).parameters // job.mesh.dp_shard + 2 * job.mesh.dp_shard) if recipe.engine == "deepspeed" else 0
+    if recipe.engine == "megatron" and higher.recipe.zero_stage == 3:
+        own = 20 * (_share(higher) - _share(job))
     assert fewer <= more + own
+
+
+def _share(job: JobSpec) -> int:
+    """Return the parameters whose optimizer states a rank of Megatron has, with the buckets' padding."""
+    values = {symbol.name: symbol.value for symbol in answered(job).symbols}
+    return int(ceil_div(values["D_rank"], values["N_opt"]) + ceil_div(values["X_rank"], values["N_exp"]))
 
 
 #: Lines of a checkpoint's inputs, which are alive only, or so late, because of recomputation.

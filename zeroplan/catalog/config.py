@@ -375,6 +375,8 @@ def _demand_required(source: _Source) -> None:
     fields = config_keys(source.family).required
     if TRAITS[source.family].one_module and "E" in _letters(source):
         fields = (*fields, "moe_intermediate_size", "shared_expert_intermediate_size")
+    if source.family == "gemma4_text" and _some_layers_have_experts(source):
+        fields = (*fields, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     nullable = ("q_lora_rank",)
     missing = [
         source.keys(field)[0]

@@ -156,7 +156,7 @@ def _not_fully_sharded(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str
         (own.num_distributed_optimizer_instances > 1, "several instances of the optimizer"),
         (own.hybrid_layer_pattern is not None, "hybrid_layer_pattern"), (own.mtp_num_layers > 0, "mtp_num_layers"),
         (own.overlap_moe_expert_parallel_comm, "overlap_moe_expert_parallel_comm"),
-        (own.core_release == "0.12", "core_release 0.12"),
+        (own.core_release == "0.12", "core_release 0.12"), (own.gradients_beside > 0, "gradients_beside, which nanotron has alone"),
     ):  # fmt: skip
         yield asked and f"{what}{name}", "stage 1, the distributed optimizer, or leave it out"
 

@@ -363,7 +363,7 @@ def symbols_of(job: Job) -> tuple[Symbolic, ...]:
         Symbolic("P_s", batch.seq_len * batch.seq_len, "pairs of tokens of a sequence"),
         Symbolic("R_r", ceil_div(batch.seq_len * model.head_dim, mesh.cp), "numbers in a table of rotary positions"),
         Symbolic("S_r", ceil_div(scores, mesh.tp), "numbers in a rank's attention scores"),
-        Symbolic("g", 2 if is_gated(job) else 1, "matrices that make an MLP's width: 2 with a gate"),
+        Symbolic("g_m", 2 if is_gated(job) else 1, "matrices that make an MLP's width: 2 with a gate"),
     )
     if recipe.megatron.mtp_num_layers:
         dense = (*dense, Symbolic("h_r", ceil_div(model.hidden_size, mesh.tp), "a rank's part of the hidden width"))

@@ -3,7 +3,6 @@
 from zeroplan.engines.megatron.chunks import layers_of_a_checkpoint, runs_of
 from zeroplan.engines.megatron.parameters import elements_of, ends_of, table_of
 from zeroplan.engines.megatron.rank import Rank, kinds_backward
-from zeroplan.engines.megatron.widths import GRADIENTS_TOO
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int
 from zeroplan.spec.described import Job
@@ -14,8 +13,8 @@ NANOTRON = "nanotron 2411b022, optim/gradient_accumulator.py, FP32GradientAccumu
 def made_gradients(rank: Rank, job: Job) -> dict[str, Int]:
     """Return the gradients in 16 bits that a backward has made, by moment: of the head, of each kind's first layer, end. [elements]
 
-    The gradients of a running layer are counted whole. At the end an untied embedding has none yet. With several chunks of layers,
-    a hybrid pattern or sharded gradients, all are counted at every moment, which is the most.
+    The gradients of a running layer are counted whole. At the end an untied embedding has none yet. With several chunks of layers
+    or a hybrid pattern, all are counted at every moment, which is the most.
     """
     recipe = job.recipe
     if not recipe.megatron.gradients_beside:
@@ -23,7 +22,7 @@ def made_gradients(rank: Rank, job: Job) -> dict[str, Int]:
     order, (embedding, end) = kinds_backward(rank, job), ends_of(job)
     kinds, tied = dict.fromkeys(order), table_of(job) if job.model.tie_word_embeddings else 0
     everything = rank.elements + rank.experts
-    if len(rank.each) > 1 or recipe.megatron.hybrid_layer_pattern is not None or recipe.zero_stage >= GRADIENTS_TOO:
+    if len(rank.each) > 1 or recipe.megatron.hybrid_layer_pattern is not None:
         return dict.fromkeys(("head", *kinds, "end"), everything)
     made = {"head": end + tied if rank.has_head else 0}
     for kind in kinds:

@@ -200,6 +200,7 @@ _MODULES = (
 _CONFIG = CONFIG._replace(
     defaults={"max_position_embeddings": 163840, "num_key_value_heads": 128, "num_dense_layers": 3, "num_shared_experts": 1},
     only={"norm_topk_prob": (True,), "rope_interleave": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    required=(*CONFIG.required, "index_n_heads", "index_head_dim", "index_topk"),
     not_null=("q_lora_rank",),
     read=("mlp_layer_types",),
 )

@@ -6,7 +6,7 @@ from zeroplan.transformer.families.megatron.dispatchers import WAYS, times_weigh
 from zeroplan.transformer.families.megatron.matrices import column, matrix, row
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Routing
-from zeroplan.transformer.families.megatron.symbols import E_g, T_m, T_n, X_f, X_g, X_i, X_l, X_r, f_s, g, m_r, w_p
+from zeroplan.transformer.families.megatron.symbols import E_g, T_m, T_n, X_f, X_g, X_i, X_l, X_r, f_s, g_m, m_r, w_p
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import E, e, h, t
 
@@ -20,7 +20,7 @@ SHARED = f"{CORE}/transformer/moe/shared_experts.py, SharedExpertMLP.forward"
 
 def mlp(tape: Tape, normal: Value, width: Size, name: str) -> Value:
     """``MLP.forward``: a matrix, the activation in one operator, and a matrix."""
-    wide = column(tape, normal, g * width, f"{name}: the first matrix")
+    wide = column(tape, normal, g_m * width, f"{name}: the first matrix")
     wide.store.reason = f"{name}: output of the first matrix"
     active = op.tensor(tape, f"{name}: input of the second matrix", e, T_m * width, MLP)
     backward = op.makes(f"{name}: gradient of the first matrix's output", MLP, wide)
@@ -110,7 +110,7 @@ def _freed_first(tape: Tape, began: int, given: tuple[Value, ...], made: Value) 
 def _visited(tape: Tape, tokens: Value, chosen: Value, pairs: Size, routing: Routing) -> Value:
     """Experts' MLPs over ``pairs`` pairs. The routing weights multiply between the two matrices, or later."""
     source = EXPERTS if routing.grouped else SEQUENTIAL
-    wide = matrix(tape, tokens, "experts: the first matrix", source, shape=pairs * g * m_r, weight=E_g * h * g * m_r)
+    wide = matrix(tape, tokens, "experts: the first matrix", source, shape=pairs * g_m * m_r, weight=E_g * h * g_m * m_r)
     wide.store.reason = "experts: output of the first matrix"
     make = _active if routing.late else _weighted_at_once if routing.fused else _weighted
     active = make(tape, wide, chosen, pairs * m_r, routing, source)

@@ -18,7 +18,7 @@ P_m, P_e, P_c = symbols("P_m P_e P_c")
 #: A rank's key heads, the elements of a table of rotary positions, and pairs of tokens of a sequence.
 a_k, R_r, P_s = symbols("a_k R_r P_s")
 #: Matrices before an MLP's activation: 2 with a gate, else 1.
-(g,) = symbols("g")
+(g_m,) = symbols("g_m")
 #: A rank's part of the hidden width.
 (h_r,) = symbols("h_r")
 #: Mamba-2 on a rank: inner width, width of both factors, heads, elements in the states of all chunks, and in the factors' products.
