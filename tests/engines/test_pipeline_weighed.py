@@ -65,7 +65,7 @@ def test_each_ranks_bytes_are_the_sum_of_its_lines(asked: JobSpec):
                 assert weighed.highest == highest(account.moments, asked.recipe)
                 assert weighed.peak_bytes == account.pipeline[0].peak_bytes
     found = fullest(again.rank(one.pipeline[0].rank, numbers) for one in every)
-    assert found is again.rank(highest_of(every).pipeline[0].rank, numbers)
+    assert found.number == highest_of(every).pipeline[0].rank
     assert (found.exceeds(found.peak_bytes), found.exceeds(found.peak_bytes - 1)) == (False, True)
 
 

@@ -230,12 +230,16 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
+#: An option with so many choices, whose help is a list of them: the schema lists them anyway.
+_MANY = 20
 
 
 def _property(one: Declared) -> dict[str, object]:
     """Return the schema of one option. Numbers may be texts such as 7e9, as in a job file."""
     if one.choices:
-        return {"enum": [choice for check in one.checks for choice in check.choices], "description": one.help}
+        choices = [choice for check in one.checks for choice in check.choices]
+        says = one.help if len(choices) < _MANY else one.help[one.help.rfind("(default") :]
+        return {"enum": choices, "description": says}
     types = list(dict.fromkeys(_TYPES[check.type] for check in one.checks if check.type in _TYPES))
     return {"type": types, "description": one.help} if types else {"description": one.help}
 

@@ -270,7 +270,7 @@ FULL_ENOUGH = 16
 
 
 def _pipelines(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> "Weigher":
-    """Return an object that computes and caches the memory of a pipeline's ranks."""
+    """Return an object that computes the memory of a pipeline's ranks."""
     from zeroplan.engines.pipeline.weighed import Weigher  # noqa: PLC0415  keeps start-up fast
 
     job = job_at(base, recipe, grid, 0)  # raises SpecError as for a single job
@@ -336,7 +336,7 @@ def evaluated(
 ) -> Found:
     """Return the figures of all layouts of one structure; raises SpecError if the engine refuses it.
 
-    ``timed``: with step times. ``ranks``: a cache of pipeline ranks. ``reach``: without Megatron's pipelines that need over twice
+    ``timed``: with step times. ``ranks``: computes pipeline ranks. ``reach``: without Megatron's pipelines that need over twice
     the GPU's memory, which no larger GPU would help.
     """
     if grid.pp > 1 and recipe.engine != "megatron":

@@ -275,7 +275,10 @@ def _first_flag(request: Request) -> str:
     ):  # fmt: skip
         if value is not None:
             return f"--{name} {value}"
-    return "--lora-dropout" if request.lora_dropout else "--no-lora-dropout"
+    for name, said in (("quantize-experts", request.quantize_experts), ("lora-dropout", request.lora_dropout)):
+        if said is not None:
+            return f"--{name}" if said else f"--no-{name}"
+    raise AssertionError("no flag of adapters is given")
 
 
 def _model(request: Request, extra: Path | None, *, whole: bool) -> tuple[ModelSpec, tuple[str, ...]]:

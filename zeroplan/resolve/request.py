@@ -259,10 +259,10 @@ class Request(Spec):
         "recipe.pipeline_layers", searched=True,
     )})
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
-        "Parts that run in other kernels, with commas. Unsloth's: cross-entropy, rms-norm, rope, "
+        "Parts run by other kernels, with commas. Unsloth's: cross-entropy, rms-norm, rope, "
         "lora (QLoRA). Axolotl's: axolotl-lora. Liger's: rope, liger-rms-norm, "
         "liger-swiglu. torchtune's: loss-in-pieces, int4-qat. torch.compile's: "
-        "compiled-blocks (each block by itself), compiled-loss. (default: none)", RECIPE, "NAMES",
+        "compiled-blocks, compiled-loss. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(
@@ -272,7 +272,7 @@ class Request(Spec):
     kernels: StepKernels | None = field(default=None, metadata={"option": Option(
         "How norms, rotary positions, gated products and the loss run: eager (operator by operator), fused (one kernel each, "
         "as in Liger or Transformer Engine) or compiled (torch.compile). Changes only the step time. (default: fused under "
-        "Megatron-Core, compiled with --fused-kernels compiled-blocks, otherwise eager)", RECIPE, "NAME", "recipe.step_kernels",
+        "Megatron-Core, compiled for compiled-blocks, else eager)", RECIPE, "NAME", "recipe.step_kernels",
     )})
     keep_logits: bool | Literal["fp32"] | None = field(default=None, metadata={"option": Option(
         "Whether the training loop still holds the model's output during the backward: no, yes, or fp32 (converted to "

@@ -20,10 +20,10 @@ def check_compiled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None
     ...                  num_key_value_heads=2, head_dim=16, vocab_size=256)
     >>> check_compiled(tiny, RecipeSpec(engine="ddp", zero_stage=0, fused_kernels="compiled-blocks"), MeshSpec(dp_shard=8))
     Traceback (most recent call last):
-    zeroplan.errors.SpecError: compiled blocks with engine 'ddp' is not modelled; use engine 'fsdp2', or zeroplan dryrun
+    zeroplan.errors.SpecError: compiled blocks with engine 'ddp' are not modelled; use engine 'fsdp2', or zeroplan dryrun
     """
     if COMPILED_BLOCKS in recipe.fused_parts:
-        refuse("compiled blocks with", _not_modelled(model, recipe, mesh), ", or zeroplan dryrun")
+        refuse("compiled blocks with", _not_modelled(model, recipe, mesh), ", or zeroplan dryrun", says="are not modelled")
 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:

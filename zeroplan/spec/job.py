@@ -219,26 +219,13 @@ class JobSpec(Spec):
 
     def check_rules(self) -> None:
         """Raise SpecError for contradictions."""
-        engine, stage = self.recipe.engine, self.recipe.zero_stage
-        offered = ENGINE_STAGES[engine]
-        if stage not in offered:
-            others = ", ".join(name for name, stages in ENGINE_STAGES.items() if stage in stages)
-            raise SpecError(
-                f"engine {engine!r} has no ZeRO stage {stage} (it has {', '.join(map(str, offered))}); "
-                f"for stage {stage} use {others}"
-            )
+        self._check_engine()
         self._check_positions()
-        if self.mesh.dp_replicate > 1 and engine not in ("fsdp1", "fsdp2", "paper"):
-            raise SpecError(
-                f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
-            )
         self._check_attention()
         self._check_indexer()
         self._check_router()
         self._check_fused_loss()
         self._check_resharding()
-        if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
-            self._check_nodes()
         if self.model.profile is not None:
             self._check_what_a_profile_tells()
         check_torchtitan(self.model, self.recipe, self.mesh)
@@ -247,8 +234,6 @@ class JobSpec(Spec):
         self._check_quantisation_aware()
         self._check_te_float8()
         self._check_latent_experts()
-        if SENDING & set(self.recipe.fused_parts) and any(self.model.stacked):
-            raise SpecError("adapters of experts with NeMo AutoModel's experts are not modelled; use --lora-targets attention")
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         check_compiled(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
@@ -263,6 +248,23 @@ class JobSpec(Spec):
         if self.recipe.recompute_layers is not None:
             self._check_recompute_layers(self.recipe.recompute_layers)
         self._check_model_ranks()
+
+    def _check_engine(self) -> None:
+        """Raise SpecError for a stage, or replicas, that the engine has not."""
+        engine, stage = self.recipe.engine, self.recipe.zero_stage
+        offered = ENGINE_STAGES[engine]
+        if stage not in offered:
+            others = ", ".join(name for name, stages in ENGINE_STAGES.items() if stage in stages)
+            raise SpecError(
+                f"engine {engine!r} has no ZeRO stage {stage} (it has {', '.join(map(str, offered))}); "
+                f"for stage {stage} use {others}"
+            )
+        if self.mesh.dp_replicate > 1 and engine not in ("fsdp1", "fsdp2", "paper"):
+            raise SpecError(
+                f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
+            )
+        if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
+            self._check_nodes()
 
     def _check_positions(self) -> None:
         longest = self.model.max_position_embeddings
@@ -542,6 +544,8 @@ class JobSpec(Spec):
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""
         recipe, quantised = self.recipe, self.model.is_quantised
+        if SENDING & set(recipe.fused_parts) and any(self.model.stacked):
+            raise SpecError("adapters of experts with NeMo AutoModel's experts are not modelled; use --lora-targets attention")
         cases = (
             (recipe.engine == "paper" and "engine 'paper'", "engine 'ddp', 'fsdp2' or 'deepspeed'"),
             *(_beside_frozen(recipe) if recipe.engine == "deepspeed" else ()),

@@ -27,8 +27,6 @@ class Bounds(NamedTuple):
     """Bound of the gradients' reduction."""
     gathers: int
     """Bound of the all-gathers, if the stage is not whole yet."""
-    in_turn: int
-    """Bound of the all-gathers of a forward whose parameters outside the blocks are unsharded already."""
     sizes: Sizes
     """Sizes of waiting tensors, including earlier micro-batches' gradients; ints."""
 
@@ -38,7 +36,7 @@ class Bounds(NamedTuple):
         earlier = state.earlier[at] * gradients + (fresh if state.fresh and state.fresh[at] else 0)
         gathers = 0 if state.whole[at] and not state.begins else self.gathers
         if state.kind == "forward":
-            return self.forward + earlier, gathers if state.begins else min(gathers, self.in_turn), 0
+            return self.forward + earlier, gathers, 0
         if state.kind == "backward":
             return self.backward + max(earlier, gradients), gathers, 0
         return (self.reducing + max(earlier, fresh), 0, int(self.sizes.shards)) if state.kind == "reducing" else None
@@ -59,7 +57,6 @@ def bounds_of(stage: StagePlan, sizes: Sizes) -> Bounds | None:
         int(staying + _backward(stage)),
         int(sizes.unsharded) + _reducing(stage),
         int(gathers),
-        int(width * (alone + 2 * max(int(group.padded) for group in plan.blocks))),
         sizes,
     )
 

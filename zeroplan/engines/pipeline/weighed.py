@@ -8,7 +8,8 @@ import sys
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple, cast
+from operator import le
+from typing import NamedTuple
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.fsdp2.runtime import Units
@@ -93,17 +94,13 @@ class Weigher:
         """Split the model into stages. Raises SpecError if that is not modelled."""
         self.here, self.mesh, self.pools = arranged(model, recipe, mesh), mesh, pools
         self.model, self.recipe = model, recipe
-        self._ranks: dict[object, WeighedRank] = {}
         plain = replace(self.here.recipe, pipeline_schedule=None, pipeline_stages_per_rank=None, pipeline_layers=None)
         self.is_plain = _is_plain(model, self.here.recipe)
         self._alike = recalled(lambda: (Weigher, plain), lambda: plain)  # one object for all that are equal
 
     def rank(self, number: int, batch: Numbers) -> "WeighedRank":
         """Return one of the ranks with a batch."""
-        key = number, batch
-        if key not in self._ranks:
-            self._ranks[key] = WeighedRank(self, number, batch)
-        return self._ranks[key]
+        return WeighedRank(self, number, batch)
 
     def worked(self, stage: Stage, batch: Numbers) -> Worked:
         """Return a stage's sizes, shared by all equal stages."""
@@ -178,12 +175,9 @@ class WeighedRank:
 
     def exceeds(self, n_bytes: int) -> bool:
         """Whether the peak exceeds this many bytes. Waiting bytes or a bound often decide this quickly."""
-        if "peak_bytes" not in self.__dict__:
-            if any(total(waiting) > n_bytes for _, waiting, _ in self._at_most):
-                return True
-            if self.bound_bytes is not None and self.bound_bytes <= n_bytes:
-                return False
-        return self.peak_bytes > n_bytes
+        if any(total(waiting) > n_bytes for _, waiting, _ in self._at_most):
+            return True
+        return (self.bound_bytes is None or self.bound_bytes > n_bytes) and self.peak_bytes > n_bytes
 
     def _highest(self, *, pools: bool) -> Highest:
         """Return the peak, and the pools if requested. Skips passes whose bound is below the peak so far."""
@@ -228,18 +222,12 @@ class WeighedRank:
 
 def fullest(ranks: Iterable[WeighedRank]) -> WeighedRank:
     """Return the first rank with the highest peak. It computes other ranks' peaks only as far as their bounds require."""
-    every = list(ranks)
-    best: WeighedRank | None = None
+    every, most, known = list(ranks), 0, list[WeighedRank]()
     for rank in sorted(every, key=lambda rank: -(rank.bound_bytes or sys.maxsize)):
-        if best is None:
-            best = rank
-            continue
-        is_before = every.index(rank) < every.index(best)
-        if rank.bound_bytes is not None and rank.bound_bytes < best.peak_bytes + (not is_before):
-            continue
-        if rank.peak_bytes > best.peak_bytes or (is_before and rank.peak_bytes == best.peak_bytes):
-            best = rank
-    return cast("WeighedRank", best)
+        if rank.bound_bytes is None or rank.bound_bytes >= most:
+            known.append(rank)
+            most = max(most, rank.peak_bytes)
+    return max(sorted(known, key=every.index), key=lambda rank: rank.peak_bytes)
 
 
 def _most_first(one: tuple[State, Weight, Weight | None]) -> int:
@@ -249,8 +237,7 @@ def _most_first(one: tuple[State, Weight, Weight | None]) -> int:
 
 def _is_below(most: Weight, found: Highest, *, pools: bool) -> bool:
     """Whether a bound is below the peak so far, and in every pool if pools are requested."""
-    below = bool(total(most) <= found.peak_bytes)
-    return below and (not pools or all(one <= held for one, held in zip(in_pools(most), found.pools, strict=True)))
+    return bool(total(most) <= found.peak_bytes) and (not pools or all(map(le, in_pools(most), found.pools)))
 
 
 def _highest(weight: Weight) -> Highest:

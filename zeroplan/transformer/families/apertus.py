@@ -10,8 +10,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, layer
-from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition
-from zeroplan.transformer.families.llama import WITH_NORMS
+from zeroplan.transformer.families.definition import WITH_LATE_NORMS, Block, ConfigKeys, Definition
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_gated import alike, attention_of, head_norms, norms
@@ -126,7 +125,7 @@ _CONFIG = ConfigKeys(
     fixed={"mlp_bias": False},
     only={"hidden_act": ("xielu",), "qk_norm": (True,), "post_norm": (False,)},
 )
-_MODULES = ("attention_layernorm", "self_attn", *WITH_NORMS, "feedforward_layernorm", "mlp")
+_MODULES = ("attention_layernorm", "self_attn", *WITH_LATE_NORMS, "feedforward_layernorm", "mlp")
 FAMILIES = {
     "apertus": Definition(_LAYER, _tensors, _CONFIG, (*_MODULES, "mlp.up_proj", "mlp.act_fn", "mlp.down_proj")),
 }

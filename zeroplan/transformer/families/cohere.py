@@ -7,7 +7,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Rotated, gated_mlp
 from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
+    WITH_LATE_NORMS,
     Around,
     Block,
     ConfigKeys,
@@ -90,9 +90,6 @@ _WINDOWED = _CONFIG._replace(
 )
 _COHERE = Definition(
     Program(_layer, LAYER, NORM), _tensors, _CONFIG,
-    (
-        "input_layernorm", "self_attn", *ATTENTION_MODULES[:3], "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
-        *gated_modules("mlp"),
-    ),
+    ("input_layernorm", "self_attn", *WITH_LATE_NORMS, *gated_modules("mlp")),
 )  # fmt: skip
 FAMILIES = {"cohere": _COHERE, "cohere2": _COHERE._replace(config=_WINDOWED, around=Around(masks=2))}

@@ -217,6 +217,8 @@ class Block(NamedTuple):
 
 Names: TypeAlias = tuple[str, ...]
 ATTENTION_MODULES: Names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+#: The same with norms of queries and keys, which run after all projections.
+WITH_LATE_NORMS: Names = (*ATTENTION_MODULES[:3], "self_attn.q_norm", "self_attn.k_norm", ATTENTION_MODULES[3])
 
 
 def gated_modules(name: str) -> Names:

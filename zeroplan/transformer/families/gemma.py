@@ -10,6 +10,7 @@ from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import Attention, gated_mlp, layer, layer_of
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
+    WITH_LATE_NORMS,
     Around,
     Block,
     ConfigKeys,
@@ -101,12 +102,9 @@ _GEMMA_3 = ConfigKeys(
     },
     harmless=_HARMLESS,
 )  # fmt: skip
-_WITH_HEAD_NORMS = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
-)  # fmt: skip
 _AROUND = Around(masks=2)  # one for layers with a window, one for the others
 FAMILIES = {
     "gemma": Definition(layer(_FIRST_LAYER), _first_tensors, _FIRST),
     "gemma2": Definition(_LAYER, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES), around=_AROUND),
-    "gemma3_text": Definition(_LAYER, _tensors, _GEMMA_3, _modules(_WITH_HEAD_NORMS), tables=_tables, around=_AROUND),
+    "gemma3_text": Definition(_LAYER, _tensors, _GEMMA_3, _modules(WITH_LATE_NORMS), tables=_tables, around=_AROUND),
 }

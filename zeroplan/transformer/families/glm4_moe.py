@@ -15,6 +15,7 @@ from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
     HALF_TABLES,
     SIZES,
+    WITH_LATE_NORMS,
     Block,
     Definition,
     before_and_after,
@@ -134,13 +135,10 @@ _SOLAR = CONFIG._replace(
     only={"norm_topk_prob": (True,), "first_k_dense_replace": (0,), "use_qk_norm": (False,), "partial_rotary_factor": (1.0,)},
     harmless={**CONFIG.harmless, "read by no layer of the class": ("intermediate_size",)},
 )  # fmt: skip
-_MODULES = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
-)  # fmt: skip
 FAMILIES = {
     "glm4_moe": Definition(
         layer(Layer(LLAMA_NORM, _attention, mlp, f"{GLM4_MOE}, Glm4MoeDecoderLayer.forward")), _tensors, _GLM,
-        before_and_after(_MODULES, gated_modules("mlp")), before_and_after(_MODULES, EXPERT_MODULES), HALF_TABLES,
+        before_and_after(WITH_LATE_NORMS, gated_modules("mlp")), before_and_after(WITH_LATE_NORMS, EXPERT_MODULES), HALF_TABLES,
     ),
     "dots1": Definition(
         layer(Layer(LLAMA_NORM, attention, mlp, f"{DOTS1}, Dots1DecoderLayer.forward")), _tensors, _DOTS,
@@ -148,7 +146,7 @@ FAMILIES = {
     ),
     "hy_v3": Definition(
         layer(Layer(LLAMA_NORM, _OF_HUNYUAN.run, _hunyuan_mlp, f"{HY3}, HYV3DecoderLayer.forward")), _hy_v3, _HY3,
-        before_and_after(_MODULES, gated_modules("mlp")), before_and_after(_MODULES, EXPERT_MODULES),
+        before_and_after(WITH_LATE_NORMS, gated_modules("mlp")), before_and_after(WITH_LATE_NORMS, EXPERT_MODULES),
     ),
     "solar_open": Definition(
         layer(Layer(LLAMA_NORM, attention, mlp, f"{SOLAR}, SolarOpenDecoderLayer.forward")), _tensors, _SOLAR,

@@ -9,7 +9,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Rotated, gated_mlp, layer, layer_of
 from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
+    WITH_LATE_NORMS,
     Around,
     Block,
     ConfigKeys,
@@ -84,11 +84,10 @@ _MODULES = (
     "self_attn.o_proj", "post_attention_layernorm", *gated_modules("mlp"), "post_feedforward_layernorm",
 )  # fmt: skip
 _OLMO_2 = Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=_tables)
-_NORMS_LATER = (
-    "self_attn", *ATTENTION_MODULES[:3], "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj", *_MODULES[7:],
-)  # fmt: skip
 FAMILIES = {
     "olmo2": _OLMO_2,
     "olmo3": _OLMO_2._replace(config=_OLMO_3, around=Around(masks=2)),
-    "exaone4": Definition(_EXAONE_LAYER, _tensors, _EXAONE_4, _NORMS_LATER, around=Around(masks=2)),
+    "exaone4": Definition(
+        _EXAONE_LAYER, _tensors, _EXAONE_4, ("self_attn", *WITH_LATE_NORMS, *_MODULES[7:]), around=Around(masks=2)
+    ),
 }

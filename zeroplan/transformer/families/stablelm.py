@@ -75,4 +75,5 @@ _CONFIG = ConfigKeys(
     dropout={"attention_dropout": 0.0, "hidden_dropout": 0.0},
     only={"partial_rotary_factor": (0.25,), "use_parallel_residual": (False,), "qk_layernorm": (False,)},
 )
-FAMILIES = {"stablelm": Definition(Program(_layer, LAYER, LAYER_NORM), _tensors, _CONFIG, GATED_MODULES, tables=_TABLES)}
+_MODULES = (*GATED_MODULES, "dropout")
+FAMILIES = {"stablelm": Definition(Program(_layer, LAYER, LAYER_NORM), _tensors, _CONFIG, _MODULES, tables=_TABLES)}
