@@ -33,7 +33,7 @@ SYMBOLS: dict[str, str] = {
     "Z": "its chunks of a sequence",
     "f": "width of a dense MLP",
     "m": "width of an expert's MLP",
-    "g": "width of the latent that experts read and write, where there is one",
+    "X": "width of the latent that experts read and write, where there is one",
     "E": "experts",
     "n": "shared experts",
     "t": "experts per token",

@@ -20,7 +20,7 @@ from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, of_experts, patterned
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
-from zeroplan.transformer.symbols import f, g, h, m, n
+from zeroplan.transformer.symbols import X, f, h, m, n
 
 NEMOTRON = "transformers 5.23, models/nemotron_h/modeling_nemotron_h.py"
 LAYER = f"{NEMOTRON}, NemotronHBlock.forward"
@@ -75,11 +75,11 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
 
 def _in_latent(tape: Tape, flat: Value, weights: Value, block: Block, computing: Computing) -> Value:
     """Project tokens to a latent, which the experts read and write, and back."""
-    latent = op.linear(tape, flat, g, Site("projection to the experts' latent", MOE, layer="fc1_latent_proj"))
+    latent = op.linear(tape, flat, X, Site("projection to the experts' latent", MOE, layer="fc1_latent_proj"))
     routed = routed_experts(tape, latent, weights, block, computing)
     routed.is_matrix = True
     tape.release(latent)
-    made = op.linear(tape, routed, h, Site("projection from the experts' latent", MOE, layer="fc2_latent_proj"), reads=g)
+    made = op.linear(tape, routed, h, Site("projection from the experts' latent", MOE, layer="fc2_latent_proj"), reads=X)
     tape.release(routed)
     return made
 

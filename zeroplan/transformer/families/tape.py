@@ -19,7 +19,7 @@ from zeroplan.spec.adapter import Quantize, Stacked
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.tags import CUDA_ALONE
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
-from zeroplan.transformer.symbols import T, T_p, X_r, b, e, g, h, r, t
+from zeroplan.transformer.symbols import T, T_p, X, X_r, b, e, h, r, t
 
 #: Symbols that only the tape knows: a dtype (fp32 under CUDA's autocast, else the compute dtype); and the tokens that a rank
 #: routes to experts, which is its share if tensor-parallel ranks have the same tokens; their (token, expert) pairs; and the width
@@ -425,7 +425,7 @@ class Tape:
         if size.has(P_own):
             size = size.replacing({P_own.text: X_r if self.mode.uneven else T_own * t})
         if size.has(h_own):
-            size = size.replacing({h_own.text: g if self.mode.latent_experts else h})
+            size = size.replacing({h_own.text: X if self.mode.latent_experts else h})
         if size.has(T_own):
             size = size.replacing({T_own.text: T_p if self.mode.sharded else T})
         return size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e}) if size.has(CAST_BY_CUDA) else size
