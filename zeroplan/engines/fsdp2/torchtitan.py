@@ -5,6 +5,8 @@ Its loop computes the loss from the logits, which a variable holds, and holds id
 Leaves out releases from 0.3 on, with FlexAttention and a chunked loss.
 """
 
+from typing import TypeAlias
+
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.batch import Batch
@@ -34,25 +36,34 @@ def passes_of(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Block
 
 def _head_pass(x: Widths, vocab: int, batch: Batch, *, compiled: bool) -> HeadPass:
     logits = _logits(x, vocab, "logits, held by name")
-    if compiled:  # the loss saves the logits, and its backward writes one gradient, of their dtype
-        rows = Line(Kind.LOGITS, 8 * x.tokens, "maximum and log-sum of each token's logits, fp32", "8·T", COMPILED)
-        forward, output, kept = (logits, rows), (), (logits, rows)
-        gradients: tuple[Line, ...] = (_logits(x, vocab, "gradient of the logits"),)
-    else:
-        softmax = _wide(x, vocab, "log-softmax of the logits, fp32")
-        copies = () if x.element == 4 else (_wide(x, vocab, "logits in fp32"),)
-        forward, output, kept = (logits, *copies, softmax), (logits,), (softmax,)
-        gradients = _wide(x, vocab, "gradient of log-softmax, fp32"), _wide(x, vocab, "gradient of the logits, fp32")
+    forward, kept, gradients = _of_compiled_loss(x, vocab, logits) if compiled else _of_loss(x, vocab, logits)
     return HeadPass(
         shared=_held_by_the_loop(x, batch),
         saved=_saved(x),
         loss_forward=forward,
-        output=output,
+        output=() if compiled else (logits,),
         hidden_bytes=x.element * x.tokens * x.hidden,
         loss=kept,
         points=_points(x, vocab, (*kept, *gradients)),
         hidden_formula="e·T·h",
     )
+
+
+#: What the loss's forward holds, what its backward reads, and the gradients that this makes.
+_Loss: TypeAlias = tuple[tuple[Line, ...], tuple[Line, ...], tuple[Line, ...]]
+
+
+def _of_loss(x: Widths, vocab: int, logits: Line) -> _Loss:
+    softmax = _wide(x, vocab, "log-softmax of the logits, fp32")
+    copies = () if x.element == 4 else (_wide(x, vocab, "logits in fp32"),)
+    gradients = _wide(x, vocab, "gradient of log-softmax, fp32"), _wide(x, vocab, "gradient of the logits, fp32")
+    return (logits, *copies, softmax), (softmax,), gradients
+
+
+def _of_compiled_loss(x: Widths, vocab: int, logits: Line) -> _Loss:
+    """It saves the logits, and its backward writes one gradient, of their dtype."""
+    rows = Line(Kind.LOGITS, 8 * x.tokens, "maximum and log-sum of each token's logits, fp32", "8·T", COMPILED)
+    return (logits, rows), (logits, rows), (_logits(x, vocab, "gradient of the logits"),)
 
 
 def _held_by_the_loop(x: Widths, batch: Batch) -> tuple[Line, Line]:
