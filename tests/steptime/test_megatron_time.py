@@ -91,7 +91,7 @@ def test_a_module_for_later_tokens_by_hand() -> None:
 
 
 def test_the_rank_with_a_module_for_later_tokens_sets_the_pace() -> None:
-    """Of 8 ranks with 4 layers each the last one has 5, and two losses: the others wait."""
+    """Each of 8 ranks has 4 layers. The last one has a fifth and a second loss, so the others wait for it."""
     asked = {**SAID, "gpus": 8, "pipeline_parallel": 8, "grad_accum": 64}
     plain, two = (time_of(job(**asked, megatron=MegatronOptions(mtp_num_layers=count))) for count in (0, 1))
     assert two.seconds > 1.25 * plain.seconds

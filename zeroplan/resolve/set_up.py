@@ -74,7 +74,7 @@ def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]
     if own is None:
         return complete, ()
     if read.request.modules is not None or "fsdp2.modules" in chosen:
-        return complete, () if recipe.fsdp2.modules == own.name else own.instead
+        return _as_compiled(complete, own) if recipe.fsdp2.modules == own.name else (complete, own.instead)
     its_own = replace(recipe, fsdp2=replace(recipe.fsdp2, modules=own.name))
     for asked, _ in refusals(complete.model, its_own, complete.mesh):
         return complete, (*own.instead, f"{own.name}'s own modules are not modelled with {asked}")

@@ -162,7 +162,9 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
         yield older and f"bitsandbytes before 0.47 in {this}", "a later release"
         if autocast:
             yield from _under_autocast(model, this)
-        learned = model.family in LEARNED_POSITIONS and recipe.recompute != "none"  # the embedding keeps its output's gradient
+        learned = (
+            model.family in LEARNED_POSITIONS and recipe.recompute != "none"
+        )  # a small model was 8 KB too low; why is not known
         yield learned and f"{this} and recomputation", "recompute 'none'"
         bare = model.first_is_bare and recipe.recompute == "none"
         yield bare and "a first layer without an adapter, and no recomputation,", "recompute 'full', or targets 'all-linear'"

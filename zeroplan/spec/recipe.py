@@ -46,7 +46,7 @@ FUSED = (
 ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: Experts of NeMo AutoModel of which every rank gathers all tokens, multiplied together or one by one.
 GATHERING = frozenset({"grouped-experts", "looped-experts"})
-#: All of them. The others' names are of the kernels that send tokens to them.
+#: How NeMo AutoModel's own experts get their tokens: from the kernels of DeepEP or HybridEP, or by gathering all tokens.
 SENDING = frozenset({"deepep", "hybridep"}) | GATHERING
 #: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})

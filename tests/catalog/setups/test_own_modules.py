@@ -88,6 +88,14 @@ def test_what_it_compiles_is_counted_as_compiled(tmp_path: Path, compiled: str, 
     assert resolve(Request(from_file=file, fused_kernels="rms-norm")).job.recipe.fused_parts == ("rms-norm",)
 
 
+def test_a_note_names_the_compiler_where_other_modules_are_counted(tmp_path: Path):
+    answer = resolve(Request(from_file=_file(tmp_path, degree="tensor_parallel_degree = 2\n[compile]\nenable = true")))
+    assert (answer.job.recipe.fsdp2.modules, answer.job.recipe.fused_parts) == ("transformers", ())
+    assert any("counted without torch.compile" in note for note in answer.notes), answer.notes
+    chosen = resolve(Request(from_file=_file(tmp_path, degree="[compile]\nenable = true"), modules="torchtitan"))
+    assert chosen.job.recipe.fused_parts == ("compiled-blocks", "compiled-loss")
+
+
 def test_where_that_is_not_modelled_a_note_says_why(tmp_path: Path):
     file = Path(_file(tmp_path, degree="[compile]\nenable = true"))
     file.write_text(

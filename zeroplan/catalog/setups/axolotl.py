@@ -148,7 +148,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
 def _without_effect(reading: Reading, whole: Table) -> None:
     """Note keys that Axolotl or torchao refuses, that act on another family, or whose kernel keeps what FlashAttention does.
 
-    Source: utils/quantization.py (NVFP4WeightOnlyConfig, which torchao 0.17 and 0.18 refuse: run); loaders/patch_manager.py,
+    Source: utils/quantization.py (NVFP4WeightOnlyConfig, which torchao 0.18 refuses: run; 0.17: read); loaders/patch_manager.py,
     _apply_llama_flash_attn_patches; xformers 0.0.35, ops/fmha/dispatch.py.
     """
     model, said = reading.known_model(), whole.data.get("qat")

@@ -8,7 +8,7 @@ counted as transformers' modules.
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import NO_GPUS, OwnModules, Reading, Setup, Table
+from zeroplan.catalog.setups.told import COMPILED, NO_GPUS, OwnModules, Reading, Setup, Table
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.compiled import COMPILED_BLOCKS, COMPILED_LOSS
@@ -94,7 +94,8 @@ def torchtitan_setup(whole: Table, _: Path, gpus: int | None) -> Setup:
     whole.leave(_KNOWN_TABLES)
     setup, instead = reading.setup("torchtitan"), tuple(reading.instead)
     if _is_llama_of_0_2(reading):
-        return setup._replace(own=OwnModules("torchtitan", instead, _compiled(reading)))
+        compiled = _compiled(reading)
+        return setup._replace(own=OwnModules("torchtitan", (*instead, COMPILED) if compiled else instead, compiled))
     return setup._replace(notes=(*instead, *setup.notes))
 
 

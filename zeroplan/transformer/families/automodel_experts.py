@@ -276,7 +276,7 @@ def _pairs_of_one(tape: Tape, experts: Size) -> Size:
 def _looped(tape: Tape, given: Value, weights: Value, computing: Computing, *, experts: Size, tokens: Size) -> Value:
     """``_forward_loop``, as one operator: what all experts keep, and what one of them takes beside it.
 
-    Each expert's backward fills a gradient of all experts' weights, which autograd adds to the others' in place.
+    The backward of one expert makes a gradient as large as the weights of all experts. Autograd adds them up in place.
     """
     total = tape.make(op.TENSOR, "experts: sum of the outputs, fp32", 4 * _of_sum(tokens, computing), GROUPED)
     width, one, frozen = m + m if computing.gated else m, _pairs_of_one(tape, experts), tape.mode.weights_frozen

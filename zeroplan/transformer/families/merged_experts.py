@@ -1,9 +1,10 @@
 """Adapters of a layer's stacked experts, and of its router: peft's ``ParamWrapper`` adds each to the whole frozen weight.
 
-Experts of one tensor have no linear layer whose output an adapter could join. While the module's forward runs, a parametrization
-stands in for its weight: the sum of the frozen weight and the product of the adapter's two matrices. Torch computes this sum
-once more when the parametrization is registered, to check its shape. ``grouped_mm`` saves the sum for the gradient of its input,
-so that every layer keeps a second copy of its experts until its backward, which makes the gradient of all experts at once.
+The experts' weights are one tensor, not linear layers, so peft cannot add an adapter's output to a layer's output. Instead it
+replaces the weight, while the module's forward runs, by the frozen weight plus the product of the adapter's two matrices. Torch
+computes this sum once more when the parametrization is registered, to check its shape. ``grouped_mm`` saves the sum for the
+gradient of its input, so that every layer keeps a second copy of its experts until its backward, which makes the gradient of
+all experts at once.
 """
 
 from typing import NamedTuple
