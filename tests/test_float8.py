@@ -27,7 +27,6 @@ ASKED: dict[str, Any] = {"model": "llama-3.2-1b", "gpus": 8, "stage": 3, "engine
         ({"model": "llama-3.2-1b", "float8_recipe": "nvfp4", "recompute": "selective"}, "recompute 'selective'"),
         ({"fsdp2": GATHERED}, "fsdp2.float8_all_gather with float8_recipe 'rowwise' is not modelled; use 'tensorwise'"),
         ({"fsdp2": GATHERED, "float8_recipe": None}, "float8_recipe 'none' is not modelled; use 'tensorwise'"),
-        ({"fsdp2": GATHERED, "float8_recipe": "tensorwise", "gpus": 1}, "one rank that shards is not modelled; use several"),
     ],
 )
 def test_what_is_not_modelled_is_refused_in_one_line(said: dict[str, Any], expected: str) -> None:

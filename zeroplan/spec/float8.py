@@ -28,7 +28,7 @@ def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuS
     zeroplan.errors.SpecError: float8_recipe 'rowwise' with engine 'ddp' is not modelled; use engine 'fsdp2'
     """
     if recipe.fsdp2.float8_all_gather:
-        refuse("fsdp2.float8_all_gather with", _not_gathered(recipe, mesh))
+        refuse("fsdp2.float8_all_gather with", _not_gathered(recipe))
     if recipe.float8_recipe is None:
         return
     refuse(f"float8_recipe {recipe.float8_recipe!r} with", _not_modelled(model, recipe, mesh))
@@ -38,10 +38,9 @@ def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuS
         raise SpecError(f"GPU {gpu.name!r} does not multiply in float8; leave float8_recipe out, or use an H100")
 
 
-def _not_gathered(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+def _not_gathered(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     # torchao 0.18, float8/config.py, Float8LinearConfig: a scale per row cannot be gathered
     yield recipe.float8_recipe != "tensorwise" and f"float8_recipe {recipe.float8_recipe or 'none'!r}", "'tensorwise'"
-    yield mesh.dp_shard == 1 and "one rank that shards", "several, or leave it out"
     yield recipe.fsdp2.cpu_offload and "fsdp2.cpu_offload", "one of them"
     yield not isinstance(recipe.fsdp2.reshard_after_forward, bool | None) and "smaller shards", "reshard_after_forward=true"
 

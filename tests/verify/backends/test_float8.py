@@ -62,7 +62,7 @@ def gathered(seed: int) -> JobSpec:
         intermediate_size=dice.choice((320, 768)), vocab_size=dice.choice((64, 1000)), num_hidden_layers=dice.choice((2, 3)),
     )  # fmt: skip
     return job(
-        model=model, gpus=dice.choice((2, 4, 8)), stage=dice.choice((2, 3)), engine="fsdp2", seq_len=dice.choice((64, 256)),
+        model=model, gpus=dice.choice((1, 2, 4, 8)), stage=dice.choice((2, 3)), engine="fsdp2", seq_len=dice.choice((64, 256)),
         recompute=dice.choice(("full", "none")), float8_recipe="tensorwise", precision=dice.choice(("bf16-mixed", "bf16")),
         grad_accum=dice.choice((1, 2)), fsdp2=Fsdp2Options(float8_all_gather=True, ends_apart=dice.random() < 0.3),
     )  # fmt: skip

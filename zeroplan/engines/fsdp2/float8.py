@@ -18,10 +18,12 @@ def gathered_in_float8(group: Group, parameters: tuple[Parameter, ...], n: Int) 
     """Return a block's group whose matrices ``n`` ranks gather in float8."""
     done: Int = 0
     most: Int = 0
+    before: Int = 0
     for one in filter(_is_matrix, parameters):
         shard = ceil_div(one.shape[0], n) * (one.numel // one.shape[0])
-        most, done = maximum(most, done + _CAST * shard), done + shard
-    return group._replace(in_float8=n * done, casting=most)
+        most, done = maximum(most, done + before + _CAST * shard), done + shard
+        before = where(n == 1, shard, 0)  # a single rank copies each before it casts the next
+    return group._replace(in_float8=n * done, casting=most, alone=0)
 
 
 def _is_matrix(parameter: Parameter) -> bool:
