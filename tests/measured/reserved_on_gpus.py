@@ -70,17 +70,18 @@ def job_of(row: dict[str, Any], common: dict[str, Any]) -> JobSpec:
 def scored() -> tuple[Reserved, ...]:
     """Return every row of every source with its estimate."""
     return tuple(
-        _scored(source["name"], row, job_of(row, source["common"])) for source in kept() for row in source["row"]
+        _scored(source, row, job_of(row, source["common"])) for source in kept() for row in source["row"]
     )  # fmt: skip
 
 
-def _scored(source: str, row: dict[str, Any], said: JobSpec) -> Reserved:
-    band = estimate(said).reserved
+def _scored(source: dict[str, Any], row: dict[str, Any], said: JobSpec) -> Reserved:
+    settings = source.get("allocator", "default")
+    band = estimate(said).reserved_with(settings)
     try:
-        replayed = estimate(said, replay=True).reserved
+        replayed = estimate(said, replay=True).reserved_with(settings)
     except SpecError:
         replayed = band
-    return Reserved(source, row["name"], row["gib"] * GIB, (band, replayed))
+    return Reserved(source["name"], row["name"], row["gib"] * GIB, (band, replayed))
 
 
 def main() -> None:
