@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zeroplan import estimate, job
 from zeroplan.errors import SpecError
+from zeroplan.ledger import Band
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Fsdp1Options
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
-    from zeroplan.ledger import Band
+    from zeroplan.estimator import Estimate
+    from zeroplan.measurement import AllocatorSettings
     from zeroplan.spec.job import JobSpec
 
 KEPT = Path(__file__).parents[1] / "golden" / "reserved.toml"
@@ -78,10 +80,19 @@ def _scored(source: dict[str, Any], row: dict[str, Any], said: JobSpec) -> Reser
     settings = source.get("allocator", "default")
     band = estimate(said).reserved_with(settings)
     try:
-        replayed = estimate(said, replay=True).reserved_with(settings)
+        answer = estimate(said, replay=True)
     except SpecError:
-        replayed = band
-    return Reserved(source["name"], row["name"], row["gib"] * GIB, (band, replayed))
+        return Reserved(source["name"], row["name"], row["gib"] * GIB, (band, band))
+    return Reserved(source["name"], row["name"], row["gib"] * GIB, (band, _on_card(answer, settings)))
+
+
+def _on_card(answer: Estimate, settings: AllocatorSettings) -> Band:
+    """Return a replay's band, or what the allocator reserves on a card that is full before it has that much."""
+    band, room = answer.reserved_with(settings), answer.allocator_room_bytes
+    if answer.replay is None or room is None or int(band.expected_bytes) <= room:
+        return band
+    most = answer.replay.on_card(room, settings).highest_bytes
+    return Band(min(int(band.low_bytes), most), most, room)
 
 
 def main() -> None:
