@@ -484,8 +484,8 @@ class RecipeSpec(Spec):
     log_probs: LogProbs = "tiles"
     """How loss ``log-probs`` is computed: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from
     all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl), or beside the policy's
-    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch); or 2,048 columns of the
-    head at a time (``columns``: prime-rl)."""
+    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch); or 2,048 columns of
+    the head at a time (``columns``: prime-rl)."""
     forward_only: bool = False
     """No backward follows, so stage 3 keeps nothing gathered for it. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False
