@@ -1,6 +1,7 @@
 """Reads a job from YAML recipes of NeMo AutoModel, with keys and defaults of its components/ (docs/from-a-file.md)."""
 
 import re
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from zeroplan.catalog.setups.recipes import (
     tell_sharded,
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
-from zeroplan.spec.adapter import CONVERTED, HEAD, LATENT_OF_EXPERTS, LAYERS_OF, Layers
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.adapter import CONVERTED, HEAD, JOINING, LATENT_OF_EXPERTS, LAYERS_OF, Layers
+from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
 
 _AUTO_SCHEDULES = {
@@ -25,7 +26,7 @@ _AUTO_SCHEDULES = {
     "zerobubble": "interleaved-zero-bubble",
 }
 _AUTO_ADDS = """
-    quantization.load_in_8bit *num_nextn_predict_layers
+    quantization.load_in_8bit
     peft.use_dora qat.* teacher_model.* kd_ratio distributed.autocast_dtype longalign.*
     model.sparse* model.lm_head* distributed.mp_policy.*_dtype distributed.enable_fsdp2_prefetch
     distributed.moe.lm_head_precision distributed.bucket_cap_mb
@@ -70,6 +71,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading = begun(whole, folder)
     table = flat(reading)
     _auto_model(reading, whole)
+    _auto_predictions(reading)
     ranks = _auto_degrees(reading, gpus)
     _auto_precision(reading)
     each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
@@ -90,7 +92,6 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         adds=_AUTO_ADDS,
         either="model.backend.cuda_graph.*",
     )
-    _auto_predictions(reading)
     _auto_float8(reading)
     for key in ("compile.enabled", "distributed.enable_compile"):
         if table.switch(key):
@@ -188,6 +189,9 @@ def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
     return (again or own) and int(str(steps)) > 1
 
 
+_ONE_OF_FSDP2 = "multi-token prediction on one GPU is counted as one rank of FSDP2, which takes more"
+
+
 def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     """Read degrees, GPUs and engine; returns the data-parallel ranks."""
     table = flat(reading)
@@ -209,6 +213,10 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     said = of_experts if said is None and ep > 1 else said
     stage = 0 if strategy == "ddp" else 2 if said is False or (said is None and (pp > 1 or ep > 1)) else 3
     tell_sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
+    model = reading.known_model()
+    if strategy == "fsdp2" and model is not None and model.predictions and reading.flags["engine"].value == "ddp":
+        reading.tell("engine", "distributed.strategy", "fsdp2", filled=True, note=_ONE_OF_FSDP2)
+        reading.tell("stage", "distributed.strategy", 3, filled=True)
     return max(1, (gpus or split) // split)
 
 
@@ -232,25 +240,37 @@ def _auto_pipeline(reading: Reading) -> int | None:
     return reading.number("micro_batch", keys[1], default=1)
 
 
-#: Families whose published models have layers that predict several tokens, which AutoModel's own models train.
-_PREDICTING = ("qwen3_5_text", "qwen3_5_moe_text")
+#: Families of AutoModel's own models that build layers for multi-token prediction; of these, the counted one.
+_PREDICTING, _COUNTED = ("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"), "nemotron_h"
 _PREDICTIONS = (
-    "model.num_nextn_predict_layers is not set: AutoModel trains the checkpoint's layers for multi-token prediction, which are not "
-    "counted: the answer is too low by them and by their loss"
+    "model.num_nextn_predict_layers{}: AutoModel trains layers for multi-token prediction, which are not counted in this family: "
+    "the answer is too low by them and by their loss"
 )
 
 
 def _auto_predictions(reading: Reading) -> None:
-    """Note layers for multi-token prediction, which AutoModel builds unless the file says 0 (nemotron_v3/mtp.py, qwen3_5/model.py).
+    """Add layers for multi-token prediction, of which a checkpoint has one depth (nemotron_v3/mtp.py, qwen3_5/model.py).
 
-    Of the nemotron_h models, those whose experts have a latent have them, and Nemotron 3.5 Lightning.
+    Of the nemotron_h models, those whose experts have a latent have them, and Nemotron 3.5 Lightning. Other families ignore it.
     """
     table, model = reading.table, reading.known_model()
-    if model is None or any(key.endswith("num_nextn_predict_layers") for key in table.data):
+    if model is None:
+        reading.unmodelled(adds="*num_nextn_predict_layers")
         return
-    lightning = "lightning" in str(reading.flags["model"].value).lower()
-    if model.family in _PREDICTING or model.width_of_experts != model.hidden_size or lightning:
-        table.matters["model.num_nextn_predict_layers"] = _PREDICTIONS
+    key, named = "model.num_nextn_predict_layers", str(reading.flags["model"].value)
+    said, repeats = table.data.get(key), table.switch("model.mtp_use_repeated_layer")
+    latent = model.width_of_experts != model.hidden_size or "lightning" in named.lower()
+    has_some = model.family in _PREDICTING and (model.family != _COUNTED or latent)
+    depths = (1 if said is None else table.count(key, least=0) or 0) if has_some else 0
+    table.like("*.num_nextn_predict_layers")
+    if depths and model.family != _COUNTED:
+        table.matters[key] = _PREDICTIONS.format(" is not set" if said is None else f"={depths}")
+    elif depths:
+        layers, pattern = model.num_hidden_layers + len(PREDICTS) * depths, model.letters + PREDICTS * depths
+        ahead = replace(
+            model, predictions=depths, predictor_repeats=bool(repeats), num_hidden_layers=layers, layer_pattern=pattern
+        )
+        reading.flags["model"] = reading.flags["model"]._replace(value=ahead)
 
 
 def _auto_float8(reading: Reading) -> None:
@@ -404,5 +424,6 @@ def _names_of_layers(model: ModelSpec | None) -> tuple[str, ...]:
         return (*Layers().every, HEAD)
     own = LAYERS_OF.get(model.family, Layers())
     others = [one for one in own.others if one not in LATENT_OF_EXPERTS or (model.moe is not None and model.moe.latent_size)]
+    others = [one for one in others if one != JOINING or model.predictions]
     none_dense = model.moe is not None and not model.moe.num_shared_experts and not model.moe.num_dense_layers
     return (*others, *own.attention, *(() if none_dense else own.mlp), HEAD)
