@@ -16,6 +16,7 @@ from zeroplan.catalog.setups.recipes import (
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
 from zeroplan.spec.adapter import CONVERTED, HEAD, JOINING, LATENT_OF_EXPERTS, LAYERS_OF, Layers
+from zeroplan.spec.float8 import FAMILIES
 from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
 
@@ -93,8 +94,11 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         either="model.backend.cuda_graph.*",
     )
     _auto_float8(reading)
-    for key in ("compile.enabled", "distributed.enable_compile"):
-        if table.switch(key):
+    # FSDP2's manager compiles blocks if its own key says so, and nothing else (_transformers/infrastructure.py,
+    # apply_model_infrastructure)
+    ignored = _strategy_of(reading) == "fsdp2" and any(key.startswith("distributed.") for key in table.data)
+    for key in ("distributed.enable_compile", "compile.enabled"):
+        if table.switch(key) and not (ignored and key == "compile.enabled"):
             reading.tell_compiled(table, key)
     _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again)
     if not _auto_keeps_inputs(reading, again=again):
@@ -189,7 +193,24 @@ def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
     return (again or own) and int(str(steps)) > 1
 
 
-_ONE_OF_FSDP2 = "multi-token prediction on one GPU is counted as one rank of FSDP2, which takes more"
+_ONE_OF_FSDP2 = "{} on one GPU is counted as one rank of FSDP2, which takes more"
+
+
+def _auto_alone(reading: Reading, strategy: str) -> None:
+    """Count on one GPU as one rank of FSDP2 what is modelled under FSDP2 alone. AutoModel shards nothing there."""
+    model = reading.known_model()
+    predicts = model is not None and model.predictions > 0
+    narrow = reading.table.switch("fp8.enabled") and (model is None or model.family in FAMILIES)
+    if strategy == "fsdp2" and (predicts or narrow) and reading.flags["engine"].value == "ddp":
+        note = _ONE_OF_FSDP2.format("multi-token prediction" if predicts else "float8")
+        reading.tell("engine", "distributed.strategy", "fsdp2", filled=True, note=note)
+        reading.tell("stage", "distributed.strategy", 3, filled=True)
+
+
+def _strategy_of(reading: Reading) -> str:
+    table = flat(reading)
+    other = "megatron_fsdp" if "Megatron" in table.last("distributed._target_") else "fsdp2"
+    return table.text("distributed.strategy") or other
 
 
 def _auto_degrees(reading: Reading, gpus: int | None) -> int:
@@ -203,8 +224,7 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     said = dp * split if isinstance(dp, int) and not isinstance(dp, bool) and dp > 0 else None
     nodes = table.count("benchmark.num_nodes") or table.count("ci.nodes") or (1 if "ci.nproc_per_node" in table.data else None)
     gpus = said or table.count("launched_gpus") or gpus or (nodes * (table.count("ci.nproc_per_node") or 8) if nodes else None)
-    other = "megatron_fsdp" if "Megatron" in table.last("distributed._target_") else "fsdp2"
-    strategy = table.text("distributed.strategy") or other
+    strategy = _strategy_of(reading)
     if strategy not in ("fsdp2", "ddp"):
         raise table.refused("distributed.strategy", "fsdp2 and ddp are modelled")
     # blocks of a pipeline, and of experts on their own ranks, stay gathered unless asked (distributed/config.py); the general key
@@ -213,10 +233,7 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     said = of_experts if said is None and ep > 1 else said
     stage = 0 if strategy == "ddp" else 2 if said is False or (said is None and (pp > 1 or ep > 1)) else 3
     tell_sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
-    model = reading.known_model()
-    if strategy == "fsdp2" and model is not None and model.predictions and reading.flags["engine"].value == "ddp":
-        reading.tell("engine", "distributed.strategy", "fsdp2", filled=True, note=_ONE_OF_FSDP2)
-        reading.tell("stage", "distributed.strategy", 3, filled=True)
+    _auto_alone(reading, strategy)
     return max(1, (gpus or split) // split)
 
 
@@ -275,10 +292,12 @@ def _auto_predictions(reading: Reading) -> None:
 
 def _auto_float8(reading: Reading) -> None:
     """Read torchao's float8 (components/quantization/fp8.py); rowwise_with_gw_hp makes one product of three in 16 bits."""
-    table = reading.table
-    if table.switch("fp8.enabled") and reading.flags["engine"].value != "fsdp2":
+    table, model = reading.table, reading.known_model()
+    if not table.switch("fp8.enabled"):
+        return
+    if reading.flags["engine"].value != "fsdp2" or (model is not None and model.family not in FAMILIES):
         reading.unmodelled(either="fp8.enabled")
-    if not table.switch("fp8.enabled") or table.matters.get("fp8.enabled"):
+    if table.matters.get("fp8.enabled"):
         return
     name = str(table.get("fp8.recipe_name") or "tensorwise")
     reading.tell("float8_recipe", "fp8.enabled", "rowwise" if name.startswith("rowwise") else "tensorwise")
