@@ -80,6 +80,8 @@ _SHORT = Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("w1", "w3", "w2"), 
 _MAMBA = Layers(others=("in_proj", "out_proj"))
 #: Nemotron 3's projections around its experts, where these have a latent.
 LATENT_OF_EXPERTS = ("fc1_latent_proj", "fc2_latent_proj")
+#: NeMo AutoModel's projection in front of a prediction's attention.
+JOINING = "eh_proj"
 #: Families whose linear layers have other names than Llama's. Experts and most routers are no linear layers in transformers 5.
 LAYERS_OF: Mapping[str, Layers] = {
     "phi3": Layers(("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),
@@ -90,7 +92,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "qwen3_next": Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")),
     "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
     "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
-    "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": _UNGATED._replace(others=(*_MAMBA.others, *LATENT_OF_EXPERTS)),
+    "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": _UNGATED._replace(others=(*_MAMBA.others, *LATENT_OF_EXPERTS, JOINING)),
     "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV,
     "gpt2": Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
     "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,

@@ -235,6 +235,7 @@ class JobSpec(Spec):
         check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_quantisation_aware()
         self._check_te_float8()
+        self._check_predictions()
         self._check_latent_experts()
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         check_compiled(self.model, self.recipe, self.mesh)
@@ -530,6 +531,25 @@ class JobSpec(Spec):
         autocast = self.recipe.engine == "ddp" and self.recipe.precision.endswith("mixed")
         if autocast and self.model.width_of_experts != self.model.hidden_size:
             raise SpecError("experts with a latent under autocast are not modelled; use precision 'bf16', or engine 'fsdp2'")
+
+    def _check_predictions(self) -> None:
+        """Raise SpecError for engines, losses and ranks with which NeMo AutoModel's multi-token prediction is not modelled."""
+        if not self.model.predictions:
+            return
+        recipe, mesh = self.recipe, self.mesh
+        own = {"cross-entropy", "loss-in-pieces", "compiled-loss"} & set(recipe.fused_parts)
+        refuse("multi-token prediction with", (
+            (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (recipe.loss not in ("full", "fused") and f"loss {recipe.loss!r}", "loss 'full' or 'fused'"),
+            (bool(own) and f"fused_kernels {', '.join(sorted(own))!r}", "loss 'full' or 'fused' without them"),
+            (recipe.recompute_layers is not None and "recompute_layers", "all blocks"),
+            (recipe.offloads and "offload to host memory", "no offload"),
+            (recipe.fsdp2.of_torch_2_15 and "FSDP2 of torch 2.15", "torch 2.13"),
+            (recipe.fsdp2.shards_ends and "embedding and head as units of their own", "false for fsdp2.shards_ends"),
+            (self.model.frozen is not None and "frozen parts", "full training or adapters"),
+            *((getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}", f"{name}=1, or predictions=0")
+              for name in ("tp", "cp", "pp")),
+        ))  # fmt: skip
 
     def _check_te_float8(self) -> None:
         """Raise SpecError for models and ranks with which Transformer Engine's float8 is not modelled outside Megatron-Core."""

@@ -38,6 +38,9 @@ from zeroplan.spec.family import (
 from zeroplan.spec.frozen import FREEZABLE_FAMILIES, FrozenSpec
 from zeroplan.spec.vision import VisionSpec
 
+#: Letters of the layers of one depth of multi-token prediction.
+PREDICTS = "ae"
+
 
 class MoeSpec(Spec):
     """Experts of a mixture-of-experts model."""
@@ -193,6 +196,11 @@ class ModelSpec(Spec):
     """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts; in
     Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full attention, D for a dense
     MLP; in LFM2 C for a short convolution, and c or D for convolution or attention before a dense MLP beside layers of experts."""
+    predictions: Annotated[int, Range(0, 100)] = 0
+    """Depths of NeMo AutoModel's multi-token prediction, in Nemotron 3 only. Each is the letters ae at the end of the pattern: a
+    layer of attention behind a joining projection, and one of experts before a norm."""
+    predictor_repeats: bool = False
+    """All depths run the same layers, which are then not recomputed; their weights are counted for each depth."""
     turned: bool = True
     """Attention has rotary positions."""
     global_head_dim: Annotated[int, Range(0, 10**6)] = 0
@@ -421,7 +429,13 @@ class ModelSpec(Spec):
         known = TRAITS[self.family].pattern if self.family in TRAITS else ""
         if known and TRAITS[self.family].one_kind:
             known = known if self.layer_pattern[:1] not in known else self.layer_pattern[:1]
-        if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(self.layer_pattern) <= set(known):
+        ahead = PREDICTS * self.predictions
+        if (self.predictions and not known.endswith("E")) or not self.layer_pattern.endswith(ahead):
+            raise SpecError(
+                f"predictions={self.predictions}: a nemotron_h model alone has them, whose pattern then ends in {ahead}"
+            )
+        own = self.layer_pattern.removesuffix(ahead)
+        if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(own) <= set(known):
             wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
             raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")
         if of_one_module and (self.moe is None) == ("E" in self.layer_pattern):

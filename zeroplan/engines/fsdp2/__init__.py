@@ -191,9 +191,17 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
         yield "shards of parameters and gradients and the optimizer's state are in pinned host memory, and the CPU takes the step"
 
 
+_AHEAD = (
+    "multi-token prediction: the most that its logits take is counted, and weights of each depth even where all depths share them; "
+    "times leave out its heads"
+)
+
+
 def _notes(plan: Plan) -> Iterator[str]:
     """Yield the recipe's notes, and one if dim-0 sharding gives rank 0 clearly more than an even share."""
     yield from notes_of(plan.recipe)
+    if plan.first_ahead is not None:
+        yield _AHEAD
     if plan.has_experts_apart:
         from zeroplan.engines.fsdp2.experts import note_of as visited  # noqa: PLC0415  keeps start-up fast
 

@@ -15,7 +15,7 @@ from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int, maximum, weighted, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.spec.recipe import SENDING, OptimizerImpl, RecipeSpec, Recompute
 from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
 from zeroplan.transformer.buffers import tables_in_layers
@@ -96,6 +96,8 @@ class Plan(NamedTuple):
     """Tensors that a vocabulary-parallel embedding's backward allocates."""
     tower_layers: int
     """Number of a vision tower's blocks, which run first."""
+    first_ahead: int | None
+    """The first block of multi-token prediction, counted from 0."""
     is_a_stage: bool
     """It is a plan of a pipeline's stage, not of a whole model."""
     shared_sequences: bool
@@ -395,6 +397,7 @@ def _of_the_model(cut: Cut, model: ModelSpec, recipe: RecipeSpec) -> dict[str, A
         "projector_elements": sum(one.numel for one in learning.embeddings if one.name.startswith(BESIDE_THE_TEXT)),
         "last_root_elements": next((one.numel for one in (*learning.tail[::-1], *learning.embeddings[::-1])), 0),
         "tower_layers": model.tower_layers,
+        "first_ahead": model.num_hidden_layers - len(PREDICTS) * model.predictions if model.predictions else None,
     }
 
 

@@ -155,6 +155,8 @@ class Block(NamedTuple):
     """The flash kernel pads heads, whose size is no multiple of 8."""
     is_mlp: bool = False
     """The whole block is an MLP."""
+    ahead: bool = False
+    """The block belongs to multi-token prediction (NeMo AutoModel)."""
     only_gated: bool = False
     """No norm follows the output of Mamba-2."""
     keys_are_values: bool = False

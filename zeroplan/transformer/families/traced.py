@@ -26,7 +26,7 @@ from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, besid
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
-from zeroplan.transformer.parameters import WITH_STATES, plain_kind
+from zeroplan.transformer.parameters import WITH_EXPERTS, WITH_STATES, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
@@ -231,7 +231,7 @@ def structure_of(
 ) -> Block:  # fmt: skip
     """Return the structure of a model's block of this kind. ``single``: the batch is one sequence, of one chunk."""
     training, kind = _training(model, kind, compute), plain_kind(model, kind)
-    no_experts = kind.startswith("dense") or (TRAITS[model.family].one_module and kind != "moe")
+    no_experts = kind.startswith("dense") or (TRAITS[model.family].one_module and kind not in WITH_EXPERTS)
     dense = model.moe is None or no_experts
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
@@ -295,6 +295,7 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
         uneven=x.expert_ranks > 1 and x.imbalance != EVEN,
         looped=moe.num_experts if moe is not None and block.release.loops_over_experts else 0,
         is_mlp=kind == "mlp",
+        ahead=kind.endswith("ahead"),
         only_gated=kind == "beside",
         shares=moe is not None and moe.num_shared_experts > 0,
     )
