@@ -394,8 +394,9 @@ def test_megatrons_defaults_are_its_codes(read: Callable[..., Resolved], tmp_pat
     assert (job.recipe.zero_stage, job.recipe.megatron.cross_entropy_fusion_impl) == (1, "native")
     (tmp_path / "lora.sh").write_text(f"{swift} --tuner_type lora --lora_rank 4 --target_modules linear_qkv")
     assert read_setup(tmp_path / "lora.sh", gpus=8).flags["lora_targets"].value == "q_proj,k_proj,v_proj"
-    with pytest.raises(SpecError, match="with LoRA is not modelled"):
-        read(f"{swift} --tuner_type lora", "swift.sh")
+    adapter = read(f"{swift} --tuner_type lora", "swift.sh").job.model.adapter
+    assert adapter is not None
+    assert (adapter.rank, adapter.dropout) == (8, True)
 
 
 def test_a_recipe_without_a_precision_has_its_programs(read: Callable[..., Resolved]):

@@ -53,7 +53,6 @@ _LAYERS = {
 }
 #: transformers' names of the modules that may be trained whole beside adapters.
 _WHOLE = {"word_embeddings": "embed_tokens", "output_layer": "lm_head", "embed_tokens": "embed_tokens", "lm_head": "lm_head"}
-_NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
 #: Layers of the first and the last stage, which set the stages' layers where they are read.
 _CUTS = "*num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split"
 _SAVES = f"""
@@ -368,7 +367,7 @@ def _loop(reading: Reading) -> None:
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
-    if table.text("task_type") in ("generative_reranker", "embedding") and "lora_rank" not in flags:
+    if table.text("task_type") in ("generative_reranker", "embedding"):
         table.matters["task_type"] = _ALL_LOGITS
         table.saves.add("task_type")
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
@@ -427,9 +426,9 @@ def tell_task(reading: Reading, table: Table) -> None:
 
 
 def _on_megatron_alone(reading: Reading) -> bool:
-    """Whether engine ``megatron`` answers the job. With adapters only other engines do."""
+    """Whether engine ``megatron`` answers the job, unless the user requests another one."""
     engine = reading.flags.get("engine")
-    return engine is not None and engine.value == "megatron" and "lora_rank" not in reading.flags
+    return engine is not None and engine.value == "megatron"
 
 
 def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_reference: bool | None = None) -> None:
@@ -449,18 +448,11 @@ def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_r
 
 
 def _of_megatron_alone(reading: Reading) -> None:
-    """Drop the notes on switches that change nothing.
-
-    These are switches for shared experts in models without any, and Megatron-Core's switches in jobs with adapters. zeroplan does
-    not model adapters under Megatron-Core, and the engines that it offers instead do not have these switches.
-    """
+    """Drop the note on a switch for shared experts in a model without any."""
     table, model = reading.table, reading.known_model()
     none = model is not None and model.family in _NONE_SHARED
     if none and "megatron.moe_shared_expert_intermediate_size" not in reading.options:
         table.matters.pop("moe_shared_expert_overlap", None)
-    for key in _MEGATRONS if "lora_rank" in reading.flags else ():
-        table.matters.pop(key, None)
-        table.saves.discard(key)
 
 
 _ONE_MORE = (
@@ -480,7 +472,6 @@ def _prefetched(reading: Reading) -> None:
         table.matters["overlap_p2p_communication_warmup_flush"] = _ONE_MORE
 
 
-_MEGATRONS = ("moe_shared_expert_overlap", "moe_pad_expert_input_to_capacity", "fp8_format", "fp8_param_gather")
 #: Families with experts but without shared experts.
 _NONE_SHARED = ("mixtral", "qwen3_moe")
 
@@ -514,7 +505,7 @@ def _counted(table: Table, keys: list[str]) -> None:
 
 
 def _adapter(reading: Reading) -> None:
-    """Read the adapters of ms-swift's ``megatron sft``, which are modelled only if the user requests another engine."""
+    """Read the adapters of ms-swift's ``megatron sft`` (megatron/utils/utils.py, prepare_adapter)."""
     table = reading.table
     if str(table.data.get("tuner_type") or table.data.get("train_type") or "full") == "full":
         return
@@ -522,11 +513,13 @@ def _adapter(reading: Reading) -> None:
     names = map(str, targets) if isinstance(targets, list) else str(targets).replace(",", " ").split()
     reading.number("lora_rank", "lora_rank", default=8)
     reading.tell("lora_targets", "target_modules", ",".join(_LAYERS.get(one, one) for one in names))
+    reading.tell("lora_dropout", "lora_dropout", number_of(table.get("lora_dropout"), 0.05) > 0, filled=True)
     said = table.data.get("modules_to_save") or []
     whole = said.replace(",", " ").split() if isinstance(said, str) else said
+    if table.text("task_type") == "seq_cls" and isinstance(whole, list):
+        whole = [*whole, "output_layer"]
     if isinstance(whole, list) and whole and set(map(str, whole)) <= _WHOLE.keys():
         reading.tell("modules_to_save", "modules_to_save", ",".join(_WHOLE[str(one)] for one in whole))
-    reading.notes.append(_NO_ADAPTERS)
     reading.flags |= {name: reading.flags[name]._replace(also=("fsdp2", 2, 3)) for name in ("engine", "stage")}
 
 

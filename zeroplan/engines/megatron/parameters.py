@@ -2,13 +2,12 @@
 
 from functools import lru_cache
 
-from zeroplan.engines.megatron.chunks import runs_of
+from zeroplan.engines.megatron.chunks import runs_of, without_adapters
 from zeroplan.numeric import Int, ceil_div, round_up
 from zeroplan.spec.described import Job
 from zeroplan.spec.family import LEARNED_POSITIONS
 from zeroplan.transformer.megatron import ROUTED, UNGATED, is_gated
 from zeroplan.transformer.parameters import Parameter
-from zeroplan.transformer.params import text_layout
 
 
 def elements_of(job: Job, counts: tuple[int, ...]) -> tuple[Int, Int, Int]:
@@ -86,7 +85,7 @@ def is_split(name: str) -> bool:
 def ends_of(job: Job) -> tuple[Int, Int]:
     """Return a rank's parameters before and after the layers: the embedding; the final norm and an untied head."""
     model = job.model
-    tree, table = text_layout(model), table_of(job)
+    tree, table = without_adapters(model), table_of(job)
     positions = sum(parameter.numel for parameter in tree.embeddings[1:])
     if model.family not in LEARNED_POSITIONS:  # Megatron-LM adds them to any model
         positions += model.positions * model.hidden_size

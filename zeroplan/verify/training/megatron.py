@@ -44,6 +44,8 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.utils import get_attr_wrapped_model  # noqa: E402
 
+from zeroplan.verify.training.megatron_adapters import adapt  # noqa: E402
+
 _DROPOUT = 0.1
 #: The methods that allocate Megatron-FSDP's whole weights and whole gradients.
 _BUCKETS: Requesting = (
@@ -191,6 +193,7 @@ def _wrapped(job: JobSpec, config: TransformerConfig, at: int | None) -> Distrib
             parallel_output=True, share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="learned_absolute" if shape.positions else "rope", rotary_percent=1.0, vp_stage=at,
         )  # fmt: skip
+        adapt(model, job)
     wrapper = FullyShardedDataParallel if job.recipe.zero_stage > 1 else DistributedDataParallel
     return wrapper(
         config,

@@ -17,8 +17,8 @@ ALL_TO_ALL = f"{CORE}/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispa
 ALL_GATHER = f"{CORE}/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher"
 HYBRID_EP = f"{CORE}/transformer/moe/fused_a2a.py, HybridEPDispatch and HybridEPCombine"
 
-Dispatched = tuple[Value, Value]
-"""Tokens sorted by expert, and the routing weight of each."""
+Dispatched = tuple[Value, Value, tuple[Store, ...]]
+"""Tokens sorted by expert, the routing weight of each, and what variables of ``MoELayer.forward`` hold until it returns."""
 
 
 def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
@@ -40,7 +40,7 @@ def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
     tape.add("dispatch", (tokens, chosen), (own, order), backward, of=(normal, weights))
     tape.drop(own, order)
-    return tokens, chosen
+    return tokens, chosen, ()
 
 
 def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
@@ -55,7 +55,6 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     tape.drop(sorting)
     came = tape.make(op.TEMPORARY, "experts: tokens as they came", e * X_2 * h, ALL_TO_ALL)
     tokens = op.tensor(tape, "experts: tokens that came", e, X_r * h, SORT)
-    tape.drop(sorted_, came)
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, ALL_TO_ALL)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -67,7 +66,7 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
     tape.add("dispatch", (tokens, chosen), (order, every), backward, of=(normal, weights))
     tape.drop(order, every)
-    return tokens, chosen
+    return tokens, chosen, (sorted_, came)
 
 
 def times_weights(tape: Tape, value: Value, chosen: Value, routing: Routing, source: str) -> Value:
@@ -150,7 +149,7 @@ def _sent_by_hybrid_ep(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, HYBRID_EP)
     backward = op.makes("gradient of this rank's tokens, or of the routing weights", HYBRID_EP, normal, weights)
     tape.add("dispatch", (tokens, chosen), (), backward, of=(normal, weights))
-    return tokens, chosen
+    return tokens, chosen, ()
 
 
 def _returned_by_hybrid_ep(tape: Tape, outputs: Value, _chosen: Value, _routing: Routing) -> Value:

@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple
 
 from zeroplan.spec.recipe import Attention
+from zeroplan.transformer.families.tape import LowRank
 
 Dispatcher = Literal["alltoall", "allgather", "flex"]
 
@@ -74,3 +75,5 @@ class Layer(NamedTuple):
     """Matrices multiply in FP8, with scales from earlier steps (delayed) or from the tensor itself (current)."""
     makes_mask: bool = False
     """Local layers get no mask from the data loader, so that torch's softmax makes a causal one."""
+    low_rank: LowRank | None = None
+    """The layer is frozen, and some of its matrices have adapters."""
