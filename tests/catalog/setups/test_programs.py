@@ -399,6 +399,20 @@ def test_megatrons_defaults_are_its_codes(read: Callable[..., Resolved], tmp_pat
     assert (adapter.rank, adapter.dropout) == (8, True)
 
 
+def test_megatrons_latent_attention_without_experts_has_dense_layers_alone(read: Callable[..., Resolved]):
+    latent = (
+        "--multi-latent-attention --q-lora-rank 192 --kv-lora-rank 64 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+    )
+    model = read(_of_script(latent), "mine.sh").job.model
+    assert model.moe is not None
+    assert (model.family, model.moe.num_dense_layers) == ("deepseek_v3", model.num_hidden_layers)
+
+
+def test_megatron_fsdp_has_several_data_parallel_ranks_if_the_file_is_silent(read: Callable[..., Resolved]):
+    sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --tensor-model-parallel-size 2"
+    assert read(_of_script(sharded), "mine.sh").job.mesh.dp_shard == 2
+
+
 def test_a_recipe_without_a_precision_has_its_programs(read: Callable[..., Resolved]):
     """torchtune: training/precision.py, get_dtype. litgpt: utils.py. nanotron: config/config.py, ModelArgs."""
     assert read({key: value for key, value in TUNE.items() if key != "dtype"}).job.recipe.precision == "fp32"

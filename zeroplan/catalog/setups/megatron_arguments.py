@@ -152,7 +152,8 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     own = before != "" or "tuner_type" in table.data or "model" in table.data
     # left out, experts are split like everything else; ms-swift leaves them whole (megatron/arguments/megatron_args.py)
     etp = table.count(f"{before}expert_tensor_parallel_size") or (1 if before == "" and _is_swift(table) else tp)
-    least = lcm(split, ep * etp * pp) if ep > 1 else split
+    shards = 2 if table.switch(f"{before}use_megatron_fsdp") else 1  # Megatron-FSDP shards over several data-parallel ranks
+    least = lcm(split * shards, ep * etp * pp) if ep > 1 else split * shards
     gpus = _world_size(reading, gpus, least)
     if table.switch(f"{before}use_torch_fsdp2"):
         _torch_fsdp2(reading, before)
@@ -577,7 +578,7 @@ def _config(reading: Reading) -> dict[str, object]:
     head = table.count("kv_channels") or hidden // heads
     shape |= {"num_key_value_heads": groups or heads, "head_dim": head}
     if table.switch("multi_latent_attention"):
-        return {**shape, **_latent(table, experts, width)}
+        return {**shape, "num_key_value_heads": heads, **_latent(table, experts, width, layers)}
     if experts:
         inner = table.count("moe_ffn_hidden_size") or width
         picks = table.count("moe_router_topk") or 2
@@ -602,19 +603,20 @@ def _config(reading: Reading) -> dict[str, object]:
     return {**shape, "model_type": "llama", "attention_bias": biased, "mlp_bias": biased}
 
 
-def _latent(table: Table, experts: int | None, dense_width: int) -> dict[str, object]:
-    """Return the fields of ``config.json`` for multi-latent attention and experts, as in DeepSeek V3."""
+def _latent(table: Table, experts: int | None, dense_width: int, layers: int) -> dict[str, object]:
+    """Return the fields of ``config.json`` for multi-latent attention and experts, or dense layers alone, as in DeepSeek V3."""
     sizes = {theirs: table.count(own) or default for own, theirs, default in (
         ("q_lora_rank", "q_lora_rank", None), ("kv_lora_rank", "kv_lora_rank", 32), ("qk_head_dim", "qk_nope_head_dim", 128),
         ("qk_pos_emb_head_dim", "qk_rope_head_dim", 64), ("v_head_dim", "v_head_dim", 128))}  # fmt: skip
     width = table.count("moe_ffn_hidden_size") or dense_width
-    shared = (table.count("moe_shared_expert_intermediate_size") or 0) // width
+    shared = (table.count("moe_shared_expert_intermediate_size") or 0) // width if experts else 1  # dense layers do not read it
     frequency = str(table.get("moe_layer_freq") or "1")
     dense = frequency.partition("*")[2].strip().partition("+")[0].partition(")")[0] if "[0]" in frequency else "0"
     return {**sizes, "model_type": "deepseek_v3", "n_routed_experts": experts or 1, "moe_intermediate_size": width,
-            "num_experts_per_tok": table.count("moe_router_topk") or 2, **({"n_shared_experts": shared} if shared else {}),
+            "num_experts_per_tok": min(table.count("moe_router_topk") or 2, experts or 1),
+            **({"n_shared_experts": shared} if shared else {}),
             "n_group": table.count("moe_router_num_groups") or 1, "topk_group": table.count("moe_router_group_topk") or 1,
-            "first_k_dense_replace": int(dense) if dense.isdigit() else 0}  # fmt: skip
+            "first_k_dense_replace": layers if not experts else int(dense) if dense.isdigit() else 0}  # fmt: skip
 
 
 def _vocabulary(reading: Reading) -> int:
