@@ -13,7 +13,7 @@ from zeroplan.spec.recipe import ADAM, RecipeSpec
 from zeroplan.spec.vision import VISION_PARTS, VisionSpec
 
 #: Families with arguments in Megatron-LM and formulas in zeroplan.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "bloom")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "bloom")
 #: Those of them whose matrices may have adapters beside them.
 _ADAPTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 #: Precisions in Megatron-LM's table of bytes per parameter.

@@ -40,6 +40,8 @@ _PARTS: dict[str, Literal["attention", "mlp", "mamba"]] = {
 }  # fmt: skip
 #: Tokens per chunk of Mamba-2's scan, which makes one state for each chunk.
 _CHUNK = 128
+#: Families whose shared expert has a gate for each token.
+GATED_SHARED = ("qwen2_moe",)
 #: Families whose router computes sigmoids of all experts' scores.
 SIGMOIDS = ("deepseek_v3",)
 
@@ -292,8 +294,9 @@ def structure_of(job: Job, kind: str) -> Structure:
     if kind in ROUTED and model.moe is not None and dense < model.num_hidden_layers:
         routing = Routing(
             options.moe_token_dispatcher_type, options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
-            shared_width(job) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(job),
-            options.deterministic_mode, options.core_release == "0.12",
+            shared_width(job) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(job), options.deterministic_mode,
+            model.family in GATED_SHARED, options.moe_shared_expert_overlap and shared_width(job) > 0,
+            options.core_release == "0.12",
         )  # fmt: skip
     of_t5: Literal["no", "encoder", "decoder"] = "no"
     if options.pretrains == "t5":
@@ -528,9 +531,7 @@ def _plan(structure: Structure) -> _Plan:
     tape.release(given, *(() if structure.rerun else (output,)))
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", output.dtype * output.shape, program.LAYER)
     incoming.holds += structure.received or structure.rerun
-    # a layer whose forward runs again needs more then than in its backward only if its matrices have adapters
-    runs_again = structure.rerun and structure.low_rank is not None
-    first = [one._replace(stores=(*one.stores, incoming)) for one in tape.moments] if runs_again else []
+    first = [one._replace(stores=(*one.stores, incoming)) for one in tape.moments] if structure.rerun else []
     tape.run_backward(output, incoming)
     again = [one for module in structure.again_too for one in _MADE_AGAIN.get(module, ())]
     backward = _moments(index, [*first, *_once_made_again(tape.moments, again)])

@@ -472,7 +472,7 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
     [
         (AUTO, "model.backend.attn", "tilelang"), (AUTO, "distributed.enable_fsdp2_prefetch", True), (AUTO, "model.dlm_dtype", "x"),
         (TUNE, "model.num_layers", 22), (LIT, "train.tie_embeddings", True),
-        (SWIFT, "rlhf_type", "gkd"), (SWIFT, "moe_shared_expert_overlap", True),
+        (SWIFT, "rlhf_type", "gkd"),
     ],
 )  # fmt: skip
 def test_a_key_that_may_change_memory_is_noted_though_its_program_knows_it(

@@ -114,7 +114,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _hybrid(reading, pattern.split("|"), ranks_of_pipeline=table.count("pipeline_model_parallel_size") or 1)
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
-    table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format moe_shared_expert_overlap")
+    table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format")
     _counted(table, ["modules_to_save"] * ("modules_to_save" in reading.flags))
     away = "megatron.optimizer_offload_fraction" in reading.options
     _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"] * away)
@@ -122,7 +122,6 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _counted(table, [key for key in table.matters if any(fnmatchcase(key, one) for one in _CUTS.split())])
     else:
         tell_stages(reading)
-    _of_megatron_alone(reading)
     _prefetched(reading)
     if _is_swift(table):
         _loop(reading)
@@ -448,14 +447,6 @@ def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_r
     )  # fmt: skip
 
 
-def _of_megatron_alone(reading: Reading) -> None:
-    """Drop the note on a switch for shared experts in a model without any."""
-    table, model = reading.table, reading.known_model()
-    none = model is not None and model.family in _NONE_SHARED
-    if none and "megatron.moe_shared_expert_intermediate_size" not in reading.options:
-        table.matters.pop("moe_shared_expert_overlap", None)
-
-
 _ONE_MORE = (
     "overlap_p2p_communication_warmup_flush: with so few micro-batches the first backward runs with one more received gradient, "
     "which is not counted: the answer is too low by a stage's output"
@@ -471,10 +462,6 @@ def _prefetched(reading: Reading) -> None:
     steps, stages = (int(str(flags[name].value)) if name in flags else 1 for name in ("grad_accum", "pipeline_parallel"))
     if table.switch("overlap_p2p_communication_warmup_flush") and steps < 2 * stages:
         table.matters["overlap_p2p_communication_warmup_flush"] = _ONE_MORE
-
-
-#: Families with experts but without shared experts.
-_NONE_SHARED = ("mixtral", "qwen3_moe")
 
 
 _FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")

@@ -30,7 +30,7 @@ def in_fp8(job: Job, counts: tuple[int, ...]) -> Int:
     found: Int = 0
     for run, layers in zip(runs_of(job), counts if job.recipe.megatron.fp8_format is not None else (), strict=False):
         for parameter in run.parameters:
-            if len(parameter.shape) > 1 and ".gate." not in f".{parameter.name}":
+            if len(parameter.shape) > 1 and "gate." not in f".{parameter.name}":
                 found = found + layers * of_one_rank(parameter, job)
         found = found + layers * of_shared_expert(run.kind, job)
     return found
@@ -73,11 +73,15 @@ def is_expert(parameter: Parameter) -> bool:
     return parameter.active_share != (1, 1)
 
 
+#: Matrices that every tensor-parallel rank has whole, and does not sum over.
+_WHOLE = ("gate", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa")
+
+
 @lru_cache(maxsize=1024)
 def is_split(name: str) -> bool:
     """Whether tensor-parallel ranks split the parameter of this name."""
     module = name.rpartition(".")[0].rpartition(".")[2]
-    if "norm" in module or module.startswith("ln_") or module in ("gate", "q_a_proj", "kv_a_proj_with_mqa"):
+    if "norm" in module or module.startswith("ln_") or module in _WHOLE:
         return False
     return not (name.endswith(".bias") and module in BY_ROWS)  # a row-parallel matrix adds its bias after the ranks' sum
 

@@ -16,7 +16,7 @@ from zeroplan.engines.megatron.chunks import chunks_per_rank, stages_of
 from zeroplan.engines.megatron.parameters import padded_vocabulary
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.transformer.megatron import UNGATED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width
+from zeroplan.transformer.megatron import GATED_SHARED, UNGATED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width
 from zeroplan.verify.fake_parts.megatron import import_megatron
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.engine import Engine, Requesting, all_labelled
@@ -305,6 +305,8 @@ def _experts(job: JobSpec) -> dict[str, object]:
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax", "moe_router_enable_expert_bias": sigmoid,
         "moe_router_dtype": options.moe_router_dtype,
         "moe_shared_expert_intermediate_size": shared_width(job) or None,
+        "moe_shared_expert_gate": job.model.family in GATED_SHARED,
+        "moe_shared_expert_overlap": options.moe_shared_expert_overlap and shared_width(job) > 0,
     }  # fmt: skip
 
 

@@ -92,9 +92,8 @@ def _scattered(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> V
     """Combination after all-gather: outputs go to the places of all ranks' tokens, and ranks sum them in the weights' dtype."""
     if routing.late:
         weighed = times_weights(tape, outputs, chosen, routing, ALL_GATHER)
-        made = _scattered(tape, weighed, chosen, routing._replace(late=False, deterministic=False))
-        tape.release(weighed)
-        return made
+        tape.release(outputs)
+        return _scattered(tape, weighed, chosen, routing._replace(late=False, deterministic=False))
     whole = tape.make(op.TEMPORARY, "experts: outputs at their places", e * T_g * h, UNPERMUTE)
     cast = tape.make(
         op.TEMPORARY, "experts: the same in the weights' dtype", w_p * T_g * h if routing.wide else NOTHING, ALL_GATHER
@@ -107,19 +106,22 @@ def _scattered(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> V
         return [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", UNPERMUTE))]
 
     tape.add("combination", (made,), (outputs.store,) if routing.deterministic else (), backward, of=(outputs,))
+    tape.release(outputs)
     return made
 
 
 def _returned(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Value:
-    """Combination after all-to-all.
+    """Combination after all-to-all, which releases ``outputs``.
 
-    Outputs are sorted by rank, summed over expert tensor-parallel ranks, sent back, and added to their tokens.
+    Outputs are sorted by rank, summed over expert tensor-parallel ranks, sent back, and added to their tokens. A variable of
+    ``MoELayer.forward`` holds the sorted ones until they came back.
     """
     ordered = tape.make(op.TEMPORARY, "experts: outputs, sorted by rank", e * X_2 * h, SORT)
     cast = tape.make(
         op.TEMPORARY, "experts: the same in the weights' dtype", w_p * X_2 * h if routing.wide else NOTHING, ALL_TO_ALL
     )
     tape.drop(cast)
+    tape.release(outputs)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.temporary("gradient of the outputs on their way", e * (X_1 + X_2) * h, ALL_TO_ALL)
@@ -156,6 +158,7 @@ def _returned_by_hybrid_ep(tape: Tape, outputs: Value, _chosen: Value, _routing:
     """Combination by HybridEP: one kernel returns outputs and adds them up."""
     made = op.tensor(tape, "experts: output", e, T_n * h, HYBRID_EP)
     tape.add("combination", (made,), (), op.makes("gradient of the experts' outputs", HYBRID_EP, outputs), of=(outputs,))
+    tape.release(outputs)
     return made
 
 

@@ -15,39 +15,75 @@ ROUTER = f"{CORE}/transformer/moe/moe_utils.py, topk_routing_with_score_function
 GATING = f"{CORE}/transformer/moe/moe_utils.py, RouterGatingLinearFunction"
 EXPERTS = f"{CORE}/transformer/moe/experts.py, TEGroupedMLP.forward"
 SEQUENTIAL = f"{CORE}/transformer/moe/experts.py, SequentialMLP.forward"
-SHARED = f"{CORE}/transformer/moe/shared_experts.py, SharedExpertMLP.forward"
+SHARED = f"{CORE}/transformer/moe/shared_experts.py, SharedExpertMLP"
+_SHARED = "shared expert"
 
 
 def mlp(tape: Tape, normal: Value, width: Size, name: str) -> Value:
     """``MLP.forward``: a matrix, the activation in one operator, and a matrix."""
-    wide = column(tape, normal, g_m * width, f"{name}: the first matrix", layer="linear_fc1")
+    return _closed(tape, _opened(tape, normal, width, name), width, name)
+
+
+def _opened(tape: Tape, normal: Value, width: Size, name: str, *, keeps_gathered: bool = False) -> Value:
+    """Run an MLP up to its activation. ``keeps_gathered``: see :func:`column`."""
+    wide = column(tape, normal, g_m * width, f"{name}: the first matrix", layer="linear_fc1", keeps_gathered=keeps_gathered)
     wide.store.reason = f"{name}: output of the first matrix"
     active = op.tensor(tape, f"{name}: input of the second matrix", e, T_m * width, MLP)
     backward = op.makes(f"{name}: gradient of the first matrix's output", MLP, wide)
     tape.add(f"{name}: activation", (active,), (wide.store,), backward, of=(wide,))
     tape.release(wide)
+    return active
+
+
+def _closed(tape: Tape, active: Value, width: Size, name: str) -> Value:
+    """Run the rest of an MLP, and release ``active``."""
     made = row(tape, active, width, f"{name}: the second matrix", layer="linear_fc2")
     tape.release(active)
     return made
 
 
 def experts(tape: Tape, normal: Value, routing: Routing) -> Value:
-    """``MoELayer.forward``: shared expert, router, dispatch, experts and combination."""
-    shared = mlp(tape, normal, f_s, "shared expert") if routing.shared else None
+    """``MoELayer.forward``: shared expert, router, dispatch, experts and combination.
+
+    An overlapped shared expert runs its first matrix beside the dispatch, and its second beside the combination.
+    """
+    apart = routing.shared and not routing.overlapped
+    shared = _gated(tape, normal, mlp(tape, normal, f_s, _SHARED), routing) if apart else None
     weights = _routed(tape, normal, routing)
     there, back = WAYS[routing.dispatcher]
+    begun = _opened(tape, normal, f_s, _SHARED, keeps_gathered=True) if routing.overlapped else None
     tokens, chosen, behind = there(tape, normal, weights)
     tape.release(weights)
     outputs = _grouped(tape, tokens, chosen, routing)
     tape.release(tokens)
     made = back(tape, outputs, chosen, routing)
-    tape.release(outputs, chosen)
+    if begun is not None:
+        shared = _gated(tape, normal, _closed(tape, begun, f_s, _SHARED), routing)
+    tape.release(chosen)
     tape.drop(*behind)
     if shared is None:
         return made
     both = op.add(tape, made, shared, "experts: sum with the shared expert", Site("sum with the shared expert", SHARED))
     tape.release(made, shared)
     return both
+
+
+def _gated(tape: Tape, normal: Value, shared: Value, routing: Routing) -> Value:
+    """Multiply the shared expert's output by a number for each token, if it has such a gate; then release it."""
+    if not routing.gated:
+        return shared
+    score = tape.make(op.TENSOR, "shared expert: gate of each token", e * T_n, SHARED)
+    made = op.tensor(tape, "shared expert: gated output", e, T_n * h, SHARED)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        ungated = op.gradient(tape, shared, "shared expert: gradient of its output", SHARED)
+        tape.temporary("shared expert: product of gradient and output", e * T_n * h, SHARED)
+        return [(shared, ungated), (normal, op.gradient(tape, normal, "shared expert: gradient through its gate", SHARED))]
+
+    tape.add("shared expert: gate", (made,), (shared.store, score, normal.store), backward, of=None)
+    tape.drop(score)
+    tape.release(shared)
+    return made
 
 
 def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:

@@ -60,16 +60,15 @@ _ALONE = Around()
 
 def matrix(
     tape: Tape, value: Value, name: str, source: str, *, shape: Size, weight: Size, shared: bool = False, around: Around = _ALONE,
-    after_norm: bool = False,
+    after_norm: bool = False, also: tuple[Store, ...] = (),
 ) -> Value:  # fmt: skip
-    """Multiply by ``weight`` elements. ``shared``: see :func:`_read`.
+    """Multiply by ``weight`` elements. ``shared``: see :func:`_read`. ``also``: what it keeps beside its input.
 
     A frozen matrix makes no gradient of its weight and keeps no input, but for the output of a norm that it contains.
     """
     if tape.mode.low_rank is None:
-        return _product(
-            tape, value, name, source, _read(tape, value, name, shared=shared), shape=shape, weight=weight, around=around
-        )
+        kept = (*_read(tape, value, name, shared=shared), *map(tape.hold, also))
+        return _product(tape, value, name, source, kept, shape=shape, weight=weight, around=around)
     kept = (tape.hold(value.store),) if after_norm and tape.mode.low_rank.keeps_normal else ()
     return _product(tape, value, name, source, kept, shape=shape, weight=None, around=around)
 
@@ -123,14 +122,20 @@ def with_adapter(
 
 
 def column(
-    tape: Tape, value: Value, width: Size, name: str, *, reads: Size = h, tokens: Size = T_m, layer: str = ""
+    tape: Tape, value: Value, width: Size, name: str, *, reads: Size = h, tokens: Size = T_m, layer: str = "",
+    keeps_gathered: bool = False,
 ) -> Value:  # fmt: skip
     """A column-parallel matrix. Sequence parallelism gathers its input in the forward, and again for the weight gradient.
 
-    ``layer``: Megatron-Core's name of it, if it may have an adapter.
+    ``layer``: Megatron-Core's name of it, if it may have an adapter. ``keeps_gathered``: its input is gathered once, and kept.
     """
     around = _gathering(tape, name, reads)
-    made = matrix(tape, value, name, COLUMN, shape=tokens * width, weight=reads * width, around=around, after_norm=True)
+    gathered = tuple([tape.make(op.TENSOR, *one, COLUMN) for one in around.forward]) if keeps_gathered else ()
+    around = around._replace(forward=(), of_weight=()) if keeps_gathered else around
+    made = matrix(
+        tape, value, name, COLUMN, shape=tokens * width, weight=reads * width, around=around, after_norm=True, also=gathered
+    )
+    tape.drop(*gathered)
     second = tokens * width, z * width, _gathering(tape, f"{name}'s adapter, B", z)
     return with_adapter(tape, value, made, name, layer, (T_n * z, reads * z, _ALONE), second)
 

@@ -26,6 +26,10 @@ class Routing(NamedTuple):
     """Gate, activation and routing weight are one operator."""
     deterministic: bool
     """``index_add_`` adds outputs to their tokens, and keeps the outputs. ``scatter_add_`` keeps only indices."""
+    gated: bool = False
+    """The shared expert's output is multiplied by a number for each token."""
+    overlapped: bool = False
+    """The shared expert runs beside the dispatch and the combination (``--moe-shared-expert-overlap``)."""
     late: bool = False
     """The routing weights multiply the experts' outputs. Otherwise they multiply the inputs of the experts' second matrices."""
 
