@@ -566,6 +566,8 @@ class JobSpec(Spec):
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""
         recipe, quantised = self.recipe, self.model.is_quantised
+        if recipe.engine == "megatron":  # which has rules of its own
+            return
         if SENDING & set(recipe.fused_parts) and any(self.model.stacked):
             raise SpecError("adapters of experts with NeMo AutoModel's experts are not modelled; use --lora-targets attention")
         cases = (

@@ -288,6 +288,8 @@ class MegatronOptions(Spec):
     """Routing weights in fp32; ``None``: in the activations' dtype."""
     moe_shared_expert_intermediate_size: Count | None = None
     """Width of an expert that every token visits; ``None``: there is none."""
+    moe_shared_expert_overlap: bool = False
+    """That expert runs beside the dispatch and the combination of tokens, and keeps its gathered input."""
     overlap_moe_expert_parallel_comm: bool = False
     """``--overlap-moe-expert-parallel-comm``: the next micro-batch's forward runs layer by layer beside the current backward."""
     moe_aux_loss: bool = False
