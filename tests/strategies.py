@@ -62,7 +62,7 @@ PLACED_ELSEWHERE = ("llama",)
 _FIXED_BIASES = {
     "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
     "bloom": (True, True), "starcoder2": (True, True), "ministral3": (False, False), "ernie4_5": (False, False),
-    "nemotron_h": (False, False), "ernie4_5_moe": (False, False), "phi": (True, True),
+    "falcon": (False, False), "nemotron_h": (False, False), "ernie4_5_moe": (False, False), "phi": (True, True),
 }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     """A model of a few thousand to a trillion parameters that ``ranks`` can split; its layers are a multiple of ``layers``."""
     family = draw.choice(families)
     heads, kv_heads, head_dim = _heads(draw, family, ranks)
-    wide = family in (*_PLAIN_HEADS, "olmoe", "cohere2") or draw.randint(0, 2)
+    wide = family in (*_PLAIN_HEADS, "olmoe", "cohere2", "falcon") or draw.randint(0, 2)
     hidden = heads * head_dim if wide else 8 * _about(draw, 1, 1024)
     ffn = 4 * hidden if family == "bloom" else _up(8 * _about(draw, 1, 4000), ranks)
     positions = draw.choice((64, 1024, 2048)) if family in ("gpt2", "opt") else draw.choice((4096, 2**20))
@@ -132,6 +132,8 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
 def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
     kv_heads = ranks * _about(draw, 1, max(1, 32 // ranks))
     groups = 1 if family in (*_PLAIN_HEADS, *LATENT_FAMILIES) else draw.randint(1, 8)
+    if family == "falcon":
+        groups = max(2, groups)
     return groups * kv_heads, kv_heads, TRAITS[family].turned_width + 2 * TRAITS[family].turned * _about(draw, 2, 32)
 
 

@@ -121,7 +121,8 @@ def _sizes(draw: Random, family: str) -> tuple[int, int, int, int, int]:
     head_dim += TRAITS[family].turned_width
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
-    square = plain or family in ("olmoe", "cohere2", "helium", "stablelm")
+    kv_heads = 1 if family == "falcon" and kv_heads == heads else kv_heads
+    square = plain or family in ("olmoe", "cohere2", "helium", "stablelm", "falcon")
     hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
@@ -371,15 +372,16 @@ def _bytes(lines: tuple[Line, ...]) -> int:
 def too_high(case: Case) -> tuple[int, int]:
     """By how much the estimate may be above a forward and a backward: what autograd or autocast lets go of earlier.
 
-    Autocast keeps no copy of a convolution's weight, which is a view. A checkpoint's input goes with the last operator that saved
-    something, where autocast's casts come after that: in a block that saves casts of its input alone. Linear attention may be the
-    highest moment of a forward, before autocast casts the weights of the MLP behind it. bitsandbytes casts an fp32 bias to 16 bits
-    in its layer's first forward.
+    Autocast keeps no copy of a view: of a convolution's weight, and of Falcon's matrices. A checkpoint's input goes with the last
+    operator that saved something, where autocast's casts come after that: in a block that saves casts of its input alone. Linear
+    attention may be the highest moment of a forward, before autocast casts the weights of the MLP behind it. bitsandbytes casts an
+    fp32 bias to 16 bits in its layer's first forward.
     """
     narrowed = 2 * sum(one.numel for one in case.layers.parameters if is_bias(one)) if case.spec.upcasts_norms else 0
     if not case.compute.autocast or case.compute.recompute == "none" or case.spec.adapter is not None:
         return narrowed, 0
-    views = 2 * sum(one.numel for one in case.layers.parameters if one.name.endswith(("conv1d.weight", "conv.conv.weight")))
+    viewed = ("weight",) if case.spec.family == "falcon" else ("conv1d.weight", "conv.conv.weight")
+    views = 2 * sum(one.numel for one in case.layers.parameters if one.autocast and one.name.endswith(viewed))
     if case.spec.family in ("qwen3_5_text", "qwen3_5_moe_text"):
         return views + 2 * sum(one.numel for one in case.layers.parameters if one.autocast and one.name.startswith("mlp.")), 0
     hidden = _of_residual(case) * case.size.micro_batch_size * case.size.seq_len * case.spec.hidden_size

@@ -350,6 +350,20 @@ def _refuse_other_heliums(source: _Source) -> None:
         )
 
 
+def _refuse_other_falcons(source: _Source) -> None:
+    """Raise NoFormulasError for a Falcon that is like none of 7B, 40B and 180B."""
+    new, config = source.flag("new_decoder_architecture"), source.config
+    heads, key_value_heads = source.integer("num_attention_heads"), config.get("num_kv_heads")
+    keys = ("num_ln_in_parallel_attn", "multi_query", "num_kv_heads")
+    norms_differ = config.get(keys[0]) not in ((None, 2) if new else (None, 1))
+    if norms_differ or (key_value_heads in (None, 1, heads) if new else config.get("multi_query") is False):
+        said = ", ".join(f"{key}={shown(config[key])}" for key in ("new_decoder_architecture", *keys) if key in config)
+        raise NoFormulasError(
+            f"{said} in config.json has no formula: a falcon model has one key/value head and one norm, or with "
+            f"new_decoder_architecture several and two; `zeroplan profile --config` traces others"
+        )
+
+
 def _refuse_shared_indexers(source: _Source) -> None:
     """Raise NoFormulasError where layers take the keys that a layer below picked (GLM-5.2)."""
     said = source.config.get("indexer_types") or ()
@@ -363,7 +377,7 @@ def _refuse_shared_indexers(source: _Source) -> None:
 _REFUSED = {
     "glm_moe_dsa": _refuse_shared_indexers,
     "gemma4_text": _refuse_other_gemmas, "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis,
-    "helium": _refuse_other_heliums,
+    "helium": _refuse_other_heliums, "falcon": _refuse_other_falcons,
 }  # fmt: skip
 
 
@@ -426,7 +440,7 @@ def _intermediate_size(source: _Source, hidden: int) -> int:
     if source.family == "lfm2" and source.config.get("block_auto_adjust_ff_dim", True):
         multiple = source.integer("block_multiple_of", 256)
         return ceil_div(2 * source.integer("intermediate_size") // 3, multiple) * multiple
-    if source.family not in ("gpt2", "bloom"):
+    if source.family not in ("gpt2", "bloom", "falcon"):
         return source.integer("intermediate_size")
     width = source.integer("intermediate_size", 4 * hidden)
     if source.family == "bloom" and width != 4 * hidden:
@@ -436,6 +450,8 @@ def _intermediate_size(source: _Source, hidden: int) -> int:
 
 def _key_value_heads(source: _Source, heads: int) -> int:
     key_value_heads = source.integer("num_key_value_heads", heads)
+    if source.family == "falcon" and not source.flag("new_decoder_architecture"):
+        return 1
     origin = "in config.json" if source.states("num_key_value_heads") else "(the default, config.json states none)"
     if source.family in (*PLAIN_HEADS, *LATENT_FAMILIES) and key_value_heads != heads:
         raise NoFormulasError(

@@ -52,8 +52,8 @@ def _fields(spec: ModelSpec) -> dict[str, object]:
     fields: dict[str, object] = {name: getattr(spec, name) for name in _SIZES}
     if spec.family not in PLAIN_HEADS:
         fields |= {"num_key_value_heads": spec.num_key_value_heads}
-        fields |= {} if spec.mla is not None else {"head_dim": spec.head_dim}
-    if spec.family not in ("gpt2", "bloom"):
+        fields |= {} if spec.mla is not None or spec.family == "falcon" else {"head_dim": spec.head_dim}
+    if spec.family not in ("gpt2", "bloom", "falcon"):
         fields |= {"attention_bias": spec.attention_bias, "mlp_bias": spec.mlp_bias}
     if spec.moe is not None:
         fields |= {"num_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.num_experts_per_tok}
@@ -82,6 +82,8 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
         made["use_parallel_residual"] = spec.parallel_residual
     if spec.family == "exaone4" and spec.sliding_window is None:
         made["layer_types"] = ["full_attention"] * spec.num_hidden_layers  # the class cannot derive them
+    if spec.family == "falcon":
+        made["new_decoder_architecture"] = spec.num_key_value_heads > 1
     if spec.family == "phi":
         made["partial_rotary_factor"] = TRAITS["phi"].turned_width / spec.head_dim
     if spec.family == "minimax_m2":
