@@ -110,7 +110,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         else ("M", "MM*", "*")
     )
     pattern = draw.choice(patterns) if family in PATTERNED else ""
-    return ModelSpec(
+    made = ModelSpec(
         name=_mostly(draw, "", "mine"),
         family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim,
@@ -127,6 +127,9 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         linear=_state_space(draw, hidden) if pattern and traits.linear else _linear(draw) if family in LINEAR_FAMILIES else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
+    if family == "glm_moe_dsa" and mla is not None and made.moe is not None and made.moe.num_dense_layers:
+        return replace(made, mla=replace(mla, index_every=draw.choice((1, 2, 4))))
+    return made
 
 
 def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
@@ -629,6 +632,8 @@ def _splittable(draw: Random, ways: Sequence[str], tp: int) -> ModelSpec:
     one = model(draw, families, ranks=tp)
     while "ep" in ways and one.moe is None:  # a pattern of layers may have no experts
         one = model(draw, families, ranks=tp)
+    if one.mla is not None and "pp" in ways:
+        one = replace(one, mla=replace(one.mla, index_every=1))
     if {"tp", "cp"} & {*ways}:
         one = replace(one, mlp_bias=False, attention_bias=one.family == "qwen2")
     return one

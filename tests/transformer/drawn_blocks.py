@@ -41,6 +41,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.tags import SCRATCH
+from zeroplan.transformer.parameters import HANDED, SHARED, kinds_by_indexer
 from zeroplan.transformer.params import layout, runs_in_order
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.fake_cuda.installed import CUDA, install_node
@@ -341,6 +342,8 @@ def _handed_up(case: Case) -> int:
     [bytes]
     """
     spec, compute, size, block = case
+    if (kinds := kinds_by_indexer(spec)) and compute.recompute != "none":
+        return _keys(case) * ((kinds[block] == "moe") - (kinds[block] == HANDED))
     if spec.family != "bamba" or compute.attention != "eager" or compute.recompute == "none":
         return 0
     each = _of_residual(case) * size.micro_batch_size * spec.num_attention_heads * size.seq_len**2
@@ -349,8 +352,14 @@ def _handed_up(case: Case) -> int:
 
 def _picked_below(case: Case) -> int:
     """Bytes of the keys that the layer below picked, which a layer of GLM-5 gets."""
-    if case.spec.family != "glm_moe_dsa" or case.spec.mla is None:
+    if case.spec.family != "glm_moe_dsa" or (kinds_by_indexer(case.spec) and case.layers.kind in ("moe", SHARED)):
         return 0
+    return _keys(case)
+
+
+def _keys(case: Case) -> int:
+    """Bytes of the keys that one layer picks."""
+    assert case.spec.mla is not None
     return 4 * case.size.micro_batch_size * case.size.seq_len * min(case.size.seq_len, case.spec.mla.index_topk)
 
 

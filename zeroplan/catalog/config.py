@@ -364,18 +364,7 @@ def _refuse_other_falcons(source: _Source) -> None:
         )
 
 
-def _refuse_shared_indexers(source: _Source) -> None:
-    """Raise NoFormulasError where layers take the keys that a layer below picked (GLM-5.2)."""
-    said = source.config.get("indexer_types") or ()
-    if not isinstance(said, list | tuple) or set(said) - {"full"}:
-        raise NoFormulasError(
-            f"indexer_types={shown(said)} in config.json has no formula, only layers that are all 'full' have; "
-            "`zeroplan profile --config` traces the model itself"
-        )
-
-
 _REFUSED = {
-    "glm_moe_dsa": _refuse_shared_indexers,
     "gemma4_text": _refuse_other_gemmas, "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis,
     "helium": _refuse_other_heliums, "falcon": _refuse_other_falcons,
 }  # fmt: skip
@@ -663,6 +652,26 @@ def _dense_kinds(source: _Source) -> int:
     return number
 
 
+def _index_every(source: _Source) -> int:
+    """Return the period of the layers behind the dense ones of which the last picks keys (GLM-5.2); 1 if all pick them."""
+    layers, dense = source.integer("num_hidden_layers"), _dense_layers(source)
+    said = source.config.get("indexer_types")
+    if said is None:
+        every, first = source.integer("index_topk_freq", 1), source.integer("index_skip_topk_offset", 2)
+        said = ["shared" if layer >= first and (layer - first + 1) % every else "full" for layer in range(layers)]
+    if not isinstance(said, list | tuple) or "shared" not in said:
+        return 1
+    rest = list(said[dense:])
+    every = rest.index("full") + 1 if "full" in rest else layers
+    turns = [*["full"] * dense, *["full" if (layer + 1) % every == 0 else "shared" for layer in range(layers - dense)]]
+    if list(said) != turns or not dense:
+        raise NoFormulasError(
+            f"indexer_types={shown(said)} in config.json, or index_topk_freq with index_skip_topk_offset, has no formula: dense "
+            "layers are 'full', and behind them the last of each so many; `zeroplan profile --config` traces the model itself"
+        )
+    return every
+
+
 def _mla(source: _Source) -> MlaSpec | None:
     if source.family not in LATENT_FAMILIES:
         return None
@@ -674,4 +683,5 @@ def _mla(source: _Source) -> MlaSpec | None:
         qk_rope_head_dim=source.integer("qk_rope_head_dim"),
         v_head_dim=source.integer("v_head_dim"),
         **({name: source.integer(name) for name in INDEX_FIELDS} if indexed else {}),
+        index_every=_index_every(source) if source.family == "glm_moe_dsa" else 1,
     )

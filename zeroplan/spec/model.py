@@ -85,6 +85,8 @@ class MlaSpec(Spec):
     """Width of one of its heads."""
     index_topk: Annotated[int, Range(0, 10**7)] = 0
     """Keys that it picks for each query."""
+    index_every: Annotated[int, Range(1, 10**4)] = 1
+    """GLM-5.2: behind the dense layers, only the last of each so many layers picks keys; the others take those picked below."""
 
 
 class LinearSpec(Spec):
@@ -352,6 +354,11 @@ class ModelSpec(Spec):
 
     def _check_indexer(self, mla: MlaSpec) -> None:
         """Raise SpecError for an indexer without sizes or compressed queries, or in a family without one."""
+        if mla.index_every > 1 and (self.family != "glm_moe_dsa" or self.moe is None or not self.moe.num_dense_layers):
+            raise NoFormulasError(
+                f"index_every={mla.index_every} has a formula only in a glm_moe_dsa model with dense layers, which pick keys "
+                "first; leave it out"
+            )
         sizes = (mla.index_n_heads, mla.index_head_dim, mla.index_topk)
         if self.family not in INDEXED_FAMILIES:
             if any(sizes):
