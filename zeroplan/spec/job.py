@@ -416,6 +416,7 @@ class JobSpec(Spec):
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
             (model.profile is not None and "a profile", "a model of a known family"),
+            (model.mla is not None and model.mla.index_every > 1 and "layers that share picked keys", "pp=1"),
             (model.is_quantised and "quantised weights (QLoRA)", "LoRA"),
             (recipe.loss in ("fused", "log-probs") and f"loss {recipe.loss!r}", "loss 'full' or 'chunked'"),
             (

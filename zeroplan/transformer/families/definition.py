@@ -167,6 +167,10 @@ class Block(NamedTuple):
     """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
     shares: bool = False
     """Every token visits shared experts too."""
+    borrows_keys: bool = False
+    """A layer below has picked the keys (GLM-5.2)."""
+    keys_kept_below: bool = False
+    """The layer below got the same picked keys, so its checkpoint keeps them already."""
     short: bool = False
     """A short convolution takes the place of attention (LFM2)."""
 

@@ -26,7 +26,7 @@ from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, besid
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
-from zeroplan.transformer.parameters import WITH_EXPERTS, WITH_STATES, plain_kind
+from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
@@ -282,6 +282,8 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
         keys_are_values=kind == "global" and model.global_head_dim > 0,
         padded=x.padded and (x.attention == "flash" or kind.endswith("short") or kind in WITH_STATES),
         short=kind.endswith("short"),
+        borrows_keys=kind in (HANDED, SHARED),
+        keys_kept_below=mla is not None and mla.index_every > 1 and kind in ("moe", SHARED),
         too_wide=mla is None and x.head_dim > WIDEST_OF_FLASH,
     )
 
