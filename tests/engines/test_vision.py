@@ -51,6 +51,10 @@ INTERN = replace(
 #: reduce its gradient, which does not exist.
 UNREAD = 37_600
 CLIP = replace(GEMMA, tower="clip", merge_size=1, positions=257, other_parameters=2 * 64 + UNREAD, images=1)
+TILES = VisionSpec(
+    tower="mllama", hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4, patch_size=14,
+    patch_numbers=588, out_hidden_size=128, positions=17, fixed_size=56, global_layers=2, cross_layers=2, deeper=2, images=1,
+)  # fmt: skip
 LINEAR = TEXT | {
     "model_type": "qwen3_5_text", "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": False,
@@ -64,6 +68,9 @@ MODELS = {
     "qwen3.5": replace(model_from_config(LINEAR), vision=replace(QWEN3, deeper=0)),
     "gemma": ModelSpec(family="gemma3_text", **TEXT, tie_word_embeddings=True, sliding_window=512, vision=GEMMA),
 }
+MODELS["llama 3.2"] = ModelSpec(
+    family="llama", **{**TEXT, "num_hidden_layers": 8, "vocab_size": 520}, head_rows=512, vision=TILES
+)
 FROZEN = {"freeze_tower": True, "freeze_projector": True}
 
 
@@ -98,6 +105,14 @@ CASES = {
     "qwen3.5": a_job("qwen3.5"),
     "qwen3.5, ddp": a_job("qwen3.5", engine="ddp"),
     "qwen3.5, frozen, recomputed": a_job("qwen3.5", frozen=FROZEN, recompute="full", seq_len=256),
+    "llama 3.2": a_job("llama 3.2"),
+    "llama 3.2, two images, recomputed": a_job("llama 3.2", recompute="full", seq_len=256),
+    "llama 3.2, selective, fp32": a_job("llama 3.2", recompute="selective", precision="fp32"),
+    "llama 3.2, tower frozen": a_job("llama 3.2", frozen={"freeze_tower": True}),
+    "llama 3.2, frozen, recomputed": a_job("llama 3.2", frozen=FROZEN, recompute="full"),
+    "llama 3.2, ddp": a_job("llama 3.2", engine="ddp"),
+    "llama 3.2, ddp, frozen": a_job("llama 3.2", engine="ddp", frozen=FROZEN),
+    "llama 3.2, ddp, frozen, recomputed": a_job("llama 3.2", engine="ddp", frozen=FROZEN, recompute="full"),
     "gemma": a_job("gemma"),
     "gemma, recomputed, tower frozen": a_job("gemma", frozen={"freeze_tower": True}, recompute="full"),
 }
@@ -148,7 +163,7 @@ STAGE_3 = {
     for name in MODELS
     for recompute in ("none", "full")
     for parts in PARTS
-    if (name, recompute) != ("internvl", "full")
+    if (name, recompute) != ("internvl", "full") and name != "llama 3.2"
 }
 
 

@@ -39,6 +39,8 @@ def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConf
         )
     if vision.tower in WITH_CLASS_TOKEN:
         return _with_a_class_token(vision, spec, text)
+    if vision.tower == "mllama":
+        return _mllama(vision, spec, text)
     kind = "gemma3" if vision.tower == "siglip" else _TEXTS.get(vision.tower, {}).get(spec.family, vision.tower)
     own = {name: value for name, value in text.items() if name != "model_type"}
     shared: dict[str, object] = {
@@ -111,11 +113,31 @@ def whole_model(made: "PreTrainedConfig", *, attention: Attention, dtype: torch.
     return model
 
 
+def _mllama(vision: VisionSpec, spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConfig":
+    """The configuration of a Llama 3.2 Vision, whose embedding has 8 rows beyond the vocabulary."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415  takes seconds
+
+    layers = spec.num_hidden_layers + vision.cross_layers
+    period = layers // vision.cross_layers
+    own = {name: value for name, value in text.items() if name not in ("model_type", "head_dim")} | {
+        "num_hidden_layers": layers, "cross_attention_layers": list(range(period - 2, layers, period)),
+        "vocab_size": spec.vocab_size - 8, "bos_token_id": 0,
+    }  # fmt: skip
+    tower = {
+        "hidden_size": vision.hidden_size, "intermediate_size": vision.intermediate_size, "patch_size": vision.patch_size,
+        "num_hidden_layers": vision.num_hidden_layers, "num_global_layers": vision.global_layers,
+        "attention_heads": vision.num_attention_heads, "image_size": vision.fixed_size,
+        "vision_output_dim": (1 + vision.deeper) * vision.hidden_size, "intermediate_layers_indices": list(vision.read_early),
+    }  # fmt: skip
+    build: Callable[..., PreTrainedConfig] = CONFIG_MAPPING["mllama"]
+    return build(text_config=own, vision_config=tower, image_token_index=_IMAGE)
+
+
 def freeze_tower(model: nn.Module, vision: VisionSpec) -> None:
     """Freeze the tower's untrained parts, as a script does before it builds engine and optimizer."""
     for name, parameter in model.named_parameters():
         joins = "merger" in name or "multi_modal_projector" in name
-        inside = joins or "visual" in name or "vision_tower" in name
+        inside = joins or "visual" in name or "vision_tower" in name or "vision_model" in name
         if inside and (vision.freeze_projector if joins else vision.freeze_tower):
             parameter.requires_grad = False
 
@@ -126,12 +148,15 @@ def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     found = (
         part for name, part in model.named_modules() if name.endswith(ends) and ("visual" in name or "vision_tower" in name)
     )
-    return tuple(next(iter(found)))
+    stacks = [part for name, part in model.named_modules() if name.endswith("transformer.layers") and "vision_model" in name]
+    return tuple(block for stack in stacks for block in stack) if stacks else tuple(next(iter(found)))
 
 
 def images(model: nn.Module, vision: VisionSpec, batch: BatchSpec) -> dict[str, torch.Tensor]:
     """The batch's tensors for images; also replaces the model's functions that read image sizes."""
     sequences, patches = batch.micro_batch_size, vision.patches * vision.images
+    if vision.tower == "mllama":
+        return _images_of_tiles(vision, batch)
     if vision.fixed_size:
         side, squares = vision.fixed_size, sequences * vision.images * vision.tiles
         pixels = {"pixel_values": torch.randn(squares, 3, side, side)}
@@ -141,6 +166,17 @@ def images(model: nn.Module, vision: VisionSpec, batch: BatchSpec) -> dict[str, 
     return {
         "pixel_values": torch.randn(sequences * patches, vision.patch_numbers),
         "position_ids": torch.zeros((3, sequences, batch.seq_len), dtype=torch.int64),
+    }
+
+
+def _images_of_tiles(vision: VisionSpec, batch: BatchSpec) -> dict[str, torch.Tensor]:
+    """The batch's tensors for images of Llama 3.2 Vision, and which tiles each token sees."""
+    several, side = (batch.micro_batch_size, vision.images), vision.fixed_size
+    return {
+        "pixel_values": torch.randn(*several, vision.tiles, 3, side, side),
+        "aspect_ratio_ids": torch.zeros(several, dtype=torch.int64),
+        "aspect_ratio_mask": torch.ones((*several, vision.tiles), dtype=torch.int64),
+        "cross_attention_mask": torch.ones((several[0], batch.seq_len, vision.images, vision.tiles), dtype=torch.int64),
     }
 
 
