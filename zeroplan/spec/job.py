@@ -464,6 +464,13 @@ class JobSpec(Spec):
             (recipe.offload_activations and "offload of activations", "recompute 'full'"),
             (recipe.recompute_layers is not None and "recomputation of some layers", "recompute 'full'"),
             (bool(others) and f"fused kernels {', '.join(others)}", "none"),
+            (
+                self.model.adapter is not None
+                and recipe.engine == "ddp"
+                and recipe.precision.endswith("mixed")
+                and "LoRA under autocast, whose LayerNorms in the tower are fp32",
+                "precision 'bf16', or engine 'fsdp2'",
+            ),
             (not vision.images and "sequences without images", "--images 1"),
         )
         refuse("layers that attend to images (Llama 3.2 Vision) and", cases)

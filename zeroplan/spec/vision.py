@@ -14,6 +14,8 @@ WITH_CLASS_TOKEN = ("clip", "internvl")
 MLLAMA_TILES, _MLLAMA_MULTIPLE = 4, 8
 #: Words of ``--freeze`` for the tower, and for the projector between tower and text.
 VISION_PARTS = ("tower", "projector")
+#: Its word for the text, where layers among it attend to images (Llama 3.2 Vision).
+TEXT_PART = "text"
 #: The fewest and the most pixels of an image.
 _PIXELS = {"qwen2_vl": (3_136, 12_845_056), "qwen2_5_vl": (3_136, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
 
@@ -60,6 +62,10 @@ class VisionSpec(Spec):
     """The tower is not trained."""
     freeze_projector: bool = False
     """The projector is not trained."""
+    freeze_text: bool = False
+    """Llama 3.2 Vision only: of the text, layers that attend to images alone are trained, or have adapters."""
+    recomputes: bool = False
+    """The program recomputes the tower's blocks where the class does not, as torchtune does."""
     follows_pixels: bool = False
     """The program makes the embedding of patches require a gradient where the class does not, as ms-swift does."""
     images: Annotated[int, Range(0, 10**5)] = 0
@@ -99,7 +105,7 @@ class VisionSpec(Spec):
 
         Source: transformers 5.23, models/mllama/modeling_mllama.py, MllamaVisionEncoder.forward.
         """
-        return self.tower != "mllama"
+        return self.tower != "mllama" or self.recomputes
 
     @property
     def runs_again_frozen(self) -> bool:
@@ -200,9 +206,8 @@ class VisionSpec(Spec):
     @property
     def frozen_names(self) -> tuple[str, ...]:
         """The frozen parts, as words of ``--freeze``."""
-        return tuple(
-            name for name, is_so in zip(VISION_PARTS, (self.freeze_tower, self.freeze_projector), strict=True) if is_so
-        )
+        said = (self.freeze_tower, self.freeze_projector, self.freeze_text)
+        return tuple(name for name, is_so in zip((*VISION_PARTS, TEXT_PART), said, strict=True) if is_so)
 
     def check_rules(self) -> None:
         """Raise SpecError for a tower without sizes."""
@@ -211,5 +216,7 @@ class VisionSpec(Spec):
             raise SpecError(f"a {self.tower} tower needs its sizes, with a hidden_size that its heads divide")
         if (self.tower == "mllama") != bool(self.cross_layers and self.global_layers):
             raise SpecError("a mllama tower, and no other, has global_layers and cross_layers; set both, or leave both out")
+        if (self.freeze_text or self.recomputes) and not self.cross_layers:
+            raise SpecError("freeze_text and recomputes are of a mllama tower; leave them out")
         if not self.image_width or not self.image_height:
             raise SpecError("an image has a width and a height in pixels; write both, such as 1024x768")

@@ -85,6 +85,8 @@ def is_frozen(model: ModelSpec, part: str) -> bool:
     """Whether a part outside the blocks (``embedding``, ``norm`` or ``head``) is frozen."""
     if model.adapter is not None:
         return not model.adapter.trains(part)
+    if model.vision is not None and model.vision.freeze_text:
+        return True
     return model.frozen is not None and part in model.frozen.names
 
 

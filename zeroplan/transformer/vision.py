@@ -57,6 +57,9 @@ def with_cross_layers(text: Layout, model: ModelSpec) -> Layout:
         return text
     from zeroplan.transformer.families.mllama import cross_parameters  # noqa: PLC0415  only Llama 3.2 Vision has them
 
+    if model.vision is not None and model.vision.freeze_text:
+        runs = tuple(run._replace(parameters=_frozen_if(run.parameters, True)) for run in text.runs)
+        text = text._replace(embeddings=_frozen_if(text.embeddings, True), runs=runs, tail=_frozen_if(text.tail, True))
     return text._replace(runs=(*text.runs, BlockRun(CROSS, model.cross_layers, cross_parameters(model))))
 
 

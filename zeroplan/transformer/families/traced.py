@@ -327,11 +327,14 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
     ``_activation_checkpointing_enable``.
     """
     recomputed, adapter = compute.recompute != "none", model.adapter
+    apart = model.vision is not None and model.vision.freeze_text and kind != "cross"
+    if apart and adapter is None:  # gradients reach embeddings of new tokens: torchtune 0.7, FusionEmbedding
+        return Training("frozen", tracked=True, keeps_inputs=compute.keeps_inputs)
     if adapter is not None:
         tracked = kind != "first" or recomputed
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
-            "adapted", tracked, compute.keeps_inputs, model.linear_layers_adapted, model.stacked, adapter.quantize,
+            "adapted", tracked, compute.keeps_inputs, () if apart else model.linear_layers_adapted, model.stacked, adapter.quantize,
             adapter.quantize_experts, upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",

@@ -33,7 +33,7 @@ def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConf
     from transformers import CONFIG_MAPPING  # noqa: PLC0415  takes seconds
 
     vision = spec.vision
-    if vision is None or not vision.has_blocks or spec.adapter is not None:
+    if vision is None or not vision.has_blocks or (spec.adapter is not None and vision.tower != "mllama"):
         raise MeasurementError(
             "only a model whose tower's blocks have formulas, without adapters, can be verified with its images"
         )
@@ -137,9 +137,27 @@ def freeze_tower(model: nn.Module, vision: VisionSpec) -> None:
     """Freeze the tower's untrained parts, as a script does before it builds engine and optimizer."""
     for name, parameter in model.named_parameters():
         joins = "merger" in name or "multi_modal_projector" in name
+        if vision.freeze_text and "vision_model" not in name and not joins and "cross_attn" not in name:
+            parameter.requires_grad = _crosses(model, name)
         inside = joins or "visual" in name or "vision_tower" in name or "vision_model" in name
         if inside and (vision.freeze_projector if joins else vision.freeze_tower):
             parameter.requires_grad = False
+
+
+def _crosses(model: nn.Module, name: str) -> bool:
+    """Whether a parameter belongs to a layer that attends to images."""
+    layer = name.partition(".layers.")
+    return bool(layer[1]) and hasattr(model.get_submodule(f"{layer[0]}.layers.{layer[2].partition('.')[0]}"), "cross_attn")
+
+
+def without_adapters(model: nn.Module, vision: VisionSpec) -> tuple[str, ...]:
+    """The modules of a model with adapters that have none: the tower's and, if the text is frozen, those of its own layers."""
+    return tuple(
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear)
+        if "vision_model" in name or name.startswith("model.multi_modal") or (vision.freeze_text and not _crosses(model, name))
+    )
 
 
 def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
