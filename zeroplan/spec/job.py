@@ -444,6 +444,8 @@ class JobSpec(Spec):
             raise SpecError(
                 "a vision tower on ranks that split the model or a sequence is not modelled; use data-parallel ranks"
             )
+        if vision.cross_layers:
+            self._check_cross_layers(vision)
         recipe = self.recipe
         reruns = recipe.engine == "deepspeed" and recipe.zero_stage == 3 and recipe.recompute != "none"
         if reruns and vision.tower == "internvl":  # its blocks own parameters
@@ -451,6 +453,29 @@ class JobSpec(Spec):
                 "the order in which DeepSpeed's stage 3 gathers a recomputed internvl tower is not modelled; use stage 2, "
                 "recompute 'none' or engine 'fsdp2'"
             )
+
+    def _check_cross_layers(self, vision: VisionSpec) -> None:
+        """Raise SpecError for what is not modelled with layers that attend to images (Llama 3.2 Vision)."""
+        recipe = self.recipe
+        others = [name for name in recipe.fused_parts if name not in ("cross-entropy", "loss-in-pieces", "rope")]
+        stage_3 = recipe.engine == "deepspeed" and recipe.zero_stage == 3
+        cases = (
+            (recipe.engine not in ("fsdp2", "ddp", "deepspeed") and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (stage_3 and "DeepSpeed's stage 3", "stage 2, or engine 'fsdp2'"),
+            (recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "attention 'sdpa'"),
+            (recipe.offload_activations and "offload of activations", "recompute 'full'"),
+            (recipe.recompute_layers is not None and "recomputation of some layers", "recompute 'full'"),
+            (bool(others) and f"fused kernels {', '.join(others)}", "none"),
+            (
+                self.model.adapter is not None
+                and recipe.engine == "ddp"
+                and recipe.precision.endswith("mixed")
+                and "LoRA under autocast, whose LayerNorms in the tower are fp32",
+                "precision 'bf16', or engine 'fsdp2'",
+            ),
+            (not vision.images and "sequences without images", "--images 1"),
+        )
+        refuse("layers that attend to images (Llama 3.2 Vision) and", cases)
 
     def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
         """Yield the options that are not modelled with schedules that split the backward in two."""

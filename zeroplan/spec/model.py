@@ -228,7 +228,7 @@ class ModelSpec(Spec):
     @property
     def tower_layers(self) -> int:
         """The number of blocks in the vision tower, which run before the text's."""
-        return 0 if self.vision is None else self.vision.num_hidden_layers
+        return 0 if self.vision is None else self.vision.blocks
 
     @property
     def activation(self) -> Activation:
@@ -244,6 +244,11 @@ class ModelSpec(Spec):
     def has_grouped_heads(self) -> bool:
         """Whether several query heads share a key/value head."""
         return self.num_key_value_heads != self.num_attention_heads
+
+    @property
+    def cross_layers(self) -> int:
+        """The number of layers that attend to images, among and beside ``num_hidden_layers`` of the text (Llama 3.2 Vision)."""
+        return 0 if self.vision is None else self.vision.cross_layers
 
     @property
     def letters(self) -> str:
@@ -315,12 +320,24 @@ class ModelSpec(Spec):
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
             raise SpecError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
         self._check_family()
+        self._check_cross_layers()
         if self.mla is not None:
             self._check_indexer(self.mla)
         if self.adapter is not None:
             self._check_adapter(self.adapter)
         if self.frozen is not None:
             self._check_frozen(self.frozen)
+
+    def _check_cross_layers(self) -> None:
+        cross = self.cross_layers
+        if cross and (self.family != "llama" or self.num_hidden_layers % cross or self.num_hidden_layers < 2 * cross):
+            raise SpecError(
+                f"cross_layers={cross} among {self.num_hidden_layers} layers of a {self.family} model: Llama 3.2 Vision alone has "
+                "them, one in each of several equal periods of a llama's layers"
+            )
+        few_bits = "" if self.adapter is None else self.adapter.quantize
+        if cross and few_bits in ("int8", "gptq"):
+            raise SpecError(f"quantize={few_bits!r} of layers that attend to images is not modelled; use nf4-double")
 
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         if self.family not in ADAPTED_FAMILIES:

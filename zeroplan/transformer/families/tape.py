@@ -376,6 +376,8 @@ class Tape:
     """Tensors whose gradients from several operators stay apart until the backward ends, as in a compiled block."""
     held: list[Store]
     """What lives until the backward ends."""
+    rows: Size
+    """The rows of the inputs of linear layers: the tokens, or those of images to which a layer attends."""
     summed_anew: set[Value]
     """Tensors whose gradients autograd never adds in place: DTensors, like all tensor subclasses."""
     deferred: list[Deferred]
@@ -419,7 +421,7 @@ class Tape:
         self.wide_residual = autocast and not narrow
         self.mode, self.half, self.module = Mode(), Half.WHOLE, Module.NONE
         self.untracked, self.summed_anew, self.deferred = set(), set(), []
-        self.in_parts, self.held = set(), []
+        self.in_parts, self.held, self.rows = set(), [], T
         self.alive: dict[Store, None] = {}
         self.saved: dict[Store, None] = {}
         self.operators: list[Operator] = []

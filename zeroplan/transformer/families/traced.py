@@ -36,6 +36,10 @@ def program_of(family: str) -> Program:
         from zeroplan.transformer.families.torchtitan import PROGRAM  # noqa: PLC0415  keeps start-up fast
 
         return PROGRAM
+    if family == "mllama":
+        from zeroplan.transformer.families.mllama import PROGRAM as CROSS  # noqa: PLC0415  as above
+
+        return CROSS
     if family.startswith("vision/"):
         from zeroplan.transformer.families.vision import PROGRAMS  # noqa: PLC0415  keeps start-up fast
 
@@ -265,7 +269,17 @@ def structure_of(
         fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces", "compiled-loss")),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
-    return _with_experts(_with_heads(block, model, kind, x), model, kind, x)
+    return _with_experts(_with_heads(_with_images(block, model, kind, compute), model, kind, x), model, kind, x)
+
+
+def _with_images(block: Block, model: ModelSpec, kind: str, compute: Compute) -> Block:
+    """Return the structure of a layer that attends to images, where ``kind`` says so."""
+    vision = model.vision
+    if kind != "cross" or vision is None:
+        return block
+    frozen = model.adapter is not None or (vision.freeze_tower and vision.freeze_projector)
+    followed = not frozen or (compute.recompute != "none" and vision.runs_again_frozen)
+    return block._replace(family="mllama", crosses="followed" if followed else "constant")
 
 
 def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
@@ -316,11 +330,14 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
     ``_activation_checkpointing_enable``.
     """
     recomputed, adapter = compute.recompute != "none", model.adapter
+    apart = model.vision is not None and model.vision.freeze_text and kind != "cross"
+    if apart and adapter is None:  # gradients reach embeddings of new tokens: torchtune 0.7, FusionEmbedding
+        return Training("frozen", tracked=True, keeps_inputs=compute.keeps_inputs)
     if adapter is not None:
         tracked = kind != "first" or recomputed
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
-            "adapted", tracked, compute.keeps_inputs, model.linear_layers_adapted, model.stacked, adapter.quantize,
+            "adapted", tracked, compute.keeps_inputs, () if apart else model.linear_layers_adapted, model.stacked, adapter.quantize,
             adapter.quantize_experts, upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",

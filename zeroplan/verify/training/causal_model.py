@@ -204,8 +204,9 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     if spec.adapter is not None:
         from zeroplan.verify.training.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 
-        model = with_adapters(model, spec.adapter, recipe, family=spec.family, device=device)
-    if spec.vision is not None:
+        without = () if spec.vision is None else vision.without_adapters(model, spec.vision)
+        model = with_adapters(model, spec.adapter, recipe, family=spec.family, device=device, without=without)
+    if spec.vision is not None and spec.adapter is None:
         vision.freeze_tower(model, spec.vision)
     if recipe.keep_logits == "fp32":
         model.register_forward_hook(_upcast)
