@@ -15,7 +15,7 @@ from zeroplan.spec.recipe import ROUNDED_FAMILIES
 NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"
 _OPTIMIZERS = {
     "AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "AdamW8bit": "adamw-8bit", "PagedAdamW8bit": "adamw-8bit",
-    "PagedAdamW": "adamw", "FusedAdam": "adamw", "Adafactor": "adafactor", "adamW": "adamw",
+    "PagedAdamW": "adamw", "FusedAdam": "adamw", "Adafactor": "adafactor", "adamW": "adamw", "FlashAdamW": "flash-adamw",
 }  # fmt: skip
 _PAGED = "a paged optimizer may move its states to the host; they are counted on the GPU"
 
