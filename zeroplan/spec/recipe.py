@@ -119,6 +119,10 @@ class Fsdp2Options(Spec):
     """The embedding is one ``fully_shard`` unit, and the last norm with the head another, which stays gathered until its backward,
     as in accelerate 1.15 and torchtitan. With a tied head all of it is one unit."""
 
+    step_in_backward: bool = False
+    """Each parameter has its own optimizer, which steps right after the reduction of its unit and frees the gradient
+    (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
+
     sequence_parallel: bool = True
     """Tensor-parallel ranks split hidden states along the sequence, as in torchtitan. False: every rank has whole hidden states
     (AutoModel's default); the answer is then at most a few hidden states too high."""
@@ -538,6 +542,11 @@ class RecipeSpec(Spec):
     def wraps_one_rank(self) -> bool:
         """Whether engine ddp wraps the model of a single rank."""
         return self.ddp.wrap_one_rank or self.ddp.gradient_as_bucket_view
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the optimizer steps inside the backward."""
+        return self.ddp.step_in_backward or self.fsdp2.step_in_backward
 
     @property
     def keeps_gathered_linears(self) -> bool:

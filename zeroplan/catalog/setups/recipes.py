@@ -191,12 +191,21 @@ def _tune_quantizer(reading: Reading) -> None:
 
 
 def _tune_step(reading: Reading) -> None:
-    """Read the optimizer step in backward (training/memory.py, OptimizerInBackwardWrapper), modelled for AdamW on one GPU."""
+    """Read the step in backward (training/memory.py, OptimizerInBackwardWrapper), modelled for AdamW under DDP and FSDP2."""
     table, flags = reading.table, reading.flags
-    steps_alone = flags["optimizer"].value in ("adamw", "adamw-8bit")
-    is_modelled = flags["engine"].value == "ddp" and steps_alone and flags["grad_accum"].value == 1
+    engine, optimizer = flags["engine"].value, flags["optimizer"].value
+    beside = {
+        "tensor_parallel",
+        "context_parallel",
+        "replicas",
+        "offload_optimizer",
+        "offload_param",
+        "lora_rank",
+    } & flags.keys()
+    steps_alone = optimizer == "adamw" or (optimizer == "adamw-8bit" and engine == "ddp")
+    is_modelled = (engine == "ddp" or not beside) and steps_alone and flags["grad_accum"].value == 1
     if is_modelled and table.switch("optimizer_in_bwd"):
-        reading.options["ddp.step_in_backward"] = Told("optimizer_in_bwd", value=True)
+        reading.options[f"{engine}.step_in_backward"] = Told("optimizer_in_bwd", value=True)
     else:
         reading.unmodelled(saves="optimizer_in_bwd")
 
