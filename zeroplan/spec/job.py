@@ -297,19 +297,26 @@ class JobSpec(Spec):
     def _check_step_in_backward(self) -> None:
         """Raise SpecError if the optimizer's step inside the backward is not modelled for this job."""
         recipe = self.recipe
-        if not recipe.ddp.step_in_backward:
+        if not recipe.steps_in_backward:
             return
+        option, mesh = "fsdp2" if recipe.fsdp2.step_in_backward else "ddp", self.mesh
+        beside = max(mesh.tp, mesh.cp, mesh.pp, mesh.ep, mesh.dp_replicate) > 1
+        alone = option == "fsdp2" or (mesh.world_size == 1 and not recipe.wraps_one_rank)
         cases = (
-            (recipe.engine != "ddp" and f"engine {recipe.engine!r}", "engine 'ddp'"),
-            ((self.mesh.world_size > 1 or recipe.wraps_one_rank) and "ranks in DDP", "one GPU in a plain loop"),
-            (recipe.zero_stage != 0 and "ZeroRedundancyOptimizer", "stage 0"),
+            (recipe.engine != option and f"engine {recipe.engine!r}", f"engine {option!r}"),
+            (not alone and "ranks in DDP", "one GPU in a plain loop, or engine 'fsdp2' with fsdp2.step_in_backward"),
+            (option == "fsdp2" and beside and "ranks that do more than shard", "dp_shard alone"),
+            (option == "fsdp2" and recipe.offloads_states and "offload to host memory", "no offload"),
+            (option == "fsdp2" and self.model.adapter is not None and "adapters", "full training"),
+            (option == "ddp" and recipe.zero_stage != 0 and "ZeroRedundancyOptimizer", "stage 0"),
             (self.batch.grad_accum_steps > 1 and "gradient accumulation", "one micro-batch"),
             (recipe.precision == "fp16-mixed" and "a gradient scaler", "precision 'bf16-mixed'"),
-            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+            (option == "ddp" and recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+            (option == "fsdp2" and recipe.fsdp2.of_torch_2_15 and "torch 2.15", "fsdp2.torch '2.13'"),
             (self.model.profile is not None and "a profile", "a model of a known family"),
             (recipe.optimizer not in STEPS_ALONE and f"optimizer {recipe.optimizer!r}", f"one of {', '.join(STEPS_ALONE)}"),
         )
-        refuse("ddp.step_in_backward with", cases, ", or leave it out")
+        refuse(f"{option}.step_in_backward with", cases, ", or leave it out")
 
     def _check_attention(self) -> None:
         """Raise SpecError for heads that are too wide for a kernel, and for padding that is not modelled."""

@@ -16,9 +16,10 @@ Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
 Optimizer = Literal[
     "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit", "paged-adamw-8bit",
-    "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "torchao-adamw-8bit",
-    "torchao-adamw-4bit", "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "adam-mini", "apollo",
-    "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
+    "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "ademamix-32bit", "ademamix-8bit",
+    "paged-ademamix-32bit", "paged-ademamix-8bit", "rmsprop-32bit", "rmsprop-8bit", "torchao-adamw-8bit", "torchao-adamw-4bit",
+    "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "schedule-free-sgd", "stable-adamw", "flash-adamw",
+    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
 ]  # fmt: skip
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
@@ -117,6 +118,10 @@ class Fsdp2Options(Spec):
     ends_apart: bool = False
     """The embedding is one ``fully_shard`` unit, and the last norm with the head another, which stays gathered until its backward,
     as in accelerate 1.15 and torchtitan. With a tied head all of it is one unit."""
+
+    step_in_backward: bool = False
+    """Each parameter has its own optimizer, which steps right after the reduction of its unit and frees the gradient
+    (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
 
     sequence_parallel: bool = True
     """Tensor-parallel ranks split hidden states along the sequence, as in torchtitan. False: every rank has whole hidden states
@@ -543,6 +548,11 @@ class RecipeSpec(Spec):
     def wraps_one_rank(self) -> bool:
         """Whether engine ddp wraps the model of a single rank."""
         return self.ddp.wrap_one_rank or self.ddp.gradient_as_bucket_view
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the optimizer steps inside the backward."""
+        return self.ddp.step_in_backward or self.fsdp2.step_in_backward
 
     @property
     def keeps_gathered_linears(self) -> bool:

@@ -131,6 +131,18 @@ def test_quantisation_aware_training_of_torchtune(read: Callable[..., Resolved],
         assert "quantizer._component_" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
+def test_torchtunes_optimizer_steps_in_the_backward_of_ranks_that_shard(read: Callable[..., Resolved], tmp_path: Path):
+    """Beside other options it stays noted."""
+    whole = {"model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"}, "gradient_accumulation_steps": 1}
+    stepping = TUNE | whole | {"optimizer_in_bwd": True}
+    recipe = read(stepping, gpus=4).job.recipe
+    assert (recipe.engine, recipe.fsdp2.step_in_backward) == ("fsdp2", True)
+    assert read(stepping, gpus=1).job.recipe.ddp.step_in_backward
+    for more in ({"gradient_accumulation_steps": 2}, {"fsdp_cpu_offload": True}, {"tensor_parallel_dim": 2}):
+        assert not read(stepping | more, gpus=4).job.recipe.steps_in_backward
+        assert "optimizer_in_bwd" in read_setup(tmp_path / "mine.yaml", gpus=4).matters
+
+
 def test_the_notes_say_which_keys_are_used_and_what_is_taken_for_granted(read: Callable[..., Resolved]):
     notes = read({key: value for key, value in TUNE.items() if key != "gradient_accumulation_steps"}, gpus=4).notes
     used = next(note for note in notes if "its keys that say something of the job" in note)

@@ -97,6 +97,7 @@ def _of_engine(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         "fsdp2": (
             (options.of_torch_2_15 and one_by_one, "gradients that FSDP2 of torch 2.15 casts as they come"),
             (job.mesh.tp > 1 and not options.sequence_parallel, "whole hidden states on tensor-parallel ranks"),
+            (options.step_in_backward, "the optimizer's step inside the backward"),
         ),
         "fsdp1": (
             (has_frozen(job.model), "adapters or frozen parameters under FSDP1"),
