@@ -104,6 +104,16 @@ def test_adapters_of_experts_under_autocast_and_selective_recomputation(family: 
     assert on_the_fake_gpu(differences, under._replace(compute=under.compute._replace(recompute="selective"))) == ()
 
 
+@pytest.mark.parametrize(("number", "kept"), [(1, False), (5, False), (11, True)] if every_case() else [(1, False), (11, True)])
+def test_qwen2_moe_under_autocast(number: int, kept: bool) -> None:
+    """In some blocks the estimate lacks the indices of chosen experts, 8 bytes for each token and expert."""
+    case = case_of("qwen2_moe", number, MOST["qwen2_moe"])
+    assert case.spec.moe is not None
+    indices = 8 * case.size.micro_batch_size * case.size.seq_len * case.spec.moe.num_experts_per_tok
+    under = case._replace(compute=case.compute._replace(element_bytes=2, autocast=True))
+    assert on_the_fake_gpu(differences, under) == ((indices,) if kept else ())
+
+
 #: Families whose layers in few bits are modelled.
 QUANTISED = tuple(name for name in OTHERS if name not in NOT_QUANTISED)
 #: Of these by day: a dense model, latent attention, and experts.

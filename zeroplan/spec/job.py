@@ -24,7 +24,17 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
-from zeroplan.spec.recipe import ON_PAPER, ROUNDED_FAMILIES, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
+from zeroplan.spec.recipe import (
+    ON_PAPER,
+    ROUNDED_FAMILIES,
+    ROUNDING,
+    SENDING,
+    STEPS_ALONE,
+    Engine,
+    RecipeSpec,
+    Stage,
+    ways_of_resharding,
+)
 from zeroplan.spec.releases import check_release, is_reentrant
 from zeroplan.spec.split import check_context_parallel, check_tensor_parallel, shards_of_experts_are_even, widths_of_experts
 from zeroplan.spec.torchtitan import check_torchtitan
@@ -514,16 +524,23 @@ class JobSpec(Spec):
     def _check_quantisation_aware(self) -> None:
         """Raise SpecError for models and ranks with which quantisation-aware training is not modelled."""
         model = self.model
-        if "int4-qat" not in self.recipe.fused_parts:
+        if not (asked := [one for one in ROUNDING if one in self.recipe.fused_parts]):
             return
-        cases = (
+        cases: tuple[tuple[str | bool, str], ...] = (
             (model.family not in ROUNDED_FAMILIES and f"a {model.family} model", f"one of {', '.join(ROUNDED_FAMILIES)}"),
             (model.frozen is not None and "frozen parts", "full training or adapters"),
             (model.vision is not None and "images", "a text model"),
             (model.is_quantised and "quantised weights", "quantize 'none'"),
             (self.mesh.model_ranks * self.mesh.ep > 1 and "ranks that split the model", "data-parallel ranks"),
         )
-        refuse("fused_kernels 'int4-qat' with", cases)
+        if asked[0] == "axolotl-qat":
+            tied = model.tie_word_embeddings and self.recipe.loss == "full"
+            cases = (
+                *cases,
+                (model.adapter is not None and "adapters", "full training"),
+                (tied and "a rounded embedding", "loss 'fused'"),
+            )
+        refuse(f"fused_kernels {asked[0]!r} with", cases)
 
     def _check_latent_experts(self) -> None:
         """Raise SpecError under autocast, which runs experts in the dtype of their latent and copies their weights."""

@@ -170,7 +170,7 @@ def test_axolotls_kernels_are_off_where_it_leaves_them_off(read: Callable[..., R
 
 def test_axolotls_keys_of_experts_change_nothing_in_a_dense_model(read: Callable[..., Resolved], tmp_path: Path):
     """In a model with experts the answer notes them, also where adapters of attention alone are modelled."""
-    said = {"quantize_moe_experts": True, "lora_target_parameters": ["experts.down_proj"], "liger_rms_norm_gated": True}
+    said = {"quantize_moe_experts": True, "lora_target_parameters": ["experts.down_proj"], "use_scattermoe": True}
     assert any("of experts, or of layers of some families" in note for note in read(AXOLOTL | said, gpus=1).notes)
     assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
     experts = AXOLOTL | said | {"base_model": "Qwen/Qwen3-30B-A3B"}
@@ -210,6 +210,8 @@ def test_axolotls_experts_in_four_bits(read: Callable[..., Resolved], model: str
         ({"qat": {"weight_dtype": "nvfp4", "activation_dtype": "nvfp4"}}, "does not train", {"qat": {"weight_dtype": "mxfp4"}}),
         ({"flash_attn_fuse_mlp": True, "base_model": "Qwen/Qwen2.5-7B"}, "changes nothing", {"base_model": "huggyllama/llama-7b"}),
         ({"attn_implementation": "xformers", "base_model": "llama-7b"}, "same tensors", {"base_model": "Qwen/Qwen2.5-7B"}),
+        ({"liger_rms_norm_gated": True}, "changes nothing", {"base_model": "Qwen/Qwen3.5-9B"}),
+        ({"fused_attn_kernel": True}, "changes nothing", {"base_model": "Qwen/Qwen3-8B"}),
     ],
 )  # fmt: skip
 def test_axolotls_keys_without_effect_are_noted_once(
@@ -220,6 +222,27 @@ def test_axolotls_keys_without_effect_are_noted_once(
     assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
     read(AXOLOTL | more | elsewhere, gpus=1)
     assert read_setup(tmp_path / "mine.yaml", gpus=1).matters
+
+
+@pytest.mark.parametrize(
+    ("more", "counted"),
+    [
+        ({}, True), ({"qat": {"activation_dtype": "int8", "weight_dtype": "int4", "group_size": 16}}, False),
+        ({"qat": {"weight_dtype": "int4"}}, False), ({"base_model": "google/gemma-2-2b"}, False),
+        ({"adapter": "lora", "lora_r": 8, "lora_target_linear": True}, False),
+        ({"liger_fused_linear_cross_entropy": False}, False), ({"fsdp_version": 1}, False), ({"qat": False}, False),
+    ],
+)  # fmt: skip
+def test_axolotls_rounded_layers_are_counted_where_they_are_modelled(
+    read: Callable[..., Resolved], tmp_path: Path, more: dict[str, Any], counted: bool
+):
+    data = without(AXOLOTL, "adapter", "load_in_4bit") | {
+        "qat": {"activation_dtype": "int8", "weight_dtype": "int4", "group_size": 64}, "liger_fused_linear_cross_entropy": True,
+        "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True},
+    }  # fmt: skip
+    job = read(data | more, gpus=2).job
+    assert ("axolotl-qat" in job.recipe.fused_parts) is counted
+    assert ("qat" in read_setup(tmp_path / "mine.yaml", gpus=2).matters) is not (counted or more == {"qat": False})
 
 
 def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..., Resolved]):
@@ -360,7 +383,8 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
         (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins: KDPlugin", "the plugin 'KDPlugin' does to memory"),
         (AXOLOTL | {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True, "fsdp_config": {"fsdp_version": 2}},
          "load_in_8bit", "changes memory in a way that is not modelled"),
-        (without(AXOLOTL, "adapter", "load_in_4bit") | {"liger_rms_norm_gated": True}, "liger_rms_norm_gated", "may save memory"),
+        (without(AXOLOTL, "adapter", "load_in_4bit", base_model="Qwen/Qwen3.5-9B", liger_rms_norm_gated=True),
+         "liger_rms_norm_gated", "may save memory"),
         (AXOLOTL | {"fsdp_config": {"fsdp_version": 2}, "lora_mlp_kernel": True}, "lora_mlp_kernel", "peft's layers are counted"),
     ],
 )  # fmt: skip
