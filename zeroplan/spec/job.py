@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
+from zeroplan.spec.adapter import (
+    ADAPTED_LIKE_LLAMA,
+    ADAPTED_UNDER_FSDP1,
+    ATTENTION,
+    HEAD,
+    NOT_UNDER_AUTOCAST,
+    WIDENED,
+    AdapterSpec,
+)
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.compiled import check_compiled
@@ -156,15 +164,16 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
     """Yield what is not modelled for adapters in some families, and what to use instead."""
     autocast = recipe.engine == "ddp" and recipe.precision.endswith("mixed")
     # with weights in few bits a layer returns its input's dtype: fp32 after an activation that autocast computes in fp32
-    bent = autocast and model.is_quantised and adapter.upcast == "none" and model.activation in ("relu2", "gelu_new")
+    bent = autocast and model.is_quantised and adapter.upcast == "none" and model.activation in WIDENED
     yield (
         bent and f"quantised weights under autocast, whose {model.activation} is fp32 then,",
-        "precision 'bf16', or engine 'fsdp2'",
+        "precision 'bf16', or upcast 'norms', which takes as much",
     )
     if model.family not in ADAPTED_LIKE_LLAMA and not model.has_separate_experts:
         this, at_3 = f"a {model.family} model", recipe.engine == "deepspeed" and recipe.zero_stage == 3
         yield at_3 and f"{this} at stage 3 of DeepSpeed", "a lower stage, or engine 'fsdp2'"
-        yield recipe.engine == "fsdp1" and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
+        packed = model.family in ADAPTED_UNDER_FSDP1 and model.is_quantised and not any(model.stacked)
+        yield recipe.engine == "fsdp1" and not packed and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
         ours = {"lora", "axolotl-lora"} & set(recipe.fused_parts)
         yield bool(ours) and f"fused kernels of adapters in {this}", "none"
         yield bool(adapter.saved) and f"modules that are trained whole in {this}", "adapters alone"

@@ -377,7 +377,7 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
         (FACTORY | {"stage": "rm"}, "stage", "reads a value head, not the logits beside it"),
         (AXOLOTL | {"rl": "orpo"}, "rl", "rl=orpo: .* reference model and generation are not counted"),
         (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "recomputation is counted instead"),
-        (without(AXOLOTL, "flash_attention", micro_batch_size=2), "sample_packing", "a mask of all pairs of tokens, .* too low"),
+        (without(AXOLOTL, "flash_attention", attn_implementation="eager"), "sample_packing", "a mask of all pairs of .* too low"),
         (AXOLOTL | {"flash_attention": False, "xformers_attention": True, "sample_packing": False}, "attn_implementation",
          "attention with xformers is not modelled: FlashAttention is counted"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins: KDPlugin", "the plugin 'KDPlugin' does to memory"),
@@ -549,8 +549,16 @@ def test_axolotls_hybrid_attention_of_gemma_4_is_counted_as_torchs(read: Callabl
     resolved = read(data | {"gemma4_hybrid_attn_impl": True})
     assert (resolved.job.recipe.attention, resolved.job.recipe.padded) == ("sdpa", True)
     assert any("torch's attention is counted in all layers" in note for note in resolved.notes)
-    read(data | {"gemma4_hybrid_attn_impl": True, "micro_batch_size": 2})
-    assert "sample_packing" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    two = read(data | {"gemma4_hybrid_attn_impl": True, "micro_batch_size": 2}).job
+    assert (two.batch.micro_batch_size, two.batch.seq_len, two.recipe.padded) == (1, 4096, True)
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+
+
+def test_axolotl_in_four_bits_behind_an_activation_in_fp32(read: Callable[..., Resolved]):
+    found = read(AXOLOTL | {"base_model": "arcee-ai/AFM-4.5B"}, gpus=1)
+    assert found.job.model.adapter is not None
+    assert (found.job.model.activation, found.job.model.adapter.upcast) == ("relu2", "norms")
+    assert any("computes relu2 in fp32" in note for note in found.notes)
 
 
 def test_axolotls_packed_rows_with_torchs_attention(read: Callable[..., Resolved], tmp_path: Path):
@@ -561,8 +569,8 @@ def test_axolotls_packed_rows_with_torchs_attention(read: Callable[..., Resolved
     for more in ({}, {"attn_implementation": "sdpa", "sdpa_varlen": False}):
         recipe = read({**data, **more}).job.recipe
         assert (recipe.attention, recipe.padded) == ("sdpa", True)
-    read({**data, "micro_batch_size": 4})
-    assert "sample_packing" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    four = read({**data, "micro_batch_size": 4}).job
+    assert (four.batch.micro_batch_size, four.batch.seq_len, four.recipe.padded) == (1, 8192, True)
 
 
 def test_axolotl_freezes_adapters_that_unfrozen_parameters_does_not_name(read: Callable[..., Resolved], tmp_path: Path):

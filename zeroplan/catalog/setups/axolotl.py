@@ -12,7 +12,7 @@ from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, Told, Tra
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, CONVERTED, FIRST, OF_LINEAR, SECOND, STACKED
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, CONVERTED, FIRST, OF_LINEAR, SECOND, STACKED, WIDENED
 from zeroplan.spec.recipe import ROUNDED_FAMILIES
 
 #: Axolotl's key for each key of TrainingArguments and TRL.
@@ -128,7 +128,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
             raise whole.refused(plain, "use bf16 or fp16 beside adapters")
         reading.tell("precision", plain, "bf16", note=_IN_FP16 if plain == "float16" else "")
     if "quantize" in reading.flags:  # loaders/model.py, _configure_embedding_dtypes: all else is 16 bits
-        reading.tell("upcast", "adapter", "none", filled=True)
+        _upcast(reading)
     if "tensor_parallel" in reading.asks:
         ways = whole.count("tensor_parallel_size") or 1
         reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
@@ -143,6 +143,19 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     _goal(reading, whole)
     reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
     return reading.setup("axolotl")
+
+
+def _upcast(reading: Reading) -> None:
+    """Read which weights beside four bits are fp32: none. An fp32 activation widens a block as fp32 norms do."""
+    model, is_ddp = reading.known_model(), reading.flags.get("engine", Told("", "")).value == "ddp"
+    dense = model is not None and model.linear is None and not model.has_experts
+    if model is not None and dense and is_ddp and model.activation in WIDENED:
+        reading.tell("upcast", "adapter", "norms", filled=True, note=_WIDENED.format(model.activation))
+    else:
+        reading.tell("upcast", "adapter", "none", filled=True)
+
+
+_WIDENED = "autocast computes {} in fp32, which layers in four bits hand on: counted as with norms in fp32, which take as much"
 
 
 def _without_effect(reading: Reading, whole: Table) -> None:
@@ -367,7 +380,7 @@ def _packed(reading: Reading, whole: Table) -> None:
     """Read rows of several sequences with torch's attention, whose mask or lengths keep them apart (loaders/patch_manager.py).
 
     With ``sdpa`` torch's attention for rows of several lengths runs, unless a model has windows or heads wider than 256. Otherwise
-    a row of one sequence's length has the mask of a padded sequence.
+    a row has the mask of one padded sequence of its length.
     """
     word = whole.data.get("attn_implementation") or ("sdpa" if whole.switch("sdp_attention") else None)
     model = reading.known_model()
@@ -377,16 +390,20 @@ def _packed(reading: Reading, whole: Table) -> None:
     plain = model is not None and model.sliding_window is None and model.head_dim <= _VARLEN_MOST
     if word == "sdpa" and plain and whole.data.get("sdpa_varlen") is not False:
         reading.tell("attention", "attn_implementation", "flash", note=_VARLEN)
-    elif (whole.count("micro_batch_size") or 1) == 1:
-        reading.tell("padded", "sample_packing", value=True)
     else:
-        return
+        reading.tell("padded", "sample_packing", value=True)
+        if (rows := whole.count("micro_batch_size") or 1) > 1 and (length := whole.count("sequence_len")):
+            reading.tell("micro_batch", "sample_packing", 1, note=_ONE_ROW)
+            reading.tell("seq_len", "sample_packing", rows * length)
     del whole.matters["sample_packing"]
 
 
 _HYBRID = (
     "gemma4_hybrid_attn_impl runs FlashAttention in layers with a window; torch's attention is counted in all layers, which keeps "
     "more; read from axolotl's code, not run"
+)
+_ONE_ROW = (
+    "sample_packing joins a micro-batch into one row, whose mask has all pairs of its tokens: one sequence of all is counted"
 )
 _VARLEN_MOST = 256
 _VARLEN = "sample_packing with sdpa runs torch's varlen_attn, which is FlashAttention and needs no mask"
