@@ -115,12 +115,16 @@ ADAPTED_FAMILIES = (
 ADAPTED_LIKE_LLAMA = (
     "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma2", "gemma3_text", "olmo2", "granite",
 )  # fmt: skip
+#: Families with experts that are modelled under FSDP1, too: with weights in four bits, and adapters of linear layers.
+ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 #: Families whose blocks with adapters are modelled in 16 bits or fp32 alone. Autocast, which then runs on 16-bit weights, widens
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
-    "llama4_text", "phi", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
+    "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
     "glm4_moe", "dots1", "jais2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
 )  # fmt: skip
+#: Activation functions that autocast computes in fp32, a dtype that layers in few bits hand on.
+WIDENED = ("relu2", "gelu_new")
 #: Families whose weights in few bits are not modelled: with an indexer, a trained activation function, ``Conv1D`` (GPT-2), or
 #: linear layers of their own class, which transformers leaves as they are (Falcon).
 NOT_QUANTISED = ("deepseek_v32", "glm_moe_dsa", "apertus", "gpt2", "falcon")

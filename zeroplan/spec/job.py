@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
+from zeroplan.spec.adapter import (
+    ADAPTED_LIKE_LLAMA,
+    ADAPTED_UNDER_FSDP1,
+    ATTENTION,
+    HEAD,
+    NOT_UNDER_AUTOCAST,
+    WIDENED,
+    AdapterSpec,
+)
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.compiled import check_compiled
@@ -24,7 +32,17 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
-from zeroplan.spec.recipe import ON_PAPER, ROUNDED_FAMILIES, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
+from zeroplan.spec.recipe import (
+    ON_PAPER,
+    ROUNDED_FAMILIES,
+    ROUNDING,
+    SENDING,
+    STEPS_ALONE,
+    Engine,
+    RecipeSpec,
+    Stage,
+    ways_of_resharding,
+)
 from zeroplan.spec.releases import check_release, is_reentrant
 from zeroplan.spec.split import check_context_parallel, check_tensor_parallel, shards_of_experts_are_even, widths_of_experts
 from zeroplan.spec.torchtitan import check_torchtitan
@@ -146,15 +164,16 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
     """Yield what is not modelled for adapters in some families, and what to use instead."""
     autocast = recipe.engine == "ddp" and recipe.precision.endswith("mixed")
     # with weights in few bits a layer returns its input's dtype: fp32 after an activation that autocast computes in fp32
-    bent = autocast and model.is_quantised and adapter.upcast == "none" and model.activation in ("relu2", "gelu_new")
+    bent = autocast and model.is_quantised and adapter.upcast == "none" and model.activation in WIDENED
     yield (
         bent and f"quantised weights under autocast, whose {model.activation} is fp32 then,",
-        "precision 'bf16', or engine 'fsdp2'",
+        "precision 'bf16', or upcast 'norms', which takes as much",
     )
     if model.family not in ADAPTED_LIKE_LLAMA and not model.has_separate_experts:
         this, at_3 = f"a {model.family} model", recipe.engine == "deepspeed" and recipe.zero_stage == 3
         yield at_3 and f"{this} at stage 3 of DeepSpeed", "a lower stage, or engine 'fsdp2'"
-        yield recipe.engine == "fsdp1" and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
+        packed = model.family in ADAPTED_UNDER_FSDP1 and model.is_quantised and not any(model.stacked)
+        yield recipe.engine == "fsdp1" and not packed and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
         ours = {"lora", "axolotl-lora"} & set(recipe.fused_parts)
         yield bool(ours) and f"fused kernels of adapters in {this}", "none"
         yield bool(adapter.saved) and f"modules that are trained whole in {this}", "adapters alone"
@@ -548,16 +567,23 @@ class JobSpec(Spec):
     def _check_quantisation_aware(self) -> None:
         """Raise SpecError for models and ranks with which quantisation-aware training is not modelled."""
         model = self.model
-        if "int4-qat" not in self.recipe.fused_parts:
+        if not (asked := [one for one in ROUNDING if one in self.recipe.fused_parts]):
             return
-        cases = (
+        cases: tuple[tuple[str | bool, str], ...] = (
             (model.family not in ROUNDED_FAMILIES and f"a {model.family} model", f"one of {', '.join(ROUNDED_FAMILIES)}"),
             (model.frozen is not None and "frozen parts", "full training or adapters"),
             (model.vision is not None and "images", "a text model"),
             (model.is_quantised and "quantised weights", "quantize 'none'"),
             (self.mesh.model_ranks * self.mesh.ep > 1 and "ranks that split the model", "data-parallel ranks"),
         )
-        refuse("fused_kernels 'int4-qat' with", cases)
+        if asked[0] == "axolotl-qat":
+            tied = model.tie_word_embeddings and self.recipe.loss == "full"
+            cases = (
+                *cases,
+                (model.adapter is not None and "adapters", "full training"),
+                (tied and "a rounded embedding", "loss 'fused'"),
+            )
+        refuse(f"fused_kernels {asked[0]!r} with", cases)
 
     def _check_latent_experts(self) -> None:
         """Raise SpecError under autocast, which runs experts in the dtype of their latent and copies their weights."""

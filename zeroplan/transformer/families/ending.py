@@ -19,7 +19,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, minimum, next_power_of_2
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Loss
+from zeroplan.spec.recipe import ROUNDING, Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
 from zeroplan.transformer.families import fake_quantised
 from zeroplan.transformer.families import operators as op
@@ -198,7 +198,6 @@ def output_bytes(ending: Ending, values: Values) -> Int:
 _FUSED = (
     "cross-entropy", "loss-in-pieces", "compiled-loss", "rms-norm", "liger-rms-norm", "norm-in-one", "te-float8", "te-linear",
 )  # fmt: skip
-_QAT = "int4-qat"
 
 
 def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Ending:
@@ -211,7 +210,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1,
         release.wide_logits or model.family == "nemotron_h",
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
-        tuple(one for one in compute.fused if one in _FUSED or (one == _QAT and _rounds_head(model))),
+        tuple(one for one in compute.fused if one in _FUSED or (one in ROUNDING and _rounds_head(model))),
         adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
         head_bias=model.head_rows is None and TRAITS[model.family].head_bias, whole_sequences=x.whole_sequences,
     )  # fmt: skip
@@ -294,8 +293,8 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
         else:
             training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
-    if _QAT in ending.fused:
-        tape.mode = fake_quantised.mode_of(tape.mode, None)
+    for name in [one for one in ROUNDING if one in ending.fused]:
+        tape.mode = fake_quantised.mode_of(tape.mode, None, name)
     tape.mode = tape.mode._replace(
         fused_norms="rms-norm" in ending.fused,
         liger_norms="liger-rms-norm" in ending.fused,
@@ -358,7 +357,7 @@ def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
     """
     tokens = tape.make(LOGITS, "labels, shifted; those that count, and where they are", 24 * T, PIECES, LABELS)
     counting = op.tensor(tape, "hidden states of the tokens that count", read.dtype, T * h, PIECES)
-    pieces = _Pieces(read, [], NOTHING if ending.frozen_head else e * h * V, rounds=_QAT in ending.fused)
+    pieces = _Pieces(read, [], NOTHING if ending.frozen_head else e * h * V, rounds="int4-qat" in ending.fused)
     kept = (fake_quantised.heads_in_pieces(tape, CHUNKS),) if pieces.rounds else ()
     tape.add("tokens that count", (counting,), kept, pieces.spread, of=(read,))
     tape.drop(*kept)

@@ -17,7 +17,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import EVEN, SENDING, Recompute
+from zeroplan.spec.recipe import EVEN, ROUNDING, SENDING, Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
@@ -563,10 +563,10 @@ def _set_mode(tape: Tape, structure: Block) -> None:
         from zeroplan.transformer.families.float8 import mode_of  # noqa: PLC0415  keeps start-up fast
 
         tape.mode = mode_of(recipes[0])
-    if "int4-qat" in structure.fused:
+    for name in [one for one in ROUNDING if one in structure.fused]:
         from zeroplan.transformer.families.fake_quantised import mode_of as rounding  # noqa: PLC0415  as above
 
-        tape.mode = rounding(tape.mode, structure.training)
+        tape.mode = rounding(tape.mode, structure.training, name)
     if "compiled-blocks" in structure.fused:
         from zeroplan.transformer.families.compiled import COMPILED_BLOCK  # noqa: PLC0415  as above
 

@@ -23,7 +23,7 @@ from zeroplan.spec.family import (
 )
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Attention, RecipeSpec
+from zeroplan.spec.recipe import ROUNDING, Attention, RecipeSpec
 from zeroplan.transformer.parameters import HANDED, SHARED, kinds_by_indexer
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.training.recomputation import checkpoint_options
@@ -197,10 +197,10 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
         for block in () if recipe.recompute_layers is None else find_blocks(model)[recipe.recompute_layers :]:
             block.gradient_checkpointing = False  # type: ignore[assignment]  # a GradientCheckpointingLayer
-    if "int4-qat" in recipe.fused_parts:
+    for name in [one for one in ROUNDING if one in recipe.fused_parts]:
         from zeroplan.verify.training.fake_quantised import round_layers  # noqa: PLC0415  few jobs have it
 
-        round_layers(model, spec, dtype)
+        round_layers(model, spec, dtype, name)
     if spec.adapter is not None:
         from zeroplan.verify.training.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 
