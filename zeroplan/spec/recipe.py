@@ -122,6 +122,9 @@ class Fsdp2Options(Spec):
     """Tensor-parallel ranks split hidden states along the sequence, as in torchtitan. False: every rank has whole hidden states
     (AutoModel's default); the answer is then at most a few hidden states too high."""
 
+    float8_all_gather: bool = False
+    """Ranks cast their shards of float8 layers' weights and gather them in float8 (torchao's ``enable_fsdp_float8_all_gather``)."""
+
     @property
     def shards_ends(self) -> bool:
         """Whether embedding and head are separate FSDP2 units."""

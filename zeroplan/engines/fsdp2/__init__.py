@@ -179,7 +179,7 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
     elif recipe.float8_recipe is not None:
         yield (
             "linear layers of the blocks run in torchao's float8 without torch.compile, which fuses the casts and takes less; "
-            "parameters are gathered in the compute dtype"
+            f"parameters are gathered in {'float8' if recipe.fsdp2.float8_all_gather else 'the compute dtype'}"
         )
     yield from notes_of_optimizer(recipe.optimizer)
     if recipe.optimizer == "muon":

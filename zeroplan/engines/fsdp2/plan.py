@@ -273,6 +273,11 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
 
         blocks = tuple(map(used_as_they_are, cut.blocks))
         cut = cut._replace(blocks=blocks, trained_blocks=blocks if cut.trained_blocks is cut.blocks else cut.trained_blocks)
+    if recipe.fsdp2.float8_all_gather:
+        from zeroplan.engines.fsdp2.float8 import gathered_in_float8  # noqa: PLC0415  the same
+
+        blocks = tuple(gathered_in_float8(one, run.parameters, n) for one, run in zip(cut.blocks, cut.tree.runs, strict=True))
+        cut = cut._replace(blocks=blocks, trained_blocks=blocks)
     frozen = local_tensors(only_frozen(cut.tree), n, tp, ep) if cut.is_partly_frozen else ()
     return plan_of(cut, local_tensors(cut.learning, n, tp, ep), frozen, model, recipe, mesh, batch, part=part)
 
