@@ -109,9 +109,9 @@ class StepReplay:
         return self._cards[key]
 
     def _outcome(self, room_bytes: int, settings: AllocatorSettings) -> OnCard:
-        endless = self.replayed(settings).reserved_bytes
-        if endless <= room_bytes:
-            return OnCard(fits=True, retries=0, phase=None, free_bytes=0, highest_bytes=endless)
+        done = self._done.get(settings)
+        if done is not None and done.reserved_bytes <= room_bytes:
+            return OnCard(fits=True, retries=0, phase=None, free_bytes=0, highest_bytes=done.reserved_bytes)
         card, full_at = self._on_card(room_bytes, settings)
         most = card.highest_bytes
         if full_at is None:
@@ -129,9 +129,11 @@ class StepReplay:
         """An allocator with ``room_bytes`` after the steps, and the index of the deed at which it ran out of memory, if it did."""
         card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
         try:
-            self._play(card, keeps_up=self.keeps_up)
+            done = self._play(card, keeps_up=self.keeps_up)
         except _FullAtError as full:
             return card, full.at
+        if not card.retries:  # then the room made no difference
+            self._done[settings] = done
         return card, None
 
     @cached_property
