@@ -28,6 +28,7 @@ for _ in range(4):
         "total": torch.cuda.get_device_properties(0).total_memory, "name": torch.cuda.get_device_name(),
         "allocated": torch.cuda.memory_allocated(), "summary": torch.cuda.memory_summary(),
         "free": torch.cuda.mem_get_info()[0] < torch.cuda.mem_get_info()[1],
+        "drawn": list(torch.distributions.Categorical(logits=highest.detach()).sample().shape),
     })  # fmt: skip
     loss.backward()
     optimizer.step()
