@@ -400,7 +400,7 @@ COMPILED = (
     "(`zeroplan dryrun` follows the compiler; --fused-kernels compiled-blocks,compiled-loss counts blocks compiled each by itself, "
     "and a compiled loss, under FSDP2)"
 )
-_AT_ONCE = "its backward may return all gradients at its end, which this engine would have reduced and freed before: that is not counted"
+_AT_ONCE = "not counted: its backward may return all gradients at its end, where this engine frees them one by one"
 COMPILED_PARTS = "the step is counted as torch.compile runs it: --fused-kernels {}"
 FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
 ULYSSES = "Ulysses' ranks split a sequence outside of attention and its heads inside: a rank's share of its tokens is counted"
