@@ -261,7 +261,7 @@ class Request(Spec):
     )})
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
         "Parts run by other kernels, with commas. Unsloth's: cross-entropy, rms-norm, rope, "
-        "lora (QLoRA). Axolotl's: axolotl-lora. Liger's: rope, liger-rms-norm, "
+        "lora (QLoRA). Axolotl's: axolotl-lora, axolotl-qat. Liger's: rope, liger-rms-norm, "
         "liger-swiglu. torchtune's: loss-in-pieces, int4-qat. torch.compile's: "
         "compiled-blocks, compiled-loss. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",

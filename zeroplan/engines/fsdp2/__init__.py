@@ -183,7 +183,7 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
     elif recipe.float8_recipe is not None:
         yield (
             "linear layers of the blocks run in torchao's float8 without torch.compile, which fuses the casts and takes less; "
-            "parameters are gathered in the compute dtype"
+            f"parameters are gathered in {'float8' if recipe.fsdp2.float8_all_gather else 'the compute dtype'}"
         )
     yield from notes_of_optimizer(recipe.optimizer)
     if recipe.optimizer == "muon":
@@ -197,9 +197,17 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
         yield "shards of parameters and gradients and the optimizer's state are in pinned host memory, and the CPU takes the step"
 
 
+_AHEAD = (
+    "multi-token prediction: the most that its logits take is counted, and weights of each depth even where all depths share them; "
+    "times leave out its heads"
+)
+
+
 def _notes(plan: Plan) -> Iterator[str]:
     """Yield the recipe's notes, and one if dim-0 sharding gives rank 0 clearly more than an even share."""
     yield from notes_of(plan.recipe)
+    if plan.first_ahead is not None:
+        yield _AHEAD
     if plan.has_experts_apart:
         from zeroplan.engines.fsdp2.experts import note_of as visited  # noqa: PLC0415  keeps start-up fast
 

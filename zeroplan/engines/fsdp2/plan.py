@@ -15,7 +15,7 @@ from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int, maximum, weighted, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.spec.recipe import SENDING, OptimizerImpl, RecipeSpec, Recompute
 from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
 from zeroplan.transformer.buffers import tables_in_layers
@@ -96,6 +96,8 @@ class Plan(NamedTuple):
     """Tensors that a vocabulary-parallel embedding's backward allocates."""
     tower_layers: int
     """Number of a vision tower's blocks, which run first."""
+    first_ahead: int | None
+    """The first block of multi-token prediction, counted from 0."""
     is_a_stage: bool
     """It is a plan of a pipeline's stage, not of a whole model."""
     shared_sequences: bool
@@ -285,6 +287,11 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
 
         blocks = tuple(map(used_as_they_are, cut.blocks))
         cut = cut._replace(blocks=blocks, trained_blocks=blocks if cut.trained_blocks is cut.blocks else cut.trained_blocks)
+    if recipe.fsdp2.float8_all_gather:
+        from zeroplan.engines.fsdp2.float8 import gathered_in_float8  # noqa: PLC0415  the same
+
+        blocks = tuple(gathered_in_float8(one, run.parameters, n) for one, run in zip(cut.blocks, cut.tree.runs, strict=True))
+        cut = cut._replace(blocks=blocks, trained_blocks=blocks)
     frozen = local_tensors(only_frozen(cut.tree), n, tp, ep) if cut.is_partly_frozen else ()
     return plan_of(cut, local_tensors(cut.learning, n, tp, ep), frozen, model, recipe, mesh, batch, part=part)
 
@@ -402,6 +409,7 @@ def _of_the_model(cut: Cut, model: ModelSpec, recipe: RecipeSpec) -> dict[str, A
         "projector_elements": sum(one.numel for one in learning.embeddings if one.name.startswith(BESIDE_THE_TEXT)),
         "last_root_elements": next((one.numel for one in (*learning.tail[::-1], *learning.embeddings[::-1])), 0),
         "tower_layers": model.tower_layers,
+        "first_ahead": model.num_hidden_layers - len(PREDICTS) * model.predictions if model.predictions else None,
     }
 
 

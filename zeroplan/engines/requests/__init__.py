@@ -58,6 +58,8 @@ def not_written(job: JobSpec) -> str:
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
+        (recipe.fsdp2.float8_all_gather, "an all-gather in float8"),
+        (bool(model.predictions), "multi-token prediction"),
         (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
         (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),
         (

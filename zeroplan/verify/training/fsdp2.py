@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -15,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from zeroplan.ledger import Kind, Phase
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 from zeroplan.verify.failures import NotHereError
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.adapters import unwrapped
@@ -63,7 +64,7 @@ def shard(
     policy, offload = mixed_precision(recipe), CPUOffloadPolicy() if recipe.fsdp2.cpu_offload else OffloadPolicy()
     blocks = list(blocks)
     if recipe.float8_recipe is not None:
-        _run_in_float8(blocks, recipe.float8_recipe)
+        _run_in_float8(blocks, recipe.float8_recipe, recipe.fsdp2)
     for block in blocks:
         fully_shard(
             block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharding(recipe), offload_policy=offload,
@@ -78,7 +79,7 @@ def shard(
     return whole
 
 
-def _run_in_float8(blocks: Iterable[nn.Module], recipe: str) -> None:
+def _run_in_float8(blocks: Iterable[nn.Module], recipe: str, options: Fsdp2Options) -> None:
     """Replace the linear layers of the blocks by torchao's, as torchtitan does before it shards."""
     if find_spec("torchao") is None:
         raise NotHereError("float8_recipe needs torchao, which is not installed; install torchao 0.18 or later")
@@ -86,8 +87,11 @@ def _run_in_float8(blocks: Iterable[nn.Module], recipe: str) -> None:
         raise NotHereError(f"float8_recipe {recipe!r} has kernels that run on Blackwell alone; verify tensorwise or rowwise")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415  few jobs have it
 
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if options.float8_all_gather:
+        config = replace(config, enable_fsdp_float8_all_gather=True)
     for block in blocks:
-        convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
+        convert_to_float8_training(block, config=config)
 
 
 def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: bool | int) -> None:
