@@ -20,6 +20,7 @@ from zeroplan.resolve import Resolved
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.families import experts
+from zeroplan.transformer.params import trained_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -192,17 +193,31 @@ def test_automodels_adapters_are_those_of_the_linear_layers_that_its_patterns_ma
     assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
-def test_automodels_adapters_of_experts_are_refused(read: Callable[..., Resolved], tmp_path: Path):
-    def of(named: str) -> dict[str, Any]:
-        peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True, "target_modules": ["*"]}}
-        return AUTO | peft | {"distributed": {"dp_size": 4}, "model": {"pretrained_model_name_or_path": named}}
+@pytest.mark.parametrize(("scaled", "rank"), [(False, 16), (True, 2)])
+def test_automodels_adapters_of_experts(read: Callable[..., Resolved], tmp_path: Path, *, scaled: bool, rank: int):
+    """Every expert of a layer has two, of the configured rank or of a share of it for each expert that a token visits."""
 
-    for named in ("Qwen/Qwen3-30B-A3B", "someone/else"):
-        with pytest.raises(SpecError, match="AutoModel gives all experts of a layer adapters of their own"):
-            read(of(named))
-        assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
-    assert read(of("Qwen/Qwen3-30B-A3B"), lora_targets="attention").job.model.adapter is not None
-    assert read(of("meta-llama/Llama-3.1-8B")).job.model.adapter is not None  # no experts
+    def of(named: str, **more: object) -> dict[str, Any]:
+        peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": scaled, "target_modules": ["*"]}}
+        ranks = {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8, **more}
+        return AUTO | peft | {"distributed": ranks, "model": {"pretrained_model_name_or_path": named}}
+
+    job = read(of("Qwen/Qwen3-30B-A3B")).job
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert_explained(estimate(job))
+    assert job.model.stacked.grouped == rank
+    layers, experts, hidden, width, heads, keys, vocabulary = 48, 128, 2048, 768, 4096, 512, 151936
+    attention = layers * 16 * (2 * (hidden + heads) + 2 * (hidden + keys)) + 16 * (hidden + vocabulary)
+    assert trained_count(job.model) == attention + layers * experts * rank * (hidden + 2 * width + width + hidden)
+    shared = read(of("zai-org/GLM-4.5-Air")).job
+    assert_explained(estimate(shared))
+    assert set(shared.model.linear_layers_adapted) >= {"q_proj", "gate_proj", "up_proj", "down_proj"}
+    for engine, refused in (({"ep_size": 4}, "ep=4 below the 8 ranks"), ({"ep_size": 1}, "other experts than its own")):
+        with pytest.raises(SpecError, match=f"adapters of experts with {refused}"):
+            read(of("Qwen/Qwen3-30B-A3B", **engine))
+    with pytest.raises(SpecError, match="are modelled for models of the catalogue"):
+        read(of("someone/else") | {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True, "target_modules": ["*"]}})
+    assert read(of("meta-llama/Llama-3.1-8B", ep_size=1)).job.model.stacked.grouped == 0  # no experts
 
 
 def test_automodels_head_has_no_adapter_that_a_fused_loss_would_read(read: Callable[..., Resolved]):
