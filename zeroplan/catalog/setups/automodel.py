@@ -188,7 +188,10 @@ def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
     Checkpoints keep the inputs, and so do the norms of AutoModel's own models if all weights are trained. With several
     micro-batches the last backward begins with as many gradients as it ends with.
     """
-    model, steps = reading.known_model(), reading.flags.get("grad_accum", Told("", 1)).value
+    model = reading.known_model()
+    if model is not None and model.predictions:  # returns the last alone, which is counted (nemotron_v3/model.py)
+        return True
+    steps = reading.flags.get("grad_accum", Told("", 1)).value
     own = model is not None and model.family in AUTOMODEL_NORMS and "lora_rank" not in reading.flags
     return (again or own) and int(str(steps)) > 1
 
