@@ -193,6 +193,41 @@ def test_automodels_adapters_are_those_of_the_linear_layers_that_its_patterns_ma
     assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
+@pytest.mark.parametrize(("said", "kept"), [
+    ({}, True), ({"loss_fn": {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"}}, False),
+    ({"distributed": {"strategy": "fsdp2", "dp_size": 2, "pp_size": 2}}, False)])  # fmt: skip
+def test_automodels_training_loop_holds_the_logits(read: Callable[..., Resolved], said: dict[str, Any], kept: bool):
+    """The model's output is a variable of the function that runs the backward, unless a pipeline does."""
+    model = {"model": {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"}}
+    found = read(AUTO | {"distributed": {"strategy": "fsdp2", "dp_size": 4}} | model | said).job
+    assert found.recipe.keep_logits is kept
+
+
+def test_automodel_compiles_nothing_under_fsdp2_unless_its_own_key_says_so(read: Callable[..., Resolved], tmp_path: Path):
+    model = {"model": {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"}, "compile": {"enabled": True}}
+    for strategy, keys in (("fsdp2", set()), ("ddp", {"compile.enabled"})):
+        read(AUTO | model | {"distributed": {"strategy": strategy, "dp_size": 4}})
+        assert set(read_setup(tmp_path / "mine.yaml", gpus=None).matters) == keys
+    read(AUTO | model | {"distributed": {"strategy": "fsdp2", "dp_size": 4, "enable_compile": True}})
+    assert set(read_setup(tmp_path / "mine.yaml", gpus=None).matters) == {"distributed.enable_compile"}
+
+
+@pytest.mark.parametrize(("named", "recipe"), [("meta-llama/Llama-3.1-8B", "rowwise"), ("bigcode/starcoder2-7b", None)])
+def test_automodels_float8_on_one_gpu_is_that_of_one_rank(
+    read: Callable[..., Resolved], tmp_path: Path, named: str, recipe: str | None
+):
+    """AutoModel shards nothing there, which takes less. Where torchao's layers are not modelled, a note says so."""
+    model = {"model": {"pretrained_model_name_or_path": named}, "fp8": {"enabled": True, "recipe_name": "rowwise"}}
+    found = read(AUTO | model | {"distributed": {"strategy": "fsdp2", "dp_size": 1}})
+    assert found.job.recipe.float8_recipe == recipe
+    assert ("fp8.enabled" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is (recipe is None)
+    if recipe is not None:
+        assert (found.job.recipe.engine, found.job.mesh.dp_shard) == ("fsdp2", 1)
+        plain = replace(found.job, recipe=replace(found.job.recipe, float8_recipe=None))
+        alone = replace(plain, recipe=replace(plain.recipe, engine="ddp", zero_stage=0))
+        assert estimate(plain).peak_bytes >= estimate(alone).peak_bytes
+
+
 @pytest.mark.parametrize(("scaled", "rank"), [(False, 16), (True, 2)])
 def test_automodels_adapters_of_experts(read: Callable[..., Resolved], tmp_path: Path, *, scaled: bool, rank: int):
     """Every expert of a layer has two, of the configured rank or of a share of it for each expert that a token visits."""

@@ -85,6 +85,8 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _auto_te_adam(reading)
     if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
         reading.tell_cut_loss("loss_fn._target_")
+    if "pipeline_parallel" not in reading.flags:  # the output is a local of recipes/llm/train_ft.py, _forward_backward_step
+        reading.tell("keep_logits", "loss_fn._target_", value=True, filled=True)
     _auto_adapter(reading)
     reading.notes.append(NOT_THEIR_MODULES.format("AutoModel"))
     table.unmodelled(
