@@ -66,15 +66,12 @@ def corners(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Posi
 
 
 def _ends(order: tuple[int, ...]) -> set[int]:
-    stretches = _stretches(order)
+    stretches = _stretches(order)  # of these, a kind more than there are includes one of each with whole neighbours
     ends = {0, 1, len(order) - 2, len(order) - 1}
-    for start, stop in (*stretches[:_ONE_TURN], *stretches[-_ONE_TURN:]):
+    turn = len(set(order)) + 1
+    for start, stop in (*stretches[:turn], *stretches[-turn:]):
         ends |= {start, start + 1, stop - 2, stop - 1}  # the second layer from an end has neighbours of its own kind
     return {index for index in ends if 0 <= index < len(order)}
-
-
-_ONE_TURN = 3
-"""Stretches that include one of each kind with whole neighbours, since at most two kinds alternate."""
 
 
 def _stretches(order: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -30,6 +30,8 @@ def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuS
     Traceback (most recent call last):
     zeroplan.errors.SpecError: float8_recipe 'rowwise' with engine 'ddp' is not modelled; use engine 'fsdp2'
     """
+    if recipe.fsdp2.float8_all_gather:
+        refuse("fsdp2.float8_all_gather with", _not_gathered(recipe))
     if recipe.float8_recipe is None:
         return
     refuse(f"float8_recipe {recipe.float8_recipe!r} with", _not_modelled(model, recipe, mesh))
@@ -37,6 +39,13 @@ def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuS
         raise SpecError(f"GPU {gpu.name!r} has no products in {recipe.float8_recipe!r}; use 'rowwise', or a B200")
     if gpu is not None and "fp8" not in gpu.dense_flops_per_s:
         raise SpecError(f"GPU {gpu.name!r} does not multiply in float8; leave float8_recipe out, or use an H100")
+
+
+def _not_gathered(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    # torchao 0.18, float8/config.py, Float8LinearConfig: a scale per row cannot be gathered
+    yield recipe.float8_recipe != "tensorwise" and f"float8_recipe {recipe.float8_recipe or 'none'!r}", "'tensorwise'"
+    yield recipe.fsdp2.cpu_offload and "fsdp2.cpu_offload", "one of them"
+    yield not isinstance(recipe.fsdp2.reshard_after_forward, bool | None) and "smaller shards", "reshard_after_forward=true"
 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:

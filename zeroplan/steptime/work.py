@@ -14,7 +14,7 @@ from zeroplan.steptime.products import Product, of_block, of_head
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.flops import attention_layers, attention_widths, linear_attention_flops
 from zeroplan.transformer.head import head_pass
-from zeroplan.transformer.parameters import WITH_EXPERTS, Layout, plain_kind
+from zeroplan.transformer.parameters import Layout, plain_kind
 from zeroplan.transformer.params import is_frozen, layout
 
 #: Traffic per saved byte of a traced module: one operator writes the tensor and the next reads it. The backward reads it, reads the
@@ -115,7 +115,7 @@ def work(
     for run in whole.runs:
         linear = of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks, sharing=tp)
         one = pointwise.of_block(
-            model, kernels, split, experts=plain_kind(model, run.kind) in WITH_EXPERTS, fused=recipe.fused_parts
+            model, kernels, split, experts=plain_kind(model, run.kind).startswith("moe"), fused=recipe.fused_parts
         )
         one = one.and_of(multiplying(linear))
         if recipe.engine == "ddp" and model.adapter is None and widths(recipe.precision).name != "fp32":

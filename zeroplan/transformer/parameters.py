@@ -83,6 +83,19 @@ def kind_of_first(model: ModelSpec) -> str:
     return "dense" if model.moe is None or model.moe.num_dense_layers else "moe"
 
 
+#: Kinds of GLM-5.2's layers that pick no keys: the first above a layer that does, and the others.
+HANDED, SHARED = "moe, handed", "moe, shared"
+
+
+def kinds_by_indexer(model: ModelSpec) -> tuple[str, ...]:
+    """Return the kind of each layer of a model where several layers share picked keys; empty for others."""
+    if model.mla is None or model.mla.index_every == 1 or model.moe is None:
+        return ()
+    dense, every = model.moe.num_dense_layers, model.mla.index_every
+    turn = (HANDED, *(SHARED,) * (every - 2), "moe")
+    return tuple("dense" if layer < dense else turn[(layer - dense) % every] for layer in range(model.num_hidden_layers))
+
+
 def plain_kind(model: ModelSpec, kind: str) -> str:
     """Return the kind of a block without adapters: a block of kind ``first`` is like the model's first layer."""
     return kind_of_first(model) if kind == "first" else kind

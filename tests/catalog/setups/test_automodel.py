@@ -174,6 +174,24 @@ def test_automodels_adam_of_transformer_engine_has_states_in_32_bits(
     assert states <= of_ranks < 1.01 * states
 
 
+@pytest.mark.parametrize(
+    ("said", "optimizer", "each"), [({}, "flash-adamw", 3), ({"master_weight_bits": 32}, "flash-adamw-32bit", 4)]
+)
+def test_automodels_flash_adamw_adds_bits_to_16_bit_weights(
+    read: Callable[..., Resolved], said: dict[str, Any], optimizer: str, each: int
+):
+    """The bytes per parameter are momentum, variance and correction; scales add an eighth of a byte."""
+    target = {"_target_": "flashoptim.FlashAdamW", "compress_state_dict": False, **said}
+    model = {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B", "torch_dtype": "bf16"}
+    job = read(AUTO | {"model": model, "optimizer": target, "distributed": {"strategy": "fsdp2", "dp_size": 4}}).job
+    assert job.recipe.optimizer == optimizer
+    answer = estimate(job)
+    states = sum(int(line.n_bytes) for line in answer.states if line.kind is Kind.OPTIMIZER_STATE)
+    assert states == pytest.approx((each + 1 / 8) * answer.parameters / 4, rel=1e-6)
+    with pytest.raises(SpecError, match=r"optimizer\.quantize"):
+        read(AUTO | {"model": model, "optimizer": target | {"quantize": False}})
+
+
 @pytest.mark.parametrize(("named", "said", "layers"), [
     ("Qwen/Qwen3-30B-A3B", {}, ("q_proj", "k_proj", "v_proj", "o_proj")),
     ("Qwen/Qwen3-30B-A3B", {"match_all_linear": True}, ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")),

@@ -83,6 +83,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _auto_attention(reading)
     tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
+    _auto_flash_adam(reading)
     if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
         reading.tell_cut_loss("loss_fn._target_")
     if "pipeline_parallel" not in reading.flags:  # the output is a local of recipes/llm/train_ft.py, _forward_backward_step
@@ -181,6 +182,22 @@ def _auto_te_adam(reading: Reading) -> None:
         if str(value or "float32").rpartition(".")[2] != "float32":
             table.matters[f"optimizer.{key}"] = _TE_STATES.format(key, value)
             table.saves.add(f"optimizer.{key}")
+
+
+def _auto_flash_adam(reading: Reading) -> None:
+    """Read how many bits flashoptim's AdamW adds to 16-bit weights (components/optim/optimizer.py, FlashAdamWConfig)."""
+    table = reading.table
+    if reading.flags["optimizer"].value != "flash-adamw":
+        return
+    bits, _ = table.get("optimizer.master_weight_bits"), table.get("optimizer.compress_state_dict")
+    if bits == 32:
+        reading.tell("optimizer", "optimizer.master_weight_bits", "flash-adamw-32bit")
+    for key, bad in (
+        ("quantize", table.switch("optimizer.quantize") is False),
+        ("master_weight_bits", bits not in (None, 24, 32)),
+    ):
+        if bad:
+            raise table.refused(f"optimizer.{key}")
 
 
 def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:

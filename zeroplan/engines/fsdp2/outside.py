@@ -248,6 +248,7 @@ def reduce_root(plan: Plan, trace: Trace, run: Runtime) -> None:
     reason = "reduce-scatter output of the root group"
     trace.put("output of the root", Line(Kind.REDUCE, buffers.reduce_output_bytes(plan, root), reason, out, REDUCE))
     trace.put("still named", *(() if plan.of_torch_2_15 else (_still_named(plan),)))
+    trace.put("stepping", *plan.stepping(in_block=False))
 
 
 def _still_named(plan: Plan) -> Line:
