@@ -54,7 +54,7 @@ def with_tower(text: Layout, model: ModelSpec) -> Layout:
 
 def _trained_as_said(block: Parameters, model: ModelSpec, *, frozen: bool) -> Parameters:
     """Return a tower's block, frozen if so, with adapters where it has some."""
-    if model.adapter is None or model.vision is None or not model.vision.adapted:
+    if model.adapter is None or not model.adapts_tower:
         return _frozen_if(block, frozen)
     from zeroplan.transformer.params_adapted import with_adapters_of  # noqa: PLC0415  only torchtune's towers have some
 
@@ -302,7 +302,7 @@ def tower_block(
     if model.adapter is not None:  # beside adapters, frozen weights have the compute dtype
         compute = compute._replace(autocast=False)
     frozen, element = vision.freeze_tower or model.adapter is not None, compute.element_bytes
-    made = tower_pass(vision, compute, batch, frozen=frozen, gated=gated, adapted=model if vision.adapted else None)
+    made = tower_pass(vision, compute, batch, frozen=frozen, gated=gated, adapted=model if model.adapts_tower else None)
     named: dict[int, Line] = {}
 
     def lines(some: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -384,7 +384,7 @@ def _beside_cross_layers(
     b, tokens = batch.micro_batch_size, batch.micro_batch_size * batch.seq_len
     states, positions = b * vision.images * vision.image_states, b * vision.images * vision.sequence
     frozen = _frozen(vision, model.adapter is not None)
-    reached, followed = recomputed or not frozen[0] or vision.adapted, recomputed or not all(frozen) or vision.adapted
+    reached, followed = recomputed or not frozen[0] or model.adapts_tower, recomputed or not all(frozen) or model.adapts_tower
     joined = (1 + vision.deeper) * width
 
     def lines(size: Int, reason: str, *, there: bool = True) -> tuple[Line, ...]:

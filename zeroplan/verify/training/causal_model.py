@@ -200,7 +200,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         from zeroplan.verify.training.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 
         without = () if spec.vision is None else vision.without_adapters(model, spec.vision)
-        beside = adapted_in_tower(spec) if spec.vision is not None and spec.vision.adapted else ()
+        beside = adapted_in_tower(spec) if spec.adapts_tower else ()
         model = with_adapters(
             model, spec.adapter, recipe, family=spec.family, device=device, without=without, beside=beside
         )  # fmt: skip
