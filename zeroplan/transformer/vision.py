@@ -381,17 +381,16 @@ def _beside_cross_layers(
     Gradients of that output, and of outputs read early, count through the whole pass, and what joins them through the forward.
     """
     element, residual, width = compute.element_bytes, _residual(model, compute), vision.hidden_size
-    b, tokens = batch.micro_batch_size, batch.micro_batch_size * batch.seq_len
-    states, positions = b * vision.images * vision.image_states, b * vision.images * vision.sequence
+    sizes: dict[str, Int] = {"b": batch.micro_batch_size, "T": batch.micro_batch_size * batch.seq_len}
+    states, positions = vision.images * vision.image_states, vision.images * vision.sequence
     frozen = _frozen(vision, model.adapter is not None)
     reached, followed = recomputed or not frozen[0] or model.adapts_tower, recomputed or not all(frozen) or model.adapts_tower
     joined = (1 + vision.deeper) * width
 
-    def lines(size: Int, reason: str, *, there: bool = True) -> tuple[Line, ...]:
-        return (Line(Kind.ACTIVATIONS, size, reason, "", _MLLAMA),) if there else ()
+    def lines(each: int, reason: str, *, of: str = "b", there: bool = True) -> tuple[Line, ...]:
+        return (Line(Kind.ACTIVATIONS, each * sizes[of], reason, f"{each}·{of}", _MLLAMA),) if there else ()
 
     copied = () if element == _FP32 else pixels(model, batch, element, "pixels in the compute dtype")
-    seen = vision.images * vision.image_states
     mask = lines(residual * positions * vision.sequence, "vision tower: mask of the tiles, in numbers")
     kept = (
         *(() if frozen[0] else copied),
@@ -403,7 +402,7 @@ def _beside_cross_layers(
         *lines(element * states * joined, "vision tower: its outputs, joined", there=followed),
         *lines(element * states * vision.out_hidden_size, "tokens of the images, which layers attend to"),
         *lines(element * states * vision.out_hidden_size, "gradient of the tokens of the images", there=followed),
-        *lines(residual * tokens * (seen + 1), "mask of text and images, in numbers"),
+        *lines(residual * (states + 1), "mask of text and images, in numbers", of="T"),
     )
     held = vision.num_hidden_layers * residual * positions * width
     named = (
@@ -411,13 +410,13 @@ def _beside_cross_layers(
         *lines(held, "vision tower: outputs of its first stack, held by name", there=not reached),
         *lines((1 + 2 * vision.deeper) * residual * positions * width, "vision tower: outputs, while they are joined"),
         *lines(element * states * joined, "vision tower: its outputs, joined", there=not followed),
-        *lines((8 + 4 + element) * tokens * seen, "mask of text and images, while it is made"),
+        *lines((8 + 4 + element) * states, "mask of text and images, while it is made", of="T"),
     )
     arguments = copied if frozen[0] and compute.casts_inputs else ()  # until the model's forward returns the loss
     casts = _copies(vision, frozen, recomputed=recomputed) if compute.autocast else ()
     return text._replace(
         shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=arguments,
-        tower_bytes=residual * positions * width,
+        tower_bytes=sizes["b"] * residual * positions * width,
     )  # fmt: skip
 
 
