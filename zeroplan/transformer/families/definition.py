@@ -155,6 +155,8 @@ class Block(NamedTuple):
     """The flash kernel pads heads, whose size is no multiple of 8."""
     is_mlp: bool = False
     """The whole block is an MLP."""
+    ahead: bool = False
+    """The block belongs to multi-token prediction (NeMo AutoModel)."""
     only_gated: bool = False
     """No norm follows the output of Mamba-2."""
     keys_are_values: bool = False
@@ -165,6 +167,10 @@ class Block(NamedTuple):
     """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
     shares: bool = False
     """Every token visits shared experts too."""
+    borrows_keys: bool = False
+    """A layer below has picked the keys (GLM-5.2)."""
+    keys_kept_below: bool = False
+    """The layer below got the same picked keys, so its checkpoint keeps them already."""
     short: bool = False
     """A short convolution takes the place of attention (LFM2)."""
     mask_in_numbers: bool = False

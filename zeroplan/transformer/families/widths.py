@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import GLOBAL_LAYERS, INDEXED_FAMILIES, WITHOUT_SDPA, is_global
+from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, WITHOUT_SDPA, is_global
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import EVEN, Attention
@@ -114,7 +114,7 @@ def is_masked(model: ModelSpec, x: Widths, kind: str = "") -> Bool:
     Some older releases make one for all layers. Eager attention always has a mask.
     Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``.
     """
-    if x.attention == "sdpa" and (model.family in INDEXED_FAMILIES or x.padded or x.release.masks_all or masks_images(model)):
+    if x.attention == "sdpa" and (model.family in MASKS_ALL or x.padded or x.release.masks_all or masks_images(model)):
         return True
     if x.attention != "sdpa" or model.sliding_window is None or kind == "global":
         return False
