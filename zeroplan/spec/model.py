@@ -251,6 +251,11 @@ class ModelSpec(Spec):
         return 0 if self.vision is None else self.vision.cross_layers
 
     @property
+    def adapts_tower(self) -> bool:
+        """Whether the vision tower's blocks have adapters."""
+        return self.adapter is not None and self.vision is not None and self.vision.adapted
+
+    @property
     def letters(self) -> str:
         """``layer_pattern`` repeated to one letter per layer."""
         repeated = self.layer_pattern * -(-self.num_hidden_layers // max(1, len(self.layer_pattern)))

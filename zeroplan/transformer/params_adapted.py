@@ -39,6 +39,11 @@ def adapted_layout(whole: Layout, model: ModelSpec, adapter: AdapterSpec) -> Lay
     return Layout(embeddings, runs, tail, None if tied is None else tied._replace(frozen=True))
 
 
+def with_adapters_of(block: Parameters, adapter: AdapterSpec, names: tuple[str, ...]) -> Parameters:
+    """Return a frozen block, in 16 bits, with adapters of these linear layers."""
+    return tuple(_wrapped(block, adapter, names, frozenset()))
+
+
 def _names_in(run: BlockRun, model: ModelSpec, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the layers with adapters in a run: none in a frozen text, whose layers that attend to images alone have some."""
     return () if run.kind != "cross" and model.vision is not None and model.vision.freeze_text else names
