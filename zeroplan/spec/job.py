@@ -111,7 +111,8 @@ def _of_weights(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str 
         "reentrant true, or recompute 'none'",
     )
     experts = adapter.quantize_experts
-    yield experts and recipe.engine != "ddp" and f"experts in four bits and engine {recipe.engine!r}", "engine 'ddp'"
+    sharded = experts and recipe.engine not in ("ddp", "fsdp2")
+    yield sharded and f"experts in four bits and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp2'"
     older = adapter.four_bits_keep_inputs and recipe.recompute != "full"
     yield older and "bitsandbytes before 0.43.2 and no full recomputation", "recompute 'full', or a later release"
 
@@ -593,7 +594,7 @@ class JobSpec(Spec):
             ),
             (
                 quantised
-                and recipe.engine != "fsdp1"
+                and recipe.engine not in ("fsdp1", "fsdp2")
                 and recipe.offloads_states
                 and "quantised weights (QLoRA) and offload to host memory",
                 "no offload",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulated import simulate
 from zeroplan import ModelSpec, estimate, job
-from zeroplan.spec.float8 import _FAMILIES
+from zeroplan.spec.float8 import FLOAT8_FAMILIES
 
 torchao = pytest.importorskip("torchao")
 pytestmark = pytest.mark.torch
@@ -23,7 +23,7 @@ TINY = ModelSpec(
 WINDOWED = ("gemma2", "gemma3_text", "olmo3")
 
 
-@pytest.mark.parametrize("family", _FAMILIES)
+@pytest.mark.parametrize("family", FLOAT8_FAMILIES)
 @pytest.mark.parametrize(("recipe", "recompute"), [("tensorwise", "full"), ("rowwise", "none")])
 def test_the_peak_is_that_of_torchaos_own_layers(family: str, recipe: str, recompute: str) -> None:
     if (family, recompute) == ("gemma2", "full"):
