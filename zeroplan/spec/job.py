@@ -7,6 +7,7 @@ from zeroplan.spec.adapter import (
     ADAPTED_LIKE_LLAMA,
     ADAPTED_UNDER_FSDP1,
     ATTENTION,
+    BARE_EXPERTS_UNDER_AUTOCAST,
     HEAD,
     NOT_UNDER_AUTOCAST,
     WIDENED,
@@ -200,6 +201,8 @@ def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, s
     With weights in few bits a linear layer returns the dtype of its input. So norms in fp32 widen what comes after them.
     """
     yield model.family in NOT_UNDER_AUTOCAST and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
+    in_experts = any(model.stacked) and model.family in BARE_EXPERTS_UNDER_AUTOCAST
+    yield in_experts and f"experts of {this} under autocast", "targets 'attention', or precision 'bf16'"
     few_bits = f"quantised weights of {this} under autocast"
     beside = model.linear is not None or model.has_experts or "C" in model.letters
     yield model.upcasts_norms and beside and f"{few_bits}, and all else in fp32,", "upcast 'none', or precision 'bf16'"
