@@ -181,8 +181,9 @@ class Request(Spec):
     )})
     optimizer: Optimizer | None = field(default=None, metadata={"option": Option(
         "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion or muon; bitsandbytes' adamw-8bit, lion-8bit, "
-        "lion-32bit and, with paged- before them, also adamw-32bit; torchao-adamw-8bit, -4bit, -fp8 or torchao-adamw; "
-        "schedule-free-adamw, adam-mini, apollo, galore or soap; Transformer Engine's te-adam, te-adam-remainders or "
+        "lion-32bit, ademamix-8bit, ademamix-32bit, rmsprop-8bit, rmsprop-32bit and, with paged- before them, adamw, lion and "
+        "ademamix in both widths; torchao-adamw-8bit, -4bit, -fp8 or torchao-adamw; schedule-free-adamw or -sgd; stable-adamw; "
+        "flash-adamw or flash-adamw-32bit; adam-mini, apollo, galore or soap; Transformer Engine's te-adam, te-adam-remainders or "
         "te-adam-masters. (default: adamw)", RECIPE, "NAME",
         "recipe.optimizer", control=Control("Optimizer", OF_RECIPE, "adamw"),
     )})

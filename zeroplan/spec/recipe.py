@@ -16,9 +16,10 @@ Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
 Optimizer = Literal[
     "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit", "paged-adamw-8bit",
-    "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "torchao-adamw-8bit",
-    "torchao-adamw-4bit", "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "adam-mini", "apollo",
-    "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
+    "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "ademamix-32bit", "ademamix-8bit",
+    "paged-ademamix-32bit", "paged-ademamix-8bit", "rmsprop-32bit", "rmsprop-8bit", "torchao-adamw-8bit", "torchao-adamw-4bit",
+    "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "schedule-free-sgd", "stable-adamw", "flash-adamw",
+    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
 ]  # fmt: skip
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
@@ -31,7 +32,7 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "jsd", "kd", "pairs", "pairs in 16 bits"]
+LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "columns", "jsd", "kd", "pairs", "pairs in 16 bits"]
 #: Losses that compare all logits with a teacher's.
 WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd")
 #: Losses of ORPO, which read the logits that the model returns.
@@ -121,9 +122,16 @@ class Fsdp2Options(Spec):
     """The embedding is one ``fully_shard`` unit, and the last norm with the head another, which stays gathered until its backward,
     as in accelerate 1.15 and torchtitan. With a tied head all of it is one unit."""
 
+    step_in_backward: bool = False
+    """Each parameter has its own optimizer, which steps right after the reduction of its unit and frees the gradient
+    (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
+
     sequence_parallel: bool = True
     """Tensor-parallel ranks split hidden states along the sequence, as in torchtitan. False: every rank has whole hidden states
     (AutoModel's default); the answer is then at most a few hidden states too high."""
+
+    float8_all_gather: bool = False
+    """Ranks cast their shards of float8 layers' weights and gather them in float8 (torchao's ``enable_fsdp_float8_all_gather``)."""
 
     @property
     def shards_ends(self) -> bool:
@@ -288,6 +296,8 @@ class MegatronOptions(Spec):
     """Routing weights in fp32; ``None``: in the activations' dtype."""
     moe_shared_expert_intermediate_size: Count | None = None
     """Width of an expert that every token visits; ``None``: there is none."""
+    moe_shared_expert_overlap: bool = False
+    """That expert runs beside the dispatch and the combination of tokens, and keeps its gathered input."""
     overlap_moe_expert_parallel_comm: bool = False
     """``--overlap-moe-expert-parallel-comm``: the next micro-batch's forward runs layer by layer beside the current backward."""
     moe_aux_loss: bool = False
@@ -484,7 +494,8 @@ class RecipeSpec(Spec):
     log_probs: LogProbs = "tiles"
     """How loss ``log-probs`` is computed: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from
     all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl), or beside the policy's
-    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch)."""
+    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch); or 2,048 columns of
+    the head at a time (``columns``: prime-rl)."""
     forward_only: bool = False
     """No backward follows, so stage 3 keeps nothing gathered for it. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False
@@ -541,6 +552,11 @@ class RecipeSpec(Spec):
     def wraps_one_rank(self) -> bool:
         """Whether engine ddp wraps the model of a single rank."""
         return self.ddp.wrap_one_rank or self.ddp.gradient_as_bucket_view
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the optimizer steps inside the backward."""
+        return self.ddp.step_in_backward or self.fsdp2.step_in_backward
 
     @property
     def keeps_gathered_linears(self) -> bool:

@@ -264,7 +264,7 @@ def test_axolotls_rounded_layers_are_counted_where_they_are_modelled(
 
 @pytest.mark.parametrize(
     ("more", "counted"),
-    [({}, True), ({"fsdp_version": 1}, False), ({"base_model": "Qwen/Qwen2.5-7B"}, False), ({"bf16": False}, False)],
+    [({}, True), ({"fsdp_version": 1}, False), ({"base_model": "microsoft/phi-2"}, False), ({"bf16": False}, False)],
 )
 def test_axolotls_float8_is_counted_where_it_is_modelled(
     read: Callable[..., Resolved], tmp_path: Path, more: dict[str, Any], counted: bool

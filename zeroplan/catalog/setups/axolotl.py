@@ -13,7 +13,7 @@ from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, CONVERTED, FIRST, OF_LINEAR, SECOND, STACKED, WIDENED
-from zeroplan.spec.float8 import FLOAT8_FAMILIES
+from zeroplan.spec.float8 import FAMILIES
 from zeroplan.spec.recipe import ROUNDED_FAMILIES
 
 #: Axolotl's key for each key of TrainingArguments and TRL.
@@ -203,13 +203,7 @@ def _rounded(reading: Reading, whole: Table) -> None:
 def _float8(reading: Reading, whole: Table) -> None:
     """Read accelerate's float8 (torchao's, with a scale per tensor; accelerate 1.15, utils/ao.py), where it is modelled."""
     model, flags = reading.known_model(), reading.flags
-    if (
-        not whole.switch("fp8")
-        or model is None
-        or model.family not in FLOAT8_FAMILIES
-        or model.attention_bias
-        or model.mlp_bias
-    ):
+    if not whole.switch("fp8") or model is None or model.family not in FAMILIES:
         return
     apart = {"lora_rank", "context_parallel", "offload_activations"} & flags.keys() or "tensor_parallel" in reading.asks
     if apart or flags["precision"].value != "bf16-mixed" or flags.get("engine", Told("", "")).value != "fsdp2":
