@@ -122,9 +122,11 @@ ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 #: Families whose blocks with adapters are modelled in 16 bits or fp32 alone. Autocast, which then runs on 16-bit weights, widens
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
-    "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
-    "glm4_moe", "dots1", "jais2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
+    "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "dots1", "jais2", "apertus", "starcoder2",
+    "gpt_neox", "gpt2", "bloom", "falcon",
 )  # fmt: skip
+#: Families that are modelled under autocast without adapters of experts and routers.
+BARE_EXPERTS_UNDER_AUTOCAST = ("glm4_moe", "glm4_moe_lite")
 #: Activation functions that autocast computes in fp32, a dtype that layers in few bits hand on.
 WIDENED = ("relu2", "gelu_new")
 #: Families whose weights in few bits are not modelled: with an indexer, a trained activation function, ``Conv1D`` (GPT-2), or
