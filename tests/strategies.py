@@ -62,7 +62,7 @@ PLACED_ELSEWHERE = ("llama",)
 _FIXED_BIASES = {
     "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
     "bloom": (True, True), "starcoder2": (True, True), "ministral3": (False, False), "ernie4_5": (False, False),
-    "nemotron_h": (False, False), "ernie4_5_moe": (False, False), "phi": (True, True),
+    "falcon": (False, False), "nemotron_h": (False, False), "ernie4_5_moe": (False, False), "phi": (True, True),
 }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     """A model of a few thousand to a trillion parameters that ``ranks`` can split; its layers are a multiple of ``layers``."""
     family = draw.choice(families)
     heads, kv_heads, head_dim = _heads(draw, family, ranks)
-    wide = family in (*_PLAIN_HEADS, "olmoe", "cohere2") or draw.randint(0, 2)
+    wide = family in (*_PLAIN_HEADS, "olmoe", "cohere2", "falcon") or draw.randint(0, 2)
     hidden = heads * head_dim if wide else 8 * _about(draw, 1, 1024)
     ffn = 4 * hidden if family == "bloom" else _up(8 * _about(draw, 1, 4000), ranks)
     positions = draw.choice((64, 1024, 2048)) if family in ("gpt2", "opt") else draw.choice((4096, 2**20))
@@ -110,7 +110,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         else ("M", "MM*", "*")
     )
     pattern = draw.choice(patterns) if family in PATTERNED else ""
-    return ModelSpec(
+    made = ModelSpec(
         name=_mostly(draw, "", "mine"),
         family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim,
@@ -127,11 +127,16 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         linear=_state_space(draw, hidden) if pattern and traits.linear else _linear(draw) if family in LINEAR_FAMILIES else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
+    if family == "glm_moe_dsa" and mla is not None and made.moe is not None and made.moe.num_dense_layers:
+        return replace(made, mla=replace(mla, index_every=draw.choice((1, 2, 4))))
+    return made
 
 
 def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
     kv_heads = ranks * _about(draw, 1, max(1, 32 // ranks))
     groups = 1 if family in (*_PLAIN_HEADS, *LATENT_FAMILIES) else draw.randint(1, 8)
+    if family == "falcon":
+        groups = max(2, groups)
     return groups * kv_heads, kv_heads, TRAITS[family].turned_width + 2 * TRAITS[family].turned * _about(draw, 2, 32)
 
 
@@ -500,8 +505,10 @@ def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
 
 def _stepping_in_backward(made: JobSpec) -> JobSpec:
     """The job with an optimizer that steps inside the backward, if zeroplan models that."""
-    with suppress(SpecError):
-        return replace(made, recipe=replace(made.recipe, ddp=replace(made.recipe.ddp, step_in_backward=True)))
+    for engine in ("ddp", "fsdp2"):
+        with suppress(SpecError):
+            options = replace(getattr(made.recipe, engine), step_in_backward=True)
+            return replace(made, recipe=replace(made.recipe, **{engine: options}))
     return made
 
 
@@ -627,6 +634,8 @@ def _splittable(draw: Random, ways: Sequence[str], tp: int) -> ModelSpec:
     one = model(draw, families, ranks=tp)
     while "ep" in ways and one.moe is None:  # a pattern of layers may have no experts
         one = model(draw, families, ranks=tp)
+    if one.mla is not None and "pp" in ways:
+        one = replace(one, mla=replace(one.mla, index_every=1))
     if {"tp", "cp"} & {*ways}:
         one = replace(one, mlp_bias=False, attention_bias=one.family == "qwen2")
     return one

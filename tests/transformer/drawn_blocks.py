@@ -41,6 +41,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.tags import SCRATCH
+from zeroplan.transformer.parameters import HANDED, SHARED, kinds_by_indexer
 from zeroplan.transformer.params import layout, runs_in_order
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.fake_cuda.installed import CUDA, install_node
@@ -121,7 +122,8 @@ def _sizes(draw: Random, family: str) -> tuple[int, int, int, int, int]:
     head_dim += TRAITS[family].turned_width
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
-    square = plain or family in ("olmoe", "cohere2", "helium", "stablelm")
+    kv_heads = 1 if family == "falcon" and kv_heads == heads else kv_heads
+    square = plain or family in ("olmoe", "cohere2", "helium", "stablelm", "falcon")
     hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
@@ -340,6 +342,8 @@ def _handed_up(case: Case) -> int:
     [bytes]
     """
     spec, compute, size, block = case
+    if (kinds := kinds_by_indexer(spec)) and compute.recompute != "none":
+        return _keys(case) * ((kinds[block] == "moe") - (kinds[block] == HANDED))
     if spec.family != "bamba" or compute.attention != "eager" or compute.recompute == "none":
         return 0
     each = _of_residual(case) * size.micro_batch_size * spec.num_attention_heads * size.seq_len**2
@@ -348,8 +352,14 @@ def _handed_up(case: Case) -> int:
 
 def _picked_below(case: Case) -> int:
     """Bytes of the keys that the layer below picked, which a layer of GLM-5 gets."""
-    if case.spec.family != "glm_moe_dsa" or case.spec.mla is None:
+    if case.spec.family != "glm_moe_dsa" or (kinds_by_indexer(case.spec) and case.layers.kind in ("moe", SHARED)):
         return 0
+    return _keys(case)
+
+
+def _keys(case: Case) -> int:
+    """Bytes of the keys that one layer picks."""
+    assert case.spec.mla is not None
     return 4 * case.size.micro_batch_size * case.size.seq_len * min(case.size.seq_len, case.spec.mla.index_topk)
 
 
@@ -371,15 +381,16 @@ def _bytes(lines: tuple[Line, ...]) -> int:
 def too_high(case: Case) -> tuple[int, int]:
     """By how much the estimate may be above a forward and a backward: what autograd or autocast lets go of earlier.
 
-    Autocast keeps no copy of a convolution's weight, which is a view. A checkpoint's input goes with the last operator that saved
-    something, where autocast's casts come after that: in a block that saves casts of its input alone. Linear attention may be the
-    highest moment of a forward, before autocast casts the weights of the MLP behind it. bitsandbytes casts an fp32 bias to 16 bits
-    in its layer's first forward.
+    Autocast keeps no copy of a view: of a convolution's weight, and of Falcon's matrices. A checkpoint's input goes with the last
+    operator that saved something, where autocast's casts come after that: in a block that saves casts of its input alone. Linear
+    attention may be the highest moment of a forward, before autocast casts the weights of the MLP behind it. bitsandbytes casts an
+    fp32 bias to 16 bits in its layer's first forward.
     """
     narrowed = 2 * sum(one.numel for one in case.layers.parameters if is_bias(one)) if case.spec.upcasts_norms else 0
     if not case.compute.autocast or case.compute.recompute == "none" or case.spec.adapter is not None:
         return narrowed, 0
-    views = 2 * sum(one.numel for one in case.layers.parameters if one.name.endswith(("conv1d.weight", "conv.conv.weight")))
+    viewed = ("weight",) if case.spec.family == "falcon" else ("conv1d.weight", "conv.conv.weight")
+    views = 2 * sum(one.numel for one in case.layers.parameters if one.autocast and one.name.endswith(viewed))
     if case.spec.family in ("qwen3_5_text", "qwen3_5_moe_text"):
         return views + 2 * sum(one.numel for one in case.layers.parameters if one.autocast and one.name.startswith("mlp.")), 0
     hidden = _of_residual(case) * case.size.micro_batch_size * case.size.seq_len * case.spec.hidden_size

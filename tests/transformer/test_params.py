@@ -19,7 +19,10 @@ from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params import active_parameter_count, layout, parameter_count, runs_in_order
 
-BLOCKS = {"gpt2": "transformer.h", "bloom": "transformer.h", "gpt_neox": "gpt_neox.layers", "opt": "model.decoder.layers"}
+BLOCKS = {
+    "gpt2": "transformer.h", "bloom": "transformer.h", "falcon": "transformer.h", "gpt_neox": "gpt_neox.layers",
+    "opt": "model.decoder.layers",
+}  # fmt: skip
 
 
 def named_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
@@ -111,8 +114,8 @@ def casts_under_autocast(config: dict[str, object]) -> set[str]:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
-                name, shape = names.get(args[0].data_ptr(), ("", None))
-                seen.update({name} if args[0].shape == shape else set())
+                name, shape = names.get(args[0].data_ptr(), ("", ()))
+                seen.update({name} if sorted(args[0].shape) == sorted(shape) else set())  # Falcon's are transposed
             return func(*args, **kwargs)
 
     with torch.autocast("cpu", torch.bfloat16), Watch():

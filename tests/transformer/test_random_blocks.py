@@ -87,6 +87,20 @@ def test_blocks_on_a_gpu_with_few_kernels(family: str, number: int) -> None:
     assert on_the_fake_gpu(differences, case) == (), case
 
 
+@pytest.mark.parametrize("number", range(30 if every_case() else 6))
+def test_blocks_that_take_the_keys_picked_below(number: int) -> None:
+    """In GLM-5.2 the last layer of each period picks keys, and the others take them."""
+    draw = Random(f"glm_moe_dsa {number}")  # noqa: S311  draws tests
+    case = drawn_block(draw, "glm_moe_dsa")
+    assert case.spec.mla is not None
+    assert case.spec.moe is not None
+    every, dense = draw.choice((2, 3, 4)), draw.choice((1, 2))
+    mla, moe = replace(case.spec.mla, index_every=every), replace(case.spec.moe, num_dense_layers=dense)
+    spec = replace(case.spec, num_hidden_layers=dense + 2 * every + 1, mla=mla, moe=moe)
+    case = case._replace(spec=spec, block=draw.randrange(1, dense + 2 * every))
+    assert on_the_fake_gpu(differences, case) == (), case
+
+
 def test_a_copy_of_the_queries_lives_as_long_as_their_variable() -> None:
     """A block of attention alone, operator by operator, peaks at its output projection."""
     case = drawn_block(Random("nemotron_h 24"), "nemotron_h")  # noqa: S311  draws tests

@@ -232,8 +232,17 @@ TINY: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
     },
     "glm_moe_dsa": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 12, "index_topk": 16},
+    "glm_moe_dsa, picked keys of several layers": _DEEPSEEK | {
+        "index_n_heads": 2, "index_head_dim": 12, "index_topk": 16, "num_hidden_layers": 7, "index_topk_freq": 4,
+        "index_skip_topk_offset": 1,
+    },
     "apertus": _LLAMA | {"head_dim": 16},
     "apertus, biases, tied": _LLAMA | {"attention_bias": True, "tie_word_embeddings": True},
+    "falcon": _GPT | {"hidden_size": 32, "ffn_hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "falcon, several key/value heads, untied": _GPT | {
+        "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True,
+        "tie_word_embeddings": False,
+    },
     "lfm2": _LLAMA | {"num_hidden_layers": 5, "layer_types": _LFM2_MOE["layer_types"], "block_multiple_of": 8},
     "lfm2, untied, all attention": _LLAMA | {
         "tie_word_embeddings": False, "full_attn_idxs": [0, 1, 2], "block_auto_adjust_ff_dim": False,

@@ -86,7 +86,7 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     _refuse_small_gemmas(source)
     _demand_required(source)
     _refuse_other_architectures(source)
-    model = replace(_spec(source, f"{name}{part.words}".lstrip()), vision=part.vision)
+    model = replace(_spec(source, f"{name}{part.words}".lstrip()), vision=part.vision, head_rows=part.head_rows)
     beside = quantised(config) if is_part else ()
     return ConfigRead(
         model, (*part.notes, *_treated(text.get("model_type"), treat_as), *beside, *notes_on_other_keys(text, source.family))
@@ -350,20 +350,23 @@ def _refuse_other_heliums(source: _Source) -> None:
         )
 
 
-def _refuse_shared_indexers(source: _Source) -> None:
-    """Raise NoFormulasError where layers take the keys that a layer below picked (GLM-5.2)."""
-    said = source.config.get("indexer_types") or ()
-    if not isinstance(said, list | tuple) or set(said) - {"full"}:
+def _refuse_other_falcons(source: _Source) -> None:
+    """Raise NoFormulasError for a Falcon that is like none of 7B, 40B and 180B."""
+    new, config = source.flag("new_decoder_architecture"), source.config
+    heads, key_value_heads = source.integer("num_attention_heads"), config.get("num_kv_heads")
+    keys = ("num_ln_in_parallel_attn", "multi_query", "num_kv_heads")
+    norms_differ = config.get(keys[0]) not in ((None, 2) if new else (None, 1))
+    if norms_differ or (key_value_heads in (None, 1, heads) if new else config.get("multi_query") is False):
+        said = ", ".join(f"{key}={shown(config[key])}" for key in ("new_decoder_architecture", *keys) if key in config)
         raise NoFormulasError(
-            f"indexer_types={shown(said)} in config.json has no formula, only layers that are all 'full' have; "
-            "`zeroplan profile --config` traces the model itself"
+            f"{said} in config.json has no formula: a falcon model has one key/value head and one norm, or with "
+            f"new_decoder_architecture several and two; `zeroplan profile --config` traces others"
         )
 
 
 _REFUSED = {
-    "glm_moe_dsa": _refuse_shared_indexers,
     "gemma4_text": _refuse_other_gemmas, "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis,
-    "helium": _refuse_other_heliums,
+    "helium": _refuse_other_heliums, "falcon": _refuse_other_falcons,
 }  # fmt: skip
 
 
@@ -426,7 +429,7 @@ def _intermediate_size(source: _Source, hidden: int) -> int:
     if source.family == "lfm2" and source.config.get("block_auto_adjust_ff_dim", True):
         multiple = source.integer("block_multiple_of", 256)
         return ceil_div(2 * source.integer("intermediate_size") // 3, multiple) * multiple
-    if source.family not in ("gpt2", "bloom"):
+    if source.family not in ("gpt2", "bloom", "falcon"):
         return source.integer("intermediate_size")
     width = source.integer("intermediate_size", 4 * hidden)
     if source.family == "bloom" and width != 4 * hidden:
@@ -436,6 +439,8 @@ def _intermediate_size(source: _Source, hidden: int) -> int:
 
 def _key_value_heads(source: _Source, heads: int) -> int:
     key_value_heads = source.integer("num_key_value_heads", heads)
+    if source.family == "falcon" and not source.flag("new_decoder_architecture"):
+        return 1
     origin = "in config.json" if source.states("num_key_value_heads") else "(the default, config.json states none)"
     if source.family in (*PLAIN_HEADS, *LATENT_FAMILIES) and key_value_heads != heads:
         raise NoFormulasError(
@@ -647,6 +652,26 @@ def _dense_kinds(source: _Source) -> int:
     return number
 
 
+def _index_every(source: _Source) -> int:
+    """Return the period of the layers behind the dense ones of which the last picks keys (GLM-5.2); 1 if all pick them."""
+    layers, dense = source.integer("num_hidden_layers"), _dense_layers(source)
+    said = source.config.get("indexer_types")
+    if said is None:
+        every, first = source.integer("index_topk_freq", 1), source.integer("index_skip_topk_offset", 2)
+        said = ["shared" if layer >= first and (layer - first + 1) % every else "full" for layer in range(layers)]
+    if not isinstance(said, list | tuple) or "shared" not in said:
+        return 1
+    rest = list(said[dense:])
+    every = rest.index("full") + 1 if "full" in rest else layers
+    turns = [*["full"] * dense, *["full" if (layer + 1) % every == 0 else "shared" for layer in range(layers - dense)]]
+    if list(said) != turns or not dense:
+        raise NoFormulasError(
+            f"indexer_types={shown(said)} in config.json, or index_topk_freq with index_skip_topk_offset, has no formula: dense "
+            "layers are 'full', and behind them the last of each so many; `zeroplan profile --config` traces the model itself"
+        )
+    return every
+
+
 def _mla(source: _Source) -> MlaSpec | None:
     if source.family not in LATENT_FAMILIES:
         return None
@@ -658,4 +683,5 @@ def _mla(source: _Source) -> MlaSpec | None:
         qk_rope_head_dim=source.integer("qk_rope_head_dim"),
         v_head_dim=source.integer("v_head_dim"),
         **({name: source.integer(name) for name in INDEX_FIELDS} if indexed else {}),
+        index_every=_index_every(source) if source.family == "glm_moe_dsa" else 1,
     )

@@ -80,6 +80,8 @@ _SHORT = Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("w1", "w3", "w2"), 
 _MAMBA = Layers(others=("in_proj", "out_proj"))
 #: Nemotron 3's projections around its experts, where these have a latent.
 LATENT_OF_EXPERTS = ("fc1_latent_proj", "fc2_latent_proj")
+#: NeMo AutoModel's projection in front of a prediction's attention.
+JOINING = "eh_proj"
 #: Families whose linear layers have other names than Llama's. Experts and most routers are no linear layers in transformers 5.
 LAYERS_OF: Mapping[str, Layers] = {
     "phi3": Layers(("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),
@@ -90,8 +92,8 @@ LAYERS_OF: Mapping[str, Layers] = {
     "qwen3_next": Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")),
     "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
     "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
-    "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": _UNGATED._replace(others=(*_MAMBA.others, *LATENT_OF_EXPERTS)),
-    "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV,
+    "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": _UNGATED._replace(others=(*_MAMBA.others, *LATENT_OF_EXPERTS, JOINING)),
+    "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV, "falcon": _JOINT_QKV,
     "gpt2": Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
     "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
     "deepseek_v3": _LATENT, "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
@@ -107,20 +109,25 @@ ADAPTED_FAMILIES = (
     "phi", "granitemoe", "mixtral", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
-    "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom",
+    "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
 )  # fmt: skip
 #: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
     "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma2", "gemma3_text", "olmo2", "granite",
 )  # fmt: skip
+#: Families with experts that are modelled under FSDP1, too: with weights in four bits, and adapters of linear layers.
+ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 #: Families whose blocks with adapters are modelled in 16 bits or fp32 alone. Autocast, which then runs on 16-bit weights, widens
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
-    "llama4_text", "phi", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
-    "glm4_moe", "dots1", "jais2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom",
+    "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
+    "glm4_moe", "dots1", "jais2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
 )  # fmt: skip
-#: Families whose weights in few bits are not modelled: with an indexer, a trained activation function, or ``Conv1D`` (GPT-2).
-NOT_QUANTISED = ("deepseek_v32", "glm_moe_dsa", "apertus", "gpt2")
+#: Activation functions that autocast computes in fp32, a dtype that layers in few bits hand on.
+WIDENED = ("relu2", "gelu_new")
+#: Families whose weights in few bits are not modelled: with an indexer, a trained activation function, ``Conv1D`` (GPT-2), or
+#: linear layers of their own class, which transformers leaves as they are (Falcon).
+NOT_QUANTISED = ("deepseek_v32", "glm_moe_dsa", "apertus", "gpt2", "falcon")
 
 #: Families that run stacked experts by ``grouped_mm``, beside those whose names peft converts.
 STACKED = ("gpt_oss", "granitemoe", "qwen2_moe", "qwen3_5_moe_text", *CONVERTED)

@@ -17,7 +17,7 @@ Family = Literal[
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3",
-    "gpt_oss", "lfm2", "lfm2_moe", "apertus",
+    "gpt_oss", "lfm2", "lfm2_moe", "apertus", "falcon",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -91,6 +91,8 @@ class Traits(NamedTuple):
     """It has multi-head latent attention."""
     indexed: bool = False
     """An indexer, which gets no gradient, picks the keys of each query (DeepSeek's sparse attention)."""
+    masks_all: bool = False
+    """Every layer gets a mask for ``scaled_dot_product_attention``, whatever the batch."""
     sdpa: bool = True
     """transformers runs it with ``scaled_dot_product_attention`` (``_supports_sdpa``), else with eager attention."""
 
@@ -211,6 +213,7 @@ TRAITS: Mapping[str, Traits] = {
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
     "lfm2": Traits("lfm2", other_activations=False, pattern="C*", head_norms=True),
     "apertus": Traits("apertus", other_activations=False, head_norms=True),
+    "falcon": Traits("falcon", "gelu", masks_all=True),
     "lfm2_moe": Traits("lfm2", other_activations=False, pattern="C*cD", head_norms=True, experts="dispatched"),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)
@@ -234,6 +237,7 @@ UNROTATED = (*LEARNED_POSITIONS, "bloom")
 LINEAR_FAMILIES = families(lambda one: one.linear)
 PATTERNED = families(lambda one: one.pattern)
 LATENT_FAMILIES = families(lambda one: one.latent)
+MASKS_ALL = families(lambda one: one.masks_all or one.indexed)
 INDEXED_FAMILIES = families(lambda one: one.indexed)
 SHARED_EXPERTS = families(lambda one: one.shared_experts)
 #: Families whose shared expert has its own width.

@@ -107,6 +107,8 @@ def megatron_time(
     """Return the parts of a step; raises SpecError for BERT, T5, hybrid layers, FP8 of the job's recipe and Megatron-FSDP. [s]"""
     if recipe.megatron.pretrains != "gpt":
         raise SpecError(f"how long a step of megatron.pretrains={recipe.megatron.pretrains!r} takes is not modelled; use 'gpt'")
+    if model.adapter is not None:
+        raise SpecError("how long a step of adapters on Megatron-Core takes is not modelled; use engine 'fsdp2'")
     if recipe.zero_stage > 1:
         raise SpecError("how long a step of Megatron-FSDP takes is not modelled; use stage 1, the distributed optimizer")
     for name in ("hybrid_layer_pattern", "fp8_format", "optimizer_offload_fraction"):

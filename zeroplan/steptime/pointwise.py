@@ -20,9 +20,9 @@ from zeroplan.spec.recipe import StepKernels
 from zeroplan.transformer.parameters import Parameter
 
 #: Families with LayerNorm, which torch runs as one operator.
-LAYER_NORM = ("gpt2", "gpt_neox", "phi", "opt", "bloom", "starcoder2")
+LAYER_NORM = ("gpt2", "gpt_neox", "phi", "opt", "bloom", "starcoder2", "falcon")
 #: Families whose MLP has no gate.
-_PLAIN_MLP = ("gpt2", "gpt_neox", "phi", "opt", "bloom", "starcoder2", "nemotron_h")
+_PLAIN_MLP = ("gpt2", "gpt_neox", "phi", "opt", "bloom", "starcoder2", "nemotron_h", "falcon")
 #: Families with norms before and after attention and MLP.
 _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma4_text", "glm4")
 #: Activation functions that transformers writes out in Python.

@@ -120,7 +120,9 @@ def work(
     moved = Moved()
     for run in whole.runs:
         linear = of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks, sharing=tp)
-        one = pointwise.of_block(model, kernels, split, experts=plain_kind(model, run.kind) == "moe", fused=recipe.fused_parts)
+        one = pointwise.of_block(
+            model, kernels, split, experts=plain_kind(model, run.kind).startswith("moe"), fused=recipe.fused_parts
+        )
         one = one.and_of(multiplying(linear))
         if recipe.engine == "ddp" and model.adapter is None and widths(recipe.precision).name != "fp32":
             one = one.and_of(_CASTS)

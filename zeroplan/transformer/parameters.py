@@ -59,7 +59,10 @@ KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
 KINDS_OF_LETTERS = {
     "M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside, normed",
     "L": "local", "G": "global", "D": "dense", "C": "short", "c": "dense_short",
+    "a": "ahead", "e": "moe_ahead",
 }  # fmt: skip
+#: Kinds of layers with experts; ``ahead``: multi-token prediction.
+WITH_EXPERTS = ("moe", "moe_ahead")
 #: Kinds of layers with linear attention; ``beside``: attention and Mamba-2 side by side, the latter gated or normalised.
 WITH_STATES = ("linear", "beside", "beside, normed")
 
@@ -78,6 +81,19 @@ def kind_of_first(model: ModelSpec) -> str:
     if model.family in GLOBAL_LAYERS:
         return "local"
     return "dense" if model.moe is None or model.moe.num_dense_layers else "moe"
+
+
+#: Kinds of GLM-5.2's layers that pick no keys: the first above a layer that does, and the others.
+HANDED, SHARED = "moe, handed", "moe, shared"
+
+
+def kinds_by_indexer(model: ModelSpec) -> tuple[str, ...]:
+    """Return the kind of each layer of a model where several layers share picked keys; empty for others."""
+    if model.mla is None or model.mla.index_every == 1 or model.moe is None:
+        return ()
+    dense, every = model.moe.num_dense_layers, model.mla.index_every
+    turn = (HANDED, *(SHARED,) * (every - 2), "moe")
+    return tuple("dense" if layer < dense else turn[(layer - dense) % every] for layer in range(model.num_hidden_layers))
 
 
 def plain_kind(model: ModelSpec, kind: str) -> str:

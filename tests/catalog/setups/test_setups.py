@@ -233,6 +233,22 @@ def test_torchtitans_saved_configuration(read: Callable[..., Resolved]):
     assert read(saved | {"activation_checkpoint": full}, model=None).job.recipe.recompute == "full"
 
 
+@pytest.mark.parametrize(
+    ("optim", "optimizer"),
+    [
+        ("adamw_torch_8bit", "torchao-adamw-8bit"), ("ademamix", "ademamix-32bit"), ("ademamix_8bit", "ademamix-8bit"),
+        ("paged_ademamix_8bit", "paged-ademamix-8bit"), ("rmsprop_bnb", "rmsprop-32bit"), ("rmsprop_bnb_8bit", "rmsprop-8bit"),
+        ("schedule_free_radam", "schedule-free-adamw"), ("schedule_free_sgd", "schedule-free-sgd"),
+        ("stable_adamw", "stable-adamw"), ("galore_adamw", "galore"), ("apollo_adamw", "apollo"),
+    ],
+)  # fmt: skip
+def test_optimizers_of_other_packages(read: Callable[..., Resolved], optim: str, optimizer: str):
+    targets = {"optim_target_modules": [".*attn.*", ".*mlp.*"]} if optimizer in ("galore", "apollo") else {}
+    job, notes, *_ = read(TRAINER | {"optim": optim} | targets, gpus=1)
+    assert job.recipe.optimizer == optimizer
+    assert not any("optim_target_modules" in note for note in notes)
+
+
 def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
     job, *_ = read({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 64}, gpus=8)
     assert (job.recipe.engine, job.recipe.zero_stage, job.batch.micro_batch_size) == ("deepspeed", 3, 8)
@@ -296,7 +312,14 @@ def test_yaml_may_name_a_value_once(read: Callable[..., Resolved]):
         (TRAINER | {"use_cpu": True}, {}, "use_cpu=True changes memory in a way that is not modelled"),
         (TRAINER | {"fsdp": True, "fsdp_config": {"version": 1, "backward_prefetch": "soon"}}, {},
          "use backward_pre, backward_post or no_prefetch"),
-        (TRAINER | {"optim": "galore_adamw"}, {}, "optim='galore_adamw' changes memory"),
+        (TRAINER | {"optim": "galore_adafactor"}, {}, "optim='galore_adafactor' changes memory"),
+        (TRAINER | {"optim": "galore_adamw"}, {}, "optim_target_modules=None changes memory"),
+        (TRAINER | {"optim": "apollo_adamw", "optim_target_modules": ["attn"]}, {}, "name attn and mlp"),
+        (
+            TRAINER | {"optim": "galore_adamw", "optim_target_modules": ["attn", "mlp"], "optim_args": "rank=64"},
+            {},
+            "use rank=128",
+        ),
         (TRAINER | {"optim": 3}, {}, "optim=3 is not a text"),
         (TRAINER | {"fp16": True}, {}, "both bf16 and fp16"),
         (TRAINER | {"fsdp": True, "deepspeed": {"zero_optimization": {}}}, {}, "both fsdp and deepspeed"),

@@ -12,7 +12,7 @@ import pytest
 from tests.combined import BY_NIGHT
 from tests.simulated import simulate
 from zeroplan import Fsdp2Options, ModelSpec, estimate, job
-from zeroplan.spec.float8 import _FAMILIES
+from zeroplan.spec.float8 import FAMILIES
 
 if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
@@ -33,15 +33,17 @@ def _difference(asked: JobSpec) -> int:
     return measured.steady.peak.peak_bytes - (found.peak_bytes - sum(int(line.n_bytes) for line in found.workspaces))
 
 
+BIASED = ("llama", "qwen2", "glm")
 WINDOWED = ("gemma2", "gemma3_text", "olmo3")
 
 
-@pytest.mark.parametrize("family", _FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("recipe", "recompute"), [("tensorwise", "full"), ("rowwise", "none")])
 def test_the_peak_is_that_of_torchaos_own_layers(family: str, recipe: str, recompute: str) -> None:
     if (family, recompute) == ("gemma2", "full"):
         pytest.skip("recomputed layers with masks of two kinds count both, in float8 or not (docs/limits.md)")
-    model = replace(TINY, family=family, sliding_window=128 if family in WINDOWED else None)
+    biases = {"attention_bias": family in BIASED, "mlp_bias": family == "llama"}
+    model = replace(TINY, family=family, sliding_window=128 if family in WINDOWED else None, **biases)
     asked = job(
         model=model, gpus=2, stage=3, engine="fsdp2", seq_len=256, micro_batch=2, recompute=recompute, float8_recipe=recipe
     )

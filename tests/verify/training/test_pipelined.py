@@ -12,6 +12,8 @@ pytest.importorskip("torch")
 
 import torch
 
+from tests.transformer.tiny_configs import tiny_config
+from zeroplan.catalog.config import model_from_config
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.pipeline.halves_order import v_shaped, zero_bubble
 from zeroplan.engines.pipeline.order import interleaved
@@ -28,6 +30,8 @@ from zeroplan.verify.release import installed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from zeroplan.spec.recipe import Recompute
 
 pytestmark = pytest.mark.torch
 runs = pytest.mark.skipif(installed() == "2.15", reason="torch 2.15 has other schedules, which are refused")
@@ -133,6 +137,22 @@ def test_a_rank_with_tensor_parallel_stages_takes_what_the_estimate_says(case: C
         assert -_SMALL <= row.difference <= 0, row
     assert all(not row.difference for row in seen.collectives), seen.collectives
     assert {"all_gather", "reduce_scatter", "all_reduce", "send"} == {row.what for row in seen.collectives}
+
+
+@runs
+@pytest.mark.parametrize(("rank", "recompute", "too_high"), [(0, "none", 0), (1, "none", 0), (1, "full", 2)], ids=str)
+def test_a_rank_of_sparse_attention_takes_what_the_estimate_says(rank: int, recompute: Recompute, too_high: int) -> None:
+    """With recomputation a stage's first layer counts keys that no layer below picked, for each micro-batch."""
+    from tests.simulated import simulate
+
+    torch.set_num_threads(1)
+    model = replace(model_from_config(tiny_config("glm_moe_dsa")), num_hidden_layers=8)
+    job = _job(Case(rank, {"zero_stage": 3, "precision": "bf16", "recompute": recompute}, micro_batches=2))
+    seen = compare_with_estimate(simulate(replace(job, model=model), rank=2 * rank))
+    keys = 4 * model.mla.index_topk * 2 * 32  # type: ignore[union-attr]  # of a micro-batch
+    for row in (*seen.phases, seen.peak, seen.held):
+        assert -_SMALL <= row.difference <= too_high * keys, row
+    assert all(not row.difference for row in seen.collectives), seen.collectives
 
 
 _SHARED = [

@@ -271,5 +271,10 @@ class Runtime:
         self.memory.drop("copied or reduced", "waiting gradients")
         if unit.parts.last and not self.plan.of_torch_2_15:
             self.memory.pass_by(*self._once(lines.reduced, group), lines.still_named(self.plan, unit.parts.last))
+        if (
+            self.plan.recipe.fsdp2.step_in_backward
+        ):  # hooks run inside foreach_reduce; only units of blocks name no last parameter
+            stepping = self.plan.stepping(in_block=not unit.parts.last)
+            self.memory.pass_by(*self._once(lines.reduced, group), lines.still_named(self.plan, unit.parts.last), *stepping)
         if group.are_experts:
             self.memory.put("shard of the experts", *self._once(lines.fresh_shard, group))

@@ -32,8 +32,9 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
     """
     reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
     calls = list(_outside(plan, mesh, batch.grad_accum_steps, reductions))
-    for *groups, run, one in zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True):
-        name, backward = f"{run.words} blocks", run.layers if one.points else 1  # the uppermost block that no gradient reaches
+    uppermost = max((at for at, one in enumerate(plan.passes) if not one.points), default=None)  # run that no gradient reaches
+    for at, (*groups, run, one) in enumerate(zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True)):
+        name, backward = f"{run.words} blocks", run.layers if one.points else int(at == uppermost)
         if groups[0].experts is not None:
             from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  keeps start-up fast
 

@@ -7,8 +7,11 @@ from zeroplan.ledger import Line
 from zeroplan.numeric import ceil_div
 from zeroplan.spec.described import Job
 from zeroplan.transformer.megatron import ROUTED
+from zeroplan.transformer.params import is_frozen
 
 DISPATCHER = "Megatron-LM 2026-08, megatron/core/transformer/moe/token_dispatcher.py, dispatch_preprocess"
+LEAF = "mcore-bridge 1.6.5, model/gpt_model.py, GPTModel._preprocess"
+_EMBEDDED = "the frozen embedding's output and its gradient, until layers with experts run again"
 _GRAPHS = "inputs of layers with experts and their gradients, until these run again"
 
 
@@ -20,7 +23,14 @@ def left_by_schedule(rank: Rank, job: Job) -> dict[str, tuple[Line, ...]]:
 def left_by_graphs(rank: Rank, job: Job) -> dict[str, tuple[Line, ...]]:
     """Return the lines of the hidden states that dispatchers' graphs keep, by the names of :class:`Behind`. [bytes]"""
     counts = behind_by(rank, job)._asdict()
-    return lines_of(counts, "J", _GRAPHS, DISPATCHER, own_state(job))
+    found = lines_of(counts, "J", _GRAPHS, DISPATCHER, own_state(job))
+    if rank.at or job.model.moe is None or job.recipe.recompute == "full" or not is_frozen(job.model, "embedding"):
+        return found
+    own = own_state(job)
+    embedded = lines_of({"forward": 2, "step": 2}, "", _EMBEDDED, LEAF, own)
+    for when, (line,) in embedded.items():
+        found[when] = (*found[when], line._replace(formula=f"2·{own[1]}"))
+    return found
 
 
 def left_by(rank: Rank, job: Job) -> Left:

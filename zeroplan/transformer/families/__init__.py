@@ -11,8 +11,8 @@ Start with the file of your family; its docstring and program follow transformer
 - ``llama4.py``: Llama 4. ``hunyuan_moe.py``: Hunyuan-A13B. ``ernie4_5.py``: ERNIE 4.5, dense and with experts.
 - ``cohere.py``: Command R and Command A. ``deepseek.py``: DeepSeek-V2 and V3, Mistral 4. ``torchtitan.py``: torchtitan's own
   Llama 3.
-- ``phi.py``, ``phi3.py``, ``starcoder2.py``, ``gpt2.py``, ``gpt_neox.py``, ``opt.py``, ``bloom.py``, ``gpt_oss.py``: one family
-  each.
+- ``phi.py``, ``phi3.py``, ``starcoder2.py``, ``gpt2.py``, ``gpt_neox.py``, ``opt.py``, ``bloom.py``, ``gpt_oss.py``, ``falcon.py``:
+  one family each.
 
 The families share ``decoder.py`` (layer, attention, MLPs), ``attention.py`` (kernels), ``experts.py``, ``activation.py`` and
 ``operators.py`` (what each operator allocates and saves). ``sharded.py``, ``ring.py`` and ``frozen.py`` replace some operators

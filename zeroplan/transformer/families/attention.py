@@ -21,6 +21,7 @@ SDPA = "transformers 5.23, integrations/sdpa_attention.py, sdpa_attention_forwar
 FLASH_2 = "transformers 4.45.2, models/mistral/modeling_mistral.py, MistralFlashAttention2.forward"
 EAGER = "transformers 5.23, models/llama/modeling_llama.py, eager_attention_forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
+FALCON = "transformers 5.23, models/falcon/modeling_falcon.py, FalconAttention.forward"
 LLAMA_4 = "transformers 5.23, models/llama4/modeling_llama4.py, eager_attention_forward"
 SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
 CHOICE = "torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention"
@@ -207,6 +208,24 @@ def with_mask(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     return Attended(made)
 
 
+def with_numbers(tape: Tape, heads: Heads, *, size: HeadSize, keys: Size = s) -> Attended:
+    """Run the memory-efficient kernel with a mask in numbers of the weights' dtype, which the model makes once (Llama 3.2 Vision).
+
+    ``keys``: of a sequence. A layer copies the mask if autocast casts it, or to fill up rows of other than 16 elements.
+    """
+    operands = _cast_heads(tape, heads.query, heads.key, heads.value)
+    filled, unfilled, rest = 16 * e * b * s * ceil(keys, 16), e * b * s * keys, at_most(1, 16 * ceil(keys, 16) - keys)
+    cast_too = tape.is_wide(r) and not tape.is_wide(e)
+    if cast_too:
+        before = tape.make(TEMPORARY, "mask in numbers, cast, its rows not yet filled up", unfilled * rest, SDPA)
+    mask = tape.make(TENSOR, "mask in numbers, rows of 16", filled if cast_too else filled * rest, SDPA)
+    if cast_too:
+        tape.drop(before)
+    made = _kernel(tape, heads, operands, _scratch(tape, size), mask, padded=True, twice=heads.joined)
+    tape.drop(mask)
+    return Attended(made)
+
+
 Scratch = tuple[str, Size, str]
 """Reason, size and source of the workspace of a kernel's backward."""
 
@@ -339,12 +358,13 @@ def eager(
     return Attended(context, weights)
 
 
-def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False) -> Attended:
+def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False, broadcast: bool = False) -> Attended:
     """Run torch's attention in fp32 operators, for heads that no kernel supports. ``has_mask``: the model passes a boolean mask.
 
     On CUDA these are grouped heads in fp32, before compute capability 8.0 also heads in bf16 and grouped heads in fp16, on a CPU
     heads of two sizes in any dtype. It multiplies queries, and keys repeated for each query head, by the root of the scale.
-    Leaves out the temporaries of ``_safe_softmax``.
+    ``broadcast``: both products broadcast a single key/value head to all query heads. Leaves out the temporaries of
+    ``_safe_softmax``.
     """
     names = ("queries", "keys", "values")
     copies, operands = Copies([], []), _cast_heads(tape, heads.query, heads.key, heads.value)
@@ -357,10 +377,14 @@ def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False) -> Attended:
         by_key = [_cloned(tape, one, name) for name, one in zip(names[1:], by_key, strict=True)]
     key = _multiplied(tape, by_key[0], "keys, repeated and scaled" if heads.grouped else "keys, scaled")
     in_order = heads.grouped or heads.repeated
+    spread = partial(_broadcast, tape) if broadcast else lambda one, _name: one
     factors_of_scores = (
         _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4),
-        _operand(tape, key, copies, Site("keys", MATH), contiguous=in_order or heads.joined, dtype=4),
-    )
+        _operand(
+            tape, spread(key, "keys"), copies, Site("keys", MATH), contiguous=in_order or heads.joined, dtype=4,
+            copied_for_several=broadcast,
+        ),
+    )  # fmt: skip
     scores = _product(tape, factors_of_scores, copies, "scores", a * T * s, MATH)
     tape.release(key)
     with_mask = masked(tape, scores, Site("attention: scores", MATH))
@@ -372,8 +396,9 @@ def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False) -> Attended:
     )
     beside_keys = heads.joint and by_key[1].store is heads.value.store
     value = _operand(
-        tape, by_key[1], copies, Site("values", MATH), contiguous=in_order, copied_for_several=beside_keys, dtype=4
-    )
+        tape, spread(by_key[1], "values"), copies, Site("values", MATH), contiguous=in_order, dtype=4,
+        copied_for_several=beside_keys or broadcast,
+    )  # fmt: skip
     made = _product(tape, ((weights, (weights,)), value), copies, "attention output, head by head", T * c, MATH)
     narrow = cast(tape, made, e, Site("attention output, head by head", MATH))
     tape.release(made, weights, *(by_key if heads.grouped else ()), query, *bare, *operands)
@@ -443,12 +468,35 @@ def _of_copied_values(tape: Tape, weights: Value, value: Value) -> Value:
     return in_order_of_tokens(tape, made, "attention output")
 
 
+def of_broadcast_keys(tape: Tape, heads: Heads) -> Attended:
+    """Run Falcon's eager attention. Its products broadcast a single key/value head to all query heads.
+
+    The scores are scaled in place. Their variable lives until it holds the softmax, which has the residual stream's dtype.
+    """
+    copies = Copies([], [])
+    query = _operand(tape, heads.query, copies, Site("queries", FALCON), contiguous=False)
+    key = _broadcast_operand(tape, heads, heads.key, "keys", copies)
+    scores = _product(tape, (query, key), copies, "scores", a * T * s, FALCON, of="gradients of queries and keys")
+    scaled = Value(scores.store, scores.dtype, scores.shape)
+    tape.add("attention: scores, scaled", (scaled,), (), makes("gradient of the scores", FALCON, scores), of=(scores,))
+    with_mask = masked(tape, scaled, Site("attention: scores", FALCON))
+    wide = cast(tape, with_mask, r, Site("masked scores", FALCON))
+    tape.release(with_mask)
+    weights = op.pointwise(tape, wide, "softmax of the scores", Site("attention: softmax", FALCON), saves_result=True)
+    tape.release(wide, scores)
+    by_token = _operand(tape, weights, copies, Site("softmax of the scores", FALCON), contiguous=True)
+    by_head = _broadcast_operand(tape, heads, heads.value, "values", copies)
+    made = _product(tape, (by_token, by_head), copies, "attention output, head by head", T * c, FALCON)
+    return Attended(in_order_of_tokens(tape, made, "attention output"), weights)
+
+
 #: Families whose eager attention differs from Llama's.
 EAGER_OF: dict[str, Attend] = {
     "gemma2": partial(eager, capped=True),
     "gpt_oss": partial(eager, source=SINKS, sinks=True),
     "gpt2": of_one_tensor,
     "llama4_text": partial(eager, source=LLAMA_4, narrow=True),
+    "falcon": of_broadcast_keys,
 }
 
 
@@ -463,8 +511,20 @@ def _repeat(tape: Tape, value: Value, heads: Heads, name: str, source: str) -> V
     reason, of = f"{name}, repeated for each query head", f"gradient of the {name}"
     if not heads.one_key:
         return run(tape, value, reason, Site(reason, source), shape=T * q, gradient=of)
+    return _view_for_each(tape, value, name, source)
+
+
+def _broadcast(tape: Tape, value: Value, name: str) -> Value:
+    """Return a product's view of a single key/value head for every query head; no variable holds it."""
+    made = _view_for_each(tape, value, name, MATH)
+    tape.drop(made.store)
+    return made
+
+
+def _view_for_each(tape: Tape, value: Value, name: str, source: str) -> Value:
+    """Return a view of a single key/value head for every query head, whose gradients the backward sums."""
     made = Value(tape.hold(value.store), value.dtype, T * q)
-    tape.add(reason, (made,), (), makes(of, source, value), of=(value,))
+    tape.add(f"{name}, repeated for each query head", (made,), (), makes(f"gradient of the {name}", source, value), of=(value,))
     return made
 
 
@@ -549,6 +609,18 @@ def _scores(tape: Tape, operands: tuple[Factor, Factor], copies: Copies, site: S
     with_mask = masked(tape, factor, site)
     tape.release(factor)
     return with_mask
+
+
+def _broadcast_operand(tape: Tape, heads: Heads, value: Value, name: str, copies: Copies) -> Factor:
+    """Return keys or values as a factor. A single head is first cast, then broadcast."""
+    if not heads.one_key:
+        return _operand(tape, value, copies, Site(name, FALCON), contiguous=False)
+    narrow = cast(tape, value, e, Site(name, FALCON))
+    made = _operand(
+        tape, _broadcast(tape, narrow, name), copies, Site(name, FALCON), contiguous=True, copied_for_several=True
+    )  # fmt: skip
+    copies.own.extend(one for one in (narrow.store, narrow.store.twin) if one is not None)
+    return made
 
 
 def masked(tape: Tape, value: Value, site: Site) -> Value:

@@ -309,18 +309,18 @@ def ungated_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
 
 def two_layer_mlp(
     tape: Tape, normal: Value, block: Block, source: str, *, addmm: bool = False, frees_input: bool = False,
-    layers: tuple[str, str] = ("", ""),
+    layers: tuple[str, str] = ("", ""), bias: bool = True,
 ) -> Value:  # fmt: skip
     """Return ``second(act(first(x)))``. Autograd saves x, first(x) if the activation reads it, and the second layer's input.
 
     ``layers``: the names of both linear layers.
     """
-    inner = op.linear(tape, normal, f, Site("first MLP projection", source, layer=layers[0]), bias=True, addmm=addmm)
+    inner = op.linear(tape, normal, f, Site("first MLP projection", source, layer=layers[0]), bias=bias, addmm=addmm)
     if frees_input:
         tape.release(normal)
     active = activated(tape, inner, block.activation, "activation, input of the second projection", source)
     tape.release(inner)
     site = Site("second MLP projection", source, layer=layers[1])
-    made = op.linear(tape, active, h, site, reads=f, bias=True, addmm=addmm)
+    made = op.linear(tape, active, h, site, reads=f, bias=bias, addmm=addmm)
     tape.release(active)
     return made

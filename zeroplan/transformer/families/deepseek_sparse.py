@@ -22,7 +22,7 @@ from zeroplan.transformer.families.deepseek import (
 from zeroplan.transformer.families.definition import Block, Definition, Program, Tables, before_and_after, gated_modules
 from zeroplan.transformer.families.operators import TEMPORARY
 from zeroplan.transformer.families.tape import Store, Tape, Value, Width
-from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.parameters import HANDED, SHARED, BlockRun, Layout, kinds_by_indexer
 from zeroplan.transformer.params_gated import with_experts
 from zeroplan.transformer.params_modules import Parameters, layer_norm, linear
 from zeroplan.transformer.symbols import L, T, Y, b, e, h, j, o, o_2, r, s, u
@@ -70,12 +70,18 @@ class Untracked:
 
 
 def _glm(tape: Tape, given: Value, block: Block) -> Value:
-    """Run one layer of GLM-5. It gets the keys that the layer below picked, which it does not read, and returns its own."""
-    below = tape.make(op.TENSOR, "keys picked by the block below", 4 * T * Y, f"{GLM}, GlmMoeDsaModel.forward")
-    tape.history.input_copies.append(below)
+    """Run one layer of GLM-5. It gets the keys that a layer below picked, and returns its own, or in GLM-5.2 perhaps the same.
+
+    Checkpoints of several layers that get the same keys keep them once.
+    """
+    below = list[Store]()
+    if not block.keys_kept_below or (tape.saving and not tape.recomputed):
+        below.append(tape.make(op.TENSOR, "keys picked by the block below", 4 * T * Y, f"{GLM}, GlmMoeDsaModel.forward"))
+    if not block.keys_kept_below:
+        tape.history.input_copies += below
     handed = list[Store]()
     made = _layer(f"{GLM}, GlmMoeDsaDecoderLayer.forward", handed).run(tape, given, block)
-    tape.drop(*handed)
+    tape.drop(*handed, *(below if block.keys_kept_below else ()))
     return made
 
 
@@ -87,10 +93,10 @@ def _layer(source: str, handed: list[Store] | None = None) -> Layer:
 def _choose(
     tape: Tape, normal: Value, compressed: Value, block: Block, *, handed: list[Store] | None
 ) -> tuple[Store, ...]:  # fmt: skip
-    """Run the indexer, and make attention's mask from the keys that it picks."""
-    picked = _indexer(tape, normal, compressed, block)
+    """Run the indexer, and make attention's mask from the keys that it picks, or that a layer below has picked."""
+    picked = () if block.borrows_keys else (_indexer(tape, normal, compressed, block),)
     if handed is not None:
-        handed.append(tape.hold(picked))
+        handed += [tape.hold(one) for one in picked]
     run = Untracked(tape, MASK)
     indices = run.make("keys picked, int64", 8 * T * Y)
     ones = run.make("ones", b * s * s)
@@ -99,7 +105,7 @@ def _choose(
         mask = run.make("mask of the picked keys", r * b * s * s)
     else:
         mask = run.after("mask of the picked keys", b * s * s, run.make("which keys are picked", b * s * s))
-    return picked, unpicked, mask
+    return *picked, unpicked, mask
 
 
 def _indexer(tape: Tape, normal: Value, compressed: Value, block: Block) -> Store:
@@ -177,8 +183,15 @@ def _weights(run: Untracked, normal: Value) -> Store:
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    """Return the parameters. Those of the indexer count as frozen."""
-    return with_experts(model, (*attention_parameters(model), *_indexer_parameters(model)), partial(routed_and_shared, model))
+    """Return the parameters. Those of the indexer count as frozen; in GLM-5.2 not every layer has one."""
+    bare, routed = attention_parameters(model), partial(routed_and_shared, model)
+    made, kinds = with_experts(model, (*bare, *_indexer_parameters(model)), routed), kinds_by_indexer(model)
+    if not kinds:
+        return made
+    of_kinds = {run.kind: run.parameters for run in made.runs}
+    of_kinds |= dict.fromkeys((HANDED, SHARED), with_experts(model, bare, routed).runs[-1].parameters)
+    in_order = sorted(set(kinds), key=kinds[::-1].index, reverse=True)
+    return made._replace(runs=tuple([BlockRun(kind, kinds.count(kind), of_kinds[kind]) for kind in in_order]))
 
 
 def _indexer_parameters(model: ModelSpec) -> Parameters:
@@ -206,9 +219,9 @@ _CONFIG = CONFIG._replace(
 )
 _GLM = _CONFIG._replace(
     defaults={**_CONFIG.defaults, "max_position_embeddings": 202752, "num_key_value_heads": 64},
-    only={**_CONFIG.only, "index_topk_freq": (1,), "index_topk_pattern": ()},
-    read=(*_CONFIG.read, "indexer_types"),
-    harmless={**_CONFIG.harmless, "read where index_topk_freq is another": ("index_skip_topk_offset",)},
+    only={**_CONFIG.only, "index_topk_pattern": (), "indexer_rope_interleave": (True,)},
+    read=(*_CONFIG.read, "indexer_types", "index_topk_freq", "index_skip_topk_offset"),
+    harmless={**_CONFIG.harmless, "read by no class of transformers": ("index_share_for_mtp_iteration", "moe_router_dtype")},
 )
 _SPARSE = Definition(
     layer(_layer(f"{V32}, DeepseekV32DecoderLayer.forward")), _tensors, _CONFIG,

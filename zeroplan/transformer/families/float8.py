@@ -36,8 +36,6 @@ def mode_of(recipe: str) -> Mode:
 def _linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, by_rows: bool, gathered: bool
 ) -> Value:  # fmt: skip
-    if bias:
-        raise AssertionError("layers with a bias are refused")
     name, matrix, inputs, outputs = site.name, reads * width, T * reads, T * width
     given = op.cast(tape, value, e, Site(f"input of the {name}", site.source))
     factors = _in_float8(tape, f"input of the {name}", inputs, T if by_rows else None)
@@ -68,6 +66,19 @@ def _linear(
     read = Beside(f"weight of the {name}", matrix if gathered else e * matrix, strided=True)
     tape.add(name, (made,), (given,), backward, of=None, place=site.place, beside=(read,))
     tape.release(given)
+    return _plus_bias(tape, made, width, site) if bias else made
+
+
+def _plus_bias(tape: Tape, product: Value, width: Size, site: Site) -> Value:
+    """Add the bias to a product in a tensor of its own, as torchao's layer does."""
+    made = op.tensor(tape, f"output of the {site.name}, with its bias", e, product.shape, LAYER, Tag(Role.OUTPUT, site.module))
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.weight_gradient(width)
+        return [op.through(product, taken[0])]
+
+    tape.add(f"{site.name}: bias", (made,), (), backward, of=None)
+    tape.release(product)
     return made
 
 

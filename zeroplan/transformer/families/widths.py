@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import GLOBAL_LAYERS, INDEXED_FAMILIES, WITHOUT_SDPA, is_global
+from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, WITHOUT_SDPA, is_global
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import EVEN, Attention
@@ -114,7 +114,7 @@ def is_masked(model: ModelSpec, x: Widths, kind: str = "") -> Bool:
     Some older releases make one for all layers. Eager attention always has a mask.
     Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``.
     """
-    if x.attention == "sdpa" and (model.family in INDEXED_FAMILIES or x.padded or x.release.masks_all or masks_images(model)):
+    if x.attention == "sdpa" and (model.family in MASKS_ALL or x.padded or x.release.masks_all or masks_images(model)):
         return True
     if x.attention != "sdpa" or model.sliding_window is None or kind == "global":
         return False
@@ -224,11 +224,20 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     values = {
         **quantities(x, model.intermediate_size, model.moe, model.mla, model.linear),
         "V": model.head_rows or model.vocab_size,
+        **_image_states(model, x),
     }
     if ranks == 1:
         return values
     shares = {f"{name}/p": values[name] // ranks for name in ("T", "z", *SPLIT)}
     return {**values, **shares, "k/p/d": x.key // ranks // x.head_dim, "X_r": pairs_that_come(x, model.moe, ranks)}
+
+
+def _image_states(model: ModelSpec, x: Widths) -> dict[str, Int]:
+    """Return the tokens of images to which layers attend: of all sequences, and of one."""
+    if model.vision is None or not model.vision.cross_layers:
+        return {}
+    each = model.vision.images * model.vision.image_states
+    return {"T_x": x.micro_batch * each, "s_x": each}
 
 
 def pairs_that_come(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:

@@ -23,7 +23,8 @@ from zeroplan.spec.family import (
 )
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Attention, RecipeSpec
+from zeroplan.spec.recipe import ROUNDING, Attention, RecipeSpec
+from zeroplan.transformer.parameters import HANDED, SHARED, kinds_by_indexer
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.training.recomputation import checkpoint_options
 
@@ -52,8 +53,8 @@ def _fields(spec: ModelSpec) -> dict[str, object]:
     fields: dict[str, object] = {name: getattr(spec, name) for name in _SIZES}
     if spec.family not in PLAIN_HEADS:
         fields |= {"num_key_value_heads": spec.num_key_value_heads}
-        fields |= {} if spec.mla is not None else {"head_dim": spec.head_dim}
-    if spec.family not in ("gpt2", "bloom"):
+        fields |= {} if spec.mla is not None or spec.family == "falcon" else {"head_dim": spec.head_dim}
+    if spec.family not in ("gpt2", "bloom", "falcon"):
         fields |= {"attention_bias": spec.attention_bias, "mlp_bias": spec.mlp_bias}
     if spec.moe is not None:
         fields |= {"num_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.num_experts_per_tok}
@@ -82,6 +83,8 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
         made["use_parallel_residual"] = spec.parallel_residual
     if spec.family == "exaone4" and spec.sliding_window is None:
         made["layer_types"] = ["full_attention"] * spec.num_hidden_layers  # the class cannot derive them
+    if spec.family == "falcon":
+        made["new_decoder_architecture"] = spec.num_key_value_heads > 1
     if spec.family == "phi":
         made["partial_rotary_factor"] = TRAITS["phi"].turned_width / spec.head_dim
     if spec.family == "minimax_m2":
@@ -150,9 +153,10 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
     grouped = spec.family == "deepseek_v3" and spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
     index = INDEX_FIELDS if spec.family in INDEXED_FAMILIES else ()
     latent = () if spec.mla is None else ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS, *index)
-    keys = config_keys(spec.family).keys
+    keys, kinds = config_keys(spec.family).keys, kinds_by_indexer(spec)
     return {
         **{name: getattr(spec.mla, name) for name in latent},
+        **({"indexer_types": ["shared" if kind in (HANDED, SHARED) else "full" for kind in kinds]} if kinds else {}),
         "norm_topk_prob": True,
         keys["num_shared_experts"][0]: spec.moe.num_shared_experts,
         keys["num_dense_layers"][0]: spec.moe.num_dense_layers,
@@ -164,6 +168,8 @@ def layer_period(spec: ModelSpec) -> int:
     """The number of layers after which the kinds of attention repeat; dense first layers do not count."""
     from transformers import AutoConfig  # noqa: PLC0415
 
+    if spec.mla is not None and spec.mla.index_every > 1:
+        return spec.mla.index_every
     kinds = list(getattr(AutoConfig.for_model(**config(spec)), "layer_types", None) or [])  # type: ignore[arg-type]
     return next((n for n in range(1, len(kinds)) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False))), 1)
 
@@ -191,15 +197,16 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
         for block in () if recipe.recompute_layers is None else find_blocks(model)[recipe.recompute_layers :]:
             block.gradient_checkpointing = False  # type: ignore[assignment]  # a GradientCheckpointingLayer
-    if "int4-qat" in recipe.fused_parts:
+    for name in [one for one in ROUNDING if one in recipe.fused_parts]:
         from zeroplan.verify.training.fake_quantised import round_layers  # noqa: PLC0415  few jobs have it
 
-        round_layers(model, spec, dtype)
+        round_layers(model, spec, dtype, name)
     if spec.adapter is not None:
         from zeroplan.verify.training.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 
-        model = with_adapters(model, spec.adapter, recipe, family=spec.family, device=device)
-    if spec.vision is not None:
+        without = () if spec.vision is None else vision.without_adapters(model, spec.vision)
+        model = with_adapters(model, spec.adapter, recipe, family=spec.family, device=device, without=without)
+    if spec.vision is not None and spec.adapter is None:
         vision.freeze_tower(model, spec.vision)
     if recipe.keep_logits == "fp32":
         model.register_forward_hook(_upcast)

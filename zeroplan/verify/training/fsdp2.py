@@ -23,7 +23,7 @@ from zeroplan.verify.training.adapters import unwrapped
 from zeroplan.verify.training.engine import COMPUTE, Engine, Requesting, all_labelled
 from zeroplan.verify.training.experts import ExpertMeshes, disable_gradient_division, placement
 from zeroplan.verify.training.modules import last_norm
-from zeroplan.verify.training.optimizers import make_optimizer, trained
+from zeroplan.verify.training.optimizers import make_optimizer, stepping_in_backward, trained
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
@@ -41,7 +41,11 @@ class Fsdp2(Engine):
         if next(work.module.parameters()).is_meta:
             allocate(work.module, "cpu" if recipe.fsdp2.cpu_offload else mesh.device_type)
         self._work, self._recipe = work, recipe
-        self.optimizer = make_optimizer(trained(work.module), recipe, work.blocks)
+        parameters = trained(work.module)
+        if recipe.fsdp2.step_in_backward:
+            self.optimizer = stepping_in_backward(parameters, recipe)
+        else:
+            self.optimizer = make_optimizer(parameters, recipe, work.blocks)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; FSDP2 reduces gradients in the step's last one, or in all if the recipe says so."""
