@@ -36,6 +36,7 @@ def adapted(*, layers: int = 2, local: bool = True, **said: object) -> JobSpec:
 @pytest.mark.torch
 @pytest.mark.parametrize("said", [
     {"model": "llama-2-7b", "gpus": 2},
+    {"model": "llama-2-7b", "gpus": 2, "grad_accum": 2},
     {"model": "llama-2-7b", "gpus": 2, "lora_dropout": False, "recompute": "full"},
     {"model": "llama-2-7b", "gpus": 4, "tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
     {"model": "qwen3-0.6b", "gpus": 4, "tensor_parallel": 2, "lora_targets": "attention"},
@@ -52,6 +53,18 @@ def test_peaks_held_bytes_and_traffic_are_those_of_a_run(said: dict[str, object]
 
 def _of(lines: tuple[Line, ...], kind: Kind) -> int:
     return sum(int(line.n_bytes) for line in lines if line.kind is kind)
+
+
+@needs_megatron
+@pytest.mark.torch
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("more", [{}, {"recompute": "full", "modules_to_save": "embed_tokens,lm_head"}])
+def test_both_ends_of_a_pipeline_are_those_of_a_run(*, rank: int, more: dict[str, object]) -> None:
+    split = {"gpus": 4, "pipeline_parallel": 2, "grad_accum": 4, "layers": 4}
+    one = megatron.matrix.measured(adapted(model="llama-2-7b", **split, **more), silent_after=300, rank=rank)
+    assert isinstance(one, Measurement), one
+    beyond = compare_with_estimate(one).beyond(0.001)
+    assert not beyond, [f"{row.what} {row.error:+.3%}" for row in beyond]
 
 
 def test_only_adapters_have_gradients_and_states() -> None:

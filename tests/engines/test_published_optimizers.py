@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.engines.columns import Columns, assert_is_its_points
+from tests.formulas import assert_explained
 from zeroplan import SpecError, estimate, job
+from zeroplan.engines.deepspeed import account
 from zeroplan.engines.optimizers import LocalTensor, managed_lines, state_lines, step_temporary_lines
 from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.ledger import total_bytes
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import DeepSpeedOptions
 
 if TYPE_CHECKING:
@@ -160,6 +165,10 @@ def test_torchao_quantises_whole_sub_groups_under_deepspeed() -> None:
     assert found == [103_712, 35_328]
     asked = {"model": "smollm2-135m", "gpus": 2, "seq_len": 64, "engine": "deepspeed", "optimizer": "torchao-adamw-8bit"}
     sizes = (DeepSpeedOptions(sub_group_size=size) for size in (2**22, 2**40))
+    points = [(MeshSpec(dp_shard=ranks), BatchSpec(seq_len=64)) for ranks in (2, 3, 4)]
+    whole, one = Columns(points), job(**asked, stage=3, deepspeed=DeepSpeedOptions(sub_group_size=2**22))  # type: ignore[arg-type]
+    column = account(one.model, one.recipe, whole, whole)  # type: ignore[arg-type]
+    assert_is_its_points(column, [account(one.model, one.recipe, *point) for point in points])
     small, large = (estimate(job(**asked, stage=3, deepspeed=one)).states for one in sizes)  # type: ignore[arg-type]
     assert total_bytes(small) < total_bytes(large)  # 256 divides some of the small sub-groups
 
@@ -188,7 +197,7 @@ def test_every_engine_answers_or_refuses_in_one_line(optimizer: Optimizer) -> No
         fails = engine == "fsdp2" and (optimizer, "fused") in RAISES_ON_DTENSORS
         asked = {"model": "smollm2-135m", "gpus": 2, "stage": {"ddp": 0, "megatron": 1}.get(engine, 3), "seq_len": 64}
         if engine in PUBLISHED[optimizer].engines and not fails:
-            assert estimate(job(**asked, engine=engine, optimizer=optimizer)).peak_bytes > 0
+            assert_explained(estimate(job(**asked, engine=engine, optimizer=optimizer)))
             continue
         with pytest.raises(SpecError, match=f"{optimizer}.*; use ") as refused:
             estimate(job(**asked, engine=engine, optimizer=optimizer))

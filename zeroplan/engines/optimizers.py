@@ -118,6 +118,7 @@ _COUNTS: dict[str, str] = {
     "U_256": "blocks of 256 elements in the tensors whose states are quantised",
     "U_32": "blocks of 32 elements in the tensors whose states are quantised",
     "U_128": "blocks of 128 elements in the tensors whose states are quantised",
+    "U_h": "elements of 16-bit weights that the optimizer corrects",
     "U_k": "tensors whose states are quantised",
     "U_l": "elements of the tensors too small for managed memory, and quantised if any states are",
     "U_p": "elements of the tensors whose states are in managed memory",

@@ -307,7 +307,7 @@ _FLASH_BLOCK = 32  # quantize, group_size
 
 def _only_narrow(states: Held) -> Held:
     """Return a state that fp32 tensors do not have."""
-    return states._replace(units=lambda _: 0, narrow=states.units)
+    return states._replace(symbol="U_h", units=lambda _: 0, narrow=states.units)
 
 
 def _flash(correction: int) -> Published:

@@ -625,9 +625,11 @@ class JobSpec(Spec):
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""
         recipe, quantised = self.recipe, self.model.is_quantised
+        if self.model.stacked.grouped:
+            self._check_grouped_adapters()
         if recipe.engine == "megatron":  # which has rules of its own
             return
-        if SENDING & set(recipe.fused_parts) and any(self.model.stacked):
+        if SENDING & set(recipe.fused_parts) and any(self.model.stacked) and not self.model.stacked.grouped:
             raise SpecError("adapters of experts with NeMo AutoModel's experts are not modelled; use --lora-targets attention")
         cases = (
             (recipe.engine == "paper" and "engine 'paper'", "engine 'ddp', 'fsdp2' or 'deepspeed'"),
@@ -636,6 +638,7 @@ class JobSpec(Spec):
             *_in_the_family(self.model, adapter, recipe),
             (
                 any(self.model.stacked)
+                and not self.model.stacked.grouped
                 and self.mesh.model_ranks * self.mesh.ep > 1
                 and "adapters of all experts of a layer on ranks that split the model",
                 "data-parallel ranks",
@@ -655,6 +658,22 @@ class JobSpec(Spec):
             ),
         )
         refuse("LoRA with", cases, says="is not modelled yet")
+
+    def _check_grouped_adapters(self) -> None:
+        """Raise SpecError for jobs with which NeMo AutoModel's adapters of experts are not modelled."""
+        recipe, mesh = self.recipe, self.mesh
+        shared = mesh.ep > 1 and mesh.dp_shard > mesh.ep
+        own = bool(SENDING & set(recipe.fused_parts))
+        refuse("NeMo AutoModel's adapters of experts with", (
+            (not own and "other experts than its own", "fused_kernels grouped-experts, or experts_rank 0"),
+            (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (recipe.precision != "bf16" and f"precision {recipe.precision!r}", "'bf16'"),
+            (mesh.ep == 1 and mesh.dp_shard > 1 and "experts that all ranks shard", "ep with as many ranks"),
+            (shared and f"ep={mesh.ep} below the {mesh.dp_shard} ranks", "as many"),
+            (mesh.tp * mesh.cp > 1 and "tp or cp", "tp=1 and cp=1"),
+            (self.model.is_quantised and "quantised weights", "none"),
+            ("looped-experts" in recipe.fused_parts and "experts one after the other", "grouped-experts"),
+        ))  # fmt: skip
 
     def _check_frozen(self) -> None:
         """Raise SpecError for options that are not modelled with frozen parameters."""

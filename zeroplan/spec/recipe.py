@@ -97,6 +97,9 @@ class DdpOptions(Spec):
     step_in_backward: bool = False
     """In a plain loop on one GPU: each weight has its own optimizer, which steps and frees the gradient as soon as it is computed
     (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
+    compiled: bool = False
+    """``torch.compile`` compiles the whole model. Its backward returns all gradients at its end, where a micro-batch finds those of
+    earlier ones. Nothing else of the compiler is counted: activations as without it, which is a bound."""
 
 
 class Fsdp2Options(Spec):

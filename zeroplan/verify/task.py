@@ -118,6 +118,7 @@ def _not_run(job: JobSpec) -> tuple[tuple[object, str], ...]:
     return (
         (set(job.recipe.fused_parts) - OF_LIGER - {"loss-in-pieces", *ROUNDING}, "fused_kernels"),
         (job.recipe.reentrant, "reentrant=True"),
+        (job.recipe.ddp.compiled, "ddp.compiled=true"),
         (job.model.predictions, "predictions"),
         (adapter is not None and adapter.quantize == "gptq", "quantize='gptq'"),
         (adapter is not None and adapter.compute == "fp32", "lora_compute='fp32'"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.formulas import assert_explained
 from tests.measured.matrix import fullest_rank
 from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, SpecError, estimate
 from zeroplan.catalog.model import model
@@ -152,6 +153,19 @@ def test_a_step_in_the_backward_is_refused_where_it_is_not_modelled(changed: dic
 def test_a_step_in_fsdp2s_backward_is_refused_where_it_is_not_modelled(changed: dict[str, object], said: str):
     with pytest.raises(SpecError, match=f"fsdp2.step_in_backward with .*{said}"):
         replace(JOBS["fsdp2, step in the backward"], **changed)
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("fsdp2, step in the backward")])
+def test_a_column_of_ranks_that_step_in_the_backward_equals_its_points(name: str):
+    from tests.engines.columns import Columns, assert_is_its_points
+    from zeroplan.engines.fsdp2 import account
+
+    asked = JOBS[name]
+    points = [(MeshSpec(dp_shard=ranks), asked.batch) for ranks in (2, 3, 8)]
+    whole = Columns(points)
+    column = account(asked.model, asked.recipe, whole, whole)  # type: ignore[arg-type]
+    assert_is_its_points(column, [account(asked.model, asked.recipe, *point) for point in points])
+    assert_explained(estimate(asked))
 
 
 def replace_ddp(name: str, options: DdpOptions) -> JobSpec:

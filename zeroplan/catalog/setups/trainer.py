@@ -222,7 +222,7 @@ def _compiled(table: Table, reading: Reading) -> None:
     if mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs":
         table.unmodelled(adds="torch_compile_mode torch_compile_backend")
     else:
-        reading.tell_compiled(table, key)
+        reading.tell_compiled(table, key, whole=True)
 
 
 def _liger(reading: Reading) -> None:

@@ -169,6 +169,8 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
     """Yield notes: what a single rank runs, and which rank the figures describe if ranks differ."""
     if model.adapter is not None and model.moe is not None:
         yield ROUTED
+    if recipe.ddp.compiled:
+        yield "the compiled model is counted as without the compiler, but its backward returns all gradients at its end"
     stored, trained = widths(recipe.precision).stored, trained_count(model)
     notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
     if recipe.ddp.step_in_backward:

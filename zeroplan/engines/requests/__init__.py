@@ -104,7 +104,10 @@ def _of_engine(job: JobSpec) -> tuple[tuple[bool, str], ...]:
             (recipe.fsdp1.checkpoints_units, "checkpoints that call units of FSDP1"),
             (recipe.fsdp1.cpu_offload, "offload to host memory under FSDP1"),
         ),
-        "ddp": ((recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),),
+        "ddp": (
+            (recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),
+            (recipe.ddp.compiled, "a compiled model"),
+        ),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
 
 
