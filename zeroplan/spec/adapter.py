@@ -96,7 +96,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "gpt2": Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
     "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
     "deepseek_v3": _LATENT, "deepseek_v2": _LATENT, "mistral4": _LATENT,
-    "opt": Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("fc1", "fc2")), "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
+    "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 _LLAMA = Layers()
 _OF_EXPERTS = (OLD_ROUTER, FIRST, SECOND, ROUTER)
