@@ -505,8 +505,10 @@ def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
 
 def _stepping_in_backward(made: JobSpec) -> JobSpec:
     """The job with an optimizer that steps inside the backward, if zeroplan models that."""
-    with suppress(SpecError):
-        return replace(made, recipe=replace(made.recipe, ddp=replace(made.recipe.ddp, step_in_backward=True)))
+    for engine in ("ddp", "fsdp2"):
+        with suppress(SpecError):
+            options = replace(getattr(made.recipe, engine), step_in_backward=True)
+            return replace(made, recipe=replace(made.recipe, **{engine: options}))
     return made
 
 

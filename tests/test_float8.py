@@ -10,6 +10,7 @@ from zeroplan import Fsdp2Options, JobSpec, SpecError, estimate, job
 from zeroplan.ledger import Kind, Moment
 from zeroplan.transformer.families.float8 import mode_of
 
+GATHERED = Fsdp2Options(float8_all_gather=True)
 ASKED: dict[str, Any] = {"model": "llama-3.2-1b", "gpus": 8, "stage": 3, "engine": "fsdp2", "seq_len": 2048}
 
 
@@ -24,6 +25,8 @@ ASKED: dict[str, Any] = {"model": "llama-3.2-1b", "gpus": 8, "stage": 3, "engine
         ({"gpu": "a100-sxm-80gb"}, "GPU 'a100-sxm-80gb' does not multiply in float8"),
         ({"gpu": "h100-sxm-80gb", "float8_recipe": "mxfp8"}, "has no products in 'mxfp8'; use 'rowwise'"),
         ({"model": "llama-3.2-1b", "float8_recipe": "nvfp4", "recompute": "selective"}, "recompute 'selective'"),
+        ({"fsdp2": GATHERED}, "fsdp2.float8_all_gather with float8_recipe 'rowwise' is not modelled; use 'tensorwise'"),
+        ({"fsdp2": GATHERED, "float8_recipe": None}, "float8_recipe 'none' is not modelled; use 'tensorwise'"),
     ],
 )
 def test_what_is_not_modelled_is_refused_in_one_line(said: dict[str, Any], expected: str) -> None:

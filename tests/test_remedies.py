@@ -14,7 +14,7 @@ from tests.combined import every_case
 from zeroplan import Estimate, JobSpec, SpecError, estimate, job
 from zeroplan.cli.app import main
 from zeroplan.engines.deepspeed import coordinator, order
-from zeroplan.remedies import Remedy, _Candidate, _flags_of, _needs_of, remedies, single_changes
+from zeroplan.remedies import Remedy, _Candidate, _counted, _flags_of, remedies, single_changes
 
 MODELS = ("gpt2-xl", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-14b", "yi-34b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b",
           "deepseek-v3", "gpt-oss-20b", "opt-30b")  # fmt: skip
@@ -139,17 +139,19 @@ def test_what_fits_or_names_no_gpu_needs_no_remedy():
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "millions"),
     [
-        {"model": "deepseek-v3", "gpu": "t4", "gpus": 8},
-        {"model": "kimi-k2", "gpu": "h100", "gpus": 8, "engine": "deepspeed", "stage": 1},
-        {"params": "1e13", "gpu": "h100", "gpus": 8, "micro_batch": 10**15, "seq_len": 10**9},
-        {"params": "7e9", "gpu": "h100", "micro_batch": 999_999_999_999_989},
+        ({"model": "deepseek-v3", "gpu": "t4", "gpus": 8}, 1),
+        ({"model": "kimi-k2", "gpu": "h100", "gpus": 8, "engine": "deepspeed", "stage": 1}, 1),
+        ({"params": "1e13", "gpu": "h100", "gpus": 8, "micro_batch": 10**15, "seq_len": 10**9}, 1),
+        ({"params": "7e9", "gpu": "h100", "micro_batch": 999_999_999_999_989}, 1),
+        ({"model": "deepseek-v3", "gpu": "h100", "gpus": 8}, 2),  # one replay
+        ({"model": "llama-3.1-405b", "gpu": "h100", "gpus": 64}, 2),  # two
     ],
 )
-def test_suggestions_come_at_once(asked: dict[str, object]):
+def test_suggestions_come_at_once(asked: dict[str, object], millions: int):
     """Counts function calls, since seconds depend on the machine's load. A million calls take about half a second."""
-    assert _calls(estimate(job(**asked))) < 1_000_000
+    assert _calls(estimate(job(**asked))) < 1_000_000 * millions
 
 
 def test_of_a_flag_that_two_changes_set_the_later_value_is_told():
@@ -160,7 +162,7 @@ def test_of_a_flag_that_two_changes_set_the_later_value_is_told():
 
 def _calls(answer: Estimate) -> int:
     """The number of Python function calls that ``remedies`` makes, with empty caches."""
-    for kept in (coordinator.gathered, coordinator.gathered_by_several, order.trace, _needs_of):
+    for kept in (coordinator.gathered, coordinator.gathered_by_several, order.trace, _counted):
         kept.cache_clear()
     calls, before = 0, sys.getprofile()
 

@@ -26,7 +26,7 @@ Left out: the settings that change sizes (``max_split_size_mb``, ``roundup_power
 import os
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Self, cast
+from typing import cast
 
 from zeroplan.numeric import round_up
 from zeroplan.units import MIB
@@ -51,7 +51,7 @@ def counted_bytes(n_bytes: int) -> int:
     >>> counted_bytes(1), counted_bytes(512), counted_bytes(513)
     (512, 512, 1024)
     """
-    return max(_MIN_BLOCK, round_up(n_bytes, _MIN_BLOCK))
+    return (n_bytes + _MIN_BLOCK - 1) // _MIN_BLOCK * _MIN_BLOCK or _MIN_BLOCK
 
 
 class Chunk:
@@ -67,10 +67,6 @@ class Chunk:
         self.mapped = mapped
         self.before: Chunk | None = None
         self.after: Chunk | None = None
-
-    def __lt__(self, other: Self) -> bool:
-        """Order free chunks as the allocator does: by size, then by address."""
-        return (self.size, self.address) < (other.size, other.address)
 
     @property
     def grows_to(self) -> int:
@@ -93,27 +89,34 @@ class _Pool:
     def __init__(self, *, small: bool, expandable: bool, private: int = 0) -> None:
         self.small = small
         self.private = private
-        self.free: list[Chunk] = []
+        self._ordered: list[tuple[int, int, Chunk]] = []
+        """Size, address and chunk, as the allocator orders free chunks. Tuples of ints compare without a call of Python."""
         self.holes = [Chunk(self, 0, _ENDLESS, mapped=False)] if expandable else []
         self.end_address = 0
 
+    @property
+    def free(self) -> list[Chunk]:
+        """The free chunks by size, then by address."""
+        return [chunk for _, _, chunk in self._ordered]
+
     def add(self, chunk: Chunk) -> None:
         chunk.free = True
-        insort(self.free, chunk)
+        insort(self._ordered, (chunk.size, chunk.address, chunk))
 
     def remove(self, chunk: Chunk) -> None:
-        del self.free[bisect_left(self.free, chunk)]
+        del self._ordered[bisect_left(self._ordered, (chunk.size, chunk.address, chunk))]
         chunk.free = False
 
     def best_fit(self, size: int) -> Chunk | None:
         """Remove and return the smallest free chunk that is large enough; a growing one counts with the size it can grow to."""
-        at = bisect_left(self.free, size, key=_size)
-        if at == len(self.free):
+        ordered = self._ordered
+        at = bisect_left(ordered, (size,))
+        if at == len(ordered):
             return None
         if self.holes:
-            while at + 1 < len(self.free) and self.free[at + 1].grows_to < self.free[at].grows_to:
+            while at + 1 < len(ordered) and ordered[at + 1][2].grows_to < ordered[at][2].grows_to:
                 at += 1
-        chunk = self.free.pop(at)
+        chunk = ordered.pop(at)[2]
         chunk.free = False
         return chunk
 
@@ -127,10 +130,6 @@ class _Pool:
             if room >= size:
                 return first
         raise AssertionError("the last hole is endless")
-
-
-def _size(chunk: Chunk) -> int:
-    return chunk.size
 
 
 def _address(chunk: Chunk) -> int:
@@ -262,7 +261,7 @@ class CachingAllocator:
         self.reached(max((at for at, _ in self._waiting), default=0))
         gone = []
         for pool in self._pools.values():
-            for chunk in () if pool.private in self._kept else tuple(pool.free):
+            for chunk in () if pool.private in self._kept else pool.free:
                 if self._expandable:
                     self._unmapped(chunk)
                 elif chunk.before is None and chunk.after is None:

@@ -133,6 +133,10 @@ class Estimate:
     @property
     def trained_parameters(self) -> int:
         """Parameters that get gradients: all of them, or those of the adapters."""
+        if self.job.recipe.engine == "megatron" and self.job.model.adapter is not None:
+            from zeroplan.engines.megatron.adapters import trained_count as of_megatron  # noqa: PLC0415  few jobs have it
+
+            return of_megatron(self.job)
         return trained_count(self.job.model)
 
     @property
@@ -253,7 +257,8 @@ class Estimate:
 
     @property
     def _own_comfortable_bytes(self) -> int:
-        reserved = int(with_missed(self.reserved.expected_bytes, self.peak_bytes, self.job.model, self.job.recipe))
+        expected = self.reserved.expected_bytes if self.replay is None else self.replay.replayed().reserved_bytes
+        reserved = int(with_missed(expected, self.peak_bytes, self.job.model, self.job.recipe))
         return reserved + int(self.outside_band.expected_bytes)
 
     @property
@@ -268,10 +273,14 @@ class Estimate:
 
         If a replay runs out of memory with both settings of the allocator, the job does not fit, whatever its peak.
         """
-        found = verdict(self.least_bytes, self.comfortable_bytes, self.capacity_bytes)
-        if found == "does not fit" or any(self.goes_through(settings) for settings in SETTINGS):
-            return found
-        return "does not fit"
+        capacity, room = self.capacity_bytes, self.allocator_room_bytes
+        if capacity is None or room is None:
+            return "unknown"
+        if self.least_bytes > capacity or not any(self.goes_through(settings) for settings in SETTINGS):
+            return "does not fit"
+        if self.replay is not None and self.replay.on_card(room).retries:  # it reserves more than the room
+            return "tight"
+        return verdict(self.least_bytes, self.comfortable_bytes, capacity)
 
     def goes_through(self, settings: AllocatorSettings) -> bool:
         """Whether the replayed step has enough memory on the GPU; True without a replay or a GPU."""

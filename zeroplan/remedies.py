@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate, judged, step_implementation
+from zeroplan.estimator import Estimate, estimate, judged, step_implementation
+from zeroplan.memo import remembering
 from zeroplan.spec.adapter import AdapterSpec, Quantize
 from zeroplan.spec.job import JobSpec, engine_at
 from zeroplan.spec.recipe import ADAM, DdpOptions, RecipeSpec, Stage, kernels_under
@@ -77,6 +78,7 @@ class _Candidate(NamedTuple):
 _Kind: TypeAlias = Callable[[JobSpec], Iterator[_Candidate]]
 
 
+@remembering()
 def remedies(short: Estimate, *, most: int = 5) -> tuple[Remedy, ...]:
     """Return up to ``most`` changes that make the job fit, the mildest of each kind; empty if it fits or names no GPU.
 
@@ -188,23 +190,29 @@ def single_changes(job: JobSpec) -> Iterator[Change]:
 
 
 def _mildest(job: JobSpec, kind: _Kind) -> Remedy | None:
-    """The mildest change of a kind that makes the job fit; None if the strongest does not.
+    """The mildest change of a kind that makes the job fit; None if the strongest does not even by the count of its moments.
 
     For experts under FSDP2 the strongest says nothing: FSDP2 pads their dim 0 to its ranks, so more GPUs may need more memory.
     """
     options = tuple(kind(job))
     fills_up = job.recipe.engine == "fsdp2" and job.model.moe is not None
-    if options and not fills_up and (needs := _needs_after(job, options[-1:])) is not None and not needs.fits:
+    needs = _needs_after(job, options[-1:], replayed=False) if options and not fills_up else None
+    if needs is not None and not needs.fits:
         return None
     return next((remedy for one in options if (remedy := _tried(job, [one])) is not None), None)
 
 
-def _needs_after(job: JobSpec, changes: Sequence[_Candidate]) -> _Needs | None:
+def _needs_after(job: JobSpec, changes: Sequence[_Candidate], *, replayed: bool = True) -> _Needs | None:
     """Return the job's needs after the changes; None if the changed job is invalid or the engine does not support it."""
     try:
-        return _needs_of(_all_applied(job, changes))
+        return _needs_of(_all_applied(job, changes), replayed=replayed)
     except SpecError:
         return None
+
+
+def _fits_after(job: JobSpec, changes: Sequence[_Candidate], *, replayed: bool) -> bool:
+    needs = _needs_after(job, changes, replayed=replayed)
+    return needs is not None and needs.fits
 
 
 def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
@@ -239,15 +247,29 @@ def _flags_of(changes: Sequence[_Candidate]) -> str:
     return " ".join(f"--{flag}" for flag in last.values())
 
 
+def _needs_of(job: JobSpec, *, replayed: bool = True) -> _Needs | None:
+    """Return a job's needs; None if the engine does not support it.
+
+    Without ``replayed`` a job fits if its peak does: a replay takes a hundred times as long.
+    """
+    recipe = job.recipe
+    if recipe.engine == "deepspeed":  # changes for DDP and FSDP2 say nothing to it, and must not count as another job
+        from zeroplan.engines.deepspeed import steps_in_own_kernel  # noqa: PLC0415  keeps start-up fast
+
+        impl = None if steps_in_own_kernel(recipe) else recipe.optimizer_impl
+        job = replace(job, recipe=replace(recipe, ddp=DdpOptions(), optimizer_impl=impl))
+    return _counted(job, replayed=replayed)
+
+
 @lru_cache(maxsize=256)
-def _needs_of(job: JobSpec) -> _Needs | None:
-    """Return a job's needs; None if the engine does not support it. Cached, since combinations try the same job repeatedly."""
+def _counted(job: JobSpec, *, replayed: bool) -> _Needs | None:
+    """Count a job's needs. Cached, since combinations try the same job repeatedly."""
     try:
-        answer = judged(job)
+        answer = judged(job) if replayed else estimate(job)
     except SpecError:
         return None
     there = (answer.host_bytes_per_node or answer.host_bytes) <= MOST_HOST_BYTES
-    fits = answer.fits is True and there and _can_free_enough(answer)
+    fits = answer.fits is True and there and (not replayed or _can_free_enough(answer))
     return _Needs(fits, answer.least_bytes, answer.room_bytes or 0, answer.verdict == "tight")
 
 
@@ -258,7 +280,10 @@ def _can_free_enough(answer: Estimate) -> bool:
 
 
 def _combined(job: JobSpec, kinds: Sequence[_Kind]) -> Remedy | None:
-    """Combine the strongest change of every kind until the job fits; then weaken or remove changes, the costliest first."""
+    """Combine the strongest change of every kind until the job fits; then weaken or remove changes, the costliest first.
+
+    First only the found combination is replayed. If it does not fit then, every combination on the way is.
+    """
     heap: list[tuple[_Candidate, ...]] = []
     current = job
     for kind in kinds:
@@ -267,8 +292,11 @@ def _combined(job: JobSpec, kinds: Sequence[_Kind]) -> Remedy | None:
             continue
         heap.append(options)
         current = options[-1].applied_to(current)
-        if _tried(job, [one[-1] for one in heap]):
-            return _tried(job, _taken_back(job, heap))
+        for replayed in (False, True):
+            if not _fits_after(job, [one[-1] for one in heap], replayed=replayed):
+                break
+            if found := _tried(job, _taken_back(job, heap, replayed=replayed)):
+                return found
     return None
 
 
@@ -280,17 +308,17 @@ def _up_to_the_strongest(job: JobSpec, kind: _Kind) -> tuple[_Candidate, ...]:
             changed = options[count - 1].applied_to(job)
         except SpecError:
             continue
-        if _needs_of(changed) is not None:
+        if _needs_of(changed, replayed=False) is not None:
             return options[:count]
     return ()
 
 
-def _taken_back(job: JobSpec, heap: Sequence[tuple[_Candidate, ...]]) -> list[_Candidate]:
+def _taken_back(job: JobSpec, heap: Sequence[tuple[_Candidate, ...]], *, replayed: bool) -> list[_Candidate]:
     chosen: list[tuple[_Candidate, ...]] = [options[-1:] for options in heap]
     for position in reversed(range(len(heap))):
         before, after = _joined(chosen[:position]), _joined(chosen[position + 1 :])
         milder = ((), *((one,) for one in heap[position]))  # the last one is the current choice, which fits
-        chosen[position] = next(one for one in milder if _tried(job, [*before, *one, *after]))
+        chosen[position] = next(one for one in milder if _fits_after(job, [*before, *one, *after], replayed=replayed))
     return _joined(chosen)
 
 

@@ -45,6 +45,8 @@ class OnCard(NamedTuple):
     """The phase in which it ran out of memory; None if it did not."""
     free_bytes: int
     """Reserved memory that was free when it ran out, and that the failed request could not use. [bytes]"""
+    highest_bytes: int
+    """The most that the allocator reserved. [bytes]"""
 
 
 class Full(NamedTuple):
@@ -107,13 +109,16 @@ class StepReplay:
         return self._cards[key]
 
     def _outcome(self, room_bytes: int, settings: AllocatorSettings) -> OnCard:
-        if self.replayed(settings).reserved_bytes <= room_bytes:
-            return OnCard(fits=True, retries=0, phase=None, free_bytes=0)
+        done = self._done.get(settings)
+        if done is not None and done.reserved_bytes <= room_bytes:
+            return OnCard(fits=True, retries=0, phase=None, free_bytes=0, highest_bytes=done.reserved_bytes)
         card, full_at = self._on_card(room_bytes, settings)
+        most = card.highest_bytes
         if full_at is None:
-            return OnCard(fits=True, retries=card.retries, phase=None, free_bytes=0)
+            return OnCard(fits=True, retries=card.retries, phase=None, free_bytes=0, highest_bytes=most)
         phase = next(span.phase for span in reversed(self.log.spans) if span.start <= full_at)
-        return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=card.reserved_bytes - card.allocated_bytes)
+        free = card.reserved_bytes - card.allocated_bytes
+        return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=free, highest_bytes=most)
 
     def full_at(self, room_bytes: int, settings: AllocatorSettings = "default") -> "Full | None":
         """Return the request at which an allocator with ``room_bytes`` runs out of memory; None if it does not."""
@@ -124,9 +129,11 @@ class StepReplay:
         """An allocator with ``room_bytes`` after the steps, and the index of the deed at which it ran out of memory, if it did."""
         card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
         try:
-            self._play(card, keeps_up=self.keeps_up)
+            done = self._play(card, keeps_up=self.keeps_up)
         except _FullAtError as full:
             return card, full.at
+        if not card.retries:  # then the room made no difference
+            self._done[settings] = done
         return card, None
 
     @cached_property

@@ -35,6 +35,21 @@ TOWERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         TEXT | {"model_type": "qwen2"},
         ENCODER | {"model_type": "internvl_vision", "image_size": [56, 56], "patch_size": [14, 14], "attention_bias": True},
     ),
+    "mllama": (
+        {key: value for key, value in TEXT.items() if key != "head_dim"}
+        | {"num_hidden_layers": 10, "cross_attention_layers": [3, 8], "eos_token_id": 1},
+        {
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_global_layers": 2,
+            "attention_heads": 4,
+            "image_size": 56,
+            "patch_size": 14,
+            "intermediate_layers_indices": [0, 1],
+            "vision_output_dim": 144,
+        },
+    ),
     "qwen2_vl": (TEXT, {"depth": 3, "embed_dim": 48, "hidden_size": 64, "num_heads": 4}),
     "qwen2_5_vl": (TEXT, QWEN | {"fullatt_block_indexes": [1]}),
     "qwen3_vl": (TEXT, QWEN3 | {"deepstack_visual_indexes": [0, 2]}),

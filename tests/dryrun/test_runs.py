@@ -101,6 +101,9 @@ def test_known_values_are_exact_and_unknown_ones_are_listed_with_their_line(tmp_
     assert later > 2 * 32 * MIB + 3 * 4 * 6400
     assert f"| Allocated memory      | {seen[1]['allocated'] // KIB:6d} KiB |" in seen[1]["summary"]
     assert seen[0]["free"]
+    assert seen[0]["drawn"] == [4]  # a distribution checks its parameters
+    assert "aten::mm" in seen[0]["profiled"]
+    assert {one["what"] for one in run.answer["stood_in"]} == {"torch's profiler"}
     made_up = {(one["read"], one["said"]) for one in run.answer["made_up"]}
     assert {
         ("float32", "1.0"),

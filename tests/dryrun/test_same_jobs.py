@@ -64,7 +64,7 @@ def scripted(known: JobSpec, folder: Path) -> Run:
         "config": config(known.model), "engine": recipe.engine, "stage": recipe.zero_stage, "precision": recipe.precision,
         "recompute": recipe.recompute, "optimizer": name, "arguments": {**arguments, "foreach": True},
         "micro_batch": batch.micro_batch_size, "seq_len": batch.seq_len, "accumulate": batch.grad_accum_steps,
-        "compiled": recipe.fused_parts,
+        "compiled": (*recipe.fused_parts, *(("compiled-model",) if recipe.ddp.compiled else ())),
     }  # fmt: skip
     if recipe.engine == "deepspeed":
         from zeroplan.export.deepspeed import configuration

@@ -14,6 +14,7 @@ from zeroplan.comparison import compare_with_estimate
 from zeroplan.errors import SpecError
 from zeroplan.measurement import Measurement
 from zeroplan.resolve import Request, job, resolve
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
@@ -51,6 +52,10 @@ INTERN = replace(
 #: reduce its gradient, which does not exist.
 UNREAD = 37_600
 CLIP = replace(GEMMA, tower="clip", merge_size=1, positions=257, other_parameters=2 * 64 + UNREAD, images=1)
+TILES = VisionSpec(
+    tower="mllama", hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4, patch_size=14,
+    patch_numbers=588, out_hidden_size=128, positions=17, fixed_size=56, global_layers=2, cross_layers=2, deeper=2, images=1,
+)  # fmt: skip
 LINEAR = TEXT | {
     "model_type": "qwen3_5_text", "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": False,
@@ -64,11 +69,18 @@ MODELS = {
     "qwen3.5": replace(model_from_config(LINEAR), vision=replace(QWEN3, deeper=0)),
     "gemma": ModelSpec(family="gemma3_text", **TEXT, tie_word_embeddings=True, sliding_window=512, vision=GEMMA),
 }
+MODELS["llama 3.2"] = ModelSpec(
+    family="llama", **{**TEXT, "num_hidden_layers": 8, "vocab_size": 520}, head_rows=512, vision=TILES
+)
 FROZEN = {"freeze_tower": True, "freeze_projector": True}
+TEXT_FROZEN = {"freeze_text": True}
+LORA = AdapterSpec(rank=8, targets="attention,mlp")
 
 
-def a_job(name: str, *, frozen: dict[str, bool] | None = None, **said: object) -> JobSpec:
-    model = MODELS[name]
+def a_job(
+    name: str, *, frozen: dict[str, bool] | None = None, adapter: AdapterSpec | None = None, **said: object
+) -> JobSpec:  # fmt: skip
+    model = replace(MODELS[name], adapter=adapter)
     assert model.vision is not None
     asked = {"gpus": 4, "seq_len": 128, "micro_batch": 2, **said}
     return job(model=replace(model, vision=replace(model.vision, **(frozen or {}))), **asked)
@@ -98,6 +110,20 @@ CASES = {
     "qwen3.5": a_job("qwen3.5"),
     "qwen3.5, ddp": a_job("qwen3.5", engine="ddp"),
     "qwen3.5, frozen, recomputed": a_job("qwen3.5", frozen=FROZEN, recompute="full", seq_len=256),
+    "llama 3.2": a_job("llama 3.2"),
+    "llama 3.2, two images, recomputed": a_job("llama 3.2", recompute="full", seq_len=256),
+    "llama 3.2, selective, fp32": a_job("llama 3.2", recompute="selective", precision="fp32"),
+    "llama 3.2, tower frozen": a_job("llama 3.2", frozen={"freeze_tower": True}),
+    "llama 3.2, frozen, recomputed": a_job("llama 3.2", frozen=FROZEN, recompute="full"),
+    "llama 3.2, ddp": a_job("llama 3.2", engine="ddp"),
+    "llama 3.2, ddp, frozen": a_job("llama 3.2", engine="ddp", frozen=FROZEN),
+    "llama 3.2, ddp, frozen, recomputed": a_job("llama 3.2", engine="ddp", frozen=FROZEN, recompute="full"),
+    "llama 3.2, text frozen": a_job("llama 3.2", frozen=TEXT_FROZEN, recompute="full"),
+    "llama 3.2, text frozen, ddp": a_job("llama 3.2", frozen=TEXT_FROZEN, recompute="full", engine="ddp"),
+    "llama 3.2, lora": a_job("llama 3.2", adapter=LORA, precision="bf16"),
+    "llama 3.2, lora, recomputed": a_job("llama 3.2", adapter=LORA, recompute="full"),
+    "llama 3.2, lora, ddp, recomputed": a_job("llama 3.2", adapter=LORA, precision="bf16", engine="ddp", recompute="full"),
+    "llama 3.2, lora, text frozen": a_job("llama 3.2", frozen=TEXT_FROZEN, adapter=LORA, precision="bf16", recompute="full"),
     "gemma": a_job("gemma"),
     "gemma, recomputed, tower frozen": a_job("gemma", frozen={"freeze_tower": True}, recompute="full"),
 }
@@ -148,7 +174,7 @@ STAGE_3 = {
     for name in MODELS
     for recompute in ("none", "full")
     for parts in PARTS
-    if (name, recompute) != ("internvl", "full")
+    if (name, recompute) != ("internvl", "full") and name != "llama 3.2"
 }
 
 
@@ -169,6 +195,32 @@ def test_stage_3_gathers_a_tower_and_its_projector_in_the_order_of_deepspeed(nam
 def test_stage_3_refuses_a_recomputed_tower_whose_blocks_own_parameters() -> None:
     with pytest.raises(SpecError, match=r"internvl tower is not modelled; use stage 2, recompute 'none' or engine 'fsdp2'"):
         a_job("internvl", engine="deepspeed", stage=3, recompute="full")
+
+
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        ({"engine": "deepspeed", "stage": 3}, "and DeepSpeed's stage 3 is not modelled; use stage 2"),
+        ({"engine": "fsdp1"}, "engine 'fsdp1' is not modelled"),
+        ({"attention": "eager"}, "attention 'eager' is not modelled; use attention 'sdpa'"),
+        ({"recompute": "full", "recompute_layers": 3}, "recomputation of some layers is not modelled"),
+        ({"adapter": LORA, "engine": "ddp"}, "LoRA under autocast, whose LayerNorms in the tower are fp32"),
+    ],
+)
+def test_layers_that_attend_to_images_are_refused_where_they_were_not_compared(said: dict[str, object], match: str) -> None:
+    with pytest.raises(SpecError, match=match):
+        a_job("llama 3.2", **said)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="sequences without images"):
+        a_job("llama 3.2", frozen={"images": 0})
+
+
+def test_words_freeze_the_text_of_llama_3_2_vision_alone() -> None:
+    asked = {"gpus": 8, "seq_len": 512, "freeze": "tower,text", "recompute": "full"}
+    vision = job(model="llama-3.2-11b-vision", **asked).model.vision
+    assert vision is not None
+    assert (vision.frozen_names, vision.tokens_per_image, vision.image_states) == (("tower", "text"), 1, 4 * 1601)
+    with pytest.raises(SpecError, match="no part 'text' can be frozen"):
+        job(model="llava-1.5-7b", **asked)
 
 
 @pytest.mark.parametrize(("size", "tokens"), [("768x768", 729), ("1024x768", 999), ("28x28", 4), ("10000x10000", 16_129)])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from tests.measured.scaling import as_it_runs, uniform_stages
 from zeroplan.catalog.gpu import gpu
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Phase
@@ -27,6 +29,7 @@ from zeroplan.steptime.compute import running_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from zeroplan.engines.account import Account
     from zeroplan.spec.hardware import GpuSpec
@@ -175,8 +178,8 @@ def running_of_row(row: Row, job: JobSpec) -> Running:
     assert job.cluster.gpu is not None
     usual, flash = running_of(job.recipe, job.cluster.gpu.architecture), str(row["flash"])
     transformer_engine = program(row) == "auto"  # in these rows of NeMo AutoModel
-    fused = transformer_engine or "RMS" in flash
-    kernels = "compiled" if row["compile"] else "fused" if fused else "eager" if program(row) == "aleph" else usual.kernels
+    kernels = "fused" if transformer_engine else "eager" if program(row) == "aleph" else usual.kernels
+    kernels = "compiled" if row["compile"] else kernels
     # With torch before 2.9 the kernel was FlashAttention 2; KempnerForge's lock file (uv.lock) has torch 2.11 and cuDNN 9.19.
     torchs = job.recipe.engine != "megatron" and not transformer_engine and program(row) != "kempner"
     generation = 1 if "v1" in flash or program(row) == "mpt" else 2 if torchs or "flash_attention2" in flash else usual.flash
@@ -207,6 +210,11 @@ def _tensor_overlap(row: Row) -> Literal["none", "backward", "all"]:
     if _predicts(row):  # NeMo 25.04's recipe of DeepSeek-V3 sets ``tp_comm_overlap=False``
         return "backward"
     return "all" if program(row) in ("mlm24", "dgxc", "mbridge", "nemo24") else "backward"
+
+
+def as_the_program_runs(row: Row) -> AbstractContextManager[None]:
+    """Return the context in which a row's step is predicted, if its program runs and sends otherwise than its engine."""
+    return as_it_runs(rms_kernel="RMS" in str(row["flash"])) if program(row) == "aleph" else nullcontext()
 
 
 def as_the_program_sends(row: Row, job: JobSpec, account: Account) -> Account:
@@ -406,6 +414,7 @@ def _of_megatron(said: RecipeSpec, row: Row) -> RecipeSpec:
     sequence = tp > 1 and (row["sequence_parallel"] or modern or row["moe"] is not None)
     options = MegatronOptions(
         overlap_grad_reduce=overlaps, overlap_param_gather=overlaps, swiglu=False if "emotron" in row["model"] else None,
+        grad_reduce_in_bf16=kind == "aleph",  # core/nn/parallel_module keeps gradients where autograd adds them up
         gradient_accumulation_fusion=kind not in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"),
         masked_softmax_fusion=row["flash"] != "torch", cross_entropy_fusion_impl="te" if kind in _NVIDIAS else None,
         hidden_dropout=False if kind in _NVIDIAS else None, attention_dropout=False if kind in _NVIDIAS else None,
@@ -439,13 +448,15 @@ def _of_the_recipe(row: Row) -> dict[str, Any]:
 
 
 def _layers_by_hand(row: Row) -> str | None:
-    """Return the layers of each chunk of NVIDIA's DeepSeek-V3.
+    """Return the layers of each chunk of NVIDIA's DeepSeek-V3, or of each of Aleph Alpha's stages.
 
     Megatron-Bridge's last chunk has the rest of the layers, the module for later tokens, and both losses (v0.3.0,
     recipes/deepseek/deepseek_v3.py, ``layout_map``). NeMo 25.04 leaves out one layer of 64 in the first stage and two in the last
     (v2.3.1, scripts/performance/llm/pretrain_deepseek_v3.py).
     """
     chunks = (row["pp"] or 1) * (row["vpp"] or 1)
+    if program(row) == "aleph" and chunks > 1:
+        return ",".join(map(str, uniform_stages(row["layers"], chunks)))
     if not _predicts(row) or chunks not in (8, 16):
         return None
     each, missing = 64 // chunks, 1 if program(row) == "dgxc" else 0

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zeroplan import estimate, job
 from zeroplan.errors import SpecError
+from zeroplan.ledger import Band
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Fsdp1Options
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
-    from zeroplan.ledger import Band
+    from zeroplan.estimator import Estimate
+    from zeroplan.measurement import AllocatorSettings
     from zeroplan.spec.job import JobSpec
 
 KEPT = Path(__file__).parents[1] / "golden" / "reserved.toml"
@@ -70,17 +72,27 @@ def job_of(row: dict[str, Any], common: dict[str, Any]) -> JobSpec:
 def scored() -> tuple[Reserved, ...]:
     """Return every row of every source with its estimate."""
     return tuple(
-        _scored(source["name"], row, job_of(row, source["common"])) for source in kept() for row in source["row"]
+        _scored(source, row, job_of(row, source["common"])) for source in kept() for row in source["row"]
     )  # fmt: skip
 
 
-def _scored(source: str, row: dict[str, Any], said: JobSpec) -> Reserved:
-    band = estimate(said).reserved
+def _scored(source: dict[str, Any], row: dict[str, Any], said: JobSpec) -> Reserved:
+    settings = source.get("allocator", "default")
+    band = estimate(said).reserved_with(settings)
     try:
-        replayed = estimate(said, replay=True).reserved
+        answer = estimate(said, replay=True)
     except SpecError:
-        replayed = band
-    return Reserved(source, row["name"], row["gib"] * GIB, (band, replayed))
+        return Reserved(source["name"], row["name"], row["gib"] * GIB, (band, band))
+    return Reserved(source["name"], row["name"], row["gib"] * GIB, (band, _on_card(answer, settings)))
+
+
+def _on_card(answer: Estimate, settings: AllocatorSettings) -> Band:
+    """Return a replay's band, or what the allocator reserves on a card that is full before it has that much."""
+    band, room = answer.reserved_with(settings), answer.allocator_room_bytes
+    if answer.replay is None or room is None or int(band.expected_bytes) <= room:
+        return band
+    most = answer.replay.on_card(room, settings).highest_bytes
+    return Band(min(int(band.low_bytes), most), most, room)
 
 
 def main() -> None:

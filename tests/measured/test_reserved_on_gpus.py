@@ -15,7 +15,7 @@ def test_nine_in_ten_runs_reserve_what_lies_in_the_band_and_half_of_the_replays_
     assert len(rows) == sum(len(source["row"]) for source in kept()) >= 10
     for replayed in (False, True):
         assert sum(one.inside(replayed) for one in rows) >= 0.9 * len(rows)
-    assert median(abs(one.error(replayed=True)) for one in rows) < 0.03
+    assert median(abs(one.error(replayed=True)) for one in rows) < 0.01
 
 
 def test_another_setting_is_not_what_was_reserved():

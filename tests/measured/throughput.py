@@ -21,6 +21,7 @@ from tests.measured.published_rows import (
     Case,
     RefusedError,
     Row,
+    as_the_program_runs,
     as_the_program_sends,
     case_of,
     half_of,
@@ -69,7 +70,10 @@ def predicted(job: JobSpec, running: Running | None = None) -> StepTime:
 
 def _predicted_of_row(row: Row, job: JobSpec, share: Efficiency | None = None) -> StepTime:
     running = running_of_row(row, job)
-    return step_time(_account(row, job), job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running, share=share)
+    with as_the_program_runs(row):
+        return step_time(
+            _account(row, job), job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running, share=share
+        )
 
 
 def _account(row: Row, job: JobSpec) -> Account:
@@ -209,7 +213,7 @@ def calibrated(found: Sequence[Scored]) -> dict[str, list[float]]:
 def _learnt(one: Scored) -> Efficiency | None:
     row, job = one.case.row, one.job
     took, running = Measured(one.case.step_s), running_of_row(row, job)
-    with suppress(SpecError):
+    with suppress(SpecError), as_the_program_runs(row):
         factor = reached(job, took, running, _account(row, job)).computing
         return shares_of(job.cluster).scaled(factor, stepping=factor)
     return None

@@ -276,12 +276,13 @@ def _reserved_elsewhere() -> Iterator[str]:
         "These sources count what CUDA's allocator reserves. *Estimate* is the expected figure that `zeroplan estimate` prints,\n"
         "*replay* that of `--replay`, which works out every request of the first steps, or the estimate's if a job has no\n"
         "replay. torchtitan's programs of 2024 kept the logits in fp32 (`--keep-logits fp32`), and the estimate uses\n"
-        "transformers' modules for all but f8f545c45 (`--modules torchtitan`).\n"
+        "transformers' modules for all but f8f545c45 and 9dec370 (`--modules torchtitan`). On a card that is full, the replay\n"
+        "frees its cache as the allocator does: the last of prime-rl's runs.\n"
     )
     scored, head = reserved_on_gpus.scored(), ("source", "zeroplan's figure", "rows:", "median:", "of its absolute value:",
                                                "90 in 100:", "lowest:", "highest:", "in the band:")  # fmt: skip
     names = [str(source["name"]) for source in reserved_on_gpus.kept()]
-    groups = [(name, [one for one in scored if one.source == name]) for name in names] + [("both", [*scored])]
+    groups = [(name, [one for one in scored if one.source == name]) for name in names] + [("all", [*scored])]
     rows = [_reserved_row(name, ones, replayed=replayed) for name, ones in groups for replayed in (False, True)]
     yield table(head, rows)
     yield "\n".join(f"- {one['name']}: {one['where']}; {one['counter']}." for one in reserved_on_gpus.kept()) + "\n"
@@ -289,8 +290,8 @@ def _reserved_elsewhere() -> Iterator[str]:
     yield table(head, [(one.name, _gib(round(one.measured)), *_both_bands(one)) for one in scored])
     yield (
         "The replay of Llama 2 7B with full recomputation is 11 % too low. torchtitan's own script of that commit under\n"
-        "`zeroplan dryrun` reserves 30.8 GiB, so the requests of its modules differ from transformers'. These runs of the two\n"
-        "sources are no jobs of zeroplan's:\n"
+        "`zeroplan dryrun` reserves 30.8 GiB, so the requests of its modules differ from transformers'. These runs of the sources\n"
+        "are no jobs of zeroplan's:\n"
     )
     refused = [
         (source["name"], one["reason"], str(one["rows"])) for source in reserved_on_gpus.kept() for one in source["refused"]

@@ -14,10 +14,12 @@ from zeroplan.spec.base import Spec
 from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.profile import Profile
 
-#: Fields with only one value, and fields that only workflows set.
+#: Fields with only one value, and fields that only workflows or files of NeMo AutoModel set.
 CONSTANT = {
     "Profile.schema_version",
     "ModelSpec.head_rows",
+    "ModelSpec.predictions",
+    "ModelSpec.predictor_repeats",
     "RecipeSpec.forward_only",
     "RecipeSpec.log_probs",
     "RecipeSpec.prompt_len",

@@ -15,7 +15,7 @@ pytest.importorskip("peft", reason="peft is not installed, and builds the adapte
 from tests.causal_models import adapted_model
 from tests.combined import every_case
 from tests.simulated import on_the_fake_gpu
-from tests.transformer.drawn_blocks import Case, differences, drawn
+from tests.transformer.drawn_blocks import RANDOM_STATE, Case, differences, drawn, run_of, said_of
 from zeroplan.engines.quantised import quantised_lines
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import (
@@ -36,6 +36,7 @@ from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.params import layout, runs_in_order
 
 if TYPE_CHECKING:
+    from tests.transformer.fake_blocks import BlockRun
     from zeroplan.spec.model import ModelSpec
     from zeroplan.spec.recipe import Recompute
 
@@ -102,6 +103,35 @@ def test_adapters_of_experts_under_autocast_and_selective_recomputation(family: 
     under = case._replace(compute=case.compute._replace(element_bytes=2, autocast=True))
     assert on_the_fake_gpu(differences, under) == ()
     assert on_the_fake_gpu(differences, under._replace(compute=under.compute._replace(recompute="selective"))) == ()
+
+
+@pytest.mark.parametrize(("number", "kept"), [(1, False), (5, False), (11, True)] if every_case() else [(1, False), (11, True)])
+def test_qwen2_moe_under_autocast(number: int, kept: bool) -> None:
+    """In some blocks the estimate lacks the indices of chosen experts, 8 bytes for each token and expert."""
+    case = case_of("qwen2_moe", number, MOST["qwen2_moe"])
+    assert case.spec.moe is not None
+    indices = 8 * case.size.micro_batch_size * case.size.seq_len * case.spec.moe.num_experts_per_tok
+    under = case._replace(compute=case.compute._replace(element_bytes=2, autocast=True))
+    assert on_the_fake_gpu(differences, under) == ((indices,) if kept else ())
+
+
+def run_and_said(pair: tuple[Case, Case]) -> tuple[BlockRun, BlockRun]:
+    return run_of(pair[0]), said_of(pair[1])
+
+
+@pytest.mark.parametrize("number", (1, 2, 4, 5) if every_case() else (1, 2))
+def test_an_activation_in_fp32_widens_a_block_in_few_bits_as_fp32_norms_do(number: int) -> None:
+    """Which is what ``--upcast norms`` counts in its place."""
+    pytest.importorskip("bitsandbytes")
+    case = case_of("arcee", number, "all-linear")
+    assert case.spec.activation == "relu2"
+    adapter, under = AdapterSpec(rank=4, quantize="nf4", upcast="none"), case.compute._replace(element_bytes=2, autocast=True)
+    ran, counted = (
+        case._replace(spec=replace(case.spec, adapter=replace(adapter, upcast=upcast)), compute=under)
+        for upcast in ("none", "norms")
+    )
+    found, said = on_the_fake_gpu(run_and_said, (ran, counted))
+    assert all(0 <= one - other <= RANDOM_STATE for one, other in zip(found, said, strict=True))
 
 
 #: Families whose layers in few bits are modelled.

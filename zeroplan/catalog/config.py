@@ -86,7 +86,7 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     _refuse_small_gemmas(source)
     _demand_required(source)
     _refuse_other_architectures(source)
-    model = replace(_spec(source, f"{name}{part.words}".lstrip()), vision=part.vision)
+    model = replace(_spec(source, f"{name}{part.words}".lstrip()), vision=part.vision, head_rows=part.head_rows)
     beside = quantised(config) if is_part else ()
     return ConfigRead(
         model, (*part.notes, *_treated(text.get("model_type"), treat_as), *beside, *notes_on_other_keys(text, source.family))

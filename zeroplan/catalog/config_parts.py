@@ -6,6 +6,7 @@ from typing import NamedTuple
 from zeroplan.catalog.config_keys import SAME_AS
 from zeroplan.catalog.text import shown
 from zeroplan.catalog.towers import vision_of
+from zeroplan.errors import NoFormulasError
 from zeroplan.spec.family import FAMILIES
 from zeroplan.spec.vision import VisionSpec
 
@@ -26,6 +27,8 @@ class TextPart(NamedTuple):
     notes: tuple[str, ...] = ()
     vision: VisionSpec | None = None
     """The vision tower, if zeroplan knows it."""
+    head_rows: int | None = None
+    """Outputs of the head, where the embedding has more rows."""
 
     @property
     def words(self) -> str:
@@ -43,8 +46,28 @@ def text_part(config: Config) -> TextPart:
     tied = _tied(config, text)
     found = text if tied is None else {**text, "tie_word_embeddings": tied}
     vision = vision_of(config, text)
+    if config.get("model_type") == "mllama":
+        return _among_a_llamas(text, vision)
     notes = (*_left_out(config, text, vision), *_tied_by_text_part(config, text, tied))
     return TextPart(found, is_part=True, notes=notes, vision=vision)
+
+
+#: Rows of Llama 3.2 Vision's embedding beyond its vocabulary: transformers 5.23, modeling_mllama.py, MllamaTextModel.__init__.
+_ROWS_BEYOND = 8
+
+
+def _among_a_llamas(text: Config, vision: VisionSpec | None) -> TextPart:
+    """Return Llama 3.2 Vision's text as a Llama, without its layers that attend to images, which belong to the tower's spec."""
+    layers, rows = text.get("num_hidden_layers", 40), text.get("vocab_size", 128256)
+    if vision is None or not isinstance(layers, int) or not isinstance(rows, int):
+        raise NoFormulasError(
+            "this mllama model has no formula: layers that attend to images at other places than every fifth, other tiles or "
+            "another tower than Llama 3.2 Vision's; correct config.json"
+        )
+    beside = ("cross_attention_layers", "dropout")
+    own = {key: value for key, value in text.items() if key not in beside}
+    own |= {"model_type": "llama", "num_hidden_layers": layers - vision.cross_layers, "vocab_size": rows + _ROWS_BEYOND}
+    return TextPart(own, is_part=True, vision=vision, head_rows=rows)
 
 
 def _text_config(config: Config) -> Config | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
-from zeroplan.spec.vision import Tower, VisionSpec
+from zeroplan.spec.vision import MLLAMA_TILES, Tower, VisionSpec
 from zeroplan.transformer.vision import parameters_beside_the_text
 
 Config = Mapping[str, object]
@@ -125,6 +125,40 @@ def _internvl(of: _Sizes) -> VisionSpec:
     return replace(_with_a_class_token(of, "internvl", image, patch, of("num_hidden_layers"), 0), merge_size=2)
 
 
+#: Layers of Llama 3.2 Vision's text that attend to images, and early outputs of its tower, where a config.json leaves them out.
+_CROSS, _EARLY = (3, 8, 13, 18, 23, 28, 33, 38), (3, 7, 15, 23, 30)
+_GRIDS = [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
+
+
+def cross_attention_layers(text: Config) -> int:
+    """Return the number of layers that attend to images in a Llama 3.2 Vision's text; 0 unless each is the last but one of five.
+
+    >>> cross_attention_layers({"num_hidden_layers": 10, "cross_attention_layers": [3, 8]})
+    2
+    """
+    layers, said = text.get("num_hidden_layers", 40), text.get("cross_attention_layers") or _CROSS
+    if not isinstance(said, list | tuple) or not isinstance(layers, int):
+        return 0
+    period = layers // max(1, len(said))
+    return len(said) if period > 1 and list(said) == list(range(period - 2, layers, period)) else 0
+
+
+def _mllama(of: _Sizes) -> VisionSpec:
+    text, early = of.whole.get("text_config"), of.config.get("intermediate_layers_indices") or _EARLY
+    cross = cross_attention_layers(text) if isinstance(text, Mapping) else 0
+    width, image, patch = of("hidden_size", 1280), of("image_size", 448), of("patch_size", 14)
+    usual = {"supported_aspect_ratios": _GRIDS, "max_num_tiles": MLLAMA_TILES, "hidden_act": "gelu", "num_channels": 3}
+    odd = [key for key, value in usual.items() if of.config.get(key) not in (None, value)]
+    if odd or not cross or not isinstance(early, list | tuple) or of("vision_output_dim", 7680) != (1 + len(early)) * width:
+        raise KeyError("another tower of Llama 3.2 Vision's")
+    return VisionSpec(
+        tower="mllama", hidden_size=width, intermediate_size=of("intermediate_size", 5120),
+        num_hidden_layers=of("num_hidden_layers", 32), num_attention_heads=of("attention_heads", 16), patch_size=patch,
+        patch_numbers=3 * patch**2, out_hidden_size=of.text_width, positions=(image // patch) ** 2 + 1, deeper=len(early),
+        global_layers=of("num_global_layers", 8), cross_layers=cross, fixed_size=image,
+    )  # fmt: skip
+
+
 def _with_a_class_token(of: _Sizes, tower: Tower, image: int, patch: int, layers: int, other: int) -> VisionSpec:
     return VisionSpec(
         tower=tower, hidden_size=of("hidden_size"), intermediate_size=of("intermediate_size"), num_hidden_layers=layers,
@@ -167,6 +201,7 @@ def _qwen3(of: _Sizes) -> VisionSpec:
 
 
 _TOWERS: dict[str, Callable[[_Sizes], VisionSpec]] = {
-    "gemma3": _gemma3, "internvl": _internvl, "llava": _llava, "llava_next": _llava_next, "qwen2_vl": _qwen2,
+    "gemma3": _gemma3, "internvl": _internvl, "llava": _llava, "llava_next": _llava_next, "mllama": _mllama,
+    "qwen2_vl": _qwen2,
     "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3, "qwen3_vl_moe": _qwen3, "qwen3_5": _qwen3, "qwen3_5_moe": _qwen3,
 }  # fmt: skip

@@ -5,12 +5,14 @@ import sys
 import types
 from collections.abc import Callable
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.comptime import comptime
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.autograd import profiler
 from torch.nn.attention import flex_attention as flex
 from torch.optim import optimizer
 from torch.utils._pytree import tree_map_only
@@ -38,6 +40,7 @@ def change_torch(stand_ins: StandIns) -> None:
     put(torch.amp.GradScaler, _maybe_opt_step=noting("the gradient scaler's overflow check", "every step runs", _always_step))
     captured = "captured code runs once, in a pool of memory of its own, and replaying does nothing"
     put(Graph, capture_begin=noting("CUDA graphs", captured, Graph.capture_begin))
+    _let_the_host_be_profiled()
     put(torch.Tensor, is_pinned=always(False), pin_memory=lambda tensor, *_: tensor)
     put(flex, flex_attention=_flex_attention)
 
@@ -251,6 +254,18 @@ def skip_compilation(why: str) -> None:
 
     put(torch, compile=compiled)
     put(nn.Module, compile=noting(*left_out, always(None)))
+
+
+def _let_the_host_be_profiled() -> None:
+    """Leave the GPU out of torch's profiler: a CPU build raises an error inside each operator that it would time there."""
+    start = profiler.profile.__init__
+
+    def without_a_gpu(profile: profiler.profile, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        given = signature(start).bind(profile, *args, **kwargs)
+        given.arguments.update(use_cuda=False, use_device=None, use_cpu=True)
+        start(*given.args, **given.kwargs)
+
+    put(profiler.profile, __init__=noting("torch's profiler", "the GPU is left out", without_a_gpu))
 
 
 def _always_step(_: object, optimizer: Any, _state: object, *args: object, **kwargs: object) -> object:  # noqa: ANN401

@@ -4,10 +4,11 @@ A formula describes one job. In a grid of jobs sizes are columns. A line whose f
 no formula then.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
-from zeroplan.ledger import Tag
-from zeroplan.numeric import Int
+from zeroplan.ledger import Line, Tag
+from zeroplan.numeric import Int, for_each_value
 
 
 @lru_cache(maxsize=8192)
@@ -85,3 +86,14 @@ def unless_zero(n_bytes: Int, formula: str) -> str:
     ('8·N', '0')
     """
     return "0" if isinstance(n_bytes, int) and not n_bytes else formula
+
+
+def for_ranks(make: Callable[[int], tuple[Line, ...]], ranks: Int) -> tuple[Line, ...]:
+    """Return the lines of ``make`` for a number of ranks, or for each of a column. Their number and names do not depend on it."""
+    if isinstance(ranks, int):
+        return make(ranks)
+
+    def size(index: int) -> Int:
+        return for_each_value(lambda n: int(make(n)[index].n_bytes), ranks)
+
+    return tuple(line._replace(n_bytes=size(index)) for index, line in enumerate(make(1)))

@@ -86,13 +86,18 @@ _STEPS: dict[Optimizer, Steps] = {
     "lion": Steps(("forloop",), ("momentum",), (0, ""), (1, 3)),
     "muon": Steps(("forloop",)),
     "schedule-free-adamw": Steps(("foreach", "forloop"), (), _DENOMINATORS, (1, 1)),
+    "schedule-free-sgd": Steps(("foreach", "forloop")),
 }
+
+
+#: Packages whose steps are kernels that write in place.
+_IN_KERNELS = ("bitsandbytes", "Transformer Engine", "flashoptim", "torch-optimi")
 
 
 def _implementations(optimizer: Optimizer) -> tuple[OptimizerImpl, ...]:
     if optimizer in _STEPS:
         return _STEPS[optimizer].implementations
-    return ("fused",) if PUBLISHED[optimizer].source.startswith(("bitsandbytes", "Transformer Engine")) else ("forloop",)
+    return ("fused",) if PUBLISHED[optimizer].source.startswith(_IN_KERNELS) else ("forloop",)
 
 
 #: Implementations that each optimizer has on CUDA, the default first.
@@ -111,7 +116,9 @@ _COUNTS: dict[str, str] = {
     "U_q": "elements of the tensors whose states are quantised",
     "U_s": "elements of the tensors whose states are not, being too small or no whole number of blocks",
     "U_256": "blocks of 256 elements in the tensors whose states are quantised",
+    "U_32": "blocks of 32 elements in the tensors whose states are quantised",
     "U_128": "blocks of 128 elements in the tensors whose states are quantised",
+    "U_h": "elements of 16-bit weights that the optimizer corrects",
     "U_k": "tensors whose states are quantised",
     "U_l": "elements of the tensors too small for managed memory, and quantised if any states are",
     "U_p": "elements of the tensors whose states are in managed memory",
@@ -169,7 +176,8 @@ _BNB = "bitsandbytes gives its kernel DTensors and plain tensors together, which
 RAISES_ON_DTENSORS: dict[tuple[Optimizer, OptimizerImpl], str] = {
     ("sgd", "fused"): _FUSED, ("sgd-momentum", "fused"): _FUSED, ("adagrad", "fused"): _FUSED,
     ("adafactor", "forloop"): _NORM, ("adafactor", "foreach"): _NORM, ("adamw-8bit", "fused"): _BNB,
-    ("lion-8bit", "fused"): _BNB, ("lion-32bit", "fused"): _FUSED,
+    ("lion-8bit", "fused"): _BNB, ("lion-32bit", "fused"): _FUSED, ("ademamix-8bit", "fused"): _BNB,
+    ("ademamix-32bit", "fused"): _FUSED, ("rmsprop-8bit", "fused"): _BNB, ("rmsprop-32bit", "fused"): _FUSED,
 }  # fmt: skip
 
 
@@ -281,14 +289,14 @@ def step_temporary_lines(
     >>> [line.n_bytes for line in step_temporary_lines("adamw", "foreach", (LocalTensor((64, 32)),), 4)]
     [8192]
     """
+    if optimizer not in _STEPS:
+        return _published_temporary(optimizer, tensors, element_bytes)
     if impl == "fused":
         return ()
     if impl == "foreach":
         return _foreach_temporary(optimizer, tensors, element_bytes, symbol)
     if optimizer in ("muon", "adafactor"):
         return ((_muon_temporary if optimizer == "muon" else _adafactor_temporary)(tensors, element_bytes),)
-    if optimizer not in _STEPS:
-        return _published_temporary(optimizer, tensors, element_bytes)
     before, current = _STEPS[optimizer].forloop
     if not current:
         return ()
@@ -339,9 +347,9 @@ def _published_lines(
         named = symbol if held.symbol == "U" else held.symbol
         lines.append(Line(Kind.OPTIMIZER_STATE, width * units, held.what, times(width, named), one.source))
     if one.tables and not paged:
-        scales, counted_as = lines[1].n_bytes, "U_256" if one.paged else "U_q"
+        scales = next(line.n_bytes for line in lines if line.formula.endswith("U_256"))
         there = where(scales > 0, one.tables, 0)
-        lines.append(Line(Kind.OPTIMIZER_STATE, there, "quantization maps", f"{one.tables}·min(1, {counted_as})", one.source))
+        lines.append(Line(Kind.OPTIMIZER_STATE, there, "quantization maps", f"{one.tables}·min(1, U_256)", one.source))
     return tuple(lines)
 
 

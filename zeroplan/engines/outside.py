@@ -4,7 +4,7 @@ from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import ROUNDING, RecipeSpec
 from zeroplan.transformer.blocks import HeadPass
 from zeroplan.transformer.families.widths import widths
 from zeroplan.transformer.head import head_pass
@@ -44,8 +44,8 @@ def _in_flight(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line
 def held_beside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line, ...]:
     """Return what the loop and the model's layers hold beside the engine: pixels, and scales of rounded layers. [bytes]"""
     images = (*pixels(model, batch), *_in_flight(model, recipe, batch))
-    if "int4-qat" not in recipe.fused_parts:
+    if not (names := [one for one in ROUNDING if one in recipe.fused_parts]):
         return images
     from zeroplan.transformer.families.fake_quantised import scales_kept  # noqa: PLC0415  few jobs have it
 
-    return (*images, *scales_kept(model, batch))
+    return (*images, *scales_kept(model, batch, names[0]))

@@ -9,7 +9,7 @@ give the exact maximum over all layers, at a cost that does not grow with their 
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.transformer.recomputed import order_by_recomputation
 
 
@@ -52,7 +52,7 @@ def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Positio
 def corners(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Position, ...]:
     """Return the layers at which a quantity that is linear between them can be largest, first to last.
 
-    If only the first blocks are recomputed, those and the others each have their own corners.
+    If only the first blocks are recomputed, those and the others each have their own corners. So have blocks of predictions.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=9, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
@@ -60,7 +60,7 @@ def corners(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Posi
     ['block 1 of 9', 'block 2 of 9', 'block 8 of 9', 'block 9 of 9']
     """
     order = order_by_recomputation(model, first_recomputed)
-    cut = first_recomputed or len(order)
+    cut = first_recomputed or len(order) - len(PREDICTS) * model.predictions
     ends = _ends(order[:cut]) | {cut + index for index in (_ends(order[cut:]) if order[cut:] else ())}
     return tuple(_position(index, order) for index in sorted(ends))
 

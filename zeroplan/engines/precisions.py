@@ -51,6 +51,7 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
     """
     width = widths(recipe.precision)
     autocast = recipe.engine == "ddp" and width.mixed
+    gathered = "-gathered" if recipe.fsdp2.float8_all_gather else ""
     return Compute(
         width.compute,
         autocast,
@@ -65,7 +66,7 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         recipe.engine == "fsdp2" and width.mixed,
         release_of(recipe.transformers),
         recipe.precision == "fp16-mixed" and recipe.kernels != "cpu",
-        (*recipe.fused_parts, *((f"float8-{recipe.float8_recipe}",) if recipe.float8_recipe else ())),
+        (*recipe.fused_parts, *((f"float8-{recipe.float8_recipe}{gathered}",) if recipe.float8_recipe else ())),
         recipe.imbalance_in_thousandths if ep > 1 else EVEN,
         recipe.prompt_len,
         recipe.log_probs,

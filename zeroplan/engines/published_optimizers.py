@@ -56,6 +56,7 @@ _BNB_MAP_BYTES = 256 * 4  # bitsandbytes 0.50, functional.create_dynamic_map: 25
 _BNB_SOURCE = "bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state"
 _BNB_ONE_SOURCE = "bitsandbytes 0.50, optim/optimizer.py, Optimizer1State.init_state"
 _TORCHAO = "torchao 0.18, torchao/optim/adam.py, _AdamBase._new_buffer"
+_OF_TORCHAO = ("paper", "ddp", "fsdp2", "deepspeed")
 _COMPILED = "torch 2.13, torch/_inductor: buffers of torchao's step as it is compiled; its kernels were not run"
 
 
@@ -87,33 +88,50 @@ def _in_pages(count: Counting, *, inside: bool) -> Counting:
     return counted
 
 
-def _bitsandbytes(states: tuple[str, ...], bits: int, *, paged: bool = False) -> Published:
-    """Return an optimizer of bitsandbytes with these states, each of one element per parameter."""
-    named, copies = " and ".join(states), len(states)
-    source = _BNB_SOURCE if copies > 1 else _BNB_ONE_SOURCE
+class _Group(NamedTuple):
+    """States that bitsandbytes makes alike: their name, elements per parameter, and allocations per tensor."""
+
+    what: str
+    copies: int
+    alike: int
+
+
+def _kept_in_blocks(one: _Group, bits: int) -> tuple[Held, ...]:
+    """Return a group of states in fp32, or quantised with a scale per block, and in fp32 for small tensors."""
     if bits == 32:
-        main: tuple[Held, ...] = (Held(f"{named} in fp32", "U", _elements, 4 * copies, copies),)
-        beside: tuple[Held, ...] = ()
-    else:
-        main = (Held(f"{named}, 8 bits each" if copies > 1 else f"{named} in 8 bits", "U_q", _wide, copies, copies),)
-        beside = (
-            Held(f"fp32 scale per block of 256, for {named}", "U_256", _blocks, 4 * copies, copies),
-            Held(f"{named} in fp32 for tensors below 4096 elements", "U_s", _narrow, 4 * copies, copies),
-        )
+        return (Held(f"{one.what} in fp32", "U", _elements, 4 * one.copies, one.alike),)
+    width = "8 bits each" if one.copies > 1 else "in 8 bits"
+    return (
+        Held(f"{one.what}{',' if one.copies > 1 else ''} {width}", "U_q", _wide, one.copies, one.alike),
+        Held(f"fp32 scale per block of 256, for {one.what}", "U_256", _blocks, 4 * one.copies, one.alike),
+        Held(f"{one.what} in fp32 for tensors below 4096 elements", "U_s", _narrow, 4 * one.copies, one.alike),
+    )
+
+
+def _bitsandbytes(groups: tuple[_Group, ...], bits: int, *, paged: bool = False) -> Published:
+    """Return an optimizer of bitsandbytes with these states. If ``paged``, the large ones are in managed memory."""
+    held = [_kept_in_blocks(one, bits) for one in groups]
+    main, beside = [one[0] for one in held], [other for one in held for other in one[1:]]
     in_pages: tuple[Held, ...] = ()
     if paged:
         in_pages = tuple(one._replace(units=_in_pages(one.units, inside=True), symbol="U_p") for one in main)
         below = "of tensors below 100,000 elements"
-        main = tuple(
+        main = [
             one._replace(what=f"{one.what}, {below}", units=_in_pages(one.units, inside=False), symbol="U_l") for one in main
-        )
+        ]
+    tables = sum(one.alike for one in groups)
     return Published(
-        (*main, *beside), source, tables=_BNB_MAP_BYTES * copies if bits == 8 else 0, paged=in_pages,
+        (*main, *beside), _BNB_SOURCE if tables > 1 else _BNB_ONE_SOURCE, paged=in_pages,
+        tables=_BNB_MAP_BYTES * tables if bits == 8 else 0,
         engines=("paper", "ddp") if paged else ("paper", "ddp", "fsdp1", "fsdp2", "deepspeed"),
         note=_PAGES if paged else "",
     )  # fmt: skip
 
 
+_ADAM = (_Group("momentum and variance", 2, 2),)
+_LION = (_Group("momentum", 1, 1),)
+_ADEMAMIX = (_Group("fast and slow momentum", 2, 1), _Group("variance", 1, 1))
+_RMSPROP = (_Group("mean square", 1, 1),)
 _PAGES = (
     "states of tensors from 100,000 elements on are in managed memory, counted as host memory: CUDA moves them to the GPU where "
     "there is room, beside what torch allocates (read in bitsandbytes 0.50, not run)"
@@ -154,7 +172,7 @@ def _torchao(bits: int, *, floating: bool = False, block: int = 256) -> Publishe
     return Published(
         tuple(states), _TORCHAO,
         lambda tensor, _, __: _compiled_scratch(tensor, bits, block, floating=floating), _COMPILED,
-        engines=("paper", "ddp", "fsdp2"),
+        engines=_OF_TORCHAO,
     )  # fmt: skip
 
 
@@ -264,7 +282,6 @@ def _of_soap(tensor: "LocalTensor", before: Int, width: int) -> Int:
     return highest
 
 
-_ADAM_STATES = ("momentum", "variance")
 _ON_DTENSORS_TOO = ("paper", "ddp", "fsdp2")
 _TE_ADAM = "Transformer Engine d0067d0, pytorch/optimizers/fused_adam.py, FusedAdam"
 
@@ -284,7 +301,34 @@ def _of_masters(tensor: "LocalTensor", before: Int, width: int) -> Int:
     return (width + (0 if width == 4 else 4)) * tensor.numel
 
 
+_FLASH = "flashoptim 0.1.4, optimizers.py, FlashOptimizer._ensure_state_initialized"
+_FLASH_BLOCK = 32  # quantize, group_size
+
+
+def _only_narrow(states: Held) -> Held:
+    """Return a state that fp32 tensors do not have."""
+    return states._replace(symbol="U_h", units=lambda _: 0, narrow=states.units)
+
+
+def _flash(correction: int) -> Published:
+    """Return flashoptim's AdamW with this many bytes of correction per element of a 16-bit weight."""
+    scales = Held(
+        f"fp16 scale per block of {_FLASH_BLOCK}, for momentum and variance", f"U_{_FLASH_BLOCK}",
+        lambda tensor: ceil_div(tensor.numel, _FLASH_BLOCK), 4, 2,
+    )  # fmt: skip
+    correcting = Held(f"the {8 * correction} bits after those of a 16-bit weight", "U", _elements, correction)
+    return Published(
+        (Held("momentum and variance, 8 bits each", "U", _elements, 2, 2), scales, _only_narrow(correcting)), _FLASH,
+        lambda tensor, _, width: (width - (correction if width == 2 else 0)) * tensor.numel, f"{_FLASH}: zeros that are quantised",
+        engines=_ON_DTENSORS_TOO, note="flashoptim's states were run on a CPU, its kernels were read (0.1.4)",
+    )  # fmt: skip
+
+
+_STABLE = "torch-optimi 0.3.3, optimi/stableadamw.py, StableAdamW._init_state"
+_COMPENSATION = _only_narrow(Held("Kahan compensation of 16-bit weights", "U", _elements, 2))
 _SCHEDULE_FREE = "schedulefree 1.4.1, adamw_schedulefree.py, AdamWScheduleFree.step"
+_SCHEDULE_FREE_SGD = "schedulefree 1.4.1, sgd_schedulefree.py, SGDScheduleFree.step"
+_AVERAGED = Held("the points that are averaged (z)", "U", _elements)
 _ADAM_MINI = "Adam-mini 1.1.1, adam_mini.py, Adam_mini.step"
 _APOLLO_SOURCE = "APOLLO 1.0.3, apollo_torch/apollo.py, AdamW.step"
 _GALORE_SOURCE = "galore-torch 1.0, galore_torch/adamw.py, AdamW.step"
@@ -302,24 +346,33 @@ def _alone(states: tuple[Held, ...], scratch: Scratch, source: str, note: str = 
 
 
 PUBLISHED: dict[Optimizer, Published] = {
-    "adamw-8bit": _bitsandbytes(_ADAM_STATES, 8),
-    "paged-adamw-8bit": _bitsandbytes(_ADAM_STATES, 8, paged=True),
-    "paged-adamw-32bit": _bitsandbytes(_ADAM_STATES, 32, paged=True),
-    "lion-32bit": _bitsandbytes(("momentum",), 32),
-    "lion-8bit": _bitsandbytes(("momentum",), 8),
-    "paged-lion-32bit": _bitsandbytes(("momentum",), 32, paged=True),
-    "paged-lion-8bit": _bitsandbytes(("momentum",), 8, paged=True),
+    "adamw-8bit": _bitsandbytes(_ADAM, 8),
+    "paged-adamw-8bit": _bitsandbytes(_ADAM, 8, paged=True),
+    "paged-adamw-32bit": _bitsandbytes(_ADAM, 32, paged=True),
+    "lion-32bit": _bitsandbytes(_LION, 32),
+    "lion-8bit": _bitsandbytes(_LION, 8),
+    "paged-lion-32bit": _bitsandbytes(_LION, 32, paged=True),
+    "paged-lion-8bit": _bitsandbytes(_LION, 8, paged=True),
+    "ademamix-32bit": _bitsandbytes(_ADEMAMIX, 32),
+    "ademamix-8bit": _bitsandbytes(_ADEMAMIX, 8),
+    "paged-ademamix-32bit": _bitsandbytes(_ADEMAMIX, 32, paged=True),
+    "paged-ademamix-8bit": _bitsandbytes(_ADEMAMIX, 8, paged=True),
+    "rmsprop-32bit": _bitsandbytes(_RMSPROP, 32),
+    "rmsprop-8bit": _bitsandbytes(_RMSPROP, 8),
     "te-adam": _te_adam(),
     "te-adam-remainders": _te_adam(Held("the 16 bits of fp32 that weights lack", "U", _elements, 2)),
     "te-adam-masters": _te_adam(Held("master weights in fp32", "U", _elements, 4), scratch=_of_masters),
     "torchao-adamw-8bit": _torchao(8),
     "torchao-adamw-4bit": _torchao(4, block=128),
     "torchao-adamw-fp8": _torchao(8, floating=True),
-    "torchao-adamw": Published((_BOTH,), _TORCHAO, engines=_ON_DTENSORS_TOO),
+    "torchao-adamw": Published((_BOTH,), _TORCHAO, engines=_OF_TORCHAO),
     "schedule-free-adamw": Published(
-        (Held("variance", "U", _elements), Held("the points that are averaged (z)", "U", _elements)), _SCHEDULE_FREE,
-        engines=_ON_DTENSORS_TOO,
+        (Held("variance", "U", _elements), _AVERAGED), _SCHEDULE_FREE, engines=_ON_DTENSORS_TOO
     ),
+    "schedule-free-sgd": Published((_AVERAGED,), _SCHEDULE_FREE_SGD, engines=_ON_DTENSORS_TOO),
+    "stable-adamw": Published((_BOTH, _COMPENSATION), _STABLE, engines=("paper", "ddp")),
+    "flash-adamw": _flash(1),
+    "flash-adamw-32bit": _flash(2),
     "adam-mini": _alone((Held("momentum", "U", _elements), Held(_MEANS, "U_w", _rows)), _of_adam_mini, _ADAM_MINI),
     "apollo": _alone(_APOLLO, _of_apollo, _APOLLO_SOURCE),
     "galore": _alone(_GALORE, _of_galore, _GALORE_SOURCE, _DECOMPOSED),

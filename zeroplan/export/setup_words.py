@@ -118,7 +118,10 @@ _IN_SCRIPT: dict[str, _Said] = {
     "ddp.find_unused_parameters": _script("DistributedDataParallelKwargs(find_unused_parameters={value})"),
     "ddp.static_graph": _script("DistributedDataParallelKwargs(static_graph={value})"),
     "ddp.wrap_one_rank": _script("DistributedDataParallel around the model of a single GPU"),
-    "ddp.step_in_backward": _script("an optimizer for every weight, called by register_post_accumulate_grad_hook"),
+    **dict.fromkeys(
+        ("ddp.step_in_backward", "fsdp2.step_in_backward"),
+        _script("an optimizer for every weight, called by register_post_accumulate_grad_hook"),
+    ),
     "fsdp2.reduce_dtype": _script("MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"),
     "mesh.dp_shard": lambda words, _: [f"started on {words.after.mesh.world_size} GPUs"]
     if words.after.mesh.world_size != words.before.mesh.world_size else [],

@@ -46,7 +46,7 @@ from zeroplan.spec.recipe import (
     Stage,
 )
 from zeroplan.spec.releases import release_of
-from zeroplan.spec.vision import VISION_PARTS
+from zeroplan.spec.vision import TEXT_PART, VISION_PARTS
 from zeroplan.units import GIB, parse_count
 
 if TYPE_CHECKING:
@@ -232,7 +232,8 @@ def _complete_model(read: SetupRead, extra: Path | None) -> tuple[ModelSpec, tup
 
 def _partly_frozen(model: ModelSpec, request: Request) -> ModelSpec:
     """Return the model with the requested frozen parts. A job file's model may have some already."""
-    parts = ",".join(name for name in names_in(request.freeze) if name not in (*VISION_PARTS, "none"))
+    others = (*VISION_PARTS, "none", *((TEXT_PART,) if model.cross_layers else ()))
+    parts = ",".join(name for name in names_in(request.freeze) if name not in others)
     said = {"parts": parts if parts or request.freeze == "" else None, "layers": request.freeze_layers}
     asked = {name: value for name, value in said.items() if value is not None}
     if not asked or (model.frozen is None and asked == {"layers": 0}):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.vision import VISION_PARTS, VisionSpec
+from zeroplan.spec.vision import TEXT_PART, VISION_PARTS, VisionSpec
 
 if TYPE_CHECKING:
     from zeroplan.resolve.request import Request
@@ -40,11 +40,16 @@ def with_images(
         return model, ()
     vision = model.vision
     if request.freeze is not None:
-        vision = replace(vision, freeze_tower="tower" in frozen, freeze_projector="projector" in frozen)
+        text = bool(vision.cross_layers) and TEXT_PART in names_in(request.freeze)
+        vision = replace(
+            vision, freeze_tower="tower" in frozen, freeze_projector="projector" in frozen, freeze_text=text
+        )  # fmt: skip
     elif freezes:  # LLaMA-Factory, finetuning_args.py, FreezeArguments; ms-swift, tuner_args.py, TunerArguments
         vision = replace(vision, freeze_tower=True, freeze_projector=True)
     if program == "ms-swift":  # model/patcher.py, patch_get_input_embeddings
         vision = replace(vision, follows_pixels=True)
+    if program == "torchtune" and vision.cross_layers:  # training/_activation_checkpointing.py, set_activation_checkpointing
+        vision = replace(vision, recomputes=True)
     if vision.has_blocks:
         vision = _with_images(vision, request)
     made = replace(model, vision=vision)

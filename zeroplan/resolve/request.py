@@ -181,8 +181,9 @@ class Request(Spec):
     )})
     optimizer: Optimizer | None = field(default=None, metadata={"option": Option(
         "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion or muon; bitsandbytes' adamw-8bit, lion-8bit, "
-        "lion-32bit and, with paged- before them, also adamw-32bit; torchao-adamw-8bit, -4bit, -fp8 or torchao-adamw; "
-        "schedule-free-adamw, adam-mini, apollo, galore or soap; Transformer Engine's te-adam, te-adam-remainders or "
+        "lion-32bit, ademamix-8bit, ademamix-32bit, rmsprop-8bit, rmsprop-32bit and, with paged- before them, adamw, lion and "
+        "ademamix in both widths; torchao-adamw-8bit, -4bit, -fp8 or torchao-adamw; schedule-free-adamw or -sgd; stable-adamw; "
+        "flash-adamw or flash-adamw-32bit; adam-mini, apollo, galore or soap; Transformer Engine's te-adam, te-adam-remainders or "
         "te-adam-masters. (default: adamw)", RECIPE, "NAME",
         "recipe.optimizer", control=Control("Optimizer", OF_RECIPE, "adamw"),
     )})
@@ -260,7 +261,7 @@ class Request(Spec):
     )})
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
         "Parts run by other kernels, with commas. Unsloth's: cross-entropy, rms-norm, rope, "
-        "lora (QLoRA). Axolotl's: axolotl-lora. Liger's: rope, liger-rms-norm, "
+        "lora (QLoRA). Axolotl's: axolotl-lora, axolotl-qat. Liger's: rope, liger-rms-norm, "
         "liger-swiglu. torchtune's: loss-in-pieces, int4-qat. torch.compile's: "
         "compiled-blocks, compiled-loss. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",

@@ -81,6 +81,8 @@ _SHORT = Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("w1", "w3", "w2"), 
 _MAMBA = Layers(others=("in_proj", "out_proj"))
 #: Nemotron 3's projections around its experts, where these have a latent.
 LATENT_OF_EXPERTS = ("fc1_latent_proj", "fc2_latent_proj")
+#: NeMo AutoModel's projection in front of a prediction's attention.
+JOINING = "eh_proj"
 #: Families whose linear layers have other names than Llama's. Experts and most routers are no linear layers in transformers 5.
 LAYERS_OF: Mapping[str, Layers] = {
     "phi3": Layers(("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),
@@ -91,7 +93,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "qwen3_next": Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")),
     "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
     "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
-    "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": _UNGATED._replace(others=(*_MAMBA.others, *LATENT_OF_EXPERTS)),
+    "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": _UNGATED._replace(others=(*_MAMBA.others, *LATENT_OF_EXPERTS, JOINING)),
     "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV, "falcon": _JOINT_QKV,
     "gpt2": Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
     "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
@@ -116,13 +118,17 @@ ADAPTED_FAMILIES = (
 ADAPTED_LIKE_LLAMA = (
     "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma2", "gemma3_text", "olmo2", "granite",
 )  # fmt: skip
+#: Families with experts that are modelled under FSDP1, too: with weights in four bits, and adapters of linear layers.
+ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 #: Families whose blocks with adapters are modelled in 16 bits or fp32 alone. Autocast, which then runs on 16-bit weights, widens
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
-    "llama4_text", "phi", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
+    "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
     "glm4_moe", "dots1", "jais2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon", "stablelm",
     "mistral4", "hy_v3", "solar_open", "deepseek_v2",
 )  # fmt: skip
+#: Activation functions that autocast computes in fp32, a dtype that layers in few bits hand on.
+WIDENED = ("relu2", "gelu_new")
 #: Families whose weights in few bits are not modelled: with an indexer, a trained activation function, ``Conv1D`` (GPT-2), or
 #: linear layers of their own class, which transformers leaves as they are (Falcon).
 NOT_QUANTISED = ("deepseek_v32", "glm_moe_dsa", "apertus", "gpt2", "falcon")

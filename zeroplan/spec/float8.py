@@ -14,7 +14,10 @@ _GROUP = 16
 _GROUPS = {"mxfp8": 32, "nvfp4": 128}
 _ON_BLACKWELL = ("mxfp8", "nvfp4")
 #: Families all of whose matrix products are ``nn.Linear`` layers.
-_FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "smollm3", "granite", "seed_oss")
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "smollm3", "granite", "seed_oss", "glm",
+    "phi3", "cohere",
+)  # fmt: skip
 
 
 def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuSpec | None = None) -> None:
@@ -27,6 +30,8 @@ def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuS
     Traceback (most recent call last):
     zeroplan.errors.SpecError: float8_recipe 'rowwise' with engine 'ddp' is not modelled; use engine 'fsdp2'
     """
+    if recipe.fsdp2.float8_all_gather:
+        refuse("fsdp2.float8_all_gather with", _not_gathered(recipe))
     if recipe.float8_recipe is None:
         return
     refuse(f"float8_recipe {recipe.float8_recipe!r} with", _not_modelled(model, recipe, mesh))
@@ -36,12 +41,20 @@ def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuS
         raise SpecError(f"GPU {gpu.name!r} does not multiply in float8; leave float8_recipe out, or use an H100")
 
 
+def _not_gathered(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    # torchao 0.18, float8/config.py, Float8LinearConfig: a scale per row cannot be gathered
+    yield recipe.float8_recipe != "tensorwise" and f"float8_recipe {recipe.float8_recipe or 'none'!r}", "'tensorwise'"
+    yield recipe.fsdp2.cpu_offload and "fsdp2.cpu_offload", "one of them"
+    yield not isinstance(recipe.fsdp2.reshard_after_forward, bool | None) and "smaller shards", "reshard_after_forward=true"
+
+
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     yield recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"
     yield not recipe.precision.startswith("bf16") and f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"
     yield model.profile is not None and "a profile", "a model of the catalogue"
-    yield model.family not in _FAMILIES and f"a {model.family} model", f"one of {', '.join(_FAMILIES)}"
-    yield (model.attention_bias or model.mlp_bias) and "biases", "a model without them"
+    yield model.family not in FAMILIES and f"a {model.family} model", f"one of {', '.join(FAMILIES)}"
+    in_blocks = recipe.float8_recipe in _GROUPS
+    yield in_blocks and (model.attention_bias or model.mlp_bias) and "biases", "a model without them, or 'rowwise'"
     yield (model.adapter is not None or model.frozen is not None) and "frozen weights", "full training"
     yield recipe.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"
     yield recipe.offload_activations and "offload_activations", "recompute 'full' alone"

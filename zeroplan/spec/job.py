@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, ATTENTION, HEAD, NOT_UNDER_AUTOCAST, AdapterSpec
+from zeroplan.spec.adapter import (
+    ADAPTED_LIKE_LLAMA,
+    ADAPTED_UNDER_FSDP1,
+    ATTENTION,
+    HEAD,
+    NOT_UNDER_AUTOCAST,
+    WIDENED,
+    AdapterSpec,
+)
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.compiled import check_compiled
@@ -24,7 +32,17 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
-from zeroplan.spec.recipe import ON_PAPER, ROUNDED_FAMILIES, SENDING, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
+from zeroplan.spec.recipe import (
+    ON_PAPER,
+    ROUNDED_FAMILIES,
+    ROUNDING,
+    SENDING,
+    STEPS_ALONE,
+    Engine,
+    RecipeSpec,
+    Stage,
+    ways_of_resharding,
+)
 from zeroplan.spec.releases import check_release, is_reentrant
 from zeroplan.spec.split import check_context_parallel, check_tensor_parallel, shards_of_experts_are_even, widths_of_experts
 from zeroplan.spec.torchtitan import check_torchtitan
@@ -146,15 +164,16 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
     """Yield what is not modelled for adapters in some families, and what to use instead."""
     autocast = recipe.engine == "ddp" and recipe.precision.endswith("mixed")
     # with weights in few bits a layer returns its input's dtype: fp32 after an activation that autocast computes in fp32
-    bent = autocast and model.is_quantised and adapter.upcast == "none" and model.activation in ("relu2", "gelu_new")
+    bent = autocast and model.is_quantised and adapter.upcast == "none" and model.activation in WIDENED
     yield (
         bent and f"quantised weights under autocast, whose {model.activation} is fp32 then,",
-        "precision 'bf16', or engine 'fsdp2'",
+        "precision 'bf16', or upcast 'norms', which takes as much",
     )
     if model.family not in ADAPTED_LIKE_LLAMA and not model.has_separate_experts:
         this, at_3 = f"a {model.family} model", recipe.engine == "deepspeed" and recipe.zero_stage == 3
         yield at_3 and f"{this} at stage 3 of DeepSpeed", "a lower stage, or engine 'fsdp2'"
-        yield recipe.engine == "fsdp1" and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
+        packed = model.family in ADAPTED_UNDER_FSDP1 and model.is_quantised and not any(model.stacked)
+        yield recipe.engine == "fsdp1" and not packed and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
         ours = {"lora", "axolotl-lora"} & set(recipe.fused_parts)
         yield bool(ours) and f"fused kernels of adapters in {this}", "none"
         yield bool(adapter.saved) and f"modules that are trained whole in {this}", "adapters alone"
@@ -235,6 +254,7 @@ class JobSpec(Spec):
         check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_quantisation_aware()
         self._check_te_float8()
+        self._check_predictions()
         self._check_latent_experts()
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         check_compiled(self.model, self.recipe, self.mesh)
@@ -296,19 +316,26 @@ class JobSpec(Spec):
     def _check_step_in_backward(self) -> None:
         """Raise SpecError if the optimizer's step inside the backward is not modelled for this job."""
         recipe = self.recipe
-        if not recipe.ddp.step_in_backward:
+        if not recipe.steps_in_backward:
             return
+        option, mesh = "fsdp2" if recipe.fsdp2.step_in_backward else "ddp", self.mesh
+        beside = max(mesh.tp, mesh.cp, mesh.pp, mesh.ep, mesh.dp_replicate) > 1
+        alone = option == "fsdp2" or (mesh.world_size == 1 and not recipe.wraps_one_rank)
         cases = (
-            (recipe.engine != "ddp" and f"engine {recipe.engine!r}", "engine 'ddp'"),
-            ((self.mesh.world_size > 1 or recipe.wraps_one_rank) and "ranks in DDP", "one GPU in a plain loop"),
-            (recipe.zero_stage != 0 and "ZeroRedundancyOptimizer", "stage 0"),
+            (recipe.engine != option and f"engine {recipe.engine!r}", f"engine {option!r}"),
+            (not alone and "ranks in DDP", "one GPU in a plain loop, or engine 'fsdp2' with fsdp2.step_in_backward"),
+            (option == "fsdp2" and beside and "ranks that do more than shard", "dp_shard alone"),
+            (option == "fsdp2" and recipe.offloads_states and "offload to host memory", "no offload"),
+            (option == "fsdp2" and self.model.adapter is not None and "adapters", "full training"),
+            (option == "ddp" and recipe.zero_stage != 0 and "ZeroRedundancyOptimizer", "stage 0"),
             (self.batch.grad_accum_steps > 1 and "gradient accumulation", "one micro-batch"),
             (recipe.precision == "fp16-mixed" and "a gradient scaler", "precision 'bf16-mixed'"),
-            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+            (option == "ddp" and recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+            (option == "fsdp2" and recipe.fsdp2.of_torch_2_15 and "torch 2.15", "fsdp2.torch '2.13'"),
             (self.model.profile is not None and "a profile", "a model of a known family"),
             (recipe.optimizer not in STEPS_ALONE and f"optimizer {recipe.optimizer!r}", f"one of {', '.join(STEPS_ALONE)}"),
         )
-        refuse("ddp.step_in_backward with", cases, ", or leave it out")
+        refuse(f"{option}.step_in_backward with", cases, ", or leave it out")
 
     def _check_attention(self) -> None:
         """Raise SpecError for heads that are too wide for a kernel, and for padding that is not modelled."""
@@ -443,6 +470,8 @@ class JobSpec(Spec):
             raise SpecError(
                 "a vision tower on ranks that split the model or a sequence is not modelled; use data-parallel ranks"
             )
+        if vision.cross_layers:
+            self._check_cross_layers(vision)
         recipe = self.recipe
         reruns = recipe.engine == "deepspeed" and recipe.zero_stage == 3 and recipe.recompute != "none"
         if reruns and vision.tower == "internvl":  # its blocks own parameters
@@ -450,6 +479,29 @@ class JobSpec(Spec):
                 "the order in which DeepSpeed's stage 3 gathers a recomputed internvl tower is not modelled; use stage 2, "
                 "recompute 'none' or engine 'fsdp2'"
             )
+
+    def _check_cross_layers(self, vision: VisionSpec) -> None:
+        """Raise SpecError for what is not modelled with layers that attend to images (Llama 3.2 Vision)."""
+        recipe = self.recipe
+        others = [name for name in recipe.fused_parts if name not in ("cross-entropy", "loss-in-pieces", "rope")]
+        stage_3 = recipe.engine == "deepspeed" and recipe.zero_stage == 3
+        cases = (
+            (recipe.engine not in ("fsdp2", "ddp", "deepspeed") and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (stage_3 and "DeepSpeed's stage 3", "stage 2, or engine 'fsdp2'"),
+            (recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "attention 'sdpa'"),
+            (recipe.offload_activations and "offload of activations", "recompute 'full'"),
+            (recipe.recompute_layers is not None and "recomputation of some layers", "recompute 'full'"),
+            (bool(others) and f"fused kernels {', '.join(others)}", "none"),
+            (
+                self.model.adapter is not None
+                and recipe.engine == "ddp"
+                and recipe.precision.endswith("mixed")
+                and "LoRA under autocast, whose LayerNorms in the tower are fp32",
+                "precision 'bf16', or engine 'fsdp2'",
+            ),
+            (not vision.images and "sequences without images", "--images 1"),
+        )
+        refuse("layers that attend to images (Llama 3.2 Vision) and", cases)
 
     def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
         """Yield the options that are not modelled with schedules that split the backward in two."""
@@ -515,22 +567,48 @@ class JobSpec(Spec):
     def _check_quantisation_aware(self) -> None:
         """Raise SpecError for models and ranks with which quantisation-aware training is not modelled."""
         model = self.model
-        if "int4-qat" not in self.recipe.fused_parts:
+        if not (asked := [one for one in ROUNDING if one in self.recipe.fused_parts]):
             return
-        cases = (
+        cases: tuple[tuple[str | bool, str], ...] = (
             (model.family not in ROUNDED_FAMILIES and f"a {model.family} model", f"one of {', '.join(ROUNDED_FAMILIES)}"),
             (model.frozen is not None and "frozen parts", "full training or adapters"),
             (model.vision is not None and "images", "a text model"),
             (model.is_quantised and "quantised weights", "quantize 'none'"),
             (self.mesh.model_ranks * self.mesh.ep > 1 and "ranks that split the model", "data-parallel ranks"),
         )
-        refuse("fused_kernels 'int4-qat' with", cases)
+        if asked[0] == "axolotl-qat":
+            tied = model.tie_word_embeddings and self.recipe.loss == "full"
+            cases = (
+                *cases,
+                (model.adapter is not None and "adapters", "full training"),
+                (tied and "a rounded embedding", "loss 'fused'"),
+            )
+        refuse(f"fused_kernels {asked[0]!r} with", cases)
 
     def _check_latent_experts(self) -> None:
         """Raise SpecError under autocast, which runs experts in the dtype of their latent and copies their weights."""
         autocast = self.recipe.engine == "ddp" and self.recipe.precision.endswith("mixed")
         if autocast and self.model.width_of_experts != self.model.hidden_size:
             raise SpecError("experts with a latent under autocast are not modelled; use precision 'bf16', or engine 'fsdp2'")
+
+    def _check_predictions(self) -> None:
+        """Raise SpecError for engines, losses and ranks with which NeMo AutoModel's multi-token prediction is not modelled."""
+        if not self.model.predictions:
+            return
+        recipe, mesh = self.recipe, self.mesh
+        own = {"cross-entropy", "loss-in-pieces", "compiled-loss"} & set(recipe.fused_parts)
+        refuse("multi-token prediction with", (
+            (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (recipe.loss not in ("full", "fused") and f"loss {recipe.loss!r}", "loss 'full' or 'fused'"),
+            (bool(own) and f"fused_kernels {', '.join(sorted(own))!r}", "loss 'full' or 'fused' without them"),
+            (recipe.recompute_layers is not None and "recompute_layers", "all blocks"),
+            (recipe.offloads and "offload to host memory", "no offload"),
+            (recipe.fsdp2.of_torch_2_15 and "FSDP2 of torch 2.15", "torch 2.13"),
+            (recipe.fsdp2.shards_ends and "embedding and head as units of their own", "false for fsdp2.shards_ends"),
+            (self.model.frozen is not None and "frozen parts", "full training or adapters"),
+            *((getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}", f"{name}=1, or predictions=0")
+              for name in ("tp", "cp", "pp")),
+        ))  # fmt: skip
 
     def _check_te_float8(self) -> None:
         """Raise SpecError for models and ranks with which Transformer Engine's float8 is not modelled outside Megatron-Core."""
@@ -547,6 +625,8 @@ class JobSpec(Spec):
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""
         recipe, quantised = self.recipe, self.model.is_quantised
+        if recipe.engine == "megatron":  # which has rules of its own
+            return
         if SENDING & set(recipe.fused_parts) and any(self.model.stacked):
             raise SpecError("adapters of experts with NeMo AutoModel's experts are not modelled; use --lora-targets attention")
         cases = (

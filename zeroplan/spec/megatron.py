@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
+from zeroplan.spec.adapter import ATTENTION, CONVERTED, GROUPS, MLP, OLD_ROUTER, AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -12,7 +13,9 @@ from zeroplan.spec.recipe import ADAM, RecipeSpec
 from zeroplan.spec.vision import VISION_PARTS, VisionSpec
 
 #: Families with arguments in Megatron-LM and formulas in zeroplan.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "bloom")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "bloom")
+#: Those of them whose matrices may have adapters beside them.
+_ADAPTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 #: Precisions in Megatron-LM's table of bytes per parameter.
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "fp32")
 SCHEDULES = (None, "1f1b", "interleaved-1f1b")
@@ -79,7 +82,8 @@ def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     yield model.family not in FAMILIES and f"family {model.family!r}", f"one of {', '.join(FAMILIES)}"
     yield model.hidden_act is not None and f"activation function {model.hidden_act!r}", "engine 'fsdp2'"
-    yield model.adapter is not None and "LoRA", "engine 'fsdp2'"
+    if model.adapter is not None:
+        yield from _not_adapted(model, model.adapter, recipe, mesh)
     if model.vision is not None:
         yield from _not_with_a_tower(model.vision, recipe, mesh)
     yield model.frozen is not None and "frozen parameters", "engine 'fsdp2'"
@@ -97,6 +101,41 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield predicts and model.positions > 0 and "mtp_num_layers and learned positions", "a model with rotary positions"
     if recipe.megatron.hybrid_layer_pattern is not None:
         yield from _not_hybrid(model, recipe, mesh)
+
+
+def _not_adapted(
+    model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: MeshSpec
+) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled beside adapters: targets that Megatron-Core's matrices do not have, and parts of the recipe."""
+    own, there, away = recipe.megatron, set(model.adapted_layers), "engine 'fsdp2'"
+    gate, up, down = CONVERTED.get(model.family, MLP)
+    beyond = {*there, *adapter.targets.replace(" ", "").split(",")} - {*GROUPS, *ATTENTION, gate, up, down}
+    if OLD_ROUTER not in adapter.targets.split(","):
+        beyond -= {OLD_ROUTER}  # a router is no linear layer in Megatron-Core
+    parts = [names for names in (ATTENTION[:3], (gate, up)) if 0 < len(there & set(names)) < len(names)]
+    modules = set(own.recompute_modules.split(",")) - {"core_attn"} if recipe.recompute == "selective" else set[str]()
+    for asked, what, instead in (
+        (model.family not in _ADAPTED, f"adapters in a {model.family} model", f"one of {', '.join(_ADAPTED)}"),
+        (beyond, f"adapters of {', '.join(sorted(beyond))}", "targets 'attention,mlp'"),
+        (parts, f"adapters of only some of {', '.join(next(iter(parts), ()))}, which it joins", "all of these targets"),
+        (adapter.quantize != "none", f"adapters and quantize {adapter.quantize!r}", away),
+        (adapter.compute == "fp32", "adapters that compute in fp32", "compute 'autocast'"),
+        (adapter.saved and model.tie_word_embeddings, "modules that are trained whole in a tied model", "adapters alone"),
+        (recipe.zero_stage > 1, "adapters and Megatron-FSDP", "stage 1, the distributed optimizer"),
+        (recipe.optimizer == "muon", "adapters and optimizer 'muon'", "'adamw'"),
+        (modules, f"adapters and recompute_modules {own.recompute_modules!r}", "core_attn"),
+        (model.moe is not None and own.expert_ways(mesh.tp) > 1, "adapters and experts that ranks split, as mcore-bridge has not,",
+         "expert_tensor_parallel_size 1"),
+        (own.fp8_format is not None, "adapters and matrices in FP8", "bf16"),
+        (own.optimizer_offload_fraction > 0, "adapters and optimizer_offload_fraction", "no offload"),
+        (own.gradients_beside > 0, "adapters and gradients_beside", "0 for it"),
+        (own.defer_embedding_wgrad_compute, "adapters and defer_embedding_wgrad_compute", "false for it"),
+        (own.cross_entropy_fusion_impl == "verl", "adapters and verl's fused head", "another loss"),
+        (own.mtp_num_layers > 0 or own.hybrid_layer_pattern is not None, "adapters and mtp_num_layers or a pattern", "neither"),
+        (own.overlap_moe_expert_parallel_comm, "adapters and overlap_moe_expert_parallel_comm", "false for it"),
+        (own.pretrains != "gpt", "adapters in BERT or T5", "pretrains 'gpt'"),
+    ):  # fmt: skip
+        yield bool(asked) and what, instead
 
 
 def _not_with_a_tower(vision: VisionSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:

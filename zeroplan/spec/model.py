@@ -38,6 +38,9 @@ from zeroplan.spec.family import (
 from zeroplan.spec.frozen import FREEZABLE_FAMILIES, FrozenSpec
 from zeroplan.spec.vision import VisionSpec
 
+#: Letters of the layers of one depth of multi-token prediction.
+PREDICTS = "ae"
+
 
 class MoeSpec(Spec):
     """Experts of a mixture-of-experts model."""
@@ -195,6 +198,11 @@ class ModelSpec(Spec):
     """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts; in
     Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full attention, D for a dense
     MLP; in LFM2 C for a short convolution, and c or D for convolution or attention before a dense MLP beside layers of experts."""
+    predictions: Annotated[int, Range(0, 100)] = 0
+    """Depths of NeMo AutoModel's multi-token prediction, in Nemotron 3 only. Each is the letters ae at the end of the pattern: a
+    layer of attention behind a joining projection, and one of experts before a norm."""
+    predictor_repeats: bool = False
+    """All depths run the same layers, which are then not recomputed; their weights are counted for each depth."""
     turned: bool = True
     """Attention has rotary positions."""
     global_head_dim: Annotated[int, Range(0, 10**6)] = 0
@@ -220,7 +228,7 @@ class ModelSpec(Spec):
     @property
     def tower_layers(self) -> int:
         """The number of blocks in the vision tower, which run before the text's."""
-        return 0 if self.vision is None else self.vision.num_hidden_layers
+        return 0 if self.vision is None else self.vision.blocks
 
     @property
     def activation(self) -> Activation:
@@ -236,6 +244,11 @@ class ModelSpec(Spec):
     def has_grouped_heads(self) -> bool:
         """Whether several query heads share a key/value head."""
         return self.num_key_value_heads != self.num_attention_heads
+
+    @property
+    def cross_layers(self) -> int:
+        """The number of layers that attend to images, among and beside ``num_hidden_layers`` of the text (Llama 3.2 Vision)."""
+        return 0 if self.vision is None else self.vision.cross_layers
 
     @property
     def letters(self) -> str:
@@ -307,12 +320,24 @@ class ModelSpec(Spec):
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
             raise SpecError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
         self._check_family()
+        self._check_cross_layers()
         if self.mla is not None:
             self._check_indexer(self.mla)
         if self.adapter is not None:
             self._check_adapter(self.adapter)
         if self.frozen is not None:
             self._check_frozen(self.frozen)
+
+    def _check_cross_layers(self) -> None:
+        cross = self.cross_layers
+        if cross and (self.family != "llama" or self.num_hidden_layers % cross or self.num_hidden_layers < 2 * cross):
+            raise SpecError(
+                f"cross_layers={cross} among {self.num_hidden_layers} layers of a {self.family} model: Llama 3.2 Vision alone has "
+                "them, one in each of several equal periods of a llama's layers"
+            )
+        few_bits = "" if self.adapter is None else self.adapter.quantize
+        if cross and few_bits in ("int8", "gptq"):
+            raise SpecError(f"quantize={few_bits!r} of layers that attend to images is not modelled; use nf4-double")
 
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         if self.family not in ADAPTED_FAMILIES:
@@ -433,7 +458,13 @@ class ModelSpec(Spec):
         known = TRAITS[self.family].pattern if self.family in TRAITS else ""
         if known and TRAITS[self.family].one_kind:
             known = known if self.layer_pattern[:1] not in known else self.layer_pattern[:1]
-        if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(self.layer_pattern) <= set(known):
+        ahead = PREDICTS * self.predictions
+        if (self.predictions and not known.endswith("E")) or not self.layer_pattern.endswith(ahead):
+            raise SpecError(
+                f"predictions={self.predictions}: a nemotron_h model alone has them, whose pattern then ends in {ahead}"
+            )
+        own = self.layer_pattern.removesuffix(ahead)
+        if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(own) <= set(known):
             wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
             raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")
         if of_one_module and (self.moe is None) == ("E" in self.layer_pattern):

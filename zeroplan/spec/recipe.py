@@ -16,9 +16,10 @@ Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
 Optimizer = Literal[
     "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit", "paged-adamw-8bit",
-    "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "torchao-adamw-8bit",
-    "torchao-adamw-4bit", "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "adam-mini", "apollo",
-    "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
+    "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "ademamix-32bit", "ademamix-8bit",
+    "paged-ademamix-32bit", "paged-ademamix-8bit", "rmsprop-32bit", "rmsprop-8bit", "torchao-adamw-8bit", "torchao-adamw-4bit",
+    "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "schedule-free-sgd", "stable-adamw", "flash-adamw",
+    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
 ]  # fmt: skip
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
@@ -31,7 +32,7 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "jsd", "kd", "pairs", "pairs in 16 bits"]
+LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "columns", "jsd", "kd", "pairs", "pairs in 16 bits"]
 #: Losses that compare all logits with a teacher's.
 WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd")
 #: Losses of ORPO, which read the logits that the model returns.
@@ -40,8 +41,11 @@ OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
     "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
-    "output-scaled", "int4-qat", "grouped-experts", "looped-experts", "te-float8", "compiled-blocks", "compiled-loss",
+    "output-scaled", "int4-qat", "axolotl-qat", "grouped-experts", "looped-experts", "te-float8", "compiled-blocks",
+    "compiled-loss",
 )  # fmt: skip
+#: Quantisation-aware training: torchtune's layers, and those that Axolotl makes.
+ROUNDING = ("int4-qat", "axolotl-qat")
 #: Families all of whose matrix products are linear layers, and that were compared with torchao's fake-quantised ones.
 ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: Experts of NeMo AutoModel of which every rank gathers all tokens, multiplied together or one by one.
@@ -93,6 +97,9 @@ class DdpOptions(Spec):
     step_in_backward: bool = False
     """In a plain loop on one GPU: each weight has its own optimizer, which steps and frees the gradient as soon as it is computed
     (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
+    compiled: bool = False
+    """``torch.compile`` compiles the whole model. Its backward returns all gradients at its end, where a micro-batch finds those of
+    earlier ones. Nothing else of the compiler is counted: activations as without it, which is a bound."""
 
 
 class Fsdp2Options(Spec):
@@ -118,9 +125,16 @@ class Fsdp2Options(Spec):
     """The embedding is one ``fully_shard`` unit, and the last norm with the head another, which stays gathered until its backward,
     as in accelerate 1.15 and torchtitan. With a tied head all of it is one unit."""
 
+    step_in_backward: bool = False
+    """Each parameter has its own optimizer, which steps right after the reduction of its unit and frees the gradient
+    (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
+
     sequence_parallel: bool = True
     """Tensor-parallel ranks split hidden states along the sequence, as in torchtitan. False: every rank has whole hidden states
     (AutoModel's default); the answer is then at most a few hidden states too high."""
+
+    float8_all_gather: bool = False
+    """Ranks cast their shards of float8 layers' weights and gather them in float8 (torchao's ``enable_fsdp_float8_all_gather``)."""
 
     @property
     def shards_ends(self) -> bool:
@@ -285,6 +299,8 @@ class MegatronOptions(Spec):
     """Routing weights in fp32; ``None``: in the activations' dtype."""
     moe_shared_expert_intermediate_size: Count | None = None
     """Width of an expert that every token visits; ``None``: there is none."""
+    moe_shared_expert_overlap: bool = False
+    """That expert runs beside the dispatch and the combination of tokens, and keeps its gathered input."""
     overlap_moe_expert_parallel_comm: bool = False
     """``--overlap-moe-expert-parallel-comm``: the next micro-batch's forward runs layer by layer beside the current backward."""
     moe_aux_loss: bool = False
@@ -481,7 +497,8 @@ class RecipeSpec(Spec):
     log_probs: LogProbs = "tiles"
     """How loss ``log-probs`` is computed: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from
     all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl), or beside the policy's
-    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch)."""
+    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch); or 2,048 columns of
+    the head at a time (``columns``: prime-rl)."""
     forward_only: bool = False
     """No backward follows, so stage 3 keeps nothing gathered for it. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False
@@ -513,7 +530,8 @@ class RecipeSpec(Spec):
     ``axolotl-lora``: attention's projections and gated MLPs with adapters. Liger's are
     ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
     ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward.
-    ``int4-qat`` is quantisation-aware training: torchao's linear layers round inputs to 8 bits and weights to 4, and back.
+    ``int4-qat`` is quantisation-aware training: torchao's linear layers round inputs to 8 bits and weights to 4, and back;
+    ``axolotl-qat`` is the same with scales and zero points in fp32, to which gradients flow.
 
     NeMo AutoModel's: ``norm-in-one`` (one kernel per norm: Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
     (which send tokens to experts on other ranks), ``grouped-experts`` or ``looped-experts`` (every rank gathers all tokens for its
@@ -537,6 +555,11 @@ class RecipeSpec(Spec):
     def wraps_one_rank(self) -> bool:
         """Whether engine ddp wraps the model of a single rank."""
         return self.ddp.wrap_one_rank or self.ddp.gradient_as_bucket_view
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the optimizer steps inside the backward."""
+        return self.ddp.step_in_backward or self.fsdp2.step_in_backward
 
     @property
     def keeps_gathered_linears(self) -> bool:
@@ -625,8 +648,9 @@ class RecipeSpec(Spec):
             raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
         if "loss-in-pieces" in parts and self.precision != "bf16":
             raise SpecError(f"fused_kernels 'loss-in-pieces' with precision {self.precision!r} is not modelled; use 'bf16'")
-        if "int4-qat" in parts:
-            self._check_quantisation_aware()
+        for one in ROUNDING:
+            if one in parts:
+                self._check_quantisation_aware(one)
         if "te-float8" in parts and self.precision != "bf16":
             raise SpecError(f"fused_kernels 'te-float8' with precision {self.precision!r} is not modelled; use 'bf16'")
         if (SENDING - GATHERING) & set(parts) and self.engine != "fsdp2":
@@ -634,10 +658,10 @@ class RecipeSpec(Spec):
         if self.kernels == "cpu":
             raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
 
-    def _check_quantisation_aware(self) -> None:
+    def _check_quantisation_aware(self, name: str) -> None:
         """Raise SpecError for recipes with which quantisation-aware training is not modelled."""
         autocast = self.precision.endswith("mixed") and self.engine != "fsdp2"
-        cases = (
+        cases: tuple[tuple[str | bool, str], ...] = (
             (self.engine not in ("ddp", "fsdp2") and f"engine {self.engine!r}", "engine 'ddp' or 'fsdp2'"),
             (autocast and f"precision {self.precision!r} under autocast", "precision 'bf16', or engine 'fsdp2'"),
             (self.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"),
@@ -645,7 +669,9 @@ class RecipeSpec(Spec):
             (self.loss not in ("full", "fused") and f"loss {self.loss!r}", "loss 'full' or 'fused'"),
             (self.float8_recipe is not None and "float8_recipe", "one of them"),
         )
-        refuse("fused_kernels 'int4-qat' with", cases)
+        if name == "axolotl-qat":
+            cases = (*cases, (self.precision == "fp32" and "precision 'fp32'", "precision 'bf16'"))
+        refuse(f"fused_kernels {name!r} with", cases)
 
     def writes_out_attention(self, *, grouped: bool) -> bool:
         """Whether attention runs as single operators, which keep the scores.

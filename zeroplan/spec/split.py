@@ -14,8 +14,12 @@ from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
 #: Families with tensor and context parallelism if their experts are on several ranks.
 SHARED_BESIDE_EXPERTS = ("mixtral", "qwen3_moe")
-#: Optimizers whose states and step are those of a rank's own parts of the weights; Transformer Engine's was read, not run.
-_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "te-adam", "te-adam-remainders", "te-adam-masters")
+#: Optimizers whose states and step are those of a rank's own parts of the weights. Transformer Engine's and flashoptim's steps
+#: were read, not run.
+_OPTIMIZERS = (
+    "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "te-adam", "te-adam-remainders", "te-adam-masters", "flash-adamw",
+    "flash-adamw-32bit",
+)  # fmt: skip
 
 
 def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:

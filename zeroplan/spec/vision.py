@@ -7,11 +7,15 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.base import CountOrZero, Range, Spec
 
 #: Towers with formulas. ``other``: only its weights count.
-Tower = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "siglip", "clip", "internvl", "other"]
+Tower = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "siglip", "clip", "internvl", "mllama", "other"]
 #: Towers with a class token beside the patches of each image, which the text does not read.
 WITH_CLASS_TOKEN = ("clip", "internvl")
+#: Llama 3.2 Vision: tiles of every image, filled up with empty ones, and patches of a tile are a multiple of 8 in its blocks.
+MLLAMA_TILES, _MLLAMA_MULTIPLE = 4, 8
 #: Words of ``--freeze`` for the tower, and for the projector between tower and text.
 VISION_PARTS = ("tower", "projector")
+#: Its word for the text, where layers among it attend to images (Llama 3.2 Vision).
+TEXT_PART = "text"
 #: The fewest and the most pixels of an image.
 _PIXELS = {"qwen2_vl": (3_136, 12_845_056), "qwen2_5_vl": (3_136, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
 
@@ -46,6 +50,10 @@ class VisionSpec(Spec):
     """Rows of the table of learned positions."""
     deeper: Annotated[int, Range(0, 10**3)] = 0
     """Number of blocks whose outputs are also merged and added to the text's first blocks (DeepStack)."""
+    global_layers: Annotated[int, Range(0, 10**4)] = 0
+    """Llama 3.2 Vision only: blocks of the tower's second stack, whose branches have learned gates."""
+    cross_layers: Annotated[int, Range(0, 10**4)] = 0
+    """Llama 3.2 Vision only: layers among the text's that attend to the images, the last but one of each period."""
     fixed_size: _Size = 0
     """Side of the square to which every image is resized, in pixels; 0 if images keep their aspect ratio."""
     other_parameters: CountOrZero = 0
@@ -54,6 +62,10 @@ class VisionSpec(Spec):
     """The tower is not trained."""
     freeze_projector: bool = False
     """The projector is not trained."""
+    freeze_text: bool = False
+    """Llama 3.2 Vision only: of the text, layers that attend to images alone are trained, or have adapters."""
+    recomputes: bool = False
+    """The program recomputes the tower's blocks where the class does not, as torchtune does."""
     follows_pixels: bool = False
     """The program makes the embedding of patches require a gradient where the class does not, as ms-swift does."""
     images: Annotated[int, Range(0, 10**5)] = 0
@@ -69,6 +81,16 @@ class VisionSpec(Spec):
         return self.tower != "other"
 
     @property
+    def blocks(self) -> int:
+        """The number of the tower's blocks."""
+        return self.num_hidden_layers + self.global_layers
+
+    @property
+    def image_states(self) -> int:
+        """The tokens of one image to which layers among the text's attend; 0 if images become tokens of the text."""
+        return self.tiles * (self.patches // self.tiles + 1) if self.cross_layers else 0
+
+    @property
     def read_early(self) -> tuple[int, ...]:
         """The blocks whose outputs DeepStack reads, as if they were evenly spaced.
 
@@ -76,6 +98,14 @@ class VisionSpec(Spec):
         (5, 11, 17)
         """
         return tuple(self.num_hidden_layers * (at + 1) // (self.deeper + 1) - 1 for at in range(self.deeper))
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether gradient checkpointing reaches its blocks: those of Llama 3.2 Vision are no ``GradientCheckpointingLayer``.
+
+        Source: transformers 5.23, models/mllama/modeling_mllama.py, MllamaVisionEncoder.forward.
+        """
+        return self.tower != "mllama" or self.recomputes
 
     @property
     def runs_again_frozen(self) -> bool:
@@ -129,6 +159,8 @@ class VisionSpec(Spec):
         Source: transformers 5.23, models/got_ocr2/image_processing_got_ocr2.py, ``get_optimal_tiled_canvas``, which takes its grids
         as (width, height) of an image that it names (height, width).
         """
+        if self.tower == "mllama":
+            return MLLAMA_TILES
         if self.tower != "internvl":
             return 1
         grids = [(one, other) for one in range(1, _TILES + 1) for other in range(1, _TILES + 1) if one * other <= _TILES]
@@ -142,13 +174,24 @@ class VisionSpec(Spec):
 
     @property
     def sequence(self) -> int:
-        """The length of a sequence in its blocks: the patches of an image or of a tile, and a class token where it has one."""
+        """The length of a sequence in its blocks: the patches of an image or of a tile, and a class token where it has one.
+
+        Llama 3.2 Vision joins all tiles of an image. Source: transformers 5.23, models/mllama/modeling_mllama.py,
+        MllamaVisionModel.forward.
+        """
+        if self.tower == "mllama":
+            return -(-(self.patches // self.tiles + 1) // _MLLAMA_MULTIPLE) * _MLLAMA_MULTIPLE * self.tiles
         return self.patches // self.tiles + (self.tower in WITH_CLASS_TOKEN)
 
     @property
+    def sequences_of_image(self) -> int:
+        """The number of sequences in the tower's blocks for one image."""
+        return 1 if self.tower == "mllama" else self.tiles
+
+    @property
     def tokens_per_image(self) -> int:
-        """The number of text tokens that one image becomes."""
-        return self.patches // self.merge_size**2
+        """The number of text tokens that one image becomes; where layers attend to images, one token stands for each."""
+        return 1 if self.cross_layers else self.patches // self.merge_size**2
 
     @property
     def masks_text(self) -> bool:
@@ -163,14 +206,17 @@ class VisionSpec(Spec):
     @property
     def frozen_names(self) -> tuple[str, ...]:
         """The frozen parts, as words of ``--freeze``."""
-        return tuple(
-            name for name, is_so in zip(VISION_PARTS, (self.freeze_tower, self.freeze_projector), strict=True) if is_so
-        )
+        said = (self.freeze_tower, self.freeze_projector, self.freeze_text)
+        return tuple(name for name, is_so in zip((*VISION_PARTS, TEXT_PART), said, strict=True) if is_so)
 
     def check_rules(self) -> None:
         """Raise SpecError for a tower without sizes."""
         sizes = self.hidden_size, self.intermediate_size, self.num_hidden_layers, self.num_attention_heads, self.patch_numbers
         if self.has_blocks and (not all(sizes) or self.hidden_size % self.num_attention_heads):
             raise SpecError(f"a {self.tower} tower needs its sizes, with a hidden_size that its heads divide")
+        if (self.tower == "mllama") != bool(self.cross_layers and self.global_layers):
+            raise SpecError("a mllama tower, and no other, has global_layers and cross_layers; set both, or leave both out")
+        if (self.freeze_text or self.recomputes) and not self.cross_layers:
+            raise SpecError("freeze_text and recomputes are of a mllama tower; leave them out")
         if not self.image_width or not self.image_height:
             raise SpecError("an image has a width and a height in pixels; write both, such as 1024x768")

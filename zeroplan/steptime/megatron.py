@@ -18,6 +18,7 @@ from zeroplan.engines.megatron.parameters import BY_ROWS, is_expert, is_split, p
 from zeroplan.engines.megatron.rank import Rank, rank_of
 from zeroplan.engines.megatron.states import states_of, step_lines
 from zeroplan.engines.megatron.traffic import collectives_of_passes, collectives_of_weights, visited
+from zeroplan.engines.megatron.widths import bytes_of
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Phase
 from zeroplan.memo import as_key
@@ -106,6 +107,8 @@ def megatron_time(
     """Return the parts of a step; raises SpecError for BERT, T5, hybrid layers, FP8 of the job's recipe and Megatron-FSDP. [s]"""
     if recipe.megatron.pretrains != "gpt":
         raise SpecError(f"how long a step of megatron.pretrains={recipe.megatron.pretrains!r} takes is not modelled; use 'gpt'")
+    if model.adapter is not None:
+        raise SpecError("how long a step of adapters on Megatron-Core takes is not modelled; use engine 'fsdp2'")
     if recipe.zero_stage > 1:
         raise SpecError("how long a step of Megatron-FSDP takes is not modelled; use stage 1, the distributed optimizer")
     for name in ("hybrid_layer_pattern", "fp8_format", "optimizer_offload_fraction"):
@@ -214,9 +217,11 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
 
 
 def _adding_up(rank: Rank, case: _Case, machine: _Machine) -> Part:
-    """Return the time to read and write the gradient buffer, once per micro-batch; ``--mfu`` includes it."""
+    """Return the time to add a gradient in the weights' dtype to its buffer, once per micro-batch; ``--mfu`` includes it."""
     gradients = next(line.n_bytes for line in states_of(rank, case) if line.kind is Kind.GRADIENTS)
-    takes = case.batch.grad_accum_steps * 2.0 * gradients / machine.rates.bandwidth * (machine.mfu is None)
+    width = bytes_of(case.recipe)
+    moved = (2.0 + width.weight / width.gradient) * gradients
+    takes = case.batch.grad_accum_steps * moved / machine.rates.bandwidth * (machine.mfu is None)
     return Part("adding up gradients", takes, 0.0 * takes, "buffers are read and written for every micro-batch", _ADDED)
 
 

@@ -9,7 +9,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families.widths import widths
-from zeroplan.transformer.vision import VISION, tower_block
+from zeroplan.transformer.vision import GATED_VISION, VISION, tower_block
 
 
 def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool = False) -> BlockPass:
@@ -48,8 +48,8 @@ def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch
         from zeroplan.transformer.profiled import profile_of, profiled_block  # noqa: PLC0415  keeps start-up fast
 
         return profiled_block(profile_of(model), kind, compute, batch)
-    if kind == VISION and model.vision is not None:
-        return tower_block(model, model.vision, compute, batch)
+    if kind in (VISION, GATED_VISION) and model.vision is not None:
+        return tower_block(model, model.vision, compute, batch, gated=kind == GATED_VISION)
     from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  keeps start-up fast
 
     own = model.of_kind(kind)

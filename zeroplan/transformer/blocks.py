@@ -175,6 +175,19 @@ class BlockPass(NamedTuple):
         return () if self.away else self.checkpoint
 
 
+class Ahead(NamedTuple):
+    """What multi-token prediction holds outside its blocks (:mod:`zeroplan.transformer.predictions`).
+
+    ``beside``: from the forward of its first block to the end of that block's backward; ``forward``: at the losses' forward;
+    ``backward``: in the backward of losses, head and final norm; ``embedding``: from its blocks' backward to the end.
+    """
+
+    beside: tuple[Line, ...]
+    forward: tuple[Line, ...]
+    backward: tuple[Line, ...]
+    embedding: tuple[Line, ...]
+
+
 class HeadPass(NamedTuple):
     """The memory of the part outside the blocks: embedding, rotary tables, final norm, head, loss.
 
@@ -212,6 +225,8 @@ class HeadPass(NamedTuple):
     """Moments when the weights before the blocks receive their gradients."""
     tower_bytes: Int = 0
     """Bytes of the residual stream in a vision tower's blocks, which run before the text's blocks."""
+    ahead: Ahead | None = None
+    """What multi-token prediction adds."""
 
     @property
     def at_embedding(self) -> tuple[Line, ...]:

@@ -94,5 +94,5 @@ def _routing_biases(model: ModelSpec) -> int:
     if model.moe is None or model.family not in BIASED_ROUTERS:
         return 0
     dense = model.letters.count("c") + model.letters.count("D") + model.moe.num_dense_layers
-    routers = model.letters.count("E") or model.num_hidden_layers - dense
+    routers = model.letters.count("E") + model.predictions or model.num_hidden_layers - dense
     return routers * model.moe.num_experts

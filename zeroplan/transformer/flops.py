@@ -30,7 +30,7 @@ def attention_widths(model: ModelSpec) -> int:
 def attention_layers(model: ModelSpec) -> int:
     """Return the number of layers that score each token against earlier ones: all layers except linear attention."""
     if model.layer_pattern:
-        return sum(model.letters.count(letter) for letter in "*HNLGD")
+        return sum(model.letters.count(letter) for letter in "*HNLGDa")
     return model.num_hidden_layers // GLOBAL_LAYERS[model.family] if model.linear is not None else model.num_hidden_layers
 
 

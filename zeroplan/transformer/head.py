@@ -99,7 +99,13 @@ def _made(
     beside = sum(line.n_bytes for line in (*around.forward, *around.first_input))
     ending = ending_pass(model, compute, question.x, question.values, loss, beside=beside)
     wide = _WIDE if compute.tp == 1 else _WIDE_SHARE
+    ahead = None
+    if model.predictions:
+        from zeroplan.transformer.predictions import ahead_of  # noqa: PLC0415  few models have them
+
+        ahead = ahead_of(model, compute, question.values, ending.saved, cut=loss != "full")
     return around._replace(
+        ahead=ahead,
         saved=ending.saved,
         loss_forward=(*ending.forward, *around.loss_forward),
         output=(wide.line(Kind.LOGITS, question.values),) if fp32_output and ending.output else ending.output,

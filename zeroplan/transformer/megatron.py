@@ -13,6 +13,7 @@ from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, where
+from zeroplan.spec.adapter import CONVERTED, MLP
 from zeroplan.spec.described import Job
 from zeroplan.spec.family import HEAD_NORMS, UNROTATED
 from zeroplan.spec.model import ModelSpec
@@ -21,7 +22,7 @@ from zeroplan.transformer.families import megatron as program
 from zeroplan.transformer.families.megatron.structure import Layer as Structure
 from zeroplan.transformer.families.megatron.structure import Routing
 from zeroplan.transformer.families.tags import STATISTICS
-from zeroplan.transformer.families.tape import Alive, Store
+from zeroplan.transformer.families.tape import Alive, LowRank, Store
 from zeroplan.transformer.published import KORTHIKANTI
 
 #: Families with dropout by default.
@@ -39,6 +40,8 @@ _PARTS: dict[str, Literal["attention", "mlp", "mamba"]] = {
 }  # fmt: skip
 #: Tokens per chunk of Mamba-2's scan, which makes one state for each chunk.
 _CHUNK = 128
+#: Families whose shared expert has a gate for each token.
+GATED_SHARED = ("qwen2_moe",)
 #: Families whose router computes sigmoids of all experts' scores.
 SIGMOIDS = ("deepseek_v3",)
 
@@ -265,6 +268,8 @@ def _of_kind(job: Job, kind: str, symbols: tuple[Symbolic, ...], *, received: bo
     values |= {"e": element_of(job.recipe), "h": model.hidden_size}
     if model.moe is not None:
         values |= {"E": model.moe.num_experts, "t": model.moe.num_experts_per_tok}
+    if model.adapter is not None:
+        values |= {"z": model.adapter.rank}
     if model.mla is not None:
         values |= {"u": model.mla.q_lora_rank or 0, "w": model.mla.kv_lora_rank, "o": model.mla.qk_rope_head_dim}
     fused = keeps_placeholders(job.recipe)
@@ -289,8 +294,9 @@ def structure_of(job: Job, kind: str) -> Structure:
     if kind in ROUTED and model.moe is not None and dense < model.num_hidden_layers:
         routing = Routing(
             options.moe_token_dispatcher_type, options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
-            shared_width(job) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(job),
-            options.deterministic_mode, options.core_release == "0.12",
+            shared_width(job) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(job), options.deterministic_mode,
+            model.family in GATED_SHARED, options.moe_shared_expert_overlap and shared_width(job) > 0,
+            options.core_release == "0.12",
         )  # fmt: skip
     of_t5: Literal["no", "encoder", "decoder"] = "no"
     if options.pretrains == "t5":
@@ -307,7 +313,31 @@ def structure_of(job: Job, kind: str) -> Structure:
         torch_rotary=not options.apply_rope_fusion and options.transformer_impl != "local",
         makes_mask=masks_in_place(recipe) and options.pretrains == "gpt" and not options.create_attention_mask_in_dataloader,
         padded=options.transformer_impl == "transformer_engine" and (options.pretrains == "bert" or of_t5 == "encoder"),
+        low_rank=_low_rank(job),
     )  # fmt: skip
+
+
+def adapted_matrices(model: ModelSpec) -> tuple[str, ...]:
+    """Return Megatron-Core's names of the matrices with adapters. One adapter serves matrices that Megatron-Core joins."""
+    gate, up, down = CONVERTED.get(model.family, MLP)
+    parts = {
+        "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+        "linear_proj": ("o_proj",),
+        "linear_fc1": (gate, up),
+        "linear_fc2": (down,),
+    }
+    return tuple(name for name, layers in parts.items() if set(layers) & set(model.adapted_layers))
+
+
+def _low_rank(job: Job) -> LowRank | None:
+    """Return the adapters of a layer. Transformer Engine's matrix with a norm in it keeps the norm's output even if it is frozen.
+
+    Source: Transformer Engine d0067d0, pytorch/module/layernorm_linear.py, _LayerNormLinear.forward.
+    """
+    adapter = job.model.adapter
+    if adapter is None:
+        return None
+    return LowRank(adapted_matrices(job.model), adapter.dropout, job.recipe.megatron.transformer_impl != "local")
 
 
 def _latent(model: ModelSpec) -> Literal["no", "plain", "compressed"]:
@@ -501,15 +531,16 @@ def _plan(structure: Structure) -> _Plan:
     tape.release(given, *(() if structure.rerun else (output,)))
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", output.dtype * output.shape, program.LAYER)
     incoming.holds += structure.received or structure.rerun
+    first = [one._replace(stores=(*one.stores, incoming)) for one in tape.moments] if structure.rerun else []
     tape.run_backward(output, incoming)
     again = [one for module in structure.again_too for one in _MADE_AGAIN.get(module, ())]
-    backward = _moments(index, _once_made_again(tape.moments, again))
+    backward = _moments(index, [*first, *_once_made_again(tape.moments, again)])
     stores = tuple(index)
     for store in stores:
         store.size = program.own_size(store, structure)
     kept = tuple([place for place in saved if not any(stores[place].reason.startswith(one.tensors) for one in again)])
     statistics = tuple([place for place in kept if stores[place].tag == STATISTICS])
-    after = next((at for at, moment in enumerate(tape.moments) if moment.name == "router"), len(backward))
+    after = next((at for at, moment in enumerate(tape.moments, len(first)) if moment.name == "router"), len(backward))
     return _Plan(stores, tuple([place for place in kept if place not in statistics]), statistics, forward, backward, after)
 
 

@@ -14,7 +14,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, Layout, Parameter, kinds_by_indexer
 from zeroplan.transformer.params_adapted import adapted_layout, only_trained, partly_frozen_layout
-from zeroplan.transformer.vision import VISION, with_tower
+from zeroplan.transformer.vision import VISION, kinds_in_order, with_cross_layers, with_tower
 
 
 @lru_cache(maxsize=256)
@@ -33,7 +33,7 @@ def layout(model: ModelSpec) -> Layout:
         from zeroplan.transformer.profiled import profile_of, profiled_layout  # noqa: PLC0415  keeps start-up fast
 
         return profiled_layout(profile_of(model))
-    built = definition_of(model.family).tensors(model)
+    built = with_cross_layers(definition_of(model.family).tensors(model), model)
     if model.adapter is not None:
         built = adapted_layout(built, model, model.adapter)
     if model.frozen is not None:
@@ -85,6 +85,8 @@ def is_frozen(model: ModelSpec, part: str) -> bool:
     """Whether a part outside the blocks (``embedding``, ``norm`` or ``head``) is frozen."""
     if model.adapter is not None:
         return not model.adapter.trains(part)
+    if model.vision is not None and model.vision.freeze_text:
+        return True
     return model.frozen is not None and part in model.frozen.names
 
 
@@ -103,6 +105,8 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
     """
     runs = layout(model).runs
     at = {run.kind: index for index, run in enumerate(runs)}
+    if mixed := kinds_in_order(model):
+        return tuple(at["first" if layer == model.tower_layers and "first" in at else kind] for layer, kind in enumerate(mixed))
     kinds = [KINDS_OF_LETTERS[letter] for letter in model.letters] or [*kinds_by_indexer(model)]
     if kinds:
         return tuple(at["first" if layer == 0 and "first" in at else kind] for layer, kind in enumerate(kinds))

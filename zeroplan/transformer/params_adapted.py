@@ -27,7 +27,7 @@ def adapted_layout(whole: Layout, model: ModelSpec, adapter: AdapterSpec) -> Lay
     runs = tuple(
         run._replace(parameters=_with_stacked(run.parameters, model, adapter))
         for old in whole.runs
-        for run in _with_adapters(old, adapter, names, few_bits, apart=old is first and not tracked)
+        for run in _with_adapters(old, adapter, _names_in(old, model, names), few_bits, apart=old is first and not tracked)
     )
     tied = whole.tied_head
     tail = _with_copies(tuple(_wrapped(whole.tail, adapter, names, frozenset())), adapter)
@@ -37,6 +37,11 @@ def adapted_layout(whole: Layout, model: ModelSpec, adapter: AdapterSpec) -> Lay
         tail = (*tail, *_matrices("lm_head", tied, adapter))
     embeddings = _with_copies(_frozen(whole.embeddings), adapter)
     return Layout(embeddings, runs, tail, None if tied is None else tied._replace(frozen=True))
+
+
+def _names_in(run: BlockRun, model: ModelSpec, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the layers with adapters in a run: none in a frozen text, whose layers that attend to images alone have some."""
+    return () if run.kind != "cross" and model.vision is not None and model.vision.freeze_text else names
 
 
 _ORIGINAL, _COPY = "{}.original_module.weight", "{}.modules_to_save.default.weight"

@@ -16,11 +16,14 @@ from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadP
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params_modules import Parameters, embedding, layer_norm, linear, rms_norm
 
-#: The kind of the tower's blocks.
-VISION = "vision"
+#: The kind of the tower's blocks, and of those with gates, which run last (Llama 3.2 Vision).
+VISION, GATED_VISION = "vision", "vision_gated"
+#: The kind of layers among the text's that attend to images.
+CROSS = "cross"
 #: Prefixes of parameters outside the text and outside the tower's blocks.
 BESIDE_THE_TEXT = ("visual.", "multi_modal_projector.")
 QWEN = "transformers 5.23, models/qwen2_5_vl/modeling_qwen2_5_vl.py"
+_MLLAMA = "transformers 5.23, models/mllama/modeling_mllama.py, MllamaVisionModel.forward, MllamaModel.forward"
 _FORWARD = f"{QWEN}, Qwen2_5_VLModel.forward"
 _FP32 = 4
 
@@ -38,9 +41,40 @@ def with_tower(text: Layout, model: ModelSpec) -> Layout:
     adapted = model.adapter is not None
     tower, joining = (_frozen_if(one, is_so) for one, is_so in zip(_ends(vision), _frozen(vision, adapted), strict=True))
     frozen = vision.freeze_tower or adapted
-    blocks, plain = _frozen_if(_block(vision), frozen), frozen and not vision.runs_again_frozen
-    run = (BlockRun(VISION, vision.num_hidden_layers, blocks, plain),) if blocks else ()
-    return text._replace(embeddings=(*text.embeddings, *tower, *joining), runs=(*run, *text.runs))
+    plain = not vision.runs_again_frozen if frozen else not vision.is_recomputed
+    kinds = (VISION, vision.num_hidden_layers), (GATED_VISION, vision.global_layers)
+    runs = tuple(
+        BlockRun(kind, layers, _frozen_if(_block(vision, gated=kind == GATED_VISION), frozen), plain)
+        for kind, layers in kinds
+        if layers and vision.has_blocks
+    )
+    return text._replace(embeddings=(*text.embeddings, *tower, *joining), runs=(*runs, *text.runs))
+
+
+def with_cross_layers(text: Layout, model: ModelSpec) -> Layout:
+    """Return the text's layout with its layers that attend to images, in a run of their own."""
+    if not model.cross_layers:
+        return text
+    from zeroplan.transformer.families.mllama import cross_parameters  # noqa: PLC0415  only Llama 3.2 Vision has them
+
+    if model.vision is not None and model.vision.freeze_text:
+        runs = tuple(run._replace(parameters=_frozen_if(run.parameters, True)) for run in text.runs)
+        text = text._replace(embeddings=_frozen_if(text.embeddings, True), runs=runs, tail=_frozen_if(text.tail, True))
+    return text._replace(runs=(*text.runs, BlockRun(CROSS, model.cross_layers, cross_parameters(model))))
+
+
+def kinds_in_order(model: ModelSpec) -> tuple[str, ...]:
+    """Return the kind of each block of a tower and of a text with layers that attend to images, first to last.
+
+    One such layer is the last but one of each period.
+    """
+    vision = model.vision
+    if vision is None or not vision.cross_layers:
+        return ()
+    period = model.num_hidden_layers // vision.cross_layers + 1
+    text = ("dense",) * (period - 2) + (CROSS, "dense")
+    tower = (VISION,) * vision.num_hidden_layers + (GATED_VISION,) * vision.global_layers
+    return (*tower, *(text * vision.cross_layers))
 
 
 def _frozen(vision: VisionSpec, adapted: bool) -> tuple[bool, bool]:  # noqa: FBT001  beside its like
@@ -58,7 +92,7 @@ def tower_buffers(model: ModelSpec) -> int:
         return 0
     if vision.tower in ("siglip", "clip"):
         return 8 * vision.positions
-    if vision.tower == "internvl":
+    if vision.tower in ("internvl", "mllama"):
         return 0
     return 2 * _FP32 * (vision.hidden_size // vision.num_attention_heads // 4)
 
@@ -67,8 +101,9 @@ def tower_buffers(model: ModelSpec) -> int:
 def parameters_beside_the_text(vision: VisionSpec) -> int:
     """Return the number of parameters of a tower and its projector. [elements]"""
     tower, joining = _ends(vision)
-    inside = sum(one.numel for one in _block(vision))
-    return vision.num_hidden_layers * inside + sum(one.numel for one in (*tower, *joining))
+    inside = sum(vision.num_hidden_layers * one.numel for one in _block(vision))
+    inside += sum(vision.global_layers * one.numel for one in _block(vision, gated=True))
+    return inside + sum(one.numel for one in (*tower, *joining))
 
 
 def weights_alone(vision: VisionSpec) -> VisionSpec:
@@ -85,6 +120,8 @@ def _ends(vision: VisionSpec) -> tuple[Parameters, Parameters]:
         return other, ()
     if vision.tower in WITH_CLASS_TOKEN:
         return _with_a_class_token(vision, other)
+    if vision.tower == "mllama":
+        return _of_tiles(vision)
     patch = linear("visual.patch_embed.proj", vision.patch_numbers, width, bias=vision.tower not in ("qwen2_vl", "qwen2_5_vl"))
     table = embedding("visual.pos_embed", vision.positions, width) if vision.positions else ()
     if vision.tower == "siglip":
@@ -118,6 +155,29 @@ def _with_a_class_token(vision: VisionSpec, other: Parameters) -> tuple[Paramete
     return (*patch, *table, *before, *other), (*norm, *both)
 
 
+#: Shapes of a grid of tiles, and one row for no image: transformers 5.23, models/mllama/configuration_mllama.py.
+_GRIDS = 9
+
+
+def _of_tiles(vision: VisionSpec) -> tuple[Parameters, Parameters]:
+    """Return the same for Llama 3.2 Vision's tower, which has positions of tiles, and reads the output of some blocks early."""
+    width, tiled = vision.hidden_size, vision.tiles * vision.hidden_size
+    tables = (
+        Parameter("visual.class_embedding", (width,)),
+        *linear("visual.patch_embedding", vision.patch_numbers, width),
+        Parameter("visual.gated_positional_embedding.gate", (1,)),
+        Parameter("visual.gated_positional_embedding.embedding", (vision.positions, width)),
+        *embedding("visual.gated_positional_embedding.tile_embedding", _GRIDS, tiled * vision.positions),
+    )
+    of_tiles = [f"visual.{name}_tile_positional_embedding" for name in ("pre", "post")]
+    beside = tuple(
+        one for name in of_tiles for one in (Parameter(f"{name}.gate", (1,)), *embedding(f"{name}.embedding", _GRIDS, tiled))
+    )
+    norms = *layer_norm("visual.layernorm_pre", width), *layer_norm("visual.layernorm_post", width)
+    joining = linear("multi_modal_projector", (1 + vision.deeper) * width, vision.out_hidden_size, bias=True)
+    return (*tables, *beside, *norms), joining
+
+
 def _merger(vision: VisionSpec, name: str, norm: Parameters) -> Parameters:
     joined = vision.hidden_size * vision.merge_size**2
     first = linear(f"{name}.linear_fc1", joined, joined, bias=True)
@@ -138,6 +198,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         "layernorm_before", "attention", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.projection_layer",
         "layernorm_after", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2",
     ),
+    "mllama": (
+        "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+        "post_attention_layernorm", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2",
+    ),
     "other": (),
 }  # fmt: skip
 MODULES["clip"] = MODULES["siglip"]
@@ -154,7 +218,12 @@ _DOWN = ("mlp.down_proj", "mlp.linear_fc2", "mlp.fc2")
 
 
 #: Beginnings of the names of modules that run before the blocks.
-_FIRST = ("visual.patch_embed", "visual.pos_embed", "visual.embeddings", "visual.pre_layrnorm")
+_FIRST = (
+    "visual.patch_embed", "visual.pos_embed", "visual.embeddings", "visual.pre_", "visual.class_embedding", "visual.gated_",
+    "visual.layernorm_pre",
+)  # fmt: skip
+#: Llama 3.2 Vision's between its two stacks.
+_BETWEEN = ("visual.layernorm_post", "visual.post_tile_positional_embedding")
 _DEEPER = "visual.deepstack_merger_list."
 
 
@@ -164,7 +233,9 @@ def blocks_before(vision: VisionSpec, module: str) -> int:
         return 0
     if module.startswith(_DEEPER):
         return vision.read_early[int(module.removeprefix(_DEEPER).partition(".")[0])] + 1
-    return vision.num_hidden_layers
+    if module.startswith(_BETWEEN):
+        return vision.num_hidden_layers
+    return vision.blocks
 
 
 def name_in_a_llama(module: str) -> str:
@@ -178,11 +249,16 @@ def name_in_a_llama(module: str) -> str:
     return str(_AS_IN_A_LLAMA.get(last, inside))
 
 
-def _block(vision: VisionSpec) -> Parameters:
-    """Return the parameters of a block. All of its matrices have biases; InternVL's scales belong to the block itself."""
+def _block(vision: VisionSpec, *, gated: bool = False) -> Parameters:
+    """Return the parameters of a block. Its matrices have biases, of Llama 3.2 Vision those of the MLP.
+
+    InternVL's scales and the gates of Llama 3.2 Vision's second stack belong to the block itself.
+    """
     width, inner, made = vision.hidden_size, vision.intermediate_size, list[Parameter]()
     if vision.tower == "internvl":
         made += [Parameter(name, (width,)) for name in ("lambda_1", "lambda_2")]
+    if gated:
+        made += [Parameter(name, (1,)) for name in ("gate_attn", "gate_ffn")]
     for name in MODULES[vision.tower]:
         if "norm" in name:
             made += rms_norm(name, width) if vision.tower == "qwen2_5_vl" else layer_norm(name, width)
@@ -190,15 +266,17 @@ def _block(vision: VisionSpec) -> Parameters:
             made += linear(name, inner, width, bias=True)
         elif name not in _WITHOUT_WEIGHTS:
             wide = inner if name.startswith("mlp") else 3 * width if name == "attn.qkv" else width
-            made += linear(name, width, wide, bias=True)
+            made += linear(name, width, wide, bias=vision.tower != "mllama" or name.startswith("mlp"))
     return tuple(made)
 
 
 # --- a pass ------------------------------------------------------------------------------------------------------------------
 
 
-def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: Batch) -> BlockPass:
-    """Return the memory of one block of the tower in a pass over the images of a micro-batch.
+def tower_block(
+    model: ModelSpec, vision: VisionSpec, compute: Compute, batch: Batch, *, gated: bool = False
+) -> BlockPass:  # fmt: skip
+    """Return the memory of one block of the tower, of those with gates or of the others, for the images of a micro-batch.
 
     With recomputation, ``enable_input_require_grads`` makes the patch embedding's output require a gradient. So even a frozen
     tower runs its backward: transformers 5.23, modeling_utils.py.
@@ -208,7 +286,7 @@ def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: B
     if model.adapter is not None:  # beside adapters, frozen weights have the compute dtype
         compute = compute._replace(autocast=False)
     frozen, element = vision.freeze_tower or model.adapter is not None, compute.element_bytes
-    made = tower_pass(vision, compute, batch, frozen=frozen)
+    made = tower_pass(vision, compute, batch, frozen=frozen, gated=gated)
     named: dict[int, Line] = {}
 
     def lines(some: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -237,6 +315,8 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
     vision = model.vision
     if vision is None or not vision.images or not vision.has_blocks:
         return text
+    if vision.cross_layers:
+        return _beside_cross_layers(text, vision, model, compute, batch, recomputed=recomputed)
     element, residual = compute.element_bytes, _residual(model, compute)
     patches, positions = vision.images * vision.patches, vision.images * vision.tiles * vision.sequence
     sizes: dict[str, Int] = {"b": batch.micro_batch_size, "T": batch.micro_batch_size * batch.seq_len}
@@ -274,6 +354,55 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
         shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments),
         loss_forward=(*arguments, *returned),
         tower_bytes=positions * sizes["b"] * vision.hidden_size * residual,
+    )  # fmt: skip
+
+
+def _beside_cross_layers(
+    text: HeadPass, vision: VisionSpec, model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
+) -> HeadPass:  # fmt: skip
+    """Return the same for Llama 3.2 Vision, whose layers attend to the tower's output.
+
+    Gradients of that output, and of outputs read early, count through the whole pass, and what joins them through the forward.
+    """
+    element, residual, width = compute.element_bytes, _residual(model, compute), vision.hidden_size
+    b, tokens = batch.micro_batch_size, batch.micro_batch_size * batch.seq_len
+    states, positions = b * vision.images * vision.image_states, b * vision.images * vision.sequence
+    frozen = _frozen(vision, model.adapter is not None)
+    reached, followed = recomputed or not frozen[0], recomputed or not all(frozen)
+    joined = (1 + vision.deeper) * width
+
+    def lines(size: Int, reason: str, *, there: bool = True) -> tuple[Line, ...]:
+        return (Line(Kind.ACTIVATIONS, size, reason, "", _MLLAMA),) if there else ()
+
+    copied = () if element == _FP32 else pixels(model, batch, element, "pixels in the compute dtype")
+    seen = vision.images * vision.image_states
+    mask = lines(residual * positions * vision.sequence, "vision tower: mask of the tiles, in numbers")
+    kept = (
+        *(() if frozen[0] else copied),
+        *lines(residual * states * width, "vision tower: positions of the tiles, before their gate", there=not frozen[0]),
+        *lines(residual * states * width, "vision tower: input of the norm before its blocks", there=reached),
+        *lines(residual * positions * width, "vision tower: input of the norm between its stacks", there=reached),
+        *(mask if reached else ()),
+        *lines(vision.deeper * residual * positions * width, "vision tower: gradients of outputs read early", there=reached),
+        *lines(element * states * joined, "vision tower: its outputs, joined", there=followed),
+        *lines(element * states * vision.out_hidden_size, "tokens of the images, which layers attend to"),
+        *lines(element * states * vision.out_hidden_size, "gradient of the tokens of the images", there=followed),
+        *lines(residual * tokens * (seen + 1), "mask of text and images, in numbers"),
+        *lines(8 * tokens * vision.images * vision.tiles, "which tiles each token sees, int64"),
+    )
+    held = vision.num_hidden_layers * residual * positions * width
+    named = (
+        *(() if reached else mask),
+        *lines(held, "vision tower: outputs of its first stack, held by name", there=not reached),
+        *lines((1 + 2 * vision.deeper) * residual * positions * width, "vision tower: outputs, while they are joined"),
+        *lines(element * states * joined, "vision tower: its outputs, joined", there=not followed),
+        *lines((8 + 4 + element) * tokens * seen, "mask of text and images, while it is made"),
+    )
+    arguments = copied if frozen[0] and compute.casts_inputs else ()  # until the model's forward returns the loss
+    casts = _copies(vision, frozen, recomputed=recomputed) if compute.autocast else ()
+    return text._replace(
+        shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=arguments,
+        tower_bytes=residual * positions * width,
     )  # fmt: skip
 
 

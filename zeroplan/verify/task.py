@@ -9,7 +9,7 @@ from zeroplan.measurement import Tensors
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import Stage
-from zeroplan.spec.recipe import OF_LIGER
+from zeroplan.spec.recipe import OF_LIGER, ROUNDING
 from zeroplan.spec.releases import release_of
 from zeroplan.transformer.megatron import UNGATED
 
@@ -116,8 +116,10 @@ def _not_run(job: JobSpec) -> tuple[tuple[object, str], ...]:
     """Fine-tuning settings that no installed code runs: whether the job has each, and its name."""
     adapter = job.model.adapter
     return (
-        (set(job.recipe.fused_parts) - OF_LIGER - {"loss-in-pieces", "int4-qat"}, "fused_kernels"),
+        (set(job.recipe.fused_parts) - OF_LIGER - {"loss-in-pieces", *ROUNDING}, "fused_kernels"),
         (job.recipe.reentrant, "reentrant=True"),
+        (job.recipe.ddp.compiled, "ddp.compiled=true"),
+        (job.model.predictions, "predictions"),
         (adapter is not None and adapter.quantize == "gptq", "quantize='gptq'"),
         (adapter is not None and adapter.compute == "fp32", "lora_compute='fp32'"),
         (adapter is not None and adapter.bitsandbytes, "bitsandbytes"),

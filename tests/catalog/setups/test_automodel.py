@@ -173,6 +173,24 @@ def test_automodels_adam_of_transformer_engine_has_states_in_32_bits(
     assert states <= of_ranks < 1.01 * states
 
 
+@pytest.mark.parametrize(
+    ("said", "optimizer", "each"), [({}, "flash-adamw", 3), ({"master_weight_bits": 32}, "flash-adamw-32bit", 4)]
+)
+def test_automodels_flash_adamw_adds_bits_to_16_bit_weights(
+    read: Callable[..., Resolved], said: dict[str, Any], optimizer: str, each: int
+):
+    """The bytes per parameter are momentum, variance and correction; scales add an eighth of a byte."""
+    target = {"_target_": "flashoptim.FlashAdamW", "compress_state_dict": False, **said}
+    model = {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B", "torch_dtype": "bf16"}
+    job = read(AUTO | {"model": model, "optimizer": target, "distributed": {"strategy": "fsdp2", "dp_size": 4}}).job
+    assert job.recipe.optimizer == optimizer
+    answer = estimate(job)
+    states = sum(int(line.n_bytes) for line in answer.states if line.kind is Kind.OPTIMIZER_STATE)
+    assert states == pytest.approx((each + 1 / 8) * answer.parameters / 4, rel=1e-6)
+    with pytest.raises(SpecError, match=r"optimizer\.quantize"):
+        read(AUTO | {"model": model, "optimizer": target | {"quantize": False}})
+
+
 @pytest.mark.parametrize(("named", "said", "layers"), [
     ("Qwen/Qwen3-30B-A3B", {}, ("q_proj", "k_proj", "v_proj", "o_proj")),
     ("Qwen/Qwen3-30B-A3B", {"match_all_linear": True}, ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")),
@@ -319,20 +337,39 @@ def test_automodels_pipeline_splits_the_local_batch(read: Callable[..., Resolved
         read(said)
 
 
-@pytest.mark.parametrize(("named", "said", "noted"), [
-    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {}, True),
-    ("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16", {}, True), ("Qwen/Qwen3.5-35B-A3B", {}, True),
-    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {"num_nextn_predict_layers": 0}, False),
-    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {"num_nextn_predict_layers": 2}, True),
-    ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {}, False)])  # fmt: skip
-def test_automodels_layers_for_multi_token_prediction_are_noted(
-    read: Callable[..., Resolved], tmp_path: Path, named: str, said: dict[str, int], noted: bool
+@pytest.mark.parametrize(("named", "said", "depths", "noted"), [
+    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {}, 1, False),
+    ("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16", {}, 1, False), ("Qwen/Qwen3.5-35B-A3B", {}, 0, True),
+    ("Qwen/Qwen3.5-35B-A3B", {"num_nextn_predict_layers": 0}, 0, False),
+    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {"num_nextn_predict_layers": 0}, 0, False),
+    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {"num_nextn_predict_layers": 2, "mtp_use_repeated_layer": True}, 2, False),
+    ("zai-org/GLM-4.5-Air", {"num_nextn_predict_layers": 1}, 0, False),
+    ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {}, 0, False)])  # fmt: skip
+def test_automodels_layers_for_multi_token_prediction(
+    read: Callable[..., Resolved], tmp_path: Path, named: str, said: dict[str, int], depths: int, noted: bool
 ):
-    """It trains those of the checkpoint, unless the file switches them off."""
-    read(AUTO | {"model": {"pretrained_model_name_or_path": named, **said}, "distributed": {"dp_size": 8, "ep_size": 8}})
+    """It trains those of the checkpoint, unless the file switches them off. Few of its own models build them."""
+    model = read(
+        AUTO | {"model": {"pretrained_model_name_or_path": named, **said}, "distributed": {"dp_size": 8, "ep_size": 8}}
+    )
     setup = read_setup(tmp_path / "mine.yaml", gpus=None)
     assert (setup.matters.keys() == {"model.num_nextn_predict_layers"}) is noted
     assert not setup.saves
+    found = model.job.model
+    assert (found.predictions, found.predictor_repeats) == (depths, "mtp_use_repeated_layer" in said)
+    plain = read({"step_scheduler": {}, **AUTO, "model": {"pretrained_model_name_or_path": named, "num_nextn_predict_layers": 0},
+                  "distributed": {"dp_size": 8, "ep_size": 8}}).job.model  # fmt: skip
+    assert found.num_hidden_layers == plain.num_hidden_layers + 2 * depths
+    assert any("the most that its logits take" in note for note in estimate(model.job).notes) is bool(depths)
+
+
+def test_automodels_predictions_on_one_gpu_are_those_of_one_rank(read: Callable[..., Resolved]):
+    model = {"pretrained_model_name_or_path": "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16"}
+    peft = {"_target_": "x", "dim": 8, "match_all_linear": True, "exclude_modules": ["*.out_proj"]}
+    found = read(AUTO | {"model": model, "distributed": {"strategy": "fsdp2", "dp_size": 1}, "peft": peft})
+    assert (found.job.recipe.engine, found.job.mesh.dp_shard) == ("fsdp2", 1)
+    assert "eh_proj" in found.job.model.linear_layers_adapted
+    assert any("counted as one rank of FSDP2" in note for note in found.notes)
 
 
 def test_experts_with_a_latent_send_and_receive_it(read: Callable[..., Resolved]):

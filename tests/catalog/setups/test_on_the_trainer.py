@@ -170,7 +170,7 @@ def test_axolotls_kernels_are_off_where_it_leaves_them_off(read: Callable[..., R
 
 def test_axolotls_keys_of_experts_change_nothing_in_a_dense_model(read: Callable[..., Resolved], tmp_path: Path):
     """In a model with experts the answer notes them, also where adapters of attention alone are modelled."""
-    said = {"quantize_moe_experts": True, "lora_target_parameters": ["experts.down_proj"], "liger_rms_norm_gated": True}
+    said = {"quantize_moe_experts": True, "lora_target_parameters": ["experts.down_proj"], "use_scattermoe": True}
     assert any("of experts, or of layers of some families" in note for note in read(AXOLOTL | said, gpus=1).notes)
     assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
     experts = AXOLOTL | said | {"base_model": "Qwen/Qwen3-30B-A3B"}
@@ -210,6 +210,8 @@ def test_axolotls_experts_in_four_bits(read: Callable[..., Resolved], model: str
         ({"qat": {"weight_dtype": "nvfp4", "activation_dtype": "nvfp4"}}, "does not train", {"qat": {"weight_dtype": "mxfp4"}}),
         ({"flash_attn_fuse_mlp": True, "base_model": "Qwen/Qwen2.5-7B"}, "changes nothing", {"base_model": "huggyllama/llama-7b"}),
         ({"attn_implementation": "xformers", "base_model": "llama-7b"}, "same tensors", {"base_model": "Qwen/Qwen2.5-7B"}),
+        ({"liger_rms_norm_gated": True}, "changes nothing", {"base_model": "Qwen/Qwen3.5-9B"}),
+        ({"fused_attn_kernel": True}, "changes nothing", {"base_model": "Qwen/Qwen3-8B"}),
     ],
 )  # fmt: skip
 def test_axolotls_keys_without_effect_are_noted_once(
@@ -220,6 +222,27 @@ def test_axolotls_keys_without_effect_are_noted_once(
     assert not read_setup(tmp_path / "mine.yaml", gpus=1).matters
     read(AXOLOTL | more | elsewhere, gpus=1)
     assert read_setup(tmp_path / "mine.yaml", gpus=1).matters
+
+
+@pytest.mark.parametrize(
+    ("more", "counted"),
+    [
+        ({}, True), ({"qat": {"activation_dtype": "int8", "weight_dtype": "int4", "group_size": 16}}, False),
+        ({"qat": {"weight_dtype": "int4"}}, False), ({"base_model": "google/gemma-2-2b"}, False),
+        ({"adapter": "lora", "lora_r": 8, "lora_target_linear": True}, False),
+        ({"liger_fused_linear_cross_entropy": False}, False), ({"fsdp_version": 1}, False), ({"qat": False}, False),
+    ],
+)  # fmt: skip
+def test_axolotls_rounded_layers_are_counted_where_they_are_modelled(
+    read: Callable[..., Resolved], tmp_path: Path, more: dict[str, Any], counted: bool
+):
+    data = without(AXOLOTL, "adapter", "load_in_4bit") | {
+        "qat": {"activation_dtype": "int8", "weight_dtype": "int4", "group_size": 64}, "liger_fused_linear_cross_entropy": True,
+        "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True},
+    }  # fmt: skip
+    job = read(data | more, gpus=2).job
+    assert ("axolotl-qat" in job.recipe.fused_parts) is counted
+    assert ("qat" in read_setup(tmp_path / "mine.yaml", gpus=2).matters) is not (counted or more == {"qat": False})
 
 
 def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..., Resolved]):
@@ -354,13 +377,14 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
         (FACTORY | {"stage": "rm"}, "stage", "reads a value head, not the logits beside it"),
         (AXOLOTL | {"rl": "orpo"}, "rl", "rl=orpo: .* reference model and generation are not counted"),
         (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "recomputation is counted instead"),
-        (without(AXOLOTL, "flash_attention", micro_batch_size=2), "sample_packing", "a mask of all pairs of tokens, .* too low"),
+        (without(AXOLOTL, "flash_attention", attn_implementation="eager"), "sample_packing", "a mask of all pairs of .* too low"),
         (AXOLOTL | {"flash_attention": False, "xformers_attention": True, "sample_packing": False}, "attn_implementation",
          "attention with xformers is not modelled: FlashAttention is counted"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins: KDPlugin", "the plugin 'KDPlugin' does to memory"),
         (AXOLOTL | {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True, "fsdp_config": {"fsdp_version": 2}},
          "load_in_8bit", "changes memory in a way that is not modelled"),
-        (without(AXOLOTL, "adapter", "load_in_4bit") | {"liger_rms_norm_gated": True}, "liger_rms_norm_gated", "may save memory"),
+        (without(AXOLOTL, "adapter", "load_in_4bit", base_model="Qwen/Qwen3.5-9B", liger_rms_norm_gated=True),
+         "liger_rms_norm_gated", "may save memory"),
         (AXOLOTL | {"fsdp_config": {"fsdp_version": 2}, "lora_mlp_kernel": True}, "lora_mlp_kernel", "peft's layers are counted"),
     ],
 )  # fmt: skip
@@ -525,8 +549,16 @@ def test_axolotls_hybrid_attention_of_gemma_4_is_counted_as_torchs(read: Callabl
     resolved = read(data | {"gemma4_hybrid_attn_impl": True})
     assert (resolved.job.recipe.attention, resolved.job.recipe.padded) == ("sdpa", True)
     assert any("torch's attention is counted in all layers" in note for note in resolved.notes)
-    read(data | {"gemma4_hybrid_attn_impl": True, "micro_batch_size": 2})
-    assert "sample_packing" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    two = read(data | {"gemma4_hybrid_attn_impl": True, "micro_batch_size": 2}).job
+    assert (two.batch.micro_batch_size, two.batch.seq_len, two.recipe.padded) == (1, 4096, True)
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+
+
+def test_axolotl_in_four_bits_behind_an_activation_in_fp32(read: Callable[..., Resolved]):
+    found = read(AXOLOTL | {"base_model": "arcee-ai/AFM-4.5B"}, gpus=1)
+    assert found.job.model.adapter is not None
+    assert (found.job.model.activation, found.job.model.adapter.upcast) == ("relu2", "norms")
+    assert any("computes relu2 in fp32" in note for note in found.notes)
 
 
 def test_axolotls_packed_rows_with_torchs_attention(read: Callable[..., Resolved], tmp_path: Path):
@@ -537,8 +569,8 @@ def test_axolotls_packed_rows_with_torchs_attention(read: Callable[..., Resolved
     for more in ({}, {"attn_implementation": "sdpa", "sdpa_varlen": False}):
         recipe = read({**data, **more}).job.recipe
         assert (recipe.attention, recipe.padded) == ("sdpa", True)
-    read({**data, "micro_batch_size": 4})
-    assert "sample_packing" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    four = read({**data, "micro_batch_size": 4}).job
+    assert (four.batch.micro_batch_size, four.batch.seq_len, four.recipe.padded) == (1, 8192, True)
 
 
 def test_axolotl_freezes_adapters_that_unfrozen_parameters_does_not_name(read: Callable[..., Resolved], tmp_path: Path):

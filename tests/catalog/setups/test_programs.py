@@ -131,6 +131,18 @@ def test_quantisation_aware_training_of_torchtune(read: Callable[..., Resolved],
         assert "quantizer._component_" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
+def test_torchtunes_optimizer_steps_in_the_backward_of_ranks_that_shard(read: Callable[..., Resolved], tmp_path: Path):
+    """Beside other options it stays noted."""
+    whole = {"model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"}, "gradient_accumulation_steps": 1}
+    stepping = TUNE | whole | {"optimizer_in_bwd": True}
+    recipe = read(stepping, gpus=4).job.recipe
+    assert (recipe.engine, recipe.fsdp2.step_in_backward) == ("fsdp2", True)
+    assert read(stepping, gpus=1).job.recipe.ddp.step_in_backward
+    for more in ({"gradient_accumulation_steps": 2}, {"fsdp_cpu_offload": True}, {"tensor_parallel_dim": 2}):
+        assert not read(stepping | more, gpus=4).job.recipe.steps_in_backward
+        assert "optimizer_in_bwd" in read_setup(tmp_path / "mine.yaml", gpus=4).matters
+
+
 def test_the_notes_say_which_keys_are_used_and_what_is_taken_for_granted(read: Callable[..., Resolved]):
     notes = read({key: value for key, value in TUNE.items() if key != "gradient_accumulation_steps"}, gpus=4).notes
     used = next(note for note in notes if "its keys that say something of the job" in note)
@@ -394,8 +406,24 @@ def test_megatrons_defaults_are_its_codes(read: Callable[..., Resolved], tmp_pat
     assert (job.recipe.zero_stage, job.recipe.megatron.cross_entropy_fusion_impl) == (1, "native")
     (tmp_path / "lora.sh").write_text(f"{swift} --tuner_type lora --lora_rank 4 --target_modules linear_qkv")
     assert read_setup(tmp_path / "lora.sh", gpus=8).flags["lora_targets"].value == "q_proj,k_proj,v_proj"
-    with pytest.raises(SpecError, match="with LoRA is not modelled"):
-        read(f"{swift} --tuner_type lora", "swift.sh")
+    adapter = read(f"{swift} --tuner_type lora", "swift.sh").job.model.adapter
+    assert adapter is not None
+    assert (adapter.rank, adapter.dropout) == (8, True)
+
+
+def test_megatrons_latent_attention_without_experts_has_dense_layers_alone(read: Callable[..., Resolved]):
+    latent = (
+        "--multi-latent-attention --q-lora-rank 192 --kv-lora-rank 64 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+    )
+    model = read(_of_script(latent), "mine.sh").job.model
+    assert model.moe is not None
+    assert (model.family, model.moe.num_dense_layers) == ("deepseek_v3", model.num_hidden_layers)
+
+
+def test_megatron_fsdp_has_several_data_parallel_ranks_if_the_file_is_silent(read: Callable[..., Resolved]):
+    sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --tensor-model-parallel-size 2"
+    silent = _of_script(sharded).replace("--nproc_per_node $GPUS_PER_NODE --nnodes 2 ", "")
+    assert read(silent, "mine.sh").job.mesh.dp_shard == 2
 
 
 def test_a_recipe_without_a_precision_has_its_programs(read: Callable[..., Resolved]):
@@ -456,7 +484,7 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
     [
         (AUTO, "model.backend.attn", "tilelang"), (AUTO, "distributed.enable_fsdp2_prefetch", True), (AUTO, "model.dlm_dtype", "x"),
         (TUNE, "model.num_layers", 22), (LIT, "train.tie_embeddings", True),
-        (SWIFT, "rlhf_type", "gkd"), (SWIFT, "moe_shared_expert_overlap", True),
+        (SWIFT, "rlhf_type", "gkd"),
     ],
 )  # fmt: skip
 def test_a_key_that_may_change_memory_is_noted_though_its_program_knows_it(

@@ -205,7 +205,7 @@ def test_torchtitans_float8(read: Callable[..., Resolved], table: str):
 
     assert read(text, model=None, gpus=16).job.recipe.float8_recipe == "rowwise"
     plain = read(text.replace('"rowwise"', '"tensorwise"\nenable_fsdp_float8_all_gather = true'), model=None, gpus=16)
-    assert any("enable_fsdp_float8_all_gather is not modelled" in note for note in plain.notes)
+    assert plain.job.recipe.fsdp2.float8_all_gather
     with pytest.raises(SpecError, match=r"recipe_name='rowwise_with_gw_hp' changes memory.*; use tensorwise or rowwise"):
         read(text.replace('"rowwise"', '"rowwise_with_gw_hp"'), model=None, gpus=16)
 
@@ -231,6 +231,22 @@ def test_torchtitans_saved_configuration(read: Callable[..., Resolved]):
     assert read(saved | {"training": tokens}, model=None).job.batch.micro_batch_size == 4
     full = {"preserve_rng_state": True, "determinism_check": "default", "debug": False}
     assert read(saved | {"activation_checkpoint": full}, model=None).job.recipe.recompute == "full"
+
+
+@pytest.mark.parametrize(
+    ("optim", "optimizer"),
+    [
+        ("adamw_torch_8bit", "torchao-adamw-8bit"), ("ademamix", "ademamix-32bit"), ("ademamix_8bit", "ademamix-8bit"),
+        ("paged_ademamix_8bit", "paged-ademamix-8bit"), ("rmsprop_bnb", "rmsprop-32bit"), ("rmsprop_bnb_8bit", "rmsprop-8bit"),
+        ("schedule_free_radam", "schedule-free-adamw"), ("schedule_free_sgd", "schedule-free-sgd"),
+        ("stable_adamw", "stable-adamw"), ("galore_adamw", "galore"), ("apollo_adamw", "apollo"),
+    ],
+)  # fmt: skip
+def test_optimizers_of_other_packages(read: Callable[..., Resolved], optim: str, optimizer: str):
+    targets = {"optim_target_modules": [".*attn.*", ".*mlp.*"]} if optimizer in ("galore", "apollo") else {}
+    job, notes, *_ = read(TRAINER | {"optim": optim} | targets, gpus=1)
+    assert job.recipe.optimizer == optimizer
+    assert not any("optim_target_modules" in note for note in notes)
 
 
 def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
@@ -296,7 +312,14 @@ def test_yaml_may_name_a_value_once(read: Callable[..., Resolved]):
         (TRAINER | {"use_cpu": True}, {}, "use_cpu=True changes memory in a way that is not modelled"),
         (TRAINER | {"fsdp": True, "fsdp_config": {"version": 1, "backward_prefetch": "soon"}}, {},
          "use backward_pre, backward_post or no_prefetch"),
-        (TRAINER | {"optim": "galore_adamw"}, {}, "optim='galore_adamw' changes memory"),
+        (TRAINER | {"optim": "galore_adafactor"}, {}, "optim='galore_adafactor' changes memory"),
+        (TRAINER | {"optim": "galore_adamw"}, {}, "optim_target_modules=None changes memory"),
+        (TRAINER | {"optim": "apollo_adamw", "optim_target_modules": ["attn"]}, {}, "name attn and mlp"),
+        (
+            TRAINER | {"optim": "galore_adamw", "optim_target_modules": ["attn", "mlp"], "optim_args": "rank=64"},
+            {},
+            "use rank=128",
+        ),
         (TRAINER | {"optim": 3}, {}, "optim=3 is not a text"),
         (TRAINER | {"fp16": True}, {}, "both bf16 and fp16"),
         (TRAINER | {"fsdp": True, "deepspeed": {"zero_optimization": {}}}, {}, "both fsdp and deepspeed"),

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from tests.docs.generated.markdown import table
-from tests.measured import megatron_golden, stored, throughput
+from tests.measured import megatron_golden, reserved_on_gpus, stored, throughput
 from tests.measured.errors import held_in
 from tests.on_gpus.figures import ESTIMATE, ninety, sources
 from tests.on_gpus.gpu_records import seen
@@ -82,6 +82,10 @@ def _on_gpus() -> Iterator[tuple[str, ...]]:
             extremes = f"from {min(errors):+.1%} to {max(errors):+.1%}"
             shown = f"median {median(errors):+.2%}; 90 in 100 within {ninety(errors):.1%}; {extremes}"
             yield "`zeroplan estimate`", f"GPUs: {source.name}", f"{len(errors)}", shown
+    kept = [one.error(replayed=True) for one in reserved_on_gpus.scored()]
+    shown = f"median {median(kept):+.2%}; 90 in 100 within {ninety(kept):.1%}; from {min(kept):+.1%} to {max(kept):+.1%}"
+    names = "prime-rl, torchtitan and peft, on up to 128 GPUs of six kinds"
+    yield "`zeroplan estimate --replay`, reserved", f"GPUs: {names}", f"{len(kept)}", shown
 
 
 def megatron_runs() -> str:

@@ -5,6 +5,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100)).cuda()
@@ -28,8 +29,11 @@ for _ in range(4):
         "total": torch.cuda.get_device_properties(0).total_memory, "name": torch.cuda.get_device_name(),
         "allocated": torch.cuda.memory_allocated(), "summary": torch.cuda.memory_summary(),
         "free": torch.cuda.mem_get_info()[0] < torch.cuda.mem_get_info()[1],
+        "drawn": list(torch.distributions.Categorical(logits=highest.detach()).sample().shape),
     })  # fmt: skip
-    loss.backward()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profile:
+        loss.backward()
+    seen[-1]["profiled"] = [one.key for one in profile.key_averages()]
     optimizer.step()
     optimizer.zero_grad()
     with open(sys.argv[1], "w") as file:

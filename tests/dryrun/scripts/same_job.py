@@ -1,6 +1,6 @@
 """A plain loop with a transformers model; a JSON file sets the model, engine, precision, recomputation, optimizer and batch.
 
-``compiled`` names the parts to compile: ``compiled-blocks``, each by itself, and ``compiled-loss``.
+``compiled`` names the parts to compile: ``compiled-blocks``, each by itself, ``compiled-loss``, and ``compiled-model``, as a whole.
 """
 
 import json
@@ -63,6 +63,8 @@ def with_torch() -> None:
     trained = sharded() if job["engine"] == "fsdp2" else model("cuda")
     if several and job["engine"] == "ddp":
         trained = torch.nn.parallel.DistributedDataParallel(trained, device_ids=[device.index])
+    if "compiled-model" in job["compiled"]:
+        trained = torch.compile(trained)
     steps = optimizer(trained.parameters())
     cast = torch.autocast("cuda", dtype=mixed) if mixed and job["engine"] == "ddp" else nullcontext()
     for _ in range(9):

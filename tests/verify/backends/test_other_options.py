@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.formulas import assert_explained
 from tests.measured.matrix import fullest_rank
 from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, SpecError, estimate
 from zeroplan.catalog.model import model
@@ -37,7 +38,7 @@ def ddp(name: str = "smollm2-135m", layers: int = 2, *, stage: int = 0, **said: 
     return job(name, layers, **{"engine": "ddp", "zero_stage": stage, "optimizer_impl": "fused", **said})
 
 
-STEPS = DdpOptions(step_in_backward=True)
+STEPS, SHARDED_STEPS = DdpOptions(step_in_backward=True), Fsdp2Options(step_in_backward=True)
 JOBS = {
     # With one rank, no variable holds the root group's last gradient any more when it is reduced.
     "fsdp2, one rank": job("pythia-160m", 2, ranks=1),
@@ -63,6 +64,24 @@ JOBS = {
     "plain loop, step in the backward, tied": ddp("gpt2", ranks=1, optimizer="adam", optimizer_impl="foreach", ddp=STEPS),
     # An optimizer of its own for every weight also has tables of codes of its own.
     "plain loop, step in the backward, 8 bits": ddp("llama-3.1-8b", 2, ranks=1, optimizer="adamw-8bit", ddp=STEPS),
+    # Hooks step while the reduced shard, the last gradient of the root group and one parameter's temporaries are alive.
+    "fsdp2, step in the backward": job("llama-3.1-8b", 2, tokens=16, optimizer="adamw", fsdp2=SHARDED_STEPS),
+    "fsdp2, step in the backward, a block is the peak": job(
+        "mixtral-8x7b", 2, tokens=16, optimizer="adamw", precision="fp32", fsdp2=SHARDED_STEPS
+    ),
+    "fsdp2, step in the backward, ends apart, fused": job(
+        "llama-3.1-8b",
+        3,
+        ranks=4,
+        precision="bf16",
+        optimizer="adamw",
+        optimizer_impl="fused",
+        loss="chunked",
+        fsdp2=replace(SHARDED_STEPS, ends_apart=True),
+    ),
+    "fsdp2, step in the backward, one rank, for-loop": job(
+        "qwen3-30b-a3b", 2, ranks=1, optimizer="adamw", optimizer_impl="forloop", fsdp2=SHARDED_STEPS
+    ),
     "ddp, stage 1 of one rank": ddp(ranks=1, stage=1),
     "ddp, unused parameters looked for": ddp(precision="fp32", tokens=1024, ddp=DdpOptions(find_unused_parameters=True)),
     "ddp, unused parameters looked for, logits kept": ddp(
@@ -110,7 +129,7 @@ def test_a_step_in_the_backward_needs_no_more_than_one_gradient_at_a_time():
     [
         ({"mesh": MeshSpec(dp_shard=2)}, "ranks in DDP is not modelled; use one GPU"),
         ({"batch": BatchSpec(seq_len=64, grad_accum_steps=2)}, "gradient accumulation is not modelled; use one micro-batch"),
-        ({"recipe": RecipeSpec(engine="fsdp2", ddp=STEPS)}, "engine 'fsdp2' is not modelled; use engine 'ddp'"),
+        ({"recipe": RecipeSpec(engine="deepspeed", ddp=STEPS)}, "engine 'deepspeed' is not modelled; use engine 'ddp'"),
         (
             {"recipe": RecipeSpec(engine="ddp", zero_stage=0, optimizer="muon", ddp=STEPS)},
             "'muon' is not modelled; use one of",
@@ -120,6 +139,33 @@ def test_a_step_in_the_backward_needs_no_more_than_one_gradient_at_a_time():
 def test_a_step_in_the_backward_is_refused_where_it_is_not_modelled(changed: dict[str, object], said: str):
     with pytest.raises(SpecError, match=f"ddp.step_in_backward with .*{said}"):
         replace(JOBS["plain loop, step in the backward"], **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mesh": MeshSpec(dp_shard=2, dp_replicate=2)}, "ranks that do more than shard is not modelled"),
+        ({"recipe": RecipeSpec(engine="fsdp2", fsdp2=replace(SHARDED_STEPS, cpu_offload=True))}, "offload to host memory"),
+        ({"recipe": RecipeSpec(engine="fsdp2", fsdp2=replace(SHARDED_STEPS, torch="2.15"))}, "torch 2.15"),
+        ({"recipe": RecipeSpec(engine="fsdp2", fsdp2=SHARDED_STEPS, optimizer="muon")}, "'muon' is not modelled"),
+    ],
+)
+def test_a_step_in_fsdp2s_backward_is_refused_where_it_is_not_modelled(changed: dict[str, object], said: str):
+    with pytest.raises(SpecError, match=f"fsdp2.step_in_backward with .*{said}"):
+        replace(JOBS["fsdp2, step in the backward"], **changed)
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("fsdp2, step in the backward")])
+def test_a_column_of_ranks_that_step_in_the_backward_equals_its_points(name: str):
+    from tests.engines.columns import Columns, assert_is_its_points
+    from zeroplan.engines.fsdp2 import account
+
+    asked = JOBS[name]
+    points = [(MeshSpec(dp_shard=ranks), asked.batch) for ranks in (2, 3, 8)]
+    whole = Columns(points)
+    column = account(asked.model, asked.recipe, whole, whole)  # type: ignore[arg-type]
+    assert_is_its_points(column, [account(asked.model, asked.recipe, *point) for point in points])
+    assert_explained(estimate(asked))
 
 
 def replace_ddp(name: str, options: DdpOptions) -> JobSpec:

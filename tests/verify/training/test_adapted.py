@@ -17,7 +17,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, MoeSpec
-from zeroplan.spec.recipe import DeepSpeedOptions, Fsdp2Options, RecipeSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, Fsdp1Options, Fsdp2Options, RecipeSpec
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -85,6 +85,23 @@ TRAINED_WHOLE = {
     "fsdp2 3": with_words(job(WHOLE, "fsdp2", 3)),
     "fsdp2 2, the embedding alone, apart": with_words(
         job(replace(WHOLE, modules_to_save="embed_tokens"), "fsdp2", 2, fsdp2=Fsdp2Options(ends_apart=True))
+    ),
+}
+#: QLoRA beside stacked experts that stay in 16 bits, under FSDP1.
+IN_BITS = AdapterSpec(rank=8, targets="attention", quantize="nf4-double", upcast="none")
+
+
+def under_fsdp1(family: str, **fields: Any) -> JobSpec:
+    moe = MoeSpec(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=704)
+    wide = job(IN_BITS, "fsdp1", 3, **fields)
+    return replace(wide, model=replace(wide.model, family=family, attention_bias=False, moe=moe))
+
+
+FSDP1 = {
+    "recomputed": under_fsdp1("mixtral", recompute="full"),
+    "qwen3_moe": under_fsdp1("qwen3_moe", precision="bf16"),
+    "states in host memory, the next unit gathered early": under_fsdp1(
+        "mixtral", recompute="full", fsdp1=Fsdp1Options(cpu_offload=True, backward_prefetch="backward_pre")
     ),
 }
 TORCH = {
@@ -167,6 +184,16 @@ def test_an_adapted_model_under_torch_takes_what_is_estimated(name: str):
 
     asked = TORCH[name]
     _agrees(compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3)))
+
+
+@pytest.mark.parametrize("name", FSDP1)
+def test_four_bits_beside_experts_under_fsdp1(name: str):
+    from tests.simulated import simulate
+
+    compared = compare_with_estimate(simulate(FSDP1[name], steps=2))
+    assert abs(compared.peak.error) < 0.0002, compared.peak
+    assert all(abs(phase.error) < 0.0002 or abs(phase.difference) < SMALL for phase in compared.phases), compared.phases
+    assert all(row.difference == 0 for row in compared.collectives), compared.collectives
 
 
 @pytest.mark.parametrize("name", TRAINED_WHOLE)

@@ -42,6 +42,9 @@ JOBS = {
     "fsdp2, a head of its own, recomputed": job(recompute="full", precision="bf16", vocab_size=2048),
     "ddp in fp32": job("ddp", 1, precision="fp32", family="llama", attention_bias=False),
     "fsdp2, some layers with adapters": job(adapter=replace(SOME, dropout=True)),
+    "axolotl's, fsdp2, recomputed": job(kernels="axolotl-qat", recompute="full", vocab_size=2048),
+    "axolotl's, fsdp2, with biases": job(kernels="axolotl-qat"),
+    "axolotl's, ddp in 16 bits": job("ddp", 1, "axolotl-qat", precision="bf16", family="llama", attention_bias=False),
 }
 PIECES = "int4-qat,loss-in-pieces"
 
@@ -79,6 +82,9 @@ def _measured(asked: JobSpec) -> Any:
         ({"loss": "chunked"}, "loss 'chunked' is not modelled"),
         ({"family": "gemma2"}, "a gemma2 model is not modelled; use one of llama"),
         ({"adapter": AdapterSpec(rank=8, quantize="nf4")}, "quantised weights is not modelled"),
+        ({"kernels": "axolotl-qat", "adapter": AdapterSpec(rank=8)}, "'axolotl-qat' with adapters is not modelled"),
+        ({"kernels": "axolotl-qat", "tie_word_embeddings": True}, "a rounded embedding is not modelled; use loss 'fused'"),
+        ({"kernels": "axolotl-qat", "precision": "fp32"}, "precision 'fp32' is not modelled"),
     ],
 )
 def test_what_is_not_modelled_is_refused(said: dict[str, Any], message: str) -> None:

@@ -221,7 +221,7 @@ def _others(reading: Reading) -> None:
     dynamo = table.table("dynamo_config")
     for one in (dynamo, table):
         if str(one.get("dynamo_backend") or "no").lower() != "no":
-            reading.tell_compiled(one, "dynamo_backend")
+            reading.tell_compiled(one, "dynamo_backend", whole=not dynamo.switch("dynamo_use_regional_compilation"))
     dynamo.leave(("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"))
     reading.notes += dynamo.unknown()
     table.refuse({"fp8_config": (), "megatron_lm_config": ()})

@@ -1,6 +1,7 @@
 """Reads a job from YAML recipes of NeMo AutoModel, with keys and defaults of its components/ (docs/from-a-file.md)."""
 
 import re
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from zeroplan.catalog.setups.recipes import (
     tell_sharded,
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
-from zeroplan.spec.adapter import CONVERTED, HEAD, LATENT_OF_EXPERTS, LAYERS_OF, Layers
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.adapter import CONVERTED, HEAD, JOINING, LATENT_OF_EXPERTS, LAYERS_OF, Layers
+from zeroplan.spec.float8 import FAMILIES
+from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
 
 _AUTO_SCHEDULES = {
@@ -25,7 +27,7 @@ _AUTO_SCHEDULES = {
     "zerobubble": "interleaved-zero-bubble",
 }
 _AUTO_ADDS = """
-    quantization.load_in_8bit *num_nextn_predict_layers
+    quantization.load_in_8bit
     peft.use_dora qat.* teacher_model.* kd_ratio distributed.autocast_dtype longalign.*
     model.sparse* model.lm_head* distributed.mp_policy.*_dtype distributed.enable_fsdp2_prefetch
     distributed.moe.lm_head_precision distributed.bucket_cap_mb
@@ -70,6 +72,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading = begun(whole, folder)
     table = flat(reading)
     _auto_model(reading, whole)
+    _auto_predictions(reading)
     ranks = _auto_degrees(reading, gpus)
     _auto_precision(reading)
     each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
@@ -80,6 +83,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _auto_attention(reading)
     tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
+    _auto_flash_adam(reading)
     if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
         reading.tell_cut_loss("loss_fn._target_")
     _auto_adapter(reading)
@@ -90,10 +94,12 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         adds=_AUTO_ADDS,
         either="model.backend.cuda_graph.*",
     )
-    _auto_predictions(reading)
     _auto_float8(reading)
-    for key in ("compile.enabled", "distributed.enable_compile"):
-        if table.switch(key):
+    # FSDP2's manager compiles blocks if its own key says so, and nothing else (_transformers/infrastructure.py,
+    # apply_model_infrastructure)
+    ignored = _strategy_of(reading) == "fsdp2" and any(key.startswith("distributed.") for key in table.data)
+    for key in ("distributed.enable_compile", "compile.enabled"):
+        if table.switch(key) and not (ignored and key == "compile.enabled"):
             reading.tell_compiled(table, key)
     _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again)
     if not _auto_keeps_inputs(reading, again=again):
@@ -176,6 +182,22 @@ def _auto_te_adam(reading: Reading) -> None:
             table.saves.add(f"optimizer.{key}")
 
 
+def _auto_flash_adam(reading: Reading) -> None:
+    """Read how many bits flashoptim's AdamW adds to 16-bit weights (components/optim/optimizer.py, FlashAdamWConfig)."""
+    table = reading.table
+    if reading.flags["optimizer"].value != "flash-adamw":
+        return
+    bits, _ = table.get("optimizer.master_weight_bits"), table.get("optimizer.compress_state_dict")
+    if bits == 32:
+        reading.tell("optimizer", "optimizer.master_weight_bits", "flash-adamw-32bit")
+    for key, bad in (
+        ("quantize", table.switch("optimizer.quantize") is False),
+        ("master_weight_bits", bits not in (None, 24, 32)),
+    ):
+        if bad:
+            raise table.refused(f"optimizer.{key}")
+
+
 def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
     """Whether every block's input is kept anyway, and its being held until the backward ends cannot raise the peak.
 
@@ -186,6 +208,26 @@ def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
     model, steps = reading.known_model(), reading.flags.get("grad_accum", Told("", 1)).value
     own = model is not None and model.family in AUTOMODEL_NORMS and "lora_rank" not in reading.flags
     return (again or own) and int(str(steps)) > 1
+
+
+_ONE_OF_FSDP2 = "{} on one GPU is counted as one rank of FSDP2, which takes more"
+
+
+def _auto_alone(reading: Reading, strategy: str) -> None:
+    """Count on one GPU as one rank of FSDP2 what is modelled under FSDP2 alone. AutoModel shards nothing there."""
+    model = reading.known_model()
+    predicts = model is not None and model.predictions > 0
+    narrow = reading.table.switch("fp8.enabled") and (model is None or model.family in FAMILIES)
+    if strategy == "fsdp2" and (predicts or narrow) and reading.flags["engine"].value == "ddp":
+        note = _ONE_OF_FSDP2.format("multi-token prediction" if predicts else "float8")
+        reading.tell("engine", "distributed.strategy", "fsdp2", filled=True, note=note)
+        reading.tell("stage", "distributed.strategy", 3, filled=True)
+
+
+def _strategy_of(reading: Reading) -> str:
+    table = flat(reading)
+    other = "megatron_fsdp" if "Megatron" in table.last("distributed._target_") else "fsdp2"
+    return table.text("distributed.strategy") or other
 
 
 def _auto_degrees(reading: Reading, gpus: int | None) -> int:
@@ -199,8 +241,7 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     said = dp * split if isinstance(dp, int) and not isinstance(dp, bool) and dp > 0 else None
     nodes = table.count("benchmark.num_nodes") or table.count("ci.nodes") or (1 if "ci.nproc_per_node" in table.data else None)
     gpus = said or table.count("launched_gpus") or gpus or (nodes * (table.count("ci.nproc_per_node") or 8) if nodes else None)
-    other = "megatron_fsdp" if "Megatron" in table.last("distributed._target_") else "fsdp2"
-    strategy = table.text("distributed.strategy") or other
+    strategy = _strategy_of(reading)
     if strategy not in ("fsdp2", "ddp"):
         raise table.refused("distributed.strategy", "fsdp2 and ddp are modelled")
     # blocks of a pipeline, and of experts on their own ranks, stay gathered unless asked (distributed/config.py); the general key
@@ -209,6 +250,7 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     said = of_experts if said is None and ep > 1 else said
     stage = 0 if strategy == "ddp" else 2 if said is False or (said is None and (pp > 1 or ep > 1)) else 3
     tell_sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
+    _auto_alone(reading, strategy)
     return max(1, (gpus or split) // split)
 
 
@@ -232,33 +274,47 @@ def _auto_pipeline(reading: Reading) -> int | None:
     return reading.number("micro_batch", keys[1], default=1)
 
 
-#: Families whose published models have layers that predict several tokens, which AutoModel's own models train.
-_PREDICTING = ("qwen3_5_text", "qwen3_5_moe_text")
+#: Families of AutoModel's own models that build layers for multi-token prediction; of these, the counted one.
+_PREDICTING, _COUNTED = ("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"), "nemotron_h"
 _PREDICTIONS = (
-    "model.num_nextn_predict_layers is not set: AutoModel trains the checkpoint's layers for multi-token prediction, which are not "
-    "counted: the answer is too low by them and by their loss"
+    "model.num_nextn_predict_layers{}: AutoModel trains layers for multi-token prediction, which are not counted in this family: "
+    "the answer is too low by them and by their loss"
 )
 
 
 def _auto_predictions(reading: Reading) -> None:
-    """Note layers for multi-token prediction, which AutoModel builds unless the file says 0 (nemotron_v3/mtp.py, qwen3_5/model.py).
+    """Add layers for multi-token prediction, of which a checkpoint has one depth (nemotron_v3/mtp.py, qwen3_5/model.py).
 
-    Of the nemotron_h models, those whose experts have a latent have them, and Nemotron 3.5 Lightning.
+    Of the nemotron_h models, those whose experts have a latent have them, and Nemotron 3.5 Lightning. Other families ignore it.
     """
     table, model = reading.table, reading.known_model()
-    if model is None or any(key.endswith("num_nextn_predict_layers") for key in table.data):
+    if model is None:
+        reading.unmodelled(adds="*num_nextn_predict_layers")
         return
-    lightning = "lightning" in str(reading.flags["model"].value).lower()
-    if model.family in _PREDICTING or model.width_of_experts != model.hidden_size or lightning:
-        table.matters["model.num_nextn_predict_layers"] = _PREDICTIONS
+    key, named = "model.num_nextn_predict_layers", str(reading.flags["model"].value)
+    said, repeats = table.data.get(key), table.switch("model.mtp_use_repeated_layer")
+    latent = model.width_of_experts != model.hidden_size or "lightning" in named.lower()
+    has_some = model.family in _PREDICTING and (model.family != _COUNTED or latent)
+    depths = (1 if said is None else table.count(key, least=0) or 0) if has_some else 0
+    table.like("*.num_nextn_predict_layers")
+    if depths and model.family != _COUNTED:
+        table.matters[key] = _PREDICTIONS.format(" is not set" if said is None else f"={depths}")
+    elif depths:
+        layers, pattern = model.num_hidden_layers + len(PREDICTS) * depths, model.letters + PREDICTS * depths
+        ahead = replace(
+            model, predictions=depths, predictor_repeats=bool(repeats), num_hidden_layers=layers, layer_pattern=pattern
+        )
+        reading.flags["model"] = reading.flags["model"]._replace(value=ahead)
 
 
 def _auto_float8(reading: Reading) -> None:
     """Read torchao's float8 (components/quantization/fp8.py); rowwise_with_gw_hp makes one product of three in 16 bits."""
-    table = reading.table
-    if table.switch("fp8.enabled") and reading.flags["engine"].value != "fsdp2":
+    table, model = reading.table, reading.known_model()
+    if not table.switch("fp8.enabled"):
+        return
+    if reading.flags["engine"].value != "fsdp2" or (model is not None and model.family not in FAMILIES):
         reading.unmodelled(either="fp8.enabled")
-    if not table.switch("fp8.enabled") or table.matters.get("fp8.enabled"):
+    if table.matters.get("fp8.enabled"):
         return
     name = str(table.get("fp8.recipe_name") or "tensorwise")
     reading.tell("float8_recipe", "fp8.enabled", "rowwise" if name.startswith("rowwise") else "tensorwise")
@@ -404,5 +460,6 @@ def _names_of_layers(model: ModelSpec | None) -> tuple[str, ...]:
         return (*Layers().every, HEAD)
     own = LAYERS_OF.get(model.family, Layers())
     others = [one for one in own.others if one not in LATENT_OF_EXPERTS or (model.moe is not None and model.moe.latent_size)]
+    others = [one for one in others if one != JOINING or model.predictions]
     none_dense = model.moe is not None and not model.moe.num_shared_experts and not model.moe.num_dense_layers
     return (*others, *own.attention, *(() if none_dense else own.mlp), HEAD)

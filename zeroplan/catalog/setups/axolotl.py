@@ -12,7 +12,8 @@ from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, Told, Tra
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, CONVERTED, FIRST, OF_LINEAR, SECOND, STACKED
+from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, CONVERTED, FIRST, OF_LINEAR, SECOND, STACKED, WIDENED
+from zeroplan.spec.recipe import ROUNDED_FAMILIES
 
 #: Axolotl's key for each key of TrainingArguments and TRL.
 _INSTEAD = {
@@ -87,9 +88,8 @@ _OF_EXPERTS = (
     "quantize_moe_experts", "lora_target_parameters", "use_scattermoe", "use_sonicmoe", "experts_implementation",
     "expert_parallel_size", "llama4_linearized_experts", "plugins: KernelsPlugin", "plugins: ExpertParallelPlugin",
 )  # fmt: skip
-#: Keys that act on layers of some families alone: gated norms and Gemma 4's attention. Source: integrations/liger/plugin.py,
-#: loaders/patch_manager.py.
-_OF_FAMILIES = ("liger_rms_norm_gated", "gemma4_hybrid_attn_impl")
+#: Keys that act on layers of some families alone: Gemma 4's attention. Source: loaders/patch_manager.py.
+_OF_FAMILIES = ("gemma4_hybrid_attn_impl",)
 _GONE = "Axolotl 0.17 refuses {}: the job is counted without it"
 _ON_GPU = "what moves to the host is counted on the GPU, which is the most it takes"
 _NOT_MOVED = (
@@ -128,12 +128,12 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
             raise whole.refused(plain, "use bf16 or fp16 beside adapters")
         reading.tell("precision", plain, "bf16", note=_IN_FP16 if plain == "float16" else "")
     if "quantize" in reading.flags:  # loaders/model.py, _configure_embedding_dtypes: all else is 16 bits
-        reading.tell("upcast", "adapter", "none", filled=True)
+        _upcast(reading)
     if "tensor_parallel" in reading.asks:
         ways = whole.count("tensor_parallel_size") or 1
         reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
     reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
-    for read in (_loss, _offloaded, _in_two_ways, _packed, _without_effect):
+    for read in (_loss, _offloaded, _in_two_ways, _packed, _rounded, _without_effect):
         read(reading, whole)
     if made["use_peft"]:
         _kernels(reading, whole)
@@ -145,30 +145,75 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     return reading.setup("axolotl")
 
 
+def _upcast(reading: Reading) -> None:
+    """Read which weights beside four bits are fp32: none. An fp32 activation widens a block as fp32 norms do."""
+    model, is_ddp = reading.known_model(), reading.flags.get("engine", Told("", "")).value == "ddp"
+    dense = model is not None and model.linear is None and not model.has_experts
+    if model is not None and dense and is_ddp and model.activation in WIDENED:
+        reading.tell("upcast", "adapter", "norms", filled=True, note=_WIDENED.format(model.activation))
+    else:
+        reading.tell("upcast", "adapter", "none", filled=True)
+
+
+_WIDENED = "autocast computes {} in fp32, which layers in four bits hand on: counted as with norms in fp32, which take as much"
+
+
 def _without_effect(reading: Reading, whole: Table) -> None:
     """Note keys that Axolotl or torchao refuses, that act on another family, or whose kernel keeps what FlashAttention does.
 
-    Source: utils/quantization.py (NVFP4WeightOnlyConfig, which torchao 0.18 refuses: run; 0.17: read); loaders/patch_manager.py,
-    _apply_llama_flash_attn_patches; xformers 0.0.35, ops/fmha/dispatch.py.
+    Source: utils/quantization.py (NVFP4WeightOnlyConfig, which torchao 0.18 refuses: run; 0.17: read); xformers 0.0.35,
+    ops/fmha/dispatch.py.
     """
     model, said = reading.known_model(), whole.data.get("qat")
     reading.notes += [_GONE.format(key) for key in ("flash_attn_rms_norm", "s2_attention") if whole.switch(key)]
     if isinstance(said, dict) and said.get("weight_dtype") == "nvfp4" and whole.matters.pop("qat", ""):
         reading.notes.append(_NO_NVFP4)
-    if model is not None and model.family not in _FUSED_MLPS and whole.matters.pop("flash_attn_fuse_mlp", ""):
-        whole.saves.discard("flash_attn_fuse_mlp")
-        reading.notes.append(_OTHER_MLP)
+    for key, families in _ACTS_IN.items():
+        if model is not None and model.family not in families and whole.matters.pop(key, ""):
+            whole.saves.discard(key)
+            reading.notes.append(_OTHER_FAMILY.format(key, " and ".join(families)))
     by_xformers = "xformers" in str(whole.matters.get("attn_implementation"))
     if by_xformers and model is not None and model.num_key_value_heads == model.num_attention_heads:
         reading.notes.append(_XFORMERS)
         del whole.matters["attn_implementation"]
 
 
+def _rounded(reading: Reading, whole: Table) -> None:
+    """Read quantisation-aware training with inputs in 8 bits and weights in 4 (utils/quantization.py), where it is modelled.
+
+    Not where all layers but the head are: without a fused loss, a head that is the embedding would be rounded, too.
+    """
+    model, flags, said = reading.known_model(), reading.flags, whole.data.get("qat")
+    table = Table(said if isinstance(said, dict) else {}, whole.where, "qat.")
+    kinds, group = (table.text("activation_dtype"), table.text("weight_dtype")), table.count("group_size")
+    if kinds != ("int8", "int4") or (group or 32) < 32 or table.switch("quantize_embedding"):
+        return
+    apart = {"lora_rank", "tensor_parallel", "context_parallel", "offload_activations"} & flags.keys()
+    head = flags.get("loss", Told("", "full")).value == "full"
+    if apart or model is None or model.family not in ROUNDED_FAMILIES or (head and model.tie_word_embeddings):
+        return
+    if flags.get("engine", Told("", "")).value == "fsdp2" and "tensor_parallel" not in reading.asks:
+        others = flags.get("fused_kernels", Told("", ""))
+        both = ",".join(filter(None, (str(others.value), "axolotl-qat")))
+        reading.tell("fused_kernels", "qat", both, note=" ".join(filter(None, (others.note, _ROUNDED))))
+        whole.matters.pop("qat", None)
+
+
+_ROUNDED = (
+    "qat: scales of 32 weights each are counted, which larger groups take less of; from fake_quant_after_n_steps on the step "
+    "takes what is counted"
+)
 _NO_NVFP4 = (
     "qat: torchao refuses Axolotl's configuration for nvfp4, so this file does not train: the job is counted without qat"
 )
-_FUSED_MLPS = ("llama", "llama4_text", "ernie4_5", "ernie4_5_moe")
-_OTHER_MLP = "flash_attn_fuse_mlp acts in Llama's family and Ernie's alone, and changes nothing in this model"
+#: Keys that act on the blocks of some families alone. Gemma 4's attention is fused with this key and without it. Source:
+#: loaders/patch_manager.py, _apply_llama_flash_attn_patches, _apply_model_specific_patches; integrations/liger/plugin.py.
+_ACTS_IN = {
+    "flash_attn_fuse_mlp": ("llama", "llama4_text", "ernie4_5", "ernie4_5_moe"),
+    "fused_attn_kernel": ("qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+    "liger_rms_norm_gated": ("qwen3_5_text", "qwen3_5_moe_text"),
+}
+_OTHER_FAMILY = "{} acts in families {} alone, and changes nothing in this model"
 _XFORMERS = "xformers runs FlashAttention's kernels for this model, which keep the same tensors (read, not run)"
 
 
@@ -335,7 +380,7 @@ def _packed(reading: Reading, whole: Table) -> None:
     """Read rows of several sequences with torch's attention, whose mask or lengths keep them apart (loaders/patch_manager.py).
 
     With ``sdpa`` torch's attention for rows of several lengths runs, unless a model has windows or heads wider than 256. Otherwise
-    a row of one sequence's length has the mask of a padded sequence.
+    a row has the mask of one padded sequence of its length.
     """
     word = whole.data.get("attn_implementation") or ("sdpa" if whole.switch("sdp_attention") else None)
     model = reading.known_model()
@@ -345,16 +390,20 @@ def _packed(reading: Reading, whole: Table) -> None:
     plain = model is not None and model.sliding_window is None and model.head_dim <= _VARLEN_MOST
     if word == "sdpa" and plain and whole.data.get("sdpa_varlen") is not False:
         reading.tell("attention", "attn_implementation", "flash", note=_VARLEN)
-    elif (whole.count("micro_batch_size") or 1) == 1:
-        reading.tell("padded", "sample_packing", value=True)
     else:
-        return
+        reading.tell("padded", "sample_packing", value=True)
+        if (rows := whole.count("micro_batch_size") or 1) > 1 and (length := whole.count("sequence_len")):
+            reading.tell("micro_batch", "sample_packing", 1, note=_ONE_ROW)
+            reading.tell("seq_len", "sample_packing", rows * length)
     del whole.matters["sample_packing"]
 
 
 _HYBRID = (
     "gemma4_hybrid_attn_impl runs FlashAttention in layers with a window; torch's attention is counted in all layers, which keeps "
     "more; read from axolotl's code, not run"
+)
+_ONE_ROW = (
+    "sample_packing joins a micro-batch into one row, whose mask has all pairs of its tokens: one sequence of all is counted"
 )
 _VARLEN_MOST = 256
 _VARLEN = "sample_packing with sdpa runs torch's varlen_attn, which is FlashAttention and needs no mask"

@@ -199,7 +199,11 @@ def _megatrons_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     steps = whole.count("gradient_accumulation_steps")
     flags = {flag: told._replace(key=_MEGATRONS_KEYS.get(flag, told.key)) for flag, told in found.flags.items()}
     flags["grad_accum"] = Told("gradient_accumulation_steps", steps or 1, filled=steps is None)
-    return found._replace(kind="llama-factory", flags=flags)
+    matters = {**found.matters, **({"finetuning_type": _ADAPTERS} if _has_adapters(whole) else {})}
+    return found._replace(kind="llama-factory", flags=flags, matters=matters)
+
+
+_ADAPTERS = "adapters are counted as ms-swift's on Megatron-Core; mcore_adapter's code is not read"
 
 
 _MEGATRONS_KEYS = {"model": "model_name_or_path", "seq_len": "cutoff_len", "micro_batch": "per_device_train_batch_size"}

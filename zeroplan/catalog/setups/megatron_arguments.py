@@ -53,7 +53,6 @@ _LAYERS = {
 }
 #: transformers' names of the modules that may be trained whole beside adapters.
 _WHOLE = {"word_embeddings": "embed_tokens", "output_layer": "lm_head", "embed_tokens": "embed_tokens", "lm_head": "lm_head"}
-_NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
 #: Layers of the first and the last stage, which set the stages' layers where they are read.
 _CUTS = "*num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split"
 _SAVES = f"""
@@ -115,7 +114,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _hybrid(reading, pattern.split("|"), ranks_of_pipeline=table.count("pipeline_model_parallel_size") or 1)
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
-    table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format moe_shared_expert_overlap")
+    table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format")
     _counted(table, ["modules_to_save"] * ("modules_to_save" in reading.flags))
     away = "megatron.optimizer_offload_fraction" in reading.options
     _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"] * away)
@@ -123,7 +122,6 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _counted(table, [key for key in table.matters if any(fnmatchcase(key, one) for one in _CUTS.split())])
     else:
         tell_stages(reading)
-    _of_megatron_alone(reading)
     _prefetched(reading)
     if _is_swift(table):
         _loop(reading)
@@ -153,7 +151,8 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     own = before != "" or "tuner_type" in table.data or "model" in table.data
     # left out, experts are split like everything else; ms-swift leaves them whole (megatron/arguments/megatron_args.py)
     etp = table.count(f"{before}expert_tensor_parallel_size") or (1 if before == "" and _is_swift(table) else tp)
-    least = lcm(split, ep * etp * pp) if ep > 1 else split
+    shards = 2 if table.switch(f"{before}use_megatron_fsdp") else 1  # Megatron-FSDP shards over several data-parallel ranks
+    least = lcm(split * shards, ep * etp * pp) if ep > 1 else split * shards
     gpus = _world_size(reading, gpus, least)
     if table.switch(f"{before}use_torch_fsdp2"):
         _torch_fsdp2(reading, before)
@@ -368,7 +367,7 @@ def _loop(reading: Reading) -> None:
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
-    if table.text("task_type") in ("generative_reranker", "embedding") and "lora_rank" not in flags:
+    if table.text("task_type") in ("generative_reranker", "embedding"):
         table.matters["task_type"] = _ALL_LOGITS
         table.saves.add("task_type")
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
@@ -427,9 +426,9 @@ def tell_task(reading: Reading, table: Table) -> None:
 
 
 def _on_megatron_alone(reading: Reading) -> bool:
-    """Whether engine ``megatron`` answers the job. With adapters only other engines do."""
+    """Whether engine ``megatron`` answers the job, unless the user requests another one."""
     engine = reading.flags.get("engine")
-    return engine is not None and engine.value == "megatron" and "lora_rank" not in reading.flags
+    return engine is not None and engine.value == "megatron"
 
 
 def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_reference: bool | None = None) -> None:
@@ -448,21 +447,6 @@ def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_r
     )  # fmt: skip
 
 
-def _of_megatron_alone(reading: Reading) -> None:
-    """Drop the notes on switches that change nothing.
-
-    These are switches for shared experts in models without any, and Megatron-Core's switches in jobs with adapters. zeroplan does
-    not model adapters under Megatron-Core, and the engines that it offers instead do not have these switches.
-    """
-    table, model = reading.table, reading.known_model()
-    none = model is not None and model.family in _NONE_SHARED
-    if none and "megatron.moe_shared_expert_intermediate_size" not in reading.options:
-        table.matters.pop("moe_shared_expert_overlap", None)
-    for key in _MEGATRONS if "lora_rank" in reading.flags else ():
-        table.matters.pop(key, None)
-        table.saves.discard(key)
-
-
 _ONE_MORE = (
     "overlap_p2p_communication_warmup_flush: with so few micro-batches the first backward runs with one more received gradient, "
     "which is not counted: the answer is too low by a stage's output"
@@ -478,11 +462,6 @@ def _prefetched(reading: Reading) -> None:
     steps, stages = (int(str(flags[name].value)) if name in flags else 1 for name in ("grad_accum", "pipeline_parallel"))
     if table.switch("overlap_p2p_communication_warmup_flush") and steps < 2 * stages:
         table.matters["overlap_p2p_communication_warmup_flush"] = _ONE_MORE
-
-
-_MEGATRONS = ("moe_shared_expert_overlap", "moe_pad_expert_input_to_capacity", "fp8_format", "fp8_param_gather")
-#: Families with experts but without shared experts.
-_NONE_SHARED = ("mixtral", "qwen3_moe")
 
 
 _FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
@@ -514,7 +493,7 @@ def _counted(table: Table, keys: list[str]) -> None:
 
 
 def _adapter(reading: Reading) -> None:
-    """Read the adapters of ms-swift's ``megatron sft``, which are modelled only if the user requests another engine."""
+    """Read the adapters of ms-swift's ``megatron sft`` (megatron/utils/utils.py, prepare_adapter)."""
     table = reading.table
     if str(table.data.get("tuner_type") or table.data.get("train_type") or "full") == "full":
         return
@@ -522,11 +501,13 @@ def _adapter(reading: Reading) -> None:
     names = map(str, targets) if isinstance(targets, list) else str(targets).replace(",", " ").split()
     reading.number("lora_rank", "lora_rank", default=8)
     reading.tell("lora_targets", "target_modules", ",".join(_LAYERS.get(one, one) for one in names))
+    reading.tell("lora_dropout", "lora_dropout", number_of(table.get("lora_dropout"), 0.05) > 0, filled=True)
     said = table.data.get("modules_to_save") or []
     whole = said.replace(",", " ").split() if isinstance(said, str) else said
+    if table.text("task_type") == "seq_cls" and isinstance(whole, list):
+        whole = [*whole, "output_layer"]
     if isinstance(whole, list) and whole and set(map(str, whole)) <= _WHOLE.keys():
         reading.tell("modules_to_save", "modules_to_save", ",".join(_WHOLE[str(one)] for one in whole))
-    reading.notes.append(_NO_ADAPTERS)
     reading.flags |= {name: reading.flags[name]._replace(also=("fsdp2", 2, 3)) for name in ("engine", "stage")}
 
 
@@ -584,7 +565,7 @@ def _config(reading: Reading) -> dict[str, object]:
     head = table.count("kv_channels") or hidden // heads
     shape |= {"num_key_value_heads": groups or heads, "head_dim": head}
     if table.switch("multi_latent_attention"):
-        return {**shape, **_latent(table, experts, width)}
+        return {**shape, "num_key_value_heads": heads, **_latent(table, experts, width, layers)}
     if experts:
         inner = table.count("moe_ffn_hidden_size") or width
         picks = table.count("moe_router_topk") or 2
@@ -609,19 +590,20 @@ def _config(reading: Reading) -> dict[str, object]:
     return {**shape, "model_type": "llama", "attention_bias": biased, "mlp_bias": biased}
 
 
-def _latent(table: Table, experts: int | None, dense_width: int) -> dict[str, object]:
-    """Return the fields of ``config.json`` for multi-latent attention and experts, as in DeepSeek V3."""
+def _latent(table: Table, experts: int | None, dense_width: int, layers: int) -> dict[str, object]:
+    """Return the fields of ``config.json`` for multi-latent attention and experts, or dense layers alone, as in DeepSeek V3."""
     sizes = {theirs: table.count(own) or default for own, theirs, default in (
         ("q_lora_rank", "q_lora_rank", None), ("kv_lora_rank", "kv_lora_rank", 32), ("qk_head_dim", "qk_nope_head_dim", 128),
         ("qk_pos_emb_head_dim", "qk_rope_head_dim", 64), ("v_head_dim", "v_head_dim", 128))}  # fmt: skip
     width = table.count("moe_ffn_hidden_size") or dense_width
-    shared = (table.count("moe_shared_expert_intermediate_size") or 0) // width
+    shared = (table.count("moe_shared_expert_intermediate_size") or 0) // width if experts else 1  # dense layers do not read it
     frequency = str(table.get("moe_layer_freq") or "1")
     dense = frequency.partition("*")[2].strip().partition("+")[0].partition(")")[0] if "[0]" in frequency else "0"
     return {**sizes, "model_type": "deepseek_v3", "n_routed_experts": experts or 1, "moe_intermediate_size": width,
-            "num_experts_per_tok": table.count("moe_router_topk") or 2, **({"n_shared_experts": shared} if shared else {}),
+            "num_experts_per_tok": min(table.count("moe_router_topk") or 2, experts or 1),
+            **({"n_shared_experts": shared} if shared else {}),
             "n_group": table.count("moe_router_num_groups") or 1, "topk_group": table.count("moe_router_group_topk") or 1,
-            "first_k_dense_replace": int(dense) if dense.isdigit() else 0}  # fmt: skip
+            "first_k_dense_replace": layers if not experts else int(dense) if dense.isdigit() else 0}  # fmt: skip
 
 
 def _vocabulary(reading: Reading) -> int:

@@ -15,7 +15,7 @@ from zeroplan.spec.recipe import ROUNDED_FAMILIES
 NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"
 _OPTIMIZERS = {
     "AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "AdamW8bit": "adamw-8bit", "PagedAdamW8bit": "adamw-8bit",
-    "PagedAdamW": "adamw", "FusedAdam": "adamw", "Adafactor": "adafactor", "adamW": "adamw",
+    "PagedAdamW": "adamw", "FusedAdam": "adamw", "Adafactor": "adafactor", "adamW": "adamw", "FlashAdamW": "flash-adamw",
 }  # fmt: skip
 _PAGED = "a paged optimizer may move its states to the host; they are counted on the GPU"
 
@@ -191,12 +191,21 @@ def _tune_quantizer(reading: Reading) -> None:
 
 
 def _tune_step(reading: Reading) -> None:
-    """Read the optimizer step in backward (training/memory.py, OptimizerInBackwardWrapper), modelled for AdamW on one GPU."""
+    """Read the step in backward (training/memory.py, OptimizerInBackwardWrapper), modelled for AdamW under DDP and FSDP2."""
     table, flags = reading.table, reading.flags
-    steps_alone = flags["optimizer"].value in ("adamw", "adamw-8bit")
-    is_modelled = flags["engine"].value == "ddp" and steps_alone and flags["grad_accum"].value == 1
+    engine, optimizer = flags["engine"].value, flags["optimizer"].value
+    beside = {
+        "tensor_parallel",
+        "context_parallel",
+        "replicas",
+        "offload_optimizer",
+        "offload_param",
+        "lora_rank",
+    } & flags.keys()
+    steps_alone = optimizer == "adamw" or (optimizer == "adamw-8bit" and engine == "ddp")
+    is_modelled = (engine == "ddp" or not beside) and steps_alone and flags["grad_accum"].value == 1
     if is_modelled and table.switch("optimizer_in_bwd"):
-        reading.options["ddp.step_in_backward"] = Told("optimizer_in_bwd", value=True)
+        reading.options[f"{engine}.step_in_backward"] = Told("optimizer_in_bwd", value=True)
     else:
         reading.unmodelled(saves="optimizer_in_bwd")
 

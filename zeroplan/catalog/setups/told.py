@@ -400,6 +400,7 @@ COMPILED = (
     "(`zeroplan dryrun` follows the compiler; --fused-kernels compiled-blocks,compiled-loss counts blocks compiled each by itself, "
     "and a compiled loss, under FSDP2)"
 )
+_AT_ONCE = "not counted: its backward may return all gradients at its end, where this engine frees them one by one"
 COMPILED_PARTS = "the step is counted as torch.compile runs it: --fused-kernels {}"
 FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
 ULYSSES = "Ulysses' ranks split a sequence outside of attention and its heads inside: a rank's share of its tokens is counted"
@@ -427,6 +428,8 @@ class Reading:
         self.pairs = False
         self.layers_per_stage: tuple[int | None, str] = (None, "")
         self.loop: dict[str, object] = {}
+        self.compiled = ""
+        """The key that compiles the model as a whole."""
 
     def tell(
         self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = (), note: str = ""
@@ -500,10 +503,13 @@ class Reading:
         self.tell("loss", key, "log-probs", filled=True, note=note)
         self.tell("log_probs", key, how, filled=True)
 
-    def tell_compiled(self, table: Table, key: str) -> None:
-        """Note that the step is compiled, and that zeroplan counts it without the compiler."""
-        self.table.matters[table.name(key)] = f"{table.name(key)}={shown(table.data[key])}: {COMPILED}"
-        self.table.saves.add(table.name(key))
+    def tell_compiled(self, table: Table, key: str, *, whole: bool = False) -> None:
+        """Note that the step is compiled, and that zeroplan counts it without the compiler; ``whole``: the model as one graph."""
+        name = table.name(key)
+        self.table.matters[name] = f"{name}={shown(table.data[key])}: {COMPILED}"
+        self.table.saves.add(name)
+        if whole:
+            self.compiled = name
 
     def tell_cut_loss(self, key: str) -> None:
         """Set the fused loss for Cut Cross-Entropy, which never holds whole logits (cut_cross_entropy 25.1, cce.py).
@@ -565,9 +571,20 @@ class Reading:
         """Whether the program pads the sequences of a micro-batch, and no key joins them instead."""
         return kind in _PADS and not any(str(self.table.data.get(key)).lower() == "true" for key in _JOINS)
 
+    def _compile_whole(self, key: str) -> None:
+        """Count or note that a compiled backward returns all gradients at its end. FSDP2's hooks cut the graph at its units."""
+        engine = self.flags["engine"].value if "engine" in self.flags else None
+        if engine == "ddp":
+            self.options["ddp.compiled"] = Told(key, value=True)
+        elif engine in ("deepspeed", "fsdp1"):
+            self.table.matters[key] += f"; {_AT_ONCE}"
+            self.table.saves.discard(key)
+
     def setup(self, kind: Kind) -> Setup:
         """Return the settings read, and notes on the keys that no reader used."""
         self.table.suspects()
+        if self.compiled:
+            self._compile_whole(self.compiled)
         matters = self.table.matters
         notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)))
         return Setup(

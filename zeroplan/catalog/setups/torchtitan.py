@@ -8,7 +8,7 @@ counted as transformers' modules.
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import COMPILED, NO_GPUS, OwnModules, Reading, Setup, Table
+from zeroplan.catalog.setups.told import COMPILED, NO_GPUS, OwnModules, Reading, Setup, Table, Told
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.compiled import COMPILED_BLOCKS, COMPILED_LOSS
@@ -146,7 +146,7 @@ def _float8(reading: _Reading) -> None:
     reading.tell("float8_recipe", "model.converters", recipe)
     reading.notes.append("float8 is counted for all linear layers of the blocks; filter_fqns is ignored")
     if table.switch("enable_fsdp_float8_all_gather"):
-        reading.notes.append("enable_fsdp_float8_all_gather is not modelled: parameters are gathered in bf16, which takes more")
+        reading.options["fsdp2.float8_all_gather"] = Told("float8.enable_fsdp_float8_all_gather", value=True)
 
 
 def _degrees(reading: _Reading) -> int:

@@ -32,13 +32,18 @@ _OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     "paged_adamw_8bit": ("paged-adamw-8bit", None), "lion_8bit": ("lion-8bit", None), "lion_32bit": ("lion-32bit", None),
     "paged_lion_8bit": ("paged-lion-8bit", None), "paged_lion_32bit": ("paged-lion-32bit", None),
     "adamw_torch_8bit": ("torchao-adamw-8bit", None), "adamw_torch_4bit": ("torchao-adamw-4bit", None),
-    "schedule_free_adamw": ("schedule-free-adamw", None),
+    "ademamix": ("ademamix-32bit", None), "ademamix_8bit": ("ademamix-8bit", None),
+    "paged_ademamix_32bit": ("paged-ademamix-32bit", None), "paged_ademamix_8bit": ("paged-ademamix-8bit", None),
+    "rmsprop_bnb": ("rmsprop-32bit", None), "rmsprop_bnb_32bit": ("rmsprop-32bit", None),
+    "rmsprop_bnb_8bit": ("rmsprop-8bit", None), "schedule_free_adamw": ("schedule-free-adamw", None),
+    "schedule_free_radam": ("schedule-free-adamw", None), "schedule_free_sgd": ("schedule-free-sgd", None),
+    "stable_adamw": ("stable-adamw", None), "galore_adamw": ("galore", None), "apollo_adamw": ("apollo", None),
 }  # fmt: skip
 _DEFAULT_OPTIM = "adamw_torch_fused"
 #: bitsandbytes' paged optimizers, whose states the driver moves between GPU and host, and the same optimizer without paging.
 _PAGED = {
     "paged_adamw_8bit": "adamw-8bit", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw", "paged_lion_8bit": "lion-8bit",
-    "paged_lion_32bit": "lion-32bit",
+    "paged_lion_32bit": "lion-32bit", "paged_ademamix_8bit": "ademamix-8bit", "paged_ademamix_32bit": "ademamix-32bit",
 }  # fmt: skip
 _DEFAULT_BATCH = 8
 _BEYOND = (
@@ -53,7 +58,7 @@ _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("use_cpu", "no_cuda", "mp_parameters", "sharded_ddp", "apex", "use_ipex", "use_mps_device"), ()
 )
 #: Patterns of keys that change memory in a way that is not modelled.
-_SAVES = "optim_target_modules activation_offloading precompute_ref_log_probs padding_free"
+_SAVES = "activation_offloading precompute_ref_log_probs padding_free"
 _ADDS = """
     label_smoothing_factor use_dora modules_to_save lora_modules_to_save beta num_generations
     max_completion_length
@@ -217,7 +222,7 @@ def _compiled(table: Table, reading: Reading) -> None:
     if mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs":
         table.unmodelled(adds="torch_compile_mode torch_compile_backend")
     else:
-        reading.tell_compiled(table, key)
+        reading.tell_compiled(table, key, whole=True)
 
 
 def _liger(reading: Reading) -> None:
@@ -422,6 +427,10 @@ def _optimizer(reading: Reading) -> None:
         raise reading.table.refused("optim_args")
     if momentum:
         optimizer = "sgd-momentum"
+    if optimizer in ("galore", "apollo"):
+        _check_low_rank(reading.table, args)
+    else:
+        reading.unmodelled(saves="optim_target_modules")
     filled = name is None or reading.deepspeed is not None  # DeepSpeed's own section has priority
     reading.tell("optimizer", "optim", optimizer, filled=filled, also=(_PAGED[name],) if name in _PAGED else ())
     if optimizer == "torchao-adamw-4bit":
@@ -434,6 +443,16 @@ def _optimizer(reading: Reading) -> None:
         reading.options["deepspeed.torch_adam"] = Told(
             "optim", value=True, filled=filled
         )  # the Trainer passes torch's AdamW to DeepSpeed
+
+
+def _check_low_rank(table: Table, args: dict[str, str]) -> None:
+    """Raise SpecError unless GaLore or APOLLO project all matrices of the blocks to rank 128, as modelled."""
+    targets = table.get("optim_target_modules")
+    named = str(targets) if isinstance(targets, (list, str)) else ""
+    if not ("attn" in named and "mlp" in named):
+        raise table.refused("optim_target_modules", "name attn and mlp, whose matrices are those of the blocks")
+    if args.get("rank", "128") != "128" or args.get("proj_type", "std") != "std":
+        raise table.refused("optim_args", "use rank=128, the default")
 
 
 def _optim_args(table: Table) -> dict[str, str]:

@@ -9,7 +9,7 @@ Leaves out the transient of the constructor's broadcast (never above parameters 
 training loop itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
@@ -18,7 +18,7 @@ from zeroplan.engines.ddp.copies import are_narrow, in_fp32, optimizer_lines
 from zeroplan.engines.ddp.reducer import levels_of, plan_of
 from zeroplan.engines.ddp.step import Casts, Training
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import for_ranks, times
 from zeroplan.engines.frozen import ROUTED, frozen_lines, frozen_symbols
 from zeroplan.engines.micro_batch import Lines
 from zeroplan.engines.optimizers import (
@@ -36,7 +36,7 @@ from zeroplan.engines.published_optimizers import notes_of
 from zeroplan.engines.rows import Row
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
-from zeroplan.numeric import Int, ceil_div, for_each_value, where
+from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -169,6 +169,8 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
     """Yield notes: what a single rank runs, and which rank the figures describe if ranks differ."""
     if model.adapter is not None and model.moe is not None:
         yield ROUTED
+    if recipe.ddp.compiled:
+        yield "the compiled model is counted as without the compiler, but its backward returns all gradients at its end"
     stored, trained = widths(recipe.precision).stored, trained_count(model)
     notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
     if recipe.ddp.step_in_backward:
@@ -240,9 +242,7 @@ def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, r
         found = fullest_share(model, recipe.optimizer, impl, element_bytes, n)
         return found.state, found.temporary
 
-    if isinstance(ranks, int):
-        return share(ranks)
-    return _column(lambda n: share(n)[0], ranks), _column(lambda n: share(n)[1], ranks)
+    return for_ranks(lambda n: share(n)[0], ranks), for_ranks(lambda n: share(n)[1], ranks)
 
 
 def _tables_of_each_optimizer(model: ModelSpec, recipe: RecipeSpec) -> Lines:
@@ -254,15 +254,6 @@ def _tables_of_each_optimizer(model: ModelSpec, recipe: RecipeSpec) -> Lines:
     return (
         Line(Kind.OPTIMIZER_STATE, 2048 * more, "tables of codes of the other weights' optimizers", f"2048·{more}", _TABLES),
     )
-
-
-def _column(share: Callable[[int], Lines], ranks: Int) -> Lines:
-    """Return lines whose sizes follow a column of ranks. Their number and names do not depend on it."""
-
-    def size(index: int) -> Int:
-        return for_each_value(lambda n: int(share(n)[index].n_bytes), ranks)
-
-    return tuple(line._replace(n_bytes=size(index)) for index, line in enumerate(share(1)))
 
 
 @lru_cache(maxsize=1024)

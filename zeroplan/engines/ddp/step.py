@@ -16,7 +16,7 @@ from zeroplan.engines.passes import Passes, RunPass
 from zeroplan.engines.rows import embedding_elements, has_tied_head
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Phase
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, where
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.spec.releases import is_reentrant
 from zeroplan.trace import Trace
@@ -82,8 +82,11 @@ class Training(MicroBatch):
 
     def _gradients(self, block: int, made: int, current: int = 0) -> Line:
         """Return the gradients outside the buckets when a block has ``made`` this many elements, of them ``current`` just now."""
-        before = 0 if self.recipe.ddp.step_in_backward else self.levels.at(self.above[block] + made - current)
+        ddp, above = self.recipe.ddp, self.above[block] + made - current
+        before = 0 if ddp.step_in_backward else self.levels.at(above)
         n_bytes = before + self.width * current
+        if ddp.compiled:
+            n_bytes = n_bytes + self.width * above * (1 if ddp.step_in_backward else where(self.levels.micro_batches > 1, 1, 0))
         elements = n_bytes // self.width
         return Line(self.kind, n_bytes, self.reason, product(self.width, elements), ACCUMULATE)
 

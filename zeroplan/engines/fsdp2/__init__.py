@@ -38,10 +38,14 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     """
     batch = of_a_rank(batch, int(mesh.cp))
     plan = make_plan(model, recipe, mesh, batch)
-    states = (*plan.persistent, plan.gradient_shards(plan.every_layer, "after backward", plan.trained_outside))
+    states = plan.persistent
+    if not recipe.fsdp2.step_in_backward:
+        states += (plan.gradient_shards(plan.every_layer, "after backward", plan.trained_outside),)
     temporaries = step_temporary_lines(
         recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=f"{plan.trained_symbol}/N"
     )
+    if recipe.fsdp2.step_in_backward:
+        temporaries = ()
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
     activations = activations_away(plan)
     held = plan.head.shared if plan.loss_in_loop else ()
@@ -179,7 +183,7 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
     elif recipe.float8_recipe is not None:
         yield (
             "linear layers of the blocks run in torchao's float8 without torch.compile, which fuses the casts and takes less; "
-            "parameters are gathered in the compute dtype"
+            f"parameters are gathered in {'float8' if recipe.fsdp2.float8_all_gather else 'the compute dtype'}"
         )
     yield from notes_of_optimizer(recipe.optimizer)
     if recipe.optimizer == "muon":
@@ -187,13 +191,23 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
             "torch's DTensor chooses what Muon gathers, exchanges and sums up, here as on nodes of 8 GPUs; with replicas it may "
             "choose otherwise"
         )
+    if recipe.fsdp2.step_in_backward:
+        yield "each weight's optimizer steps as soon as its unit is reduced, and frees the gradient"
     if recipe.fsdp2.cpu_offload:
         yield "shards of parameters and gradients and the optimizer's state are in pinned host memory, and the CPU takes the step"
+
+
+_AHEAD = (
+    "multi-token prediction: the most that its logits take is counted, and weights of each depth even where all depths share them; "
+    "times leave out its heads"
+)
 
 
 def _notes(plan: Plan) -> Iterator[str]:
     """Yield the recipe's notes, and one if dim-0 sharding gives rank 0 clearly more than an even share."""
     yield from notes_of(plan.recipe)
+    if plan.first_ahead is not None:
+        yield _AHEAD
     if plan.has_experts_apart:
         from zeroplan.engines.fsdp2.experts import note_of as visited  # noqa: PLC0415  keeps start-up fast
 

@@ -57,6 +57,10 @@ class Group(NamedTuple):
     """The same if frozen parameters are copied from the host uncast."""
     experts: Apart | None = None
     """With expert parallelism, this rank's experts of a block; the other fields count them too."""
+    in_float8: Int = 0
+    """Elements of ``padded`` that ranks gather in float8, with one byte instead of two."""
+    casting: Int = 0
+    """The most that casts of this rank's chunks to float8 take, one after the other. [bytes]"""
 
     @property
     def whole(self) -> str:
@@ -302,6 +306,10 @@ class ParamGroup(NamedTuple):
     last: int = 0
     """Elements of the last parameter."""
     are_experts: bool = False
+    in_float8: Int = 0
+    """As in :class:`Group`."""
+    casting: Int = 0
+    """As in :class:`Group`. [bytes]"""
     in_numbers: bool = False
     """Formulas are bytes only, since stages of a pipeline have several sizes and no symbols."""
 
@@ -316,7 +324,12 @@ def param_groups(group: Group, gathers: Int, words: str, ranks: Int, *, in_numbe
     if group.experts is None:
         names = f"P_{symbol}", f"P_{symbol}/N", f"G_{symbol}"
         sizes = group.shard, group.padded, group.numel
-        return (ParamGroup(*sizes, *names, gathers, "·min(1, N-1)", words, ranks, in_numbers=in_numbers),)
+        return (
+            ParamGroup(
+                *sizes, *names, gathers, "·min(1, N-1)", words, ranks, in_numbers=in_numbers, in_float8=group.in_float8,
+                casting=group.casting,
+            ),
+        )  # fmt: skip
     one, rest = group.experts, group.beside_experts
     names = f"D_{symbol}", f"D_{symbol}/N", f"(G_{symbol} - Y_{symbol})"
     beside = ParamGroup(

@@ -21,17 +21,26 @@ def gathered_ahead(plan: Plan, group: ParamGroup) -> tuple[Line]:
 
 
 def _buffer(plan: Plan, group: ParamGroup, words: str) -> tuple[Line]:
-    width = plan.width.compute
-    n_bytes = group.gathers * width * group.padded
-    formula = group.said(n_bytes, f"{width}·{group.whole}{group.gate}")
+    n_bytes = group.gathers * unsharded_bytes(plan, group)
+    formula = group.said(n_bytes, f"{_whole(plan, group)}{group.gate}")
     return (Line(Kind.GATHER, n_bytes, f"{group.words}, {words}", formula, GATHER),)
 
 
 def unsharded(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """Return a group's parameters, copied out of the buffer. [bytes]"""
-    n_bytes = plan.width.compute * group.padded
-    formula = group.said(n_bytes, f"{plan.width.compute}·{group.whole}")
+    n_bytes = unsharded_bytes(plan, group)
+    formula = group.said(n_bytes, _whole(plan, group))
     return (Line(Kind.UNSHARDED_PARAMETERS, n_bytes, f"{group.words}, copied out for use", formula, COPY_OUT),)
+
+
+def unsharded_bytes(plan: Plan, group: Group | ParamGroup) -> Int:
+    """Return a group's parameters as they compute. [bytes]"""
+    return plan.width.compute * group.padded - group.in_float8
+
+
+def _whole(plan: Plan, group: ParamGroup) -> str:
+    formula = f"{plan.width.compute}·{group.whole}"
+    return f"({formula} - {group.in_float8})" if plan.recipe.fsdp2.float8_all_gather else formula
 
 
 def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[Line, ...]:
@@ -40,10 +49,14 @@ def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[
     ``copied``: the part of the group that is copied. Frozen weights beside adapters have the compute dtype already, unless they
     are in host memory.
     """
-    if not (plan.width.mixed or plan.offloaded) or not copied.numel:
+    if not (plan.width.mixed or plan.offloaded or plan.recipe.fsdp2.float8_all_gather) or not copied.numel:
         return ()
     n_bytes = group.gathers * plan.width.compute * copied.shard
     formula = group.said(n_bytes, f"{plan.width.compute}·{copied.share}{group.gate}")
+    if plan.recipe.fsdp2.float8_all_gather:  # norms in 16 bits are not copied
+        narrow = group.in_float8 // group.ranks
+        n_bytes = n_bytes - narrow if plan.width.mixed else narrow
+        formula = group.said(n_bytes, f"{formula} - {narrow}" if plan.width.mixed else f"{narrow}")
     return (Line(Kind.GATHER, n_bytes, f"{group.words}, this rank's chunk, cast", formula, GATHER),)
 
 

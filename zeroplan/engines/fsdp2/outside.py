@@ -1,7 +1,7 @@
 """The lines of an FSDP2 step outside the blocks, all gradients, and the end of the backward."""
 
 from zeroplan.engines.formulas import product
-from zeroplan.engines.fsdp2 import buffers, lines
+from zeroplan.engines.fsdp2 import buffers, lines, predictions
 from zeroplan.engines.fsdp2.groups import Ends, Group
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan, shards_formula, sum_of
 from zeroplan.engines.fsdp2.runtime import Runtime
@@ -195,7 +195,7 @@ def not_reduced(plan: Plan) -> tuple[Moment, ...]:
         alive = (*held, *unsharded, blocks, _root_not_reduced(plan), last)
     else:
         alive = (*held, unsharded[0], blocks, _ends_not_reduced(plan, plan.ends), last)
-    return (Moment(name, Phase.BACKWARD, alive),)
+    return (Moment(name, Phase.BACKWARD, (*alive, *predictions.embedding(plan))),)
 
 
 def _root_not_reduced(plan: Plan) -> Line:
@@ -248,6 +248,7 @@ def reduce_root(plan: Plan, trace: Trace, run: Runtime) -> None:
     reason = "reduce-scatter output of the root group"
     trace.put("output of the root", Line(Kind.REDUCE, buffers.reduce_output_bytes(plan, root), reason, out, REDUCE))
     trace.put("still named", *(() if plan.of_torch_2_15 else (_still_named(plan),)))
+    trace.put("stepping", *plan.stepping(in_block=False))
 
 
 def _still_named(plan: Plan) -> Line:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.fsdp2.groups import Cut, Ends, Group, cut_of, local_tensors, on_host, parameter_lines, shards_of
-from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines
+from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines, step_temporary_lines
 from zeroplan.engines.outside import held_beside, outside
 from zeroplan.engines.pinned import rounding
 from zeroplan.engines.positions import Position, corners, walk
@@ -15,7 +15,7 @@ from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int, maximum, weighted, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.spec.recipe import SENDING, OptimizerImpl, RecipeSpec, Recompute
 from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
 from zeroplan.transformer.buffers import tables_in_layers
@@ -96,6 +96,8 @@ class Plan(NamedTuple):
     """Tensors that a vocabulary-parallel embedding's backward allocates."""
     tower_layers: int
     """Number of a vision tower's blocks, which run first."""
+    first_ahead: int | None
+    """The first block of multi-token prediction, counted from 0."""
     is_a_stage: bool
     """It is a plan of a pipeline's stage, not of a whole model."""
     shared_sequences: bool
@@ -219,6 +221,8 @@ class Plan(NamedTuple):
 
     def reduced_gradients(self, layers: tuple[int, ...], when: str, outside: tuple[Group, ...] = ()) -> Line:
         """Return the same, on the GPU or in host memory."""
+        if self.recipe.fsdp2.step_in_backward:
+            return Line(Kind.GRADIENTS, 0, "gradients, which each step frees", "0", REDUCE)
         stored, earlier_too = self.width.stored, self.adds_shards
         now = self.trained_shards(layers, outside)
         if earlier_too and not (isinstance(self.several, int) and not self.several):
@@ -226,6 +230,16 @@ class Plan(NamedTuple):
         earlier = f"{stored}·M·{self.trained_symbol}/N" if earlier_too else ""
         reason, formula = _reduced_in_words(stored, layers, self.trained_kinds, when, sum_of("P", outside), earlier)
         return Line(Kind.GRADIENTS, stored * now, reason, formula, REDUCE)
+
+    def stepping(self, *, in_block: bool) -> tuple[Line, ...]:
+        """Return the temporaries of the largest parameter's step inside the backward; none if steps are after it. [bytes]"""
+        if not self.recipe.fsdp2.step_in_backward:
+            return ()
+        largest = maximum(0, *(one.numel for one in self.local_tensors if one.in_block is in_block))
+        lines = step_temporary_lines(self.recipe.optimizer, self.impl, (LocalTensor((largest,)),), self.width.stored)
+        return tuple(
+            [line._replace(formula=product(1, line.n_bytes) if isinstance(line.n_bytes, int) else "") for line in lines]
+        )
 
     def shards_viewed(self, layers: tuple[int, ...]) -> tuple[Line, ...]:  # noqa: ARG002  that of flat parameters needs it
         """Return shards that unsharded blocks keep on the GPU beside offload: none."""
@@ -273,6 +287,11 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
 
         blocks = tuple(map(used_as_they_are, cut.blocks))
         cut = cut._replace(blocks=blocks, trained_blocks=blocks if cut.trained_blocks is cut.blocks else cut.trained_blocks)
+    if recipe.fsdp2.float8_all_gather:
+        from zeroplan.engines.fsdp2.float8 import gathered_in_float8  # noqa: PLC0415  the same
+
+        blocks = tuple(gathered_in_float8(one, run.parameters, n) for one, run in zip(cut.blocks, cut.tree.runs, strict=True))
+        cut = cut._replace(blocks=blocks, trained_blocks=blocks)
     frozen = local_tensors(only_frozen(cut.tree), n, tp, ep) if cut.is_partly_frozen else ()
     return plan_of(cut, local_tensors(cut.learning, n, tp, ep), frozen, model, recipe, mesh, batch, part=part)
 
@@ -390,6 +409,7 @@ def _of_the_model(cut: Cut, model: ModelSpec, recipe: RecipeSpec) -> dict[str, A
         "projector_elements": sum(one.numel for one in learning.embeddings if one.name.startswith(BESIDE_THE_TEXT)),
         "last_root_elements": next((one.numel for one in (*learning.tail[::-1], *learning.embeddings[::-1])), 0),
         "tower_layers": model.tower_layers,
+        "first_ahead": model.num_hidden_layers - len(PREDICTS) * model.predictions if model.predictions else None,
     }
 
 

@@ -182,6 +182,8 @@ class Runtime:
     def all_gather(self, unit: Unit, index: int, *, ahead: bool = False) -> None:
         """``foreach_all_gather``: allocate a buffer for all chunks, and this rank's chunk, cast."""
         if not self.memory.has(unit.gathered(index)):  # gathered ahead
+            if self.plan.recipe.fsdp2.float8_all_gather:
+                self.cast_to_float8(unit.parts.groups[index])
             self.request_chunk(unit, index, ahead=ahead)
             self._request_buffer(unit, index, ahead=ahead)
             self.memory.drop("chunk")
@@ -196,6 +198,12 @@ class Runtime:
         elif ahead or self.plan.of_torch_2_15:
             chunk = self._once(lines.chunk_to_gather, unit.parts.groups[index], unit.parts.copied_groups[index])
             self.memory.put("chunk", *chunk)
+
+    def cast_to_float8(self, group: ParamGroup) -> None:
+        """``FSDPParam.all_gather_inputs``, where a parameter has an all-gather of its own."""
+        from zeroplan.engines.fsdp2.float8 import casting  # noqa: PLC0415  few jobs have it
+
+        self.memory.pass_by(casting(group))
 
     def _request_buffer(self, unit: Unit, index: int, *, ahead: bool) -> None:
         group = unit.parts.groups[index]
@@ -263,5 +271,10 @@ class Runtime:
         self.memory.drop("copied or reduced", "waiting gradients")
         if unit.parts.last and not self.plan.of_torch_2_15:
             self.memory.pass_by(*self._once(lines.reduced, group), lines.still_named(self.plan, unit.parts.last))
+        if (
+            self.plan.recipe.fsdp2.step_in_backward
+        ):  # hooks run inside foreach_reduce; only units of blocks name no last parameter
+            stepping = self.plan.stepping(in_block=not unit.parts.last)
+            self.memory.pass_by(*self._once(lines.reduced, group), lines.still_named(self.plan, unit.parts.last), *stepping)
         if group.are_experts:
             self.memory.put("shard of the experts", *self._once(lines.fresh_shard, group))

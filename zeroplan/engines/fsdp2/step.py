@@ -5,7 +5,7 @@ It runs the last micro-batch of a step, with the gradients of earlier ones. Laye
 
 from collections.abc import Iterator
 
-from zeroplan.engines.fsdp2 import buffers, lines, outside
+from zeroplan.engines.fsdp2 import buffers, lines, outside, predictions
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
@@ -72,6 +72,8 @@ class MicroBatch:
         """Run every block from the first to the last."""
         for position, unit in self.layers:
             self.trace.recording = position.is_corner
+            if position.layer == self.plan.first_ahead:
+                self.trace.put("predictions", *predictions.beside(self.plan))
             self._block_forward(position, unit)
             if position.layer == self.plan.tower_layers:
                 self.trace.put("first input", *self.plan.head.first_input)
@@ -145,7 +147,7 @@ class MicroBatch:
         if plan.recipe.loss == "chunked" or plan.loss_in_loop:
             self.run.release_parked()
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
-        self.trace.pass_by(*plan.head.saved, *plan.head.loss_forward)
+        self.trace.pass_by(*plan.head.saved, *plan.head.loss_forward, *predictions.forward(plan))
         self.run.release_parked()
 
     # --- backward -------------------------------------------------------------------------------------------------------
@@ -154,6 +156,7 @@ class MicroBatch:
         """Run loss, head and final norm. A chunked loss runs its backward before the model's own backward begins."""
         plan, trace = self.plan, self.trace
         trace.put("output", *buffers.output(plan))
+        trace.put("losses of predictions", *predictions.backward(plan))
         for point in plan.head.points:
             gathers = self._gathers_ahead(point.place.at)
             early = buffers.cast_early(plan, normed=point.place.at is At.FINAL_NORM)
@@ -164,6 +167,7 @@ class MicroBatch:
             self.trace.pass_by(*point.lines)
             if not gathers and point.current_gradient and plan.cast_on_arrival:
                 self._cast_from_a_chunk(point)
+        trace.drop("losses of predictions")
         if self.ends is not None:
             trace.drop("root gradients")
             trace.shrink("left", *plan.left_behind(plan.every_layer, self.left))
@@ -199,6 +203,7 @@ class MicroBatch:
         if self.ends is None:
             made = outside.made_before_blocks(self.plan), *buffers.cast_early(self.plan)
             self.trace.shrink("root gradients", *made)
+        self.trace.put("embedding of predictions", *predictions.embedding(self.plan))
         for at in reversed(range(len(self.layers))):
             position, unit = self.layers[at]
             if not self.plan.passes[position.run].points:
@@ -208,6 +213,8 @@ class MicroBatch:
             if position.layer == self.plan.tower_layers - 1:
                 outside.backward_of_the_projector(self.plan, self.trace)
             self._block_backward(position, unit, below)
+            if position.layer == self.plan.first_ahead:
+                self.trace.drop("predictions")
         self.trace.recording = True
 
     def _block_backward(self, position: Position, unit: Unit, below: Unit | None) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from zeroplan.engines.fsdp2.buffers import GATHER
 from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.lines import unsharded_bytes
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.muon import SOURCE, for_ranks, sent_by, updated_by_muon
 from zeroplan.engines.optimizers import LocalTensor
@@ -12,6 +13,7 @@ from zeroplan.numeric import Int, ceil_div, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.parameters import BlockRun
 
 #: The payloads of the root group's collectives, of those over replicas, and of experts on several ranks, in words.
 ROOT, REPLICAS, EXPERTS = "the root group", "gradient shards", "experts of"
@@ -30,8 +32,9 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
     """
     reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
     calls = list(_outside(plan, mesh, batch.grad_accum_steps, reductions))
-    for *groups, run, one in zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True):
-        name, backward = f"{run.words} blocks", run.layers if one.points else 1  # the uppermost block that no gradient reaches
+    uppermost = max((at for at, one in enumerate(plan.passes) if not one.points), default=None)  # run that no gradient reaches
+    for at, (*groups, run, one) in enumerate(zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True)):
+        name, backward = f"{run.words} blocks", run.layers if one.points else int(at == uppermost)
         if groups[0].experts is not None:
             from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  keeps start-up fast
 
@@ -42,6 +45,8 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
             calls += exchanges(plan, run, mesh, batch, model)
         beside = (groups[0].beside_experts, groups[1].beside_experts)
         calls += _of_group(plan, beside, run.layers, name, mesh, batch.grad_accum_steps, reductions, backward=backward)
+        if plan.recipe.fsdp2.float8_all_gather:
+            calls += _largest_values(plan, run, name, batch.grad_accum_steps)
     if plan.at_embedding is not None:
         from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  keeps start-up fast
 
@@ -53,6 +58,14 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
     if plan.recipe.optimizer == "muon":
         calls += of_muon(plan)
     return tuple(calls)
+
+
+def _largest_values(plan: Plan, run: BlockRun, name: str, passes: Int) -> Iterator[Collective]:
+    """Yield what ranks exchange before they gather a run's blocks in float8."""
+    from zeroplan.engines.fsdp2.float8 import largest_values  # noqa: PLC0415  few jobs have it
+
+    for phase in (Phase.FORWARD, Phase.BACKWARD) if plan.reshard is not False else (Phase.FORWARD,):
+        yield largest_values(run.parameters, plan.width.stored, passes * run.layers, name, plan.n, phase)
 
 
 def of_muon(plan: Plan) -> Iterator[Collective]:
@@ -108,7 +121,7 @@ def _of_group(
 
 def gather(plan: Plan, group: Group, calls: Int, what: str, phase: Phase, *, ranks: Int) -> Collective:
     """Return the all-gathers of one group's parameters."""
-    payload: Int = plan.width.compute * group.padded
+    payload: Int = unsharded_bytes(plan, group)
     each: Int = ceil_div(payload, ranks)
     sent: Int = calls * each * (ranks - 1)
     elements = where(ranks > 1, calls * group.padded, 0)

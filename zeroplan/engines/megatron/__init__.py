@@ -13,6 +13,7 @@ history of largest values, and the padding of experts' tokens for FP8.
 """
 
 from zeroplan.engines.account import Account, PipelineRank
+from zeroplan.engines.megatron.adapters import NOTE as ADAPTERS_NOTE
 from zeroplan.engines.megatron.chunks import chunks_per_rank, runs_of
 from zeroplan.engines.megatron.moments import moments_of
 from zeroplan.engines.megatron.on_host import host_lines
@@ -126,6 +127,7 @@ def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
         notes=(
             NOTE,
             *((_EXPERTS_NOTE if recipe.imbalance == 1 else _UNEVEN_NOTE,) if model.moe is not None else ()),
+            *((ADAPTERS_NOTE,) if model.adapter is not None else ()),
             *((_ALIBI,) if model.family == "bloom" else ()),
             *((TOWER_NOTE,) if model.vision is not None else ()),
             *((_HYBRID_NOTE,) if recipe.megatron.hybrid_layer_pattern is not None else ()),
@@ -154,7 +156,7 @@ def _shown(rank: Rank, moments: tuple[Moment, ...]) -> PipelineRank:
     if not all(isinstance(total, int) for total in totals):
         return PipelineRank(rank.at, words, 0, maximum(0, *totals), "")
     highest = moments[totals.index(max(totals))]
-    return PipelineRank(rank.at, words, int(rank.elements + rank.experts), highest.total_bytes, highest.name)
+    return PipelineRank(rank.at, words, int(rank.elements + rank.experts + rank.frozen), highest.total_bytes, highest.name)
 
 
 def _notes_of_cut(job: Job) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from zeroplan.engines.megatron.adapters import of_each_shape as of_adapters
 from zeroplan.engines.megatron.chunks import chunks_per_rank, runs_of
 from zeroplan.engines.megatron.parameters import head_of, is_expert, is_split, of_one_rank, of_shared_expert
 from zeroplan.engines.megatron.rank import Rank
@@ -78,6 +79,8 @@ def _stand_ins(rank: Rank, job: Job) -> Line:
 
 def of_each_shape(rank: Rank, job: Job) -> Int:
     """Return the elements of one matrix of each shape: in attention, dense MLP, one expert and the head."""
+    if job.model.adapter is not None:
+        return of_adapters(job, rank.counts, has_head=rank.has_head)
     found: dict[str, Int] = {}
     for run in (run for run, here in zip(runs_of(job), rank.counts, strict=True) if here):
         for parameter in run.parameters:

@@ -5,6 +5,7 @@ for example dense layers before layers with experts.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from zeroplan.spec.pipeline import Stage as Chunk
 from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.megatron import HYBRID, PREDICTS, mamba_heads
-from zeroplan.transformer.parameters import BlockRun, Parameter
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import text_layout
 from zeroplan.transformer.params_modules import layer_norm, linear
 
@@ -25,6 +26,11 @@ from zeroplan.transformer.params_modules import layer_norm, linear
 Counts = tuple[int, ...]
 #: The letter of each kind in a hybrid pattern.
 LETTERS = {kind: letter for letter, kind in HYBRID.items()}
+
+
+def without_adapters(model: ModelSpec) -> Layout:
+    """Return the parameters of the text model, without adapters, which Megatron-Core puts beside matrices that it joins."""
+    return text_layout(model if model.adapter is None else replace(model, adapter=None))
 
 
 def chunks_per_rank(job: Job) -> int:
@@ -57,7 +63,7 @@ def runs_of(job: Job) -> tuple[BlockRun, ...]:
 
 @lru_cache(maxsize=256)
 def _runs(model: ModelSpec, recipe: RecipeSpec) -> tuple[BlockRun, ...]:
-    runs, hidden, own = text_layout(model).runs, model.hidden_size, recipe.megatron
+    runs, hidden, own = without_adapters(model).runs, model.hidden_size, recipe.megatron
     if own.hybrid_layer_pattern is not None:
         return tuple(_hybrid_runs(model, recipe))
     if own.mtp_num_layers:
@@ -79,7 +85,7 @@ def _runs(model: ModelSpec, recipe: RecipeSpec) -> tuple[BlockRun, ...]:
 
 def _hybrid_runs(model: ModelSpec, recipe: RecipeSpec) -> Iterator[BlockRun]:
     """Yield the layers of a hybrid pattern by kind: attention, MLP or experts of the model's layers, and Mamba-2."""
-    own, whole = recipe.megatron, text_layout(model).runs[-1]
+    own, whole = recipe.megatron, without_adapters(model).runs[-1]
     attends = tuple(one for one in whole.parameters if "attn" in one.name or one.name.startswith(("input_layernorm", "ln_1")))
     rest = tuple(one for one in whole.parameters if one not in attends)
     heads, hidden = mamba_heads(model, recipe), model.hidden_size

@@ -4,11 +4,14 @@ from zeroplan.engines.megatron.chunks import Behind, chunks_per_rank, layers_of_
 from zeroplan.engines.megatron.rank import Rank
 from zeroplan.engines.megatron.schedule import Left, Stage, left_lines, left_of, lines_of, own_state
 from zeroplan.ledger import Line
-from zeroplan.numeric import ceil_div
+from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.described import Job
 from zeroplan.transformer.megatron import ROUTED
+from zeroplan.transformer.params import is_frozen
 
 DISPATCHER = "Megatron-LM 2026-08, megatron/core/transformer/moe/token_dispatcher.py, dispatch_preprocess"
+LEAF = "mcore-bridge 1.6.5, model/gpt_model.py, GPTModel._preprocess"
+_EMBEDDED = "the frozen embedding's output and its gradient, of the micro-batch before"
 _GRAPHS = "inputs of layers with experts and their gradients, until these run again"
 
 
@@ -20,7 +23,26 @@ def left_by_schedule(rank: Rank, job: Job) -> dict[str, tuple[Line, ...]]:
 def left_by_graphs(rank: Rank, job: Job) -> dict[str, tuple[Line, ...]]:
     """Return the lines of the hidden states that dispatchers' graphs keep, by the names of :class:`Behind`. [bytes]"""
     counts = behind_by(rank, job)._asdict()
-    return lines_of(counts, "J", _GRAPHS, DISPATCHER, own_state(job))
+    found = lines_of(counts, "J", _GRAPHS, DISPATCHER, own_state(job))
+    if rank.at == 0 and is_frozen(job.model, "embedding"):
+        for when, lines in _embedded(job).items():
+            found[when] = (*found[when], *lines)
+    return found
+
+
+def _embedded(job: Job) -> dict[str, tuple[Line, ...]]:
+    """Return the lines of a frozen embedding's output and its gradient, which a micro-batch's graph keeps. [bytes]
+
+    The schedule refers to that graph until the next micro-batch's forward returns, and dispatchers do until their layer runs again.
+    """
+    own, later = own_state(job), minimum(1, job.batch.grad_accum_steps - 1)
+    dispatched = int(job.model.moe is not None and job.recipe.recompute != "full")
+    counts: dict[str, Int] = {"forward": 2 * maximum(dispatched, later), "loss": 2 * later, "step": 2 * dispatched}
+    several = {"forward": "2" if dispatched else "2·min(1, B-1)", "loss": "2·min(1, B-1)", "step": "2"}
+    return {
+        when: tuple(line._replace(formula=f"{several[when]}·{own[1]}") for line in lines)
+        for when, lines in lines_of(counts, "", _EMBEDDED, LEAF, own).items()
+    }
 
 
 def left_by(rank: Rank, job: Job) -> Left:

@@ -12,6 +12,7 @@ from zeroplan.numeric import ceil_div, maximum, minimum
 from zeroplan.spec.described import Job
 from zeroplan.transformer.families.megatron import PREDICTED
 from zeroplan.transformer.megatron import UNGATED, element_of, keeps_placeholders, own_part, own_part_formula
+from zeroplan.transformer.params import is_frozen
 
 CROSS_ENTROPY = "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy"
 TARGETS = (
@@ -129,7 +130,7 @@ def head_backward(job: Job) -> Iterator[Line]:
         part = own_part(e * batch.micro_batch_size * batch.seq_len * job.model.hidden_size, job)
         reason = "this rank's part of it, which ranks add up"
         yield Line(Kind.ACTIVATION_GRADIENTS, part, reason, own_part_formula("e·T·h", recipe), HEAD)
-    if not keeps_placeholders(recipe):
+    if not keeps_placeholders(recipe) and not is_frozen(job.model, "head"):
         weight, formula = head_of(job)
         yield Line(Kind.TEMPORARY, e * weight, "gradient of the head's weight", f"e·{formula}", HEAD)
 

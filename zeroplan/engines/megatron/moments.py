@@ -29,6 +29,7 @@ from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import ceil_div, minimum
 from zeroplan.spec.described import Job
 from zeroplan.transformer.megatron import Cost, Layers, element_of, keeps_placeholders
+from zeroplan.transformer.params import is_frozen
 
 RERUN = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock._checkpointed_forward"
 OVERLAPPED = (
@@ -95,7 +96,7 @@ def moments_of(rank: Rank, layers: Layers, job: Job, states: tuple[Line, ...]) -
     if rank.has_head:
         yield from _around_loss(step)
     yield from _backward(step) if step.sharding is None else _backward_of_shards(step, step.sharding)
-    if rank.at == 0:
+    if rank.at == 0 and not is_frozen(job.model, "embedding"):
         yield _backward_of_embedding(step)
     own = (muon_step(job),) if job.recipe.optimizer == "muon" else step_lines(rank, job)
     own = (*own, *copied_back(rank, job))
@@ -247,6 +248,7 @@ def _beside_it(cost: Cost, kind: str, job: Job) -> Iterator[Line]:
 
 def _waiting(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield the head's gradient of a tied table, which stays until the embedding's gradient is added. [bytes]"""
-    if rank.has_head and rank.at == 0 and job.model.tie_word_embeddings and not keeps_placeholders(job.recipe):
+    tied = job.model.tie_word_embeddings and not is_frozen(job.model, "head")
+    if rank.has_head and rank.at == 0 and tied and not keeps_placeholders(job.recipe):
         reason = "gradient of the tied table by the head, which waits for the embedding's"
         yield Line(Kind.TEMPORARY, element_of(job.recipe) * table_of(job), reason, "e·ceil(V_p·h/p)", HEAD)

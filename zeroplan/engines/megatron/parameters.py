@@ -2,13 +2,12 @@
 
 from functools import lru_cache
 
-from zeroplan.engines.megatron.chunks import runs_of
+from zeroplan.engines.megatron.chunks import runs_of, without_adapters
 from zeroplan.numeric import Int, ceil_div, round_up
 from zeroplan.spec.described import Job
 from zeroplan.spec.family import LEARNED_POSITIONS
 from zeroplan.transformer.megatron import ROUTED, UNGATED, is_gated
 from zeroplan.transformer.parameters import Parameter
-from zeroplan.transformer.params import text_layout
 
 
 def elements_of(job: Job, counts: tuple[int, ...]) -> tuple[Int, Int, Int]:
@@ -31,7 +30,7 @@ def in_fp8(job: Job, counts: tuple[int, ...]) -> Int:
     found: Int = 0
     for run, layers in zip(runs_of(job), counts if job.recipe.megatron.fp8_format is not None else (), strict=False):
         for parameter in run.parameters:
-            if len(parameter.shape) > 1 and ".gate." not in f".{parameter.name}":
+            if len(parameter.shape) > 1 and "gate." not in f".{parameter.name}":
                 found = found + layers * of_one_rank(parameter, job)
         found = found + layers * of_shared_expert(run.kind, job)
     return found
@@ -74,11 +73,15 @@ def is_expert(parameter: Parameter) -> bool:
     return parameter.active_share != (1, 1)
 
 
+#: Matrices that every tensor-parallel rank has whole, and does not sum over.
+_WHOLE = ("gate", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa")
+
+
 @lru_cache(maxsize=1024)
 def is_split(name: str) -> bool:
     """Whether tensor-parallel ranks split the parameter of this name."""
     module = name.rpartition(".")[0].rpartition(".")[2]
-    if "norm" in module or module.startswith("ln_") or module in ("gate", "q_a_proj", "kv_a_proj_with_mqa"):
+    if "norm" in module or module.startswith("ln_") or module in _WHOLE:
         return False
     return not (name.endswith(".bias") and module in BY_ROWS)  # a row-parallel matrix adds its bias after the ranks' sum
 
@@ -86,7 +89,7 @@ def is_split(name: str) -> bool:
 def ends_of(job: Job) -> tuple[Int, Int]:
     """Return a rank's parameters before and after the layers: the embedding; the final norm and an untied head."""
     model = job.model
-    tree, table = text_layout(model), table_of(job)
+    tree, table = without_adapters(model), table_of(job)
     positions = sum(parameter.numel for parameter in tree.embeddings[1:])
     if model.family not in LEARNED_POSITIONS:  # Megatron-LM adds them to any model
         positions += model.positions * model.hidden_size

@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from zeroplan.engines.megatron.adapters import trained_by
 from zeroplan.engines.megatron.buckets import padded_ends, padded_layer
 from zeroplan.engines.megatron.chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron.parameters import elements_of, ends_of, in_fp8, table_of
@@ -16,7 +17,7 @@ from zeroplan.spec.recipe import RecipeSpec
 
 
 class Rank(NamedTuple):
-    """A pipeline rank: its parameters, its layers, and the micro-batches in flight on it."""
+    """A pipeline rank: its trained parameters, its layers, and the micro-batches in flight on it."""
 
     at: int
     elements: Int
@@ -36,6 +37,8 @@ class Rank(NamedTuple):
     each: tuple[Counts, ...]
     """Number of layers of each kind, chunk by chunk."""
     schedule: Schedule
+    frozen: Int = 0
+    """Frozen parameters beside adapters."""
 
     @property
     def counts(self) -> Counts:
@@ -76,12 +79,17 @@ def _made(at: int, job: Job) -> Rank:
     each = tuple(counts_of(stage, job) for stage in stages)
     inside, experts, matrices = elements_of(job, tuple(map(sum, zip(*each, strict=True))))
     embedding, end = ends_of(job)
-    ends = (embedding if first else 0) + (end if last else 0)
+    ends: Int = (embedding if first else 0) + (end if last else 0)
     if last and not first and (model.tie_word_embeddings or job.recipe.megatron.mtp_num_layers):
         ends = ends + table_of(job)  # a copy of the table, without positions: tied, or for next tokens
     group = job.recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
     schedule = Schedule(pp - at - 1 if chunks == 1 else 2 * (pp - at - 1) + (chunks - 1) * group, chunks, group)
     flying = minimum(schedule.warm + 1, job.batch.grad_accum_steps * chunks)
+    frozen: Int = 0
+    if model.adapter is not None:
+        frozen = inside + ends + experts
+        counts = tuple(map(sum, zip(*each, strict=True)))
+        ends, (inside, experts) = 0, trained_by(job, counts, is_first=first, is_last=last)
     matrices = matrices + (model.positions * model.hidden_size if first else 0)
     inside, experts = (inside + ends, experts) if job.recipe.zero_stage < WEIGHTS_TOO else _padded(each, job)
     return Rank(
@@ -96,6 +104,7 @@ def _made(at: int, job: Job) -> Rank:
         stages,
         each,
         schedule,
+        frozen,
     )
 
 

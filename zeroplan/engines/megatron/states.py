@@ -17,6 +17,7 @@ from zeroplan.transformer.megatron import bytes_in_fp8
 STATES = "Megatron-LM 2026-08, docs/user-guide/features/dist_optimizer.md, table of bytes per parameter"
 OPTIMIZER = "Megatron-LM 2026-08, megatron/core/optimizer/distrib_optimizer.py, DistributedOptimizer"
 COPIES = "Megatron-LM 2026-08, megatron/core/optimizer/optimizer.py, _copy_model_grads_to_main_grads"
+FROZEN = "Megatron-Core 0.16.1, core/distributed/distributed_data_parallel.py, DistributedDataParallel (requires_grad)"
 UNSCALED = "Transformer Engine 2026-08, pytorch/optimizers/fused_adam.py, FusedAdam.get_unscaled_state"
 CACHED = "Transformer Engine 2026-08, pytorch/module/base.py, quantize_weight (read, not run)"
 
@@ -33,6 +34,8 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
         weights, named = weights - narrow, f"({named} - {in_fp8})" if recipe.megatron.fp8_param_gather else named
         yield line
     yield Line(Kind.PARAMETERS, width.weight * weights, f"{width.name} weights", f"{width.weight}·{named}", STATES)
+    if job.model.adapter is not None:
+        yield Line(Kind.PARAMETERS, width.weight * rank.frozen, "frozen weights", f"{width.weight}·F_rank", FROZEN)
     gradients, named = (share, shared) if recipe.zero_stage >= GRADIENTS_TOO else whole
     reason = "main gradients, which micro-batches add up in"
     yield Line(Kind.GRADIENTS, width.gradient * gradients, reason, f"{width.gradient}·{named}", STATES)

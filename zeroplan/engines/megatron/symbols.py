@@ -25,6 +25,9 @@ def symbols_of(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
     """Yield the symbols in the formulas of one job."""
     yield Symbol("D_rank", rank.elements, "parameters of this pipeline rank beside experts")
     yield Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts")
+    if job.model.adapter is not None:
+        yield Symbol("F_rank", rank.frozen, "frozen parameters of this pipeline rank")
+        yield Symbol("z", job.model.adapter.rank, "rank of the adapters")
     yield from _symbols_of_muon(rank, job)
     yield from symbols_in_fp8(rank, job)
     yield from symbols_on_host(rank, job)

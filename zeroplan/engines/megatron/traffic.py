@@ -13,7 +13,8 @@ from zeroplan.numeric import Int, ceil_div, for_each_value, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.megatron import ROUTED, element_of, encoder_length, own_part
+from zeroplan.transformer.megatron import ROUTED, adapted_matrices, element_of, encoder_length, own_part
+from zeroplan.transformer.params import is_frozen
 from zeroplan.transformer.published import KORTHIKANTI
 
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
@@ -64,7 +65,7 @@ def collectives_of_passes(rank: Rank, job: Job) -> Iterator[Collective]:
                     element_of(recipe) * tokens * job.model.hidden_size,
                 )
         shared = job.model.tie_word_embeddings or recipe.megatron.mtp_num_layers
-        if shared and (rank.at == 0 or rank.has_head):
+        if shared and job.model.adapter is None and (rank.at == 0 or rank.has_head):
             gradient = bytes_of(recipe).gradient * table_of(job)
             what = "gradient of the table that first and last stage share"
             yield _call("all_reduce", what, Phase.BACKWARD, Among.STAGES, 2, 1, gradient, passes=2)
@@ -113,7 +114,12 @@ def _within_layers(rank: Rank, job: Job) -> Iterator[Collective]:
     hidden = element_of(recipe) * tokens * job.model.hidden_size
     pairs = calls * (2 if recipe.megatron.hybrid_layer_pattern is None else 1)  # column-parallel and row-parallel matrix
     for phase, passes in ((Phase.FORWARD, 1), (Phase.BACKWARD, forwards)):
-        yield from _between_tensor_ranks(job, phase, passes * pairs, pairs, hidden)
+        adapter = job.model.adapter
+        yield from _between_tensor_ranks(job, phase, passes * pairs, pairs if adapter is None else 0, hidden)
+        if adapter is not None:  # frozen matrices do not read their inputs again; adapters have a product on either side
+            between = element_of(recipe) * tokens * adapter.rank
+            each = calls * ceil_div(len(adapted_matrices(job.model)), 2)
+            yield from _between_tensor_ranks(job, phase, passes * each, each, between)
     yield from _at_ends(rank, job, hidden)
     if recipe.megatron.pretrains == "t5":
         yield from _within_t5(calls, job)
@@ -142,12 +148,13 @@ def _at_ends(rank: Rank, job: Job, hidden: Int) -> Iterator[Collective]:
 
     if tables:
         yield send("reduce_scatter" if split and not job.model.positions else "all_reduce", Phase.FORWARD, embedded, hidden)
-        if split:
+        if split and not is_frozen(job.model, "embedding"):
             yield send("all_gather", Phase.BACKWARD, embedded, hidden)
     if rank.has_head:
         if split:
             yield send("all_gather", Phase.FORWARD, head, hidden)
-            yield send("all_gather", Phase.BACKWARD, head, hidden)
+            if not is_frozen(job.model, "head"):
+                yield send("all_gather", Phase.BACKWARD, head, hidden)
         yield send("reduce_scatter" if split else "all_reduce", Phase.BACKWARD, head, hidden)
         of_tokens = 4 * ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
         yield send("all_reduce", Phase.FORWARD, ("numbers of the loss", Among.TENSOR, mesh.tp, 3 * head[3]), of_tokens)

@@ -58,6 +58,8 @@ def not_written(job: JobSpec) -> str:
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
+        (recipe.fsdp2.float8_all_gather, "an all-gather in float8"),
+        (bool(model.predictions), "multi-token prediction"),
         (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
         (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),
         (
@@ -95,13 +97,17 @@ def _of_engine(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         "fsdp2": (
             (options.of_torch_2_15 and one_by_one, "gradients that FSDP2 of torch 2.15 casts as they come"),
             (job.mesh.tp > 1 and not options.sequence_parallel, "whole hidden states on tensor-parallel ranks"),
+            (options.step_in_backward, "the optimizer's step inside the backward"),
         ),
         "fsdp1": (
             (has_frozen(job.model), "adapters or frozen parameters under FSDP1"),
             (recipe.fsdp1.checkpoints_units, "checkpoints that call units of FSDP1"),
             (recipe.fsdp1.cpu_offload, "offload to host memory under FSDP1"),
         ),
-        "ddp": ((recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),),
+        "ddp": (
+            (recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),
+            (recipe.ddp.compiled, "a compiled model"),
+        ),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
 
 

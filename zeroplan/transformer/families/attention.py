@@ -208,6 +208,24 @@ def with_mask(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     return Attended(made)
 
 
+def with_numbers(tape: Tape, heads: Heads, *, size: HeadSize, keys: Size = s) -> Attended:
+    """Run the memory-efficient kernel with a mask in numbers of the weights' dtype, which the model makes once (Llama 3.2 Vision).
+
+    ``keys``: of a sequence. A layer copies the mask if autocast casts it, or to fill up rows of other than 16 elements.
+    """
+    operands = _cast_heads(tape, heads.query, heads.key, heads.value)
+    filled, unfilled, rest = 16 * e * b * s * ceil(keys, 16), e * b * s * keys, at_most(1, 16 * ceil(keys, 16) - keys)
+    cast_too = tape.is_wide(r) and not tape.is_wide(e)
+    if cast_too:
+        before = tape.make(TEMPORARY, "mask in numbers, cast, its rows not yet filled up", unfilled * rest, SDPA)
+    mask = tape.make(TENSOR, "mask in numbers, rows of 16", filled if cast_too else filled * rest, SDPA)
+    if cast_too:
+        tape.drop(before)
+    made = _kernel(tape, heads, operands, _scratch(tape, size), mask, padded=True, twice=heads.joined)
+    tape.drop(mask)
+    return Attended(made)
+
+
 Scratch = tuple[str, Size, str]
 """Reason, size and source of the workspace of a kernel's backward."""
 

@@ -190,14 +190,19 @@ def _copied_into(tape: Tape, whole: Value, before: Value | None, part: Value, na
 
 
 def mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    """Run the gated MLP of the first layers, or routed and shared experts. The routing tensors live to the module's end."""
+    """Run the gated MLP of the first layers, or routed and shared experts. The routing tensors live to the module's end.
+
+    AutoModel runs the shared experts first (36044ad3, components/moe/layers.py, MoE.forward).
+    """
     if not block.routed:
         return gated_mlp(tape, normal, block, MLP)
     routing = _ROUTERS.get(block.family, router)(tape, normal, block)
+    run_shared = partial(gated_mlp, tape, normal, block, MOE, width=n * m, prefix="shared experts: ")
+    first = run_shared() if tape.mode.sends_by else None
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     routed = routed_experts(tape, flat, routing.weights, block)
     tape.release(flat)
-    shared = gated_mlp(tape, normal, block, MOE, width=n * m, prefix="shared experts: ")
+    shared = first or run_shared()
     made = op.add(tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))
     tape.drop(routing.indices)
     tape.release(routed, shared, routing.weights, routing.logits)

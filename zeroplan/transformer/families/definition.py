@@ -155,6 +155,8 @@ class Block(NamedTuple):
     """The flash kernel pads heads, whose size is no multiple of 8."""
     is_mlp: bool = False
     """The whole block is an MLP."""
+    ahead: bool = False
+    """The block belongs to multi-token prediction (NeMo AutoModel)."""
     only_gated: bool = False
     """No norm follows the output of Mamba-2."""
     keys_are_values: bool = False
@@ -171,6 +173,12 @@ class Block(NamedTuple):
     """The layer below got the same picked keys, so its checkpoint keeps them already."""
     short: bool = False
     """A short convolution takes the place of attention (LFM2)."""
+    mask_in_numbers: bool = False
+    """The model makes a mask in numbers once, for all layers."""
+    gated: bool = False
+    """A learned number multiplies the output of each branch (Llama 3.2 Vision's tower)."""
+    crosses: Literal["", "followed", "constant"] = ""
+    """Keys and values come from images, whose tokens autograd follows or not."""
 
     @property
     def attend(self) -> Attend:
@@ -208,6 +216,8 @@ class Block(NamedTuple):
 
     @property
     def _with_mask(self) -> Attend:
+        if self.mask_in_numbers:
+            return partial(kernels_of.with_numbers, size=self.head_size)
         if self.has_no_kernel:
             return partial(kernels_of.of_repeated, kernel=partial(kernels_of.in_32_bits, has_mask=True))
         return partial(kernels_of.with_mask, size=self.head_size)

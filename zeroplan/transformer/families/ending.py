@@ -19,7 +19,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, minimum, next_power_of_2
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Loss
+from zeroplan.spec.recipe import ROUNDING, Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
 from zeroplan.transformer.families import fake_quantised
 from zeroplan.transformer.families import operators as op
@@ -59,6 +59,7 @@ FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cro
 TILED = "trl 1.16, kernels/chunked_logprob.py, ChunkedLogProbFunction"
 IN_PLACE = "verl 0.9.1, utils/torch_functional.py, logprobs_from_logits_flash_attn"
 OF_CHUNKS = "verl b178a3cd, utils/experimental/torch_functional.py, FusedLinearForPPOFunction"
+OF_COLUMNS = "prime-rl b798a90d, trainer/models/layers/lm_head.py, FusedOutputLinear"
 COMPARED = "trl 1.16, kernels/chunked_divergence.py, ChunkedDivergenceFunction"
 SCORED = "trl 1.16, trainer/utils.py, add_fused_lm_head"
 PAIRS = "trl 1.16, experimental/orpo/orpo_trainer.py, concatenated_forward, and kernels/logprob_entropy.py"
@@ -197,7 +198,6 @@ def output_bytes(ending: Ending, values: Values) -> Int:
 _FUSED = (
     "cross-entropy", "loss-in-pieces", "compiled-loss", "rms-norm", "liger-rms-norm", "norm-in-one", "te-float8", "te-linear",
 )  # fmt: skip
-_QAT = "int4-qat"
 
 
 def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Ending:
@@ -210,7 +210,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1,
         release.wide_logits or model.family == "nemotron_h",
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
-        tuple(one for one in compute.fused if one in _FUSED or (one == _QAT and _rounds_head(model))),
+        tuple(one for one in compute.fused if one in _FUSED or (one in ROUNDING and _rounds_head(model))),
         adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
         head_bias=model.head_rows is None and TRAITS[model.family].head_bias, whole_sequences=x.whole_sequences,
     )  # fmt: skip
@@ -293,8 +293,8 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
         else:
             training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
-    if _QAT in ending.fused:
-        tape.mode = fake_quantised.mode_of(tape.mode, None)
+    for name in [one for one in ROUNDING if one in ending.fused]:
+        tape.mode = fake_quantised.mode_of(tape.mode, None, name)
     tape.mode = tape.mode._replace(
         fused_norms="rms-norm" in ending.fused,
         liger_norms="liger-rms-norm" in ending.fused,
@@ -357,7 +357,7 @@ def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
     """
     tokens = tape.make(LOGITS, "labels, shifted; those that count, and where they are", 24 * T, PIECES, LABELS)
     counting = op.tensor(tape, "hidden states of the tokens that count", read.dtype, T * h, PIECES)
-    pieces = _Pieces(read, [], NOTHING if ending.frozen_head else e * h * V, rounds=_QAT in ending.fused)
+    pieces = _Pieces(read, [], NOTHING if ending.frozen_head else e * h * V, rounds="int4-qat" in ending.fused)
     kept = (fake_quantised.heads_in_pieces(tape, CHUNKS),) if pieces.rounds else ()
     tape.add("tokens that count", (counting,), kept, pieces.spread, of=(read,))
     tape.drop(*kept)
@@ -761,6 +761,38 @@ def _by_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
     return _Ran(loss, (labels,), (labels, scores))
 
 
+def _by_columns(tape: Tape, read: Value, ending: Ending) -> _Ran:
+    """Run prime-rl's fused head: 2,048 columns at a time of all tokens, whose logits the backward makes again.
+
+    Local variables hold the previous columns' tensors until a new one has their name.
+    """
+    labels = tape.make(LOGITS, "labels", 8 * T, OF_COLUMNS, LABELS)
+    scores = tape.make(LOGITS, "temperature, log-probability, entropy and log-sum-exp of each token", 16 * T, OF_COLUMNS)
+    piece = T * at_most(2048, V)
+    tape.drop(tape.make(LOGITS, "some columns' logits, and three tensors of their size, fp32", (12 + e) * piece, OF_COLUMNS))
+    loss = _scalar()
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        made = tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, OF_COLUMNS)
+        weight = (
+            tape.make(WEIGHT, "gradient of the head's weight, so far", e * h * V, OF_COLUMNS),
+            tape.make(WEIGHT, "gradient of the head's weight, of the previous columns", e * h * at_most(2048, V), OF_COLUMNS),
+        )
+        tape.drop(tape.make(LOGITS, "some columns' logits, and five tensors of their size, fp32", (20 + e) * piece, OF_COLUMNS))
+        held = tape.make(LOGITS, "some columns' logits and their gradients", (12 + 2 * e) * piece, OF_COLUMNS)
+        beside = tape.make(GRADIENT, "gradient of the head's input, from some columns", e * T * h, OF_COLUMNS)
+        tape.drop(held, beside, *weight)
+        if not ending.frozen_head:
+            tape.weight_gradient(h * V)
+        if tape.follows(read):
+            return [(read, made)]
+        tape.drop(made)
+        return []
+
+    tape.add("log-probabilities", (loss,), (read, labels, scores), backward, of=None, place=AT_LOSS)
+    return _Ran(loss, (labels, scores), (labels, scores))
+
+
 class _Divergence(NamedTuple):
     """Bytes of a logit: held in the forward beside the student's own and what is kept, kept, and beside that in the backward."""
 
@@ -894,6 +926,7 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, divergence": partial(_tiled, kind=_DISTILLS),
     "log-probs, in place": _in_place,
     "log-probs, chunks": _by_chunks,
+    "log-probs, columns": _by_columns,
     "log-probs, entropy": partial(_in_place, entropy=True),
     "log-probs, jsd": partial(_compared, kind=_JSD),
     "log-probs, kd": partial(_compared, kind=_KD),

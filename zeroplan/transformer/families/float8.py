@@ -27,33 +27,29 @@ LAYER = "torchao 0.18, float8/float8_linear.py, matmul_with_hp_or_float8_args"
 
 
 def mode_of(recipe: str) -> Mode:
-    """Return how linear layers run with a recipe of torchao."""
+    """Return how linear layers run with a recipe of torchao; ``-gathered``: ranks gather their weights in float8."""
     if recipe in ("mxfp8", "nvfp4"):
         return Mode(partial(_linear_in_blocks, four=recipe == "nvfp4"))
-    return Mode(partial(_linear, by_rows=recipe == "rowwise"))
+    return Mode(partial(_linear, by_rows=recipe == "rowwise", gathered=recipe.endswith("-gathered")))
 
 
 def _linear(
-    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, by_rows: bool
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, by_rows: bool, gathered: bool
 ) -> Value:  # fmt: skip
-    if bias:
-        raise AssertionError("layers with a bias are refused")
     name, matrix, inputs, outputs = site.name, reads * width, T * reads, T * width
     given = op.cast(tape, value, e, Site(f"input of the {name}", site.source))
-    factors = [
-        *_in_float8(tape, f"input of the {name}", inputs, T if by_rows else None),
-        *_in_float8(tape, f"weight of the {name}", matrix, width if by_rows else None),
-    ]
+    factors = _in_float8(tape, f"input of the {name}", inputs, T if by_rows else None)
+    if not gathered:
+        factors += _in_float8(tape, f"weight of the {name}", matrix, width if by_rows else None)
     factors += _reciprocals(tape, T + width, by_rows=by_rows)
     made = op.tensor(tape, f"output of the {name}", e, outputs, site.source, Tag(Role.OUTPUT, site.module))
     tape.matrix_product(made.store)
     tape.drop(*factors)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        kept = [
-            *_in_float8(tape, f"gradient of the {name}'s output", outputs, T if by_rows else None),
-            *_in_float8(tape, f"weight of the {name}", matrix, reads if by_rows else None),
-        ]
+        kept = _in_float8(tape, f"gradient of the {name}'s output", outputs, T if by_rows else None)
+        if not gathered:
+            kept += _in_float8(tape, f"weight of the {name}", matrix, reads if by_rows else None)
         copies = [tape.make(TEMPORARY, f"weight of the {name} in float8, column by column", matrix, PRODUCT)]
         copies += _reciprocals(tape, T + reads, by_rows=by_rows, of_result=inputs)
         arriving = [(given, op.gradient(tape, given, f"gradient through the {name}", LAYER))]
@@ -67,9 +63,22 @@ def _linear(
         tape.scratch += kept
         return arriving
 
-    read = Beside(f"weight of the {name}", e * matrix, strided=True)
+    read = Beside(f"weight of the {name}", matrix if gathered else e * matrix, strided=True)
     tape.add(name, (made,), (given,), backward, of=None, place=site.place, beside=(read,))
     tape.release(given)
+    return _plus_bias(tape, made, width, site) if bias else made
+
+
+def _plus_bias(tape: Tape, product: Value, width: Size, site: Site) -> Value:
+    """Add the bias to a product in a tensor of its own, as torchao's layer does."""
+    made = op.tensor(tape, f"output of the {site.name}, with its bias", e, product.shape, LAYER, Tag(Role.OUTPUT, site.module))
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.weight_gradient(width)
+        return [op.through(product, taken[0])]
+
+    tape.add(f"{site.name}: bias", (made,), (), backward, of=None)
+    tape.release(product)
     return made
 
 

@@ -103,7 +103,7 @@ def _frozen_linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool, keeps_input: bool
 ) -> Value:  # fmt: skip
     """Run a frozen linear layer, which saves only its weight. DeepSpeed's stage-3 layer also saves its input, after its product."""
-    made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
+    made = op.tensor(tape, f"output of the {site.name}", e, tape.rows * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias:
         tape.matrix_product(made.store)
 
@@ -124,7 +124,7 @@ def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: 
     wanted = (width, reads * width) if bias else (reads * width,)
     copies = [tape.make(Kind.WEIGHT_CASTS, f"16-bit copy of the frozen {site.name}", e * one, AUTOCAST) for one in wanted]
     given = op.cast(tape, value, e, Site(f"input of the {site.name}", site.source))
-    made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source)
+    made = op.tensor(tape, f"output of the {site.name}", e, tape.rows * width, site.source)
     if not bias:
         tape.matrix_product(made.store)
     backward = op.makes(f"gradient through the {site.name}", site.source, given)
@@ -212,7 +212,7 @@ def _product_of_gptq(tape: Tape, given: Value, site: Site, *, width: Size, reads
     """Dequantise the whole weight and multiply. Autograd saves only the packed weight."""
     name, matrix = site.name, reads * width
     written = dequantised(tape, name, matrix, GPTQ)
-    made = op.tensor(tape, f"output of the {name}", e, T * width, GPTQ, Tag(Role.OUTPUT, site.module))
+    made = op.tensor(tape, f"output of the {name}", e, tape.rows * width, GPTQ, Tag(Role.OUTPUT, site.module))
     tape.drop(written)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -232,7 +232,7 @@ def _product_of_4_bits(
     """
     name, matrix, quantize = site.name, reads * width, training.quantize
     written = written_for_product(tape, name, matrix, read, training)
-    made = op.tensor(tape, f"output of the {name}", e, T * width, FORWARD, Tag(Role.OUTPUT, site.module))
+    made = op.tensor(tape, f"output of the {name}", e, tape.rows * width, FORWARD, Tag(Role.OUTPUT, site.module))
     tape.drop(*written)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:

@@ -1,7 +1,11 @@
 """Nemotron-H and Nemotron 3: each block is one norm and one module (Mamba-2, attention without positions, an MLP, or experts).
 
+NeMo AutoModel's blocks for multi-token prediction are those of attention and experts with more around them.
+
 ``state_space.py`` has Mamba-2. The MLPs are ungated, with a squared ReLU. DeepSeek-V3's router chooses the experts.
 """
+
+from collections.abc import Mapping
 
 from zeroplan.expr import Size
 from zeroplan.ledger import Module
@@ -20,23 +24,45 @@ from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, of_experts, patterned
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
-from zeroplan.transformer.symbols import X, f, h, m, n
+from zeroplan.transformer.symbols import T, X, f, h, m, n, r
 
 NEMOTRON = "transformers 5.23, models/nemotron_h/modeling_nemotron_h.py"
 LAYER = f"{NEMOTRON}, NemotronHBlock.forward"
 MLP = f"{NEMOTRON}, NemotronHMLP.forward"
 MOE = f"{NEMOTRON}, NemotronHMoE.forward"
+AHEAD = "NeMo AutoModel 36044ad3, components/models/nemotron_v3/mtp.py, NemotronV3MTPSublayer.forward"
 NORM = Norm("copied weight, then cast", f"{NEMOTRON}, NemotronHRMSNorm.forward")
 _ATTENTION = Attention(f"{NEMOTRON}, NemotronHAttention.forward")
 
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
-    normal = op.norm(tape, given, "norm before the block's module", NORM, place=AT_ATTENTION_NORM)
+    joins = block.ahead and not block.routed
+    own = _joined(tape, given, block) if joins else given
+    normal = op.norm(tape, own, "norm before the block's module", NORM, place=AT_ATTENTION_NORM)
     made, weights = _module(tape, normal, block)
     tape.release(normal)
-    out = op.add(tape, given, made, "block output", Site("residual addition", LAYER))
-    tape.release(made, weights)
-    return out
+    out = op.add(tape, own, made, "block output", Site("residual addition", LAYER))
+    tape.release(made, weights, own if joins else None)
+    if not block.ahead or joins:
+        return out
+    normed = op.norm(tape, out, "norm of a prediction", NORM)
+    tape.release(out)
+    return normed
+
+
+def _joined(tape: Tape, given: Value, block: Block) -> Value:
+    """Join the hidden states with the next tokens' embedding, which is trained unless the block has adapters."""
+    ahead = op.tensor(tape, "embedding of the next tokens", r, T * h, AHEAD)
+    frozen = block.training is not None and block.training.weights == "adapted"
+    tape.add("embedding of the next tokens", (ahead,), (), lambda _tape, _taken: [], of=() if frozen else None)
+    first = op.norm(tape, ahead, "norm of the next tokens' embedding", NORM)
+    second = op.norm(tape, given, "norm of the hidden states", NORM)
+    site = Site("joining projection", AHEAD, layer="eh_proj")
+    both = op.joined(tape, (first, second), "embedding and hidden states, side by side", 2 * T * h, site)
+    tape.release(first, second)
+    made = op.linear(tape, both, h, site, reads=2 * h)
+    tape.release(both, ahead)
+    return made
 
 
 def _module(tape: Tape, normal: Value, block: Block) -> Attended:
@@ -61,12 +87,13 @@ def _mlp(tape: Tape, normal: Value, width: Size, prefix: str, source: str) -> Va
 
 
 def _moe(tape: Tape, normal: Value, block: Block) -> Value:
-    """Run routed experts, then the shared one. The routing tensors live until the module returns."""
-    routing = router(tape, normal, block)
+    """Run routed experts and the shared one, AutoModel's first. The routing tensors live until the module returns."""
+    routing, of_shared = router(tape, normal, block), ("shared expert: ", MOE)
+    first = _mlp(tape, normal, n * m, *of_shared) if tape.mode.sends_by else None
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     routed = (_in_latent if block.latent_experts else routed_experts)(tape, flat, routing.weights, block, _COMPUTING)
     tape.release(flat)
-    shared = _mlp(tape, normal, n * m, "shared expert: ", MOE)
+    shared = first or _mlp(tape, normal, n * m, *of_shared)
     made = op.add(tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))
     tape.drop(routing.indices)
     tape.release(routed, shared, routing.weights, routing.logits)
@@ -98,7 +125,20 @@ def _tensors(model: ModelSpec) -> Layout:
     attention = tuple([one._replace(name=one.name.replace("self_attn", "mixer")) for one in attention_of(model)])
     kinds = {"linear": of_mixer(model, "mixer"), "full": attention, "mlp": _of_mlp("mixer", model, model.intermediate_size)}
     kinds |= {} if model.moe is None else {"moe": _of_experts(model)}
-    return patterned(model, {kind: (*norm, *own) for kind, own in kinds.items()}, ("model.embeddings", "model.norm_f"))
+    kinds = {kind: (*norm, *own) for kind, own in kinds.items()}
+    if model.predictions:
+        kinds |= _ahead(model, kinds)
+    made = patterned(model, kinds, ("model.embeddings", "model.norm_f"))
+    runs = [run._replace(plain=model.predictor_repeats and run.kind.endswith("ahead")) for run in made.runs]
+    return made._replace(runs=tuple(runs))
+
+
+def _ahead(model: ModelSpec, kinds: Mapping[str, Parameters]) -> dict[str, Parameters]:
+    """Return the parameters of blocks for multi-token prediction. AutoModel recomputes none that runs at several depths."""
+    hidden = model.hidden_size
+    norms = (*rms_norm("enorm", hidden), *rms_norm("hnorm", hidden))
+    joining = (*norms, *linear("eh_proj", 2 * hidden, hidden))
+    return {"ahead": (*kinds["full"], *joining), "moe_ahead": (*kinds["moe"], *rms_norm("final_layernorm", hidden))}
 
 
 def _of_mlp(name: str, model: ModelSpec, width: int) -> Parameters:

@@ -243,7 +243,7 @@ def trained_linear(
     given = cast(tape, value, e, Site(f"input of the {site.name}", site.source))
     if addmm and tape.autocast:
         casts.append(_weight(tape, width, site, tracked=False, of="bias"))
-    rows = T if copies is None else T * copies
+    rows = tape.rows if copies is None else T * copies
     made = tensor(tape, f"output of the {site.name}", e, rows * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias and copies is None:
         tape.matrix_product(made.store)
@@ -292,7 +292,7 @@ def batched_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: 
 
 def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size) -> Value:
     """``nn.Linear`` in fp32, outside autocast, whose weight is trained."""
-    made = tensor(tape, f"output of the {site.name}", 4, T * width, site.source, Tag(Role.OUTPUT, site.module))
+    made = tensor(tape, f"output of the {site.name}", 4, tape.rows * width, site.source, Tag(Role.OUTPUT, site.module))
     tape.matrix_product(made.store)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:

@@ -94,6 +94,17 @@ class Linear(Protocol):
     def __call__(self, tape: "Tape", value: Value, width: Size, site: "Site", *, reads: Size, bias: bool) -> Value: ...  # noqa: D102
 
 
+class LowRank(NamedTuple):
+    """The low-rank adapters of a layer of Megatron-Core, whose own weights are frozen."""
+
+    layers: tuple[str, ...]
+    """Megatron-Core's names of the matrices that have an adapter."""
+    dropout: bool
+    """An adapter drops elements of its input."""
+    keeps_normal: bool
+    """A frozen matrix that has a norm in it keeps the norm's output."""
+
+
 class Mode(NamedTuple):
     """How a program's layers run, if they are not all trained on one rank."""
 
@@ -144,6 +155,8 @@ class Mode(NamedTuple):
     """What a selective checkpoint keeps: by default products and kernels' outputs; router-kept or inputs-kept."""
     fused_rotary: bool = False
     """One kernel rotates queries, or keys, in place."""
+    low_rank: LowRank | None = None
+    """Megatron-Core's matrices are frozen, and some have adapters."""
 
 
 class Site(NamedTuple):
@@ -363,6 +376,8 @@ class Tape:
     """Tensors whose gradients from several operators stay apart until the backward ends, as in a compiled block."""
     held: list[Store]
     """What lives until the backward ends."""
+    rows: Size
+    """The rows of the inputs of linear layers: the tokens, or those of images to which a layer attends."""
     summed_anew: set[Value]
     """Tensors whose gradients autograd never adds in place: DTensors, like all tensor subclasses."""
     deferred: list[Deferred]
@@ -406,7 +421,7 @@ class Tape:
         self.wide_residual = autocast and not narrow
         self.mode, self.half, self.module = Mode(), Half.WHOLE, Module.NONE
         self.untracked, self.summed_anew, self.deferred = set(), set(), []
-        self.in_parts, self.held = set(), []
+        self.in_parts, self.held, self.rows = set(), [], T
         self.alive: dict[Store, None] = {}
         self.saved: dict[Store, None] = {}
         self.operators: list[Operator] = []

@@ -17,7 +17,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import EVEN, SENDING, Recompute
+from zeroplan.spec.recipe import EVEN, ROUNDING, SENDING, Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
@@ -26,7 +26,7 @@ from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, besid
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
-from zeroplan.transformer.parameters import HANDED, SHARED, WITH_STATES, plain_kind
+from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
@@ -36,6 +36,10 @@ def program_of(family: str) -> Program:
         from zeroplan.transformer.families.torchtitan import PROGRAM  # noqa: PLC0415  keeps start-up fast
 
         return PROGRAM
+    if family == "mllama":
+        from zeroplan.transformer.families.mllama import PROGRAM as CROSS  # noqa: PLC0415  as above
+
+        return CROSS
     if family.startswith("vision/"):
         from zeroplan.transformer.families.vision import PROGRAMS  # noqa: PLC0415  keeps start-up fast
 
@@ -231,7 +235,7 @@ def structure_of(
 ) -> Block:  # fmt: skip
     """Return the structure of a model's block of this kind. ``single``: the batch is one sequence, of one chunk."""
     training, kind = _training(model, kind, compute), plain_kind(model, kind)
-    no_experts = kind.startswith("dense") or (TRAITS[model.family].one_module and kind != "moe")
+    no_experts = kind.startswith("dense") or (TRAITS[model.family].one_module and kind not in WITH_EXPERTS)
     dense = model.moe is None or no_experts
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
@@ -265,7 +269,17 @@ def structure_of(
         fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces", "compiled-loss")),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
-    return _with_experts(_with_heads(block, model, kind, x), model, kind, x)
+    return _with_experts(_with_heads(_with_images(block, model, kind, compute), model, kind, x), model, kind, x)
+
+
+def _with_images(block: Block, model: ModelSpec, kind: str, compute: Compute) -> Block:
+    """Return the structure of a layer that attends to images, where ``kind`` says so."""
+    vision = model.vision
+    if kind != "cross" or vision is None:
+        return block
+    frozen = model.adapter is not None or (vision.freeze_tower and vision.freeze_projector)
+    followed = not frozen or (compute.recompute != "none" and vision.runs_again_frozen)
+    return block._replace(family="mllama", crosses="followed" if followed else "constant")
 
 
 def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
@@ -297,6 +311,7 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
         uneven=x.expert_ranks > 1 and x.imbalance != EVEN,
         looped=moe.num_experts if moe is not None and block.release.loops_over_experts else 0,
         is_mlp=kind == "mlp",
+        ahead=kind.endswith("ahead"),
         only_gated=kind == "beside",
         shares=moe is not None and moe.num_shared_experts > 0,
     )
@@ -315,11 +330,14 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
     ``_activation_checkpointing_enable``.
     """
     recomputed, adapter = compute.recompute != "none", model.adapter
+    apart = model.vision is not None and model.vision.freeze_text and kind != "cross"
+    if apart and adapter is None:  # gradients reach embeddings of new tokens: torchtune 0.7, FusionEmbedding
+        return Training("frozen", tracked=True, keeps_inputs=compute.keeps_inputs)
     if adapter is not None:
         tracked = kind != "first" or recomputed
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
-            "adapted", tracked, compute.keeps_inputs, model.linear_layers_adapted, model.stacked, adapter.quantize,
+            "adapted", tracked, compute.keeps_inputs, () if apart else model.linear_layers_adapted, model.stacked, adapter.quantize,
             adapter.quantize_experts, upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
@@ -545,10 +563,10 @@ def _set_mode(tape: Tape, structure: Block) -> None:
         from zeroplan.transformer.families.float8 import mode_of  # noqa: PLC0415  keeps start-up fast
 
         tape.mode = mode_of(recipes[0])
-    if "int4-qat" in structure.fused:
+    for name in [one for one in ROUNDING if one in structure.fused]:
         from zeroplan.transformer.families.fake_quantised import mode_of as rounding  # noqa: PLC0415  as above
 
-        tape.mode = rounding(tape.mode, structure.training)
+        tape.mode = rounding(tape.mode, structure.training, name)
     if "compiled-blocks" in structure.fused:
         from zeroplan.transformer.families.compiled import COMPILED_BLOCK  # noqa: PLC0415  as above
 

@@ -10,8 +10,10 @@ from zeroplan.ledger import Module
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import Activation
+from zeroplan.spec.recipe import Recompute
 from zeroplan.spec.vision import VisionSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
+from zeroplan.transformer.families import mllama
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads, head_size
 from zeroplan.transformer.families.decoder import (
@@ -107,7 +109,7 @@ PROGRAMS: dict[str, Program] = {
         ("clip", CLIP, LAYER_NORM, _CLIP.run, ungated_mlp, ("CLIPMLP", "CLIPEncoderLayer")),
         ("siglip", SIGLIP, LAYER_NORM, _SIGLIP.run, ungated_mlp, ("SiglipMLP", "SiglipEncoderLayer")),
     )
-} | {"internvl": layer(Layer(LAYER_NORM, _intern_attention, _intern_mlp, INTERN_LAYER))}
+} | {"internvl": layer(Layer(LAYER_NORM, _intern_attention, _intern_mlp, INTERN_LAYER)), "mllama": mllama.TOWER}
 
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -115,46 +117,55 @@ _ACTIVATIONS: dict[str, Activation] = {
     "qwen2_5_vl": "silu",
     "clip": "quick_gelu",
     "internvl": "gelu",
+    "mllama": "gelu",
 }
 
 
-def tower_pass(vision: VisionSpec, compute: Compute, batch: Batch, *, frozen: bool) -> BlockPass:
-    """Return the memory of one block of a tower. Without recomputation no gradient reaches a frozen tower."""
-    recompute = compute.recompute
-    training = Training("frozen", tracked=recompute != "none", keeps_inputs=compute.keeps_inputs) if frozen else None
+def tower_pass(vision: VisionSpec, compute: Compute, batch: Batch, *, frozen: bool, gated: bool = False) -> BlockPass:
+    """Return the memory of one block of a tower. Without recomputation no gradient reaches a frozen tower.
+
+    ``gated``: one of the second stack of Llama 3.2 Vision.
+    """
+    recompute: Recompute = compute.recompute if vision.is_recomputed else "none"
+    tracked = compute.recompute != "none"
+    training = Training("frozen", tracked=tracked, keeps_inputs=compute.keeps_inputs) if frozen else None
     x = _widths(vision, compute, batch)
-    plan = plan_of(_structure(vision, compute, x, training), run_again=recompute != "none")
+    plan = plan_of(_structure(vision, compute, x, training)._replace(gated=gated), run_again=recompute != "none")
     made = pass_of(Sizes(plan, quantities(x, vision.intermediate_size)), autocast=x.autocast, recompute=recompute)
-    if frozen and recompute == "none":
+    if frozen and not tracked:
         return BlockPass((), (), (), made.forward, made.forward, (), 0)
-    return made
+    if vision.is_recomputed:
+        return made
+    return made._replace(checkpoint=made.saved, selective=made.saved, forward_recompute=made.forward, checkpoint_in_backward=())
 
 
 def _structure(vision: VisionSpec, compute: Compute, x: Widths, training: Training | None) -> Block:
+    tiled = vision.tower == "mllama"
     return Block(
         family=f"vision/{vision.tower}",
         wide=x.element == 4,
         autocast=x.autocast,
         attention=x.attention,
-        masked=False,
+        masked=tiled,
+        mask_in_numbers=tiled,
         grouped=False,
         one_key=False,
-        attention_bias=True,
+        attention_bias=not tiled,
         kernels=x.kernels,
         activation=_ACTIVATIONS.get(vision.tower, "gelu_pytorch_tanh"),
-        output_bias=True,
+        output_bias=not tiled,
         mlp_bias=True,
         head_size=head_size(x.head_dim),
         casts_inputs=x.casts_inputs,
         training=training,
-        recompute=compute.recompute if training is not None else "none",
+        recompute=compute.recompute if training is not None and vision.is_recomputed else "none",
         unturned=True,
     )
 
 
 def _widths(vision: VisionSpec, compute: Compute, batch: Batch) -> Widths:
     """Return the widths of the tower. Its sequences are the images of a micro-batch."""
-    images: Int = batch.micro_batch_size * vision.images * vision.tiles
+    images: Int = batch.micro_batch_size * vision.images * vision.sequences_of_image
     width, heads = vision.hidden_size, vision.num_attention_heads
     return Widths(
         tokens=images * vision.sequence,

@@ -35,7 +35,7 @@ _MOST_ELEMENTS, _MOST_OF_CHOICES = 1 << 22, 1 << 25
 _WHOLE_BY_DEFAULT = {"randint", "randint_like", "randperm", "tril_indices", "triu_indices"}
 _WHOLE_FOR_WHOLE = {"arange", "full", "scalar_tensor"}
 #: Comparisons that are true in a healthy step.
-_TRUE = {"all", "isfinite", "eq", "ge", "le", "equal"}
+_TRUE = {"all", "_is_all_true", "isfinite", "eq", "ge", "le", "equal"}
 #: Operators that keep a flag's meaning on its way to the host.
 _KEEP_FLAGS = frozenset(
     ["_to_copy", "clone", "detach", "select", "view", "_unsafe_view", "slice", "squeeze", "unsqueeze", "max", "amax"]

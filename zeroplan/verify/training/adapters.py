@@ -13,19 +13,23 @@ _DROPOUT = 0.1  # any rate above 0 allocates the same
 
 
 def with_adapters(
-    model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, *, family: str, device: str = "cpu"
+    model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, *, family: str, device: str = "cpu", without: tuple[str, ...] = ()
 ) -> nn.Module:  # fmt: skip
     """A transformers model of this family, frozen, with peft's adapters, quantised on ``device`` if configured.
+
+    ``without``: modules that get no adapter.
 
     Under mixed precision peft makes adapters of 16-bit weights in fp32. DeepSpeed casts the whole module to 16 bits, so its
     adapters are in 16 bits.
     """
     with warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore")  # peft calls functions that transformers has deprecated
-        return _adapted(model, adapter, recipe, family)
+        return _adapted(model, adapter, recipe, family, without)
 
 
-def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, family: str) -> nn.Module:
+def _adapted(
+    model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, family: str, without: tuple[str, ...]
+) -> nn.Module:  # fmt: skip
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415  takes seconds
 
     if adapter.quantize != "none":
@@ -35,6 +39,7 @@ def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, family:
     wanted = LoraConfig(
         r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=modules, target_parameters=parameters or None,
         lora_dropout=_DROPOUT if adapter.dropout else 0.0, modules_to_save=list(adapter.saved) or None, task_type="CAUSAL_LM",
+        exclude_modules=list(without) or None,
     )  # fmt: skip
     wide = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed"
     adapted: nn.Module = get_peft_model(model, wanted, autocast_adapter_dtype=wide)

@@ -23,7 +23,7 @@ from zeroplan.spec.family import (
 )
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Attention, RecipeSpec
+from zeroplan.spec.recipe import ROUNDING, Attention, RecipeSpec
 from zeroplan.transformer.parameters import HANDED, SHARED, kinds_by_indexer
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.training.recomputation import checkpoint_options
@@ -197,15 +197,16 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
         for block in () if recipe.recompute_layers is None else find_blocks(model)[recipe.recompute_layers :]:
             block.gradient_checkpointing = False  # type: ignore[assignment]  # a GradientCheckpointingLayer
-    if "int4-qat" in recipe.fused_parts:
+    for name in [one for one in ROUNDING if one in recipe.fused_parts]:
         from zeroplan.verify.training.fake_quantised import round_layers  # noqa: PLC0415  few jobs have it
 
-        round_layers(model, spec, dtype)
+        round_layers(model, spec, dtype, name)
     if spec.adapter is not None:
         from zeroplan.verify.training.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 
-        model = with_adapters(model, spec.adapter, recipe, family=spec.family, device=device)
-    if spec.vision is not None:
+        without = () if spec.vision is None else vision.without_adapters(model, spec.vision)
+        model = with_adapters(model, spec.adapter, recipe, family=spec.family, device=device, without=without)
+    if spec.vision is not None and spec.adapter is None:
         vision.freeze_tower(model, spec.vision)
     if recipe.keep_logits == "fp32":
         model.register_forward_hook(_upcast)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -15,14 +16,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from zeroplan.ledger import Kind, Phase
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 from zeroplan.verify.failures import NotHereError
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.adapters import unwrapped
 from zeroplan.verify.training.engine import COMPUTE, Engine, Requesting, all_labelled
 from zeroplan.verify.training.experts import ExpertMeshes, disable_gradient_division, placement
 from zeroplan.verify.training.modules import last_norm
-from zeroplan.verify.training.optimizers import make_optimizer, trained
+from zeroplan.verify.training.optimizers import make_optimizer, stepping_in_backward, trained
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
@@ -40,7 +41,11 @@ class Fsdp2(Engine):
         if next(work.module.parameters()).is_meta:
             allocate(work.module, "cpu" if recipe.fsdp2.cpu_offload else mesh.device_type)
         self._work, self._recipe = work, recipe
-        self.optimizer = make_optimizer(trained(work.module), recipe, work.blocks)
+        parameters = trained(work.module)
+        if recipe.fsdp2.step_in_backward:
+            self.optimizer = stepping_in_backward(parameters, recipe)
+        else:
+            self.optimizer = make_optimizer(parameters, recipe, work.blocks)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; FSDP2 reduces gradients in the step's last one, or in all if the recipe says so."""
@@ -59,7 +64,7 @@ def shard(
     policy, offload = mixed_precision(recipe), CPUOffloadPolicy() if recipe.fsdp2.cpu_offload else OffloadPolicy()
     blocks = list(blocks)
     if recipe.float8_recipe is not None:
-        _run_in_float8(blocks, recipe.float8_recipe)
+        _run_in_float8(blocks, recipe.float8_recipe, recipe.fsdp2)
     for block in blocks:
         fully_shard(
             block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharding(recipe), offload_policy=offload,
@@ -74,7 +79,7 @@ def shard(
     return whole
 
 
-def _run_in_float8(blocks: Iterable[nn.Module], recipe: str) -> None:
+def _run_in_float8(blocks: Iterable[nn.Module], recipe: str, options: Fsdp2Options) -> None:
     """Replace the linear layers of the blocks by torchao's, as torchtitan does before it shards."""
     if find_spec("torchao") is None:
         raise NotHereError("float8_recipe needs torchao, which is not installed; install torchao 0.18 or later")
@@ -82,8 +87,11 @@ def _run_in_float8(blocks: Iterable[nn.Module], recipe: str) -> None:
         raise NotHereError(f"float8_recipe {recipe!r} has kernels that run on Blackwell alone; verify tensorwise or rowwise")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415  few jobs have it
 
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if options.float8_all_gather:
+        config = replace(config, enable_fsdp_float8_all_gather=True)
     for block in blocks:
-        convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
+        convert_to_float8_training(block, config=config)
 
 
 def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: bool | int) -> None:

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from zeroplan.errors import MeasurementError
+from zeroplan.spec.recipe import ROUNDING
 from zeroplan.transformer.families.ending import CHUNKS
 from zeroplan.verify.failures import NotHereError
 from zeroplan.verify.replaced import replaced
@@ -47,7 +48,7 @@ def fuse_kernels(module: nn.Module, parts: Sequence[str]) -> None:
 
     Raises what :func:`fuse_loss` raises.
     """
-    if liger := [part for part in parts if part not in ("loss-in-pieces", "int4-qat")]:
+    if liger := [part for part in parts if part not in ("loss-in-pieces", *ROUNDING)]:
         _by_liger(module, {_OF_LIGER[part] for part in liger if part != "rope"})
     for one in module.modules() if "rope" in parts else ():
         if type(one).__name__.endswith("Attention"):

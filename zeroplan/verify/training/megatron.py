@@ -16,7 +16,7 @@ from zeroplan.engines.megatron.chunks import chunks_per_rank, stages_of
 from zeroplan.engines.megatron.parameters import padded_vocabulary
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.transformer.megatron import UNGATED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width
+from zeroplan.transformer.megatron import GATED_SHARED, UNGATED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width
 from zeroplan.verify.fake_parts.megatron import import_megatron
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.engine import Engine, Requesting, all_labelled
@@ -43,6 +43,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.utils import get_attr_wrapped_model  # noqa: E402
+
+from zeroplan.verify.training.megatron_adapters import adapt  # noqa: E402
 
 _DROPOUT = 0.1
 #: The methods that allocate Megatron-FSDP's whole weights and whole gradients.
@@ -191,6 +193,7 @@ def _wrapped(job: JobSpec, config: TransformerConfig, at: int | None) -> Distrib
             parallel_output=True, share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="learned_absolute" if shape.positions else "rope", rotary_percent=1.0, vp_stage=at,
         )  # fmt: skip
+        adapt(model, job)
     wrapper = FullyShardedDataParallel if job.recipe.zero_stage > 1 else DistributedDataParallel
     return wrapper(
         config,
@@ -302,6 +305,8 @@ def _experts(job: JobSpec) -> dict[str, object]:
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax", "moe_router_enable_expert_bias": sigmoid,
         "moe_router_dtype": options.moe_router_dtype,
         "moe_shared_expert_intermediate_size": shared_width(job) or None,
+        "moe_shared_expert_gate": job.model.family in GATED_SHARED,
+        "moe_shared_expert_overlap": options.moe_shared_expert_overlap and shared_width(job) > 0,
     }  # fmt: skip
 
 

@@ -33,12 +33,14 @@ def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConf
     from transformers import CONFIG_MAPPING  # noqa: PLC0415  takes seconds
 
     vision = spec.vision
-    if vision is None or not vision.has_blocks or spec.adapter is not None:
+    if vision is None or not vision.has_blocks or (spec.adapter is not None and vision.tower != "mllama"):
         raise MeasurementError(
             "only a model whose tower's blocks have formulas, without adapters, can be verified with its images"
         )
     if vision.tower in WITH_CLASS_TOKEN:
         return _with_a_class_token(vision, spec, text)
+    if vision.tower == "mllama":
+        return _mllama(vision, spec, text)
     kind = "gemma3" if vision.tower == "siglip" else _TEXTS.get(vision.tower, {}).get(spec.family, vision.tower)
     own = {name: value for name, value in text.items() if name != "model_type"}
     shared: dict[str, object] = {
@@ -111,13 +113,51 @@ def whole_model(made: "PreTrainedConfig", *, attention: Attention, dtype: torch.
     return model
 
 
+def _mllama(vision: VisionSpec, spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConfig":
+    """The configuration of a Llama 3.2 Vision, whose embedding has 8 rows beyond the vocabulary."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415  takes seconds
+
+    layers = spec.num_hidden_layers + vision.cross_layers
+    period = layers // vision.cross_layers
+    own = {name: value for name, value in text.items() if name not in ("model_type", "head_dim")} | {
+        "num_hidden_layers": layers, "cross_attention_layers": list(range(period - 2, layers, period)),
+        "vocab_size": spec.vocab_size - 8, "bos_token_id": 0,
+    }  # fmt: skip
+    tower = {
+        "hidden_size": vision.hidden_size, "intermediate_size": vision.intermediate_size, "patch_size": vision.patch_size,
+        "num_hidden_layers": vision.num_hidden_layers, "num_global_layers": vision.global_layers,
+        "attention_heads": vision.num_attention_heads, "image_size": vision.fixed_size,
+        "vision_output_dim": (1 + vision.deeper) * vision.hidden_size, "intermediate_layers_indices": list(vision.read_early),
+    }  # fmt: skip
+    build: Callable[..., PreTrainedConfig] = CONFIG_MAPPING["mllama"]
+    return build(text_config=own, vision_config=tower, image_token_index=_IMAGE)
+
+
 def freeze_tower(model: nn.Module, vision: VisionSpec) -> None:
     """Freeze the tower's untrained parts, as a script does before it builds engine and optimizer."""
     for name, parameter in model.named_parameters():
         joins = "merger" in name or "multi_modal_projector" in name
-        inside = joins or "visual" in name or "vision_tower" in name
+        if vision.freeze_text and "vision_model" not in name and not joins and "cross_attn" not in name:
+            parameter.requires_grad = _crosses(model, name)
+        inside = joins or "visual" in name or "vision_tower" in name or "vision_model" in name
         if inside and (vision.freeze_projector if joins else vision.freeze_tower):
             parameter.requires_grad = False
+
+
+def _crosses(model: nn.Module, name: str) -> bool:
+    """Whether a parameter belongs to a layer that attends to images."""
+    layer = name.partition(".layers.")
+    return bool(layer[1]) and hasattr(model.get_submodule(f"{layer[0]}.layers.{layer[2].partition('.')[0]}"), "cross_attn")
+
+
+def without_adapters(model: nn.Module, vision: VisionSpec) -> tuple[str, ...]:
+    """The modules of a model with adapters that have none: the tower's and, if the text is frozen, those of its own layers."""
+    return tuple(
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear)
+        if "vision_model" in name or name.startswith("model.multi_modal") or (vision.freeze_text and not _crosses(model, name))
+    )
 
 
 def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -126,12 +166,15 @@ def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     found = (
         part for name, part in model.named_modules() if name.endswith(ends) and ("visual" in name or "vision_tower" in name)
     )
-    return tuple(next(iter(found)))
+    stacks = [part for name, part in model.named_modules() if name.endswith("transformer.layers") and "vision_model" in name]
+    return tuple(block for stack in stacks for block in stack) if stacks else tuple(next(iter(found)))
 
 
 def images(model: nn.Module, vision: VisionSpec, batch: BatchSpec) -> dict[str, torch.Tensor]:
     """The batch's tensors for images; also replaces the model's functions that read image sizes."""
     sequences, patches = batch.micro_batch_size, vision.patches * vision.images
+    if vision.tower == "mllama":
+        return _images_of_tiles(vision, batch)
     if vision.fixed_size:
         side, squares = vision.fixed_size, sequences * vision.images * vision.tiles
         pixels = {"pixel_values": torch.randn(squares, 3, side, side)}
@@ -141,6 +184,17 @@ def images(model: nn.Module, vision: VisionSpec, batch: BatchSpec) -> dict[str, 
     return {
         "pixel_values": torch.randn(sequences * patches, vision.patch_numbers),
         "position_ids": torch.zeros((3, sequences, batch.seq_len), dtype=torch.int64),
+    }
+
+
+def _images_of_tiles(vision: VisionSpec, batch: BatchSpec) -> dict[str, torch.Tensor]:
+    """The batch's tensors for images of Llama 3.2 Vision, and which tiles each token sees."""
+    several, side = (batch.micro_batch_size, vision.images), vision.fixed_size
+    return {
+        "pixel_values": torch.randn(*several, vision.tiles, 3, side, side),
+        "aspect_ratio_ids": torch.zeros(several, dtype=torch.int64),
+        "aspect_ratio_mask": torch.ones((*several, vision.tiles), dtype=torch.int64),
+        "cross_attention_mask": torch.ones((several[0], batch.seq_len, vision.images, vision.tiles), dtype=torch.int64),
     }
 
 

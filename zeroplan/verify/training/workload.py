@@ -87,8 +87,9 @@ def blocks_of(module: nn.Module, job: JobSpec) -> tuple[nn.Module, ...]:
     from zeroplan.verify.training.vision import tower_blocks  # noqa: PLC0415  few models have images
 
     tower = tower_blocks(module)
-    text = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == job.model.num_hidden_layers]
-    return (*tower, *next(tuple(part) for part in text if part[0] is not tower[0]))
+    layers = job.model.num_hidden_layers + job.model.cross_layers
+    text = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == layers]
+    return (*tower, *next(tuple(part) for part in text if part[0] not in tower))
 
 
 def placed(make: Callable[[], Workload], device: str) -> Workload:

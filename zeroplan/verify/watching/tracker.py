@@ -14,6 +14,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import lru_cache
 from types import TracebackType
 from typing import Protocol, Self, cast
 
@@ -36,6 +37,12 @@ from zeroplan.verify.watching.libraries import INSIDE
 from zeroplan.verify.watching.modules_at_work import ModulesAtWork
 from zeroplan.verify.watching.recording import LIFTED, Block, Call, Recording, Span
 from zeroplan.verify.watching.timeline import is_of_the_loss
+
+
+@lru_cache
+def _unwraps(kind: type) -> bool:
+    """Whether tensors of this class run operators on the tensors inside them, which are those with memory."""
+    return issubclass(kind, DTensor) or kind.__module__.startswith("torchao.float8.")
 
 
 class Holder(Protocol):
@@ -137,6 +144,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     def _block_of(self, tensor: torch.Tensor) -> Block | None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = getattr(local, "_tensor", local)  # torchao's weight that ranks gather in float8
         watch = self._watches.get(local.untyped_storage()._cdata)
         return None if watch is None else watch.block
 
@@ -175,7 +183,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         """Run the operator and record the storages it returns."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a frequent query, so skip the modes
-        if DTensor in types:
+        if any(map(_unwraps, types)):
             return NotImplemented
         if self._paused:
             return func(*args, **kwargs) if kwargs else func(*args)

@@ -1,10 +1,14 @@
 """The memory that a rank keeps from step to step under ZeRO-3, and the allocations of its construction."""
 
+from collections.abc import Callable
+
+from zeroplan.engines.deepspeed.infinity import sub_groups
 from zeroplan.engines.deepspeed.offload import kept_as, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job, if_several, numels, unless_alone
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import for_ranks, times
 from zeroplan.engines.optimizers import LocalTensor, state_lines
+from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.engines.rows import largest_parameter, shares
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import ceil_div, where
@@ -29,9 +33,23 @@ def shares_held(job: Job, impl: OptimizerImpl) -> tuple[Line, ...]:
     reason = "this rank's share of the weights once more, as the optimizer updates them"
     master = Line(Kind.OPTIMIZER_STATE, job.master * share, reason, times(job.master, "G_r"), _MASTER)
     gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", times(job.kept, "G_r"), _GRADIENTS)
-    tensors = (LocalTensor((share,), in_block=False),)
-    optimizer = state_lines(job.recipe.optimizer, kept_as(job.recipe, impl), tensors, job.master, symbol="G_r")
+    kept, whole = kept_as(job.recipe, impl), (LocalTensor((share,), in_block=False),)
+
+    def states(tensors: tuple[LocalTensor, ...]) -> tuple[Line, ...]:
+        return state_lines(job.recipe.optimizer, kept, tensors, job.master, symbol="G_r")
+
+    optimizer = of_groups(job, states) if job.recipe.optimizer in PUBLISHED else states(whole)
     return (weights, master, gradients, *optimizer)
+
+
+def of_groups(job: Job, make: Callable[[tuple[LocalTensor, ...]], tuple[Line, ...]]) -> tuple[Line, ...]:
+    """Return lines about what the optimizer updates: one flat tensor for every sub-group of this rank's shards."""
+
+    def at(ranks: int) -> tuple[Line, ...]:
+        groups = sub_groups(job.whole, job.recipe.deepspeed.sub_group_size, ranks)
+        return make(tuple([LocalTensor((sum(group),), in_block=False) for group in groups]))
+
+    return for_ranks(at, job.n_ranks)
 
 
 def bucket_line(job: Job) -> Line:

@@ -7,9 +7,10 @@ from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.infinity import sub_groups
 from zeroplan.engines.deepspeed.sources import FP64, STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job, staying_lines
-from zeroplan.engines.deepspeed.stage3.states import persistent_line
+from zeroplan.engines.deepspeed.stage3.states import of_groups, persistent_line
 from zeroplan.engines.formulas import times, unless_zero
 from zeroplan.engines.optimizers import LocalTensor, step_temporary_lines
+from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.engines.rows import Row, largest_parameter
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, ceil_div, for_each_value, where
@@ -56,6 +57,8 @@ def groups_of(whole: Row, size: int, n_ranks: int) -> tuple[Group, ...]:
 
 def step_temporaries(job: Job, impl: OptimizerImpl) -> tuple[Line, ...]:
     """Return the optimizer's temporaries for the sub-group that takes most."""
+    if job.recipe.optimizer in PUBLISHED:  # torchao takes temporaries only where it quantises
+        return of_groups(job, lambda groups: step_temporary_lines(job.recipe.optimizer, impl, groups, job.master))
     tensors = (LocalTensor((_most_taken(job, impl)[0],), in_block=False),)
     return step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="G_g")
 

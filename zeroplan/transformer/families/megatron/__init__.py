@@ -16,7 +16,7 @@ from zeroplan.transformer.families.megatron.matrices import added, column, norm
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Layer
 from zeroplan.transformer.families.megatron.symbols import P_e, S_e, T_e, T_n, T_w, f_r, h_r
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Mode, Store, Tape, Value
 from zeroplan.transformer.symbols import e, h
 
 LAYER = f"{CORE}/transformer/transformer_layer.py, TransformerLayer.forward"
@@ -28,7 +28,7 @@ _IN_ENCODER = {"T_n": T_e, "T_m": T_e, "S_r": S_e, "P_m": P_e}
 def run(structure: Layer) -> tuple[Tape, Value, Value]:
     """Run a layer's forward. Return the tape, the layer's input and its output."""
     tape = Tape(wide=structure.wide, autocast=False, saving=True)
-    tape.in_fp8 = structure.in_fp8
+    tape.in_fp8, tape.mode = structure.in_fp8, Mode(low_rank=structure.low_rank)
     given = Value(tape.make(op.TENSOR, "input of attention's norm", e * T_n * h, LAYER, _INPUT), e, T_n * h)
     if not structure.predicts:
         return tape, given, layer(tape, given, structure)

@@ -44,7 +44,7 @@ def attention(tape: Tape, normal: Value, structure: Layer) -> Value:
     else:
         context = run_again(tape, joint, structure) if structure.again else core(tape, joint, structure)
     tape.release(joint)
-    made = row(tape, context, c_r, "the output projection", shared=True)
+    made = row(tape, context, c_r, "the output projection", shared=True, layer="linear_proj")
     context.store.reason = "attention output, input of the output projection"
     tape.release(context)
     return made
@@ -54,7 +54,7 @@ def _joint(tape: Tape, normal: Value, structure: Layer) -> Value:
     """Queries, keys and values as core attention reads them."""
     if structure.latent != "no":
         return _latent(tape, normal, structure)
-    joint = column(tape, normal, q_r + k_r + v_r, "the matrix of queries, keys and values")
+    joint = column(tape, normal, q_r + k_r + v_r, "the matrix of queries, keys and values", layer="linear_qkv")
     joint.store.reason = "queries, keys and values"
     return joint if structure.local else _heads(tape, joint, structure)
 

@@ -17,8 +17,8 @@ ALL_TO_ALL = f"{CORE}/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispa
 ALL_GATHER = f"{CORE}/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher"
 HYBRID_EP = f"{CORE}/transformer/moe/fused_a2a.py, HybridEPDispatch and HybridEPCombine"
 
-Dispatched = tuple[Value, Value]
-"""Tokens sorted by expert, and the routing weight of each."""
+Dispatched = tuple[Value, Value, tuple[Store, ...]]
+"""Tokens sorted by expert, the routing weight of each, and what variables of ``MoELayer.forward`` hold until it returns."""
 
 
 def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
@@ -40,7 +40,7 @@ def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
     tape.add("dispatch", (tokens, chosen), (own, order), backward, of=(normal, weights))
     tape.drop(own, order)
-    return tokens, chosen
+    return tokens, chosen, ()
 
 
 def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
@@ -55,7 +55,6 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     tape.drop(sorting)
     came = tape.make(op.TEMPORARY, "experts: tokens as they came", e * X_2 * h, ALL_TO_ALL)
     tokens = op.tensor(tape, "experts: tokens that came", e, X_r * h, SORT)
-    tape.drop(sorted_, came)
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, ALL_TO_ALL)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -67,7 +66,7 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
     tape.add("dispatch", (tokens, chosen), (order, every), backward, of=(normal, weights))
     tape.drop(order, every)
-    return tokens, chosen
+    return tokens, chosen, (sorted_, came)
 
 
 def times_weights(tape: Tape, value: Value, chosen: Value, routing: Routing, source: str) -> Value:
@@ -93,9 +92,8 @@ def _scattered(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> V
     """Combination after all-gather: outputs go to the places of all ranks' tokens, and ranks sum them in the weights' dtype."""
     if routing.late:
         weighed = times_weights(tape, outputs, chosen, routing, ALL_GATHER)
-        made = _scattered(tape, weighed, chosen, routing._replace(late=False, deterministic=False))
-        tape.release(weighed)
-        return made
+        tape.release(outputs)
+        return _scattered(tape, weighed, chosen, routing._replace(late=False, deterministic=False))
     whole = tape.make(op.TEMPORARY, "experts: outputs at their places", e * T_g * h, UNPERMUTE)
     cast = tape.make(
         op.TEMPORARY, "experts: the same in the weights' dtype", w_p * T_g * h if routing.wide else NOTHING, ALL_GATHER
@@ -108,19 +106,22 @@ def _scattered(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> V
         return [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", UNPERMUTE))]
 
     tape.add("combination", (made,), (outputs.store,) if routing.deterministic else (), backward, of=(outputs,))
+    tape.release(outputs)
     return made
 
 
 def _returned(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Value:
-    """Combination after all-to-all.
+    """Combination after all-to-all, which releases ``outputs``.
 
-    Outputs are sorted by rank, summed over expert tensor-parallel ranks, sent back, and added to their tokens.
+    Outputs are sorted by rank, summed over expert tensor-parallel ranks, sent back, and added to their tokens. A variable of
+    ``MoELayer.forward`` holds the sorted ones until they came back.
     """
     ordered = tape.make(op.TEMPORARY, "experts: outputs, sorted by rank", e * X_2 * h, SORT)
     cast = tape.make(
         op.TEMPORARY, "experts: the same in the weights' dtype", w_p * X_2 * h if routing.wide else NOTHING, ALL_TO_ALL
     )
     tape.drop(cast)
+    tape.release(outputs)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.temporary("gradient of the outputs on their way", e * (X_1 + X_2) * h, ALL_TO_ALL)
@@ -150,13 +151,14 @@ def _sent_by_hybrid_ep(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, HYBRID_EP)
     backward = op.makes("gradient of this rank's tokens, or of the routing weights", HYBRID_EP, normal, weights)
     tape.add("dispatch", (tokens, chosen), (), backward, of=(normal, weights))
-    return tokens, chosen
+    return tokens, chosen, ()
 
 
 def _returned_by_hybrid_ep(tape: Tape, outputs: Value, _chosen: Value, _routing: Routing) -> Value:
     """Combination by HybridEP: one kernel returns outputs and adds them up."""
     made = op.tensor(tape, "experts: output", e, T_n * h, HYBRID_EP)
     tape.add("combination", (made,), (), op.makes("gradient of the experts' outputs", HYBRID_EP, outputs), of=(outputs,))
+    tape.release(outputs)
     return made
 
 

@@ -3,50 +3,87 @@
 from zeroplan.expr import NOTHING, Size
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.megatron.dispatchers import WAYS, times_weights
-from zeroplan.transformer.families.megatron.matrices import column, matrix, row
+from zeroplan.transformer.families.megatron.matrices import Around, column, matrix, row, with_adapter
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Routing
 from zeroplan.transformer.families.megatron.symbols import E_g, T_m, T_n, X_f, X_g, X_i, X_l, X_r, f_s, g_m, m_r, w_p
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
-from zeroplan.transformer.symbols import E, e, h, t
+from zeroplan.transformer.symbols import E, e, h, t, z
 
 MLP = f"{CORE}/transformer/mlp.py, MLP.forward"
 ROUTER = f"{CORE}/transformer/moe/moe_utils.py, topk_routing_with_score_function"
 GATING = f"{CORE}/transformer/moe/moe_utils.py, RouterGatingLinearFunction"
 EXPERTS = f"{CORE}/transformer/moe/experts.py, TEGroupedMLP.forward"
 SEQUENTIAL = f"{CORE}/transformer/moe/experts.py, SequentialMLP.forward"
-SHARED = f"{CORE}/transformer/moe/shared_experts.py, SharedExpertMLP.forward"
+SHARED = f"{CORE}/transformer/moe/shared_experts.py, SharedExpertMLP"
+_SHARED = "shared expert"
 
 
 def mlp(tape: Tape, normal: Value, width: Size, name: str) -> Value:
     """``MLP.forward``: a matrix, the activation in one operator, and a matrix."""
-    wide = column(tape, normal, g_m * width, f"{name}: the first matrix")
+    return _closed(tape, _opened(tape, normal, width, name), width, name)
+
+
+def _opened(tape: Tape, normal: Value, width: Size, name: str, *, keeps_gathered: bool = False) -> Value:
+    """Run an MLP up to its activation. ``keeps_gathered``: see :func:`column`."""
+    wide = column(tape, normal, g_m * width, f"{name}: the first matrix", layer="linear_fc1", keeps_gathered=keeps_gathered)
     wide.store.reason = f"{name}: output of the first matrix"
     active = op.tensor(tape, f"{name}: input of the second matrix", e, T_m * width, MLP)
     backward = op.makes(f"{name}: gradient of the first matrix's output", MLP, wide)
     tape.add(f"{name}: activation", (active,), (wide.store,), backward, of=(wide,))
     tape.release(wide)
-    made = row(tape, active, width, f"{name}: the second matrix")
+    return active
+
+
+def _closed(tape: Tape, active: Value, width: Size, name: str) -> Value:
+    """Run the rest of an MLP, and release ``active``."""
+    made = row(tape, active, width, f"{name}: the second matrix", layer="linear_fc2")
     tape.release(active)
     return made
 
 
 def experts(tape: Tape, normal: Value, routing: Routing) -> Value:
-    """``MoELayer.forward``: shared expert, router, dispatch, experts and combination."""
-    shared = mlp(tape, normal, f_s, "shared expert") if routing.shared else None
+    """``MoELayer.forward``: shared expert, router, dispatch, experts and combination.
+
+    An overlapped shared expert runs its first matrix beside the dispatch, and its second beside the combination.
+    """
+    apart = routing.shared and not routing.overlapped
+    shared = _gated(tape, normal, mlp(tape, normal, f_s, _SHARED), routing) if apart else None
     weights = _routed(tape, normal, routing)
     there, back = WAYS[routing.dispatcher]
-    tokens, chosen = there(tape, normal, weights)
+    begun = _opened(tape, normal, f_s, _SHARED, keeps_gathered=True) if routing.overlapped else None
+    tokens, chosen, behind = there(tape, normal, weights)
     tape.release(weights)
     outputs = _grouped(tape, tokens, chosen, routing)
     tape.release(tokens)
     made = back(tape, outputs, chosen, routing)
-    tape.release(outputs, chosen)
+    if begun is not None:
+        shared = _gated(tape, normal, _closed(tape, begun, f_s, _SHARED), routing)
+    tape.release(chosen)
+    tape.drop(*behind)
     if shared is None:
         return made
     both = op.add(tape, made, shared, "experts: sum with the shared expert", Site("sum with the shared expert", SHARED))
     tape.release(made, shared)
     return both
+
+
+def _gated(tape: Tape, normal: Value, shared: Value, routing: Routing) -> Value:
+    """Multiply the shared expert's output by a number for each token, if it has such a gate; then release it."""
+    if not routing.gated:
+        return shared
+    score = tape.make(op.TENSOR, "shared expert: gate of each token", e * T_n, SHARED)
+    made = op.tensor(tape, "shared expert: gated output", e, T_n * h, SHARED)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        ungated = op.gradient(tape, shared, "shared expert: gradient of its output", SHARED)
+        tape.temporary("shared expert: product of gradient and output", e * T_n * h, SHARED)
+        return [(shared, ungated), (normal, op.gradient(tape, normal, "shared expert: gradient through its gate", SHARED))]
+
+    tape.add("shared expert: gate", (made,), (shared.store, score, normal.store), backward, of=None)
+    tape.drop(score)
+    tape.release(shared)
+    return made
 
 
 def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
@@ -110,15 +147,23 @@ def _freed_first(tape: Tape, began: int, given: tuple[Value, ...], made: Value) 
 def _visited(tape: Tape, tokens: Value, chosen: Value, pairs: Size, routing: Routing) -> Value:
     """Experts' MLPs over ``pairs`` pairs. The routing weights multiply between the two matrices, or later."""
     source = EXPERTS if routing.grouped else SEQUENTIAL
-    wide = matrix(tape, tokens, "experts: the first matrix", source, shape=pairs * g_m * m_r, weight=E_g * h * g_m * m_r)
+    wide = _matrix(tape, tokens, ("experts: the first matrix", "linear_fc1"), source, pairs, (h, g_m * m_r))
     wide.store.reason = "experts: output of the first matrix"
     make = _active if routing.late else _weighted_at_once if routing.fused else _weighted
     active = make(tape, wide, chosen, pairs * m_r, routing, source)
     active.store.reason = "experts: input of the second matrix"
     tape.release(wide)
-    made = matrix(tape, active, "experts: the second matrix", source, shape=pairs * h, weight=E_g * m_r * h)
+    made = _matrix(tape, active, ("experts: the second matrix", "linear_fc2"), source, pairs, (m_r, h))
     tape.release(active)
     return made
+
+
+def _matrix(tape: Tape, value: Value, named: tuple[str, str], source: str, pairs: Size, sides: tuple[Size, Size]) -> Value:
+    """Multiply by matrices of experts, and by those of their adapters. ``named``: in words, and by Megatron-Core."""
+    (name, layer), (reads, width) = named, sides
+    made = matrix(tape, value, name, source, shape=pairs * width, weight=E_g * reads * width)
+    first, second = (pairs * z, E_g * reads * z, Around()), (pairs * width, E_g * z * width, Around())
+    return with_adapter(tape, value, made, name, layer, first, second)
 
 
 def _weighted_at_once(tape: Tape, wide: Value, chosen: Value, shape: Size, _routing: Routing, source: str) -> Value:

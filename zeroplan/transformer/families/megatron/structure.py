@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple
 
 from zeroplan.spec.recipe import Attention
+from zeroplan.transformer.families.tape import LowRank
 
 Dispatcher = Literal["alltoall", "allgather", "flex"]
 
@@ -25,6 +26,10 @@ class Routing(NamedTuple):
     """Gate, activation and routing weight are one operator."""
     deterministic: bool
     """``index_add_`` adds outputs to their tokens, and keeps the outputs. ``scatter_add_`` keeps only indices."""
+    gated: bool = False
+    """The shared expert's output is multiplied by a number for each token."""
+    overlapped: bool = False
+    """The shared expert runs beside the dispatch and the combination (``--moe-shared-expert-overlap``)."""
     late: bool = False
     """The routing weights multiply the experts' outputs. Otherwise they multiply the inputs of the experts' second matrices."""
 
@@ -74,3 +79,5 @@ class Layer(NamedTuple):
     """Matrices multiply in FP8, with scales from earlier steps (delayed) or from the tensor itself (current)."""
     makes_mask: bool = False
     """Local layers get no mask from the data loader, so that torch's softmax makes a causal one."""
+    low_rank: LowRank | None = None
+    """The layer is frozen, and some of its matrices have adapters."""
