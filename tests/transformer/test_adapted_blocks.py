@@ -156,7 +156,7 @@ FEW_BITS = ("phi3", "glm4_moe_lite", "qwen3_5_moe_text")
 
 def in_few_bits(family: str, number: int, quantize: Quantize, *, autocast: bool = False) -> Case:
     """In eight bits without recomputation, through which layers keep their inputs. LFM2's eight bits are refused."""
-    quantize = "nf4" if (family, quantize) == ("lfm2", "int8") else quantize
+    quantize = "nf4" if family in ("lfm2", "lfm2_moe") and quantize == "int8" else quantize
     case = case_of(family, number, MOST.get(family, "all-linear"))
     recompute: Recompute = "none" if quantize == "int8" else case.compute.recompute
     adapter = AdapterSpec(
