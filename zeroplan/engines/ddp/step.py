@@ -147,7 +147,9 @@ class Training(MicroBatch):
         for name, elements in operators_below(self.whole):
             made += elements
             summed = has_tied_head(self.whole) and elements == embedding_elements(self.whole)
-            found.append((name, (*self._made(-1, made, elements, summed=summed), *self.tied_head(), *self._summed_wide(elements))))
+            found.append(
+                (name, (*self._made(-1, made, elements, summed=summed), *self.tied_head(), *self._summed_wide(elements)))
+            )
         return found
 
     def _summed_wide(self, elements: int) -> Lines:
