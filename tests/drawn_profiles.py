@@ -31,7 +31,8 @@ def profile(draw: Random) -> Profile:
     kinds = {kind: _weights(draw) for kind in ("Odd", "Even")[: draw.randint(1, 2)]}
     tied = draw.choice((False, False, True))
     table = (_tensor(draw, "table.weight"),)
-    tail = (*(() if tied else (_tensor(draw, "head.weight"),)), Tensor(name="norm.weight", shape=(draw.randint(1, 999),)))
+    width = draw.randint(1, 999)
+    tail = (*(() if tied else (_tensor(draw, "head.weight"),)), Tensor(name="norm.weight", shape=(width,), frozen=width > 900))
     passes = [
         Variant(element_bytes=width, autocast=autocast, kernels=kernels, recompute=recompute,
                 one=one, more=one if draw.randint(0, 1) else _pass(draw, kinds, table, tail, counted_by=one.counted_by))
@@ -41,6 +42,7 @@ def profile(draw: Random) -> Profile:
         for one in (_pass(draw, kinds, table, tail, counted_by=draw.choice((1, 1, 1, 64))),)
     ]  # fmt: skip
     length = draw.choice((None, None, 512))
+    apart = Random(str(table))  # noqa: S311  so that other draws stay as they are
     return Profile(
         name=draw.choice(("by hand", "drawn")),
         source=draw.choice(("nothing", "no module")),
@@ -62,6 +64,8 @@ def profile(draw: Random) -> Profile:
         ),
         tied_head="table.weight" if tied else None,
         buffer_bytes=draw.choice((0, draw.randint(1, 10**6))),
+        attribute_bytes=apart.choice((0, 999)),
+        inputs=apart.choice((0, 4096)),
         seq_len=length,
         shortest=1 if length else draw.choice((1, 16)),
         longest=None if length else draw.choice((None, 2**17)),
@@ -155,8 +159,11 @@ def _point(draw: Random, name: str) -> Point:
 
 
 def _flash(draw: Random) -> Flash:
-    return Flash(heads=4 * draw.randint(1, 4), head_dim=16 * draw.randint(1, 8), kv_heads=draw.choice((2, 4)))
+    made = Flash(heads=4 * draw.randint(1, 4), head_dim=16 * draw.randint(1, 8), kv_heads=draw.choice((2, 4)))
+    return replace(
+        made, queries=640 if made.heads == 16 and made.kv_heads == 2 else 0
+    )  # makes no draw: others stay as they are
 
 
 def _handed(draw: Random, tensors: Sequence[Tensor]) -> tuple[Handed, ...]:
-    return tuple(Handed(name=each.name, saved=_amount(draw), working=_amount(draw)) for each in tensors)
+    return tuple(Handed(name=each.name, saved=_amount(draw), working=_amount(draw)) for each in tensors if not each.frozen)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from tests.drawn_profiles import profile
 from tests.profiles import by_hand
+from tests.rare_draws import with_one_more
 from zeroplan import BatchSpec, ClusterSpec, DdpOptions, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec
 from zeroplan.catalog.gpu import gpu, gpu_names
 from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
@@ -828,7 +829,7 @@ def drawing(draw: Random, engines: Sequence[str] = ENGINES) -> Drawing:
     refused = list[str]()
     while True:
         try:
-            return Drawing(_with_more(draw, draw.choice(there)(draw, engines)), tuple(refused))
+            return Drawing(with_one_more(_with_more(draw, draw.choice(there)(draw, engines))), tuple(refused))
         except SpecError as error:
             refused.append(str(error))
         if len(refused) > _MOST:
@@ -837,6 +838,8 @@ def drawing(draw: Random, engines: Sequence[str] = ENGINES) -> Drawing:
 
 #: By family: vision tower, patch size in pixels, numbers per patch, and patches per side of a token.
 _TOWERS = {"qwen2": ("qwen2_5_vl", 14, 1176, 2), "qwen3": ("qwen3_vl", 16, 1536, 2), "gemma3_text": ("siglip", 14, 588, 4)}
+#: Llama's family, and those whose sizes are a Llama's too: a Llama 3.2 Vision is drawn instead.
+_WITH_TILES = ("llama", "mistral", "ministral3", "smollm3", "seed_oss", "granite", "cwm")
 _WITH_TOWERS = ("ddp", "fsdp1", "fsdp2", "deepspeed")
 
 
@@ -850,7 +853,8 @@ def _with_more(draw: Random, made: JobSpec) -> JobSpec:
         return made
     if told.engine in _WITH_TOWERS and (model.family in _TOWERS or not draw.randint(0, 4)):
         return replace(made, model=replace(model, vision=_vision(draw, model)))
-    if told.engine in _WITH_TOWERS and model.family == "llama" and draw.randint(0, 1):
+    alone = told.fsdp2.modules == "transformers" and made.mesh.tp * made.mesh.cp * made.mesh.pp * made.mesh.ep == 1
+    if told.engine in _WITH_TOWERS and model.family in _WITH_TILES and alone and draw.randint(0, 1):
         return _with_tiles(draw, made)
     if told.engine == "fsdp2" and model.family == "llama":
         return replace(made, recipe=replace(told, float8_recipe=draw.choice(("tensorwise", "rowwise"))))
@@ -884,11 +888,11 @@ def _with_tiles(draw: Random, made: JobSpec) -> JobSpec:
         adapted=not draw.randint(0, 1), freeze_tower=not draw.randint(0, 1),
     )  # fmt: skip
     rows = made.model.head_rows or made.model.vocab_size
+    text = replace(made.model, family="llama", sliding_window=None, num_hidden_layers=cross * draw.randint(2, 5))
     return replace(
         made,
-        model=replace(
-            made.model, vision=vision, num_hidden_layers=cross * draw.randint(2, 5), head_rows=rows, tie_word_embeddings=False
-        ),
+        model=replace(text, vision=vision, head_rows=rows, tie_word_embeddings=False),
+        recipe=replace(made.recipe, attention="sdpa", offload_activations=False, recompute_layers=None),
     )
 
 

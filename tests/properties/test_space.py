@@ -14,17 +14,17 @@ from zeroplan.spec.base import Spec
 from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.profile import Profile
 
-#: Fields with only one value, and fields that only workflows or files of NeMo AutoModel set.
+#: Fields with only one value, those that only workflows or files of NeMo AutoModel set, and those of Mixtral before transformers 5.
 CONSTANT = {
     "Profile.schema_version",
-    "ModelSpec.head_rows",
     "ModelSpec.predictions",
+    "MoeSpec.separate",
     "ModelSpec.predictor_repeats",
     "RecipeSpec.forward_only",
     "RecipeSpec.log_probs",
     "RecipeSpec.prompt_len",
 }
-DRAWN = 2000
+DRAWN = 8000
 
 
 def _seen(value: object, found: defaultdict[str, set[str]]) -> None:

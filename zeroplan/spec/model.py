@@ -487,6 +487,9 @@ class ModelSpec(Spec):
             raise SpecError(
                 f"head_dim={self.head_dim} of a {self.family} model has no formula: its heads are as wide as hidden_size together"
             )
+        for name, family in (("latent_size", "nemotron_h"), ("separate", "mixtral")):
+            if getattr(self.moe, name, 0) and self.family != family:
+                raise SpecError(f"{name}={getattr(self.moe, name)} of a {self.family} model's experts: only {family} has it")
         if self.moe is not None and self.family in WIDE_SHARED_EXPERTS and not self.moe.num_shared_experts:
             raise SpecError(f"num_shared_experts=0: a {self.family} model has an expert that every token visits; write 1")
         if self.moe is not None and self.moe.num_shared_experts and self.family not in SHARED_EXPERTS:
