@@ -55,6 +55,7 @@ CONVERTED: Mapping[str, tuple[str, str, str]] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _OF_MIXTRAL),
     **dict.fromkeys((
         "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1",
+        "solar_open", "deepseek_v2",
     ), MLP),
 }  # fmt: skip
 
@@ -98,7 +99,8 @@ LAYERS_OF: Mapping[str, Layers] = {
     "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV, "falcon": _JOINT_QKV,
     "gpt2": Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
     "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
-    "deepseek_v3": _LATENT, "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
+    "deepseek_v3": _LATENT, "deepseek_v2": _LATENT, "mistral4": _LATENT,
+    "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 _LLAMA = Layers()
 _OF_EXPERTS = (OLD_ROUTER, FIRST, SECOND, ROUTER)
@@ -112,6 +114,7 @@ ADAPTED_FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
     "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
+    "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2",
 )  # fmt: skip
 #: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
@@ -122,9 +125,11 @@ ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 #: Families whose blocks with adapters are modelled in 16 bits or fp32 alone. Autocast, which then runs on 16-bit weights, widens
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
-    "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
-    "glm4_moe", "dots1", "jais2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
+    "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "dots1", "jais2", "apertus", "starcoder2",
+    "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2",
 )  # fmt: skip
+#: Families that are modelled under autocast without adapters of experts and routers.
+BARE_EXPERTS_UNDER_AUTOCAST = ("glm4_moe", "glm4_moe_lite")
 #: Activation functions that autocast computes in fp32, a dtype that layers in few bits hand on.
 WIDENED = ("relu2", "gelu_new")
 #: Families whose weights in few bits are not modelled: with an indexer, a trained activation function, ``Conv1D`` (GPT-2), or

@@ -7,6 +7,7 @@ from zeroplan.spec.adapter import (
     ADAPTED_LIKE_LLAMA,
     ADAPTED_UNDER_FSDP1,
     ATTENTION,
+    BARE_EXPERTS_UNDER_AUTOCAST,
     HEAD,
     NOT_UNDER_AUTOCAST,
     WIDENED,
@@ -111,7 +112,8 @@ def _of_weights(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str 
         "reentrant true, or recompute 'none'",
     )
     experts = adapter.quantize_experts
-    yield experts and recipe.engine != "ddp" and f"experts in four bits and engine {recipe.engine!r}", "engine 'ddp'"
+    sharded = experts and recipe.engine not in ("ddp", "fsdp2")
+    yield sharded and f"experts in four bits and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp2'"
     older = adapter.four_bits_keep_inputs and recipe.recompute != "full"
     yield older and "bitsandbytes before 0.43.2 and no full recomputation", "recompute 'full', or a later release"
 
@@ -199,6 +201,8 @@ def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, s
     With weights in few bits a linear layer returns the dtype of its input. So norms in fp32 widen what comes after them.
     """
     yield model.family in NOT_UNDER_AUTOCAST and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
+    in_experts = any(model.stacked) and model.family in BARE_EXPERTS_UNDER_AUTOCAST
+    yield in_experts and f"experts of {this} under autocast", "targets 'attention', or precision 'bf16'"
     few_bits = f"quantised weights of {this} under autocast"
     beside = model.linear is not None or model.has_experts or "C" in model.letters
     yield model.upcasts_norms and beside and f"{few_bits}, and all else in fp32,", "upcast 'none', or precision 'bf16'"
@@ -651,7 +655,7 @@ class JobSpec(Spec):
             ),
             (
                 quantised
-                and recipe.engine != "fsdp1"
+                and recipe.engine not in ("fsdp1", "fsdp2")
                 and recipe.offloads_states
                 and "quantised weights (QLoRA) and offload to host memory",
                 "no offload",
