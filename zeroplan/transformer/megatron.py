@@ -382,7 +382,7 @@ def symbols_of(job: Job) -> tuple[Symbolic, ...]:
         Symbolic("T_n", between, "tokens of a rank between matrices"),
         Symbolic("T_m", read, "tokens that a rank's matrices read"),
         Symbolic("T_w", gathered, "those of them that are gathered for a matrix"),
-        Symbolic("T_x", where(mesh.cp > 1, read, 0), "tokens whose attention context-parallel ranks exchange"),
+        Symbolic("T_c", where(mesh.cp > 1, read, 0), "tokens whose attention context-parallel ranks exchange"),
         Symbolic("w_n", 8 if model.family in UNGATED else 4, "bytes of a norm's statistics per token"),
         Symbolic("q_r", ceil_div(model.num_attention_heads * model.head_dim, mesh.tp), "width of a rank's queries"),
         Symbolic("k_r", ceil_div(model.num_key_value_heads * model.head_dim, mesh.tp), "width of a rank's keys"),

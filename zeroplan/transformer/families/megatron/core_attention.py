@@ -4,7 +4,7 @@ from zeroplan.expr import NOTHING, Size
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Layer
-from zeroplan.transformer.families.megatron.symbols import P_m, P_s, S_r, T_m, T_x, a_r, c_r, k_r, q_r, v_r
+from zeroplan.transformer.families.megatron.symbols import P_m, P_s, S_r, T_c, T_m, a_r, c_r, k_r, q_r, v_r
 from zeroplan.transformer.families.tags import STATISTICS
 from zeroplan.transformer.families.tape import Arriving, Backward, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import e
@@ -34,7 +34,7 @@ def _kernel(tape: Tape, joint: Value, structure: Layer) -> Value:
     flash = structure.attention == "flash"
     source = FLASH if flash else FUSED
     reason = "attention output before heads are exchanged"
-    before = (tape.make(op.TENSOR, reason, e * T_x * c_r, EXCHANGED),) if structure.exchanged and not flash else ()
+    before = (tape.make(op.TENSOR, reason, e * T_c * c_r, EXCHANGED),) if structure.exchanged and not flash else ()
     made = op.tensor(tape, "attention output", e, T_m * c_r, source)
     kept = tape.make(op.TENSOR, "sums of exponentials, fp32", 4 * T_m * a_r, source, STATISTICS)
 
@@ -188,7 +188,7 @@ def _of_core(structure: Layer) -> tuple[Size, Size]:
     """Return what core attention keeps beside its input and output, and its temporaries at the peak. [bytes]"""
     if structure.attention != "eager":
         flash = structure.attention == "flash"
-        again = e * T_m * c_r if flash else e * T_x * c_r if structure.exchanged else NOTHING
+        again = e * T_m * c_r if flash else e * T_c * c_r if structure.exchanged else NOTHING
         return again + 4 * T_m * a_r, 4 * T_m * q_r
     soft = 4 if structure.wide_softmax else e
     return ((soft + e + 1) * S_r if structure.attention_dropout else soft * S_r), soft * S_r

@@ -6,7 +6,7 @@ from zeroplan.expr import symbols
 #: w_n: bytes of a norm's statistics per token.
 T_n, T_m, T_w, w_n = symbols("T_n T_m T_w w_n")
 #: Tokens whose attention context-parallel ranks exchange (0: none).
-(T_x,) = symbols("T_x")
+(T_c,) = symbols("T_c")
 #: A rank's widths of queries, keys, MLP, one expert and shared expert; its heads; the elements of its attention scores.
 q_r, k_r, f_r, m_r, f_s, a_r, S_r = symbols("q_r k_r f_r m_r f_s a_r S_r")
 #: A rank's widths of values and of attention's output; with latent attention, of the output of the matrix of keys and values.
