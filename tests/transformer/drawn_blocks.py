@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
 
-from tests.transformer.fake_blocks import BlockRun, Passage
+from tests.transformer.fake_blocks import BlockRun, Passage, passed
 from zeroplan.catalog.gpu import gpu
 from zeroplan.engines.quantised import is_bias
 from zeroplan.spec.batch import BatchSpec
@@ -299,12 +299,9 @@ def _before(tracker: Tracker, at: dict[str, int], index: int) -> Callable[..., o
 
 
 def _after(tracker: Tracker, at: dict[str, int], index: int) -> Callable[..., object]:
-    def hook(_block: torch.nn.Module, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> object:
+    def hook(_block: torch.nn.Module, _inputs: object, output: object) -> object:
         _noting(tracker, at, f"forward {index} end")()
-        passed = _noting(tracker, at, f"backward {index}")
-        if isinstance(output, tuple):
-            return (Passage.apply(output[0], passed), *output[1:])
-        return Passage.apply(output, passed)
+        return passed(output, _noting(tracker, at, f"backward {index}"))
 
     return hook
 

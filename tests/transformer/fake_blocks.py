@@ -49,6 +49,13 @@ class Passage(torch.autograd.Function):
         return gradient, None
 
 
+def passed(output: object, say: Callable[[], None]) -> object:
+    """Pass what a block returns through ``Passage``; Falcon's block returns a tuple that begins with the hidden states."""
+    if isinstance(output, tuple):
+        return (Passage.apply(output[0], say), *output[1:])
+    return Passage.apply(output, say)
+
+
 def block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute: bool = False, block: int = 1) -> BlockRun:
     """Run forward and backward once, without autocast, and measure a block that is neither the first nor the last."""
     return on_the_fake_gpu(_block_run, spec, compute, batch, recompute=recompute, number=block)
@@ -91,8 +98,8 @@ def _before(say: Callable[[str], Callable[[], None]], index: int) -> Callable[..
 
 
 def _after(say: Callable[[str], Callable[[], None]], index: int) -> Callable[..., object]:
-    def hook(_block: torch.nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def hook(_block: torch.nn.Module, _inputs: tuple[torch.Tensor, ...], output: object) -> object:
         say(f"forward {index} end")()
-        return Passage.apply(output, say(f"backward {index}"))
+        return passed(output, say(f"backward {index}"))
 
     return hook

@@ -24,6 +24,8 @@ BIASED_ROUTERS = (
 )  # fmt: skip
 #: Of these, families whose bias is fp32 for every dtype of the model.
 _BIASED_IN_FP32 = ("deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "solar_open", "lfm2_moe")
+#: How many buffers of one number each layer has: Gemma 4's scalar; ``beta`` and ``eps`` of Apertus' xIELU (``activations.py``).
+_NUMBERS_OF_LAYERS = {"gemma4_text": 1, "apertus": 2}
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, which are fp32 for every dtype of the model."""
@@ -48,8 +50,8 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
     """Return the size of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
 
     They are the frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3, OLMo 3); Gemma's
-    scale of the embedding; DeepSeek's bias of each router, in some families in fp32. A profile lists its module's buffers. Source:
-    transformers 5.23, ``models/<family>/modeling_<family>.py``.
+    scale of the embedding; single numbers of each layer; DeepSeek's bias of each router, in some families in fp32. A profile
+    lists its module's buffers. Source: transformers 5.23, ``models/<family>/modeling_<family>.py``.
 
     >>> buffer_bytes(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10), 2)  # 2 · 2 frequencies in fp32
@@ -60,7 +62,7 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
 
         return profile_of(model).buffer_bytes
     scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text", "gemma4_text") else 0
-    scale += element_bytes * model.num_hidden_layers if model.family == "gemma4_text" else 0  # one number of each layer
+    scale += element_bytes * model.num_hidden_layers * _NUMBERS_OF_LAYERS.get(model.family, 0)
     of_bias = _FP32 if model.family in _BIASED_IN_FP32 else element_bytes
     scale += element_bytes * _falcon_scales(model)
     return _frequencies(model) + tower_buffers(model) + scale + _routing_biases(model) * of_bias
