@@ -850,6 +850,8 @@ def _with_more(draw: Random, made: JobSpec) -> JobSpec:
         return made
     if told.engine in _WITH_TOWERS and (model.family in _TOWERS or not draw.randint(0, 4)):
         return replace(made, model=replace(model, vision=_vision(draw, model)))
+    if told.engine in _WITH_TOWERS and model.family == "llama" and draw.randint(0, 1):
+        return _with_tiles(draw, made)
     if told.engine == "fsdp2" and model.family == "llama":
         return replace(made, recipe=replace(told, float8_recipe=draw.choice(("tensorwise", "rowwise"))))
     return made
@@ -869,6 +871,25 @@ def _vision(draw: Random, one: ModelSpec) -> VisionSpec:
         deeper=min(layers, draw.randint(0, 2)) if tower == "qwen3_vl" else 0, fixed_size=224 if tower == "siglip" else 0,
         **frozen, **seen,
     )  # fmt: skip
+
+
+def _with_tiles(draw: Random, made: JobSpec) -> JobSpec:
+    """The job with a Llama 3.2 Vision of that Llama's width."""
+    cross, heads, layers = draw.randint(1, 4), draw.choice((2, 4)), draw.randint(1, 4)
+    vision = VisionSpec(
+        tower="mllama", hidden_size=16 * heads * draw.randint(1, 4), intermediate_size=32 * draw.randint(2, 9), images=1,
+        num_hidden_layers=layers, num_attention_heads=heads, patch_size=14, patch_numbers=588, positions=17, fixed_size=56,
+        out_hidden_size=made.model.hidden_size, global_layers=draw.randint(1, 3), cross_layers=cross,
+        deeper=draw.randint(0, layers), freeze_text=not draw.randint(0, 1), recomputes=not draw.randint(0, 1),
+        adapted=not draw.randint(0, 1), freeze_tower=not draw.randint(0, 1),
+    )  # fmt: skip
+    rows = made.model.head_rows or made.model.vocab_size
+    return replace(
+        made,
+        model=replace(
+            made.model, vision=vision, num_hidden_layers=cross * draw.randint(2, 5), head_rows=rows, tie_word_embeddings=False
+        ),
+    )
 
 
 #: Most refused draws in a row.

@@ -1,7 +1,9 @@
 """Compiled blocks and a compiled loss: the estimate is what torch's own compiler needs, or slightly more.
 
-What the forward keeps is exact, but for the random generator's state and eight bytes per token at the compiled loss, whose cause is
-not known. In a block's backward the estimate is a bound, since inductor's order depends on the sizes.
+What the forward keeps is exact, but for the random generator's state and integers of eight bytes: the script's loop holds the token
+ids until the backward ends (``torch.randint``, 8 T), and the model the positions of one sequence until it returns, or with
+recomputation until the last block's backward (8 s). In a block's backward the estimate is a bound, since inductor's order depends
+on the sizes.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def peak(known: JobSpec) -> int:
 def assert_near(known: JobSpec, folder: Path, *, most: float) -> None:
     """Assert that the estimate is the dry run's peak, or above it by at most a share of it."""
     ran, tokens = scripted(known, folder).peak_bytes, known.batch.micro_batch_size * known.batch.seq_len
-    assert ran - 9 * tokens - 1000 < peak(known) < (1 + most) * ran
+    assert ran - 8 * tokens - 1000 < peak(known) < (1 + most) * ran
 
 
 def test_compiled_blocks_and_a_compiled_loss(tmp_path: Path) -> None:

@@ -85,6 +85,19 @@ def closure():
 for _ in range(4):
     print(float(optimizer.step(closure)))
 """,
+    "gradients of each sample": """
+from torch.func import functional_call, grad, vmap
+network = model().cuda()
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+def loss_of(weights, row):
+    return functional_call(network, weights, (row,)).sum()
+for _ in range(4):
+    weights = {name: one.detach() for name, one in network.named_parameters()}
+    gradients = vmap(grad(loss_of), (None, 0))(weights, torch.randn(16, 64, device="cuda"))
+    for name, one in network.named_parameters():
+        one.grad = gradients[name].mean(0)
+    optimizer.step()
+""",
 }
 
 
@@ -94,6 +107,24 @@ def test_an_unusual_script_is_stopped_after_its_steps(tmp_path: Path, code: str)
     run = dry_run("--", "script.py", folder=tmp_path, flags=("--json", "-q", "--timeout", "100"))
     assert (run.answer["ended"], len(run.answer["steps"])) == ("steps taken", 2)
     assert any(one["what"].startswith("torch.compile") for one in run.answer["stood_in"]) == ("torch.compile" in code)
+
+
+def test_ranks_share_the_statistics_of_synced_norms(tmp_path: Path):
+    """Each rank sends mean, root and count of 8 channels, and in the backward two sums of each."""
+    code = """
+torch.distributed.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+network = nn.SyncBatchNorm.convert_sync_batchnorm(network).cuda()
+train(network, 4, lambda: torch.randn(16, 3, 10, 10, device="cuda"))
+"""
+    (tmp_path / "script.py").write_text(TRAIN + code)
+    answer = dry_run("--gpus", "8", "--", "script.py", folder=tmp_path).answer
+    sent = {(one["operation"], one["phase"]): one["n_bytes"] for one in answer["collectives"]}
+    assert sent == {("all_gather", "forward"): 8 * 4 * (2 * 8 + 1), ("all_reduce", "backward"): 4 * 2 * 8}
+    images, results, weights = 4 * 16 * 3 * 100, 4 * 16 * 8 * 64, 4 * (8 * 27 + 3 * 8)
+    forward = answer["steps"][-1]["phases"][0]["peak_bytes"]
+    assert forward == pytest.approx(images + 3 * results + 3 * weights, abs=2000)  # and the statistics
 
 
 def test_steps_of_a_model_in_evaluation_mode_count_as_training(tmp_path: Path):

@@ -124,6 +124,10 @@ CASES = {
     "llama 3.2, lora, recomputed": a_job("llama 3.2", adapter=LORA, recompute="full"),
     "llama 3.2, lora, ddp, recomputed": a_job("llama 3.2", adapter=LORA, precision="bf16", engine="ddp", recompute="full"),
     "llama 3.2, lora, text frozen": a_job("llama 3.2", frozen=TEXT_FROZEN, adapter=LORA, precision="bf16", recompute="full"),
+    "llama 3.2, lora in the tower too": a_job("llama 3.2", frozen={"adapted": True}, adapter=LORA, precision="bf16"),
+    "llama 3.2, lora in tower and layers for images": a_job(
+        "llama 3.2", frozen={"adapted": True, "freeze_text": True}, adapter=LORA, precision="bf16", recompute="full"
+    ),
     "gemma": a_job("gemma"),
     "gemma, recomputed, tower frozen": a_job("gemma", frozen={"freeze_tower": True}, recompute="full"),
 }

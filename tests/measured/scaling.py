@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from zeroplan.engines.megatron.rank import Rank
+    from zeroplan.numeric import Int
     from zeroplan.spec.described import Job
     from zeroplan.spec.model import ModelSpec
     from zeroplan.steptime.pointwise import Split
@@ -69,9 +70,9 @@ def _sent(rank: Rank, job: Job) -> Iterator[Collective]:
     for call in traffic.collectives_of_passes(rank, job):
         in_blocks = call.among is Among.TENSOR and call.what == "hidden states" and call.phase is Phase.BACKWARD
         if in_blocks and call.operation == "all_reduce":
-            yield call._replace(calls=call.calls + pairs // 2)
+            yield _called(call, call.calls + pairs // 2)
         elif in_blocks and call.operation == "all_gather":
-            yield call._replace(calls=call.calls - pairs)
+            yield _called(call, call.calls - pairs)
         elif call.what != "numbers of the loss":
             yield call
     if rank.has_head and tp > 1:
@@ -81,6 +82,10 @@ def _sent(rank: Rank, job: Job) -> Iterator[Collective]:
             "all_gather", "logits", "forward", tp, batch.grad_accum_steps, logits, sent, 0,
             near=True, phase=Phase.FORWARD, among=Among.TENSOR,
         )  # fmt: skip
+
+
+def _called(call: Collective, calls: Int) -> Collective:
+    return call._replace(calls=calls, sent_bytes=call.sent_bytes * calls // call.calls)
 
 
 def _ends(usual: Any, model: ModelSpec, _kernels: str, split: Split, fused: tuple[str, ...]) -> Moved:

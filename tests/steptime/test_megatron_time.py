@@ -13,6 +13,7 @@ from zeroplan import JobSpec, MegatronOptions, estimate, job
 from zeroplan.engines.megatron.traffic import visited
 from zeroplan.errors import SpecError
 from zeroplan.job_time import time_of
+from zeroplan.ledger import Kind
 from zeroplan.planner import Fixed, plan
 from zeroplan.planner.objectives import TIE
 from zeroplan.planner.search import job_at, search
@@ -61,6 +62,16 @@ def test_a_tensor_parallel_step_by_hand() -> None:
     assert forward < seconds(found, "waiting for tensor") < forward + 32 * (4 * gather + 2 * scatter)
     assert backward > 0
     assert found.tokens == 4096 / 8
+
+
+def test_without_fusion_a_gradient_is_read_and_added_to_its_buffer() -> None:
+    """Two bytes of the weight's gradient are read, and four of the buffer read and written, once per micro-batch."""
+    options = MegatronOptions(gradient_accumulation_fusion=False)
+    one = job(**SAID, gpus=8, tensor_parallel=8, grad_accum=3, megatron=options)
+    gradients = estimate(one).states_by_kind[Kind.GRADIENTS]
+    assert seconds(time_of(one), "adding up") == pytest.approx(3 * (4 + 4 + 2) * gradients / 4 / (0.8 * 2.039e12))
+    narrow = replace(one, recipe=replace(one.recipe, megatron=replace(options, grad_reduce_in_bf16=True)))
+    assert seconds(time_of(narrow), "adding up") == pytest.approx(3 * (2 + 2 + 2) * gradients / 4 / (0.8 * 2.039e12))
 
 
 def test_a_bubble_by_hand_and_the_slowest_rank_has_the_head() -> None:

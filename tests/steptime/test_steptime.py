@@ -18,7 +18,7 @@ from zeroplan.ledger import Among, Collective
 from zeroplan.spec.profile import model_of
 from zeroplan.steptime import Running, StepTime, pointwise, step_time
 from zeroplan.steptime.links import latency, links, neighbours, rate, seconds, strided
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import layout, trained_count
 
 
 def timed(one: JobSpec, **assumed: object) -> StepTime:
@@ -160,6 +160,16 @@ def test_computing_takes_what_the_given_mfu_says():
     asked = 3 * 2 * matrices * tokens + 3.5 * attention
     assert part(found, "forward") + part(found, "backward") == pytest.approx(asked / (0.4 * 989.4e12))
     assert part(timed(job(**SAID, recompute="full"), mfu=0.4), "recomputation") > 0 == part(found, "recomputation")
+
+
+def test_a_frozen_weight_has_no_gradient_to_compute():
+    """Two products per frozen weight and token, three per weight of an adapter."""
+    one = job(**SAID, lora_rank=16)
+    adapters, tokens = trained_count(one.model), 4096
+    matrices, attention = 7_504_658_432, 2 * 32 * 2 * 32 * 128 * (4096 + 1) / 2 * tokens
+    asked = 2 * tokens * (2 * matrices + 3 * adapters) + 3 * attention
+    assert float(timed(one).model_flops) == pytest.approx(asked)
+    assert float(timed(job(**SAID)).model_flops) == pytest.approx(3 * (2 * tokens * matrices + attention))
 
 
 def test_long_sequences_hide_all_gathers():

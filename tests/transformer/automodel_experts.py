@@ -22,10 +22,11 @@ class Run(NamedTuple):
 
 
 def run_experts(
-    shape: Mapping[str, int], *, ranks: int, looped: bool, weighted_last: bool, frozen: bool, biases: bool
+    shape: Mapping[str, int], *, ranks: int, looped: bool, weighted_last: bool, frozen: bool, biases: bool, rank: int
 ) -> Run:  # fmt: skip
     """Run forward and backward once with even routing. Skips the test without ``nemo_automodel``.
 
+    ``rank``: of an adapter of the experts; 0 without one.
     One operator replaces the activation, which AutoModel compiles. Ranks exist by name only: a gathered tensor is this rank's.
     """
     torch = pytest.importorskip("torch")
@@ -45,12 +46,15 @@ def run_experts(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_gather", _copied)
         module = theirs.GroupedExperts(config, _Backend("torch" if looped else "torch_mm")).to(torch.bfloat16)
+        if rank:
+            adapted = pytest.importorskip("nemo_automodel.components._peft.lora_experts").GroupedExpertsLoRA
+            module = adapted(module, lora_dim=rank).to(torch.bfloat16)
         module.expert_activation_grouped = _activation(torch)
         mesh = init_device_mesh("cpu", (ranks,))
         for name, whole in list(module.named_parameters()) if ranks > 1 else []:
             own = whole.detach()[: shape["E"] // ranks].clone()
-            setattr(module, name, torch.nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)])))
-        made = _measured(torch, module.requires_grad_(not frozen), shape)
+            setattr(module, name, torch.nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)]), whole.requires_grad))
+        made = _measured(torch, module if rank else module.requires_grad_(not frozen), shape)
     torch.distributed.destroy_process_group()
     return made
 

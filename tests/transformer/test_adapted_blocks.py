@@ -21,6 +21,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import (
     ADAPTED_FAMILIES,
     ADAPTED_LIKE_LLAMA,
+    BARE_EXPERTS_UNDER_AUTOCAST,
     CONVERTED,
     NOT_QUANTISED,
     NOT_UNDER_AUTOCAST,
@@ -115,6 +116,19 @@ def test_qwen2_moe_under_autocast(number: int, kept: bool) -> None:
     assert on_the_fake_gpu(differences, under) == ((indices,) if kept else ())
 
 
+@pytest.mark.parametrize("family", BARE_EXPERTS_UNDER_AUTOCAST)
+@pytest.mark.parametrize("number", range(4) if every_case() else (0, 3))
+def test_attention_in_four_bits_beside_a_router_in_fp32_under_autocast(family: str, number: int) -> None:
+    """The router multiplies fp32 copies, which autocast makes narrow again; autograd keeps the weight's narrow copy."""
+    pytest.importorskip("bitsandbytes")
+    case = case_of(family, number, "attention")
+    adapter, compute = AdapterSpec(rank=4, targets="attention", quantize="nf4", upcast="none"), case.compute
+    under = compute._replace(element_bytes=2, autocast=True)
+    case = case._replace(spec=replace(case.spec, adapter=adapter), compute=under)
+    assert not is_refused(case)
+    assert on_the_fake_gpu(differences, case) == ()
+
+
 def run_and_said(pair: tuple[Case, Case]) -> tuple[BlockRun, BlockRun]:
     return run_of(pair[0]), said_of(pair[1])
 
@@ -142,7 +156,7 @@ FEW_BITS = ("phi3", "glm4_moe_lite", "qwen3_5_moe_text")
 
 def in_few_bits(family: str, number: int, quantize: Quantize, *, autocast: bool = False) -> Case:
     """In eight bits without recomputation, through which layers keep their inputs. LFM2's eight bits are refused."""
-    quantize = "nf4" if (family, quantize) == ("lfm2", "int8") else quantize
+    quantize = "nf4" if family in ("lfm2", "lfm2_moe") and quantize == "int8" else quantize
     case = case_of(family, number, MOST.get(family, "all-linear"))
     recompute: Recompute = "none" if quantize == "int8" else case.compute.recompute
     adapter = AdapterSpec(
@@ -176,7 +190,7 @@ def with_experts_in_four_bits(family: str, number: int, *, autocast: bool) -> Ca
 def test_experts_in_four_bits_take_what_is_said(family: str, number: int) -> None:
     """Each forward writes them out, and keeps the copy for its backward."""
     pytest.importorskip("bitsandbytes")
-    autocast = family not in (*NOT_UNDER_AUTOCAST, *LINEAR_FAMILIES)
+    autocast = family not in (*NOT_UNDER_AUTOCAST, *BARE_EXPERTS_UNDER_AUTOCAST, *LINEAR_FAMILIES)
     case = with_experts_in_four_bits(family, number, autocast=autocast)
     assert case.spec.first_is_bare or on_the_fake_gpu(differences, case) == ()
 
@@ -206,7 +220,7 @@ def test_a_block_in_few_bits_under_autocast(family: str, number: int) -> None:
     case = in_few_bits(family, number, "nf4", autocast=True)
     assert is_refused(case) or on_the_fake_gpu(differences, case) == (), case
     if number == 1 and case.spec.activation not in ("relu2", "gelu_new"):
-        assert is_refused(case) == (family in NOT_UNDER_AUTOCAST)
+        assert is_refused(case) == (family in (*NOT_UNDER_AUTOCAST, *BARE_EXPERTS_UNDER_AUTOCAST))
 
 
 @pytest.mark.parametrize("family", QUANTISED if every_case() else (*FEW_BITS, "gemma"))

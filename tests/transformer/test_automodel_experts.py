@@ -11,6 +11,7 @@ import pytest
 
 from tests.transformer.automodel_experts import Run, run_experts
 from zeroplan.ledger import Kind
+from zeroplan.spec.adapter import Stacked
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.automodel_experts import own_experts
 from zeroplan.transformer.families.experts import Computing, silu_gate
@@ -29,12 +30,18 @@ class Case(NamedTuple):
     weighted_last: bool = False
     frozen: bool = False
     biases: bool = False
+    rank: int = 0
+    """Of an adapter of all experts; 0 without one."""
 
 
 #: What the module keeps for its backward, and the highest moments of forward and backward. [bytes]
 RUNS = {
     Case(): Run(174752, 405248, 1187840),
     Case(frozen=True): Run(84640, 380672, 163840),
+    Case(frozen=True, rank=8): Run(178848, 522976, 163840),
+    Case(frozen=True, rank=4): Run(281248, 625376, 163840),
+    Case(ranks=2, frozen=True, rank=16): Run(183056, 661424, 294912),
+    Case(ranks=2, frozen=True, rank=8, weighted_last=True): Run(178960, 657328, 294912),
     Case(biases=True): Run(305888, 741088, 1063872),
     Case(ranks=2): Run(174864, 539608, 663552),
     Case(ranks=4): Run(175112, 804144, 491520),
@@ -47,7 +54,11 @@ RUNS = {
 def _formulas(case: Case) -> Run:
     values = {**SHAPE, "T_g": 64 * case.ranks, "x": 8 // case.ranks, "e": 2, "r": 2}
     tape = Tape(wide=False, autocast=False, saving=True)
-    tape.mode = Mode(weights_frozen=case.frozen, sends_by="looped-experts" if case.looped else "grouped-experts")
+    tape.mode = Mode(
+        weights_frozen=case.frozen,
+        stacked=Stacked(grouped=case.rank),
+        sends_by="looped-experts" if case.looped else "grouped-experts",
+    )
     given = op.tensor(tape, "input", e, T * h, ""), op.tensor(tape, "routing weights", e, T * t, "")
 
     def size(stores: tuple[Store, ...]) -> int:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from zeroplan.dryrun.replacements import note, noting
+from zeroplan.dryrun.synced_norms import give_synced_norms_shapes
 from zeroplan.verify.fake_cuda.graphs import Graph
 from zeroplan.verify.fake_cuda.known_values import how_sure, keep, known
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
@@ -41,6 +42,7 @@ def change_torch(stand_ins: StandIns) -> None:
     captured = "captured code runs once, in a pool of memory of its own, and replaying does nothing"
     put(Graph, capture_begin=noting("CUDA graphs", captured, Graph.capture_begin))
     _let_the_host_be_profiled()
+    give_synced_norms_shapes()
     put(torch.Tensor, is_pinned=always(False), pin_memory=lambda tensor, *_: tensor)
     put(flex, flex_attention=_flex_attention)
 

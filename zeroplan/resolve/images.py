@@ -49,7 +49,7 @@ def with_images(
     if program == "ms-swift":  # model/patcher.py, patch_get_input_embeddings
         vision = replace(vision, follows_pixels=True)
     if program == "torchtune" and vision.cross_layers:  # training/_activation_checkpointing.py, set_activation_checkpointing
-        vision = replace(vision, recomputes=True)
+        vision = replace(vision, recomputes=True, adapted=model.adapter is not None and not vision.freeze_tower)
     if vision.has_blocks:
         vision = _with_images(vision, request)
     made = replace(model, vision=vision)
@@ -91,12 +91,13 @@ def _notes(model: ModelSpec, vision: VisionSpec, request: "Request", seq_len: in
         size = (
             f"{vision.fixed_size}x{vision.fixed_size}" if vision.fixed_size else f"{vision.image_width}x{vision.image_height}"
         )
-        fit = seq_len // max(1, vision.tokens_per_image)
+        fit = 0 if vision.cross_layers else seq_len // max(1, vision.tokens_per_image)
         more = f"; a packed sequence has those of all its samples, up to --images {fit}" if fit > 1 else ""
-        yield f"images of a sequence not given: zeroplan assumes {vision.images} of {size}, {tokens:,} tokens{more}"
+        beside = f"{vision.images * vision.image_states:,} tokens beside the text's" if vision.cross_layers else ""
+        yield f"images of a sequence not given: zeroplan assumes {vision.images} of {size}, {beside or f'{tokens:,} tokens'}{more}"
     if tokens > seq_len:
         yield f"the images of a sequence take {tokens:,} tokens, more than its {seq_len:,}; use fewer or smaller ones"
-    if model.adapter is not None:
+    if model.adapter is not None and not vision.adapted:
         yield "beside adapters the vision tower is counted as frozen, without adapters of its own"
     elif not vision.frozen_names and request.freeze is None:
         yield "the vision tower is trained, as by a plain Trainer; --freeze tower,projector where it is not"

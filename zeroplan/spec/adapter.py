@@ -55,6 +55,7 @@ CONVERTED: Mapping[str, tuple[str, str, str]] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _OF_MIXTRAL),
     **dict.fromkeys((
         "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1",
+        "solar_open", "deepseek_v2",
     ), MLP),
 }  # fmt: skip
 
@@ -69,6 +70,8 @@ class Stacked(NamedTuple):
     """
     second: bool = False
     router: bool = False
+    grouped: int = 0
+    """Rank of NeMo AutoModel's own adapters of both weights, which multiply each expert's tokens; 0 without them."""
 
 
 _JOINT, _ALONE = Layers(mlp=("gate_up_proj", "down_proj")), Layers(mlp=())
@@ -96,7 +99,8 @@ LAYERS_OF: Mapping[str, Layers] = {
     "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV, "falcon": _JOINT_QKV,
     "gpt2": Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
     "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
-    "deepseek_v3": _LATENT, "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
+    "deepseek_v3": _LATENT, "deepseek_v2": _LATENT, "mistral4": _LATENT,
+    "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 _LLAMA = Layers()
 _OF_EXPERTS = (OLD_ROUTER, FIRST, SECOND, ROUTER)
@@ -110,6 +114,7 @@ ADAPTED_FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
     "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
+    "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2",
 )  # fmt: skip
 #: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
@@ -120,9 +125,11 @@ ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 #: Families whose blocks with adapters are modelled in 16 bits or fp32 alone. Autocast, which then runs on 16-bit weights, widens
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
-    "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite",
-    "glm4_moe", "dots1", "jais2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
+    "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "dots1", "jais2", "apertus", "starcoder2",
+    "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2",
 )  # fmt: skip
+#: Families that are modelled under autocast without adapters of experts and routers.
+BARE_EXPERTS_UNDER_AUTOCAST = ("glm4_moe", "glm4_moe_lite")
 #: Activation functions that autocast computes in fp32, a dtype that layers in few bits hand on.
 WIDENED = ("relu2", "gelu_new")
 #: Families whose weights in few bits are not modelled: with an indexer, a trained activation function, ``Conv1D`` (GPT-2), or
@@ -140,13 +147,17 @@ _OUTPUT_REFUSED = ("nemotron_h", "falcon_h1")
 _ONE_MODULE = {"M": _MAMBA.others, "*": ATTENTION, "-": MLP, "E": (*MLP, *LATENT_OF_EXPERTS)}
 
 
-def refused_layers(family: str, layers: tuple[str, ...]) -> str:
-    """Return why adapters of these layers are not modelled in a family, and what to use instead; empty if they are."""
+def refused_layers(family: str, layers: tuple[str, ...], *, automodel: bool = False) -> str:
+    """Return why adapters of these layers are not modelled in a family, and what to use instead; empty if they are.
+
+    ``automodel``: NeMo AutoModel's, which are no weights of experts.
+    """
     if not set(layers) & {*LAYERS_OF.get(family, _LLAMA).every, HEAD, *_OF_EXPERTS}:
         return (
             f"a {family} model has none of these linear layers; name some of {', '.join(LAYERS_OF.get(family, _LLAMA).every)}"
         )
-    if refused := _refused_experts(family, set(layers)):
+    refused = "" if automodel else _refused_experts(family, set(layers))
+    if refused:
         return refused
     if family in _OUTPUT_REFUSED and "out_proj" in layers:
         return f"peft refuses an adapter of out_proj in a {family} model; use --lora-targets attention,mlp,in_proj"
@@ -218,6 +229,10 @@ class AdapterSpec(Spec):
     """Modules that are trained whole, in a copy beside the frozen original: ``embed_tokens``, ``lm_head``, or both."""
     quantize_experts: bool = False
     """Stacked experts are in four bits, too, as Axolotl's ``quantize_moe_experts`` loads them: each forward writes them out."""
+    automodel: bool = False
+    """NeMo AutoModel's adapters: a layer's name stands for linear layers alone, those of dense blocks and shared experts too."""
+    experts_rank: Annotated[int, Range(0, 10**5)] = 0
+    """The rank of AutoModel's adapters of a layer's experts; 0 without them."""
     bitsandbytes: str | None = None
     """The release of bitsandbytes, such as ``0.43.1``. Before 0.43.2 a 4-bit layer saves its input, and before 0.47.0 it computes
     in fp32 after a norm in fp32. ``None``: 0.50."""
@@ -230,17 +245,24 @@ class AdapterSpec(Spec):
             if name.strip() not in (*GROUPS, *_NAMES, HEAD):
                 there = ", ".join((*GROUPS, *_NAMES, HEAD))
                 raise SpecError(f"LoRA has no target {name.strip()!r}; there are {there}")
+        self._check_saved()
+        if self.quantize_experts and self.quantize not in ("nf4", "nf4-double"):
+            raise SpecError(f"experts in few bits are modelled with quantize nf4 or nf4-double, not {self.quantize}")
+        if self.experts_rank and not self.automodel:
+            raise SpecError(
+                "experts_rank is the rank of NeMo AutoModel's adapters alone; set automodel too, or name experts.down_proj"
+            )
+        if self.group_size < 1 and self.group_size != -1:
+            raise SpecError(f"group_size={self.group_size} is no number of weights; write 128, or -1 for no groups")
+        if self.bitsandbytes is not None and re.fullmatch(r"0\.\d+(\.\d+)?", self.bitsandbytes) is None:
+            raise SpecError(f"bitsandbytes={self.bitsandbytes!r} is not a release; write 0.43.1")
+
+    def _check_saved(self) -> None:
         for name in self.saved:
             if name not in TRAINED_MODULES:
                 raise SpecError(f"modules_to_save has no module {name!r}; there are {', '.join(TRAINED_MODULES)}")
             if name in self.layers:
                 raise SpecError(f"{name} has an adapter or is trained whole, not both; leave it out of one of them")
-        if self.quantize_experts and self.quantize not in ("nf4", "nf4-double"):
-            raise SpecError(f"experts in few bits are modelled with quantize nf4 or nf4-double, not {self.quantize}")
-        if self.group_size < 1 and self.group_size != -1:
-            raise SpecError(f"group_size={self.group_size} is no number of weights; write 128, or -1 for no groups")
-        if self.bitsandbytes is not None and re.fullmatch(r"0\.\d+(\.\d+)?", self.bitsandbytes) is None:
-            raise SpecError(f"bitsandbytes={self.bitsandbytes!r} is not a release; write 0.43.1")
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -282,7 +304,7 @@ class AdapterSpec(Spec):
         >>> AdapterSpec(rank=8, targets="mlp").layers_in("glm4")
         ('gate_up_proj', 'down_proj')
         """
-        own, routers = LAYERS_OF.get(family, _LLAMA), (OLD_ROUTER,) if family in CONVERTED else ()
+        own, routers = LAYERS_OF.get(family, _LLAMA), (OLD_ROUTER,) if family in CONVERTED and not self.automodel else ()
         groups = {"all-linear": (*own.every, *routers), "attention": own.attention, "mlp": own.mlp}
         named = {one for name in self.targets.split(",") for one in groups.get(name.strip(), (name.strip(),))}
         return tuple(name for name in (*own.every, HEAD, *_OF_EXPERTS) if name in named)
@@ -293,15 +315,17 @@ class AdapterSpec(Spec):
         >>> AdapterSpec(rank=8, targets="o_proj,mlp").linear_in("qwen3_moe")
         ('o_proj',)
         """
-        others = {*CONVERTED.get(family, ()), *_OF_EXPERTS}
+        others = {*(() if self.automodel else CONVERTED.get(family, ())), *_OF_EXPERTS}
         return tuple(name for name in self.layers_in(family) if name not in others)
 
     def stacked_in(self, family: str) -> Stacked:
         """Return which weights of all experts of a layer have adapters.
 
         >>> AdapterSpec(rank=8, targets="mlp").stacked_in("qwen3_moe")
-        Stacked(first=2, second=True, router=False)
+        Stacked(first=2, second=True, router=False, grouped=0)
         """
+        if self.automodel:
+            return Stacked(grouped=self.experts_rank)
         names, (gate, _, down) = set(self.layers_in(family)), CONVERTED.get(family, ("", "", ""))
         return Stacked(
             2 if gate in names else int(FIRST in names), bool({down, SECOND} & names), bool({OLD_ROUTER, ROUTER} & names)

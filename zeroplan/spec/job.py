@@ -7,6 +7,7 @@ from zeroplan.spec.adapter import (
     ADAPTED_LIKE_LLAMA,
     ADAPTED_UNDER_FSDP1,
     ATTENTION,
+    BARE_EXPERTS_UNDER_AUTOCAST,
     HEAD,
     NOT_UNDER_AUTOCAST,
     WIDENED,
@@ -111,7 +112,8 @@ def _of_weights(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str 
         "reentrant true, or recompute 'none'",
     )
     experts = adapter.quantize_experts
-    yield experts and recipe.engine != "ddp" and f"experts in four bits and engine {recipe.engine!r}", "engine 'ddp'"
+    sharded = experts and recipe.engine not in ("ddp", "fsdp2")
+    yield sharded and f"experts in four bits and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp2'"
     older = adapter.four_bits_keep_inputs and recipe.recompute != "full"
     yield older and "bitsandbytes before 0.43.2 and no full recomputation", "recompute 'full', or a later release"
 
@@ -199,6 +201,8 @@ def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, s
     With weights in few bits a linear layer returns the dtype of its input. So norms in fp32 widen what comes after them.
     """
     yield model.family in NOT_UNDER_AUTOCAST and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
+    in_experts = any(model.stacked) and model.family in BARE_EXPERTS_UNDER_AUTOCAST
+    yield in_experts and f"experts of {this} under autocast", "targets 'attention', or precision 'bf16'"
     few_bits = f"quantised weights of {this} under autocast"
     beside = model.linear is not None or model.has_experts or "C" in model.letters
     yield model.upcasts_norms and beside and f"{few_bits}, and all else in fp32,", "upcast 'none', or precision 'bf16'"
@@ -625,9 +629,11 @@ class JobSpec(Spec):
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""
         recipe, quantised = self.recipe, self.model.is_quantised
+        if self.model.stacked.grouped:
+            self._check_grouped_adapters()
         if recipe.engine == "megatron":  # which has rules of its own
             return
-        if SENDING & set(recipe.fused_parts) and any(self.model.stacked):
+        if SENDING & set(recipe.fused_parts) and any(self.model.stacked) and not self.model.stacked.grouped:
             raise SpecError("adapters of experts with NeMo AutoModel's experts are not modelled; use --lora-targets attention")
         cases = (
             (recipe.engine == "paper" and "engine 'paper'", "engine 'ddp', 'fsdp2' or 'deepspeed'"),
@@ -636,6 +642,7 @@ class JobSpec(Spec):
             *_in_the_family(self.model, adapter, recipe),
             (
                 any(self.model.stacked)
+                and not self.model.stacked.grouped
                 and self.mesh.model_ranks * self.mesh.ep > 1
                 and "adapters of all experts of a layer on ranks that split the model",
                 "data-parallel ranks",
@@ -648,13 +655,29 @@ class JobSpec(Spec):
             ),
             (
                 quantised
-                and recipe.engine != "fsdp1"
+                and recipe.engine not in ("fsdp1", "fsdp2")
                 and recipe.offloads_states
                 and "quantised weights (QLoRA) and offload to host memory",
                 "no offload",
             ),
         )
         refuse("LoRA with", cases, says="is not modelled yet")
+
+    def _check_grouped_adapters(self) -> None:
+        """Raise SpecError for jobs with which NeMo AutoModel's adapters of experts are not modelled."""
+        recipe, mesh = self.recipe, self.mesh
+        shared = mesh.ep > 1 and mesh.dp_shard > mesh.ep
+        own = bool(SENDING & set(recipe.fused_parts))
+        refuse("NeMo AutoModel's adapters of experts with", (
+            (not own and "other experts than its own", "fused_kernels grouped-experts, or experts_rank 0"),
+            (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (recipe.precision != "bf16" and f"precision {recipe.precision!r}", "'bf16'"),
+            (mesh.ep == 1 and mesh.dp_shard > 1 and "experts that all ranks shard", "ep with as many ranks"),
+            (shared and f"ep={mesh.ep} below the {mesh.dp_shard} ranks", "as many"),
+            (mesh.tp * mesh.cp > 1 and "tp or cp", "tp=1 and cp=1"),
+            (self.model.is_quantised and "quantised weights", "none"),
+            ("looped-experts" in recipe.fused_parts and "experts one after the other", "grouped-experts"),
+        ))  # fmt: skip
 
     def _check_frozen(self) -> None:
         """Raise SpecError for options that are not modelled with frozen parameters."""

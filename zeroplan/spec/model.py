@@ -251,6 +251,11 @@ class ModelSpec(Spec):
         return 0 if self.vision is None else self.vision.cross_layers
 
     @property
+    def adapts_tower(self) -> bool:
+        """Whether the vision tower's blocks have adapters."""
+        return self.adapter is not None and self.vision is not None and self.vision.adapted
+
+    @property
     def letters(self) -> str:
         """``layer_pattern`` repeated to one letter per layer."""
         repeated = self.layer_pattern * -(-self.num_hidden_layers // max(1, len(self.layer_pattern)))
@@ -344,7 +349,7 @@ class ModelSpec(Spec):
             raise SpecError(
                 f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
             )
-        if refused := refused_layers(self.family, self.adapted_layers):
+        if refused := refused_layers(self.family, self.adapted_layers, automodel=adapter.automodel):
             raise SpecError(f"LoRA with these targets: {refused}")
         if any(self.stacked) and self.moe is None:
             raise SpecError(f"LoRA with these targets: this {self.family} model has no experts; name linear layers")

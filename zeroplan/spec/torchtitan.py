@@ -28,6 +28,7 @@ def _of_the_model(model: ModelSpec) -> Iterator[tuple[str | bool, str]]:
     yield model.family != "llama" and f"a {model.family} model", "a Llama"
     yield own and "biases or another activation function", "the shape of a Llama 3"
     yield model.head_dim * model.num_attention_heads != model.hidden_size and "a head_dim of its own", "hidden_size / heads"
+    yield model.vision is not None and model.vision.has_blocks and "a vision tower", "a text"
     yield model.tie_word_embeddings and "a head tied to the embedding", "an untied head"
     yield bool(model.unplaced_parameters) and "a shape inferred from a bare count", "a model's name"
     yield (model.adapter is not None or model.frozen is not None) and "adapters or frozen parts", "full training"

@@ -64,6 +64,8 @@ class VisionSpec(Spec):
     """The projector is not trained."""
     freeze_text: bool = False
     """Llama 3.2 Vision only: of the text, layers that attend to images alone are trained, or have adapters."""
+    adapted: bool = False
+    """Llama 3.2 Vision only: with adapters, the tower's blocks have some too, as torchtune's have (``encoder_trainable: lora``)."""
     recomputes: bool = False
     """The program recomputes the tower's blocks where the class does not, as torchtune does."""
     follows_pixels: bool = False
@@ -216,7 +218,7 @@ class VisionSpec(Spec):
             raise SpecError(f"a {self.tower} tower needs its sizes, with a hidden_size that its heads divide")
         if (self.tower == "mllama") != bool(self.cross_layers and self.global_layers):
             raise SpecError("a mllama tower, and no other, has global_layers and cross_layers; set both, or leave both out")
-        if (self.freeze_text or self.recomputes) and not self.cross_layers:
-            raise SpecError("freeze_text and recomputes are of a mllama tower; leave them out")
+        if (self.freeze_text or self.recomputes or self.adapted) and not self.cross_layers:
+            raise SpecError("freeze_text, adapted and recomputes are of a mllama tower; leave them out")
         if not self.image_width or not self.image_height:
             raise SpecError("an image has a width and a height in pixels; write both, such as 1024x768")

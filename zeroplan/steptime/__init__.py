@@ -72,7 +72,7 @@ def step_time(
     parts = (*busy.parts, *joined, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / split
     peak = peak_flops_per_s(gpu, recipe, rates.running.operands)
-    return StepTime(parts, batch.grad_accum_steps * 3.0 * busy.flops, tokens, peak)
+    return StepTime(parts, 1.0 * batch.grad_accum_steps * busy.model_flops, tokens, peak)
 
 
 def _rates(
@@ -139,7 +139,7 @@ def _on_a_pipeline(
     asked, passes = work(model, recipe, one, tp=tp, cp=cp, expert_ranks=ep), batch.grad_accum_steps / (1.0 * mesh.pp)
     tokens: Float = 1.0 * batch.micro_batch_size * batch.seq_len * passes / (tp * cp)
     return StepTime(
-        (*parts, step), passes * 3.0 * asked.flops, tokens, peak_flops_per_s(rates.gpu, recipe, rates.running.operands)
+        (*parts, step), passes * asked.model_flops, tokens, peak_flops_per_s(rates.gpu, recipe, rates.running.operands)
     )
 
 

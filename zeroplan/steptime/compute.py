@@ -91,8 +91,8 @@ class Computing(NamedTuple):
     """The forwards of all micro-batches."""
     backward_s: Float
     """The backwards of all micro-batches, with recomputation."""
-    flops: Float
-    """Operations of one micro-batch's forward. [FLOPs]"""
+    model_flops: Float
+    """Operations of one micro-batch's forward and backward, without recomputation. [FLOPs]"""
     columns_s: Float = 0.0
     """The forwards of the blocks' matrix products."""
     attention_s: Float = 0.0
@@ -160,8 +160,8 @@ class Pieces(NamedTuple):
     """Elements of the matrices."""
     trained: float
     """Elements that get a gradient."""
-    flops: float
-    """Operations of the forward. [FLOPs]"""
+    model_flops: float
+    """Operations of forward and backward, without recomputation. [FLOPs]"""
     again: float = 0.0
     """Forward of the modules in Megatron's ``--recompute-modules``."""
     layers: float = 0.0
@@ -184,7 +184,7 @@ class _Times(NamedTuple):
     moved: Float
     moved_backward: Float
     again: Float
-    flops: Float
+    model_flops: Float
     columns: Float
     ends: Float
     ends_backward: Float
@@ -224,7 +224,7 @@ def computing(
 
 def _computing(parts: tuple[Part, ...], steps: Int, forward: Float, back: Float, one: _Times) -> Computing:
     rest = (steps * each for each in (one.columns, one.attention, one.ends, one.ends_backward))
-    return Computing(parts, steps * forward, steps * back, one.flops, *rest)
+    return Computing(parts, steps * forward, steps * back, one.model_flops, *rest)
 
 
 #: Larger than any sequence's number of tokens.
@@ -327,7 +327,7 @@ def _pieces(asked: Work, rates: Rates, mfu: float | None) -> Pieces:
         blocks.forward + other + cast[0] / rates.bandwidth,
         blocks.backward + MATRIX_BACKWARD * other + cast[1] / rates.bandwidth,
         last.forward, head.forward + rest, head.backward + MATRIX_BACKWARD * rest, core.forward, core.backward, moved.forward,
-        moved.backward, ends.forward, ends.backward, asked.elements, asked.trained, asked.flops,
+        moved.backward, ends.forward, ends.backward, asked.elements, asked.trained, asked.model_flops,
         seconds(asked.again, asked.tokens, on, accumulates=False).forward + _moved(asked.again_moved, rates).forward,
         asked.layers, *asked.moved[2:], *asked.ends_moved[2:], *asked.tensors,
     )  # fmt: skip
@@ -341,7 +341,7 @@ def _at_given_mfu(asked: Work, rate: float, recipe: RecipeSpec) -> Pieces:
     frozen_head = sum(one.flops for one in asked.head if one.frozen) * asked.tokens / rate
     return Pieces(
         blocks, MATRIX_BACKWARD * blocks - frozen, 0.0, head, MATRIX_BACKWARD * head - frozen_head, core, back * core,
-        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, asked.flops,
+        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, asked.model_flops,
     )  # fmt: skip
 
 
@@ -361,7 +361,7 @@ def _times(one: Pieces, recipe: RecipeSpec, rates: Rates, again: _Recomputation,
         one.blocks + one.head, one.blocks_backward + one.head_backward, one.attention, one.attention_backward,
         one.moved + one.ends + copying / rates.bandwidth,
         one.moved_backward + one.ends_backward + copying_backward / rates.bandwidth,
-        repeated, one.flops, one.blocks, one.head + one.ends, one.head_backward + one.ends_backward, *cpu,
+        repeated, one.model_flops, one.blocks, one.head + one.ends, one.head_backward + one.ends_backward, *cpu,
     )  # fmt: skip
 
 

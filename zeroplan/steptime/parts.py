@@ -39,7 +39,7 @@ class StepTime(NamedTuple):
 
     parts: tuple[Part, ...]
     model_flops: Float
-    """Operations of the model's formula on one GPU, with causal attention and without recomputation. [FLOPs]"""
+    """Operations of the model's formula on one GPU: causal attention, no recomputation, no gradients of frozen weights. [FLOPs]"""
     tokens: Float
     """Tokens of one GPU."""
     peak_flops_per_s: float

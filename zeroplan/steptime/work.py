@@ -84,6 +84,12 @@ class Work(NamedTuple):
         """All operations of the forward. [FLOPs]"""
         return self.blocks_flops + self.head_flops + self.core.flops
 
+    @property
+    def model_flops(self) -> float:
+        """Operations of forward and backward that the model asks for: a frozen weight gets no gradient. [FLOPs]"""
+        frozen = sum(one.flops for one in (*self.products, *self.head) if one.frozen)
+        return 3.0 * self.flops - self.tokens * frozen
+
 
 #: Kernels of a block's casts under autocast (DDP), counted in Llama, transformers 5.23; :func:`copies_of` has their bytes.
 _CASTS = Moved(0.0, 0.0, 10.0, 16.0)

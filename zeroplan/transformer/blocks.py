@@ -179,13 +179,13 @@ class Ahead(NamedTuple):
     """What multi-token prediction holds outside its blocks (:mod:`zeroplan.transformer.predictions`).
 
     ``beside``: from the forward of its first block to the end of that block's backward; ``forward``: at the losses' forward;
-    ``backward``: in the backward of losses, head and final norm; ``embedding``: from its blocks' backward to the end.
+    ``backward``: in the backward of losses, head and final norm; ``left``: from its blocks' backward to the end.
     """
 
     beside: tuple[Line, ...]
     forward: tuple[Line, ...]
     backward: tuple[Line, ...]
-    embedding: tuple[Line, ...]
+    left: tuple[Line, ...]
 
 
 class HeadPass(NamedTuple):

@@ -4,7 +4,7 @@ from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.widths import of_linear_attention, ranks, symbols, widths
+from zeroplan.transformer.families.widths import image_states, of_linear_attention, ranks, symbols, widths
 
 #: Symbols with their meaning, in the order in which reports print them.
 SYMBOLS: dict[str, str] = {
@@ -44,6 +44,8 @@ SYMBOLS: dict[str, str] = {
     "r": "bytes of an element of the residual stream: 4 under autocast, else e",
     "y": "parts of the keys in the memory-efficient attention kernel's backward",
     "z": "rank of the adapters",
+    "T_x": "tokens of the images to which layers attend, of all sequences (Llama 3.2 Vision)",
+    "s_x": "tokens of the images of one sequence",
 }
 
 
@@ -60,4 +62,5 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         "V": model.head_rows or model.vocab_size,
         "i": compute.prompt_len,
         "p": tp,
+        **(image_states(model, x) or dict.fromkeys(("T_x", "s_x"), 0)),
     }

@@ -76,7 +76,7 @@ def has_frozen(model: ModelSpec) -> bool:
 def without_backward(model: ModelSpec, *, recomputed: bool) -> int:
     """Return the number of first blocks that no gradient reaches: those of a frozen vision tower, if nothing recomputes them."""
     vision = model.vision
-    if vision is None or (recomputed and vision.runs_again_frozen):
+    if vision is None or model.adapts_tower or (recomputed and vision.runs_again_frozen):
         return 0
     return model.tower_layers if model.adapter is not None or vision.freeze_tower else 0
 

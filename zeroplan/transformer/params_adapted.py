@@ -39,6 +39,11 @@ def adapted_layout(whole: Layout, model: ModelSpec, adapter: AdapterSpec) -> Lay
     return Layout(embeddings, runs, tail, None if tied is None else tied._replace(frozen=True))
 
 
+def with_adapters_of(block: Parameters, adapter: AdapterSpec, names: tuple[str, ...]) -> Parameters:
+    """Return a frozen block, in 16 bits, with adapters of these linear layers."""
+    return tuple(_wrapped(block, adapter, names, frozenset()))
+
+
 def _names_in(run: BlockRun, model: ModelSpec, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the layers with adapters in a run: none in a frozen text, whose layers that attend to images alone have some."""
     return () if run.kind != "cross" and model.vision is not None and model.vision.freeze_text else names
@@ -133,6 +138,8 @@ def _with_stacked(parameters: Parameters, model: ModelSpec, adapter: AdapterSpec
         return tuple(one._replace(quantised=one.quantised or _is_of_experts(one)) for one in parameters)
     inside = [one for one in parameters if ".experts." in one.name and any(stacked)]
     chosen = [(one, rank) for one in inside for name, rank in ranks.items() if one.name.endswith(name)]
+    if stacked.grouped:
+        return _with_grouped(parameters, stacked.grouped, transposed=model.family in TRANSPOSED)
     for one in parameters:
         module, _, tensor = one.name.rpartition(".")
         is_router = stacked.router and one.name.endswith(f".{ROUTER}")
@@ -141,6 +148,22 @@ def _with_stacked(parameters: Parameters, model: ModelSpec, adapter: AdapterSpec
         for outside, (weight, rank) in zip(range(len(chosen) - 1, -1, -1), chosen if one in inside[-1:] else (), strict=False):
             made += _of_experts(".".join((module, *_BASE * outside)), weight, rank, transposed=model.family in TRANSPOSED)
     return tuple(made)
+
+
+def _with_grouped(parameters: Parameters, rank: int, *, transposed: bool) -> Parameters:
+    """Return the parameters with NeMo AutoModel's adapters of all experts after the experts' own.
+
+    Source: NeMo AutoModel 36044ad3, components/_peft/lora_experts.py, GroupedExpertsLoRA._init_adapter.
+    """
+    weights = [one for one in parameters if _is_of_experts(one)]
+    made = list[Parameter]()
+    for name, one in zip(("gate_and_up", "down"), weights, strict=False):
+        experts, outputs, inputs = one.shape if not transposed else (one.shape[0], *one.shape[:0:-1])
+        module = one.name.rpartition(".")[0]
+        for matrix, shape in (("A", (experts, inputs, rank)), ("B", (experts, rank, outputs))):
+            made.append(Parameter(f"{module}.lora_{name}_{matrix}", shape, active_share=one.active_share))
+    last = max((at for at, one in enumerate(parameters) if _is_of_experts(one)), default=-1) + 1
+    return (*parameters[:last], *made, *parameters[last:])
 
 
 _BASE = ("base_layer",)

@@ -44,9 +44,13 @@ def ahead_of(model: ModelSpec, compute: Compute, values: Values, saved: tuple[Li
     once_more = () if cut else (Held(e * T * V, "logits of a prediction", LOSS).line(Kind.LOGITS, values),)
     added = Held((2 if cut else 1) * head, "head's, from another prediction", LOSS)
     embedding = Held(e * V * h, "embedding's, from the predictions", MODEL)
+    output = Held((1 + depths) * e * T * h, "hidden states of model and predictions, held by the model's output", MODEL)
     return Ahead(
         beside=(*beside, *((embedded.line(SAVED, values),) if recomputed else ())),
         forward=(losses, *once_more),
         backward=(losses, *((added.line(Kind.UNSHARDED_GRADIENTS, values),) if head is not NOTHING else ())),
-        embedding=() if is_frozen(model, "embedding") else (embedding.line(Kind.UNSHARDED_GRADIENTS, values),),
+        left=(
+            output.line(SAVED, values),
+            *(() if is_frozen(model, "embedding") else (embedding.line(Kind.UNSHARDED_GRADIENTS, values),)),
+        ),
     )

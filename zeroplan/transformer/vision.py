@@ -26,6 +26,7 @@ QWEN = "transformers 5.23, models/qwen2_5_vl/modeling_qwen2_5_vl.py"
 _MLLAMA = "transformers 5.23, models/mllama/modeling_mllama.py, MllamaVisionModel.forward, MllamaModel.forward"
 _FORWARD = f"{QWEN}, Qwen2_5_VLModel.forward"
 _FP32 = 4
+_PIXELS = "pixels of the images, fp32"
 
 # --- parameters --------------------------------------------------------------------------------------------------------------
 
@@ -44,11 +45,26 @@ def with_tower(text: Layout, model: ModelSpec) -> Layout:
     plain = not vision.runs_again_frozen if frozen else not vision.is_recomputed
     kinds = (VISION, vision.num_hidden_layers), (GATED_VISION, vision.global_layers)
     runs = tuple(
-        BlockRun(kind, layers, _frozen_if(_block(vision, gated=kind == GATED_VISION), frozen), plain)
+        BlockRun(kind, layers, _trained_as_said(_block(vision, gated=kind == GATED_VISION), model, frozen=frozen), plain)
         for kind, layers in kinds
         if layers and vision.has_blocks
     )
     return text._replace(embeddings=(*text.embeddings, *tower, *joining), runs=(*runs, *text.runs))
+
+
+def _trained_as_said(block: Parameters, model: ModelSpec, *, frozen: bool) -> Parameters:
+    """Return a tower's block, frozen if so, with adapters where it has some."""
+    if model.adapter is None or not model.adapts_tower:
+        return _frozen_if(block, frozen)
+    from zeroplan.transformer.params_adapted import with_adapters_of  # noqa: PLC0415  only torchtune's towers have some
+
+    return with_adapters_of(block, model.adapter, adapted_in_tower(model))
+
+
+def adapted_in_tower(model: ModelSpec) -> tuple[str, ...]:
+    """Return the linear layers of a tower's block with adapters: those of a Llama's names, and the MLP's own."""
+    own = {"up_proj": "fc1", "down_proj": "fc2"}
+    return tuple(own.get(name, name) for name in model.linear_layers_adapted)
 
 
 def with_cross_layers(text: Layout, model: ModelSpec) -> Layout:
@@ -286,7 +302,7 @@ def tower_block(
     if model.adapter is not None:  # beside adapters, frozen weights have the compute dtype
         compute = compute._replace(autocast=False)
     frozen, element = vision.freeze_tower or model.adapter is not None, compute.element_bytes
-    made = tower_pass(vision, compute, batch, frozen=frozen, gated=gated)
+    made = tower_pass(vision, compute, batch, frozen=frozen, gated=gated, adapted=model if model.adapts_tower else None)
     named: dict[int, Line] = {}
 
     def lines(some: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -365,17 +381,16 @@ def _beside_cross_layers(
     Gradients of that output, and of outputs read early, count through the whole pass, and what joins them through the forward.
     """
     element, residual, width = compute.element_bytes, _residual(model, compute), vision.hidden_size
-    b, tokens = batch.micro_batch_size, batch.micro_batch_size * batch.seq_len
-    states, positions = b * vision.images * vision.image_states, b * vision.images * vision.sequence
+    sizes: dict[str, Int] = {"b": batch.micro_batch_size, "T": batch.micro_batch_size * batch.seq_len}
+    states, positions = vision.images * vision.image_states, vision.images * vision.sequence
     frozen = _frozen(vision, model.adapter is not None)
-    reached, followed = recomputed or not frozen[0], recomputed or not all(frozen)
+    reached, followed = recomputed or not frozen[0] or model.adapts_tower, recomputed or not all(frozen) or model.adapts_tower
     joined = (1 + vision.deeper) * width
 
-    def lines(size: Int, reason: str, *, there: bool = True) -> tuple[Line, ...]:
-        return (Line(Kind.ACTIVATIONS, size, reason, "", _MLLAMA),) if there else ()
+    def lines(each: int, reason: str, *, of: str = "b", there: bool = True) -> tuple[Line, ...]:
+        return (Line(Kind.ACTIVATIONS, each * sizes[of], reason, f"{each}·{of}", _MLLAMA),) if there else ()
 
     copied = () if element == _FP32 else pixels(model, batch, element, "pixels in the compute dtype")
-    seen = vision.images * vision.image_states
     mask = lines(residual * positions * vision.sequence, "vision tower: mask of the tiles, in numbers")
     kept = (
         *(() if frozen[0] else copied),
@@ -387,8 +402,7 @@ def _beside_cross_layers(
         *lines(element * states * joined, "vision tower: its outputs, joined", there=followed),
         *lines(element * states * vision.out_hidden_size, "tokens of the images, which layers attend to"),
         *lines(element * states * vision.out_hidden_size, "gradient of the tokens of the images", there=followed),
-        *lines(residual * tokens * (seen + 1), "mask of text and images, in numbers"),
-        *lines(8 * tokens * vision.images * vision.tiles, "which tiles each token sees, int64"),
+        *lines(residual * (states + 1), "mask of text and images, in numbers", of="T"),
     )
     held = vision.num_hidden_layers * residual * positions * width
     named = (
@@ -396,13 +410,13 @@ def _beside_cross_layers(
         *lines(held, "vision tower: outputs of its first stack, held by name", there=not reached),
         *lines((1 + 2 * vision.deeper) * residual * positions * width, "vision tower: outputs, while they are joined"),
         *lines(element * states * joined, "vision tower: its outputs, joined", there=not followed),
-        *lines((8 + 4 + element) * tokens * seen, "mask of text and images, while it is made"),
+        *lines((8 + 4 + element) * states, "mask of text and images, while it is made", of="T"),
     )
     arguments = copied if frozen[0] and compute.casts_inputs else ()  # until the model's forward returns the loss
     casts = _copies(vision, frozen, recomputed=recomputed) if compute.autocast else ()
     return text._replace(
         shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=arguments,
-        tower_bytes=residual * positions * width,
+        tower_bytes=sizes["b"] * residual * positions * width,
     )  # fmt: skip
 
 
@@ -420,9 +434,12 @@ def _copies(vision: VisionSpec, frozen: tuple[bool, bool], *, recomputed: bool) 
 
 
 def pixels(
-    model: ModelSpec, batch: Batch, element: int = _FP32, reason: str = "pixels of the images, fp32"
-) -> tuple[Line, ...]:
-    """Return the pixels of the images: the training loop's fp32 tensor, or a copy in another dtype. [bytes]"""
+    model: ModelSpec, batch: Batch, element: int = _FP32, reason: str = _PIXELS
+) -> tuple[Line, ...]:  # fmt: skip
+    """Return the pixels of the images: the training loop's fp32 tensor, or a copy in another dtype. [bytes]
+
+    Beside the loop's own, Llama 3.2 Vision's batch says which tiles each token sees.
+    """
     vision = model.vision
     held: tuple[Line, ...] = ()
     each = 0 if vision is None else element * vision.patch_numbers * vision.images * vision.patches
@@ -435,6 +452,10 @@ def pixels(
         held = (Line(Kind.PARAMETERS, of_modules, said, str(of_modules), _FORWARD),) if of_modules else ()
     if not each:
         return held
+    if vision is not None and vision.cross_layers and reason == _PIXELS:
+        size = 8 * vision.images * vision.tiles
+        n_bytes = size * batch.micro_batch_size * batch.seq_len
+        held = (Line(Kind.ACTIVATIONS, n_bytes, "which tiles each token sees, int64", f"{size}·T", _MLLAMA),)
     return (
         *held,
         Line(Kind.ACTIVATIONS, each * batch.micro_batch_size, reason, f"{each}·b", _FORWARD),

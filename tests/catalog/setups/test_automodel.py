@@ -20,6 +20,7 @@ from zeroplan.resolve import Resolved
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.families import experts
+from zeroplan.transformer.params import trained_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,17 +211,66 @@ def test_automodels_adapters_are_those_of_the_linear_layers_that_its_patterns_ma
     assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
-def test_automodels_adapters_of_experts_are_refused(read: Callable[..., Resolved], tmp_path: Path):
-    def of(named: str) -> dict[str, Any]:
-        peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True, "target_modules": ["*"]}}
-        return AUTO | peft | {"distributed": {"dp_size": 4}, "model": {"pretrained_model_name_or_path": named}}
+@pytest.mark.parametrize(("said", "kept"), [
+    ({}, True), ({"loss_fn": {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"}}, False),
+    ({"distributed": {"strategy": "fsdp2", "dp_size": 2, "pp_size": 2}}, False)])  # fmt: skip
+def test_automodels_training_loop_holds_the_logits(read: Callable[..., Resolved], said: dict[str, Any], kept: bool):
+    """The model's output is a variable of the function that runs the backward, unless a pipeline does."""
+    model = {"model": {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"}}
+    found = read(AUTO | {"distributed": {"strategy": "fsdp2", "dp_size": 4}} | model | said).job
+    assert found.recipe.keep_logits is kept
 
-    for named in ("Qwen/Qwen3-30B-A3B", "someone/else"):
-        with pytest.raises(SpecError, match="AutoModel gives all experts of a layer adapters of their own"):
-            read(of(named))
-        assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
-    assert read(of("Qwen/Qwen3-30B-A3B"), lora_targets="attention").job.model.adapter is not None
-    assert read(of("meta-llama/Llama-3.1-8B")).job.model.adapter is not None  # no experts
+
+def test_automodel_compiles_nothing_under_fsdp2_unless_its_own_key_says_so(read: Callable[..., Resolved], tmp_path: Path):
+    model = {"model": {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"}, "compile": {"enabled": True}}
+    for strategy, keys in (("fsdp2", set()), ("ddp", {"compile.enabled"})):
+        read(AUTO | model | {"distributed": {"strategy": strategy, "dp_size": 4}})
+        assert set(read_setup(tmp_path / "mine.yaml", gpus=None).matters) == keys
+    read(AUTO | model | {"distributed": {"strategy": "fsdp2", "dp_size": 4, "enable_compile": True}})
+    assert set(read_setup(tmp_path / "mine.yaml", gpus=None).matters) == {"distributed.enable_compile"}
+
+
+@pytest.mark.parametrize(("named", "recipe"), [("meta-llama/Llama-3.1-8B", "rowwise"), ("bigcode/starcoder2-7b", None)])
+def test_automodels_float8_on_one_gpu_is_that_of_one_rank(
+    read: Callable[..., Resolved], tmp_path: Path, named: str, recipe: str | None
+):
+    """AutoModel shards nothing there, which takes less. Where torchao's layers are not modelled, a note says so."""
+    model = {"model": {"pretrained_model_name_or_path": named}, "fp8": {"enabled": True, "recipe_name": "rowwise"}}
+    found = read(AUTO | model | {"distributed": {"strategy": "fsdp2", "dp_size": 1}})
+    assert found.job.recipe.float8_recipe == recipe
+    assert ("fp8.enabled" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is (recipe is None)
+    if recipe is not None:
+        assert (found.job.recipe.engine, found.job.mesh.dp_shard) == ("fsdp2", 1)
+        plain = replace(found.job, recipe=replace(found.job.recipe, float8_recipe=None))
+        alone = replace(plain, recipe=replace(plain.recipe, engine="ddp", zero_stage=0))
+        assert estimate(plain).peak_bytes >= estimate(alone).peak_bytes
+
+
+@pytest.mark.parametrize(("scaled", "rank"), [(False, 16), (True, 2)])
+def test_automodels_adapters_of_experts(read: Callable[..., Resolved], tmp_path: Path, *, scaled: bool, rank: int):
+    """Every expert of a layer has two, of the configured rank or of a share of it for each expert that a token visits."""
+
+    def of(named: str, **more: object) -> dict[str, Any]:
+        peft = {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": scaled, "target_modules": ["*"]}}
+        ranks = {"strategy": "fsdp2", "dp_size": 8, "ep_size": 8, **more}
+        return AUTO | peft | {"distributed": ranks, "model": {"pretrained_model_name_or_path": named}}
+
+    job = read(of("Qwen/Qwen3-30B-A3B")).job
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert_explained(estimate(job))
+    assert job.model.stacked.grouped == rank
+    layers, experts, hidden, width, heads, keys, vocabulary = 48, 128, 2048, 768, 4096, 512, 151936
+    attention = layers * 16 * (2 * (hidden + heads) + 2 * (hidden + keys)) + 16 * (hidden + vocabulary)
+    assert trained_count(job.model) == attention + layers * experts * rank * (hidden + 2 * width + width + hidden)
+    shared = read(of("zai-org/GLM-4.5-Air")).job
+    assert_explained(estimate(shared))
+    assert set(shared.model.linear_layers_adapted) >= {"q_proj", "gate_proj", "up_proj", "down_proj"}
+    for engine, refused in (({"ep_size": 4}, "ep=4 below the 8 ranks"), ({"ep_size": 1}, "other experts than its own")):
+        with pytest.raises(SpecError, match=f"adapters of experts with {refused}"):
+            read(of("Qwen/Qwen3-30B-A3B", **engine))
+    with pytest.raises(SpecError, match="are modelled for models of the catalogue"):
+        read(of("someone/else") | {"peft": {"_target_": "x", "dim": 16, "moe_rank_scaling": True, "target_modules": ["*"]}})
+    assert read(of("meta-llama/Llama-3.1-8B", ep_size=1)).job.model.stacked.grouped == 0  # no experts
 
 
 def test_automodels_head_has_no_adapter_that_a_fused_loss_would_read(read: Callable[..., Resolved]):

@@ -205,6 +205,23 @@ def test_axolotls_experts_in_four_bits(read: Callable[..., Resolved], model: str
 
 
 @pytest.mark.parametrize(
+    ("model", "more", "counted"),
+    [
+        ("Qwen/Qwen3-30B-A3B", {}, True), ("Qwen/Qwen3-30B-A3B", {"activation_checkpointing": True}, False),
+        ("Qwen/Qwen3.5-35B-A3B", {"activation_checkpointing": True}, True), ("Qwen/Qwen3-30B-A3B", {"fsdp_version": 1}, False),
+    ],
+)  # fmt: skip
+def test_axolotls_experts_in_four_bits_under_fsdp(read: Callable[..., Resolved], model: str, more: dict, counted: bool):
+    data = without(AXOLOTL, "lora_target_linear", "gradient_checkpointing") | {
+        "base_model": model, "quantize_moe_experts": True, "lora_target_modules": ["q_proj"],
+        "fsdp_config": {"fsdp_version": 2, **more},
+    }  # fmt: skip
+    adapter = read(data, gpus=2).job.model.adapter
+    assert adapter is not None
+    assert adapter.quantize_experts is counted
+
+
+@pytest.mark.parametrize(
     ("more", "words", "elsewhere"),
     [
         ({"qat": {"weight_dtype": "nvfp4", "activation_dtype": "nvfp4"}}, "does not train", {"qat": {"weight_dtype": "mxfp4"}}),
@@ -245,6 +262,22 @@ def test_axolotls_rounded_layers_are_counted_where_they_are_modelled(
     assert ("qat" in read_setup(tmp_path / "mine.yaml", gpus=2).matters) is not (counted or more == {"qat": False})
 
 
+@pytest.mark.parametrize(
+    ("more", "counted"),
+    [({}, True), ({"fsdp_version": 1}, False), ({"base_model": "microsoft/phi-2"}, False), ({"bf16": False}, False)],
+)
+def test_axolotls_float8_is_counted_where_it_is_modelled(
+    read: Callable[..., Resolved], tmp_path: Path, more: dict[str, Any], counted: bool
+):
+    data = without(AXOLOTL, "adapter", "load_in_4bit") | {
+        "fp8": True, "fp8_enable_fsdp_float8_all_gather": True, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True},
+    }  # fmt: skip
+    assert (read(data | more, gpus=2).job.recipe.float8_recipe == "tensorwise") is counted
+    setup = read_setup(tmp_path / "mine.yaml", gpus=2)
+    assert ("fp8" in setup.matters) is not counted
+    assert ("fp8_enable_fsdp_float8_all_gather" in setup.saves) is counted
+
+
 def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..., Resolved]):
     """Axolotl loads weights in 16 bits. Which of them stay so is unknown, and fp32 is the upper bound."""
     full = without(AXOLOTL, "adapter", "load_in_4bit")
@@ -254,6 +287,7 @@ def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..
     assert read(full | {"bf16": False, "bfloat16": True}).job.recipe.precision == "bf16"
     assert read(full | {"fp16": True}).job.recipe.precision == "fp16-mixed"
     assert read(full | {"bf16": None}).job.recipe.precision == "fp32"
+    assert read(without(full, "bf16")).job.recipe.precision == "bf16-mixed"  # Axolotl's default is ``auto``
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,36 @@ def test_a_torchtune_recipe(read: Callable[..., Resolved]):
         read({key: value for key, value in TUNE.items() if key != "optimizer"})
 
 
+VISION = "torchtune.models.llama3_2_vision"
+DECODER_FROZEN = {"encoder_trainable": True, "fusion_trainable": True, "decoder_trainable": False}
+
+
+@pytest.mark.parametrize(
+    ("said", "frozen", "adapted"),
+    [
+        ({"_component_": f"{VISION}.llama3_2_vision_11b", **DECODER_FROZEN}, ("text",), False),
+        ({"_component_": f"{VISION}.llama3_2_vision_11b", "encoder_trainable": False}, ("tower", "text"), False),
+        ({"_component_": f"{VISION}.llama3_2_vision_11b", **DECODER_FROZEN, "decoder_trainable": True}, (), False),
+        (
+            TUNE["model"] | {
+                "_component_": f"{VISION}.lora_llama3_2_vision_11b", "encoder_trainable": "lora", "fusion_trainable": "lora",
+                "decoder_trainable": "frozen",
+            },
+            ("text",),
+            True,
+        ),
+    ],
+)  # fmt: skip
+def test_torchtune_trains_parts_of_llama_3_2_vision(
+    read: Callable[..., Resolved], said: dict[str, Any], frozen: tuple[str, ...], *, adapted: bool
+):
+    saved = {"_component_": "x", "checkpoint_dir": "/here/Llama-3.2-11B-Vision-Instruct/"}
+    job, notes, *_ = read({**TUNE, "model": said, "checkpointer": saved}, gpus=4)
+    assert job.model.vision is not None
+    assert (job.model.vision.frozen_names, job.model.vision.adapted, job.model.vision.recomputes) == (frozen, adapted, True)
+    assert [note for note in notes if "trainable=" in note] == []
+
+
 def test_distillation_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
     more = {
         "teacher_model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},

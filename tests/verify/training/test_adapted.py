@@ -104,6 +104,15 @@ FSDP1 = {
         "mixtral", recompute="full", fsdp1=Fsdp1Options(cpu_offload=True, backward_prefetch="backward_pre")
     ),
 }
+#: QLoRA under FSDP2: experts in four bits, and states in host memory.
+OFFLOADED = Fsdp2Options(cpu_offload=True)
+FSDP2 = {
+    "experts in four bits": in_four_bits(of_experts("qwen3_moe", job(replace(TWO, targets="attention"), "fsdp2", 2, accum=2))),
+    "experts in four bits, recomputed, states in host memory": in_four_bits(
+        of_experts("mixtral", job(replace(TWO, targets="attention"), "fsdp2", 3, recompute="full", fsdp2=OFFLOADED))
+    ),
+    "states in host memory": job(replace(TWO, quantize="nf4"), "fsdp2", 3, precision="bf16", fsdp2=OFFLOADED),
+}
 TORCH = {
     "ddp 0, an adapter of the head": replace(with_words(job(HEAD, "ddp", 0, precision="bf16")), mesh=MeshSpec(dp_shard=1)),
     "fsdp2 3, an adapter of the head, recomputed": with_words(job(HEAD, "fsdp2", 3, recompute="full")),
@@ -186,11 +195,11 @@ def test_an_adapted_model_under_torch_takes_what_is_estimated(name: str):
     _agrees(compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3)))
 
 
-@pytest.mark.parametrize("name", FSDP1)
-def test_four_bits_beside_experts_under_fsdp1(name: str):
+@pytest.mark.parametrize("asked", [*FSDP1.values(), *FSDP2.values()], ids=[*FSDP1, *FSDP2])
+def test_four_bits_under_fsdp(asked: JobSpec):
     from tests.simulated import simulate
 
-    compared = compare_with_estimate(simulate(FSDP1[name], steps=2))
+    compared = compare_with_estimate(simulate(asked, steps=2))
     assert abs(compared.peak.error) < 0.0002, compared.peak
     assert all(abs(phase.error) < 0.0002 or abs(phase.difference) < SMALL for phase in compared.phases), compared.phases
     assert all(row.difference == 0 for row in compared.collectives), compared.collectives

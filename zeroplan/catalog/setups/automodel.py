@@ -15,7 +15,7 @@ from zeroplan.catalog.setups.recipes import (
     tell_sharded,
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
-from zeroplan.spec.adapter import CONVERTED, HEAD, JOINING, LATENT_OF_EXPERTS, LAYERS_OF, Layers
+from zeroplan.spec.adapter import CONVERTED, HEAD, JOINING, LATENT_OF_EXPERTS, LAYERS_OF, AdapterSpec, Layers
 from zeroplan.spec.float8 import FAMILIES
 from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
@@ -86,6 +86,8 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _auto_flash_adam(reading)
     if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
         reading.tell_cut_loss("loss_fn._target_")
+    if "pipeline_parallel" not in reading.flags:  # the output is a local of recipes/llm/train_ft.py, _forward_backward_step
+        reading.tell("keep_logits", "loss_fn._target_", value=True, filled=True)
     _auto_adapter(reading)
     reading.notes.append(NOT_THEIR_MODULES.format("AutoModel"))
     table.unmodelled(
@@ -205,7 +207,10 @@ def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
     Checkpoints keep the inputs, and so do the norms of AutoModel's own models if all weights are trained. With several
     micro-batches the last backward begins with as many gradients as it ends with.
     """
-    model, steps = reading.known_model(), reading.flags.get("grad_accum", Told("", 1)).value
+    model = reading.known_model()
+    if model is not None and model.predictions:  # returns the last alone, which is counted (nemotron_v3/model.py)
+        return True
+    steps = reading.flags.get("grad_accum", Told("", 1)).value
     own = model is not None and model.family in AUTOMODEL_NORMS and "lora_rank" not in reading.flags
     return (again or own) and int(str(steps)) > 1
 
@@ -410,14 +415,8 @@ def _auto_adapter(reading: Reading) -> None:
 
 
 _OF_ITS_EXPERTS = (
-    "{}: AutoModel gives all experts of a layer adapters of their own, which are not modelled; --lora-targets attention counts "
-    "those of attention alone"
-)
-
-
-_NO_DENSE = (
-    "{}: AutoModel adapts the layers of dense blocks and shared experts in a {} model, which is not modelled; --lora-targets "
-    "attention counts those of attention alone"
+    "{}: AutoModel gives all experts of a layer adapters of their own, which are modelled for models of the catalogue; "
+    "--lora-targets attention counts those of attention alone"
 )
 
 
@@ -432,7 +431,8 @@ def _auto_targets(reading: Reading) -> None:
         chosen = ["*_proj"]
     model, scaled = reading.known_model(), table.switch("peft.moe_rank_scaling")
     has_experts = scaled if model is None else model.moe is not None
-    if has_experts and any(fnmatchcase("experts", one) for one in chosen):
+    of_experts = bool(has_experts) and any(fnmatchcase("experts", one) for one in chosen)
+    if of_experts and model is None:
         reading.asks["lora_targets"] = _OF_ITS_EXPERTS.format("peft.target_modules")
         return
     names = _names_of_layers(model)
@@ -440,13 +440,24 @@ def _auto_targets(reading: Reading) -> None:
         names = names[:-1]
     adapted = [name for name in names if any(fnmatchcase(name, one) for one in chosen or ["*"])]
     adapted = [name for name in adapted if not any(fnmatchcase(name, one) for one in left_out)]
-    if model is not None and model.family in CONVERTED and set(adapted) & set(CONVERTED[model.family]):
-        reading.asks["lora_targets"] = _NO_DENSE.format("peft.target_modules", model.family)
-        return
     if model is None:
         wide = not chosen or any("*" in one or one in ("_proj", "proj", "") for one in chosen)
         adapted = ["all-linear", *(name for name in adapted if name == HEAD)] if wide else chosen
     reading.tell("lora_targets", "peft.target_modules", ",".join(adapted) or "none")
+    if model is not None and adapted and (of_experts or model.family in CONVERTED):
+        _auto_own_adapters(reading, model, tuple(adapted), of_experts=of_experts, scaled=bool(scaled))
+
+
+def _auto_own_adapters(
+    reading: Reading, model: ModelSpec, adapted: tuple[str, ...], *, of_experts: bool, scaled: bool
+) -> None:  # fmt: skip
+    """Give the model AutoModel's adapters where they differ from peft's: of experts, and of layers named as experts' once were."""
+    rank, each = reading.flags["lora_rank"].value, model.moe.num_experts_per_tok if model.moe is not None and scaled else 1
+    own = int(str(rank)) // each if of_experts else 0
+    if of_experts and not own:
+        raise reading.table.refused("peft.dim", f"AutoModel needs at least {each} with moe_rank_scaling")
+    adapter = AdapterSpec(rank=int(str(rank)), targets=",".join(adapted), automodel=True, experts_rank=own)
+    reading.flags["model"] = reading.flags["model"]._replace(value=replace(model, adapter=adapter))
 
 
 def _last_words(said: object) -> list[str]:

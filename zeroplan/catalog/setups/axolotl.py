@@ -13,6 +13,7 @@ from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, CONVERTED, FIRST, OF_LINEAR, SECOND, STACKED, WIDENED
+from zeroplan.spec.float8 import FAMILIES
 from zeroplan.spec.recipe import ROUNDED_FAMILIES
 
 #: Axolotl's key for each key of TrainingArguments and TRL.
@@ -133,7 +134,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         ways = whole.count("tensor_parallel_size") or 1
         reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
     reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
-    for read in (_loss, _offloaded, _in_two_ways, _packed, _rounded, _without_effect):
+    for read in (_loss, _offloaded, _in_two_ways, _packed, _rounded, _float8, _without_effect):
         read(reading, whole)
     if made["use_peft"]:
         _kernels(reading, whole)
@@ -199,6 +200,21 @@ def _rounded(reading: Reading, whole: Table) -> None:
         whole.matters.pop("qat", None)
 
 
+def _float8(reading: Reading, whole: Table) -> None:
+    """Read accelerate's float8 (torchao's, with a scale per tensor; accelerate 1.15, utils/ao.py), where it is modelled."""
+    model, flags = reading.known_model(), reading.flags
+    if not whole.switch("fp8") or model is None or model.family not in FAMILIES:
+        return
+    apart = {"lora_rank", "context_parallel", "offload_activations"} & flags.keys() or "tensor_parallel" in reading.asks
+    if apart or flags["precision"].value != "bf16-mixed" or flags.get("engine", Told("", "")).value != "fsdp2":
+        return
+    reading.tell("float8_recipe", "fp8", "tensorwise", note=_IN_FLOAT8)
+    del whole.matters["fp8"]
+    if whole.matters.pop("fp8_enable_fsdp_float8_all_gather", ""):
+        whole.unmodelled(saves="fp8_enable_fsdp_float8_all_gather")
+
+
+_IN_FLOAT8 = "float8 is counted for all linear layers of the blocks; accelerate leaves out the first one"
 _ROUNDED = (
     "qat: scales of 32 weights each are counted, which larger groups take less of; from fake_quant_after_n_steps on the step "
     "takes what is counted"
@@ -300,10 +316,12 @@ def _experts(reading: Reading, whole: Table) -> None:
         reading.tell("lora_targets", "lora_target_parameters", ",".join((told, *(_STACKED[one] for one in names))))
         whole.matters.pop("lora_target_parameters", None)
     bare = not names and not {one.rpartition(".")[2] for one in told.split(",")} & set(CONVERTED.get(model.family, ()))
-    if not (quantised and bare and flags.get("engine", Told("", "")).value == "ddp"):
+    engine = flags.get("engine", Told("", "")).value
+    if not (quantised and bare and engine in ("ddp", "fsdp2")):
         return
     whole.saves.discard(key)
-    if flags.get("reentrant", Told("", True)).value or model.moe.num_shared_experts:
+    ends_early = flags["recompute"].value != "none" and not flags.get("reentrant", Told("", engine == "ddp")).value
+    if not ends_early or model.moe.num_shared_experts:
         reading.tell("quantize_experts", key, value=True)
         whole.matters.pop(key, None)
     else:
@@ -412,7 +430,7 @@ _VARLEN = "sample_packing with sdpa runs torch's varlen_attn, which is FlashAtte
 def _precision(whole: Table, *, sharded: bool) -> dict[str, object]:
     """Return the dtypes: ``auto`` is bf16 on a GPU with it, and weights load in it (utils/config/__init__.py, resolve_dtype)."""
     fp16 = bool(whole.switch("fp16"))
-    bf16 = not fp16 if whole.get("bf16") == "auto" else bool(whole.switch("bf16"))
+    bf16 = not fp16 if whole.data.get("bf16", "auto") == "auto" else bool(whole.switch("bf16"))
     loaded = "bfloat16" if bf16 else "float16" if fp16 else None
     kept = not (sharded or whole.get("deepspeed") or whole.get("adapter"))
     return {"bf16": bf16, "fp16": fp16 and not bf16, "dtype": loaded if kept else None}

@@ -101,6 +101,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _tune_loss(reading)
     _tune_quantizer(reading)
     reading.unmodelled(saves="*ac_mode", adds=_TUNE_ADDS)
+    _tune_fusion(reading)
     if "int4-qat" in str(reading.flags.get("fused_kernels", Told("", "")).value):
         table.matters.pop("quantizer._component_")
     _tune_teacher(reading)
@@ -242,6 +243,28 @@ def _tune_adapter(reading: Reading, component: str) -> None:
     reading.tell("lora_dropout", "model.lora_dropout", str(table.get("model.lora_dropout") or "0").strip("0.") != "")
     if component.startswith("qlora") or table.switch("model.quantize_base"):
         reading.tell("quantize", "model._component_", "nf4-double")
+
+
+def _tune_fusion(reading: Reading) -> None:
+    """Read which parts of a Llama 3.2 Vision are trained (modules/model_fusion/_deep_fusion.py, DeepFusionModel.__init__).
+
+    The fusion's parameters are layers that attend to images, and the projection head, which is the tower's second stack.
+    """
+    table, model = flat(reading), reading.known_model()
+    parts = {part: f"model.{part}_trainable" for part in ("encoder", "decoder", "fusion")}
+    usual = {"encoder": True, "decoder": False, "fusion": True}
+    said = {part: str(table.data.get(key, usual[part])).lower() for part, key in parts.items()}
+    adapted = "lora" in table.last("model._component_")
+    on = "lora" if adapted else "true"
+    if model is None or not model.cross_layers or said["fusion"] != on or said["encoder"] not in (on, "false", "frozen"):
+        return
+    if said["decoder"] not in (on, "false", "frozen"):
+        return
+    for key in parts.values():
+        table.get(key)
+        table.matters.pop(key, None)
+    words = [word for word, part in (("tower", "encoder"), ("text", "decoder")) if said[part] != on]
+    reading.tell("freeze", parts["decoder"], ",".join(words) or "none")
 
 
 # nanotron

@@ -24,6 +24,9 @@ from zeroplan.transformer.blocks import At, BackwardPoint
 
 _AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 _SINK = "torch 2.13, torch/nn/parallel/distributed.py, _DDPSink"
+_EMBEDDING = "torch 2.13, torch/_decomp/decompositions.py, embedding_dense_backward"
+_NARROW = 2
+"""Bytes of a 16-bit number."""
 _REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward"
 _ENDS = 3
 """Number of runs at either end among which memory peaks if kinds of layers alternate: one period, and its neighbour."""
@@ -144,8 +147,14 @@ class Training(MicroBatch):
         for name, elements in operators_below(self.whole):
             made += elements
             summed = has_tied_head(self.whole) and elements == embedding_elements(self.whole)
-            found.append((name, (*self._made(-1, made, elements, summed=summed), *self.tied_head())))
+            found.append((name, (*self._made(-1, made, elements, summed=summed), *self.tied_head(), *self._summed_wide(elements))))
         return found
+
+    def _summed_wide(self, elements: int) -> Lines:
+        """Return the fp32 sum of a 16-bit embedding's gradient in compiled code, which is cast at its end."""
+        if not self.recipe.ddp.compiled or self.width != _NARROW:
+            return ()
+        return (Line(Kind.TEMPORARY, 4 * elements, "sum of the embedding's gradient, fp32", product(4, elements), _EMBEDDING),)
 
     def forward(self) -> None:
         """Run all blocks and the loss; with ``find_unused_parameters`` DDP also copies the model's output."""

@@ -195,7 +195,7 @@ def not_reduced(plan: Plan) -> tuple[Moment, ...]:
         alive = (*held, *unsharded, blocks, _root_not_reduced(plan), last)
     else:
         alive = (*held, unsharded[0], blocks, _ends_not_reduced(plan, plan.ends), last)
-    return (Moment(name, Phase.BACKWARD, (*alive, *predictions.embedding(plan))),)
+    return (Moment(name, Phase.BACKWARD, (*alive, *predictions.left(plan))),)
 
 
 def _root_not_reduced(plan: Plan) -> Line:

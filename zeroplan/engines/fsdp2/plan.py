@@ -340,14 +340,16 @@ def plan_of(
 def _held(
     states: tuple[Line, ...], tables: tuple[Line, ...], recipe: RecipeSpec, cut: Cut
 ) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
-    """Return states and tables on the GPU and those in host memory. FSDP1 moves shards alone, not scales, buffers or tables.
+    """Return states and tables on the GPU and those in host memory. FSDP1 moves shards alone, not buffers or tables.
+
+    Scales of weights in few bits are no parameters, and stay where the weights were quantised.
 
     Source: torch 2.13, torch/distributed/fsdp/_init_utils.py; buffers follow in _runtime_utils.py, ``_lazy_init``.
     """
     every = (*states, *tables)
     if not recipe.fsdp2.cpu_offload:
         return every, ()
-    stay = (*cut.beside, *cut.tree.buffers, *tables) if recipe.engine == "fsdp1" else ()
+    stay = (*cut.beside, *((*cut.tree.buffers, *tables) if recipe.engine == "fsdp1" else ()))
     moves = [all(line is not one for one in stay) for line in every]
     return tuple(on_host(line) if moved else line for line, moved in zip(every, moves, strict=True)), tuple(
         line for line, moved in zip(every, moves, strict=True) if moved

@@ -39,6 +39,6 @@ def backward(plan: Plan) -> tuple[Line, ...]:
     return () if plan.head.ahead is None else plan.head.ahead.backward
 
 
-def embedding(plan: Plan) -> tuple[Line, ...]:
-    """Return the embedding's gradient from the predictions, which waits for the one from the model's own input. [bytes]"""
-    return () if plan.head.ahead is None else plan.head.ahead.embedding
+def left(plan: Plan) -> tuple[Line, ...]:
+    """Return what stays to the backward's end: hidden states, and the embedding's gradient from the predictions. [bytes]"""
+    return () if plan.head.ahead is None else plan.head.ahead.left

@@ -203,7 +203,7 @@ class MicroBatch:
         if self.ends is None:
             made = outside.made_before_blocks(self.plan), *buffers.cast_early(self.plan)
             self.trace.shrink("root gradients", *made)
-        self.trace.put("embedding of predictions", *predictions.embedding(self.plan))
+        self.trace.put("left by predictions", *predictions.left(self.plan))
         for at in reversed(range(len(self.layers))):
             position, unit = self.layers[at]
             if not self.plan.passes[position.run].points:

@@ -13,12 +13,18 @@ from zeroplan.transformer.symbols import E, T, T_g, X_r, e, m, r, t, x
 
 AUTOMODEL = "NeMo AutoModel 36044ad3, components/moe/experts.py, GroupedExpertsDeepEP.forward"
 SENT = "NeMo AutoModel 36044ad3, components/moe/megatron/token_dispatcher.py, MoEFlexTokenDispatcher.token_permutation2"
+LORA = "NeMo AutoModel 36044ad3, components/_peft/lora_experts.py, GroupedExpertsLoRA._forward_grouped_mm"
 GROUPED = "NeMo AutoModel 36044ad3, components/moe/experts.py, GroupedExperts.forward"
 
 
 def own_experts(tape: Tape, normal: Value, weights: Value, computing: Computing, *, dispatched: bool) -> Value:
-    """Run the experts that ``tape.mode.sends_by`` names. ``dispatched``: they are on several ranks."""
+    """Run the experts that ``tape.mode.sends_by`` names. ``dispatched``: they are on several ranks.
+
+    Those with adapters weight what comes between their products in every model.
+    """
     sends_by = tape.mode.sends_by
+    if tape.mode.stacked.grouped:
+        computing = computing._replace(weighted_last=False)
     if sends_by in ("deepep", "hybridep"):
         return _sent_by_kernels(tape, normal, weights, computing, packs=sends_by == "hybridep")
     return _gathered(tape, normal, weights, computing, dispatched=dispatched)
@@ -92,7 +98,7 @@ def _both_products(
     Return the outputs and the second product's input, which some programs hold.
     """
     width, name = (m + m, "gate and up projections") if computing.gated else (m, "up projection")
-    both = grouped_product(tape, given, (f"experts: {name}", h_own, width), ends, experts=experts)
+    both = _product(tape, given, (f"experts: {name}", h_own, width), ends, experts=experts, beside=given)
     counts = tape.make(op.TENSOR, "pairs of the experts, int64", 8 * experts, AUTOMODEL)
     both = _with_bias(tape, both, counts, width, experts) if computing.biases else both
     factor = op.tensor(tape, "weights of one, fp32", 4, P_own, AUTOMODEL) if computing.weighted_last else chosen
@@ -101,11 +107,63 @@ def _both_products(
         shape=P_own * m, saved=(both, factor), gradient="gradient of the experts' first product, or of the weights",
     )  # fmt: skip
     tape.release(both, *([factor] if computing.weighted_last else []))
-    outputs = grouped_product(tape, gated, ("experts: down projection", m, h_own), ends, experts=experts)
+    outputs = _product(tape, gated, ("experts: down projection", m, h_own), ends, experts=experts, beside=chosen)
     if computing.biases:
         outputs = _with_bias(tape, outputs, counts, h_own, experts, chosen=None if computing.weighted_last else chosen)
     tape.drop(counts)
     return outputs, gated
+
+
+def _product(
+    tape: Tape, value: Value, site: tuple[str, Size, Size], ends: Store, *, experts: Size, beside: Value
+) -> Value:  # fmt: skip
+    """Run a grouped product, with AutoModel's adapter if the experts have them."""
+    if rank := tape.mode.stacked.grouped:
+        return _with_adapter(tape, value, site, ends, experts=experts, rank=rank, beside=beside)
+    return grouped_product(tape, value, site, ends, experts=experts)
+
+
+def _with_adapter(
+    tape: Tape, value: Value, site: tuple[str, Size, Size], ends: Store, *, experts: Size, rank: int, beside: Value
+) -> Value:  # fmt: skip
+    """Run a grouped product beside its adapter's two, and add the scaled result.
+
+    Their matrices are padded to a rank that 16 bytes divide, in copies, which the products save. ``beside``: the value that
+    lives as long as the module's forward, where a variable holds the adapter's output.
+    """
+    name, reads, width = site
+    padded = rank + -rank % _ALIGNED
+    size = e * experts * padded * (reads + width)
+    copies = () if padded == rank else (tape.make(op.TENSOR, f"{name}: adapters, padded", size, LORA),)
+    product = grouped_product(tape, value, site, ends, experts=experts)
+    inner = _of_adapter(tape, value, (f"{name}: A", reads, padded), (ends, *copies), experts=experts)
+    outer = _of_adapter(tape, inner, (f"{name}: B", padded, width), (ends, *copies), experts=experts)
+    reason = f"{name}: adapter's output, scaled"
+    scaled = op.run(tape, outer, reason, Site(reason, LORA), gradient="gradient of the adapter's output")
+    made = op.run(tape, (product, scaled), f"{name}: sum with its adapter", Site(f"{name}: sum", LORA))
+    tape.release(product, scaled, inner)
+    tape.drop(*copies)
+    beside.copy = outer.store
+    return made
+
+
+def _of_adapter(
+    tape: Tape, value: Value, site: tuple[str, Size | int, Size | int], beside: tuple[Store, ...], *, experts: Size
+) -> Value:  # fmt: skip
+    """Multiply pairs with one matrix of each expert's adapter, which is trained."""
+    name, reads, width = site
+    made = op.tensor(tape, f"{name}: output", e, P_own * width, LORA)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.weight_gradient(experts * reads * width, waits=experts == x)
+        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", LORA))] if tape.follows(value) else []
+
+    tape.add(name, (made,), (value, *beside), backward, of=None)
+    return made
+
+
+_ALIGNED = 8
+"""Elements of 16 bits in 16 bytes."""
 
 
 def _with_bias(tape: Tape, product: Value, counts: Store, width: Size, experts: Size, *, chosen: Value | None = None) -> Value:

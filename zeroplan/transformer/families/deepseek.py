@@ -22,6 +22,7 @@ from zeroplan.transformer.families.definition import (
     gated_modules,
 )
 from zeroplan.transformer.families.experts import Routing, divided_by_their_sum, picked, product_of_router, routed_experts
+from zeroplan.transformer.families.frozen import copied_linear
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -257,10 +258,24 @@ def _of_mistral(tape: Tape, normal: Value, block: Block) -> Routing:
 
 def logits_of(tape: Tape, normal: Value, block: Block) -> Value:
     """Return logits in fp32. Under autocast their matrix product still runs in 16 bits."""
+    narrow = tape.autocast and not tape.wide_residual
+    if narrow and tape.mode.weights_frozen and not tape.mode.stacked.router:
+        return _logits_of_copies(tape, normal)
     with tape.owning(leaf=True):
         logits, held = product_of_router(tape, normal, ROUTER, in_32_bits=not (block.wide or block.autocast))
     tape.release(*held)
     return logits
+
+
+def _logits_of_copies(tape: Tape, normal: Value) -> Value:
+    """Return logits of fp32 copies of a narrow input and a frozen narrow weight, which autocast makes narrow again."""
+    flat = op.view(tape, normal, Site("router: its input", ROUTER))
+    wide = op.cast(tape, flat, 4, Site("input of the router", ROUTER))
+    weight = tape.make(TEMPORARY, "router's weight in fp32", 4 * E * h, ROUTER)
+    made = copied_linear(tape, wide, E, Site("router", ROUTER), reads=h, bias=False)
+    tape.drop(weight)
+    tape.release(flat, wide)
+    return made
 
 
 def _top_experts(tape: Tape) -> Store:

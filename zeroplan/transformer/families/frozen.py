@@ -76,7 +76,7 @@ def linear(
         tape.release(given)
         return made
     if training.weights == "frozen" and tape.autocast:
-        return _copied_linear(tape, value, width, site, reads=reads, bias=bias)
+        return copied_linear(tape, value, width, site, reads=reads, bias=bias)
     with tape.inside(site.module):
         if training.fused and site.module is Module.O and training.adapts(site):
             from zeroplan.transformer.families.fused_lora import output  # noqa: PLC0415  few jobs have it
@@ -119,7 +119,7 @@ def _frozen_linear(
     return made
 
 
-def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool) -> Value:
+def copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool) -> Value:
     """Run a frozen fp32 layer under autocast, which copies the weight for every product. Autograd saves the copy."""
     wanted = (width, reads * width) if bias else (reads * width,)
     copies = [tape.make(Kind.WEIGHT_CASTS, f"16-bit copy of the frozen {site.name}", e * one, AUTOCAST) for one in wanted]

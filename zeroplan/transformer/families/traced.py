@@ -278,7 +278,7 @@ def _with_images(block: Block, model: ModelSpec, kind: str, compute: Compute) ->
     if kind != "cross" or vision is None:
         return block
     frozen = model.adapter is not None or (vision.freeze_tower and vision.freeze_projector)
-    followed = not frozen or (compute.recompute != "none" and vision.runs_again_frozen)
+    followed = not frozen or model.adapts_tower or (compute.recompute != "none" and vision.runs_again_frozen)
     return block._replace(family="mllama", crosses="followed" if followed else "constant")
 
 

@@ -10,6 +10,7 @@ from zeroplan.ledger import Module
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import Activation
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.spec.vision import VisionSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
@@ -121,15 +122,21 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def tower_pass(vision: VisionSpec, compute: Compute, batch: Batch, *, frozen: bool, gated: bool = False) -> BlockPass:
+def tower_pass(
+    vision: VisionSpec, compute: Compute, batch: Batch, *, frozen: bool, gated: bool = False, adapted: ModelSpec | None = None
+) -> BlockPass:  # fmt: skip
     """Return the memory of one block of a tower. Without recomputation no gradient reaches a frozen tower.
 
-    ``gated``: one of the second stack of Llama 3.2 Vision.
+    ``gated``: one of the second stack of Llama 3.2 Vision. ``adapted``: the model, if the block has adapters.
     """
     recompute: Recompute = compute.recompute if vision.is_recomputed else "none"
     tracked = compute.recompute != "none"
     training = Training("frozen", tracked=tracked, keeps_inputs=compute.keeps_inputs) if frozen else None
     x = _widths(vision, compute, batch)
+    if adapted is not None and adapted.adapter is not None:
+        layers, adapter = adapted.linear_layers_adapted, adapted.adapter
+        training = Training("adapted", True, compute.keeps_inputs, layers, dropout=adapter.dropout)
+        x, tracked = x._replace(rank=adapter.rank), True
     plan = plan_of(_structure(vision, compute, x, training)._replace(gated=gated), run_again=recompute != "none")
     made = pass_of(Sizes(plan, quantities(x, vision.intermediate_size)), autocast=x.autocast, recompute=recompute)
     if frozen and not tracked:

@@ -224,7 +224,7 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     values = {
         **quantities(x, model.intermediate_size, model.moe, model.mla, model.linear),
         "V": model.head_rows or model.vocab_size,
-        **_image_states(model, x),
+        **image_states(model, x),
     }
     if ranks == 1:
         return values
@@ -232,7 +232,7 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     return {**values, **shares, "k/p/d": x.key // ranks // x.head_dim, "X_r": pairs_that_come(x, model.moe, ranks)}
 
 
-def _image_states(model: ModelSpec, x: Widths) -> dict[str, Int]:
+def image_states(model: ModelSpec, x: Widths) -> dict[str, Int]:
     """Return the tokens of images to which layers attend: of all sequences, and of one."""
     if model.vision is None or not model.vision.cross_layers:
         return {}

@@ -13,29 +13,30 @@ _DROPOUT = 0.1  # any rate above 0 allocates the same
 
 
 def with_adapters(
-    model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, *, family: str, device: str = "cpu", without: tuple[str, ...] = ()
+    model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, *, family: str, device: str = "cpu", without: tuple[str, ...] = (),
+    beside: tuple[str, ...] = (),
 ) -> nn.Module:  # fmt: skip
     """A transformers model of this family, frozen, with peft's adapters, quantised on ``device`` if configured.
 
-    ``without``: modules that get no adapter.
+    ``without``: modules that get no adapter. ``beside``: layers of a vision tower that get one.
 
     Under mixed precision peft makes adapters of 16-bit weights in fp32. DeepSpeed casts the whole module to 16 bits, so its
     adapters are in 16 bits.
     """
     with warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore")  # peft calls functions that transformers has deprecated
-        return _adapted(model, adapter, recipe, family, without)
+        return _adapted(model, adapter, recipe, family, without, beside)
 
 
 def _adapted(
-    model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, family: str, without: tuple[str, ...]
+    model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, family: str, without: tuple[str, ...], beside: tuple[str, ...]
 ) -> nn.Module:  # fmt: skip
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415  takes seconds
 
     if adapter.quantize != "none":
         _quantise(model, adapter, recipe)
     parameters = [name for name in adapter.layers_in(family) if name in (FIRST, SECOND, ROUTER)]
-    modules = [name for name in adapter.layers_in(family) if name not in parameters]
+    modules = list(dict.fromkeys([*(name for name in adapter.layers_in(family) if name not in parameters), *beside]))
     wanted = LoraConfig(
         r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=modules, target_parameters=parameters or None,
         lora_dropout=_DROPOUT if adapter.dropout else 0.0, modules_to_save=list(adapter.saved) or None, task_type="CAUSAL_LM",

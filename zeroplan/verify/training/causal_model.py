@@ -25,6 +25,7 @@ from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ROUNDING, Attention, RecipeSpec
 from zeroplan.transformer.parameters import HANDED, SHARED, kinds_by_indexer
+from zeroplan.transformer.vision import adapted_in_tower
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.training.recomputation import checkpoint_options
 
@@ -205,7 +206,10 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         from zeroplan.verify.training.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 
         without = () if spec.vision is None else vision.without_adapters(model, spec.vision)
-        model = with_adapters(model, spec.adapter, recipe, family=spec.family, device=device, without=without)
+        beside = adapted_in_tower(spec) if spec.adapts_tower else ()
+        model = with_adapters(
+            model, spec.adapter, recipe, family=spec.family, device=device, without=without, beside=beside
+        )  # fmt: skip
     if spec.vision is not None and spec.adapter is None:
         vision.freeze_tower(model, spec.vision)
     if recipe.keep_logits == "fp32":

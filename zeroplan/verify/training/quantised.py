@@ -45,7 +45,7 @@ def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, stor
             elif isinstance(module, Linear8bitLt):
                 _fill_8bit(module, before[name])
         if adapter.quantize_experts:
-            _quantise_experts(model, nested=nested)
+            _quantise_experts(model, nested=nested, storage=storage)
         if nested:
             vars(model)["table_of_scales"] = bitsandbytes.functional.name2qmap["dynamic"]
     _give_memory(model)
@@ -60,13 +60,18 @@ def _fill(module: Linear4bit, linear: nn.Linear, *, nested: bool, storage: torch
     module._parameters["bias"] = linear.bias
 
 
-def _quantise_experts(model: nn.Module, *, nested: bool) -> None:
-    """Quantise the weights of all experts as Axolotl does while it loads them (monkeypatch/moe_quant.py)."""
+def _quantise_experts(model: nn.Module, *, nested: bool, storage: torch.dtype) -> None:
+    """Quantise the weights of all experts as Axolotl does while it loads them (monkeypatch/moe_quant.py).
+
+    ``storage``: Axolotl makes FSDP2 gather bytes as they are (fsdp2_qlora.py); numbers of the compute dtype are as many bytes.
+    """
     for path, module in list(model.named_modules()):
         for name, weight in list(module.named_parameters(recurse=False)):
             if weight.dim() > 2 and "expert" in f"{path}.{name}":
                 setattr(module, name, nn.Parameter(_with_memory(weight), requires_grad=False))
                 replace_parameter_4bit(module, name, compress_statistics=nested, quant_type="nf4")
+                held = module.parametrizations[name]
+                held.original = nn.Parameter(held.original.data.view(-1).view(storage).view(-1, 1), requires_grad=False)
 
 
 def _fill_8bit(module: Linear8bitLt, linear: nn.Linear) -> None:

@@ -152,12 +152,11 @@ def _crosses(model: nn.Module, name: str) -> bool:
 
 def without_adapters(model: nn.Module, vision: VisionSpec) -> tuple[str, ...]:
     """The modules of a model with adapters that have none: the tower's and, if the text is frozen, those of its own layers."""
-    return tuple(
-        name
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Linear)
-        if "vision_model" in name or name.startswith("model.multi_modal") or (vision.freeze_text and not _crosses(model, name))
-    )
+    names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    inside = {name for name in names if "vision_model" in name}
+    text = {name for name in names if vision.freeze_text and not _crosses(model, name)} - inside
+    left_out = text if vision.adapted else inside | text
+    return tuple(name for name in names if name in left_out or name.startswith("model.multi_modal"))
 
 
 def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:

@@ -145,7 +145,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     def _block_of(self, tensor: torch.Tensor) -> Block | None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         local = getattr(local, "_tensor", local)  # torchao's weight that ranks gather in float8
-        watch = self._watches.get(local.untyped_storage()._cdata)
+        try:
+            watch = self._watches.get(local.untyped_storage()._cdata)
+        except NotImplementedError:  # torch.func wraps tensors, and its wrappers have no storage
+            return None
         return None if watch is None else watch.block
 
     def _settle_forward(self) -> None:
