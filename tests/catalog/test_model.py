@@ -34,7 +34,7 @@ def test_there_are_models_from_124m_to_1t():
 def test_an_entry_is_named_after_its_file_and_says_where_it_comes_from(name: str):
     entry = model_entry(name)
     assert entry.name == entry.spec.name == name == name.lower()
-    assert entry.source.startswith(("https://huggingface.co/", *"KSRZ"))
+    assert entry.source.startswith(("https://huggingface.co/", "https://github.com/", *"KSRZ"))
     assert 2019 <= entry.released <= 2026
     assert all(figure is None or figure.source for figure in (entry.published_parameters, entry.published_active_parameters))
 

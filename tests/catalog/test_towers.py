@@ -130,3 +130,29 @@ def test_a_tower_beside_a_text_is_counted_if_images_are_asked_for() -> None:
     assert any("--images N counts it" in note for note in text.notes)
     assert parameter_count(both.job.model) - parameter_count(text.job.model) == 333_514_240
     assert not any("left out" in note for note in both.notes)
+
+
+def test_glm_4_6_vs_text_saves_what_glm_4_saves() -> None:
+    """The entry counts it as a GLM-4: the same parameters, and for one sequence the same saved tensors but for tables."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    ropes = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    text = transformers.models.glm4v.configuration_glm4v.Glm4vTextConfig(
+        **sizes, rope_parameters={**ropes, "mrope_section": [1, 1, 0]}
+    )
+    plain = transformers.Glm4Config(**sizes, head_dim=8, attention_bias=True, rope_parameters=ropes)
+    found = []
+    for config in (text, plain):
+        made = transformers.AutoModel.from_config(config, attn_implementation="sdpa")
+        own, saved = {one.data_ptr() for one in made.parameters()}, {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda one, seen=saved: seen.setdefault(id(one), one), lambda one: one):
+            made(input_ids=torch.zeros(1, 32, dtype=torch.long), use_cache=False)
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in saved.values()}
+        bytes_saved = sum(size for at, size in storages.items() if at not in own)
+        found.append(({name: tuple(one.shape) for name, one in made.named_parameters()}, bytes_saved))
+    (shapes, kept), (plain_shapes, plain_kept) = found
+    assert shapes == plain_shapes
+    assert 0 <= plain_kept - kept <= 4 * 2 * 32 * 4  # cos and sin of a half head, in fp32
