@@ -121,7 +121,7 @@ class Request(Spec):
         "before 0.47, they compute in fp32 after norms in fp32. (default: 0.50)", MODEL, "VERSION",
     )})
     freeze: str | None = field(default=None, metadata={"option": Option(
-        "Parts outside the blocks that are not trained, separated by commas: embedding, norm (the last one) and head; of a "
+        "Parts outside the blocks that are not trained, with commas: embedding, norm (the last one) and head; of a "
         "vision-language model also tower and projector. none: nothing.",
         MODEL, "NAMES",
     )})
@@ -287,7 +287,7 @@ class Request(Spec):
         "(default: transformers, or as the file of --from has it)", RECIPE, "NAME",
     )})
     transformers: str | None = field(default=None, metadata={"option": Option(
-        "The release of transformers that is used, such as 4.48 (4.39 to 5.23). Older ones need more memory. (default: "
+        "The release of transformers, such as 4.48 (4.39 to 5.23). Older ones need more memory. (default: "
         "5.23)", RECIPE,
         "VERSION", "recipe.transformers",
     )})
