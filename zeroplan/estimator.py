@@ -12,6 +12,7 @@ from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_ba
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.reserved_shares import with_missed
+from zeroplan.errors import SpecError
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
 from zeroplan.measurement import SETTINGS, AllocatorSettings
 from zeroplan.memo import recalled
@@ -512,6 +513,7 @@ def account_of(job: JobSpec, batch: Batch) -> Account:
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
     """
     job = replace(job, model=counted_model(job.model, job.recipe))
+    _demand_adapters(job.model)
     if job.mesh.pp > 1:
         return _pipeline(job.recipe.engine).account(job.model, job.recipe, job.mesh, batch)
     engine = engine_module(job.recipe.engine)
@@ -524,6 +526,14 @@ def account_of(job: JobSpec, batch: Batch) -> Account:
         return account
     account = engine.account(job.model, flattened_through_the_host(job.recipe), job.mesh, batch)
     return account._replace(notes=(*account.notes, _FLATTENED_IN_HOST_MEMORY))
+
+
+def _demand_adapters(model: ModelSpec) -> None:
+    """Raise SpecError for adapters of layers that the model does not have, as attention of a few layers that are all linear."""
+    if model.adapter is not None and not trained_count(model):
+        raise SpecError(
+            f"LoRA with targets {model.adapter.targets!r} adapts none of this model's {model.num_hidden_layers} layers; name others"
+        )
 
 
 def flattens_on_the_gpu(recipe: RecipeSpec) -> bool:

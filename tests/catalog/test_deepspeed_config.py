@@ -133,6 +133,7 @@ def test_two_numbers_of_the_batch_make_the_third(
     [
         ({"type": "Adam"}, "adam", "fused"),
         ({"type": "AdamW", "params": {"torch_adam": True}}, "adamw", "foreach"),
+        ({"type": "Muon", "params": {"lr": 0.02, "muon_lr": 0.02, "ns_method": "gram"}}, "muon", None),
         ({"type": "adamw", "params": {"torch_adam": True, "foreach": False}}, "adamw", "forloop"),
         ({}, "sgd", None),
     ],
@@ -212,6 +213,8 @@ REFUSED: dict[str, Any] = {
     "bf16.bf16_master_weights_and_grads": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "keep_in_fp32_modules": {"data_types": {"keep_in_fp32_modules": ["norm"]}},
     "optimizer.type='Lamb'": {"optimizer": {"type": "Lamb"}},
+    "optimizer.params.ns_method='standard'": {"optimizer": {"type": "Muon", "params": {"ns_method": "standard"}}},
+    "optimizer.params.per_head_muon=": {"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}},
     "grad_accum_dtype='fp16'": {"bf16": BF16, "data_types": {"grad_accum_dtype": "fp16"}},
     "communication_data_type='fp32'": {"bf16": BF16, "communication_data_type": "fp32"},
     "param_dtype='bf16'": {"data_types": {"param_dtype": "bf16"}},

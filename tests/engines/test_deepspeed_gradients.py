@@ -10,7 +10,7 @@ from zeroplan.engines.deepspeed import course as courses
 from zeroplan.engines.deepspeed.course import Course, Held, Seen, corners, course_of
 from zeroplan.engines.deepspeed.gradients import Plan, copies_of, distinct_micro_batches
 from zeroplan.engines.deepspeed.stage12_backward import received_before
-from zeroplan.engines.rows import Placed, partition_elements, row
+from zeroplan.engines.rows import Placed, row
 from zeroplan.spec.model import ModelSpec
 
 TINY = ModelSpec(
@@ -27,7 +27,7 @@ TOUCHED = EMBEDDING + BLOCK + 64
 def plan(stage: int, n_ranks: int = 2, **said: object) -> Plan:
     default = Plan(
         WHOLE, (0,), collects=False, stage=stage, element=2, bucket_size=200, overlaps=False, contiguous=True, scatters=True,
-        sums_in_fp32=False, offloads=False, partition=partition_elements(WHOLE, n_ranks), micro_batches=1,
+        sums_in_fp32=False, offloads=False, ranks=n_ranks, micro_batches=1,
     )  # fmt: skip
     return default._replace(**said)  # type: ignore[arg-type]
 
@@ -176,7 +176,7 @@ def test_gradients_add_up_if_nothing_reduces_them():
 
 def test_a_wider_model_is_computed_anew():
     wider = row(replace(TINY, vocab_size=1000))
-    assert course_of(plan(2)._replace(whole=wider, partition=1000))["end", "kept"][0].held.earlier == 0
+    assert course_of(plan(2)._replace(whole=wider))["end", "kept"][0].held.earlier == 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

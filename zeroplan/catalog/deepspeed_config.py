@@ -213,9 +213,12 @@ class _Reader:
         if kind is None:
             return
         name = kind.lower() if isinstance(kind, str) else ""
-        if name not in ("adam", "adamw"):
-            raise SpecError(f"{self._where}: optimizer.type={shown(kind)} is not modelled; Adam and AdamW are")
+        if name not in ("adam", "adamw", "muon"):
+            raise SpecError(f"{self._where}: optimizer.type={shown(kind)} is not modelled; Adam, AdamW and Muon are")
         params = self._object(section.get("params", {}), "optimizer.params")
+        if name == "muon":
+            self._read_muon(params)
+            return
         torchs = self._switch(params.get("torch_adam", False), "optimizer.params.torch_adam") is True
         default = "offload_optimizer" not in self._flags  # torch's Adam loops over tensors on the host
         listed = params.get("foreach") is True or (params.get("foreach") is None and default)
@@ -224,6 +227,15 @@ class _Reader:
         self._flags["optimizer_impl"] = Stated("optimizer.type", "fused" if fused else "foreach" if listed else "forloop")
         if torchs and fused:
             self._options["torch_adam"] = Stated("optimizer.params.torch_adam", value=True)
+
+    def _read_muon(self, params: Mapping[str, object]) -> None:
+        """Read Muon's parameters that change memory; only DeepSpeed's defaults of them are modelled."""
+        for key, default in (("ns_method", "gram"), ("per_head_muon", False), ("torch_adam", False)):
+            if params.get(key, default) != default:
+                raise SpecError(
+                    f"{self._where}: optimizer.params.{key}={shown(params[key])} with Muon is not modelled; leave it out"
+                )
+        self._flags["optimizer"] = Stated("optimizer.type", "muon")
 
     def _read_batch(self) -> None:
         """Read the batch: two of three numbers give the third, as in DeepSpeed (``_set_batch_related_parameters``)."""

@@ -16,10 +16,10 @@ from zeroplan.ledger import Kind
 if TYPE_CHECKING:
     from zeroplan.engines.requests.log import Log
 
-Event: TypeAlias = Literal["arrives", "copied", "reduced", "kept", "leaves"]
+Event: TypeAlias = Literal["arrives", "copied", "reduced", "kept", "leaves", "updated"]
 """A gradient arrives at the engine; with offload, a gradient larger than the bucket is copied; the engine reduces a bucket.
 
-This rank's shard of it is kept, or leaves for the host.
+This rank's shard of it is kept, or leaves for the host. After the last bucket, DeepSpeed's Muon computes its updates.
 """
 Group: TypeAlias = tuple[Placed, ...]
 Memory: TypeAlias = Union["Log", "Counts"]

@@ -3,15 +3,15 @@
 Rank 0's shard is the first, so it begins with the embedding. Ranks in the middle own as many elements, with other borders.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import accumulate, groupby
 from typing import NamedTuple, TypeAlias, cast
 
 from zeroplan.engines.modules import LEAF_FAMILIES, executed_modules
-from zeroplan.numeric import Int, ceil_div, maximum, minimum
+from zeroplan.numeric import Int, ceil_div, for_each_value, maximum, minimum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter, below_blocks, operator_of
 from zeroplan.transformer.params import has_frozen, is_frozen, layout, runs_in_order, trained_layout
@@ -33,9 +33,21 @@ class Placed(NamedTuple):
     end: int
 
 
+class Group(NamedTuple):
+    """A parameter group of the optimizer, which DeepSpeed lays flat by itself: its elements of the row."""
+
+    start: int
+    end: int
+    records: tuple[Placed, ...]
+    """The parameters that are larger than every earlier one."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Row:
-    """Parameters one after the other, in the order of ``model.parameters()``. A model has one row of all and one of the trained."""
+    """Parameters one after the other, in the order of ``model.parameters()``. A model has one row of all and one of the trained.
+
+    With several parameter groups, those of a group follow one another.
+    """
 
     model: ModelSpec
     placed: tuple[Placed, ...]
@@ -43,12 +55,16 @@ class Row:
     ends: tuple[int, ...]
     executed: tuple[Placed, ...]
     """The same parameters in the order in which their modules run forward."""
-    records: tuple[Placed, ...]
-    """The parameters that are larger than every earlier one."""
+    groups: tuple[Group, ...]
     n_elements: int
     n_blocks: int
     trained: tuple[int, ...]
     """Elements of each parameter's gradient; 0 if it is frozen."""
+
+    @property
+    def records(self) -> tuple[Placed, ...]:
+        """The parameters that are larger than every earlier one of their group."""
+        return tuple(each for group in self.groups for each in group.records)
 
 
 @lru_cache(maxsize=256)
@@ -159,13 +175,41 @@ def row_of(model: ModelSpec, parts: Layout) -> Row:
     if model.family == "opt":
         below = below_blocks(parts)
         flat = [(len(blocks) if block < 0 and one not in below else block, one) for block, one in flat]
-    ends = tuple(accumulate(parameter.numel for _, parameter in flat))
-    starts = (0, *ends[:-1])
-    placed = tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, starts, ends, strict=True))
+    placed = _placed(flat)
     trained = tuple(0 if parameter.frozen else parameter.numel for _, parameter in flat)
     executed = _executed(model, placed, len(blocks)) if model.profile is None else _as_handed_on(model, placed)
-    records = _records(placed)
-    return Row(model, placed, starts, ends, executed, records, ends[-1], len(blocks), trained)
+    starts, ends = tuple(each.start for each in placed), tuple(each.end for each in placed)
+    return Row(model, placed, starts, ends, executed, (_group(placed),), ends[-1], len(blocks), trained)
+
+
+def in_two_groups(whole: Row, first: Callable[[Parameter], bool]) -> Row:
+    """Return the row with two parameter groups: those that ``first`` picks by falling shape, then the others. Both have some.
+
+    Source: DeepSpeed 0.19.8, ``runtime/zero/muon/original_muon.py``, ``MuonWithAuxAdam.__init__``.
+    """
+    halves = [[each for each in whole.placed if first(each.parameter) is chosen] for chosen in (True, False)]
+    halves[0].sort(key=lambda each: each.parameter.shape, reverse=True)
+    placed = _placed([(each.block, each.parameter) for half in halves for each in half])
+    named = {(each.block, each.parameter.name): each for each in placed}
+    count = len(halves[0])
+    return replace(
+        whole,
+        placed=placed,
+        starts=tuple(each.start for each in placed),
+        ends=tuple(each.end for each in placed),
+        executed=tuple(named[each.block, each.parameter.name] for each in whole.executed),
+        groups=(_group(placed[:count]), _group(placed[count:])),
+        trained=tuple(map(numel, placed)),
+    )
+
+
+def _placed(flat: list[tuple[int, Parameter]]) -> tuple[Placed, ...]:
+    ends = tuple(accumulate(parameter.numel for _, parameter in flat))
+    return tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, (0, *ends[:-1]), ends, strict=True))
+
+
+def _group(placed: tuple[Placed, ...]) -> Group:
+    return Group(placed[0].start, placed[-1].end, _records(placed))
 
 
 def _as_registered(model: ModelSpec, flat: list[tuple[int, Parameter]], n_blocks: int) -> list[tuple[int, Parameter]]:
@@ -210,7 +254,7 @@ def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
 
 
 def partition_elements(whole: Row, n_ranks: Int) -> Int:
-    """Return one rank's share of the row, padded to an equal, aligned size on every rank. [elements]
+    """Return one rank's share of the row, padded to an equal, aligned size on every rank: the sum over groups. [elements]
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``flatten_dense_tensors_aligned`` with 2·N.
 
@@ -220,26 +264,58 @@ def partition_elements(whole: Row, n_ranks: Int) -> Int:
     >>> partition_elements(row(tiny), 5)  # 1352 -> 136 · 10
     272
     """
-    return ceil_div(whole.n_elements, _ALIGNMENT * n_ranks) * _ALIGNMENT
+    return sum(share_elements(group, n_ranks) for group in whole.groups)
 
 
-def touched_elements(whole: Row, partition: Int) -> Int:
-    """Return the elements of all parameters that begin in the first ``partition`` elements, each counted whole. [elements]
+def share_elements(group: Group, n_ranks: Int) -> Int:
+    """Return one rank's padded share of a parameter group. [elements]"""
+    return ceil_div(group.end - group.start, _ALIGNMENT * n_ranks) * _ALIGNMENT
 
-    Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``get_partition_info`` and ``copy_grads_in_partition``.
+
+def touched_elements(whole: Row, n_ranks: Int) -> Int:
+    """Return the elements of all parameters that begin in rank 0's share, each counted whole. [elements]
+
+    With two parameter groups: the most that any rank's share of each reaches into. Source: DeepSpeed 0.19.8,
+    ``stage_1_and_2.py``, ``get_partition_info`` and ``copy_grads_in_partition``.
     """
-    return pick(whole.ends, count_below(whole.starts, partition) - 1)
+    if len(whole.groups) > 1:
+        return sum(most_touched(whole, at, n_ranks) for at in range(len(whole.groups)))
+    return pick(whole.ends, count_below(whole.starts, partition_elements(whole, n_ranks)) - 1)
 
 
-def largest_slice(whole: Row, partition: Int) -> Int:
-    """Return the largest piece of one parameter within the first ``partition`` elements. [elements]"""
-    slices = (minimum(each.parameter.numel, partition - each.start) for each in whole.records)
-    return maximum(0, *slices)
+def most_touched(whole: Row, group: int, n_ranks: Int) -> Int:
+    """Return the most elements of a group's parameters that one rank's share reaches into, each counted whole. [elements]"""
+    return for_each_value(partial(_most_touched, whole, group), n_ranks)
+
+
+@lru_cache(maxsize=4096)
+def _most_touched(whole: Row, group: int, n_ranks: int) -> int:
+    return max(sum(map(numel, each)) for each in of_ranks(whole, group, n_ranks))
+
+
+def of_ranks(whole: Row, group: int, n_ranks: int) -> Iterator[tuple[Placed, ...]]:
+    """Yield the parameters of a group that reach into each rank's share."""
+    one = whole.groups[group]
+    share = int(share_elements(one, n_ranks))
+    for start in range(one.start, one.end, share):
+        yield whole.placed[bisect_right(whole.ends, start) : bisect_left(whole.starts, min(start + share, one.end))]
+
+
+def largest_slice(whole: Row, n_ranks: Int) -> Int:
+    """Return the largest piece of one parameter within rank 0's shares. [elements]"""
+    return maximum(
+        0,
+        *(
+            minimum(each.parameter.numel, group.start + share_elements(group, n_ranks) - each.start)
+            for group in whole.groups
+            for each in group.records
+        ),
+    )
 
 
 def largest_parameter(whole: Row) -> int:
     """Return the elements of the largest parameter tensor."""
-    return whole.records[-1].parameter.numel
+    return max(each.parameter.numel for each in whole.records)
 
 
 def count_below(ascending: tuple[int, ...], limit: Int) -> Int:

@@ -36,12 +36,14 @@ def configuration(job: JobSpec, *, nvme_path: str | None = None) -> dict[str, ob
 
 
 def with_optimizer(job: JobSpec) -> dict[str, object]:
-    """Return the configuration with an optimizer that DeepSpeed builds, for Adam and AdamW; scripts build other optimizers.
+    """Return the configuration with an optimizer that DeepSpeed builds, for Adam, AdamW and Muon; scripts build other optimizers.
 
     The learning rate is left out, so DeepSpeed uses the optimizer's default.
     """
     config, recipe = configuration(job), job.recipe
     config[OWN_SECTION] = of_the_script(job)
+    if recipe.optimizer == "muon":
+        return {**config, "optimizer": {"type": "Muon", "params": {}}}
     if recipe.optimizer not in ADAM:
         return {**config, "zero_allow_untested_optimizer": True}
     kind = {"adam": "Adam", "adamw": "AdamW"}[recipe.optimizer]
@@ -55,7 +57,7 @@ def of_the_script(job: JobSpec) -> dict[str, object]:
     """
     said = {name: value_of(job, OPTIONS[name]) for name in OF_THE_SCRIPT}
     default = RecipeSpec()
-    own = {"seq_len": job.batch.seq_len, "optimizer": None if job.recipe.optimizer in ADAM else job.recipe.optimizer}
+    own = {"seq_len": job.batch.seq_len, "optimizer": None if job.recipe.optimizer in (*ADAM, "muon") else job.recipe.optimizer}
     differ = {name: value for name, value in said.items() if value != getattr(default, name, None)}
     return {name: value for name, value in {**differ, **own}.items() if value is not None}
 

@@ -95,7 +95,7 @@ class Request(Spec):
         MODEL, "NAMES",
     )})
     quantize: Quantize | None = field(default=None, metadata={"option": Option(
-        "How the frozen weights of the blocks are stored (QLoRA): none (not quantised), in 4 bits: nf4 or nf4-double "
+        "How the frozen weights of the blocks are stored (QLoRA): in 4 bits: nf4 or nf4-double "
         "(bitsandbytes; nf4-double also quantises the scales), or gptq; or int8 (bitsandbytes' 8 bits). (default: none)",
         MODEL, "NAME",
         control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "gptq", "int8"),
@@ -108,21 +108,21 @@ class Request(Spec):
         MODEL, "N",
     )})
     lora_compute: AdapterCompute | None = field(default=None, metadata={"option": Option(
-        "How adapters compute under mixed precision: autocast (in 16 bits), or fp32, which is what a Trainer without "
-        "`bf16` does if the model was loaded in 16 bits. (default: autocast)", MODEL, "NAME",
+        "How adapters compute under mixed precision: autocast (in 16 bits), or fp32, as a Trainer without "
+        "`bf16` does in a model loaded in 16 bits. (default: autocast)", MODEL, "NAME",
     )})
     upcast: Upcast | None = field(default=None, metadata={"option": Option(
         "With --quantize under mixed precision: which unquantised weights are converted to fp32. all: "
-        "embedding, norms and head (peft's `prepare_model_for_kbit_training`). norms: only norms (TRL's SFTTrainer with "
-        "bf16 converts the others back). none. (default: all)", MODEL, "NAME",
+        "embedding, norms and head (as peft does). norms: only norms (TRL's SFTTrainer with bf16). none. (default: all)",
+        MODEL, "NAME",
     )})
     bitsandbytes: str | None = field(default=None, metadata={"option": Option(
         "The release of bitsandbytes, such as 0.43.1. Before 0.43.2, layers in 4 bits save their inputs for the backward; "
         "before 0.47, they compute in fp32 after norms in fp32. (default: 0.50)", MODEL, "VERSION",
     )})
     freeze: str | None = field(default=None, metadata={"option": Option(
-        "Parts outside the blocks that are not trained, separated by commas: embedding, norm (the last one) and head; of a "
-        "vision-language model also tower and projector (the layers that join it to the text). none: nothing.",
+        "Parts outside the blocks that are not trained, with commas: embedding, norm (the last one) and head; of a "
+        "vision-language model also tower and projector. none: nothing.",
         MODEL, "NAMES",
     )})
     freeze_layers: CountOrZero | None = field(default=None, metadata={"option": Option(
@@ -204,7 +204,7 @@ class Request(Spec):
     from_file: str | None = field(default=None, metadata={"option": Option(
         "An existing configuration: DeepSpeed's, accelerate's, TrainingArguments, LLaMA-Factory's, Axolotl's, torchtitan's, "
         "verl's, ms-swift's, OpenRLHF's, torchtune's, NeMo AutoModel's, Megatron-LM's, nanotron's or Lightning's, or a shell "
-        "script that launches one of them. Flags must not contradict it.", RECIPE, "FILE",
+        "script that runs one. Flags must not contradict it.", RECIPE, "FILE",
     )})
     deepspeed_config: str | None = field(default=None, metadata={"option": Option(
         'A DeepSpeed configuration (JSON). Values "auto" are filled in as transformers\' Trainer does. Flags must not '
@@ -271,9 +271,9 @@ class Request(Spec):
         "nvfp4. The head stays in bf16. (default: none)", RECIPE, "NAME", "recipe.float8_recipe",
     )})
     kernels: StepKernels | None = field(default=None, metadata={"option": Option(
-        "How norms, rotary positions, gated products and the loss run: eager (operator by operator), fused (one kernel each, "
-        "as in Liger or Transformer Engine) or compiled (torch.compile). Changes only the step time. (default: fused under "
-        "Megatron-Core, compiled for compiled-blocks, else eager)", RECIPE, "NAME", "recipe.step_kernels",
+        "How norms, rotary positions, gated products and the loss run: eager (operator by operator), fused (one kernel each) "
+        "or compiled (torch.compile). Changes only the step time. (default: fused under Megatron-Core, compiled for "
+        "compiled-blocks, else eager)", RECIPE, "NAME", "recipe.step_kernels",
     )})
     keep_logits: bool | Literal["fp32"] | None = field(default=None, metadata={"option": Option(
         "Whether the training loop still holds the model's output during the backward: no, yes, or fp32 (converted to "
@@ -284,10 +284,10 @@ class Request(Spec):
     )})
     modules: WhoseModules | None = field(default=None, metadata={"option": Option(
         "Whose implementation of the model is trained: transformers', or torchtitan's own Llama 3 (engine fsdp2). "
-        "(default: transformers, or that of the program whose file --from reads)", RECIPE, "NAME",
+        "(default: transformers, or as the file of --from has it)", RECIPE, "NAME",
     )})
     transformers: str | None = field(default=None, metadata={"option": Option(
-        "The release of transformers that is used, such as 4.48 (4.39 to 5.23). Older ones need more memory. (default: "
+        "The release of transformers, such as 4.48 (4.39 to 5.23). Older ones need more memory. (default: "
         "5.23)", RECIPE,
         "VERSION", "recipe.transformers",
     )})

@@ -7,6 +7,7 @@ from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.deepspeed.gathers import refuse_quantized
 from zeroplan.engines.deepspeed.gradients import collects, sums_in_fp32
 from zeroplan.engines.deepspeed.infinity import refuse_swapping
+from zeroplan.engines.deepspeed.muon import refuse_with_muon
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, refuse
 from zeroplan.engines.deepspeed.quantized_gradients import refuse_quantized_gradients
 from zeroplan.engines.deepspeed.secondary import refuse_second
@@ -43,6 +44,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     """
     impl = optimizer_impl(recipe)
     _refuse(recipe)
+    if recipe.optimizer == "muon":
+        refuse_with_muon(model, recipe)
     refuse_second(recipe, mesh)
     refuse_quantized(recipe)
     refuse_quantized_gradients(model, recipe, mesh)
@@ -108,9 +111,7 @@ def optimizer_impl(recipe: RecipeSpec) -> OptimizerImpl:
     >>> optimizer_impl(RecipeSpec(engine="deepspeed")), optimizer_impl(RecipeSpec(engine="deepspeed", optimizer="sgd"))
     ('fused', 'foreach')
     """
-    if recipe.optimizer == "muon":
-        raise SpecError("optimizer 'muon' with engine 'deepspeed' is not modelled; use engine 'fsdp2' or optimizer 'adamw'")
     check_engine(recipe)
-    if steps_in_own_kernel(recipe):
+    if steps_in_own_kernel(recipe) or recipe.optimizer == "muon":  # the Adam beside it is DeepSpeed's own
         return "fused"
     return implementation(recipe.optimizer, recipe.optimizer_impl, on_host=offloads_optimizer(recipe))

@@ -76,7 +76,7 @@ def course_of(plan: Plan) -> Course:
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
     >>> from zeroplan.engines.deepspeed.gradients import Plan
-    >>> two = Plan(row(tiny), (0,), False, 2, 2, 500, False, True, True, False, False, 676, 1)
+    >>> two = Plan(row(tiny), (0,), False, 2, 2, 500, False, True, True, False, False, 2, 1)
     >>> {event: max(seen.held.copy for seen in course_of(two)["during", event]) for event in ("arrives", "reduced")}
     {'arrives': 0, 'reduced': 912}
 
@@ -85,7 +85,7 @@ def course_of(plan: Plan) -> Course:
     """
     if plan.reduces != "after the backward":
         return _run(plan)
-    return _during_the_backward(plan.of(0, plan.micro_batches)) | _after_the_backward(plan)
+    return _during_the_backward(plan.of(1, plan.micro_batches)) | _after_the_backward(plan)
 
 
 @lru_cache(maxsize=512)
@@ -222,19 +222,17 @@ class Courses:
         return self._at[place]
 
 
-def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
-    """Return the courses of ``plan`` for every shard and number of micro-batches. Both may be columns of equal length."""
-    return recalled(
-        lambda: (courses_of, plan, as_key(partition), as_key(micro_batches)), lambda: _made(plan, partition, micro_batches)
-    )
+def courses_of(plan: Plan, ranks: Int, micro_batches: Int) -> Courses:
+    """Return the courses of ``plan`` for every number of ranks and micro-batches. Both may be columns of equal length."""
+    return recalled(lambda: (courses_of, plan, as_key(ranks), as_key(micro_batches)), lambda: _made(plan, ranks, micro_batches))
 
 
-def _made(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
-    if isinstance(partition, int) and isinstance(micro_batches, int):
-        return Courses((course_of(plan.of(partition, micro_batches)),), 0)
+def _made(plan: Plan, ranks: Int, micro_batches: Int) -> Courses:
+    if isinstance(ranks, int) and isinstance(micro_batches, int):
+        return Courses((course_of(plan.of(ranks, micro_batches)),), 0)
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
-    pairs = np.stack(np.broadcast_arrays(partition, micro_batches), axis=-1)
+    pairs = np.stack(np.broadcast_arrays(ranks, micro_batches), axis=-1)
     distinct, which = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
     found = tuple(course_of(plan.of(int(share), int(number))) for share, number in distinct)
     return Courses(found, cast("Int", which.reshape(pairs.shape[:-1]) if len(found) > 1 else 0))

@@ -7,12 +7,14 @@ DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py``.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from zeroplan.engines.collecting import Collecting, Memory
+from zeroplan.engines.deepspeed.muon import most_at_once
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.precisions import widths
-from zeroplan.engines.rows import Placed, Row, numel, touched_elements
+from zeroplan.engines.rows import Group, Placed, Row, numel, partition_elements, share_elements, touched_elements
 from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -39,10 +41,17 @@ class Plan(NamedTuple):
     sums_in_fp32: bool
     offloads: bool
     """The gradients that this rank keeps go to the host."""
-    partition: int
-    """Elements of a rank's shard."""
+    ranks: int
+    """Ranks that share the parameters."""
     micro_batches: int
     """Micro-batches of a step, as far as they differ (:func:`distinct_micro_batches`)."""
+    fp16: bool = False
+    """Gradients are in fp16."""
+
+    @property
+    def by_muon(self) -> bool:
+        """Whether DeepSpeed's Muon steps the first of two parameter groups."""
+        return len(self.whole.groups) > 1
 
     @property
     def reduces(self) -> Literal["never", "during the backward", "after the backward"]:
@@ -63,9 +72,9 @@ class Plan(NamedTuple):
         has_less = (self.stage == 1 and self.overlaps) or self.offloads
         return range(max(0, last - 1) if has_less else last, last + 1)
 
-    def of(self, partition: int, micro_batches: int) -> "Plan":
-        """Return the plan for another shard and this many micro-batches."""
-        return self._replace(partition=partition, micro_batches=micro_batches)
+    def of(self, ranks: int, micro_batches: int) -> "Plan":
+        """Return the plan for another number of ranks and this many micro-batches."""
+        return self._replace(ranks=ranks, micro_batches=micro_batches)
 
     def program(self, memory: Memory, ranks: int = 1) -> Collecting:
         """Return the program that handles gradients."""
@@ -93,8 +102,8 @@ def collects(recipe: RecipeSpec) -> bool:
     return recipe.zero_stage == 0 or (recipe.zero_stage == 1 and sums_in_fp32(recipe) and not offloads_optimizer(recipe))
 
 
-def plan_of(recipe: RecipeSpec, whole: Row, firsts: tuple[int, ...] = (), partition: int = 1) -> Plan:
-    """Return how DeepSpeed handles these parameters' gradients under a recipe, for a shard of this many elements."""
+def plan_of(recipe: RecipeSpec, whole: Row, firsts: tuple[int, ...] = (), ranks: int = 1) -> Plan:
+    """Return how DeepSpeed handles these parameters' gradients under a recipe, shared by this many ranks."""
     options, gathers = recipe.deepspeed, collects(recipe)
     return Plan(
         whole=whole,
@@ -108,8 +117,9 @@ def plan_of(recipe: RecipeSpec, whole: Row, firsts: tuple[int, ...] = (), partit
         scatters=options.reduce_scatter,
         sums_in_fp32=sums_in_fp32(recipe),
         offloads=offloads_optimizer(recipe),
-        partition=partition,
+        ranks=ranks,
         micro_batches=1,
+        fp16=recipe.precision == "fp16-mixed",
     )
 
 
@@ -167,7 +177,9 @@ class Partitioned(Collecting):
     def reduce_ipg_grads(self) -> None:
         """Reduce the gradients in the bucket; this rank keeps those that overlap its shard."""
         plan, memory = self.plan, self.memory
-        largest = max([0, *(min(each.end, plan.partition) - each.start for each in self.inside)])
+        largest = max(
+            [int(plan.by_muon), *(place_of(plan, each).own for each in self.inside)]
+        )  # with Muon a bound for all ranks
         if self.before:
             self._clear(self.before)
             self.before = []
@@ -197,12 +209,17 @@ class Partitioned(Collecting):
         memory.release("copy", "cast")
 
     def _request_sums(self) -> None:
-        self.memory.request("sums", FP32 * self.plan.partition, Kind.GRADIENTS, "fp32 gradients of this rank's share")
+        self.memory.request(
+            "sums",
+            FP32 * int(partition_elements(self.plan.whole, self.plan.ranks)),
+            Kind.GRADIENTS,
+            "fp32 gradients of this rank's share",
+        )
 
     def _keep(self, key: str) -> None:
         """``copy_grads_in_partition``: keep the gradients that overlap this rank's shard; with offload in host memory."""
         if not self.plan.offloads:
-            touched = touched_elements(self.plan.whole, self.plan.partition)
+            touched = touched_elements(self.plan.whole, self.plan.ranks)
             assert isinstance(touched, int)  # noqa: S101  of one share
             reason = "gradients that reach into this rank's share"
             self.memory.request(key, self.plan.element * touched, Kind.GRADIENTS, reason)
@@ -211,13 +228,13 @@ class Partitioned(Collecting):
         """``set_norm_for_param_grad_in_gpu``: in the last micro-batch compute offloaded gradients' norms in fp64."""
         self.memory.note("leaves", FP64 * largest if self.last else 0)
         for each in self.inside if self.last and largest else ():
-            part = min(each.end, self.plan.partition) - each.start
+            part = place_of(self.plan, each).own
             self.memory.request("norm", max(0, FP64 * part), Kind.TEMPORARY, "a gradient of the share, in fp64")
             self.memory.release("norm")
 
     def _let_go(self, each: Placed) -> None:
         """Free a reduced gradient, unless it is in the bucket or stays until the backward ends."""
-        plan, ours = self.plan, each.start < self.plan.partition
+        plan, ours = self.plan, place_of(self.plan, each).own > 0
         if plan.contiguous:
             moved = self.last if plan.offloads else not plan.sums_in_fp32
             if moved if ours else plan.stage == 2:
@@ -246,6 +263,9 @@ class Partitioned(Collecting):
                 memory.rename("own", "averaged")
             else:
                 self._average()
+        if plan.by_muon and self.last:
+            made, next_one = most_at_once(plan.whole, plan.ranks, plan.element, is_fp16=plan.fp16)
+            memory.note("updated", next_one, made)
         memory.release("own")
         self.release_gradients()
         self.before = []
@@ -254,8 +274,32 @@ class Partitioned(Collecting):
     def _average(self) -> None:
         """``get_flat_partition``: without a bucket, keep the gradients that overlap this rank's shard where autograd made them."""
         for each in self.plan.whole.placed:
-            if each.start < self.plan.partition and each.start in self.made:
+            if place_of(self.plan, each).own > 0 and each.start in self.made:
                 self.memory.rename(self.made.pop(each.start), "averaged")
+
+
+class Place(NamedTuple):
+    """A parameter's elements within its parameter group, and a rank's share of the group."""
+
+    start: int
+    end: int
+    share: int
+
+    @property
+    def own(self) -> int:
+        """Elements in rank 0's share; below 1 if there are none."""
+        return min(self.end, self.share) - self.start
+
+
+@lru_cache(maxsize=256)
+def _shares(whole: Row, ranks: int) -> tuple[tuple[Group, int], ...]:
+    return tuple((group, int(share_elements(group, ranks))) for group in whole.groups)
+
+
+def place_of(plan: Plan, each: Placed) -> Place:
+    """Return the place of a parameter in its group."""
+    group, share = next(one for one in _shares(plan.whole, plan.ranks) if each.start < one[0].end)
+    return Place(each.start - group.start, each.end - group.start, share)
 
 
 def copies_of(plan: Plan, inside: tuple[Placed, ...]) -> Iterator[int]:
@@ -279,12 +323,16 @@ def copies_of(plan: Plan, inside: tuple[Placed, ...]) -> Iterator[int]:
 
 def _slices(plan: Plan, inside: tuple[Placed, ...]) -> Iterator[int]:
     """Yield the elements of consecutive slices of one rank. A slice that is added to fp32 sums stands alone."""
-    rank_before, waiting = -1, 0
+    before, waiting = (-1, -1, -1), 0
     for each in inside:
-        for rank in range(each.start // plan.partition, (each.end - 1) // plan.partition + 1):
-            part = min(each.end, (rank + 1) * plan.partition) - max(each.start, rank * plan.partition)
-            if waiting and (rank != rank_before or (plan.sums_in_fp32 and rank == 0)):
+        start, end, share = place_of(plan, each)
+        first, last = start // share, (end - 1) // share
+        splits = plan.by_muon and each.end <= plan.whole.groups[0].end
+        for rank in range(first, last + 1):
+            part = min(end, (rank + 1) * share) - max(start, rank * share)
+            readers = (rank, first, last) if splits else (rank, rank, rank)  # every rank of a matrix copies all of it
+            if waiting and (readers != before or (plan.sums_in_fp32 and rank == 0)):
                 yield waiting
                 waiting = 0
-            rank_before, waiting = rank, waiting + part
+            before, waiting = readers, waiting + part
     yield waiting

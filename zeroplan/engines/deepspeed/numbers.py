@@ -23,7 +23,8 @@ def numbers_unsharded(recipe: RecipeSpec, ranks: Int) -> tuple[Collective, ...]:
     if collects(recipe):
         return ()
     flag = _reduced(_FLAG, ranks, 1, 1, f"{_ZERO}/stage_1_and_2.py, has_overflow")
-    norm = _reduced(_NORM, ranks, 1, 4, f"{_ZERO}/stage_1_and_2.py, get_grad_norm_direct")
+    groups = 2 if recipe.optimizer == "muon" else 1
+    norm = _reduced(_NORM, ranks, groups, 4, f"{_ZERO}/stage_1_and_2.py, get_grad_norm_direct")
     return (
         *((flag,) if recipe.precision != "fp32" else ()),
         *((norm,) if recipe.deepspeed.compute_grad_norm else ()),

@@ -2,7 +2,7 @@
 
 At stages 1 and 2 (``DeepSpeedZeroOptimizer``) the weights are one flat tensor. A rank owns a contiguous shard of it and keeps
 the fp32 weights and the optimizer state of that shard. The figures are rank 0's, whose shard begins with the embedding. There
-is one parameter group.
+is one parameter group; Muon has two.
 
 Gradients are also whole on every rank at stage 0 in any precision, and at stage 1 with 16-bit weights and fp32 gradient
 accumulation (``BF16_Optimizer``).
@@ -10,6 +10,7 @@ accumulation (``BF16_Optimizer``).
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
+from zeroplan.engines.deepspeed.muon import shares, states_beside_muon
 from zeroplan.engines.deepspeed.numbers import numbers_unsharded
 from zeroplan.engines.deepspeed.offload import kept_as, note, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.sources import SHARE, STAGE12
@@ -31,8 +32,6 @@ from zeroplan.trace import Entry, Moments, entry_of
 from zeroplan.transformer.params import layout, trained_layout
 from zeroplan.transformer.vision import pixels
 
-_WHOLE = f"N·{SHARE}"
-
 _FLAT_IS_THE_PEAK = (
     "The peak is the construction of the optimizer, where the model and its flat copy lie beside each other; DeepSpeed makes "
     "that copy through host memory where the GPU has no room for both, so it alone does not make the job fail"
@@ -42,13 +41,17 @@ _FLAT_IS_THE_PEAK = (
 def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
     """Return the account of stages 1 and 2.
 
-    Leaves out several parameter groups (each is padded separately), ``round_robin_gradients``, ZeRO++.
+    Leaves out several parameter groups (each is padded separately) other than Muon's two, ``round_robin_gradients``, ZeRO++.
     """
     job = job_of(model, recipe, mesh, batch)
     tensors = (LocalTensor((job.partition,), in_block=False),)
     flat, master, *frozen = weights_of(job)
-    updated = (master, *state_lines(recipe.optimizer, kept_as(recipe, impl), tensors, job.master, symbol=SHARE))
-    temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=SHARE)
+    temporary: tuple[Line, ...] = ()
+    if job.by_muon:
+        updated = (master, *states_beside_muon(job))
+    else:
+        updated = (master, *state_lines(recipe.optimizer, kept_as(recipe, impl), tensors, job.master, symbol=SHARE))
+        temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=SHARE)
     these, away = passes(model, recipe, batch), offloads_optimizer(recipe)
     here = tuple(map(on_host, updated)) if away else updated
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
@@ -77,11 +80,11 @@ def _notes(job: Job, laid_flat: Moment, later: tuple[Entry, ...]) -> tuple[str, 
 
 def weights_of(job: Job) -> tuple[Line, ...]:
     """Return ``DeepSpeedZeroOptimizer``'s weights: all of them flat, this rank's shard, and frozen ones. [bytes]"""
-    flat = times(job.element, _WHOLE)
+    flat = times(job.element, f"N·{job.share}")
     master = "weights of this rank's share, fp32" if job.master == 4 else "weights of this rank's share, 16 bits"
     return (
         Line(Kind.PARAMETERS, job.element * job.n_ranks * job.partition, "all weights, flat and padded", flat, STAGE12),
-        Line(Kind.OPTIMIZER_STATE, job.master * job.partition, master, times(job.master, SHARE), STAGE12),
+        Line(Kind.OPTIMIZER_STATE, job.master * job.partition, master, times(job.master, job.share), STAGE12),
         *frozen_weights(job),
     )
 
@@ -92,16 +95,41 @@ def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
     arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", STAGE12)
     frozen = frozen_weights(job)
     copied = (arrived, weights[0], *frozen) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0], *frozen)
-    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", f"{job.master}·{SHARE}",
+    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", f"{job.master}·{job.share}",
                  f"{STAGE12}, initialize_optimizer_states")  # fmt: skip
-    clone = Line(Kind.TEMPORARY, job.element * share, "copy of the share before its cast", f"{job.element}·{SHARE}", STAGE12)
+    clone = Line(
+        Kind.TEMPORARY, job.element * share, "copy of the share before its cast", f"{job.element}·{job.share}", STAGE12
+    )
     copied_first = job.element != job.master or offloads_optimizer(job.recipe)
     if offloads_optimizer(job.recipe):
         zeros = on_host(zeros)
+    if job.by_muon:
+        return (*_init_by_group(job, weights[0], arrived), Moment("initialisation: optimizer", Phase.INIT, (*weights, zeros)))
     return (
         Moment("initialisation: weights laid flat", Phase.INIT, copied),
         Moment("initialisation: weights of the share", Phase.INIT, (*weights, clone) if copied_first else weights),
         Moment("initialisation: optimizer", Phase.INIT, (*weights, zeros)),
+    )
+
+
+def _init_by_group(job: Job, flat: Line, arrived: Line) -> tuple[Moment, ...]:
+    """Return the moments while Muon's matrices, then all other weights are laid flat and the share of them is copied and cast."""
+    e, m, other = job.element, job.master, job.whole.groups[1]
+    (muon, adam), rest = shares(job), other.end - other.start
+    on_gpu = job.recipe.deepspeed.flatten_on_accelerator
+    flat_first = Line(Kind.PARAMETERS, e * job.n_ranks * muon, "Muon's matrices, flat and padded", f"{e}·N·P_muon", STAGE12)
+    left = Line(Kind.PARAMETERS, e * rest, "other weights as they arrived on the GPU", f"{e}·{rest}", STAGE12)
+    one = Line(Kind.OPTIMIZER_STATE, m * muon, "weights of this rank's share of Muon's matrices", f"{m}·P_muon", STAGE12)
+    both = Line(Kind.OPTIMIZER_STATE, m * (muon + adam), "weights of this rank's share", f"{m}·{job.share}", STAGE12)
+    reason, copied = "copy of the share before its cast", e != m
+    copies = [Line(Kind.TEMPORARY, e * size * copied, reason, f"{e * copied}·{name}", STAGE12)
+              for size, name in ((muon, "P_muon"), (adam, "P_adam"))]  # fmt: skip
+    begin = "initialisation: "
+    return (
+        Moment(f"{begin}Muon's matrices laid flat", Phase.INIT, (arrived if on_gpu else left, flat_first)),
+        Moment(f"{begin}share of Muon's matrices", Phase.INIT, (left, flat_first, one, copies[0])),
+        Moment(f"{begin}other weights laid flat", Phase.INIT, (*((left,) if on_gpu else ()), flat, one)),
+        Moment(f"{begin}share of other weights", Phase.INIT, (flat, both, copies[1])),
     )
 
 
@@ -117,7 +145,7 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
             n, calls * rounds, element * ceil_div(psi, calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
             f"{STAGE12}, allreduce_and_scatter", element * psi * rounds,
         ),
-        _weight_gather(job),
+        *_weight_gathers(job),
         *numbers_unsharded(job.recipe, n),
     )  # fmt: skip
 
@@ -177,7 +205,7 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     return Account(
         persistent,
         Moments((*map(entry_of, beside(init, left)), *trained(job, impl, these, persistent, temporary))),
-        (*_all_reduce(job), _weight_gather(job)),
+        (*_all_reduce(job), *_weight_gathers(job)),
         symbols=(*_symbols_of_whole(job, these), *counted(*persistent, *temporary)),
         kept=kept_in_a_block(these),
     )
@@ -212,9 +240,14 @@ def _all_reduce(job: Job) -> tuple[Collective, ...]:
     )  # fmt: skip
 
 
-def _weight_gather(job: Job) -> Collective:
-    n, share, width = job.n_ranks, job.partition, job.element
-    return Collective(
-        "all_gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), width * n * share,
-        (n - 1) * width * share, n * share, "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups", phase=Phase.STEP,
+def _weight_gathers(job: Job) -> tuple[Collective, ...]:
+    """Return the all-gather of each parameter group's weights."""
+    n, width = job.n_ranks, job.element
+    names = ("updated weights of Muon's matrices", "other updated weights") if job.by_muon else ("updated weights",)
+    return tuple(
+        Collective(
+            "all_gather", name, "after the optimizer step", n, where(n > 1, 1, 0), width * n * share,
+            (n - 1) * width * share, n * share, "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups", phase=Phase.STEP,
+        )
+        for name, share in zip(names, shares(job) if job.by_muon else (job.partition,), strict=True)
     )  # fmt: skip

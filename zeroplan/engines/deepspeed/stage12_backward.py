@@ -10,6 +10,7 @@ from functools import lru_cache
 from zeroplan.engines.collecting import Event, groups_of, operators_below
 from zeroplan.engines.deepspeed.course import Courses, Held, Seen, courses_of, highest
 from zeroplan.engines.deepspeed.gradients import distinct_micro_batches, plan_of
+from zeroplan.engines.deepspeed.muon import UPDATE
 from zeroplan.engines.deepspeed.running import points_of_kinds, running_lines, running_size
 from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import Job, gradient_line, own_gradients
@@ -40,6 +41,7 @@ _AFTER: dict[Event, str] = {
     "reduced": "end of backward: bucket reduced",
     "kept": "end of backward: own gradients kept",
     "leaves": "end of backward: own gradients to the host",
+    "updated": "end of backward: Muon's updates",
 }
 _COPIES: dict[Event, tuple[str, str]] = {
     "copied": ("copy of the gradient", f"{STAGE12}, reduce_independent_p_g_buckets_and_remove_grads"),
@@ -224,7 +226,16 @@ class Training(MicroBatch):
             if ("end", event) in self.courses.each[0]:
                 held = highest(self.courses, ("end", event)).held
                 self.trace.at(name, Phase.BACKWARD)
-                self.trace.pass_by(*held_lines(self.job, held, _COPIES.get(event, _COPY)))
+                self.trace.pass_by(
+                    *self._updating(held) if event == "updated" else held_lines(self.job, held, _COPIES.get(event, _COPY))
+                )
+
+    def _updating(self, held: Held) -> Lines:
+        """Return Muon's updates and its temporaries beside gradients and buckets."""
+        made = Line(Kind.GRADIENTS, held.cast, "Muon's updates so far", product(1, held.cast), UPDATE)
+        reason = "temporaries of the update of the next matrix"
+        following = Line(Kind.OPTIMIZER_TEMPORARY, held.copy, reason, product(1, held.copy), UPDATE)
+        return (*held_lines(self.job, held._replace(copy=0, cast=0)), made, following)
 
 
 def _by_stream(kept: Int, held: Held) -> tuple[Int, Int, Int]:
@@ -269,8 +280,8 @@ def _sizes(whole: Row, block: int) -> tuple[int, ...]:
 
 def _courses(job: Job, these: Passes) -> Courses:
     plan = plan_of(job.recipe, job.whole, tuple([run.first for run in these.runs]))
-    share = job.whole.n_elements if plan.collects else job.partition  # the shard does not matter then
-    return courses_of(plan, share, minimum(job.micro_batches, distinct_micro_batches(plan.stage, overlaps=plan.overlaps)))
+    ranks = 1 if plan.collects else job.n_ranks  # the shard does not matter then
+    return courses_of(plan, ranks, minimum(job.micro_batches, distinct_micro_batches(plan.stage, overlaps=plan.overlaps)))
 
 
 def held_lines(job: Job, held: Held, copied: tuple[str, str] = _COPY) -> tuple[Line, ...]:

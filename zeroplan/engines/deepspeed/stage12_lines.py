@@ -6,8 +6,9 @@ from typing import NamedTuple
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule, waiting_elements
 from zeroplan.engines.deepspeed.gradients import sums_in_fp32
+from zeroplan.engines.deepspeed.muon import SHARES, row_of_muon, symbols_of_muon
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, on_host
-from zeroplan.engines.deepspeed.sources import STAGE12
+from zeroplan.engines.deepspeed.sources import SHARE, STAGE12
 from zeroplan.engines.formulas import product, times
 from zeroplan.engines.frozen import frozen_lines, frozen_symbols
 from zeroplan.engines.passes import Passes, kept_symbols
@@ -43,11 +44,21 @@ class Job(NamedTuple):
     """Elements of the largest piece of one parameter within rank 0's shard."""
     buckets: Schedule
 
+    @property
+    def share(self) -> str:
+        """One rank's shard in formulas."""
+        return SHARES if self.by_muon else SHARE
+
+    @property
+    def by_muon(self) -> bool:
+        """Whether DeepSpeed's Muon steps the first of two parameter groups."""
+        return len(self.whole.groups) > 1
+
 
 def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Job:
     """Return the quantities of a job."""
     width = widths(recipe.precision)
-    whole = trained_row(model)
+    whole = row_of_muon(model) if recipe.optimizer == "muon" else trained_row(model)
     partition = partition_elements(whole, mesh.dp_shard)
     return Job(
         whole,
@@ -57,8 +68,8 @@ def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Jo
         width.compute,
         width.stored,
         partition,
-        touched_elements(whole, partition),
-        largest_slice(whole, partition),
+        touched_elements(whole, mesh.dp_shard),
+        largest_slice(whole, mesh.dp_shard),
         schedule(whole, recipe.deepspeed.reduce_bucket_size),
     )
 
@@ -71,6 +82,7 @@ def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
         Symbol("B", job.recipe.deepspeed.reduce_bucket_size, "reduce_bucket_size"),
         Symbol("G_p", job.touched, "elements of every parameter that reaches into this rank's share, each counted whole"),
         Symbol("G_max", job.largest, "elements of the largest piece of one parameter in this rank's share"),
+        *(symbols_of_muon(job) if job.by_muon else ()),
         *kept_symbols(these),
     )
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from zeroplan.engines.deepspeed.gradients import collects, sums_in_fp32
+from zeroplan.engines.deepspeed.muon import shares, updates
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.deepspeed.sources import FP64, SHARE, STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import Job, own_gradients
@@ -131,18 +132,33 @@ class Sharded(Wrapper):
         own = own_gradients(job)
         if away and sums_in_fp32(job.recipe):  # a later micro-batch reuses this tensor, and the next step has no moment with it
             own = own._replace(reason="fp32 gradients of this rank's share, released when the step ends")
-        memory.hold("averaged", own)
+        memory.hold("averaged", own, *((updates(job),) if job.by_muon else ()))
         if job.recipe.deepspeed.compute_grad_norm and not away:
             reason = "largest gradient of this rank's share in fp64"
             memory.at("gradient norm", Phase.STEP)
             memory.put("norm", Line(Kind.OPTIMIZER_TEMPORARY, FP64 * job.largest, reason, "8·G_max", _NORM))
             memory.drop("norm")
-        if not (away or sums_in_fp32(job.recipe)):
+        if job.by_muon:
+            self._lay_flat_by_group(own)
+        elif not (away or sums_in_fp32(job.recipe)):
             self._lay_flat(own)
         self.update_share()
 
-    def _lay_flat(self, own: Line) -> None:
-        flat, taken, still = laid_flat(self.job, own)
+    def _lay_flat_by_group(self, own: Line) -> None:
+        """Flatten and apply Muon's updates, then free them; flatten Adam's gradients."""
+        job, memory = self.job, self.memory
+        muon, adam = shares(job)
+        flat, taken, _ = _flattened(job, updates(job), muon, "P_muon")
+        memory.at("optimizer step: Muon's updates flattened", Phase.STEP)
+        memory.put("flat", flat)
+        memory.put("taken", taken)
+        memory.drop("flat")
+        memory.hold("averaged", own)
+        memory.drop("taken")
+        self._lay_flat(own, _flattened(job, own, adam, "P_adam"))
+
+    def _lay_flat(self, own: Line, made: tuple[Line, Line, Line] | None = None) -> None:
+        flat, taken, still = made or laid_flat(self.job, own)
         self.memory.at("optimizer step: gradients flattened", Phase.STEP)
         self.memory.put("flat", flat)
         self.memory.put("taken", taken)
@@ -187,20 +203,23 @@ def laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
 
     If they have the optimizer's dtype, the optimizer takes the flattened gradients themselves.
     """
-    one: Bool = (
-        job.whole.placed[0].end >= job.partition
-    )  # a slice of one gradient is flattened without a copy (torch, ``flatten``)
+    return _flattened(job, own, job.partition, SHARE, job.whole.placed[0].end)
+
+
+def _flattened(job: Job, own: Line, share: Int, symbol: str, first: int = 0) -> tuple[Line, Line, Line]:
+    """Return the same for a share of a parameter group; ``first``: elements of the parameter that the share may be a slice of."""
+    one: Bool = first >= share  # a slice of one gradient is flattened without a copy (torch, ``flatten``)
     same = job.element == job.master
-    copied = where(one, 0, job.partition)
+    copied = where(one, 0, share)
     flat_bytes: Int = 0 if same else job.element * copied
-    taken_bytes = job.master * (copied if same else job.partition)
+    taken_bytes = job.master * (copied if same else share)
     still_bytes = where(one, own.n_bytes, 0) if same else 0
     flat = Line(
         Kind.OPTIMIZER_TEMPORARY, flat_bytes, "gradients of this rank's share, flattened",
-        unless_zero(flat_bytes, f"{job.element}·{SHARE}"), STAGE12,
+        unless_zero(flat_bytes, f"{job.element}·{symbol}"), STAGE12,
     )  # fmt: skip
     taken = Line(
         Kind.GRADIENTS, taken_bytes, "gradients of this rank's share, as the optimizer takes them",
-        unless_zero(taken_bytes, times(job.master, SHARE)), f"{STAGE12}, step",
+        unless_zero(taken_bytes, times(job.master, symbol)), f"{STAGE12}, step",
     )  # fmt: skip
     return flat, taken, own._replace(n_bytes=still_bytes, formula=unless_zero(still_bytes, own.formula))

@@ -56,6 +56,7 @@ def not_written(job: JobSpec) -> str:
     model, recipe = job.model, job.recipe
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
+        (recipe.engine == "deepspeed" and recipe.optimizer == "muon", "DeepSpeed's Muon"),
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
         (recipe.fsdp2.float8_all_gather, "an all-gather in float8"),

@@ -28,7 +28,7 @@ class Step(WholePass):
 
     def __init__(self, job: JobSpec, log: Log) -> None:
         one = self.job = job_of(job.model, job.recipe, job.mesh, job.batch)
-        plan = plan_of(job.recipe, one.whole, partition=int(one.partition))
+        plan = plan_of(job.recipe, one.whole, ranks=int(one.n_ranks))
         super().__init__(job, log, plan)
         self.offloads, impl = plan.offloads, optimizer_impl(job.recipe)
         self.flat = bool(job.recipe.zero_stage) or (one.element == 2 and takes_flat_wrapper(job.recipe, impl))

@@ -18,14 +18,17 @@ from zeroplan.export import deepspeed as export
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.fake_parts import nvme
-from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.engine import Engine, Requesting, all_labelled
+from zeroplan.verify.replaced import put, replaced
+from zeroplan.verify.training.engine import Engine, Requesting, all_labelled, labelled
 from zeroplan.verify.training.optimizers import make_optimizer, trained
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
 _TRANSPORT = import_module("deepspeed.comm.torch")
 """Imported by name: the attribute ``torch`` of ``deepspeed.comm`` is torch itself."""
+
+_MUON = "deepspeed.runtime.zero.muon.original_muon"
+"""Imported where it is used: importing it compiles its functions."""
 
 #: Attributes of DeepSpeed's optimizers (0.18, 0.19) whose tensors are of one kind.
 _HOLDS = (
@@ -38,6 +41,7 @@ _HOLDS = (
     ("all_grad_tensors", Kind.GRADIENTS),
     ("ipg_buckets", Kind.REDUCE),
     ("temp_grad_buffer_for_gpu_offload", Kind.REDUCE),
+    ("_muon_pending_momentum", Kind.OPTIMIZER_STATE),
 )
 
 
@@ -52,6 +56,26 @@ def configuration(job: JobSpec) -> dict[str, object]:
     }
 
 
+class _FusedAdamW(torch.optim.AdamW):
+    """Torch's fused AdamW with the arguments of DeepSpeed's ``FusedAdam``."""
+
+    def __init__(self, groups: list[dict[str, object]], *, adam_w_mode: bool = True) -> None:
+        del adam_w_mode
+        super().__init__(groups, fused=True)
+
+
+def _with_muon(module: nn.Module, config: dict[str, object]) -> tuple[DeepSpeedEngine, object]:
+    """DeepSpeed's engine with the Muon that it builds from a configuration, whose iterations run without ``torch.compile``."""
+    original_muon = import_module(_MUON)
+    for name in ("zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz", "muon_update"):
+        compiled = getattr(original_muon, name)
+        put(original_muon, **{name: getattr(compiled, "_torchdynamo_orig_callable", compiled)})
+    said = {**config, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    with replaced(deepspeed.ops.adam, "FusedAdam", _FusedAdamW):
+        engine, wrapper, *_ = deepspeed.initialize(model=module, model_parameters=list(trained(module)), config=said)
+    return engine, wrapper
+
+
 class DeepSpeed(Engine):
     """``deepspeed.initialize`` with torch's optimizer.
 
@@ -61,7 +85,11 @@ class DeepSpeed(Engine):
     kept: Kind | None = None
 
     def __init__(self, work: Workload, job: JobSpec) -> None:
-        self.optimizer = make_optimizer(trained(work.module), replace(job.recipe, optimizer_impl=optimizer_impl(job.recipe)))
+        by_muon = job.recipe.optimizer == "muon"
+        if not by_muon:
+            self.optimizer = make_optimizer(
+                trained(work.module), replace(job.recipe, optimizer_impl=optimizer_impl(job.recipe))
+            )
         if job.recipe.zero_stage == 3 and job.recipe.deepspeed.zero_init:
             self.optimizer.state.clear()  # under zero.Init parameters have no elements when an optimizer is built
         if steps_in_own_kernel(job.recipe):
@@ -69,9 +97,13 @@ class DeepSpeed(Engine):
         # DeepSpeed uses this CPU all-reduce for inference only. Compiling it is slow, and a killed build leaves a lock
         # (torch.utils.file_baton) on which every later process waits for ever.
         with replaced(_TRANSPORT, "build_shm_op", lambda: None):
-            self._engine, self._wrapper, *_ = deepspeed.initialize(
-                model=work.module, optimizer=self.optimizer, config=configuration(job)
-            )
+            if by_muon:
+                self._engine, self._wrapper = _with_muon(work.module, configuration(job))
+                self.optimizer = self._wrapper.optimizer  # type: ignore[attr-defined]  # DeepSpeed's, around Muon
+            else:
+                self._engine, self._wrapper, *_ = deepspeed.initialize(
+                    model=work.module, optimizer=self.optimizer, config=configuration(job)
+                )
         self._work, self._recipe = work, job.recipe
         self._watcher: Watcher | None = None
         self.handed_on = Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
@@ -112,6 +144,8 @@ class DeepSpeed(Engine):
         with ExitStack() as stack:
             stack.callback(hook.remove)
             stack.enter_context(all_labelled(watcher, REQUESTING))
+            if self._recipe.optimizer == "muon":
+                stack.enter_context(labelled(watcher, import_module(_MUON), "muon_update", Kind.OPTIMIZER_TEMPORARY))
             yield
         self._watcher = None
 
