@@ -111,7 +111,7 @@ def _auto_compiled(reading: Reading) -> None:
 
     Source: NeMo AutoModel 36044ad3, _transformers/infrastructure.py, ``apply_model_infrastructure``.
     """
-    table = reading.table
+    table = flat(reading)
     ignored = _strategy_of(reading) == "fsdp2" and any(key.startswith("distributed.") for key in table.data)
     for key in ("distributed.enable_compile", "compile.enabled"):
         if table.switch(key) and not (ignored and key == "compile.enabled"):
