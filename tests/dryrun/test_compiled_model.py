@@ -54,4 +54,5 @@ def test_it_is_a_bound_for_random_jobs(tmp_path: Path, seed: int) -> None:
         gpus=dice.choice((1, 8)), layers=dice.choice((2, 4, 6)), precision=dice.choice(("bf16", "bf16-mixed", "fp32")),
         recompute=dice.choice(("none", "full")), seq_len=dice.choice((128, 256, 777)), grad_accum=dice.choice((1, 2, 3)),
     )  # fmt: skip
-    assert scripted(known, tmp_path).peak_bytes <= peak(known)
+    beside = 8 * known.batch.micro_batch_size * known.batch.seq_len + 1000  # the script's token ids, and numbers
+    assert scripted(known, tmp_path).peak_bytes <= peak(known) + beside

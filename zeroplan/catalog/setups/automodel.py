@@ -97,18 +97,25 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         either="model.backend.cuda_graph.*",
     )
     _auto_float8(reading)
-    # FSDP2's manager compiles blocks if its own key says so, and nothing else (_transformers/infrastructure.py,
-    # apply_model_infrastructure)
-    ignored = _strategy_of(reading) == "fsdp2" and any(key.startswith("distributed.") for key in table.data)
-    for key in ("distributed.enable_compile", "compile.enabled"):
-        if table.switch(key) and not (ignored and key == "compile.enabled"):
-            reading.tell_compiled(table, key)
+    _auto_compiled(reading)
     _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again)
     if not _auto_keeps_inputs(reading, again=again):
         reading.unmodelled(adds="*output_hidden_states")
     # NEFTune's noise is there while the embedding runs alone (components/training/neftune.py)
     table.like("ci.* benchmark.* _* *output_hidden_states neftune.*")
     return reading.setup("automodel")
+
+
+def _auto_compiled(reading: Reading) -> None:
+    """Read torch.compile. FSDP2's manager compiles blocks if its own key says so, and nothing else.
+
+    Source: NeMo AutoModel 36044ad3, _transformers/infrastructure.py, ``apply_model_infrastructure``.
+    """
+    table = flat(reading)
+    ignored = _strategy_of(reading) == "fsdp2" and any(key.startswith("distributed.") for key in table.data)
+    for key in ("distributed.enable_compile", "compile.enabled"):
+        if table.switch(key) and not (ignored and key == "compile.enabled"):
+            reading.tell_compiled(table, key)
 
 
 def _auto_model(reading: Reading, whole: Table) -> None:
