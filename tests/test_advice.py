@@ -31,9 +31,10 @@ def test_what_is_in_host_memory_already_is_not_taken_there_again():
     assert both in flags(advise(away))
 
 
-def test_quantised_weights_are_not_advised_to_leave():
-    said = {"lora_rank": 8, "quantize": "nf4"}
-    adapted = job(model="llama-3.1-8b", gpu="h100", gpus=8, engine="fsdp2", stage=3, seq_len=1024, **said)
-    assert not [one for one in flags(advise(adapted)) if "offload-optimizer" in one]
+def test_quantised_weights_are_advised_to_leave_where_that_is_modelled():
+    said = {"model": "llama-3.1-8b", "gpu": "h100", "gpus": 8, "stage": 3, "seq_len": 1024, "lora_rank": 8, "quantize": "nf4"}
+    with_fsdp2, with_deepspeed = job(**said, engine="fsdp2"), job(**said, engine="deepspeed")
+    assert [one for one in flags(advise(with_fsdp2)) if "offload-optimizer" in one]
+    assert not [one for one in flags(advise(with_deepspeed)) if one.startswith("--offload")]
     with pytest.raises(SpecError, match=r"QLoRA\) and offload to host memory"):
-        replace(adapted, recipe=replace(adapted.recipe, fsdp2=replace(adapted.recipe.fsdp2, cpu_offload=True)))
+        replace(with_deepspeed, recipe=replace(with_deepspeed.recipe, deepspeed=DeepSpeedOptions(offload_optimizer="cpu")))

@@ -17,7 +17,7 @@ from zeroplan.engines.deepspeed.gathers import sharing_of
 from zeroplan.engines.deepspeed.gradients import Plan
 from zeroplan.engines.megatron.inputs import ATTENTION_MASK
 from zeroplan.engines.quantised import TABLES
-from zeroplan.engines.rows import row
+from zeroplan.engines.rows import partition_elements, row
 from zeroplan.errors import SpecError
 from zeroplan.resolve import job as described
 from zeroplan.spec.adapter import AdapterSpec
@@ -41,10 +41,13 @@ def test_a_rank_keeps_gradients_from_the_first_bucket_that_overlaps_its_share():
     whole = row(LLAMA)
     lows = [min(one.start for one in flush.inside) for flush in schedule(whole, 500).flushes]
     assert lows != sorted(lows)
-    for share in range(2, whole.n_elements, 978):
-        plan = Plan(whole, (0,), False, 2, 2, 500, False, True, True, False, False, share, 1)
+    found = set()
+    for ranks in (2, 3, 5, 9, 20, 50, 100, 200, 500, 2000):
+        plan = Plan(whole, (0,), False, 2, 2, 500, False, True, True, False, False, ranks, 1)
         kept = any(seen.held.own for seen in course_of(plan)["during", "kept"])
-        assert kept == any(low < share for low in lows[1:])
+        assert kept == any(low < partition_elements(whole, ranks) for low in lows[1:])
+        found.add(kept)
+    assert found == {True, False}
 
 
 @pytest.mark.parametrize(("layers", "there"), [(1, False), (2, True)])
