@@ -332,8 +332,9 @@ def _auto_float8(reading: Reading) -> None:
     reading.tell("float8_recipe", "fp8.enabled", "rowwise" if name.startswith("rowwise") else "tensorwise")
     table.get("fp8.filter_fqns")
     reading.notes.append("float8 is counted for all linear layers of the blocks; filter_fqns is ignored")
-    if table.switch("fp8.enable_fsdp_float8_all_gather"):
-        reading.unmodelled(saves="fp8.enable_fsdp_float8_all_gather")
+    key = "fp8.enable_fsdp_float8_all_gather"
+    if table.switch(key) and name == "tensorwise":  # a recipe of rows has its own settings instead
+        reading.options["fsdp2.float8_all_gather"] = Told(key, value=True)
 
 
 def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
