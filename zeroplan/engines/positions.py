@@ -52,7 +52,7 @@ def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Positio
 def corners(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Position, ...]:
     """Return the layers at which a quantity that is linear between them can be largest, first to last.
 
-    If only the first blocks are recomputed, those and the others each have their own corners. So have blocks of predictions.
+    If only the first blocks are recomputed, those and the others each have their own corners. The blocks of multi-token prediction have their own, too.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=9, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
@@ -66,9 +66,9 @@ def corners(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Posi
 
 
 def _ends(order: tuple[int, ...]) -> set[int]:
-    stretches = _stretches(order)  # of these, a kind more than there are includes one of each with whole neighbours
+    stretches = _stretches(order)
     ends = {0, 1, len(order) - 2, len(order) - 1}
-    turn = len(set(order)) + 1
+    turn = len(set(order)) + 1  # so many stretches include one of each kind between whole stretches
     for start, stop in (*stretches[:turn], *stretches[-turn:]):
         ends |= {start, start + 1, stop - 2, stop - 1}  # the second layer from an end has neighbours of its own kind
     return {index for index in ends if 0 <= index < len(order)}

@@ -39,16 +39,14 @@ def still_unsharded(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
         return ()
     gathered, kinds = plan.gathered_blocks
     elements = weighted(layers, [one.padded if plan.reshard is False else smaller_shard(plan, one) for one in gathered])
-    narrow = weighted(layers, [one.in_float8 for one in gathered])
     reason = "blocks unsharded until their backward" if plan.reshard is False else "blocks' smaller shards until their backward"
     letter, width = "P" if plan.reshard is False and not plan.has_experts_apart else "Q", plan.width.compute
     formula = f"{width}·({blocks_sum(letter, layers, kinds)})"
+    n_bytes = width * elements
     if plan.recipe.fsdp2.float8_all_gather:
-        formula = f"{formula} - {narrow}"
-    return (
-        Line(Kind.UNSHARDED_PARAMETERS, width * elements - narrow, reason, formula, POST_FORWARD),
-        *plan.shards_viewed(layers),
-    )
+        narrow = weighted(layers, [one.in_float8 for one in gathered])
+        n_bytes, formula = n_bytes - narrow, f"{formula} - {narrow}"
+    return (Line(Kind.UNSHARDED_PARAMETERS, n_bytes, reason, formula, POST_FORWARD), *plan.shards_viewed(layers))
 
 
 def smaller_shard(plan: Plan, group: Group) -> Int:

@@ -271,9 +271,7 @@ class Runtime:
         self.memory.drop("copied or reduced", "waiting gradients")
         if unit.parts.last and not self.plan.of_torch_2_15:
             self.memory.pass_by(*self._once(lines.reduced, group), lines.still_named(self.plan, unit.parts.last))
-        if (
-            self.plan.recipe.fsdp2.step_in_backward
-        ):  # hooks run inside foreach_reduce; only units of blocks name no last parameter
+        if self.plan.recipe.fsdp2.step_in_backward:  # a parameter's hook steps before foreach_reduce returns
             stepping = self.plan.stepping(in_block=not unit.parts.last)
             self.memory.pass_by(*self._once(lines.reduced, group), lines.still_named(self.plan, unit.parts.last), *stepping)
         if group.are_experts:
