@@ -52,7 +52,8 @@ def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Positio
 def corners(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Position, ...]:
     """Return the layers at which a quantity that is linear between them can be largest, first to last.
 
-    If only the first blocks are recomputed, those and the others each have their own corners. The blocks of multi-token prediction have their own, too.
+    If only the first blocks are recomputed, those and the others each have their own corners.
+    The blocks of multi-token prediction have their own, too.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=9, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)

@@ -183,7 +183,9 @@ def row_of(model: ModelSpec, parts: Layout) -> Row:
 
 
 def in_two_groups(whole: Row, first: Callable[[Parameter], bool]) -> Row:
-    """Return the row with two parameter groups: those that ``first`` picks by falling shape, then the others. Both have some.
+    """Return the row with two parameter groups: those that ``first`` picks, by falling shape, then the others.
+
+    Neither group may be empty.
 
     Source: DeepSpeed 0.19.8, ``runtime/zero/muon/original_muon.py``, ``MuonWithAuxAdam.__init__``.
     """

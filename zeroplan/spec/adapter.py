@@ -230,7 +230,7 @@ class AdapterSpec(Spec):
     quantize_experts: bool = False
     """Stacked experts are in four bits, too, as Axolotl's ``quantize_moe_experts`` loads them: each forward writes them out."""
     automodel: bool = False
-    """NeMo AutoModel's adapters: a layer's name stands for linear layers alone, those of dense blocks and shared experts too."""
+    """NeMo AutoModel's adapters: only linear layers get one, and those of dense blocks and of shared experts count among them."""
     experts_rank: Annotated[int, Range(0, 10**5)] = 0
     """The rank of AutoModel's adapters of a layer's experts; 0 without them."""
     bitsandbytes: str | None = None

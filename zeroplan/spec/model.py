@@ -89,7 +89,7 @@ class MlaSpec(Spec):
     index_topk: Annotated[int, Range(0, 10**7)] = 0
     """Keys that it picks for each query."""
     index_every: Annotated[int, Range(1, 10**4)] = 1
-    """GLM-5.2: behind the dense layers, only the last of each so many layers picks keys; the others take those picked below."""
+    """GLM-5.2: behind the dense layers, one layer in so many picks keys, the last of its period; the others use the latest pick."""
 
 
 class LinearSpec(Spec):

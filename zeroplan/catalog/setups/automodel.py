@@ -107,7 +107,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
 
 
 def _auto_compiled(reading: Reading) -> None:
-    """Read torch.compile. FSDP2's manager compiles blocks if its own key says so, and nothing else.
+    """Read torch.compile. Where FSDP2's manager is asked for, its key ``enable_compile`` decides: ``compile.enabled`` is not read.
 
     Source: NeMo AutoModel 36044ad3, _transformers/infrastructure.py, ``apply_model_infrastructure``.
     """
@@ -226,7 +226,10 @@ _ONE_OF_FSDP2 = "{} on one GPU is counted as one rank of FSDP2, which takes more
 
 
 def _auto_alone(reading: Reading, strategy: str) -> None:
-    """Count on one GPU as one rank of FSDP2 what is modelled under FSDP2 alone. AutoModel shards nothing there."""
+    """Count a job on one GPU as one rank of FSDP2 if its options are modelled under FSDP2 only.
+
+    AutoModel itself does not wrap the model in FSDP2 on one GPU, so the real job takes less memory.
+    """
     model = reading.known_model()
     predicts = model is not None and model.predictions > 0
     narrow = reading.table.switch("fp8.enabled") and (model is None or model.family in FAMILIES)

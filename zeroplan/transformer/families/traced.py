@@ -273,7 +273,7 @@ def structure_of(
 
 
 def _with_images(block: Block, model: ModelSpec, kind: str, compute: Compute) -> Block:
-    """Return the structure of a layer that attends to images, where ``kind`` says so."""
+    """Return the structure of a layer of this kind: one that attends to images if ``kind`` is such a layer."""
     vision = model.vision
     if kind != "cross" or vision is None:
         return block
