@@ -75,14 +75,16 @@ def test_an_entry_with_a_tower_has_the_parameters_of_its_class(name: str) -> Non
     with torch.device("meta"):
         real = transformers.AutoModelForImageTextToText.from_config(hub_config(config))
     speech = config.get("speech_parameters", 0)
-    assert parameter_count(model(name)) == sum(one.numel() for one in real.parameters()) + (speech if type(speech) is int else 0)
+    assert parameter_count(model(name)) == sum(one.numel() for one in real.parameters()) + (
+        speech if type(speech) is int else 0
+    )
 
 
 @pytest.mark.torch
 def test_what_makes_speech_in_qwens_omni_models_has_the_parameters_of_its_classes() -> None:
     """The talker in 16 bits; loaded in bf16, the 7B's token2wav stays in fp32, as a small model of the class shows."""
     torch, kinds = pytest.importorskip("torch"), pytest.importorskip("transformers").CONFIG_MAPPING
-    from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as classes  # noqa: PLC0415  needs torch
+    from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as classes
 
     talker = kinds["qwen2_5_omni_talker"](
         hidden_size=896, num_hidden_layers=24, num_attention_heads=12, num_key_value_heads=4, head_dim=128,
@@ -99,7 +101,9 @@ def test_what_makes_speech_in_qwens_omni_models_has_the_parameters_of_its_classe
 @pytest.mark.torch
 def test_a_whole_omni_model_is_read_as_its_thinker() -> None:
     thinker = config_with_notes(whole("qwen2_5_omni_thinker"))
-    read = config_with_notes({"model_type": "qwen2_5_omni", "thinker_config": whole("qwen2_5_omni_thinker"), "talker_config": {}})
+    read = config_with_notes(
+        {"model_type": "qwen2_5_omni", "thinker_config": whole("qwen2_5_omni_thinker"), "talker_config": {}}
+    )
     assert read.model == thinker.model
     assert "speech of the thinker's hidden states are left out" in read.notes[-1]
     assert not any("left out" in note for note in thinker.notes)

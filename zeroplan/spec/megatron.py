@@ -160,7 +160,9 @@ def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> 
     yield aware and not recipe.zero_stage and "use_precision_aware_optimizer and stage 0", "stage 1, the distributed optimizer"
     yield aware and recipe.precision == "fp32" and "use_precision_aware_optimizer and precision 'fp32'", "'bf16-mixed'"
     yield (
-        not recipe.megatron.main_weights and recipe.precision != "bf16-mixed" and f"main_weights=false and {recipe.precision!r}",
+        not recipe.megatron.main_weights
+        and recipe.precision != "bf16-mixed"
+        and f"main_weights=false and {recipe.precision!r}",
         "'bf16-mixed'",
     )
     if recipe.zero_stage > 1:

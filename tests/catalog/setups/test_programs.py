@@ -217,7 +217,7 @@ def test_nanotrons_gradients_in_16_bits_grow_during_the_backward(read: Callable[
 def test_nanotron_without_fp32_gradients_has_16_bits_for_everything(
     read: Callable[..., Resolved], tmp_path: Path, ranks: int, stage: int
 ):
-    """torch's AdamW has the weights themselves: no copy in fp32, moments of their dtype (nanotron, helpers.py)."""
+    """Torch's AdamW has the weights themselves: no copy in fp32, moments of their dtype (nanotron, helpers.py)."""
     said = {"dp": ranks, "tp": 2, "pp": 1, "tp_mode": "REDUCE_SCATTER"}
     job = read(NANO | {"parallelism": said, "optimizer": {"zero_stage": stage, "accumulate_grad_in_fp32": False}}).job
     assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
@@ -234,7 +234,11 @@ def test_no_main_weights_are_refused_beside_settings_that_need_them():
     with pytest.raises(SpecError, match="main_weights=false is nanotron's"):
         MegatronOptions(main_weights=False, use_precision_aware_optimizer=True)
     with pytest.raises(SpecError, match="main_weights=false and 'fp16-mixed'"):
-        resolve(Request(model="llama-3.2-1b", engine="megatron", precision="fp16-mixed", megatron=MegatronOptions(main_weights=False)))
+        resolve(
+            Request(
+                model="llama-3.2-1b", engine="megatron", precision="fp16-mixed", megatron=MegatronOptions(main_weights=False)
+            )
+        )
 
 
 @pytest.mark.parametrize(("steps", "noted"), [(8, False), (4, True)])
