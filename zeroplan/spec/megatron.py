@@ -81,6 +81,7 @@ def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     yield model.family not in FAMILIES and f"family {model.family!r}", f"one of {', '.join(FAMILIES)}"
+    yield model.max_window_layers > 0 and "a sliding window in some layers", "a window in all layers, or none"
     yield model.hidden_act is not None and f"activation function {model.hidden_act!r}", "engine 'fsdp2'"
     if model.adapter is not None:
         yield from _not_adapted(model, model.adapter, recipe, mesh)
