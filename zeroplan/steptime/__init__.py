@@ -64,10 +64,12 @@ def step_time(
     return alike._replace(parts=(*alike.parts, _for_the_slowest(alike.seconds, recipe, mesh, here.per_node)))
 
 
-#: Each doubling of the nodes makes a step longer by this share of it: the medians of runs of the open half that differ in their number
-#: of GPUs alone. Where every block is gathered from all ranks, they all wait for the slowest at every block.
+#: Each doubling of the nodes makes a step longer by this share of it: the medians of runs of the open half that differ in their
+#: number of GPUs alone. Where every block is gathered from all ranks, they all wait for the slowest at every block.
 _PER_DOUBLING, _PER_DOUBLING_WITH_GATHERS = 0.006, 0.016
-_SLOWEST = "fitted to published runs that differ in their number of GPUs alone (tests/golden/published_throughput.jsonl, open half)"
+_SLOWEST = (
+    "fitted to published runs that differ in their number of GPUs alone (tests/golden/published_throughput.jsonl, open half)"
+)
 
 
 def _for_the_slowest(step: Float, recipe: RecipeSpec, mesh: Mesh, per_node: int) -> Part:
