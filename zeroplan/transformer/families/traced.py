@@ -240,14 +240,14 @@ def structure_of(
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
     one_key = x.key == x.head_dim * (compute.tp if sharded else 1)
-    if kind == "linear":
+    if kind.endswith("linear"):
         one_key = model.linear is not None and model.linear.num_key_heads == 1
     block = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
         x.autocast if training is None else compute.autocast and not training.wide_adapters,
         x.attention,
-        masked if kind not in WITH_STATES else kind != "linear" and x.padded and x.attention == "sdpa",
+        masked if kind not in WITH_STATES else not kind.endswith("linear") and x.padded and x.attention == "sdpa",
         grouped_heads(model, x, kind),
         one_key,
         model.attention_bias,

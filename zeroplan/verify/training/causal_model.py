@@ -129,6 +129,11 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
         }
     if spec.linear is None or not spec.layer_pattern:
         return _of_lfm2(spec) if "lfm2" in spec.family else {}
+    return _of_kimi(spec) if spec.family == "kimi_linear" else _with_states(spec)
+
+
+def _with_states(spec: ModelSpec) -> dict[str, object]:
+    assert spec.linear is not None  # noqa: S101  asked before
     if spec.family == "falcon_h1":
         width = spec.linear.num_value_heads * spec.linear.value_head_dim
         return {"mamba_d_ssm": width, "mamba_rms_norm": "N" in spec.letters, "mamba_norm_before_gate": False}
@@ -141,6 +146,20 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
         return {**expand, "attn_layer_indices": [layer for layer, letter in enumerate(spec.letters) if letter == "*"]}
     dense = {"num_local_experts": 0, "intermediate_size": spec.intermediate_size} if spec.moe is None else {}
     return {**expand, **dense, "layer_types": kinds, "position_embedding_type": "rope" if spec.turned else None}
+
+
+def _of_kimi(spec: ModelSpec) -> dict[str, object]:
+    """Keys of the kinds of layers, of latent attention and of the router of Kimi Linear."""
+    assert spec.mla is not None  # noqa: S101  the family always has it
+    assert spec.moe is not None  # noqa: S101  as above
+    return {
+        "layer_types": ["linear_attention" if letter in "Mm" else "full_attention" for letter in spec.letters],
+        "mlp_layer_types": ["dense" if letter in "mD" else "sparse" for letter in spec.letters],
+        **{name: getattr(spec.mla, name) for name in ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)},
+        "num_shared_experts": spec.moe.num_shared_experts,
+        "n_group": 1,
+        "topk_group": 1,
+    }
 
 
 def _of_lfm2(spec: ModelSpec) -> dict[str, object]:
