@@ -252,16 +252,16 @@ def _outer(tape: Tape, first: Value, second: Value, reason: str, vectors: Size) 
 def _solved(tape: Tape, system: Value) -> tuple[Value, Store]:
     """Solve the triangular system row by row, in place, and add ones. It releases ``system``.
 
-    Return the last row and the rows above as well, which variables hold.
+    Return the last row and the rows above as well, which variables hold. The backward of the last row needs most: the system's
+    gradient without that row, and both gradients of a product, each as large as the rows above.
     """
+    earlier = _SOLVED_ROWS - _LAST_ROW if tape.saving else _LAST_ROW  # without a graph, the product of the last row alone
     rows, last = (
         tape.make(op.TENSOR, reason, 4 * number * b * A * CHUNKS, RULE)
-        for reason, number in (
-            ("rows of the triangular system", _SOLVED_ROWS - _LAST_ROW), ("last row of the triangular system", _LAST_ROW)
-        )
-    )  # fmt: skip
+        for reason, number in (("rows of the triangular system", earlier), ("last row of the triangular system", _LAST_ROW))
+    )
     solved = Value(tape.hold(system.store), 4, PAIRS)
-    beside = ("gradients of a row, of the rows above, and of the system without them", 12 * PAIRS)
+    beside = ("gradients of the last row, and of the rows above", 4 * (2 * _LAST_ROW - CHUNK**2) * b * A * CHUNKS)
     backward = op.makes("gradient of the triangular system", RULE, system, beside=beside)
     tape.add("triangular system: rows", (solved,), (rows, last), backward, of=(system,))
     made = op.run(tape, solved, "triangular system of a chunk, solved", Site("triangular system: ones", RULE))

@@ -205,6 +205,7 @@ def _of_delta(model: ModelSpec) -> Parameters:
 
 _CONFIG = CONFIG._replace(
     defaults={"max_position_embeddings": 1048576, "num_key_value_heads": 32, "linear_conv_kernel_dim": 4},
+    fixed={**CONFIG.fixed, "tie_word_embeddings": False},
     required=(
         *SIZES, "num_experts", "num_experts_per_tok", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
         "moe_intermediate_size", "num_shared_experts",
