@@ -4,6 +4,7 @@ ms-swift's own keys and defaults are those of its code at the commit that docs/f
 transformers' Trainer, so trainer.py reads its other keys. megatron_arguments.py reads those of ``megatron sft``.
 """
 
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -122,6 +123,7 @@ def _loop(reading: Reading, whole: Table) -> None:
         from zeroplan.catalog.setups.megatron_arguments import rolls_out  # noqa: PLC0415  few files roll out
 
         rolls_out(reading, whole, whole.count("max_completion_length"))
+        _scored_by_a_teacher(reading, whole)
     elif kind == "gkd":
         _distils(reading, whole)
     elif kind in _ODDS and reading.deepspeed is not None:
@@ -148,6 +150,17 @@ def _wide_logits(reading: Reading) -> None:
     scores = reading.loop.get("workflow") in ("dpo", "kto", "grpo") and reading.deepspeed is None
     if scores and str(reading.flags["precision"].value).endswith("mixed"):
         reading.tell("keep_logits", "rlhf_type", "fp32", filled=True)
+
+
+def _scored_by_a_teacher(reading: Reading, whole: Table) -> None:
+    """Read OPD-RL: a teacher on the GPUs scores the rollouts (rlhf_trainers/rollout_mixin.py, _setup_teacher)."""
+    teacher, said = whole.text("teacher_model"), str(whole.get("teacher_deepspeed") or "")
+    stage = re.fullmatch(r"zero([0-3])(_offload)?", said)
+    if teacher is None or (said and stage is None):
+        return
+    reading.loop |= {"scored_by": teacher, **({"stage_of_teacher": int(stage[1])} if stage else {})}
+    for key in ("teacher_model", "offload_teacher_model"):  # a teacher moved to the host is counted on the GPU
+        whole.matters.pop(key, None)
 
 
 def _distils(reading: Reading, whole: Table) -> None:
