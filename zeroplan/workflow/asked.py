@@ -120,6 +120,8 @@ class Asked:
 
     keeps_reference: bool = False
     """A file's program on Megatron-Core keeps a reference model's weights on the GPU, whatever ``beta`` is."""
+    by_transformers: bool = False
+    """The trainer generates with transformers on the training GPUs, and with no vLLM."""
     scored_by: str | None = None
     """The model of a teacher whose log-probabilities of the rollouts ms-swift's GRPO reads (OPD-RL)."""
     stage_of_teacher: Literal[0, 1, 2, 3] | None = None

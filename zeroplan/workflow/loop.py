@@ -12,6 +12,7 @@ from zeroplan.workflow import distilling, preference, verl
 from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, Asked
 from zeroplan.workflow.distilling import Teacher, scorer_of, teacher_of
 from zeroplan.workflow.forward import without_gradients
+from zeroplan.workflow.generating import generation
 from zeroplan.workflow.loading import host, loading, saving
 from zeroplan.workflow.phases import DRY_RUN, Loop, LoopPhase, renamed
 from zeroplan.workflow.reference import Reference, bytes_of_a_logit, reference_of
@@ -151,7 +152,7 @@ def _generates(asked: Asked) -> bool:
 
 
 def _generates_here(asked: Asked) -> bool:
-    return _generates(asked) and asked.vllm_mode != "server"
+    return _generates(asked) and asked.vllm_mode != "server" and not asked.by_transformers
 
 
 _TOGETHER = "ms-swift 3602360a, megatron/trainers/dpo_trainer.py and kto_trainer.py, forward_step"
@@ -240,6 +241,8 @@ def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Ite
     if rollout is not None:
         yield synchronisation(answer, resident, rollout)
         yield LoopPhase("rollout", "vLLM generates", (*resident, *rollout.awake))
+    elif asked.by_transformers:
+        yield generation(answer, preference.prompt_len(answer.job, asked), _rows(answer.job, asked), resident)
     if teacher is not None:
         yield from distilling.phases(answer, teacher, (*stays, batch))
         return
@@ -256,6 +259,11 @@ def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Ite
     models = (reference, None if scorer is None else scorer.model)
     copies = tuple(line for one in models if one is not None for line in one.resident)
     yield preference.training(answer, (*copies, *stays, batch))
+
+
+def _rows(job: JobSpec, asked: Asked) -> int:
+    """Return the sequences that a rank generates at once: those of all micro-batches until the next rollout."""
+    return (asked.steps_per_generation or job.batch.grad_accum_steps) * job.batch.micro_batch_size
 
 
 def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:

@@ -138,3 +138,26 @@ def test_a_teacher_that_is_the_model_without_adapters_has_no_copy(tmp_path: Path
     loop = loop_of_file(found.job, found.loop)
     assert any(one.name == "teacher's log-probabilities" for one in loop.phases)
     assert not [line for one in loop.phases for line in one.lines if line.kind is Kind.PARAMETERS and "teacher" in line.reason]
+
+
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_rollouts_without_vllm_are_transformers_own(tmp_path: Path, stage: int | None):
+    """All of a rank's prompts at once, two micro-batches of four; DeepSpeed's stage 3 gathers the whole model first."""
+    path = tmp_path / "grpo.sh"
+    said = f"--deepspeed zero{stage}" if stage else ""
+    path.write_text(
+        "NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model Qwen/Qwen3-1.7B --tuner_type full --num_generations 8 "
+        "--max_length 1024 --max_completion_length 512 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 "
+        f"--attn_impl flash_attn {said}\n",
+        encoding="utf-8",
+    )
+    assert not read_setup(path, gpus=None).matters
+    found = resolve(Request(from_file=str(path), gpu="h100-sxm-80gb"))
+    phase = next(one for one in loop_of_file(found.job, found.loop).phases if one.name == "rollout")
+    lines = {line.reason: line.n_bytes for line in phase.lines}
+    of_prompt, of_all = (f"keys and values of 8 sequences of {tokens:,} tokens" for tokens in (1024, 1536))
+    tokens = 1024 if of_prompt in lines else 1536
+    assert lines[of_prompt if tokens == 1024 else of_all] == 8 * tokens * 28 * 2 * 8 * 128 * 2
+    whole = lines.get("the whole model, gathered to generate", 0)
+    assert (whole > 0) == (stage == 3)
+    assert whole in (0, 2 * 1_720_574_976)
