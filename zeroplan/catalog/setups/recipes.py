@@ -81,6 +81,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     saved = table.text("checkpointer.checkpoint_dir")
     if saved and not saved.startswith("${"):
         reading.tell_model("checkpointer.checkpoint_dir", saved)
+    _tune_model(reading)
     _tune_shards(reading, table.count("launched_gpus") or gpus)
     # training/precision.py, get_dtype: float32 by default
     reading.tell("precision", "dtype", "fp32" if table.text("dtype") in (None, "fp32", "float32") else "bf16")
@@ -110,6 +111,20 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell_loop("loss._component_", "dpo", full_logits=True)
         table.matters.pop("ref_checkpointer._component_", None)
     return reading.setup("torchtune")
+
+
+def _tune_model(reading: Reading) -> None:
+    """Read the model from its builder, as ``torchtune.models.llama3_2.lora_llama3_2_3b``, if the checkpoint's folder names none."""
+    family, _, builder = (reading.table.text("model._component_") or "").rpartition(".")
+    family = family.rpartition(".")[2]
+    if reading.known_model() is not None or "config" in reading.flags or f"{family}_" not in builder:
+        return
+    before = reading.flags.get("model")
+    name = f"{family.replace('_', '.')}-{builder.rpartition(f'{family}_')[2].replace('_', '-')}"
+    reading.tell("model", "model._component_", name)
+    if reading.known_model() is None:
+        reading.flags.pop("model")
+        reading.flags |= {} if before is None else {"model": before}
 
 
 def _tune_shards(reading: Reading, gpus: int | None) -> None:
