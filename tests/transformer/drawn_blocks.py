@@ -30,6 +30,7 @@ from zeroplan.spec.family import (
     PATTERNED,
     PLAIN_HEADS,
     SHARED_EXPERTS,
+    SOME_WINDOWED,
     TRAITS,
     WIDE_ROUTERS,
     WINDOWED_FAMILIES,
@@ -151,6 +152,7 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     routed = (
         "E" in pattern if of_one_module else family in MOE_FAMILIES and not (TRAITS[family].may_be_dense and draw.randint(0, 1))
     )
+    window = _window(draw, family)
     spec = ModelSpec(
         family=family,
         hidden_size=hidden,
@@ -163,7 +165,8 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
         max_position_embeddings=512,
         positions={"gpt2": 512, "opt": 514}.get(family, 0),
         tie_word_embeddings=family == "gpt2",
-        sliding_window=_window(draw, family),
+        sliding_window=window,
+        max_window_layers=block + draw.randint(0, 1) if family in SOME_WINDOWED and window is not None else 0,
         moe=_experts(draw, family, ffn) if routed else None,
         mla=mla,
         linear=state_space or (_linear(draw) if family in LINEAR_FAMILIES else None),

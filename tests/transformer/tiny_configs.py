@@ -65,7 +65,13 @@ TINY: dict[str, dict[str, object]] = {
     "ministral3, a window, tied": _LLAMA | {"head_dim": 8, "sliding_window": 16, "tie_word_embeddings": True},
     "qwen2": _LLAMA,
     "qwen2, tied": _LLAMA | {"tie_word_embeddings": True},
+    "qwen2, a window in some layers": _LLAMA | {
+        "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2, "num_hidden_layers": 5,
+    },
     "qwen3": _LLAMA | {"head_dim": 16},
+    "qwen3, a window in all layers": _LLAMA | {
+        "head_dim": 16, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0, "tie_word_embeddings": True,
+    },
     "qwen3, biases": _LLAMA | {"attention_bias": True},
     "seed_oss": _LLAMA | {"head_dim": 16},
     "seed_oss, no biases, tied": _LLAMA | {"attention_bias": False, "tie_word_embeddings": True},

@@ -55,9 +55,7 @@ def asft(student: Tensor, teacher: Tensor) -> tuple[Tensor, object]:
     wide, labels = ours.float(), torch.zeros(TOKENS - 4, dtype=torch.long)
     shifted, of_teacher = (one[..., :-1, :].contiguous().view(-1, WORDS) for one in (wide, theirs))
     lost = functional.cross_entropy(shifted, labels, reduction="none")
-    apart = functional.kl_div(
-        functional.log_softmax(shifted, dim=-1), functional.softmax(of_teacher, dim=-1), reduction="none"
-    )
+    apart = functional.kl_div(functional.log_softmax(shifted, dim=-1), functional.softmax(of_teacher, dim=-1), reduction="none")
     return (lost * torch.exp(-lost.detach())).mean() + 0.1 * apart.sum(dim=-1).mean(), (wide, shifted, of_teacher)
 
 
@@ -98,7 +96,7 @@ class _Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[mi
 def _of_a_logit(
     loss: Callable[[Tensor, Tensor], tuple[Tensor, object]], dtype: torch.dtype, *, alone: bool
 ) -> tuple[float, float, float]:
-    """Return the bytes of a logit at the forward's peak, kept, and at the backward's peak; ``alone``: in fp32, without a teacher."""
+    """Return the bytes of a logit at the forward's peak, kept, and at the backward's; ``alone``: in fp32, without a teacher."""
     weight, hidden = (torch.randn(size, 8, dtype=dtype, requires_grad=True) for size in (WORDS, TOKENS))
     with _Watch() as watch:
         teacher = torch.randn(TOKENS, 0 if alone else WORDS, dtype=dtype)

@@ -102,8 +102,8 @@ TRAITS: Mapping[str, Traits] = {
     "mistral": Traits("llama", window=True),
     "ministral3": Traits("llama", window=True),
     "cwm": Traits("llama", window=True, global_every=4, global_first=True),
-    "qwen2": Traits("llama", biased_output=False),
-    "qwen3": Traits("llama", head_norms=True),
+    "qwen2": Traits("llama", biased_output=False, window=True),
+    "qwen3": Traits("llama", head_norms=True, window=True),
     "seed_oss": Traits("llama", biased_output=False),
     "smollm3": Traits("llama", global_every=4, unturned=True),
     "hunyuan_v1_dense": Traits("llama", head_norms=True),
@@ -231,6 +231,8 @@ def families(having: Callable[[Traits], object]) -> tuple[str, ...]:
 USUAL_ACTIVATION: Mapping[str, Activation] = {name: one.activation for name, one in TRAITS.items()}
 FREE_ACTIVATION = families(lambda one: one.other_activations)
 WINDOWED_FAMILIES = families(lambda one: one.window)
+#: Families of which a model's first layers may have full attention, and the others a window (``max_window_layers``).
+SOME_WINDOWED: tuple[str, ...] = ("qwen2", "qwen3")
 LEARNED_POSITIONS = families(lambda one: one.learned_positions)
 #: Families without rotary positions: learned ones, or ALiBi (BLOOM).
 UNROTATED = (*LEARNED_POSITIONS, "bloom")

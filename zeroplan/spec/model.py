@@ -28,6 +28,7 @@ from zeroplan.spec.family import (
     ONE_WIDTH_FAMILIES,
     PATTERNED,
     SHARED_EXPERTS,
+    SOME_WINDOWED,
     TRAITS,
     USUAL_ACTIVATION,
     WIDE_SHARED_EXPERTS,
@@ -182,6 +183,8 @@ class ModelSpec(Spec):
     """The MLP's projections have biases."""
     sliding_window: Count | None = None
     """The window of attention, in tokens; None for full attention."""
+    max_window_layers: Annotated[int, Range(0, 10**4)] = 0
+    """Qwen2 and Qwen3 only: layers of full attention, which come before those with the window."""
     hidden_act: Activation | None = None
     """The MLP's activation function; None for the family's usual one."""
     parallel_residual: bool = True
@@ -436,7 +439,21 @@ class ModelSpec(Spec):
                 f"a sliding window of a {self.family} model (sliding_window={self.sliding_window:,}) has no formula; leave it out "
                 "where sequences are shorter, else `zeroplan profile --config` traces the model"
             )
+        self._check_full_layers()
         self._check_experts()
+
+    def _check_full_layers(self) -> None:
+        said, layers = self.max_window_layers, self.num_hidden_layers
+        if said and (self.family not in SOME_WINDOWED or self.sliding_window is None or said >= layers):
+            raise SpecError(
+                f"max_window_layers={said} of a {self.family} model with {layers} layers and sliding_window={self.sliding_window}: "
+                f"only {' and '.join(SOME_WINDOWED)} may have a window in some of their layers; leave it out"
+            )
+        if said and (self.vision is not None or self.frozen is not None):
+            raise SpecError(
+                f"a window in {layers - said} of {layers} layers is not modelled with images or frozen parts; `zeroplan profile "
+                "--config` traces the model"
+            )
 
     def _check_heads(self) -> None:
         has_own, sizes = self.family == "gemma4_text", (self.global_head_dim, self.global_key_value_heads)

@@ -207,8 +207,14 @@ BARE = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": "auto"}}
     ],
 )
 def test_llama_factorys_losses_of_tokens(tmp_path: Path, more: dict[str, object], how: str | None):
-    """asft compares all logits with those of a second model, which each rank holds."""
-    own = {"model_name_or_path": "Qwen/Qwen2.5-7B", "finetuning_type": "full", "cutoff_len": 512, "bf16": True, "do_train": True}
+    """The loss asft compares all logits with those of a second model, which each rank holds."""
+    own = {
+        "model_name_or_path": "Qwen/Qwen2.5-7B",
+        "finetuning_type": "full",
+        "cutoff_len": 512,
+        "bf16": True,
+        "do_train": True,
+    }
     (tmp_path / "mine.yaml").write_text(json.dumps(own | more))
     assert bool(read_setup(tmp_path / "mine.yaml", gpus=2).matters) is (how is None)
     if how is None:

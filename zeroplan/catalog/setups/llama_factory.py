@@ -98,8 +98,8 @@ def _token_losses(reading: Reading, whole: Table) -> None:
     full = "lora_rank" not in reading.flags and whole.get("ref_model") is None
     if whole.switch("use_asft_loss") and by_deepspeed and full and isinstance(named, str):
         reading.tell_log_probs("use_asft_loss", how="asft")
-        alone = {"vllm_mode": "server", "max_completion_length": 1}  # nothing is generated
-        reading.tell_loop("use_asft_loss", "distill", teacher_model=named, **alone)
+        # nothing is generated
+        reading.tell_loop("use_asft_loss", "distill", teacher_model=named, vllm_mode="server", max_completion_length=1)
         whole.matters.pop("use_asft_loss", None)
     elif whole.switch("use_eaft_loss") and not by_deepspeed and engine in ("ddp", "fsdp1") and not whole.switch("use_dft_loss"):
         reading.tell_log_probs("use_eaft_loss", how="eaft")

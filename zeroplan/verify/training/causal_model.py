@@ -17,6 +17,7 @@ from zeroplan.spec.family import (
     INDEXED_FAMILIES,
     ONE_WIDTH_FAMILIES,
     PLAIN_HEADS,
+    SOME_WINDOWED,
     TRAITS,
     WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
@@ -68,6 +69,8 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
         made[config_keys(spec.family).keys.get("sliding_window", ("sliding_window",))[0]] = spec.sliding_window
     if config_keys(spec.family).optional_window:
         made["use_sliding_window"] = spec.sliding_window is not None
+    if spec.family in SOME_WINDOWED:
+        made["max_window_layers"] = spec.max_window_layers
     if spec.moe is not None and spec.family not in ONE_WIDTH_FAMILIES:
         made[config_keys(spec.family).keys.get("moe_intermediate_size", _OF_EXPERTS)[0]] = spec.moe.moe_intermediate_size
     if spec.moe is not None and spec.family == "qwen3_moe":
