@@ -565,7 +565,7 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
     ("data", "key", "value"),
     [
         (AUTO, "model.backend.attn", "tilelang"), (AUTO, "distributed.enable_fsdp2_prefetch", True), (AUTO, "model.dlm_dtype", "x"),
-        (TUNE, "model.num_layers", 22), (LIT, "train.tie_embeddings", True),
+        (TUNE, "model.num_layers", 22), (LIT | {"checkpoint_dir": "mine/x"}, "train.tie_embeddings", True),
         (SWIFT, "rlhf_type", "gkd"),
     ],
 )  # fmt: skip
