@@ -33,9 +33,22 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "columns", "jsd", "kd", "pairs", "pairs in 16 bits"]
+LogProbs = Literal[
+    "tiles",
+    "divergence",
+    "in place",
+    "entropy",
+    "chunks",
+    "columns",
+    "jsd",
+    "kd",
+    "asft",
+    "eaft",
+    "pairs",
+    "pairs in 16 bits",
+]
 #: Losses that compare all logits with a teacher's.
-WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd")
+WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft")
 #: Losses of ORPO, which read the logits that the model returns.
 OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 #: The names that ``fused_kernels`` accepts.
