@@ -19,7 +19,8 @@ Optimizer = Literal[
     "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "ademamix-32bit", "ademamix-8bit",
     "paged-ademamix-32bit", "paged-ademamix-8bit", "rmsprop-32bit", "rmsprop-8bit", "torchao-adamw-8bit", "torchao-adamw-4bit",
     "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "schedule-free-sgd", "stable-adamw", "flash-adamw",
-    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
+    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "shampoo", "shampoo-1024", "te-adam", "te-adam-remainders",
+    "te-adam-masters",
 ]  # fmt: skip
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
@@ -32,9 +33,22 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "columns", "jsd", "kd", "pairs", "pairs in 16 bits"]
+LogProbs = Literal[
+    "tiles",
+    "divergence",
+    "in place",
+    "entropy",
+    "chunks",
+    "columns",
+    "jsd",
+    "kd",
+    "asft",
+    "eaft",
+    "pairs",
+    "pairs in 16 bits",
+]
 #: Losses that compare all logits with a teacher's.
-WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd")
+WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft")
 #: Losses of ORPO, which read the logits that the model returns.
 OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 #: The names that ``fused_kernels`` accepts.

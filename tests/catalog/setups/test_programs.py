@@ -15,6 +15,7 @@ from tests.catalog.setups.test_automodel import AUTO
 from tests.catalog.setups.test_setups import FSDP
 from tests.formulas import assert_explained
 from zeroplan import estimate
+from zeroplan.catalog.model import model
 from zeroplan.catalog.setups import told
 from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
 from zeroplan.catalog.setups.script import launches
@@ -24,6 +25,7 @@ from zeroplan.export.megatron import megatron_arguments
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.spec.recipe import MegatronOptions
+from zeroplan.transformer.params import parameter_count
 from zeroplan.workflow import loop_of_file
 
 if TYPE_CHECKING:
@@ -133,6 +135,29 @@ def test_torchtune_trains_parts_of_llama_3_2_vision(
     assert job.model.vision is not None
     assert (job.model.vision.frozen_names, job.model.vision.adapted, job.model.vision.recomputes) == (frozen, adapted, True)
     assert [note for note in notes if "trainable=" in note] == []
+
+
+def test_torchtunes_model_is_its_builders_if_the_folder_has_no_name_or_the_builder_takes_sizes(read: Callable[..., Resolved]):
+    said = {"_component_": "torchtune.models.llama3_2.llama3_2_3b"}
+    saved = {"_component_": "x", "checkpoint_dir": "/here/sft/epoch_0"}
+    assert read({**TUNE, "model": said, "checkpointer": saved}).job.model.name == "llama-3.2-3b"
+    named = read({**TUNE, "model": said})
+    assert named.job.model.name == "llama-3.1-8b"  # the folder's name comes first
+    with pytest.raises(UnknownNameError, match="epoch_0"):
+        read({**TUNE, "model": {"_component_": "torchtune.models.llama9.llama9_3b"}, "checkpointer": saved})
+    sizes = {"vocab_size": 32000, "num_layers": 22, "num_heads": 32, "num_kv_heads": 4, "embed_dim": 2048, "max_seq_len": 2048}
+    built = read({**TUNE, "model": {"_component_": "torchtune.models.llama2.llama2", **sizes}, "checkpointer": saved})
+    assert parameter_count(built.job.model) == parameter_count(model("tinyllama-1.1b"))
+    assert [note for note in built.notes if "num_layers" in note] == []
+    wide = {"_component_": "torchtune.models.llama2.llama2", **sizes, "intermediate_dim": 4096}
+    assert read({**TUNE, "model": wide, "checkpointer": saved}).job.model.intermediate_size == 4096
+
+
+def test_litgpt_ties_head_and_embedding(read: Callable[..., Resolved], tmp_path: Path):
+    tied = {"model_name": "stories15M", "train": {**LIT["train"], "tie_embeddings": True}}
+    plain, found = (read({**LIT, "checkpoint_dir": None, **more}) for more in ({"model_name": "stories15M"}, tied))
+    assert parameter_count(plain.job.model) - parameter_count(found.job.model) == 32000 * 288
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
 def test_distillation_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
@@ -540,7 +565,7 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
     ("data", "key", "value"),
     [
         (AUTO, "model.backend.attn", "tilelang"), (AUTO, "distributed.enable_fsdp2_prefetch", True), (AUTO, "model.dlm_dtype", "x"),
-        (TUNE, "model.num_layers", 22), (LIT, "train.tie_embeddings", True),
+        (TUNE, "model.num_layers", 22), (LIT | {"checkpoint_dir": "mine/x"}, "train.tie_embeddings", True),
         (SWIFT, "rlhf_type", "gkd"),
     ],
 )  # fmt: skip
