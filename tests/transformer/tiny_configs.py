@@ -266,9 +266,8 @@ TINY: dict[str, dict[str, object]] = {
     },
     "lfm2_moe": _LFM2_MOE,
     "exaone_moe": _EXAONE_MOE,
-    "exaone_moe, no dense layer, no window, tied": _EXAONE_MOE | {
-        "head_dim": 16, "first_k_dense_replace": 0, "sliding_window": None, "layer_types": ["full_attention"] * 5,
-        "num_shared_experts": 2, "tie_word_embeddings": True,
+    "exaone_moe, no dense layer, tied": _EXAONE_MOE | {
+        "head_dim": 16, "first_k_dense_replace": 0, "num_shared_experts": 2, "tie_word_embeddings": True,
     },
     "lfm2_moe, no dense layer, untied": _LFM2_MOE | {"num_dense_layers": 0, "tie_word_embeddings": False},
     "hy_v3": _HUNYUAN,

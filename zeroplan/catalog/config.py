@@ -625,16 +625,14 @@ def _with_dense_first(source: _Source, letters: str) -> str:
 def _of_exaone_moe(source: _Source, layers: int) -> str:
     """Return a letter for each layer of a K-EXAONE: dense layers come first; every fourth layer has no window."""
     kinds, mlps = source.config.get("layer_types"), source.config.get("mlp_layer_types")
-    window = _window(source)
-    usual = ["full_attention" if window is None or layer % 4 == 0 else "sliding_attention" for layer in range(1, layers + 1)]
+    usual = ["sliding_attention" if layer % 4 else "full_attention" for layer in range(1, layers + 1)]
     dense = mlps.count("dense") if isinstance(mlps, list) else source.integer("first_k_dense_replace", 1, least=0)
     if mlps not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)) or kinds not in (None, usual) or dense > 3:
         raise NoFormulasError(
             f"layer_types, mlp_layer_types and first_k_dense_replace={dense} in config.json have no formula: every fourth layer "
             "alone has full attention, and at most three dense layers come first; `zeroplan profile --config` traces the model"
         )
-    letters = "".join("L" if window is None else "LLLG"[layer % 4] for layer in range(layers))
-    return "D" * min(dense, layers) + letters[dense:]
+    return "D" * min(dense, layers) + "".join("LLLG"[layer % 4] for layer in range(dense, layers))
 
 
 def _of_llama_4(source: _Source, layers: int) -> str:

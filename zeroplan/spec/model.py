@@ -513,8 +513,8 @@ class ModelSpec(Spec):
         if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(own) <= set(known):
             wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
             raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")
-        if self.family == "exaone_moe" and self.sliding_window is None and "G" in self.layer_pattern:
-            raise SpecError(f"layer_pattern={self.layer_pattern!r} without a window: write L for all layers with experts")
+        if self.family == "exaone_moe" and self.sliding_window is None:
+            raise SpecError("an exaone_moe model always has a window; write sliding_window")
         if of_one_module and (self.moe is None) == ("E" in self.layer_pattern):
             raise SpecError(f"layer_pattern={self.layer_pattern!r}: a model with E has experts (`moe`), and no other")
         if not self.turned and self.family in TRAITS and not TRAITS[self.family].unturned_models:

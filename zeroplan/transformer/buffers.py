@@ -23,7 +23,7 @@ BIASED_ROUTERS = (
     "nemotron_h", "lfm2_moe", "exaone_moe",
 )  # fmt: skip
 #: Of these, families whose bias is fp32 for every dtype of the model.
-_BIASED_IN_FP32 = ("deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "solar_open", "lfm2_moe", "exaone_moe")
+_BIASED_IN_FP32 = ("deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "solar_open", "lfm2_moe")
 #: How many buffers of one number each layer has: Gemma 4's scalar; ``beta`` and ``eps`` of Apertus' xIELU (``activations.py``).
 _NUMBERS_OF_LAYERS = {"gemma4_text": 1, "apertus": 2}
 _DECAYS = "transformers 5.23, models/minimax/modeling_minimax.py, MiniMaxLightningAttention.decay_factors"

@@ -145,11 +145,12 @@ _EXAONE = CONFIG._replace(
     fixed={"attention_bias": False, "mlp_bias": False},
     required=_REQUIRED[:-2],
     keys={},
-    only={"norm_topk_prob": (True,), "sliding_window_pattern": (4, "LLLG", 0)},
+    only={"norm_topk_prob": (True,), "sliding_window_pattern": (4, "LLLG")},
+    not_null=("sliding_window",),
     read=("mlp_layer_types", "first_k_dense_replace"),
     harmless={
         **{why: keys for why, keys in CONFIG.harmless.items() if "made of" not in why},
-        "of LG's own code": ("is_moe_layer", "scoring_func", "topk_method"),
+        "of LG's own code": ("is_moe_layer", "first_last_k_dense_replace", "scoring_func", "topk_method"),
     },
 )  # fmt: skip
 _SOLAR = CONFIG._replace(

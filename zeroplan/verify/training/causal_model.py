@@ -152,12 +152,10 @@ def _of_lfm2(spec: ModelSpec) -> dict[str, object]:
 
 
 def _of_exaone_moe(spec: ModelSpec) -> dict[str, object]:
-    local = "sliding_attention" if spec.sliding_window is not None else "full_attention"
     return {
-        "layer_types": ["full_attention" if letter == "G" else local for letter in spec.letters],
+        "layer_types": ["full_attention" if letter == "G" else "sliding_attention" for letter in spec.letters],
         "mlp_layer_types": ["dense" if letter == "D" else "sparse" for letter in spec.letters],
         "num_shared_experts": spec.moe and spec.moe.num_shared_experts,
-        "sliding_window_pattern": 4 if spec.sliding_window else 0,
     }
 
 
