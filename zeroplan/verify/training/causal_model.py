@@ -4,6 +4,7 @@ Gradient checkpointing and attention are transformers' own. Dropout is off, as i
 """
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -159,7 +160,11 @@ def _of_exaone_moe(spec: ModelSpec) -> dict[str, object]:
     }
 
 
-_OF_PATTERNS = {"lfm2": _of_lfm2, "lfm2_moe": _of_lfm2, "exaone_moe": _of_exaone_moe}
+_OF_PATTERNS: dict[str, Callable[[ModelSpec], dict[str, object]]] = {
+    "lfm2": _of_lfm2,
+    "lfm2_moe": _of_lfm2,
+    "exaone_moe": _of_exaone_moe,
+}
 
 
 def _latent(spec: ModelSpec) -> dict[str, object]:
