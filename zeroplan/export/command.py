@@ -77,6 +77,8 @@ def _adapter(adapter: AdapterSpec) -> Iterator[str]:
         yield from ("--modules-to-save", adapter.modules_to_save)
     if adapter.compute != "autocast":
         yield from ("--lora-compute", adapter.compute)
+    if adapter.base != "compute":
+        yield from ("--lora-base", adapter.base)
     if adapter.upcast != "all":
         yield from ("--upcast", adapter.upcast)
     if adapter.quantize_experts:

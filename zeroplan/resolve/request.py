@@ -24,7 +24,7 @@ from zeroplan.resolve.options import (
     value_of,
 )
 from zeroplan.spec.adapter import Compute as AdapterCompute
-from zeroplan.spec.adapter import Quantize, Upcast
+from zeroplan.spec.adapter import Base, Quantize, Upcast
 from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
 from zeroplan.spec.hardware import GpuSpec, Kernels, SharesSpec
 from zeroplan.spec.job import JobSpec
@@ -110,6 +110,10 @@ class Request(Spec):
     lora_compute: AdapterCompute | None = field(default=None, metadata={"option": Option(
         "How adapters compute under mixed precision: autocast (in 16 bits), or fp32, as a Trainer without "
         "`bf16` does in a model loaded in 16 bits. (default: autocast)", MODEL, "NAME",
+    )})
+    lora_base: Base | None = field(default=None, metadata={"option": Option(
+        "The dtype in which FSDP2 stores frozen weights beside adapters under mixed precision: compute (16 bits), or fp32 (the "
+        "model was loaded in fp32). (default: compute)", MODEL, "NAME",
     )})
     upcast: Upcast | None = field(default=None, metadata={"option": Option(
         "With --quantize under mixed precision: which unquantised weights are converted to fp32. all: "

@@ -27,6 +27,7 @@ TRAINED_MODULES = {"embed_tokens": "embedding", HEAD: "head"}
 
 Quantize = Literal["none", "nf4", "nf4-double", "gptq", "int8"]
 Compute = Literal["autocast", "fp32"]
+Base = Literal["compute", "fp32"]
 Upcast = Literal["none", "norms", "all"]
 
 
@@ -203,7 +204,7 @@ class AdapterSpec(Spec):
     Each targeted linear layer gets a product of two matrices of ``rank``; everything else is frozen. ``targets`` names
     linear layers as peft does, separated by commas (``lm_head`` is one), or ``all-linear``, ``attention`` or ``mlp``.
     ``experts.gate_up_proj``, ``experts.down_proj`` and ``gate.weight`` (peft's ``target_parameters``) are the weights of a layer's
-    experts and of its router. Frozen weights have the compute dtype. Adapters have the dtype of trained parameters (fp32 under
+    experts and of its router. Frozen weights have the compute dtype unless ``base`` says otherwise. Adapters have the dtype of trained parameters (fp32 under
     mixed precision, as in peft). Leaves out biases of adapters, and DoRA.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
@@ -222,6 +223,9 @@ class AdapterSpec(Spec):
     compute: Compute = "autocast"
     """How adapters compute under mixed precision: under autocast, or in fp32 between peft's casts while the layers run in 16 bits
     (a Trainer without ``bf16`` whose model was loaded in 16 bits)."""
+    base: Base = "compute"
+    """The dtype in which FSDP2 stores frozen weights under mixed precision: the compute dtype, or fp32 (a model loaded in fp32),
+    which it casts for every all-gather, as it does trained weights."""
     upcast: Upcast = "all"
     """Which unquantised weights are fp32 under autocast: embedding, norms and head (``all``: peft's
     ``prepare_model_for_kbit_training``); only norms (``norms``: TRL's ``peft_module_casting_to_bf16``); or none."""

@@ -88,6 +88,11 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
         narrow = not recipe.precision.endswith("mixed")
         yield narrow and f"{asked}, and precision {recipe.precision!r}", "'bf16-mixed', whose adapters are fp32"
         yield adapter.quantize != "none" and f"{asked}, beside quantised weights", "compute 'autocast'"
+    if adapter.base == "fp32":
+        asked = "frozen weights in fp32"
+        yield recipe.engine != "fsdp2" and f"{asked}, and engine {recipe.engine!r}", "engine 'fsdp2', or base 'compute'"
+        yield recipe.precision == "bf16" and f"{asked}, and precision 'bf16'", "'bf16-mixed', or base 'compute'"
+        yield adapter.quantize != "none" and f"{asked}, and quantised weights", "quantize 'none', or base 'compute'"
     yield from _of_weights(adapter, recipe)
     yield from _of_fused_adapters(adapter, recipe)
     if HEAD in adapter.layers:

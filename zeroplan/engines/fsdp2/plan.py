@@ -67,7 +67,7 @@ class Plan(NamedTuple):
     local_tensors: tuple[LocalTensor, ...]
     frozen_tensors: tuple[LocalTensor, ...]
     frozen_width: int
-    """Bytes of a frozen element; beside adapters it has the compute dtype."""
+    """Bytes of a frozen element; beside adapters it has the compute dtype unless :attr:`AdapterSpec.base` is fp32."""
     adapter_bytes: int
     """Bytes of an adapter's element while it computes, and of its gradient."""
     root: Group
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
     ends: Ends | None
     """Separate units outside the blocks; the root group is then empty."""
     cast_too: bool
-    """Frozen parameters are as wide as trained ones and are cast before a gather. Beside adapters they have the compute dtype."""
+    """Frozen parameters are as wide as trained ones and are cast before a gather (:attr:`ModelSpec.frozen_as_trained`)."""
     trained_kinds: tuple[str, ...]
     """Kind of the trained part of each run, as symbols write it."""
     tail_elements: int
@@ -310,7 +310,7 @@ def plan_of(
     compute = compute._replace(autocast=True) if autocast else compute
     passes, head, tables = _program(model, recipe, batch, cut.tree, compute)
     recomputes = tuple(recompute_of(run, compute) for run in cut.tree.runs)
-    frozen_width = width.stored if model.adapter is None else width.compute
+    frozen_width = width.stored if model.frozen_as_trained else width.compute
     here, there = _held(
         _states(cut, tensors, recipe, frozen_width, updated), (*tables, *_older_tables(model, recipe)), recipe, cut
     )
@@ -368,7 +368,7 @@ def _states(
 
 def _older_tables(model: ModelSpec, recipe: RecipeSpec) -> tuple[Line, ...]:
     width = widths(recipe.precision)
-    return tables_in_layers(model, recipe, width.stored if model.adapter is None else width.compute)
+    return tables_in_layers(model, recipe, width.stored if model.frozen_as_trained else width.compute)
 
 
 def _of_the_ranks(recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> dict[str, Any]:
@@ -403,7 +403,7 @@ def _of_the_model(cut: Cut, model: ModelSpec, recipe: RecipeSpec) -> dict[str, A
         "trained_root": cut.trained_root,
         "trained_blocks": cut.trained_blocks,
         "ends": cut.ends,
-        "cast_too": model.adapter is None,
+        "cast_too": model.frozen_as_trained,
         "trained_kinds": tuple(group.symbol for group in cut.trained_blocks),
         "tail_elements": sum(parameter.numel for parameter in learning.tail),
         "tied_head_elements": 0 if learning.tied_head is None else learning.tied_head.numel,

@@ -75,7 +75,7 @@ class Cutting:
         return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]
 
     def width(self, parameter: Parameter) -> int:
-        """Return the stored width of a parameter's element; beside adapters frozen ones have the compute dtype. [bytes]"""
+        """Return the stored width of a parameter's element. [bytes]"""
         return self.plan.frozen_width if parameter.frozen else self.plan.width.stored
 
     def request_shards(self, log: Log, parameters: list[Parameter]) -> None:
