@@ -79,6 +79,12 @@ def _adapter(adapter: AdapterSpec) -> Iterator[str]:
         yield from ("--lora-compute", adapter.compute)
     if adapter.base != "compute":
         yield from ("--lora-base", adapter.base)
+    if adapter.runs:
+        yield from ("--lora-runs", str(adapter.runs))
+    if adapter.learning is not None:
+        yield from ("--lora-learning", str(adapter.learning))
+    if adapter.looped:
+        yield "--lora-looped"
     if adapter.upcast != "all":
         yield from ("--upcast", adapter.upcast)
     if adapter.quantize_experts:
