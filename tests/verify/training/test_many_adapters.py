@@ -31,15 +31,22 @@ FOUR = AdapterSpec(rank=8, runs=4, learning=1, base="fp32")
 
 def _workload(asked: JobSpec) -> Workload:
     from tests.transformer.many_adapters import with_many_adapters
+    from zeroplan.verify.training.activations_away import offload_blocks
     from zeroplan.verify.training.engine import weights_dtype
+    from zeroplan.verify.training.modules import find_blocks
+    from zeroplan.verify.training.recomputation import recompute_blocks
     from zeroplan.verify.training.workload import workload
 
     adapter = asked.model.adapter
     assert adapter is not None
-    bare = replace(asked, model=replace(asked.model, adapter=None))
+    recipe = replace(asked.recipe, recompute="none", offload_activations=False)
+    bare = replace(asked, model=replace(asked.model, adapter=None), recipe=recipe)
     made = workload(bare, dtype=weights_dtype(asked), device="cuda")
     with_many_adapters(made.module, adapter, family=asked.model.family)
-    return made
+    recompute_blocks(made.blocks, asked.recipe.recompute)
+    if asked.recipe.offload_activations:
+        offload_blocks(made.module, made.blocks)
+    return made._replace(blocks=find_blocks(made.module))
 
 
 def run(asked: JobSpec) -> Measurement:
@@ -50,23 +57,31 @@ def run(asked: JobSpec) -> Measurement:
     make, learning = fsdp2.make_optimizer, asked.model.adapter.stepped  # type: ignore[union-attr]
 
     def of_those_that_learn(parameters: Any, *others: Any) -> Any:
-        chosen = [one for number, one in enumerate(parameters) if number % 4 < learning]
+        chosen = [one for number, one in enumerate(parameters) if number % asked.model.adapter.runs < learning]  # type: ignore[union-attr]
         return make(chosen, *others)
 
     with patch.object(fsdp2, "make_optimizer", of_those_that_learn):
         return simulate(asked, steps=3, make=partial(_workload, asked))
 
 
+#: All that differs is outside the model's tensors, such as the loss. [bytes]
+SMALL = 16 * 1024
+#: What the allocator reserves at once for small tensors, of which the requests leave out those of a few bytes. [bytes]
+SEGMENT = 2 * 2**20
+ONE_RANK = MeshSpec(dp_shard=1)
 JOBS = {
-    "whole units": job(FOUR, "fsdp2", 3),
-    "recomputed, accumulation": job(replace(FOUR, targets="q_proj,v_proj"), "fsdp2", 3, recompute="full", accum=2),
-    "two learn, one rank, recomputed": replace(
-        job(replace(FOUR, learning=2), "fsdp2", 3, recompute="full"), mesh=MeshSpec(dp_shard=1)
+    "one of four learns, accumulation": job(FOUR, "fsdp2", 3, accum=2),
+    "some layers, recomputed, accumulation": job(
+        replace(FOUR, targets="q_proj,v_proj"), "fsdp2", 3, recompute="full", accum=2
+    ),
+    "one adapter that learns, one rank, recomputed": replace(
+        job(replace(FOUR, runs=1, learning=None), "fsdp2", 3, recompute="full"), mesh=ONE_RANK
     ),
     "units of embedding and head": with_words(
-        job(FOUR, "fsdp2", 3, recompute="full", fsdp2=Fsdp2Options(ends_apart=True))
+        job(FOUR, "fsdp2", 3, recompute="full", accum=2, fsdp2=Fsdp2Options(ends_apart=True))
     ),
-    "16 bits": job(replace(FOUR, base="compute"), "fsdp2", 2, precision="bf16", accum=2, sync_every_micro_batch=False),
+    "16 bits, one after the other": job(replace(FOUR, base="compute", looped=True), "fsdp2", 2, precision="bf16", accum=2),
+    "inputs of blocks in host memory": job(FOUR, "fsdp2", 3, recompute="full", accum=2, offload_activations=True),
 }
 
 
@@ -75,8 +90,17 @@ def test_many_adapters_take_what_is_estimated(name: str):
     asked = JOBS[name]
     measured = on_the_fake_gpu(run, asked)
     compared = compare_with_estimate(measured)
-    print(compared.peak, compared.phases, [r for r in compared.collectives if r.difference])
-    print(measured.allocator)
-    shown = StepReplay(asked).replayed()
-    print(shown.allocated_bytes, shown.reserved_bytes)
-    assert 0
+    assert all(abs(one.difference) < SMALL for one in (compared.peak, *compared.phases)), (compared.peak, compared.phases)
+    assert all(row.difference == 0 for row in compared.collectives), compared.collectives
+    for one in measured.allocator:
+        shown = StepReplay(asked).replayed(one.settings)
+        assert abs(shown.reserved_bytes - one.reserved_bytes) <= SEGMENT, (shown, one)
+
+
+def test_gradients_that_share_a_buffer_are_bounded():
+    """A new buffer comes to each unit in the backward, beside the one of adapters that did not step; the estimate has both always."""
+    asked = job(FOUR, "fsdp2", 3)
+    compared = compare_with_estimate(on_the_fake_gpu(run, asked))
+    (gradients,) = (one for one in compared.kinds if one.what == "gradients")
+    assert gradients.predicted == 2 * gradients.measured
+    assert 0 <= compared.peak.difference <= gradients.measured, compared.peak

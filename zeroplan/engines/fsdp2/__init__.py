@@ -209,6 +209,11 @@ _AHEAD = (
 def _notes(plan: Plan) -> Iterator[str]:
     """Yield the recipe's notes, and one if dim-0 sharding gives rank 0 clearly more than an even share."""
     yield from notes_of(plan.recipe)
+    if plan.outlive > 1:
+        yield (
+            f"prime-rl frees the gradients of adapters that step alone, and those of a block share one buffer: {plan.outlive} buffers "
+            "of all adapters' gradients are counted, the most, if every run steps at another time"
+        )
     if plan.first_ahead is not None:
         yield _AHEAD
     if plan.has_experts_apart:

@@ -334,7 +334,7 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
     if apart and adapter is None:  # gradients reach embeddings of new tokens: torchtune 0.7, FusionEmbedding
         return Training("frozen", tracked=True, keeps_inputs=compute.keeps_inputs)
     if adapter is not None:
-        tracked = kind != "first" or recomputed
+        tracked = kind != "first" or (recomputed and not adapter.runs)  # prime-rl wraps blocks in checkpoints itself
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
             "adapted", tracked, compute.keeps_inputs, () if apart else model.linear_layers_adapted, model.stacked, adapter.quantize,
