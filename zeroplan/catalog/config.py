@@ -17,6 +17,7 @@ from zeroplan.catalog.config_rest import (
     LINEAR_FIELDS,
     activation_of,
     config_keys,
+    full_layers_of,
     listed,
     notes_on_other_keys,
     quantised,
@@ -36,6 +37,7 @@ from zeroplan.spec.family import (
     ONE_WIDTH_FAMILIES,
     PATTERNED,
     PLAIN_HEADS,
+    SOME_WINDOWED,
     TRAITS,
     WIDE_SHARED_EXPERTS,
 )
@@ -414,6 +416,7 @@ def _shape(source: _Source) -> dict[str, object]:
         "attention_bias": _bias(source, "attention_bias"),
         "mlp_bias": _bias(source, "mlp_bias"),
         "sliding_window": _window(source),
+        **_full_layers(source),
         "hidden_act": activation_of(source.config, source.family),
         **_of_neox(source),
         **({"use_qk_norm": source.flag("use_qk_norm")} if TRAITS[source.family].head_norms is None else {}),
@@ -493,11 +496,19 @@ def _window(source: _Source) -> int | None:
     return source.optional_integer("sliding_window")
 
 
+def _full_layers(source: _Source) -> dict[str, int]:
+    """Return the number of layers of full attention before those with a window, as a field, in families that may have some."""
+    if source.family not in SOME_WINDOWED or _window(source) is None:
+        return {}
+    return {"max_window_layers": full_layers_of(source.config)}
+
+
 def _some_layers_have_it(source: _Source) -> bool:
-    """Whether some layers have a window: in Qwen2 and Qwen3 those from ``max_window_layers`` on (default 28); in Qwen3-MoE all."""
+    """Whether some layers have a window: in Qwen2 and Qwen3 those from ``max_window_layers`` on; in Qwen3-MoE all."""
     if source.family == "qwen3_moe":
         return True
-    return source.integer("max_window_layers", 28, least=0) < source.integer("num_hidden_layers")
+    said = source.integer("max_window_layers", 28, least=0)
+    return (full_layers_of(source.config) if source.family in SOME_WINDOWED else said) < source.integer("num_hidden_layers")
 
 
 def _moe(source: _Source) -> MoeSpec | None:
@@ -540,7 +551,7 @@ def _linear(source: _Source) -> LinearSpec | None:
     if source.family not in PATTERNED:
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), **sizes)
     chunk, heads = source.integer("linear_chunk_size"), sizes["num_value_heads"]
-    if TRAITS[source.family].one_module:
+    if TRAITS[source.family].one_module or source.family == "minimax":
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), chunk_size=chunk, **sizes)
     inner, said = source.integer("mamba_expand", 2) * source.integer("hidden_size"), source.value("linear_value_head_dim")
     if TRAITS[source.family].one_kind:

@@ -474,6 +474,7 @@ class JobSpec(Spec):
             (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
             (model.profile is not None and "a profile", "a model of a known family"),
             (model.mla is not None and model.mla.index_every > 1 and "layers that share picked keys", "pp=1"),
+            (model.max_window_layers > 0 and "a window in some layers", "pp=1"),
             (model.is_quantised and "quantised weights (QLoRA)", "LoRA"),
             (recipe.loss in ("fused", "log-probs") and f"loss {recipe.loss!r}", "loss 'full' or 'chunked'"),
             (

@@ -28,6 +28,7 @@ from zeroplan.spec.family import (
     ONE_WIDTH_FAMILIES,
     PATTERNED,
     SHARED_EXPERTS,
+    SOME_WINDOWED,
     TRAITS,
     USUAL_ACTIVATION,
     WIDE_SHARED_EXPERTS,
@@ -120,6 +121,14 @@ class LinearSpec(Spec):
             )
 
 
+def lightning(heads: int, head_dim: int, chunk_size: int) -> LinearSpec:
+    """Return lightning attention (MiniMax), whose queries, keys and values have as many heads; no convolution precedes it."""
+    return LinearSpec(
+        num_key_heads=heads, num_value_heads=heads, key_head_dim=head_dim, value_head_dim=head_dim, conv_kernel_dim=1,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+
+
 class Profiled(Spec):
     """The base class of :class:`zeroplan.spec.profile.Profile`; only jobs with a profile import that class."""
 
@@ -182,6 +191,8 @@ class ModelSpec(Spec):
     """The MLP's projections have biases."""
     sliding_window: Count | None = None
     """The window of attention, in tokens; None for full attention."""
+    max_window_layers: Annotated[int, Range(0, 10**4)] = 0
+    """Qwen2 and Qwen3 only: layers of full attention, which come before those with the window."""
     hidden_act: Activation | None = None
     """The MLP's activation function; None for the family's usual one."""
     parallel_residual: bool = True
@@ -195,9 +206,10 @@ class ModelSpec(Spec):
     linear: LinearSpec | None = None
     """Linear attention, in families with it."""
     layer_pattern: str = ""
-    """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts; in
-    Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full attention, D for a dense
-    MLP; in LFM2 C for a short convolution, and c or D for convolution or attention before a dense MLP beside layers of experts."""
+    """One letter per layer, repeated as needed: M for Mamba-2 or lightning attention, * for attention; in Nemotron-H also - for an
+    MLP, E for experts; in Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full
+    attention, D for a dense MLP; in LFM2 C for a short convolution, and c or D for convolution or attention before a dense MLP
+    beside layers of experts."""
     predictions: Annotated[int, Range(0, 100)] = 0
     """Depths of NeMo AutoModel's multi-token prediction, in Nemotron 3 only. Each is the letters ae at the end of the pattern: a
     layer of attention behind a joining projection, and one of experts before a norm."""
@@ -441,7 +453,21 @@ class ModelSpec(Spec):
                 f"a sliding window of a {self.family} model (sliding_window={self.sliding_window:,}) has no formula; leave it out "
                 "where sequences are shorter, else `zeroplan profile --config` traces the model"
             )
+        self._check_full_layers()
         self._check_experts()
+
+    def _check_full_layers(self) -> None:
+        said, layers = self.max_window_layers, self.num_hidden_layers
+        if said and (self.family not in SOME_WINDOWED or self.sliding_window is None or said >= layers):
+            raise SpecError(
+                f"max_window_layers={said} of a {self.family} model with {layers} layers and sliding_window={self.sliding_window}: "
+                f"only {' and '.join(SOME_WINDOWED)} may have a window in some of their layers; leave it out"
+            )
+        if said and (self.vision is not None or self.frozen is not None):
+            raise SpecError(
+                f"a window in {layers - said} of {layers} layers is not modelled with images or frozen parts; `zeroplan profile "
+                "--config` traces the model"
+            )
 
     def _check_heads(self) -> None:
         has_own, sizes = self.family == "gemma4_text", (self.global_head_dim, self.global_key_value_heads)
@@ -458,9 +484,20 @@ class ModelSpec(Spec):
                 f"num_hidden_layers={self.num_hidden_layers}, sliding_window={self.sliding_window} of a gemma4_text model has no "
                 "formula: five layers with a window come before each one of full attention; use a multiple of 6"
             )
+        if self.family == "minimax" and self.linear is not None:
+            self._check_lightning(self.linear)
         if has_own and self.num_attention_heads % self.global_key_value_heads:
             raise SpecError(
                 f"global_key_value_heads={self.global_key_value_heads} does not divide {self.num_attention_heads} attention heads"
+            )
+
+    def _check_lightning(self, linear: LinearSpec) -> None:
+        """Raise SpecError for heads of lightning attention that differ from those of full attention's queries."""
+        heads, width = self.num_attention_heads, self.head_dim
+        if linear != lightning(heads, width, linear.chunk_size):
+            raise SpecError(
+                f"linear={linear} of a minimax model: queries, keys and values of its lightning attention have {heads} heads of "
+                f"{width} elements, and no convolution, which is conv_kernel_dim=1"
             )
 
     def _check_pattern(self) -> None:

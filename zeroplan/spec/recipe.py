@@ -19,7 +19,8 @@ Optimizer = Literal[
     "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "ademamix-32bit", "ademamix-8bit",
     "paged-ademamix-32bit", "paged-ademamix-8bit", "rmsprop-32bit", "rmsprop-8bit", "torchao-adamw-8bit", "torchao-adamw-4bit",
     "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "schedule-free-sgd", "stable-adamw", "flash-adamw",
-    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
+    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "shampoo", "shampoo-1024", "te-adam", "te-adam-remainders",
+    "te-adam-masters",
 ]  # fmt: skip
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
@@ -240,7 +241,10 @@ class MegatronOptions(Spec):
     """False is ``--no-create-attention-mask-in-dataloader``: the batch has no mask (one byte per pair of tokens)."""
     gradients_beside: CountOrZero = 0
     """Copies of gradients in 16 bits beside the main gradients, as nanotron has: the first until a micro-batch's backward ends, and
-    those in DDP's buckets, which stay."""
+    those in DDP's buckets, which stay. Without main weights all of them are in buckets."""
+    main_weights: bool = True
+    """False is nanotron's ``accumulate_grad_in_fp32: false``: main gradients and Adam's moments have the 16 bits of the weights,
+    and there are no main weights in fp32."""
     deterministic_mode: bool = False
     """``--deterministic-mode``: the experts' outputs are kept and added in a fixed order."""
     gradient_accumulation_fusion: bool = True
@@ -345,6 +349,11 @@ class MegatronOptions(Spec):
         if self.optimizer_offload_fraction and not self.use_precision_aware_optimizer:
             raise SpecError(
                 "megatron.optimizer_offload_fraction needs megatron.use_precision_aware_optimizer=true; set both, or neither"
+            )
+        if not self.main_weights and (self.use_precision_aware_optimizer or self.fp8_format is not None):
+            raise SpecError(
+                "megatron.main_weights=false is nanotron's, which has neither megatron.use_precision_aware_optimizer nor "
+                "megatron.fp8_format; leave them out"
             )
         if self.fp8_param_gather and self.fp8_format is None:
             raise SpecError("megatron.fp8_param_gather needs megatron.fp8_format; set e4m3 or hybrid, or leave it out")

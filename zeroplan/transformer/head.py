@@ -239,7 +239,8 @@ def _masks(question: _Question) -> tuple[Line, ...]:
     if question.x.attention == "flash":
         return ()
     if question.x.attention == "eager":
-        return (_EAGER[question.around.masks].line(TEMPORARY, question.values),)
+        masks = question.around.masks if question.model.sliding_window is not None else 1
+        return (_EAGER[masks].line(TEMPORARY, question.values),)
     of_all = _mask_of_all_layers(question)
     if of_all is not None:
         return (of_all.line(TEMPORARY, question.values),)

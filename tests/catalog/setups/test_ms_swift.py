@@ -95,3 +95,12 @@ def test_embedding_and_head_trained_whole_beside_adapters(tmp_path: Path):
     assert found.model.adapter.modules_to_save == "embed_tokens,lm_head"
     path.write_text(said.format("word_embeddings router"), encoding="utf-8")
     assert tuple(read_setup(path, gpus=None).matters) == ("modules_to_save",)
+
+
+@pytest.mark.parametrize(("said", "name"), [("", "qwen2.5-omni-7b-whole"), ("ENABLE_AUDIO_OUTPUT=0 ", "qwen2.5-omni-7b")])
+def test_an_omni_model_has_its_talker_unless_a_variable_says_no(tmp_path: Path, said: str, name: str):
+    path = tmp_path / "train.sh"
+    path.write_text(f"{said}swift sft --model Qwen/Qwen2.5-Omni-7B --tuner_type lora --max_length 2048\n", encoding="utf-8")
+    found = resolve(Request(from_file=str(path), gpu="h100-sxm-80gb"))
+    assert found.job.model.name == name
+    assert any("a batch with sound takes more" in note for note in found.notes)

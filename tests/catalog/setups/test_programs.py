@@ -23,6 +23,7 @@ from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.export.megatron import megatron_arguments
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.spec.recipe import MegatronOptions
 from zeroplan.workflow import loop_of_file
 
 if TYPE_CHECKING:
@@ -210,8 +211,34 @@ def test_nanotrons_gradients_in_16_bits_grow_during_the_backward(read: Callable[
     assert buckets == [2 * elements]
     alone = NANO | {"parallelism": {"dp": 1, "tp": 2, "pp": 1, "tp_mode": "REDUCE_SCATTER"}}
     assert not [line for line in estimate(read(alone).job).states if "buckets" in line.reason]
-    read(NANO | {"optimizer": {"zero_stage": 1, "accumulate_grad_in_fp32": False}})
-    assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"accumulate_grad_in_fp32"}
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (2, 1), (1, 0)])
+def test_nanotron_without_fp32_gradients_has_16_bits_for_everything(
+    read: Callable[..., Resolved], tmp_path: Path, ranks: int, stage: int
+):
+    """Torch's AdamW has the weights themselves: no copy in fp32, moments of their dtype (nanotron, helpers.py)."""
+    said = {"dp": ranks, "tp": 2, "pp": 1, "tp_mode": "REDUCE_SCATTER"}
+    job = read(NANO | {"parallelism": said, "optimizer": {"zero_stage": stage, "accumulate_grad_in_fp32": False}}).job
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    answer = estimate(job)
+    assert_explained(answer)
+    own = next(one.value for one in answer.symbols if one.name == "D_rank")
+    kept = {kind: int(n_bytes) for kind, n_bytes in answer.states_by_kind.items()}
+    share = own // 2 if stage else own
+    assert kept == {Kind.PARAMETERS: 2 * own, Kind.GRADIENTS: (4 if ranks > 1 else 2) * own, Kind.OPTIMIZER_STATE: 4 * share}
+    assert not any("until the backward" in line.reason for moment in answer.moments for line in moment.lines)
+
+
+def test_no_main_weights_are_refused_beside_settings_that_need_them():
+    with pytest.raises(SpecError, match="main_weights=false is nanotron's"):
+        MegatronOptions(main_weights=False, use_precision_aware_optimizer=True)
+    with pytest.raises(SpecError, match="main_weights=false and 'fp16-mixed'"):
+        resolve(
+            Request(
+                model="llama-3.2-1b", engine="megatron", precision="fp16-mixed", megatron=MegatronOptions(main_weights=False)
+            )
+        )
 
 
 @pytest.mark.parametrize(("steps", "noted"), [(8, False), (4, True)])

@@ -47,7 +47,7 @@ _KNOWN = """
     write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora
     use_hf tau_* fipo_* advantage_estimator *_logprobs off_policy_* cosine_* gkd_* seq_kd offload_teacher_model use_ray
     label_names sequence_parallel_size galore_* norm_bbox reft_* model_kwargs custom_*
-    enable_dft_loss include interleave_prob MAX_*_SAMPLES MAX_PIXELS IMAGE_MAX_TOKEN_NUM
+    enable_dft_loss include interleave_prob MAX_*_SAMPLES ENABLE_AUDIO_OUTPUT MAX_PIXELS IMAGE_MAX_TOKEN_NUM
 """
 
 
@@ -203,7 +203,7 @@ def _made(whole: Table) -> dict[str, object]:
     }  # fmt: skip
     mixed = whole.switch("bf16") is not False and word == "bfloat16"
     return {
-        "model_name_or_path": whole.text("model"), "attn_implementation": attention.get(named or ""),
+        "model_name_or_path": _named(whole), "attn_implementation": attention.get(named or ""),
         "bf16": mixed, "fp16": not mixed and word == "float16", "dtype": None if tuner == "lora" else word,
         "per_device_train_batch_size": whole.count("per_device_train_batch_size") or 1,
         "gradient_checkpointing": whole.switch("gradient_checkpointing") is not False,
@@ -211,6 +211,13 @@ def _made(whole: Table) -> dict[str, object]:
         "gradient_checkpointing_kwargs": _of_text(whole.get("gradient_checkpointing_kwargs"), whole.where),
         "optim": whole.text("optim"), **(adapters if tuner == "lora" else {"use_peft": False}),
     }  # fmt: skip
+
+
+def _named(whole: Table) -> str | None:
+    """Return the model's name; of Qwen2.5-Omni, the model with its talker, which is built unless a variable says no."""
+    named, speaks = whole.text("model"), whole.get("ENABLE_AUDIO_OUTPUT")
+    whole_model = str(speaks).lower() not in ("0", "false")
+    return f"{named}-whole" if named is not None and "Qwen2.5-Omni" in named and whole_model else named
 
 
 def _of_text(said: object, where: str) -> object:

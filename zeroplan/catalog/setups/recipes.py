@@ -269,8 +269,7 @@ def _tune_fusion(reading: Reading) -> None:
 
 # nanotron
 
-_NARROW = "accumulate_grad_in_fp32 is false: gradients are counted in fp32, which is the most they take"
-_OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees and fp32 gradients, are counted"
+_OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees, are counted"
 
 
 def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
@@ -316,9 +315,8 @@ def _nano_gradients(reading: Reading, cp: int, *, narrow: bool) -> None:
     buckets = (table.count("parallelism.dp") or 1) > 1 or (cp > 1 and not (wide and stage))
     beside = wide + buckets if narrow else 0
     reading.options["megatron.gradients_beside"] = Told("optimizer.accumulate_grad_in_fp32", beside)
-    if not wide:
-        table.matters["accumulate_grad_in_fp32"] = _NARROW
-        table.saves.add("accumulate_grad_in_fp32")
+    if narrow and not wide:  # helpers.py, init_optimizer_and_grad_accumulator: torch's AdamW of the weights themselves
+        reading.options["megatron.main_weights"] = Told("optimizer.accumulate_grad_in_fp32", value=False)
 
 
 def _nanotron_config(said: Mapping[str, object]) -> dict[str, object]:

@@ -135,7 +135,7 @@ def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
             *((_FP8_NOTE,) if recipe.megatron.fp8_format is not None else ()),
             *((_ROWS_NOTE,) if model.head_rows is not None else ()),
             *((_VERLS_NOTE,) if recipe.megatron.cross_entropy_fusion_impl == "verl" else ()),
-            *((_BESIDE_NOTE,) if recipe.megatron.gradients_beside else ()),
+            *((_BESIDE_NOTE,) if recipe.megatron.gradients_beside or not recipe.megatron.main_weights else ()),
             *((_PREDICTING_NOTE,) if recipe.megatron.mtp_num_layers else ()),
             *((_HYBRID_OPTIMIZER_NOTE,) if recipe.megatron.optimizer_offload_fraction else ()),
             *_notes_of_cut(job),
