@@ -272,12 +272,17 @@ def _first_flag(request: Request) -> str:
     """The first adapter flag of a request that has no rank."""
     for name, value in (
         ("quantize", request.quantize), ("lora-targets", request.lora_targets), ("upcast", request.upcast),
-        ("lora-compute", request.lora_compute), ("lora-base", request.lora_base), ("lora-runs", request.lora_runs), ("lora-learning", request.lora_learning), ("bitsandbytes", request.bitsandbytes),
+        ("lora-compute", request.lora_compute), ("lora-base", request.lora_base), ("lora-runs", request.lora_runs),
+        ("lora-learning", request.lora_learning), ("bitsandbytes", request.bitsandbytes),
         ("group-size", request.group_size), ("modules-to-save", request.modules_to_save),
     ):  # fmt: skip
         if value is not None:
             return f"--{name} {value}"
-    for name, said in (("quantize-experts", request.quantize_experts), ("lora-dropout", request.lora_dropout), ("lora-looped", request.lora_looped)):
+    for name, said in (
+        ("quantize-experts", request.quantize_experts),
+        ("lora-dropout", request.lora_dropout),
+        ("lora-looped", request.lora_looped),
+    ):
         if said is not None:
             return f"--{name}" if said else f"--no-{name}"
     raise AssertionError("no flag of adapters is given")

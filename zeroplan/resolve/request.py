@@ -23,8 +23,8 @@ from zeroplan.resolve.options import (
     declared,
     value_of,
 )
-from zeroplan.spec.adapter import Compute as AdapterCompute
 from zeroplan.spec.adapter import Base, Quantize, Upcast
+from zeroplan.spec.adapter import Compute as AdapterCompute
 from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
 from zeroplan.spec.hardware import GpuSpec, Kernels, SharesSpec
 from zeroplan.spec.job import JobSpec

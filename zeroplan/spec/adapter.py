@@ -204,8 +204,8 @@ class AdapterSpec(Spec):
     Each targeted linear layer gets a product of two matrices of ``rank``; everything else is frozen. ``targets`` names
     linear layers as peft does, separated by commas (``lm_head`` is one), or ``all-linear``, ``attention`` or ``mlp``.
     ``experts.gate_up_proj``, ``experts.down_proj`` and ``gate.weight`` (peft's ``target_parameters``) are the weights of a layer's
-    experts and of its router. Frozen weights have the compute dtype unless ``base`` says otherwise. Adapters have the dtype of trained parameters (fp32 under
-    mixed precision, as in peft). Leaves out biases of adapters, and DoRA.
+    experts and of its router. Frozen weights have the compute dtype, or that of ``base``. Adapters have the dtype of trained
+    parameters (fp32 under mixed precision, as in peft). Leaves out biases of adapters, and DoRA.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
     ('q_proj', 'v_proj')
@@ -243,8 +243,8 @@ class AdapterSpec(Spec):
     learning: Annotated[int, Range(0, 10**4)] | None = None
     """With ``runs``: adapters that a run trains, so that they have optimizer states. ``None``: all; 0: prime-rl's benchmark."""
     looped: bool = False
-    """With ``runs``: the adapters' products run one after the other, not grouped: prime-rl does so for ranks that 8 does not divide,
-    and did before 30 January 2026 on GPUs other than Hopper's."""
+    """With ``runs``: the adapters' products run one after the other, not grouped, as for ranks that 8 does not divide, and before
+    30 January 2026 on GPUs other than Hopper's."""
     bitsandbytes: str | None = None
     """The release of bitsandbytes, such as ``0.43.1``. Before 0.43.2 a 4-bit layer saves its input, and before 0.47.0 it computes
     in fp32 after a norm in fp32. ``None``: 0.50."""

@@ -174,7 +174,11 @@ def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: M
     for is_so, what, instead in (
         (recipe.engine != "fsdp2", f"engine {recipe.engine!r}", "engine 'fsdp2'"),
         (recipe.precision not in ("bf16", "bf16-mixed"), f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"),
-        (recipe.precision == "bf16-mixed" and adapter.base == "compute", "frozen weights in 16 bits beside fp32", "base 'fp32'"),
+        (
+            recipe.precision == "bf16-mixed" and adapter.base == "compute",
+            "frozen weights in 16 bits beside fp32",
+            "base 'fp32'",
+        ),
         (adapter.quantize != "none", "quantised weights", "quantize 'none'"),
         (HEAD in adapter.layers, "an adapter of the head", "targets 'all-linear'"),
         (bool(adapter.saved), "modules that are trained whole", "adapters alone"),

@@ -211,8 +211,8 @@ def _notes(plan: Plan) -> Iterator[str]:
     yield from notes_of(plan.recipe)
     if plan.outlive > 1:
         yield (
-            f"prime-rl frees the gradients of adapters that step alone, and those of a block share one buffer: {plan.outlive} buffers "
-            "of all adapters' gradients are counted, the most, if every run steps at another time"
+            "prime-rl frees the gradients of adapters that step alone, and those of a block share one buffer: "
+            f"{plan.outlive} buffers of all adapters' gradients are counted, the most, if every run steps at another time"
         )
     if plan.first_ahead is not None:
         yield _AHEAD

@@ -349,9 +349,10 @@ def plan_of(
 def outlive_steps(model: ModelSpec) -> int:
     """Return how many sets of all adapters' gradient shards live through all steps; 0 if each step frees its gradients.
 
-    prime-rl's optimizers free the gradients of the adapters that they step. Gradients of a unit are views of one buffer, which lives
-    as long as one of them: one buffer for adapters that no optimizer steps, and at most one more for each that steps at a time of its
-    own. Source: prime-rl b798a90d, trainer/optim.py, MultiLoRAOptimizer.zero_grad; torch 2.13, ``foreach_reduce``.
+    prime-rl's optimizers free the gradients of the adapters that they step. Gradients of a unit are views of one buffer, which
+    lives as long as one of them: one buffer for adapters that no optimizer steps, and at most one more for each that steps.
+
+    Source: prime-rl b798a90d, trainer/optim.py, MultiLoRAOptimizer.zero_grad; torch 2.13, ``foreach_reduce``.
     """
     adapter = model.adapter
     return 0 if adapter is None or adapter.runs < 2 else min(adapter.runs, adapter.stepped + 1)

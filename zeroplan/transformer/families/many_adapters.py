@@ -5,13 +5,13 @@ here with all tokens in the first group, which takes the most. Run as modules of
 (tests/transformer/many_adapters.py).
 """
 
+from zeroplan.expr import NOTHING, Size
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
 from zeroplan.transformer.families.frozen import dropped, frozen_linear
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
-from zeroplan.expr import NOTHING, Size
 from zeroplan.transformer.symbols import e, z
 
 MANY = "prime-rl b798a90d, trainer/models/layers/lora/multi_linear.py, MultiLoRALinear.forward"
@@ -96,7 +96,9 @@ def _one_by_one(
         tape.release(part)
         made.append(_product(tape, first, stacks[1], (rows * width, z * width), f"{inner}, B"))
         tape.release(first)
-    joined = op.joined(tape, tuple(made), f"output of the {name}'s adapters, joined", tape.rows * width, Site(f"{name}: joined", MANY))
+    joined = op.joined(
+        tape, tuple(made), f"output of the {name}'s adapters, joined", tape.rows * width, Site(f"{name}: joined", MANY)
+    )
     tape.release(*made)
     return joined, stacks
 

@@ -71,9 +71,7 @@ SEGMENT = 2 * 2**20
 ONE_RANK = MeshSpec(dp_shard=1)
 JOBS = {
     "one of four learns, accumulation": job(FOUR, "fsdp2", 3, accum=2),
-    "some layers, recomputed, accumulation": job(
-        replace(FOUR, targets="q_proj,v_proj"), "fsdp2", 3, recompute="full", accum=2
-    ),
+    "some layers, recomputed, accumulation": job(replace(FOUR, targets="q_proj,v_proj"), "fsdp2", 3, recompute="full", accum=2),
     "one adapter that learns, one rank, recomputed": replace(
         job(replace(FOUR, runs=1, learning=None), "fsdp2", 3, recompute="full"), mesh=ONE_RANK
     ),
@@ -98,7 +96,7 @@ def test_many_adapters_take_what_is_estimated(name: str):
 
 
 def test_gradients_that_share_a_buffer_are_bounded():
-    """A new buffer comes to each unit in the backward, beside the one of adapters that did not step; the estimate has both always."""
+    """A new buffer comes to each unit in the backward, beside that of adapters that did not step. The estimate always has both."""
     asked = job(FOUR, "fsdp2", 3)
     compared = compare_with_estimate(on_the_fake_gpu(run, asked))
     (gradients,) = (one for one in compared.kinds if one.what == "gradients")
