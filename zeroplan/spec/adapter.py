@@ -56,7 +56,7 @@ CONVERTED: Mapping[str, tuple[str, str, str]] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _OF_MIXTRAL),
     **dict.fromkeys((
         "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1",
-        "solar_open", "deepseek_v2",
+        "solar_open", "deepseek_v2", "exaone_moe",
     ), MLP),
 }  # fmt: skip
 
@@ -115,7 +115,7 @@ ADAPTED_FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
     "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
-    "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2",
+    "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2", "exaone_moe",
 )  # fmt: skip
 #: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
@@ -127,7 +127,7 @@ ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
     "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "dots1", "jais2", "apertus", "starcoder2",
-    "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2",
+    "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2", "exaone_moe",
 )  # fmt: skip
 #: Families that are modelled under autocast without adapters of experts and routers.
 BARE_EXPERTS_UNDER_AUTOCAST = ("glm4_moe", "glm4_moe_lite")

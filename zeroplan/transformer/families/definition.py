@@ -169,6 +169,8 @@ class Block(NamedTuple):
     """Some sequences end in padding, which FlashAttention leaves out."""
     too_wide: bool = False
     """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
+    grouped_experts: bool = False
+    """A token chooses groups of experts first (DeepSeek-V2)."""
     shares: bool = False
     """Every token visits shared experts too."""
     borrows_keys: bool = False

@@ -308,6 +308,7 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
     return block._replace(
         dispatched=x.expert_ranks > 1,
         latent_experts=moe is not None and moe.latent_size > 0,
+        grouped_experts=moe is not None and moe.num_groups > 0,
         uneven=x.expert_ranks > 1 and x.imbalance != EVEN,
         looped=moe.num_experts if moe is not None and block.release.loops_over_experts else 0,
         is_mlp=kind == "mlp",
