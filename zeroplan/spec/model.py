@@ -299,6 +299,11 @@ class ModelSpec(Spec):
         return self.adapter is not None and self.adapter.quantize != "none"
 
     @property
+    def frozen_as_trained(self) -> bool:
+        """Whether frozen weights are stored in the dtype of trained ones: without adapters, or beside them if ``base`` is fp32."""
+        return self.adapter is None or self.adapter.base == "fp32"
+
+    @property
     def adapted_layers(self) -> tuple[str, ...]:
         """The names of the layers with adapters, which peft turns into weights of all experts in some families."""
         return () if self.adapter is None else self.adapter.layers_in(self.family)

@@ -74,6 +74,10 @@ class Training(NamedTuple):
     """Layers in four bits keep fp32 inputs and dequantise their weights to fp32."""
     dropout: bool = False
     """Adapters drop elements of their inputs."""
+    runs: int = 0
+    """Adapters beside each layer in prime-rl's modules; 0: one, in peft's."""
+    looped: bool = False
+    """Those adapters' products run one after the other."""
 
     @property
     def wide_residual(self) -> bool:
