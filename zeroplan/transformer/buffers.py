@@ -20,7 +20,7 @@ from zeroplan.transformer.vision import VISION, tower_buffers
 #: Families whose routers choose experts by score plus bias, which is a buffer.
 BIASED_ROUTERS = (
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "minimax_m2",
-    "nemotron_h", "lfm2_moe", "kimi_linear",
+    "nemotron_h", "lfm2_moe", "kimi_linear", "exaone_moe",
 )  # fmt: skip
 #: Of these, families whose bias is fp32 for every dtype of the model.
 _BIASED_IN_FP32 = ("deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "solar_open", "lfm2_moe")
