@@ -173,11 +173,12 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
         _refuse_a_window(model, compute, x)
     alike = plain_kind(model, kind)
     if alike in WITH_STATES:
+        of_mamba = model.layer_pattern and model.family not in ("minimax", "kimi_linear")
         alone = x.micro_batch == 1  # Mamba-2 copies less of a single sequence of one chunk
         return by_mask(
             in_one_chunk(model, x),
             lambda one: by_mask(
-                alone if one and model.layer_pattern else False,
+                alone if one and of_mamba else False,
                 lambda single: _of(model, kind, compute, x, recompute, masked=one, single=single),
             ),
         )
