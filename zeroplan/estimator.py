@@ -12,6 +12,7 @@ from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_ba
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.reserved_shares import with_missed
+from zeroplan.engines.userbuffers import overlap_buffers
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
 from zeroplan.measurement import SETTINGS, AllocatorSettings
@@ -427,7 +428,7 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
 
 
 def _outside(job: JobSpec) -> tuple[Outside, ...]:
-    return (*outside(job.mesh, job.cluster.gpu), *expert_buffers(job))
+    return (*outside(job.mesh, job.cluster.gpu), *expert_buffers(job), *overlap_buffers(job))
 
 
 def needed_by(account: Account, job: JobSpec) -> Needed:

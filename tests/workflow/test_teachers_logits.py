@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.workflow.watched import Watch
 from zeroplan import estimate, job
 from zeroplan.ledger import Kind
 from zeroplan.workflow import loop_of_file
@@ -71,34 +71,12 @@ def eaft(student: Tensor, _teacher: Tensor) -> tuple[Tensor, object]:
     return (lost * entropy / 3).mean(), None
 
 
-class _Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
-    """Sums the storages that are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = operator(*args, **(kwargs or {}))
-        for one in torch.utils._pytree.tree_leaves(made):
-            if isinstance(one, torch.Tensor) and (key := (storage := one.untyped_storage())._cdata) not in self.alive:
-                self.alive[key] = storage.nbytes()
-                weakref.finalize(storage, self.alive.pop, key, None)
-        self.peak = max(self.peak, self.now)
-        return made
-
-    @property
-    def now(self) -> int:
-        return sum(self.alive.values())
-
-
 def _of_a_logit(
     loss: Callable[[Tensor, Tensor], tuple[Tensor, object]], dtype: torch.dtype, *, alone: bool
 ) -> tuple[float, float, float]:
     """Return the bytes of a logit at the forward's peak, kept, and at the backward's; ``alone``: in fp32, without a teacher."""
     weight, hidden = (torch.randn(size, 8, dtype=dtype, requires_grad=True) for size in (WORDS, TOKENS))
-    with _Watch() as watch:
+    with Watch() as watch:
         teacher = torch.randn(TOKENS, 0 if alone else WORDS, dtype=dtype)
         student = (hidden @ weight.T).to(torch.float32 if alone else dtype)
         total, held = loss(student, teacher)

@@ -282,6 +282,19 @@ def test_megatrons_tensors_received_early_in_warm_up_and_flush(
     assert ("overlap_p2p_communication_warmup_flush" in read_setup(tmp_path / "mine.yaml", gpus=4).matters) is noted
 
 
+@pytest.mark.parametrize(("more", "noted"), [
+    ({}, False), ({"bf16": False}, True), ({"mup_embedding_mult": 2.0}, True),
+    ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, True),
+])  # fmt: skip
+def test_mup_scales_logits_where_the_loss_needs_more_anyway(
+    read: Callable[..., Resolved], tmp_path: Path, more: dict[str, object], noted: bool
+):
+    said = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "micro_batch_size": 1, "bf16": True,
+            "vocab_size": 32000, "use_mup": True, "mup_base_hidden_size": 256}  # fmt: skip
+    read({"MODEL_ARGS": said | more}, gpus=1)
+    assert bool(read_setup(tmp_path / "mine.yaml", gpus=1).matters) is noted
+
+
 @pytest.mark.parametrize("key", ["microbatch_group_size_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"])
 def test_megatrons_groups_of_micro_batches_are_counted_under_both_names(read: Callable[..., Resolved], key: str):
     """Ten micro-batches on four ranks need groups of five; a larger group starts more forwards before the first backward."""
@@ -482,8 +495,10 @@ def test_megatrons_defaults_are_its_codes(read: Callable[..., Resolved], tmp_pat
     experts = "--num-experts 8 --disable-bias-linear"
     options = read(_of_script(experts), "mine.sh").job.recipe.megatron
     assert options.moe_token_dispatcher_type == "allgather"  # noqa: S105  tokens of text
-    flex = read(_of_script(f"{experts} --moe-token-dispatcher-type flex"), "mine.sh").notes
-    assert any("dispatcher 'flex' is not modelled" in note for note in flex)
+    flex = f"{experts} --moe-token-dispatcher-type flex"
+    assert read(_of_script(flex), "mine.sh").job.recipe.megatron.moe_token_dispatcher_type == "deepep"  # noqa: S105  tokens of text
+    other = read(_of_script(f"{flex} --moe-flex-dispatcher-backend ncclep"), "mine.sh").notes
+    assert any("dispatcher 'flex' is not modelled" in note for note in other)
     lion = read(_of_script("--optimizer lion"), "mine.sh").notes
     assert any("Adam is counted in its place" in note for note in lion)
     swift = "megatron sft --model Qwen/Qwen2.5-7B-Instruct --micro_batch_size 1 --tensor_model_parallel_size 2 --max_length 512"
