@@ -117,6 +117,16 @@ def stepping_in_backward(parameters: Iterator[nn.Parameter], recipe: RecipeSpec)
     return first
 
 
+def lomo(module: nn.Module, recipe: RecipeSpec) -> torch.optim.Optimizer:
+    """LOMO or AdaLomo of lomo_optim, which updates weights in hooks of the backward; ``fused_backward`` runs it."""
+    if find_spec("lomo_optim") is None:
+        raise NotHereError(f"{recipe.optimizer} needs lomo_optim, which is not installed; install lomo-optim 0.1.1")
+    import lomo_optim  # noqa: PLC0415  few runs need it
+
+    cls: type[torch.optim.Optimizer] = {"lomo": lomo_optim.Lomo, "adalomo": lomo_optim.AdaLomo}[recipe.optimizer]
+    return cls(module)  # type: ignore[arg-type]  # it takes the module
+
+
 def zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
     """The recipe's optimizer inside ``ZeroRedundancyOptimizer``, which gives each rank some of the parameters."""
     cls, arguments = _optimizer_class(recipe)
