@@ -30,7 +30,6 @@ from zeroplan.spec.family import (
     FREE_ACTIVATION,
     INDEXED_FAMILIES,
     LATENT_FAMILIES,
-    LINEAR_FAMILIES,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
     PATTERNED,
@@ -44,7 +43,7 @@ from zeroplan.spec.family import (
 from zeroplan.spec.frozen import PARTS, FrozenSpec
 from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES
-from zeroplan.spec.model import LinearSpec, MlaSpec
+from zeroplan.spec.model import LinearSpec, MlaSpec, lightning
 from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import ADAM, ON_PAPER, DeepSpeedOptions, Fsdp1Options, MegatronOptions
@@ -128,7 +127,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
         moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES and "-" not in pattern else None,
         mla=mla, layer_pattern=pattern, turned=not traits.unturned_models or (not traits.one_module and draw.choice((False, True))),
-        linear=_state_space(draw, hidden) if pattern and traits.linear else _linear(draw) if family in LINEAR_FAMILIES else None,
+        linear=_states(draw, family, heads, head_dim, hidden) if traits.linear else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
     if family == "glm_moe_dsa" and mla is not None and made.moe is not None and made.moe.num_dense_layers:
@@ -175,6 +174,12 @@ def _latent(draw: Random, *, indexed: bool) -> MlaSpec:
         made, q_lora_rank=queries or 8, index_n_heads=_about(draw, 1, 64), index_topk=_about(draw, 1, 2048),
         index_head_dim=made.qk_rope_head_dim + 2 * _about(draw, 1, 64),
     )  # fmt: skip
+
+
+def _states(draw: Random, family: str, heads: int, head_dim: int, hidden: int) -> LinearSpec:
+    if family == "minimax":
+        return lightning(heads, head_dim, draw.choice((32, 256)))
+    return _state_space(draw, hidden) if family in PATTERNED else _linear(draw)
 
 
 def _state_space(draw: Random, hidden: int) -> LinearSpec:

@@ -37,7 +37,7 @@ from zeroplan.spec.family import (
     Activation,
 )
 from zeroplan.spec.hardware import ClusterSpec
-from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec, lightning
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
@@ -146,7 +146,7 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     every, patterned = GLOBAL_LAYERS.get(family), family in PATTERNED
     own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1 + TRAITS[family].global_first))
-    state_space = _state_space(draw, hidden) if patterned and family in LINEAR_FAMILIES else None
+    state_space = _state_space(draw, family, heads, head_dim, hidden) if patterned and family in LINEAR_FAMILIES else None
     of_one_module = TRAITS[family].one_module
     pattern = _pattern(draw, family) if patterned else ""
     routed = (
@@ -240,7 +240,9 @@ def _linear(draw: Random) -> LinearSpec:
     )
 
 
-def _state_space(draw: Random, hidden: int) -> LinearSpec:
+def _state_space(draw: Random, family: str, heads: int, head_dim: int, hidden: int) -> LinearSpec:
+    if family == "minimax":
+        return lightning(heads, head_dim, draw.choice((16, 32, 64, 256)))
     groups, times = draw.choice((1, 2)), draw.choice((1, 2))
     heads = next(number for number in (6 * groups, 8 * groups, 4 * groups) if times * hidden % number == 0)
     return LinearSpec(

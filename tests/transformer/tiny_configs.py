@@ -55,6 +55,11 @@ _LFM2_MOE = _LLAMA | {
 }  # fmt: skip
 _FLASH = {key: value for key, value in _DEEPSEEK.items() if key not in ("first_k_dense_replace", "n_group", "topk_group")}
 
+_LIGHTNING = _LLAMA | {
+    "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "block_size": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
+
 TINY: dict[str, dict[str, object]] = {
     "llama": _LLAMA,
     "llama, biases": _LLAMA | {"attention_bias": True, "mlp_bias": True},
@@ -162,6 +167,8 @@ TINY: dict[str, dict[str, object]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "tie_word_embeddings": True,
     },
     "minimax_m2": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    "minimax": _LIGHTNING,
+    "minimax, tied, one chunk": _LIGHTNING | {"block_size": 256, "tie_word_embeddings": True},
     "hunyuan_v1_moe": _LLAMA | {"num_experts": 4, "moe_topk": [2, 2, 2], "head_dim": 16},
     "hunyuan_v1_moe, biases, tied": _LLAMA | {
         "num_experts": 4, "moe_topk": 2, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True,

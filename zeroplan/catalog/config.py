@@ -551,7 +551,7 @@ def _linear(source: _Source) -> LinearSpec | None:
     if source.family not in PATTERNED:
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), **sizes)
     chunk, heads = source.integer("linear_chunk_size"), sizes["num_value_heads"]
-    if TRAITS[source.family].one_module:
+    if TRAITS[source.family].one_module or source.family == "minimax":
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), chunk_size=chunk, **sizes)
     inner, said = source.integer("mamba_expand", 2) * source.integer("hidden_size"), source.value("linear_value_head_dim")
     if TRAITS[source.family].one_kind:

@@ -12,7 +12,7 @@ Family = Literal[
     "llama", "mistral", "ministral3", "cwm", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee",
     "jais2", "helium", "stablelm", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
-    "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2",
+    "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "minimax",
     "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
@@ -141,6 +141,9 @@ TRAITS: Mapping[str, Traits] = {
     "olmoe": Traits("mixtral", other_activations=False, experts="dispatched", one_width=True),
     "minimax_m2": Traits(
         "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2
+    ),
+    "minimax": Traits(
+        "minimax", other_activations=False, linear=True, pattern="M*", experts="dispatched", one_width=True, routes_in_32_bits=True
     ),
     "hunyuan_v1_moe": Traits(
         "hunyuan_moe", other_activations=False, experts="dispatched", one_width=True, head_norms=True, wide_router=True

@@ -157,6 +157,8 @@ def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> 
         mesh.tp > 1 and has_experts and not recipe.sequence_parallel and "experts and tp without sequence_parallel",
         "sequence_parallel",
     )
+    overlaps = recipe.megatron.tp_comm_overlap and not (recipe.sequence_parallel and mesh.tp > 1)
+    yield overlaps and "tp_comm_overlap without sequence_parallel, as Megatron-LM refuses it,", "sequence_parallel"
     aware = recipe.megatron.use_precision_aware_optimizer
     yield aware and not recipe.zero_stage and "use_precision_aware_optimizer and stage 0", "stage 1, the distributed optimizer"
     yield aware and recipe.precision == "fp32" and "use_precision_aware_optimizer and precision 'fp32'", "'bf16-mixed'"
@@ -170,8 +172,8 @@ def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> 
         yield from _not_fully_sharded(recipe, mesh)
     if recipe.megatron.fp8_format is not None:
         yield from _not_in_fp8(recipe)
-    flex = recipe.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  tokens of text
-    yield flex and recipe.megatron.core_release == "0.12" and "moe_token_dispatcher_type 'flex' and core_release 0.12", "'0.13'"
+    kind, old = recipe.megatron.moe_token_dispatcher_type, recipe.megatron.core_release == "0.12"
+    yield kind in ("flex", "deepep") and old and f"moe_token_dispatcher_type {kind!r} and core_release 0.12", "'0.13'"
     predicts = recipe.megatron.mtp_num_layers > 0
     yield predicts and recipe.megatron.pretrains != "gpt" and "mtp_num_layers and BERT or T5", "pretrains 'gpt'"
     local = recipe.megatron.transformer_impl == "local"

@@ -121,6 +121,14 @@ class LinearSpec(Spec):
             )
 
 
+def lightning(heads: int, head_dim: int, chunk_size: int) -> LinearSpec:
+    """Return lightning attention (MiniMax), whose queries, keys and values have as many heads; no convolution precedes it."""
+    return LinearSpec(
+        num_key_heads=heads, num_value_heads=heads, key_head_dim=head_dim, value_head_dim=head_dim, conv_kernel_dim=1,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+
+
 class Profiled(Spec):
     """The base class of :class:`zeroplan.spec.profile.Profile`; only jobs with a profile import that class."""
 
@@ -198,9 +206,10 @@ class ModelSpec(Spec):
     linear: LinearSpec | None = None
     """Linear attention, in families with it."""
     layer_pattern: str = ""
-    """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts; in
-    Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full attention, D for a dense
-    MLP; in LFM2 C for a short convolution, and c or D for convolution or attention before a dense MLP beside layers of experts."""
+    """One letter per layer, repeated as needed: M for Mamba-2 or lightning attention, * for attention; in Nemotron-H also - for an
+    MLP, E for experts; in Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full
+    attention, D for a dense MLP; in LFM2 C for a short convolution, and c or D for convolution or attention before a dense MLP
+    beside layers of experts."""
     predictions: Annotated[int, Range(0, 100)] = 0
     """Depths of NeMo AutoModel's multi-token prediction, in Nemotron 3 only. Each is the letters ae at the end of the pattern: a
     layer of attention behind a joining projection, and one of experts before a norm."""
@@ -470,9 +479,20 @@ class ModelSpec(Spec):
                 f"num_hidden_layers={self.num_hidden_layers}, sliding_window={self.sliding_window} of a gemma4_text model has no "
                 "formula: five layers with a window come before each one of full attention; use a multiple of 6"
             )
+        if self.family == "minimax" and self.linear is not None:
+            self._check_lightning(self.linear)
         if has_own and self.num_attention_heads % self.global_key_value_heads:
             raise SpecError(
                 f"global_key_value_heads={self.global_key_value_heads} does not divide {self.num_attention_heads} attention heads"
+            )
+
+    def _check_lightning(self, linear: LinearSpec) -> None:
+        """Raise SpecError for heads of lightning attention that differ from those of full attention's queries."""
+        heads, width = self.num_attention_heads, self.head_dim
+        if linear != lightning(heads, width, linear.chunk_size):
+            raise SpecError(
+                f"linear={linear} of a minimax model: queries, keys and values of its lightning attention have {heads} heads of "
+                f"{width} elements, and no convolution, which is conv_kernel_dim=1"
             )
 
     def _check_pattern(self) -> None:

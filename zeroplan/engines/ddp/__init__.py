@@ -44,7 +44,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import LOMO, Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.trace import Moments, Trace, entry_of
-from zeroplan.transformer.buffers import buffer_bytes, tables_in_layers
+from zeroplan.transformer.buffers import buffer_bytes, held_buffers, tables_in_layers
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 from zeroplan.transformer.recomputed import first_recomputed, in_two
 from zeroplan.units import GIB, MIB
@@ -78,7 +78,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     managed = managed_lines(recipe.optimizer, whole_tensors(trained_layout(model)), element_bytes)
     weights = _weights(model, recipe, plan.whole)
     buckets, gradients = _gradient_states(recipe, element_bytes, plan.whole.n_elements, mesh.dp_shard)
-    base = (*weights, buckets, *held, *_scaler(recipe), *layout(model).buffers, *_beside(model, recipe, batch))
+    base = (*weights, buckets, *held, *_scaler(recipe), *_beside(model, recipe, batch))
     if recipe.steps_in_backward:
         gradients, temporary = (), ()
     states, copied = (*base, *gradients), _copied(model, recipe, these)
@@ -128,8 +128,10 @@ def _weights(model: ModelSpec, recipe: RecipeSpec, whole: Row) -> Lines:
 
 
 def _beside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Lines:
-    """Return tables in layers, and what the training loop holds beside the model. [bytes]"""
-    return *tables_in_layers(model, recipe, _width_of_frozen(model, recipe)), *held_beside(model, recipe, batch)
+    """Return buffers, tables in layers, and what the training loop holds beside the model. [bytes]"""
+    width = _width_of_frozen(model, recipe)
+    buffers = *held_buffers(model, layout(model), width), *tables_in_layers(model, recipe, width)
+    return *buffers, *held_beside(model, recipe, batch)
 
 
 @lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.spec.recipe import SENDING, OptimizerImpl, RecipeSpec, Recompute
 from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
-from zeroplan.transformer.buffers import tables_in_layers
+from zeroplan.transformer.buffers import held_buffers, tables_in_layers
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params_adapted import only_frozen
 from zeroplan.transformer.recomputed import first_recomputed
@@ -311,9 +311,8 @@ def plan_of(
     passes, head, tables = _program(model, recipe, batch, cut.tree, compute)
     recomputes = tuple(recompute_of(run, compute) for run in cut.tree.runs)
     frozen_width = width.stored if model.adapter is None else width.compute
-    here, there = _held(
-        _states(cut, tensors, recipe, frozen_width, updated), (*tables, *_older_tables(model, recipe)), recipe, cut
-    )
+    buffers = (*held_buffers(model, cut.tree, width.compute), *tables, *_older_tables(model, recipe))
+    here, there = _held(_states(cut, tensors, recipe, frozen_width, updated), buffers, recipe, cut)
     in_the_loop = held_beside(model, recipe, batch) if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
@@ -349,7 +348,7 @@ def _held(
     every = (*states, *tables)
     if not recipe.fsdp2.cpu_offload:
         return every, ()
-    stay = (*cut.beside, *((*cut.tree.buffers, *tables) if recipe.engine == "fsdp1" else ()))
+    stay = (*cut.beside, *(tables if recipe.engine == "fsdp1" else ()))
     moves = [all(line is not one for one in stay) for line in every]
     return tuple(on_host(line) if moved else line for line, moved in zip(every, moves, strict=True)), tuple(
         line for line, moved in zip(every, moves, strict=True) if moved
@@ -359,11 +358,11 @@ def _held(
 def _states(
     cut: Cut, tensors: tuple[LocalTensor, ...], recipe: RecipeSpec, frozen_width: int, updated: str | None
 ) -> tuple[Line, ...]:  # fmt: skip
-    """Return this rank's parameters, quantised weights' scales and tables, its optimizer state and the model's buffers."""
+    """Return this rank's parameters, quantised weights' scales and tables, and its optimizer state."""
     width = widths(recipe.precision)
     parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
     optimizer = state_lines(recipe.optimizer, implementation_of(recipe), tensors, width.stored, symbol=updated or symbol)
-    return (*parameters, *cut.beside, *optimizer, *cut.tree.buffers)
+    return (*parameters, *cut.beside, *optimizer)
 
 
 def _older_tables(model: ModelSpec, recipe: RecipeSpec) -> tuple[Line, ...]:

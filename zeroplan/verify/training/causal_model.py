@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeroplan.catalog.config_rest import INDEX_FIELDS, LINEAR_FIELDS, config_keys
+from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.family import (
     DENSE_LAYERS,
@@ -132,8 +133,9 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
         width = spec.linear.num_value_heads * spec.linear.value_head_dim
         return {"mamba_d_ssm": width, "mamba_rms_norm": "N" in spec.letters, "mamba_norm_before_gate": False}
     kinds = [_KINDS[letter] for letter in spec.letters]
-    if spec.family == "nemotron_h":
-        return {"layers_block_type": kinds, "moe_latent_size": (spec.moe and spec.moe.latent_size) or None}
+    if spec.family in ("minimax", "nemotron_h"):
+        latent = {"layers_block_type": kinds, "moe_latent_size": (spec.moe and spec.moe.latent_size) or None}
+        return {"layer_types": kinds} if spec.family == "minimax" else latent
     expand = {"mamba_expand": spec.linear.num_value_heads * spec.linear.value_head_dim // spec.hidden_size}
     if spec.family == "bamba":
         return {**expand, "attn_layer_indices": [layer for layer, letter in enumerate(spec.letters) if letter == "*"]}
@@ -193,6 +195,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         made._experts_implementation = "grouped_mm"
     build = causal_model if spec.vision is None else vision.whole_model
     model = build(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
+    _cast_decays(model, recipe)
     reentrant = recipe.engine == "fsdp1" and spec.adapter is not None and recipe.recompute != "none"
     if reentrant:  # as the Trainer does
         model.enable_input_require_grads()  # type: ignore[operator]
@@ -218,6 +221,19 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     if recipe.keep_logits == "fp32":
         model.register_forward_hook(_upcast)
     return _partly_frozen(model, spec.frozen)
+
+
+def _cast_decays(model: nn.Module, recipe: RecipeSpec) -> None:
+    """Cast the decays of lightning attention to the compute dtype: outside autocast its products refuse two dtypes.
+
+    So does whoever loads the model in 16 bits and casts its parameters alone to fp32, as accelerate does for FSDP2.
+    """
+    if compute_of(recipe).autocast:
+        return
+    dtype = {2: torch.bfloat16, 4: torch.float32}[compute_of(recipe).element_bytes]
+    for name, decay in model.named_buffers():
+        if name.endswith(("slope_rate", "_decay")):
+            decay.data = decay.data.to(dtype)
 
 
 def _partly_frozen(model: nn.Module, frozen: FrozenSpec | None) -> nn.Module:
