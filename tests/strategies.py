@@ -100,6 +100,8 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     patterns = (
         ("LLG", "LDG")
         if family == "llama4_text"
+        else ("DLLG", "LLLG")
+        if family == "exaone_moe"
         else ("C", "CC*", "*")
         if family == "lfm2"
         else ("cC*", "CD")
@@ -111,7 +113,8 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         else ("M", "MM*", "*")
     )
     pattern = draw.choice(patterns) if family in PATTERNED else ""
-    window = 512 if gemma_4 else _mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None
+    window = _mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None
+    window = 512 if gemma_4 or family == "exaone_moe" else window
     made = ModelSpec(
         name=_mostly(draw, "", "mine"),
         family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,

@@ -67,11 +67,12 @@ BIASED_AT_WILL = (
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
     "jais2", "helium", "stablelm", "apertus", "hy_v3", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
-BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm")
+BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm", "exaone_moe")
 """Families whose classes always have a window."""
 
 _PATTERNS = {
-    "llama4_text": ("LLG", "LDG", "DGL"), "lfm2": ("*CC", "**C", "*C*"), "lfm2_moe": ("DC*", "D*C", "Dc*", "DDC"),
+    "llama4_text": ("LLG", "LDG", "DGL"), "exaone_moe": ("LLG", "DDG", "DGL", "DLG"),
+    "lfm2": ("*CC", "**C", "*C*"), "lfm2_moe": ("DC*", "D*C", "Dc*", "DDC"),
 }  # fmt: skip
 
 
@@ -211,6 +212,7 @@ def _experts(draw: Random, family: str, ffn: int) -> MoeSpec:
         moe_intermediate_size=ffn if family in ONE_WIDTH_FAMILIES else draw.choice((32, 56, 96, 256)),
         num_shared_experts=(draw.choice((1, 2)) if family in DENSE_LAYERS else 1) if family in SHARED_EXPERTS else 0,
         num_dense_layers=draw.choice((0, 1, 2)) if family in DENSE_LAYERS else 0,
+        num_groups=draw.choice((0, 1, 2, experts)) if family == "deepseek_v2" else 0,
     )
 
 

@@ -10,7 +10,7 @@ from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec, lightni
 #: Width of an expert's MLP.
 WIDTH = 56
 #: The letters of the layers of hybrid families, where they are not two of Mamba-2.
-_PATTERNS = {"llama4_text": "LG", "nemotron_h": "ME", "falcon_h1": "H", "lfm2_moe": "C*"}
+_PATTERNS = {"llama4_text": "LG", "exaone_moe": "L", "nemotron_h": "ME", "falcon_h1": "H", "lfm2_moe": "C*"}
 LINEAR = LinearSpec(num_key_heads=3, num_value_heads=6, key_head_dim=10, value_head_dim=14)
 
 

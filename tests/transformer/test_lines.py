@@ -42,7 +42,14 @@ COMPUTES = [
 
 
 #: The letters of the layers of hybrid families, where they are not those of Granite 4.
-_PATTERNS = {"llama4_text": "LGD", "nemotron_h": "ME*", "falcon_h1": "H", "lfm2": "C*C", "lfm2_moe": "cD*C"}
+_PATTERNS = {
+    "llama4_text": "LGD",
+    "exaone_moe": "DLG",
+    "nemotron_h": "ME*",
+    "falcon_h1": "H",
+    "lfm2": "C*C",
+    "lfm2_moe": "cD*C",
+}
 
 
 class Column(NamedTuple):

@@ -49,6 +49,9 @@ _QWEN2_MOE = _LLAMA | {
 _HUNYUAN = _LLAMA | {
     "num_experts": 8, "num_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16,
 }  # fmt: skip
+_EXAONE_MOE = _LLAMA | {
+    "num_hidden_layers": 5, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "sliding_window": 16,
+}  # fmt: skip
 _LFM2_MOE = _LLAMA | {
     "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 2,
     "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
@@ -244,6 +247,7 @@ TINY: dict[str, dict[str, object]] = {
         "index_n_heads": 3, "index_head_dim": 8, "index_topk": 64, "attention_bias": True, "first_k_dense_replace": 0,
         "tie_word_embeddings": True,
     },
+    "deepseek_v2, groups of experts": _V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "glm_moe_dsa": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 12, "index_topk": 16},
     "glm_moe_dsa, picked keys of several layers": _DEEPSEEK | {
         "index_n_heads": 2, "index_head_dim": 12, "index_topk": 16, "num_hidden_layers": 7, "index_topk_freq": 4,
@@ -261,6 +265,10 @@ TINY: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False, "full_attn_idxs": [0, 1, 2], "block_auto_adjust_ff_dim": False,
     },
     "lfm2_moe": _LFM2_MOE,
+    "exaone_moe": _EXAONE_MOE,
+    "exaone_moe, no dense layer, tied": _EXAONE_MOE | {
+        "head_dim": 16, "first_k_dense_replace": 0, "num_shared_experts": 2, "tie_word_embeddings": True,
+    },
     "lfm2_moe, no dense layer, untied": _LFM2_MOE | {"num_dense_layers": 0, "tie_word_embeddings": False},
     "hy_v3": _HUNYUAN,
     "hy_v3, biases, no dense layer, tied": _HUNYUAN | {

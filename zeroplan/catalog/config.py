@@ -522,7 +522,15 @@ def _moe(source: _Source) -> MoeSpec | None:
         num_shared_experts=_shared_experts(source),
         num_dense_layers=_dense_layers(source),
         latent_size=source.integer("moe_latent_size", 0, least=0) if source.family == "nemotron_h" else 0,
+        num_groups=_groups(source),
     )
+
+
+def _groups(source: _Source) -> int:
+    """Return the groups of experts that DeepSeek-V2's router chooses from; 0 where it chooses among all experts."""
+    if source.family != "deepseek_v2" or source.config.get("topk_method") != "group_limited_greedy":
+        return 0
+    return source.integer("n_group")
 
 
 def _some_layers_have_experts(source: _Source) -> bool:
@@ -585,6 +593,8 @@ def _letters(source: _Source) -> str:
     said, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
     if source.family == "llama4_text":
         return _of_llama_4(source, layers)
+    if source.family == "exaone_moe":
+        return _of_exaone_moe(source, layers)
     if TRAITS[source.family].one_kind:
         return ("N" if source.flag("mamba_rms_norm") else "H") * layers
     often = TRAITS[source.family].pattern[0]
@@ -610,6 +620,19 @@ def _with_dense_first(source: _Source, letters: str) -> str:
     """Return the letters of an LFM2-MoE, whose first layers have no experts."""
     dense = source.integer("num_dense_layers", 2, least=0) if source.family == "lfm2_moe" else 0
     return letters[:dense].replace("C", "c").replace("*", "D") + letters[dense:]
+
+
+def _of_exaone_moe(source: _Source, layers: int) -> str:
+    """Return a letter for each layer of a K-EXAONE: dense layers come first; every fourth layer has no window."""
+    kinds, mlps = source.config.get("layer_types"), source.config.get("mlp_layer_types")
+    usual = ["sliding_attention" if layer % 4 else "full_attention" for layer in range(1, layers + 1)]
+    dense = mlps.count("dense") if isinstance(mlps, list) else source.integer("first_k_dense_replace", 1, least=0)
+    if mlps not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)) or kinds not in (None, usual) or dense > 3:
+        raise NoFormulasError(
+            f"layer_types, mlp_layer_types and first_k_dense_replace={dense} in config.json have no formula: every fourth layer "
+            "alone has full attention, and at most three dense layers come first; `zeroplan profile --config` traces the model"
+        )
+    return "D" * min(dense, layers) + "".join("LLLG"[layer % 4] for layer in range(dense, layers))
 
 
 def _of_llama_4(source: _Source, layers: int) -> str:

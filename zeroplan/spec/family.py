@@ -17,6 +17,7 @@ Family = Literal[
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3",
+    "exaone_moe",
     "gpt_oss", "lfm2", "lfm2_moe", "apertus", "falcon",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
@@ -212,6 +213,10 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "hy_v3": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True
+    ),
+    "exaone_moe": Traits(
+        "glm4_moe", other_activations=False, window=True, pattern="LGD", unturned=True, experts="dispatched", shared_experts=True,
+        head_norms=True,
     ),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
     "lfm2": Traits("lfm2", other_activations=False, pattern="C*", head_norms=True),

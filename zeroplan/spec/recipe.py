@@ -335,6 +335,9 @@ class MegatronOptions(Spec):
     mtp_num_layers: CountOrZero = 0
     """``--mtp-num-layers``: modules for multi-token prediction on the last pipeline rank, each with a layer like the model's last
     one and its own loss."""
+    last_tokens: Literal["embedding", "reranker"] | None = None
+    """ms-swift's tasks whose loss reads the last token of each sequence: ``embedding`` has no head and normalises hidden states;
+    ``reranker`` (``generative_reranker``) multiplies them with two rows of the head."""
     hybrid_layer_pattern: str | None = None
     """``--hybrid-layer-pattern`` without ``|`` (use ``pipeline_layers``): one letter per layer, ``M`` for Mamba-2, ``*`` for
     attention, ``-`` for an MLP and ``E`` for experts. ``None``: each layer has attention and an MLP."""

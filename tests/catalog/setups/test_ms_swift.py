@@ -70,12 +70,13 @@ def test_rotary_positions_are_not_fused_unless_asked(script):
         assert job.recipe.megatron.apply_rope_fusion is fused
 
 
-@pytest.mark.parametrize("task", ["generative_reranker", "embedding"])
-def test_of_tasks_that_need_few_logits_those_of_all_tokens_are_counted(script, task: str):
+@pytest.mark.parametrize(("task", "loss"), [("generative_reranker", "reranker"), ("embedding", "embedding")])
+def test_losses_of_last_tokens_on_megatron_core(script, task: str, loss: str):
     path = script(f"--task_type {task}")
-    assert resolve(Request(from_file=str(path))).job.recipe.loss == "full"
-    setup = read_setup(path, gpus=None)
-    assert setup.matters.keys() == setup.saves == {"task_type"}
+    job = resolve(Request(from_file=str(path))).job
+    assert (job.recipe.loss, job.recipe.megatron.last_tokens) == ("full", loss)
+    assert not read_setup(path, gpus=None).matters
+    assert estimate(job).peak_bytes < estimate(resolve(Request(from_file=str(script("--micro_batch_size 8")))).job).peak_bytes
 
 
 def test_recomputation_of_the_vision_tower_is_that_of_the_model(tmp_path: Path):

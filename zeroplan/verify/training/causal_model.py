@@ -4,6 +4,7 @@ Gradient checkpointing and attention are transformers' own. Dropout is off, as i
 """
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from zeroplan.catalog.config_rest import INDEX_FIELDS, LINEAR_FIELDS, config_keys
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import MeasurementError
+from zeroplan.numeric import ceil_div
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     FREE_ACTIVATION,
@@ -24,7 +26,7 @@ from zeroplan.spec.family import (
     WINDOWED_FAMILIES,
 )
 from zeroplan.spec.frozen import FrozenSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import ROUNDING, Attention, RecipeSpec
 from zeroplan.transformer.parameters import HANDED, SHARED, kinds_by_indexer
 from zeroplan.transformer.vision import adapted_in_tower
@@ -128,7 +130,7 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
             "moe_layers": [layer for layer, letter in enumerate(spec.letters) if letter != "D"],
         }
     if spec.linear is None or not spec.layer_pattern:
-        return _of_lfm2(spec) if "lfm2" in spec.family else {}
+        return _OF_PATTERNS[spec.family](spec) if spec.family in _OF_PATTERNS else {}
     if spec.family == "falcon_h1":
         width = spec.linear.num_value_heads * spec.linear.value_head_dim
         return {"mamba_d_ssm": width, "mamba_rms_norm": "N" in spec.letters, "mamba_norm_before_gate": False}
@@ -150,6 +152,21 @@ def _of_lfm2(spec: ModelSpec) -> dict[str, object]:
     return {"layer_types": kinds, **own}
 
 
+def _of_exaone_moe(spec: ModelSpec) -> dict[str, object]:
+    return {
+        "layer_types": ["full_attention" if letter == "G" else "sliding_attention" for letter in spec.letters],
+        "mlp_layer_types": ["dense" if letter == "D" else "sparse" for letter in spec.letters],
+        "num_shared_experts": spec.moe and spec.moe.num_shared_experts,
+    }
+
+
+_OF_PATTERNS: dict[str, Callable[[ModelSpec], dict[str, object]]] = {
+    "lfm2": _of_lfm2,
+    "lfm2_moe": _of_lfm2,
+    "exaone_moe": _of_exaone_moe,
+}
+
+
 def _latent(spec: ModelSpec) -> dict[str, object]:
     """Keys of DeepSeek's routing and latent attention; without groups of experts if there are too few."""
     if spec.family in ("solar_open", "hy_v3") and spec.moe is not None:
@@ -167,7 +184,16 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
         keys["num_shared_experts"][0]: spec.moe.num_shared_experts,
         keys["num_dense_layers"][0]: spec.moe.num_dense_layers,
         **({} if grouped or spec.family == "deepseek_v2" else {"n_group": 1, "topk_group": 1}),
+        **_groups(spec.moe),
     }
+
+
+def _groups(moe: MoeSpec) -> dict[str, object]:
+    """Keys of DeepSeek-V2's groups of experts. As few are chosen as a token's experts need."""
+    if not moe.num_groups:
+        return {}
+    chosen = ceil_div(moe.num_experts_per_tok * moe.num_groups, moe.num_experts)
+    return {"topk_method": "group_limited_greedy", "n_group": moe.num_groups, "topk_group": chosen}
 
 
 def layer_period(spec: ModelSpec) -> int:
