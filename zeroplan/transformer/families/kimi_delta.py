@@ -281,6 +281,9 @@ def _loop(
         done = _iteration(tape, ready, inside, done, mask, times=1, after=BETWEEN)
         done = done._replace(state=_other_iterations(tape, done.state, inside.below))
         done = _iteration(tape, ready, inside, done, mask, times=BETWEEN)
+        width = _of_products(tape)
+        size, reason = KEY_ROWS * (1 - BETWEEN), "values that the state knows, until the second of two chunks has its own"
+        done = done._replace(new=(*done.new, Value(tape.make(op.TENSOR, reason, width * size, RULE), width, size)))
     return _iteration(tape, ready, inside, done, mask, times=1, last=True)
 
 
