@@ -17,6 +17,7 @@ from zeroplan.catalog.config_rest import (
     LINEAR_FIELDS,
     activation_of,
     config_keys,
+    full_layers_of,
     listed,
     notes_on_other_keys,
     quantised,
@@ -36,6 +37,7 @@ from zeroplan.spec.family import (
     ONE_WIDTH_FAMILIES,
     PATTERNED,
     PLAIN_HEADS,
+    SOME_WINDOWED,
     TRAITS,
     WIDE_SHARED_EXPERTS,
 )
@@ -414,6 +416,7 @@ def _shape(source: _Source) -> dict[str, object]:
         "attention_bias": _bias(source, "attention_bias"),
         "mlp_bias": _bias(source, "mlp_bias"),
         "sliding_window": _window(source),
+        **_full_layers(source),
         "hidden_act": activation_of(source.config, source.family),
         **_of_neox(source),
         **({"use_qk_norm": source.flag("use_qk_norm")} if TRAITS[source.family].head_norms is None else {}),
@@ -493,11 +496,19 @@ def _window(source: _Source) -> int | None:
     return source.optional_integer("sliding_window")
 
 
+def _full_layers(source: _Source) -> dict[str, int]:
+    """Return the number of layers of full attention before those with a window, as a field, in families that may have some."""
+    if source.family not in SOME_WINDOWED or _window(source) is None:
+        return {}
+    return {"max_window_layers": full_layers_of(source.config)}
+
+
 def _some_layers_have_it(source: _Source) -> bool:
-    """Whether some layers have a window: in Qwen2 and Qwen3 those from ``max_window_layers`` on (default 28); in Qwen3-MoE all."""
+    """Whether some layers have a window: in Qwen2 and Qwen3 those from ``max_window_layers`` on; in Qwen3-MoE all."""
     if source.family == "qwen3_moe":
         return True
-    return source.integer("max_window_layers", 28, least=0) < source.integer("num_hidden_layers")
+    said = source.integer("max_window_layers", 28, least=0)
+    return (full_layers_of(source.config) if source.family in SOME_WINDOWED else said) < source.integer("num_hidden_layers")
 
 
 def _moe(source: _Source) -> MoeSpec | None:
@@ -511,7 +522,15 @@ def _moe(source: _Source) -> MoeSpec | None:
         num_shared_experts=_shared_experts(source),
         num_dense_layers=_dense_layers(source),
         latent_size=source.integer("moe_latent_size", 0, least=0) if source.family == "nemotron_h" else 0,
+        num_groups=_groups(source),
     )
+
+
+def _groups(source: _Source) -> int:
+    """Return the groups of experts that DeepSeek-V2's router chooses from; 0 where it chooses among all experts."""
+    if source.family != "deepseek_v2" or source.config.get("topk_method") != "group_limited_greedy":
+        return 0
+    return source.integer("n_group")
 
 
 def _some_layers_have_experts(source: _Source) -> bool:
@@ -540,7 +559,7 @@ def _linear(source: _Source) -> LinearSpec | None:
     if source.family not in PATTERNED:
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), **sizes)
     chunk, heads = source.integer("linear_chunk_size"), sizes["num_value_heads"]
-    if TRAITS[source.family].one_module:
+    if TRAITS[source.family].one_module or source.family == "minimax":
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), chunk_size=chunk, **sizes)
     inner, said = source.integer("mamba_expand", 2) * source.integer("hidden_size"), source.value("linear_value_head_dim")
     if TRAITS[source.family].one_kind:
@@ -574,6 +593,8 @@ def _letters(source: _Source) -> str:
     said, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
     if source.family == "llama4_text":
         return _of_llama_4(source, layers)
+    if source.family == "exaone_moe":
+        return _of_exaone_moe(source, layers)
     if TRAITS[source.family].one_kind:
         return ("N" if source.flag("mamba_rms_norm") else "H") * layers
     often = TRAITS[source.family].pattern[0]
@@ -599,6 +620,19 @@ def _with_dense_first(source: _Source, letters: str) -> str:
     """Return the letters of an LFM2-MoE, whose first layers have no experts."""
     dense = source.integer("num_dense_layers", 2, least=0) if source.family == "lfm2_moe" else 0
     return letters[:dense].replace("C", "c").replace("*", "D") + letters[dense:]
+
+
+def _of_exaone_moe(source: _Source, layers: int) -> str:
+    """Return a letter for each layer of a K-EXAONE: dense layers come first; every fourth layer has no window."""
+    kinds, mlps = source.config.get("layer_types"), source.config.get("mlp_layer_types")
+    usual = ["sliding_attention" if layer % 4 else "full_attention" for layer in range(1, layers + 1)]
+    dense = mlps.count("dense") if isinstance(mlps, list) else source.integer("first_k_dense_replace", 1, least=0)
+    if mlps not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)) or kinds not in (None, usual) or dense > 3:
+        raise NoFormulasError(
+            f"layer_types, mlp_layer_types and first_k_dense_replace={dense} in config.json have no formula: every fourth layer "
+            "alone has full attention, and at most three dense layers come first; `zeroplan profile --config` traces the model"
+        )
+    return "D" * min(dense, layers) + "".join("LLLG"[layer % 4] for layer in range(dense, layers))
 
 
 def _of_llama_4(source: _Source, layers: int) -> str:

@@ -11,7 +11,7 @@ the counts from the lines.
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
-from zeroplan.engines import muon
+from zeroplan.engines import muon, shampoo
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import times
 from zeroplan.engines.muon import updated_by_muon
@@ -126,6 +126,9 @@ _COUNTS: dict[str, str] = {
     "U_r": "elements of one projected moment of all matrices",
     "U_j": "elements of the projections of all matrices",
     "U_g": "elements of the squares of the sides that SOAP preconditions",
+    "U_y": "elements of the triangles of the sides that Shampoo preconditions",
+    "U_x": "of them, those of every different side",
+    "U_b": "bytes of the all-gather's buffer",
     "U_f": "rows and columns of the matrices that this rank updates",
     "U_v": "elements of the vectors that this rank updates",
     "U_m": "elements of the matrices that Muon updates",
@@ -237,7 +240,7 @@ def check_engine(recipe: RecipeSpec) -> None:
             f"optimizer {recipe.optimizer!r} with engine {recipe.engine!r} is not modelled; use engine {engines} or optimizer "
             f"{other!r}"
         )
-    if recipe.engine == "ddp" and recipe.zero_stage == 1:
+    if recipe.engine == "ddp" and recipe.zero_stage == 1 and recipe.optimizer not in shampoo.LONGEST:
         raise SpecError(f"optimizer {recipe.optimizer!r} inside ZeroRedundancyOptimizer is not modelled; use stage 0")
     if recipe.offloads_states:
         raise SpecError(f"optimizer {recipe.optimizer!r} in host memory is not modelled; use optimizer 'adamw'")
@@ -350,6 +353,8 @@ def _published_lines(
         scales = next(line.n_bytes for line in lines if line.formula.endswith("U_256"))
         there = where(scales > 0, one.tables, 0)
         lines.append(Line(Kind.OPTIMIZER_STATE, there, "quantization maps", f"{one.tables}·min(1, U_256)", one.source))
+    if one.shared is not None and not paged:
+        lines.append(Line(Kind.OPTIMIZER_STATE, 8 * one.shared(tensors), shampoo.PAIRS, "8·U_x", shampoo.INDICES))
     return tuple(lines)
 
 
@@ -416,6 +421,9 @@ def _foreach_temporary(
 
 def _published_temporary(optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Line, ...]:
     one, largest = PUBLISHED[optimizer], 0 * total_elements(tensors)
+    if one.together is not None:
+        most = one.together(tensors, element_bytes)
+        return (Line(Kind.OPTIMIZER_TEMPORARY, most, "step of all tensors", "1·U_z", one.scratch_source),)
     if one.scratch is None:
         return ()
     matrices = [tensor for tensor in tensors if updated_by_muon(tensor)]

@@ -4,10 +4,12 @@ A state is a number of bytes per unit of a tensor: per element, row, or block of
 every dtype of the tensor; the others keep the tensor's dtype unless they quantise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from zeroplan.engines import shampoo
 from zeroplan.engines.muon import updated_by_muon
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.recipe import Optimizer
@@ -47,6 +49,10 @@ class Published(NamedTuple):
     """States in managed memory, which CUDA migrates between host and GPU."""
     engines: tuple[str, ...] = ("paper", "ddp", "fsdp1", "fsdp2", "deepspeed")
     note: str = ""
+    shared: Callable[[Sequence["LocalTensor"]], Int] | None = None
+    """Elements whose indices all tensors share, 8 bytes each."""
+    together: Callable[[Sequence["LocalTensor"], int], Int] | None = None
+    """Temporaries of a step over all tensors at once, instead of ``scratch``. [bytes]"""
 
 
 _SMALLEST = 4096  # both bitsandbytes 0.50 (min_8bit_size) and torchao 0.18 (_new_buffer): smaller tensors are not quantised
@@ -334,6 +340,10 @@ _APOLLO_SOURCE = "APOLLO 1.0.3, apollo_torch/apollo.py, AdamW.step"
 _GALORE_SOURCE = "galore-torch 1.0, galore_torch/adamw.py, AdamW.step"
 _SOAP = "pytorch-optimizer 4.1.0, optimizer/soap.py, SOAP.step"
 _DECOMPOSED = "the workspace of cuSOLVER's decompositions is left out: the step ran on a CPU, not on a GPU"
+_SHAMPOO = (
+    "Distributed Shampoo as its README sets it up for AdamW (f606606); the step ran on a CPU, so the workspace of a decomposition "
+    "is LAPACK's, not cuSOLVER's"
+)
 _MEANS = "means of squares, at most one per row of a matrix and element of a vector"
 
 _SIDES = "products of the sides up to 10,000 of matrices, and their eigenbases"
@@ -343,6 +353,18 @@ _BOTH = Held("momentum and variance", "U", _elements, 0, 2)
 def _alone(states: tuple[Held, ...], scratch: Scratch, source: str, note: str = "") -> Published:
     """Return an optimizer that steps on whole tensors alone."""
     return Published(states, source, scratch, source, engines=("paper", "ddp"), note=note)
+
+
+def _shampoo(longest: int) -> Published:
+    """Return Distributed Shampoo with this ``max_preconditioner_dim`` and Adam's grafting."""
+    return Published(
+        (
+            Held(shampoo.FILTERED, "U", _elements, 0, 2),
+            Held(shampoo.TRIANGLES.format(longest), "U_y", partial(shampoo.triangles, longest=longest), 8, 2),
+        ),
+        shampoo.SOURCE, None, shampoo.STEP, engines=_ON_DTENSORS_TOO, note=_SHAMPOO,
+        shared=partial(shampoo.indices, longest=longest), together=partial(shampoo.highest, longest=longest),
+    )  # fmt: skip
 
 
 PUBLISHED: dict[Optimizer, Published] = {
@@ -376,6 +398,7 @@ PUBLISHED: dict[Optimizer, Published] = {
     "adam-mini": _alone((Held("momentum", "U", _elements), Held(_MEANS, "U_w", _rows)), _of_adam_mini, _ADAM_MINI),
     "apollo": _alone(_APOLLO, _of_apollo, _APOLLO_SOURCE),
     "galore": _alone(_GALORE, _of_galore, _GALORE_SOURCE, _DECOMPOSED),
+    **{name: _shampoo(longest) for name, longest in shampoo.LONGEST.items()},
     "soap": _alone((_BOTH, Held(_SIDES, "U_g", lambda tensor: sum(_sides(tensor)), 0, 2)), _of_soap, _SOAP, _DECOMPOSED),
 }  # fmt: skip
 

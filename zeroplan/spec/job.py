@@ -88,6 +88,11 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
         narrow = not recipe.precision.endswith("mixed")
         yield narrow and f"{asked}, and precision {recipe.precision!r}", "'bf16-mixed', whose adapters are fp32"
         yield adapter.quantize != "none" and f"{asked}, beside quantised weights", "compute 'autocast'"
+    if adapter.base == "fp32":
+        asked = "frozen weights in fp32"
+        yield recipe.engine != "fsdp2" and f"{asked}, and engine {recipe.engine!r}", "engine 'fsdp2', or base 'compute'"
+        yield recipe.precision == "bf16" and f"{asked}, and precision 'bf16'", "'bf16-mixed', or base 'compute'"
+        yield adapter.quantize != "none" and f"{asked}, and quantised weights", "quantize 'none', or base 'compute'"
     yield from _of_weights(adapter, recipe)
     yield from _of_fused_adapters(adapter, recipe)
     if HEAD in adapter.layers:
@@ -160,6 +165,32 @@ def _of_whole_modules(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tupl
     yield narrow and recipe.precision == "fp16-mixed" and f"{asked} in fp16 under GradScaler", "precision 'bf16-mixed'"
     yield narrow and recipe.ddp.step_in_backward and f"{asked} in 16 bits, and a step in the backward", "false for it"
     yield recipe.loss == "chunked" and f"{asked}, and a chunked loss", "loss 'full' or 'fused'"
+
+
+def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled of prime-rl's adapters of several runs, and what to use instead."""
+    asked = "adapters of several runs (prime-rl's)"
+    widths = {model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim}
+    for is_so, what, instead in (
+        (recipe.engine != "fsdp2", f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+        (recipe.precision not in ("bf16", "bf16-mixed"), f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"),
+        (
+            recipe.precision == "bf16-mixed" and adapter.base == "compute",
+            "frozen weights in 16 bits beside fp32",
+            "base 'fp32'",
+        ),
+        (adapter.quantize != "none", "quantised weights", "quantize 'none'"),
+        (HEAD in adapter.layers, "an adapter of the head", "targets 'all-linear'"),
+        (bool(adapter.saved), "modules that are trained whole", "adapters alone"),
+        (model.family not in ADAPTED_LIKE_LLAMA or model.vision is not None, f"a {model.family} model", "a dense model"),
+        (not adapter.looped and any(one % 8 for one in widths), "widths that 8 does not divide", "looped true"),
+        (recipe.recompute == "selective", "selective recomputation", "recompute 'full'"),
+        (recipe.offloads_states, "states in host memory", "no offload"),
+        (recipe.fsdp2.step_in_backward, "a step in the backward", "false for it"),
+        (not recipe.sync_every_micro_batch, "gradients that stay whole", "sync_every_micro_batch true"),
+        (mesh.model_ranks * mesh.ep > 1, "ranks that split the model", "data-parallel ranks"),
+    ):
+        yield is_so and f"{asked} and {what}", instead
 
 
 def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
@@ -447,6 +478,7 @@ class JobSpec(Spec):
             (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
             (model.profile is not None and "a profile", "a model of a known family"),
             (model.mla is not None and model.mla.index_every > 1 and "layers that share picked keys", "pp=1"),
+            (model.max_window_layers > 0 and "a window in some layers", "pp=1"),
             (model.is_quantised and "quantised weights (QLoRA)", "LoRA"),
             (recipe.loss in ("fused", "log-probs") and f"loss {recipe.loss!r}", "loss 'full' or 'chunked'"),
             (
@@ -640,6 +672,7 @@ class JobSpec(Spec):
             *(_beside_frozen(recipe) if recipe.engine == "deepspeed" else ()),
             *_of_the_adapter(adapter, recipe),
             *_in_the_family(self.model, adapter, recipe),
+            *(_of_runs(self.model, adapter, recipe, self.mesh) if adapter.runs else ()),
             (
                 any(self.model.stacked)
                 and not self.model.stacked.grouped

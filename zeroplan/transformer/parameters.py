@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from zeroplan.ledger import Line
-from zeroplan.spec.family import GLOBAL_LAYERS, LINEAR_FAMILIES
+from zeroplan.spec.family import GLOBAL_LAYERS, LINEAR_FAMILIES, is_global
 from zeroplan.spec.model import ModelSpec
 
 
@@ -67,6 +67,14 @@ WITH_EXPERTS = ("moe", "moe_ahead")
 WITH_STATES = ("linear", "beside", "beside, normed")
 
 
+def full_layers(model: ModelSpec) -> tuple[bool, ...]:
+    """Return whether each layer has full attention, in models where others have a window or linear attention; else nothing."""
+    layers = range(model.num_hidden_layers)
+    if model.max_window_layers:
+        return tuple(layer < model.max_window_layers for layer in layers)
+    return tuple(is_global(model.family, layer) for layer in layers) if model.family in GLOBAL_LAYERS else ()
+
+
 def kind_of_first(model: ModelSpec) -> str:
     """Return the kind of the first layer, in a model without adapters.
 
@@ -80,6 +88,8 @@ def kind_of_first(model: ModelSpec) -> str:
         return "linear"
     if model.family in GLOBAL_LAYERS:
         return "local"
+    if model.max_window_layers:
+        return "global"
     return "dense" if model.moe is None or model.moe.num_dense_layers else "moe"
 
 

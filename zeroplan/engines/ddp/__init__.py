@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
+from zeroplan.engines.ddp import shampoo_blocks
 from zeroplan.engines.ddp.copies import are_narrow, in_fp32, optimizer_lines
 from zeroplan.engines.ddp.reducer import levels_of, plan_of
 from zeroplan.engines.ddp.step import Casts, Training
@@ -34,6 +35,7 @@ from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passe
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.published_optimizers import notes_of
 from zeroplan.engines.rows import Row
+from zeroplan.engines.shampoo import LONGEST
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, ceil_div, where
@@ -42,7 +44,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.trace import Moments, Trace, entry_of
-from zeroplan.transformer.buffers import buffer_bytes, tables_in_layers
+from zeroplan.transformer.buffers import buffer_bytes, held_buffers, tables_in_layers
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 from zeroplan.transformer.recomputed import first_recomputed, in_two
 from zeroplan.units import GIB, MIB
@@ -76,7 +78,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     managed = managed_lines(recipe.optimizer, whole_tensors(trained_layout(model)))
     weights = _weights(model, recipe, plan.whole)
     buckets, gradients = _gradient_states(recipe, element_bytes, plan.whole.n_elements, mesh.dp_shard)
-    base = (*weights, buckets, *held, *_scaler(recipe), *layout(model).buffers, *_beside(model, recipe, batch))
+    base = (*weights, buckets, *held, *_scaler(recipe), *_beside(model, recipe, batch))
     if recipe.ddp.step_in_backward:
         gradients, temporary = (), ()
     states, copied = (*base, *gradients), _copied(model, recipe, these)
@@ -117,8 +119,10 @@ def _weights(model: ModelSpec, recipe: RecipeSpec, whole: Row) -> Lines:
 
 
 def _beside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Lines:
-    """Return tables in layers, and what the training loop holds beside the model. [bytes]"""
-    return *tables_in_layers(model, recipe, _width_of_frozen(model, recipe)), *held_beside(model, recipe, batch)
+    """Return buffers, tables in layers, and what the training loop holds beside the model. [bytes]"""
+    width = _width_of_frozen(model, recipe)
+    buffers = *held_buffers(model, layout(model), width), *tables_in_layers(model, recipe, width)
+    return *buffers, *held_beside(model, recipe, batch)
 
 
 @lru_cache(maxsize=256)
@@ -180,6 +184,9 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
         yield f"one GPU runs a plain loop; DDP adds {more:,.2f} GiB (ddp.wrap_one_rank)"
     if recipe.zero_stage == 0 or not isinstance(ranks, int) or ranks == 1:
         return
+    if recipe.optimizer in LONGEST:
+        yield "each rank updates some of the blocks, as with Shampoo's DDPDistributedConfig; the fullest rank is counted"
+        return
     found = fullest_share(model, recipe.optimizer, implementation_of(recipe), stored, ranks)
     in_step = (
         "" if found.rank_in_step == found.rank else f", and rank {found.rank_in_step} needs the most in the optimizer step"
@@ -239,10 +246,17 @@ def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, r
         return _all_updated(model, recipe.optimizer, impl, element_bytes)
 
     def share(n: int) -> tuple[Lines, Lines]:
+        if recipe.optimizer in LONGEST:
+            *states, temporary = shampoo_blocks.lines(_shapes(model), element_bytes, LONGEST[recipe.optimizer], n)
+            return tuple(states), (temporary,)
         found = fullest_share(model, recipe.optimizer, impl, element_bytes, n)
         return found.state, found.temporary
 
     return for_ranks(lambda n: share(n)[0], ranks), for_ranks(lambda n: share(n)[1], ranks)
+
+
+def _shapes(model: ModelSpec) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, tensor.shape)) for tensor in every_tensor(model))
 
 
 def _tables_of_each_optimizer(model: ModelSpec, recipe: RecipeSpec) -> Lines:
@@ -283,6 +297,8 @@ def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -
     kept = buffers_sent(model, recipe, calls, ranks)
     if recipe.zero_stage == 0:
         return (reduce, *kept)
+    if recipe.optimizer in LONGEST:
+        return (reduce, shampoo_blocks.all_gather(_shapes(model), LONGEST[recipe.optimizer], ranks), *kept)
     updated = "parameters, each tensor by the rank that updated it"
     return (
         reduce,

@@ -12,6 +12,7 @@ from importlib import import_module
 
 from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
+from zeroplan.engines.shampoo import LONGEST
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, HEAD
 from zeroplan.spec.family import INDEXED_FAMILIES
@@ -60,6 +61,7 @@ def not_written(job: JobSpec) -> str:
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
         (recipe.fsdp2.float8_all_gather, "an all-gather in float8"),
+        (recipe.optimizer in LONGEST, "Shampoo"),
         (bool(model.predictions), "multi-token prediction"),
         (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
         (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),

@@ -28,7 +28,7 @@ from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Sto
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import fused_experts, gated, query_width, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
-from zeroplan.transformer.symbols import E, T, a, c, e, h, m, n, o, o_2, q, r, s, t, u, w
+from zeroplan.transformer.symbols import E, G, T, a, c, e, h, m, n, o, o_2, q, r, s, t, u, w
 
 DEEPSEEK = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py"
 LATENT = f"{DEEPSEEK}, DeepseekV3Attention.forward"
@@ -224,17 +224,36 @@ def router(tape: Tape, normal: Value, block: Block) -> Routing:
 
 
 def _of_softmax(tape: Tape, normal: Value, block: Block) -> Routing:
-    """Run DeepSeek-V2's router: the highest scores of a softmax in fp32, scaled."""
+    """Run DeepSeek-V2's router: the highest scores of a softmax in fp32, scaled. Its variables live until it returns."""
     source = f"{V2}, DeepseekV2TopkRouter.forward"
     logits = logits_of(tape, normal, block)
     cast_at, at = Site("router: logits", source), Site("router: softmax", source)
     scores = op.softmax_in_32_bits(tape, logits, "router: scores of all experts", cast_at, at)
+    named: tuple[Store, ...] = ()
+    if block.grouped_experts:
+        scores, named = _within_groups(tape, scores, source)
     indices = tape.make(TENSOR, "router: top-k indices, int64", 8 * T * t, source)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
     tape.release(scores)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     weights = op.scaled(tape, chosen, "router: weights, scaled", Site("router: scaling", source))
+    tape.drop(*named)
     return Routing(logits, weights, indices)
+
+
+def _within_groups(tape: Tape, scores: Value, source: str) -> tuple[Value, tuple[Store, ...]]:
+    """Return scores that are 0 outside the chosen groups, and what variables hold; release ``scores``. Autograd saves a mask.
+
+    Every group counts as chosen.
+    """
+    name = "router: scores within the chosen groups"
+    groups = tape.make(TEMPORARY, "router: highest score of each group, and which groups are chosen", 24 * T * G, source)
+    spread = tape.make(TEMPORARY, "router: which experts may be chosen, fp32", 4 * T * E, source)
+    mask = tape.make(TENSOR, "router: which experts are in no chosen group", T * E, source)
+    made = op.run(tape, scores, name, Site(name, source), saved=(mask,), gradient="gradient of the scores within the groups")
+    tape.drop(mask)
+    tape.release(scores)
+    return made, (groups, spread, tape.hold(made.store))
 
 
 def _of_mistral(tape: Tape, normal: Value, block: Block) -> Routing:
@@ -375,10 +394,11 @@ _GLM = CONFIG._replace(
 _V2 = CONFIG._replace(
     defaults={"max_position_embeddings": 2048, "num_dense_layers": 0, "num_shared_experts": 2},
     required=tuple(name for name in CONFIG.required if name not in ("num_dense_layers", "num_shared_experts")),
-    only={"topk_method": ("greedy",), "scoring_func": ("softmax",)},
+    only={"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)},
     harmless={
         **{why: keys for why, keys in CONFIG.harmless.items() if "groups" not in why},
-        "read where topk_method is another": ("n_group", "topk_group"), "read by no code of the class": ("norm_topk_prob",),
+        "read where topk_method needs it": ("n_group",), "a number in a formula": ("topk_group",),
+        "read by no code of the class": ("norm_topk_prob",),
     },
 )  # fmt: skip
 _MISTRAL = CONFIG._replace(

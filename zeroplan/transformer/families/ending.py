@@ -808,10 +808,15 @@ _KD = _Divergence(
     "torchtune 0.7, modules/loss/kd_losses.py, ForwardKLWithChunkedOutputLoss, and CEWithChunkedOutputLoss",
     3 + 0 * e, 13 + 0 * e, 1 + e,
 )  # fmt: skip
+_FACTORY = "LLaMA-Factory ff6d4d12, train/trainer_utils.py, "
+#: In 16 bits, of several sequences; of one the shifted logits are no copy.
+_ASFT = _Divergence(f"{_FACTORY}asft_loss_func", 22 + 0 * e, 10 + 0 * e, 8 + 0 * e)
+#: With the fp32 logits that accelerate returns, which are its only logits.
+_EAFT = _Divergence(f"{_FACTORY}eaft_loss_func", 8 - e, 4 + 0 * e, 8 + 0 * e)
 
 
 def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> _Ran:
-    """Run a loss that compares all logits with a teacher's, as if every token counted: the most that it takes.
+    """Run a loss that compares all logits with a teacher's or copies them, as if every token counted: the most that it takes.
 
     What it takes was measured on a CPU, with the functions named in ``kind.source`` in 16 bits and in fp32.
     """
@@ -930,6 +935,8 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, entropy": partial(_in_place, entropy=True),
     "log-probs, jsd": partial(_compared, kind=_JSD),
     "log-probs, kd": partial(_compared, kind=_KD),
+    "log-probs, asft": partial(_compared, kind=_ASFT),
+    "log-probs, eaft": partial(_compared, kind=_EAFT),
     "log-probs, pairs": partial(_of_pairs, narrow=False),
     "log-probs, pairs in 16 bits": partial(_of_pairs, narrow=True),
 }

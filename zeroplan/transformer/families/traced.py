@@ -315,6 +315,7 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
     return block._replace(
         dispatched=x.expert_ranks > 1,
         latent_experts=moe is not None and moe.latent_size > 0,
+        grouped_experts=moe is not None and moe.num_groups > 0,
         uneven=x.expert_ranks > 1 and x.imbalance != EVEN,
         looped=moe.num_experts if moe is not None and block.release.loops_over_experts else 0,
         is_mlp=kind == "mlp",
@@ -341,14 +342,15 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
     if apart and adapter is None:  # gradients reach embeddings of new tokens: torchtune 0.7, FusionEmbedding
         return Training("frozen", tracked=True, keeps_inputs=compute.keeps_inputs)
     if adapter is not None:
-        tracked = kind != "first" or recomputed
+        tracked = kind != "first" or (recomputed and not adapter.runs)  # prime-rl wraps blocks in checkpoints itself
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
             "adapted", tracked, compute.keeps_inputs, () if apart else model.linear_layers_adapted, model.stacked, adapter.quantize,
             adapter.quantize_experts, upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
-            fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""),
+            fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""), runs=adapter.runs,
+            looped=adapter.looped,
         )  # fmt: skip
     if model.frozen is None:
         return None
