@@ -12,11 +12,12 @@ Family = Literal[
     "llama", "mistral", "ministral3", "cwm", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee",
     "jais2", "helium", "stablelm", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
-    "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2",
+    "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "minimax",
     "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
-    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3",
+    "deepseek_v3", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open",
+    "hy_v3", "exaone_moe",
     "gpt_oss", "lfm2", "lfm2_moe", "apertus", "falcon",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
@@ -142,6 +143,9 @@ TRAITS: Mapping[str, Traits] = {
     "minimax_m2": Traits(
         "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2
     ),
+    "minimax": Traits(
+        "minimax", other_activations=False, linear=True, pattern="M*", experts="dispatched", one_width=True, routes_in_32_bits=True
+    ),
     "hunyuan_v1_moe": Traits(
         "hunyuan_moe", other_activations=False, experts="dispatched", one_width=True, head_norms=True, wide_router=True
     ),
@@ -183,6 +187,9 @@ TRAITS: Mapping[str, Traits] = {
     "deepseek_v3": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
     ),
+    "kimi_linear": Traits(
+        "kimi_linear", other_activations=False, linear=True, pattern="Mm*D", experts="dispatched", shared_experts=True, latent=True,
+    ),
     "deepseek_v32": Traits(
         "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         indexed=True,
@@ -209,6 +216,10 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "hy_v3": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True
+    ),
+    "exaone_moe": Traits(
+        "glm4_moe", other_activations=False, window=True, pattern="LGD", unturned=True, experts="dispatched", shared_experts=True,
+        head_norms=True,
     ),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
     "lfm2": Traits("lfm2", other_activations=False, pattern="C*", head_norms=True),

@@ -157,6 +157,10 @@ def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> 
         mesh.tp > 1 and has_experts and not recipe.sequence_parallel and "experts and tp without sequence_parallel",
         "sequence_parallel",
     )
+    if recipe.megatron.last_tokens is not None:
+        yield from _not_of_last_tokens(recipe)
+    overlaps = recipe.megatron.tp_comm_overlap and not (recipe.sequence_parallel and mesh.tp > 1)
+    yield overlaps and "tp_comm_overlap without sequence_parallel, as Megatron-LM refuses it,", "sequence_parallel"
     aware = recipe.megatron.use_precision_aware_optimizer
     yield aware and not recipe.zero_stage and "use_precision_aware_optimizer and stage 0", "stage 1, the distributed optimizer"
     yield aware and recipe.precision == "fp32" and "use_precision_aware_optimizer and precision 'fp32'", "'bf16-mixed'"
@@ -170,13 +174,25 @@ def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> 
         yield from _not_fully_sharded(recipe, mesh)
     if recipe.megatron.fp8_format is not None:
         yield from _not_in_fp8(recipe)
-    flex = recipe.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  tokens of text
-    yield flex and recipe.megatron.core_release == "0.12" and "moe_token_dispatcher_type 'flex' and core_release 0.12", "'0.13'"
+    kind, old = recipe.megatron.moe_token_dispatcher_type, recipe.megatron.core_release == "0.12"
+    yield kind in ("flex", "deepep") and old and f"moe_token_dispatcher_type {kind!r} and core_release 0.12", "'0.13'"
     predicts = recipe.megatron.mtp_num_layers > 0
     yield predicts and recipe.megatron.pretrains != "gpt" and "mtp_num_layers and BERT or T5", "pretrains 'gpt'"
     local = recipe.megatron.transformer_impl == "local"
     yield local and recipe.attention != "eager" and f"transformer_impl 'local' and attention {recipe.attention!r}", "'eager'"
     yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
+
+
+def _not_of_last_tokens(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled where the loss reads the last token of each sequence."""
+    own = recipe.megatron
+    for asked, name in (
+        (own.mtp_num_layers > 0, "mtp_num_layers"), (own.pretrains != "gpt", "BERT or T5"),
+        (recipe.zero_stage > 1, "Megatron-FSDP"),
+        (own.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute"),
+        (own.cross_entropy_fusion_impl == "verl", "verl's fused head"), (own.gradients_beside > 0, "gradients_beside"),
+    ):  # fmt: skip
+        yield asked and f"last_tokens {own.last_tokens!r} and {name}", "neither, or engine 'fsdp2'"
 
 
 def _not_scheduled(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
