@@ -157,6 +157,9 @@ def _compares_rollouts(reading: Reading, whole: Table) -> None:
     if not vllm and reading.deepspeed is None and reading.flags["engine"].value != "ddp":
         return
     rolls_out(reading, whole, whole.count("max_completion_length"))
+    if reading.deepspeed is not None:  # entropies of 16-bit logits take less than the cross-entropy that counts
+        for key in ("log_entropy", "top_entropy_quantile"):
+            whole.matters.pop(key, None)
     if not vllm:
         reading.loop["by_transformers"] = True
     _scored_by_a_teacher(reading, whole)
@@ -181,13 +184,14 @@ def _distils(reading: Reading, whole: Table) -> None:
     teacher, vllm = whole.text("teacher_model"), bool(whole.switch("use_vllm"))
     generates = number_of(whole.get("lmbda"), 0.5) > 0
     same = str(whole.get("teacher_deepspeed") or "")[:5] in ("", str(whole.get("deepspeed") or "")[:5])
-    others = ("sft_alpha", "teacher_model_server", "external_plugins", "sequence_parallel_size")
+    others = ("teacher_model_server", "external_plugins", "sequence_parallel_size")
     beyond = any(str(whole.get(key) or "0") not in ("0", "1", "0.0") for key in others)
     if teacher is None or reading.deepspeed is None or not same or beyond:
         return
     here = vllm and whole.text("vllm_mode") != "server"
     share = number_of(whole.get("vllm_gpu_memory_utilization"), 0.9) if here else None
-    reading.tell_log_probs("rlhf_type", how="jsd")
+    beside = number_of(whole.get("sft_alpha"), 0.0) > 0  # the model computes cross-entropy, too
+    reading.tell_log_probs("rlhf_type", how="jsd and sft" if beside else "jsd")
     reading.tell_loop(
         "rlhf_type", "distill", teacher_model=teacher, vllm_mode="colocate" if here else "server",
         vllm_gpu_memory_utilization=share, vllm_tensor_parallel_size=whole.count("vllm_tensor_parallel_size") if here else None,
