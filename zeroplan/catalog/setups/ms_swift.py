@@ -5,13 +5,16 @@ transformers' Trainer, so trainer.py reads its other keys. megatron_arguments.py
 """
 
 import re
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from zeroplan.catalog.setups.reading import named_file
 from zeroplan.catalog.setups.told import ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
 from zeroplan.catalog.setups.trainer import arguments_read
-from zeroplan.catalog.text import strict_json
+from zeroplan.catalog.text import read_text, strict_json
 from zeroplan.errors import SpecError
+from zeroplan.numeric import round_up
 from zeroplan.spec.adapter import OF_LINEAR
 
 _INSTEAD = {
@@ -68,6 +71,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _task(reading, whole)
     _loop(reading, whole)
     tell_tower(reading, whole)
+    _more_words(reading, whole)
     if (launched := table.count("launched_gpus")) is not None:
         reading.tell("gpus", "NPROC_PER_NODE", launched)
     if table.count("gradient_accumulation_steps") is None:
@@ -76,6 +80,30 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell("grad_accum", "gradient_accumulation_steps", steps, filled=True)
     reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus", "train_type", "quant_method"))
     return reading.setup("ms-swift")
+
+
+_MORE_ROWS = (
+    "new_special_tokens: {:,} rows of the embedding and the head are counted, the most that {} new tokens may need; the "
+    "embedding grows only if its spare rows do not suffice"
+)
+
+
+def _more_words(reading: Reading, whole: Table) -> None:
+    """Read new tokens, written out or in text files, of a model without a tower (model/register.py, _add_new_special_tokens)."""
+    said, model = whole.get("new_special_tokens"), reading.known_model()
+    names = said.split() if isinstance(said, str) else [str(one) for one in said] if isinstance(said, list) else []
+    if not names or model is None or model.vision is not None:
+        return
+    words: list[str] = []
+    for name in names:
+        path = named_file(name, reading.folder, whole.where) if name.endswith(".txt") else None
+        if path is not None and not path.is_file():
+            return
+        words += [name] if path is None else read_text(path, what="file of tokens").split()
+    rows = round_up(model.vocab_size + len(words), 128)
+    note = _MORE_ROWS.format(rows, len(words))
+    reading.tell("model", reading.flags["model"].key, replace(model, vocab_size=rows), note=note)
+    whole.matters.pop("new_special_tokens", None)
 
 
 def _task(reading: Reading, whole: Table) -> None:
