@@ -179,3 +179,15 @@ def test_new_tokens_add_the_rows_that_they_may_need(tmp_path: Path):
     assert not read_setup(path, gpus=None).matters
     assert found.job.model.vocab_size == 152064 + 384
     assert any("the most that 300 new tokens may need" in note for note in found.notes)
+
+
+def test_placeholders_of_a_script_count_as_left_out(tmp_path: Path):
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "MODEL='<your-model>'\nswift sft --model $MODEL --task_type seq_cls --num_labels '<num-labels>' --tuner_type full "
+        "--max_length 512\n",
+        encoding="utf-8",
+    )
+    setup = read_setup(path, gpus=None)
+    assert "model" not in setup.flags
+    assert setup.head_rows == 2  # ms-swift's own default
