@@ -209,6 +209,8 @@ _AHEAD = (
 def _notes(plan: Plan) -> Iterator[str]:
     """Yield the recipe's notes, and one if dim-0 sharding gives rank 0 clearly more than an even share."""
     yield from notes_of(plan.recipe)
+    if plan.recipe.fsdp2.step_in_backward and isinstance(plan.replicated, int) and plan.replicated:
+        yield "an all-reduce over replicas holds its buffer until the backward ends, so that freed gradients save no memory"
     if plan.outlive > 1:
         yield (
             "prime-rl frees the gradients of adapters that step alone, and those of a block share one buffer: "
