@@ -70,7 +70,7 @@ def _of_whole_sequences(
     """Return the sums of whole hidden states: of each branch's output, and of the gradient of each matrix's input.
 
     Q, k and v projections, gate and up projections, and the head sum one each. A recomputation sums outputs again. Beside adapters
-    no gradient reaches the first layer's input, nor the input of its MLP if its attention has no adapter.
+    no gradient reaches the first layer's input, nor the input of its MLP if its attention has none.
     """
     layers, passes, e = sum(plan.every_layer), batch.grad_accum_steps, plan.width.compute
     twice = sum(run.layers for run in plan.runs if not run.plain)
@@ -98,8 +98,8 @@ _ROW_PARALLEL = ("o_proj", "down_proj")
 def _of_adapters(plan: Plan, batch: Batch, adapter: AdapterSpec | None, ranks: int) -> tuple[Collective, ...]:
     """Return what adapters of layers that ranks split exchange between and for their matrices.
 
-    Column-parallel: the ranks gather what the first matrix makes, and scatter the sum of its gradient. Row-parallel: DTensor either
-    sums and scatters that product or gathers the second matrix, whichever is smaller; in the backward it gathers the product and its
+    Column-parallel: the ranks gather what the first matrix makes, and scatter the sum of its gradient. Row-parallel: DTensor sums
+    and scatters that product, or gathers the second matrix if that is smaller. In the backward it gathers the product and its
     gradient, and scatters the second matrix's gradient.
     """
     if adapter is None:
