@@ -136,7 +136,7 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
         return {"mamba_d_ssm": width, "mamba_rms_norm": "N" in spec.letters, "mamba_norm_before_gate": False}
     kinds = [_KINDS[letter] for letter in spec.letters]
     if spec.family in ("minimax", "nemotron_h"):
-        latent = {"layers_block_type": kinds, "moe_latent_size": (spec.moe and spec.moe.latent_size) or None}
+        latent: dict[str, object] = {"layers_block_type": kinds, "moe_latent_size": (spec.moe and spec.moe.latent_size) or None}
         return {"layer_types": kinds} if spec.family == "minimax" else latent
     expand = {"mamba_expand": spec.linear.num_value_heads * spec.linear.value_head_dim // spec.hidden_size}
     if spec.family == "bamba":
