@@ -46,7 +46,7 @@ class Published(NamedTuple):
     tables: int = 0
     """Tables that exist once if anything is quantised. [bytes]"""
     paged: tuple[Held, ...] = ()
-    """States in managed memory, which CUDA migrates between host and GPU."""
+    """States in managed memory, which CUDA migrates between host and GPU, or in host memory."""
     engines: tuple[str, ...] = ("paper", "ddp", "fsdp1", "fsdp2", "deepspeed")
     note: str = ""
     shared: Callable[[Sequence["LocalTensor"]], Int] | None = None
@@ -355,6 +355,30 @@ def _alone(states: tuple[Held, ...], scratch: Scratch, source: str, note: str = 
     return Published(states, source, scratch, source, engines=("paper", "ddp"), note=note)
 
 
+def _of_grok(tensor: "LocalTensor", before: Int, width: int) -> Int:
+    """Return the three states on the GPU, the amplified gradient, and one more: its product or the denominators.
+
+    Variables hold the previous tensor's three states and amplified gradient until they are assigned again.
+    """
+    return width * maximum(4 * before + 2 * tensor.numel, 2 * before + 3 * tensor.numel, before + 5 * tensor.numel)
+
+
+def _side_lengths(tensor: "LocalTensor") -> Int:
+    return tensor.shape[0] + tensor.shape[1] if len(tensor.shape) > 1 else 0
+
+
+def _of_vectors(tensor: "LocalTensor") -> Int:
+    return tensor.numel if len(tensor.shape) == 1 else 0
+
+
+_GROK = "grokadamw 0.1.2, grokadamw.py, GrokAdamW._update_group"
+_ADALOMO = (
+    Held("row and column means of the matrices' squares, fp32", "U_f", _side_lengths, 4, 2),
+    Held("means of the vectors' squares, fp32", "U_v", _of_vectors, 4),
+)
+_IN_BACKWARD = "lomo_optim 0.1.1, lomo_optim/adalomo.py, AdaLomo.__init__"
+
+
 def _shampoo(longest: int) -> Published:
     """Return Distributed Shampoo with this ``max_preconditioner_dim`` and Adam's grafting."""
     return Published(
@@ -398,6 +422,13 @@ PUBLISHED: dict[Optimizer, Published] = {
     "adam-mini": _alone((Held("momentum", "U", _elements), Held(_MEANS, "U_w", _rows)), _of_adam_mini, _ADAM_MINI),
     "apollo": _alone(_APOLLO, _of_apollo, _APOLLO_SOURCE),
     "galore": _alone(_GALORE, _of_galore, _GALORE_SOURCE, _DECOMPOSED),
+    "grokadamw": Published(
+        (), _GROK, _of_grok, _GROK, paged=(Held("momentum, variance and slow gradient", "U", _elements, 0, 3),),
+        engines=("paper", "ddp"),
+        note="GrokAdamW keeps its states in host memory, not pinned, and copies those of one tensor at a time to the GPU",
+    ),
+    "lomo": Published((), _IN_BACKWARD, engines=("paper", "ddp")),
+    "adalomo": Published(_ADALOMO, _IN_BACKWARD, engines=("paper", "ddp")),
     **{name: _shampoo(longest) for name, longest in shampoo.LONGEST.items()},
     "soap": _alone((_BOTH, Held(_SIDES, "U_g", lambda tensor: sum(_sides(tensor)), 0, 2)), _of_soap, _SOAP, _DECOMPOSED),
 }  # fmt: skip

@@ -157,6 +157,8 @@ def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> 
         mesh.tp > 1 and has_experts and not recipe.sequence_parallel and "experts and tp without sequence_parallel",
         "sequence_parallel",
     )
+    if recipe.megatron.last_tokens is not None:
+        yield from _not_of_last_tokens(recipe)
     overlaps = recipe.megatron.tp_comm_overlap and not (recipe.sequence_parallel and mesh.tp > 1)
     yield overlaps and "tp_comm_overlap without sequence_parallel, as Megatron-LM refuses it,", "sequence_parallel"
     aware = recipe.megatron.use_precision_aware_optimizer
@@ -179,6 +181,18 @@ def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> 
     local = recipe.megatron.transformer_impl == "local"
     yield local and recipe.attention != "eager" and f"transformer_impl 'local' and attention {recipe.attention!r}", "'eager'"
     yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
+
+
+def _not_of_last_tokens(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled where the loss reads the last token of each sequence."""
+    own = recipe.megatron
+    for asked, name in (
+        (own.mtp_num_layers > 0, "mtp_num_layers"), (own.pretrains != "gpt", "BERT or T5"),
+        (recipe.zero_stage > 1, "Megatron-FSDP"),
+        (own.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute"),
+        (own.cross_entropy_fusion_impl == "verl", "verl's fused head"), (own.gradients_beside > 0, "gradients_beside"),
+    ):  # fmt: skip
+        yield asked and f"last_tokens {own.last_tokens!r} and {name}", "neither, or engine 'fsdp2'"
 
 
 def _not_scheduled(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:

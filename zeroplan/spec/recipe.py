@@ -19,8 +19,8 @@ Optimizer = Literal[
     "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "ademamix-32bit", "ademamix-8bit",
     "paged-ademamix-32bit", "paged-ademamix-8bit", "rmsprop-32bit", "rmsprop-8bit", "torchao-adamw-8bit", "torchao-adamw-4bit",
     "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "schedule-free-sgd", "stable-adamw", "flash-adamw",
-    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "shampoo", "shampoo-1024", "te-adam", "te-adam-remainders",
-    "te-adam-masters",
+    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "shampoo", "shampoo-1024", "grokadamw", "lomo", "adalomo",
+    "te-adam", "te-adam-remainders", "te-adam-masters",
 ]  # fmt: skip
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
@@ -28,6 +28,8 @@ ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 STEPS_ALONE: tuple[Optimizer, ...] = (
     "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "lion", "adamw-8bit", "paged-adamw-8bit",
 )  # fmt: skip
+#: Optimizers that update weights inside the backward and keep no gradients.
+LOMO: tuple[Optimizer, ...] = ("lomo", "adalomo")
 Float8Recipe = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
@@ -43,12 +45,13 @@ LogProbs = Literal[
     "jsd",
     "kd",
     "asft",
+    "jsd and sft",
     "eaft",
     "pairs",
     "pairs in 16 bits",
 ]
 #: Losses that compare all logits with a teacher's.
-WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft")
+WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft", "jsd and sft")
 #: Losses of ORPO, which read the logits that the model returns.
 OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 #: The names that ``fused_kernels`` accepts.
@@ -333,6 +336,9 @@ class MegatronOptions(Spec):
     mtp_num_layers: CountOrZero = 0
     """``--mtp-num-layers``: modules for multi-token prediction on the last pipeline rank, each with a layer like the model's last
     one and its own loss."""
+    last_tokens: Literal["embedding", "reranker"] | None = None
+    """ms-swift's tasks whose loss reads the last token of each sequence: ``embedding`` has no head and normalises hidden states;
+    ``reranker`` (``generative_reranker``) multiplies them with two rows of the head."""
     hybrid_layer_pattern: str | None = None
     """``--hybrid-layer-pattern`` without ``|`` (use ``pipeline_layers``): one letter per layer, ``M`` for Mamba-2, ``*`` for
     attention, ``-`` for an MLP and ``E`` for experts. ``None``: each layer has attention and an MLP."""
@@ -588,7 +594,7 @@ class RecipeSpec(Spec):
     @property
     def steps_in_backward(self) -> bool:
         """Whether the optimizer steps inside the backward."""
-        return self.ddp.step_in_backward or self.fsdp2.step_in_backward
+        return self.ddp.step_in_backward or self.fsdp2.step_in_backward or self.optimizer in LOMO
 
     @property
     def keeps_gathered_linears(self) -> bool:

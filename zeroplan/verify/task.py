@@ -122,6 +122,7 @@ def _not_run(job: JobSpec) -> tuple[tuple[object, str], ...]:
         (job.model.predictions, "predictions"),
         (adapter is not None and adapter.quantize == "gptq", "quantize='gptq'"),
         (adapter is not None and adapter.compute == "fp32", "lora_compute='fp32'"),
+        (adapter is not None and adapter.runs, "lora_runs"),
         (adapter is not None and adapter.bitsandbytes, "bitsandbytes"),
     )
 

@@ -378,9 +378,8 @@ def _loop(reading: Reading) -> None:
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
-    if table.text("task_type") in ("generative_reranker", "embedding"):
-        table.matters["task_type"] = _ALL_LOGITS
-        table.saves.add("task_type")
+    if (task := table.text("task_type")) in _OF_LAST_TOKENS:
+        reading.options["megatron.last_tokens"] = Told("task_type", _OF_LAST_TOKENS[task])
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
         return
     table.matters.pop("rlhf_type")
@@ -408,7 +407,8 @@ def _tower(reading: Reading) -> None:
         raise reading.table.refused("vit_gradient_checkpointing")
 
 
-_ALL_LOGITS = "the logits of few tokens or none are needed, and those of all tokens are counted, which take more"
+#: The loss of each task in MegatronOptions.
+_OF_LAST_TOKENS = {"embedding": "embedding", "generative_reranker": "reranker"}
 _RANKED = "an example is a question with up to {} answers, each a sequence of its own: that many are counted"
 _NEGATIVES = (
     "an embedding's examples are counted as two sequences each; every negative of an example, which only the data has, is one "

@@ -108,7 +108,7 @@ def _of_engine(job: JobSpec) -> tuple[tuple[bool, str], ...]:
             (recipe.fsdp1.cpu_offload, "offload to host memory under FSDP1"),
         ),
         "ddp": (
-            (recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),
+            (recipe.steps_in_backward, "the optimizer's step inside the backward"),
             (recipe.ddp.compiled, "a compiled model"),
         ),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))

@@ -74,6 +74,10 @@ class Training(NamedTuple):
     """Layers in four bits keep fp32 inputs and dequantise their weights to fp32."""
     dropout: bool = False
     """Adapters drop elements of their inputs."""
+    runs: int = 0
+    """Adapters beside each layer in prime-rl's modules; 0: one, in peft's."""
+    looped: bool = False
+    """Those adapters' products run one after the other."""
 
     @property
     def wide_residual(self) -> bool:
@@ -181,6 +185,11 @@ class Block(NamedTuple):
     """A learned number multiplies the output of each branch (Llama 3.2 Vision's tower)."""
     crosses: Literal["", "followed", "constant"] = ""
     """Keys and values come from images, whose tokens autograd follows or not."""
+
+    @property
+    def made_on_demand(self) -> bool:
+        """Whether the block's checkpoint is part of its compiled graph, whose backward makes tensors again one by one."""
+        return self.recompute != "none" and "compiled-blocks" in self.fused
 
     @property
     def attend(self) -> Attend:
