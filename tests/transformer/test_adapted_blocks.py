@@ -111,14 +111,12 @@ def test_adapters_of_experts_under_autocast_and_selective_recomputation(family: 
     assert on_the_fake_gpu(differences, under._replace(compute=under.compute._replace(recompute="selective"))) == ()
 
 
-@pytest.mark.parametrize(("number", "kept"), [(1, False), (5, False), (11, True)] if every_case() else [(1, False), (11, True)])
-def test_qwen2_moe_under_autocast(number: int, kept: bool) -> None:
-    """In some blocks the estimate lacks the indices of chosen experts, 8 bytes for each token and expert."""
+@pytest.mark.parametrize("number", range(20) if every_case() else (1, 11))
+def test_qwen2_moe_under_autocast(number: int) -> None:
+    """A variable of the experts' function holds the order of the pairs until it returns: in the eleventh block it counts."""
     case = case_of("qwen2_moe", number, MOST["qwen2_moe"])
-    assert case.spec.moe is not None
-    indices = 8 * case.size.micro_batch_size * case.size.seq_len * case.spec.moe.num_experts_per_tok
     under = case._replace(compute=case.compute._replace(element_bytes=2, autocast=True))
-    assert on_the_fake_gpu(differences, under) == ((indices,) if kept else ())
+    assert on_the_fake_gpu(differences, under) == (), under
 
 
 @pytest.mark.parametrize("family", BARE_EXPERTS_UNDER_AUTOCAST)
