@@ -143,7 +143,7 @@ STACKED = ("gpt_oss", "granitemoe", "qwen2_moe", "qwen3_5_moe_text", *CONVERTED)
 TRANSPOSED = ("gpt_oss",)
 #: Families in which peft refuses an adapter of Mamba-2's output projection (tuners/tuners_utils.py,
 #: _check_lora_target_modules_mamba).
-_OUTPUT_REFUSED = ("nemotron_h", "falcon_h1")
+OUTPUT_REFUSED = ("nemotron_h", "falcon_h1")
 #: The linear layers of Nemotron-H's blocks, which have one module each, by the letter of the pattern.
 _ONE_MODULE = {"M": _MAMBA.others, "*": ATTENTION, "-": MLP, "E": (*MLP, *LATENT_OF_EXPERTS)}
 
@@ -151,7 +151,7 @@ _ONE_MODULE = {"M": _MAMBA.others, "*": ATTENTION, "-": MLP, "E": (*MLP, *LATENT
 def refused_layers(family: str, layers: tuple[str, ...], *, automodel: bool = False) -> str:
     """Return why adapters of these layers are not modelled in a family, and what to use instead; empty if they are.
 
-    ``automodel``: NeMo AutoModel's, which are no weights of experts.
+    ``automodel``: NeMo AutoModel's, which are no weights of experts, and of Mamba-2's output projection, too.
     """
     if not set(layers) & {*LAYERS_OF.get(family, _LLAMA).every, HEAD, *_OF_EXPERTS}:
         return (
@@ -160,7 +160,7 @@ def refused_layers(family: str, layers: tuple[str, ...], *, automodel: bool = Fa
     refused = "" if automodel else _refused_experts(family, set(layers))
     if refused:
         return refused
-    if family in _OUTPUT_REFUSED and "out_proj" in layers:
+    if family in OUTPUT_REFUSED and "out_proj" in layers and not automodel:
         return f"peft refuses an adapter of out_proj in a {family} model; use --lora-targets attention,mlp,in_proj"
     if family == "llama4_text" and "router" in layers:
         return "peft cannot run an adapter of Llama 4's router, which returns two tensors; use --lora-targets attention,mlp"

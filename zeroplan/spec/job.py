@@ -147,8 +147,7 @@ def _of_an_adapted_head(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tu
     yield elsewhere and f"an adapter of the head and engine {recipe.engine!r}", "'ddp' or 'fsdp2'"
     cast = recipe.precision != "bf16" and (recipe.engine == "ddp" or adapter.quantize != "none")
     yield cast and "an adapter of the head under autocast, with copies of weights,", "precision 'bf16'"
-    plain = recipe.loss == "full" and "loss-in-pieces" not in recipe.fused_parts
-    yield not plain and "an adapter of the head and a loss that has the head", "loss 'full'"
+    yield recipe.loss != "full" and "an adapter of the head and a loss that has the head", "loss 'full'"
 
 
 def _of_whole_modules(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:

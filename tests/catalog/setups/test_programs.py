@@ -100,6 +100,10 @@ def test_a_torchtune_recipe(read: Callable[..., Resolved]):
     recipe = job.recipe
     assert (recipe.engine, recipe.precision, recipe.recompute, recipe.loss) == ("fsdp2", "bf16", "full", "full")
     assert not any("not known" in note for note in notes)
+    of_head = read({**TUNE, "model": {**TUNE["model"], "apply_lora_to_output": True}}, gpus=4).job
+    assert of_head.recipe.fused_parts == recipe.fused_parts == ("loss-in-pieces",)
+    assert of_head.model.adapter is not None
+    assert of_head.model.adapter.layers[-1] == "lm_head"
     alone, why, *_ = read(TUNE)
     assert (alone.recipe.engine, alone.mesh.world_size) == ("ddp", 1)
     assert any("does not say how many GPUs: zeroplan counts one" in note for note in why)

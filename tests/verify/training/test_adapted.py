@@ -49,9 +49,9 @@ def job(adapter: AdapterSpec, engine: str, stage: int, *, accum: int = 1, **fiel
     )
 
 
-def with_words(few: JobSpec) -> JobSpec:
+def with_words(few: JobSpec, words: int = 2048) -> JobSpec:
     """Return the job with a larger vocabulary, so that the loss, and not the final norm, is the end of the forward."""
-    return replace(few, model=replace(few.model, vocab_size=2048))
+    return replace(few, model=replace(few.model, vocab_size=words))
 
 
 def of_experts(family: str, few: JobSpec) -> JobSpec:
@@ -133,7 +133,16 @@ WIDE_BASE = {
     "an adapter of the head": with_words(job(replace(HEAD, base="fp32"), "fsdp2", 3, recompute="full")),
     "embedding and head trained whole": with_words(job(replace(WHOLE, base="fp32"), "fsdp2", 3)),
 }
+#: torchtune's loss, with so many words that it is the peak.
+IN_PIECES: dict[str, Any] = {"precision": "bf16", "fused_kernels": "loss-in-pieces"}
 TORCH = {
+    "fsdp2 3, an adapter of the head, loss in pieces": with_words(job(HEAD, "fsdp2", 3, **IN_PIECES), 9000),
+    "ddp 0, an adapter of the head without dropout, loss in pieces": replace(
+        with_words(job(replace(HEAD, dropout=False), "ddp", 0, **IN_PIECES), 9000), mesh=MeshSpec(dp_shard=1)
+    ),
+    "ddp 0, an adapter of a head that is the embedding, loss in pieces": tied(
+        with_words(job(HEAD, "ddp", 0, **IN_PIECES), 9000)
+    ),
     "ddp 0, an adapter of the head": replace(with_words(job(HEAD, "ddp", 0, precision="bf16")), mesh=MeshSpec(dp_shard=1)),
     "fsdp2 3, an adapter of the head, recomputed": with_words(job(HEAD, "fsdp2", 3, recompute="full")),
     "ddp 0, an adapter of a head that is the embedding": tied(with_words(job(HEAD, "ddp", 0, precision="bf16"))),

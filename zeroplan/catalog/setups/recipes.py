@@ -188,7 +188,6 @@ def _tune_loss(reading: Reading) -> None:
         return
     alone = not {"tensor_parallel", "context_parallel"} & flags.keys()
     alone = alone and ("offload_activations" not in flags or flags["recompute"].value == "full")
-    alone = alone and not table.switch("model.apply_lora_to_output")
     if flags["precision"].value == "bf16" and alone:
         reading.tell("fused_kernels", "loss._component_", "loss-in-pieces", filled=True)
     else:
