@@ -5,11 +5,12 @@ The package compiles its functions; this module counts what they take without th
 dion/megabatch_base.py, ``megabatch_orthogonalize_async``, dion/polar_express.py and dion/opt_utils.py, ``AsyncRuntime``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.engines.muon import updated_by_muon
-from zeroplan.numeric import Int, for_each_value
+from zeroplan.engines.shampoo import at_every_point
+from zeroplan.numeric import Int
 
 if TYPE_CHECKING:
     from zeroplan.engines.optimizers import LocalTensor
@@ -21,14 +22,14 @@ _BF16 = 2
 class Batch(NamedTuple):
     """All matrices of one shape: their number, and their rows and columns on all ranks together."""
 
-    count: int
+    number: int
     rows: int
     columns: int
 
     def here(self, ranks: int, width: int) -> int:
         """Return this rank's rows in bf16, without those that momenta of ``width`` hold, with one of zeros as padding. [bytes]"""
-        copies = self.count if width > _BF16 else 0
-        return _BF16 * (copies + (self.count % ranks > 0)) * -(-self.rows // ranks) * self.columns
+        copies = self.number if width > _BF16 else 0
+        return _BF16 * (copies + (self.number % ranks > 0)) * -(-self.rows // ranks) * self.columns
 
     def sent(self, ranks: int) -> int:
         """Return the buffer of an all-to-all; their number is padded to a multiple of the ranks. [bytes]"""
@@ -40,27 +41,39 @@ class Batch(NamedTuple):
         return max(iterate + 5 * gram, 4 * iterate + 2 * gram)
 
     def _each(self, ranks: int) -> int:
-        return -(-self.count // ranks)
+        return -(-self.number // ranks)
 
 
 def batches(tensors: Sequence["LocalTensor"]) -> list[Batch]:
     """Return the matrices of the blocks by their shape, in the order of the model."""
-    counts = dict[tuple[int, int], int]()
-    for tensor in filter(updated_by_muon, tensors):
-        shape = int(tensor.shape[0] if tensor.rows is None else tensor.rows), int(tensor.shape[1])
-        counts[shape] = counts.get(shape, 0) + tensor.repeat
-    return [Batch(count, *shape) for shape, count in counts.items()]
+    matrices = _whole(tensors)
+    return _batches([(int(one.shape[0]), int(one.shape[1])) for one in matrices], [one.repeat for one in matrices])
 
 
-def ranks_of(tensors: Sequence["LocalTensor"]) -> Int:
-    """Return the number of ranks that share the matrices."""
-    return next((tensor.ranks for tensor in tensors if updated_by_muon(tensor)), 1)
+def _whole(tensors: Sequence["LocalTensor"]) -> list["LocalTensor"]:
+    """Return the matrices of the blocks: their rows and columns on all ranks together, then the ranks."""
+    return [
+        one._replace(shape=(one.shape[0] if one.rows is None else one.rows, one.shape[1], one.ranks))
+        for one in filter(updated_by_muon, tensors)
+    ]
+
+
+def _batches(shapes: Iterable[tuple[int, int]], repeats: Iterable[int]) -> list[Batch]:
+    numbers = dict[tuple[int, int], int]()
+    for shape, repeat in zip(shapes, repeats, strict=True):
+        numbers[shape] = numbers.get(shape, 0) + repeat
+    return [Batch(number, *shape) for shape, number in numbers.items()]
 
 
 def highest(tensors: Sequence["LocalTensor"], width: int) -> Int:
     """Return the temporaries of a step at their peak; ``width`` is in bytes per element of a weight. [bytes]"""
-    found = batches(tensors)
-    return for_each_value(lambda ranks: highest_of(found, ranks, width), ranks_of(tensors))
+    matrices = _whole(tensors)
+    repeats = [one.repeat for one in matrices]
+
+    def at(shapes: tuple[tuple[int, ...], ...]) -> int:
+        return highest_of(_batches([(rows, columns) for rows, columns, _ in shapes], repeats), shapes[0][2], width)
+
+    return at_every_point(at, matrices) if matrices else 0
 
 
 def highest_of(found: Sequence[Batch], ranks: int, width: int) -> int:
