@@ -173,11 +173,12 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
         _refuse_a_window(model, compute, x)
     alike = plain_kind(model, kind)
     if alike in WITH_STATES:
+        of_mamba = model.layer_pattern and model.family not in ("minimax", "kimi_linear")
         alone = x.micro_batch == 1  # Mamba-2 copies less of a single sequence of one chunk
         return by_mask(
             in_one_chunk(model, x),
             lambda one: by_mask(
-                alone if one and model.layer_pattern else False,
+                alone if one and of_mamba else False,
                 lambda single: _of(model, kind, compute, x, recompute, masked=one, single=single),
             ),
         )
@@ -247,14 +248,14 @@ def structure_of(
     compiled = "compiled-blocks" in compute.fused and compute.recompute == "selective"
     apart = training is not None or sharded or (dense and compute.cp > 1) or compiled
     one_key = x.key == x.head_dim * (compute.tp if sharded else 1)
-    if kind == "linear":
+    if kind.endswith("linear"):
         one_key = model.linear is not None and model.linear.num_key_heads == 1
     block = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
         x.autocast if training is None else compute.autocast and not training.wide_adapters,
         x.attention,
-        masked if kind not in WITH_STATES else kind != "linear" and x.padded and x.attention == "sdpa",
+        masked if kind not in WITH_STATES else not kind.endswith("linear") and x.padded and x.attention == "sdpa",
         grouped_heads(model, x, kind),
         one_key,
         model.attention_bias,
