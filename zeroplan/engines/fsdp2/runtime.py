@@ -112,8 +112,8 @@ class Runtime:
 
     # --- parameters -----------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, unit: Unit, ahead: tuple[Unit, ...] = ()) -> None:
-        """``FSDPState._pre_forward``: gather and copy out each group, then gather the units ``ahead``."""
+    def pre_forward(self, unit: Unit) -> None:
+        """``FSDPState._pre_forward``: gather and copy out each group."""
         for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
             more = "" if index + 1 == len(unit.parts.groups) else ", experts not yet"
             self.memory.at(f"forward: gathering {unit.name}{more}", Phase.FORWARD)
@@ -124,9 +124,6 @@ class Runtime:
             self.copy_out(unit, index, group)
             self.release_parked()  # in 2.13 a local of wait_for_unshard holds it until here
             self.memory.rename(unit.gathered(index), "parked")
-        for one in ahead:
-            for index in range(len(one.parts.groups)):
-                self.all_gather(one, index, ahead=True)
 
     def release_parked(self) -> None:
         """``FSDPCommContext.all_gather_state``: a buffer lives until the next copy-out, so that gather and copy-out overlap."""
@@ -152,11 +149,8 @@ class Runtime:
         else:
             self.memory.settle(*map(unit.unsharded, range(len(unit.parts.groups))))
 
-    def pre_backward(self, unit: Unit, below: Unit | None, further: tuple[Unit, ...] = ()) -> None:
-        """``FSDPState._pre_backward``: gather a unit unless it was prefetched, copy it out, then prefetch the unit below.
-
-        ``further``: units that are prefetched explicitly after that one.
-        """
+    def pre_backward(self, unit: Unit, below: Unit | None) -> None:
+        """``FSDPState._pre_backward``: gather a unit unless it was prefetched, copy it out, then prefetch the unit below."""
         if self.plan.reshard is False:
             self.hold_unsharded(unit)
         for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
@@ -166,8 +160,6 @@ class Runtime:
         self.memory.drop(*map(unit.smaller, range(len(unit.parts.groups))))
         if below is not None:
             self._gather_groups_ahead(below, len(unit.parts.groups))  # only a unit of several groups prefetches several
-        for one in further:
-            self._gather_groups_ahead(one, len(one.parts.groups))
 
     def gather_ahead(self, unit: Unit) -> None:
         """Gather the group that ran last, as the root's hook does before the backward (``_backward_prefetch``)."""
@@ -176,7 +168,7 @@ class Runtime:
             self._request_buffer(unit, index, ahead=True)
 
     def prefetch(self, unit: Unit) -> None:
-        """Gather a unit ahead, as the backward of a unit of one group does: only the group that ran last."""
+        """Gather a unit ahead, explicitly or as the backward of a unit of one group does: only the group that ran last."""
         self._gather_groups_ahead(unit, 1)
 
     def _gather_groups_ahead(self, unit: Unit, most: int) -> None:

@@ -38,6 +38,13 @@ class MicroBatch:
         self._ahead: tuple[Unit, ...] = ()
         self._keeps_input = any(line.tag.role is Role.BLOCK_INPUT for line in plan.head.shared)
 
+    def _depth(self, *, backward: bool) -> int:
+        """How many blocks a block gathers ahead. FSDP1, which runs this program, too, has options of its own."""
+        options = self.plan.recipe.fsdp2
+        if self.plan.recipe.engine != "fsdp2":
+            return int(backward)
+        return options.backward_prefetch if backward else options.forward_prefetch
+
     @property
     def several(self) -> bool:
         """Whether earlier micro-batches have left gradients; False if a column has both cases."""
@@ -73,7 +80,7 @@ class MicroBatch:
         """Run every block from the first to the last."""
         for at, (position, unit) in enumerate(self.layers):
             self.trace.recording = position.is_corner
-            self._ahead = tuple([one for _, one in self.layers[at + 1 : at + 1 + self.plan.recipe.fsdp2.forward_prefetch]])
+            self._ahead = tuple([one for _, one in self.layers[at + 1 : at + 1 + self._depth(backward=False)]])
             if position.layer == self.plan.first_ahead:
                 self.trace.put("predictions", *predictions.beside(self.plan))
             self._block_forward(position, unit)
@@ -115,7 +122,8 @@ class MicroBatch:
 
     def enter(self, unit: Unit) -> None:
         """Gather a block for its forward."""
-        self.run.pre_forward(unit, self._ahead)
+        self.run.pre_forward(unit)
+        self._gather_ahead()
 
     def leave(self, position: Position, unit: Unit) -> None:
         """Reshard a block after its forward. :meth:`unsharded_beside` counts parameters that stay unsharded."""
@@ -213,7 +221,7 @@ class MicroBatch:
             if not self.plan.passes[position.run].points:
                 break
             below = self.layers[at - 1][1] if at else self.below_blocks
-            lowest = max(0, at - self.plan.recipe.fsdp2.backward_prefetch)
+            lowest = max(0, at - self._depth(backward=True))
             self._ahead = tuple([one for _, one in reversed(self.layers[lowest : max(0, at - 1)])])
             self.trace.recording = position.is_corner
             if position.layer == self.plan.tower_layers - 1:
@@ -261,7 +269,13 @@ class MicroBatch:
 
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
         """Gather a block for its backward, and prefetch the one below."""
-        self.run.pre_backward(unit, below, self._ahead)
+        self.run.pre_backward(unit, below)
+        self._gather_ahead()
+
+    def _gather_ahead(self) -> None:
+        """Gather the blocks that this one prefetches explicitly."""
+        for one in self._ahead:
+            self.run.prefetch(one)
 
     def gradients_so_far(self, position: Position) -> None:
         """Hold the shards of the blocks above, and earlier micro-batches' gradients of the others."""

@@ -210,7 +210,9 @@ class Step(UnitPass):
 
     def before_block(self, layer: int) -> None:
         """Unshard the block, and gather the blocks that it prefetches explicitly."""
-        self.pre_forward(self.units[layer], tuple(self.units[layer + 1 : layer + 1 + self.recipe.fsdp2.forward_prefetch]))
+        super().before_block(layer)
+        for one in self.units[layer + 1 : layer + 1 + self.recipe.fsdp2.forward_prefetch]:
+            self.prefetch(one)
 
     def after_block(self, layer: int) -> None:
         """Reshard the block, unless it is the last one and stays gathered."""
@@ -221,7 +223,7 @@ class Step(UnitPass):
         """Unshard the block, and prefetch the blocks below."""
         super().before_block_backward(layer)
         for one in reversed(self.units[max(0, layer - self.recipe.fsdp2.backward_prefetch) : max(0, layer - 1)]):
-            self._gather_groups_ahead(one, len(one.parts.groups))
+            self.prefetch(one)
 
     def before_ending(self) -> None:
         """Gather the unit of norm and head. A loss in the training loop runs after the model's forward."""
