@@ -60,6 +60,7 @@ _DEEPSPEED_OPTIMIZERS = tuple(name for name in _OPTIMIZERS if name != "muon")
 _SPLIT_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 #: Families that may have parameters of unknown place, of which only the number is known.
 PLACED_ELSEWHERE = ("llama",)
+_UNTIED = ("nemotron_h", "kimi_linear")
 _FIXED_BIASES = {
     "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
     "bloom": (True, True), "starcoder2": (True, True), "ministral3": (False, False), "ernie4_5": (False, False),
@@ -106,6 +107,8 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         if family == "lfm2"
         else ("cC*", "CD")
         if family == "lfm2_moe"
+        else ("mM*", "MD", "m")
+        if family == "kimi_linear"
         else ("M-*", "ME*")
         if traits.one_module
         else ("H", "N")
@@ -122,7 +125,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         vocab_size=_up(_about(draw, 16, 260_000), ranks), max_position_embeddings=positions,
         unplaced_parameters=_mostly(draw, 0, _about(draw, 1, 10**9)) if family in PLACED_ELSEWHERE else 0,
         positions={"gpt2": positions, "opt": positions + 2}.get(family, 0),
-        tie_word_embeddings=draw.choice((False, True)) and family != "nemotron_h", attention_bias=attention_bias, mlp_bias=mlp_bias,
+        tie_word_embeddings=draw.choice((False, True)) and family not in _UNTIED, attention_bias=attention_bias, mlp_bias=mlp_bias,
         sliding_window=window,
         max_window_layers=draw.randint(0, n_layers - 1) if family in SOME_WINDOWED and window is not None else 0,
         global_head_dim=2 * head_dim if gemma_4 else 0, global_key_value_heads=kv_heads if gemma_4 else 0,
@@ -182,6 +185,8 @@ def _latent(draw: Random, *, indexed: bool) -> MlaSpec:
 def _states(draw: Random, family: str, heads: int, head_dim: int, hidden: int) -> LinearSpec:
     if family == "minimax":
         return lightning(heads, head_dim, draw.choice((32, 256)))
+    if family == "kimi_linear":
+        return replace(lightning(_about(draw, 1, 64), 8 * _about(draw, 1, 32), 64), conv_kernel_dim=draw.choice((2, 4)))
     return _state_space(draw, hidden) if family in PATTERNED else _linear(draw)
 
 

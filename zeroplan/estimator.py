@@ -582,11 +582,19 @@ def _partly_recomputed(job: JobSpec) -> tuple[str, ...]:
     )
 
 
+_KIMI_DELTA = (
+    "Kimi Delta Attention is counted as transformers' own PyTorch code runs it, with a vector for every pair of tokens of a chunk; "
+    "with flash-linear-attention and causal-conv1d installed it keeps a small part of that"
+)
+
+
 def _linear_attention(job: JobSpec) -> tuple[str, ...]:
     if job.model.linear is None:
         return ()
     if job.model.family == "minimax":
         return _lightning_attention(job)
+    if job.model.family == "kimi_linear":
+        return (_KIMI_DELTA,)
     kernels = "mamba_ssm and causal-conv1d" if job.model.layer_pattern else "flash-linear-attention and causal-conv1d"
     what = "Mamba-2" if job.model.layer_pattern else "linear attention"
     return (f"{what} is counted as transformers' own PyTorch code runs it; with {kernels} installed it keeps less",)

@@ -71,7 +71,8 @@ BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "o
 """Families whose classes always have a window."""
 
 _PATTERNS = {
-    "llama4_text": ("LLG", "LDG", "DGL"), "exaone_moe": ("LLG", "DDG", "DGL", "DLG"),
+    "llama4_text": ("LLG", "LDG", "DGL"), "kimi_linear": ("mM*", "M*M", "mDM", "DmM", "*MM"),
+    "exaone_moe": ("LLG", "DDG", "DGL", "DLG"),
     "lfm2": ("*CC", "**C", "*C*"), "lfm2_moe": ("DC*", "D*C", "Dc*", "DDC"),
 }  # fmt: skip
 
@@ -243,6 +244,15 @@ def _linear(draw: Random) -> LinearSpec:
 
 
 def _state_space(draw: Random, family: str, heads: int, head_dim: int, hidden: int) -> LinearSpec:
+    if family == "kimi_linear":
+        heads, width = draw.choice((1, 2, 3, 4)), draw.choice((8, 16, 24, 32))
+        return LinearSpec(
+            num_key_heads=heads,
+            num_value_heads=heads,
+            key_head_dim=width,
+            value_head_dim=width,
+            conv_kernel_dim=draw.choice((2, 4)),
+        )
     if family == "minimax":
         return lightning(heads, head_dim, draw.choice((16, 32, 64, 256)))
     groups, times = draw.choice((1, 2)), draw.choice((1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ _PATTERNS = {
     "falcon_h1": "H",
     "lfm2": "C*C",
     "lfm2_moe": "cD*C",
+    "kimi_linear": "mM*D",
 }
 
 
@@ -65,6 +67,8 @@ def _indexer(family: str) -> dict[str, int]:
 def _linear(family: str) -> LinearSpec:
     if family == "minimax":
         return lightning(6, 16, 64)
+    if family == "kimi_linear":
+        return replace(lightning(3, 10, 64), conv_kernel_dim=4)
     return LinearSpec(num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=32 if family in PATTERNED else 14)
 
 

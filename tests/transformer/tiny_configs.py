@@ -13,6 +13,12 @@ _DEEPSEEK = _LLAMA | {
     "qk_rope_head_dim": 4, "v_head_dim": 12, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
 
+_KIMI = {key: value for key, value in _DEEPSEEK.items() if key not in ("n_routed_experts", "n_shared_experts", "q_lora_rank")} | {
+    "num_hidden_layers": 5, "num_experts": 8, "num_shared_experts": 2, "n_group": 1, "mla_use_nope": True,
+    "linear_attn_config": {
+        "head_dim": 8, "num_heads": 3, "short_conv_kernel_size": 4, "full_attn_layers": [2, 5], "kda_layers": [1, 3, 4],
+    },
+}  # fmt: skip
 _NEXT = _LLAMA | {
     "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16,
     "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
@@ -227,6 +233,12 @@ TINY: dict[str, dict[str, object]] = {
     "mistral4": _V2,
     "mistral4, whole queries, biases, no dense layer": _V2 | {
         "q_lora_rank": None, "attention_bias": True, "first_k_dense_replace": 0,
+    },
+    "kimi_linear": _KIMI,
+    "kimi_linear, compressed queries, keys of transformers": {
+        **{key: value for key, value in _KIMI.items() if key != "linear_attn_config"}, "q_lora_rank": 20, "linear_num_heads": 2,
+        "linear_head_dim": 8, "linear_conv_kernel_dim": 3, "mlp_layer_types": ["sparse", "dense", "sparse", "dense", "sparse"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
     },
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3, whole queries, biases": _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},

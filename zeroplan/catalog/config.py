@@ -50,6 +50,11 @@ LETTERS = {
 }  # fmt: skip
 #: What a Gemma 4 has by default: embeddings of each layer, values of their own, and logits without a cap.
 _WITHOUT_FORMULAS = {"hidden_size_per_layer_input": 256, "attention_k_eq_v": False, "final_logit_softcapping": None}
+#: Keys of Kimi Linear's ``linear_attn_config``, and transformers' for the same.
+_OF_LINEAR_ATTENTION = {
+    "head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim",
+}  # fmt: skip
+_MOST_LAYERS = 10**4
 _GLOBAL_HEADS = ("global_head_dim", "global_key_value_heads")
 _LARGEST = 2 * 10**7
 """More than every width, vocabulary and context in use."""
@@ -83,7 +88,7 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
     _refuse_other_kinds(config)
     part = text_part(config)
-    text, is_part = _of_full_attention(part.config), part.is_part
+    text, is_part = _of_kimi(_of_full_attention(part.config)), part.is_part
     source = _Source(text, _family(text, treat_as))
     _refuse_small_gemmas(source)
     _demand_required(source)
@@ -112,6 +117,23 @@ def _of_full_attention(config: Config) -> Config:
     keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     rest = {key: value for key, value in config.items() if key != "per_layer_config"}
     return {**rest, **{keys[key]: value for key, value in own.items() if key in keys}}
+
+
+def _of_kimi(config: Config) -> Config:
+    """Return a Kimi Linear's config with the keys that transformers makes of ``linear_attn_config``, and of missing lists."""
+    layers, own = config.get("num_hidden_layers"), config.get("linear_attn_config")
+    if config.get("model_type") != "kimi_linear" or not isinstance(layers, int) or layers > _MOST_LAYERS:
+        return config
+    own = own if isinstance(own, Mapping) else {}
+    full, kinds = own.get("full_attn_layers"), ("linear_attention", "full_attention")
+    every = [kinds[layer > 0 and layer % 4 == 0] for layer in range(layers)]
+    if isinstance(full, list | tuple):
+        every = [kinds[layer in full] for layer in range(1, layers + 1)]
+    dense = config.get("first_k_dense_replace", 1)
+    dense = dense if isinstance(dense, int) else 1
+    found = {key: own[old] for old, key in _OF_LINEAR_ATTENTION.items() if old in own}
+    made = {"layer_types": every, "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)]}
+    return {**config, **found, **{key: value for key, value in made.items() if config.get(key) is None}}
 
 
 def _treated(model_type: object, treat_as: str | None) -> Iterator[str]:
@@ -556,7 +578,7 @@ def _linear(source: _Source) -> LinearSpec | None:
     if source.family not in LINEAR_FAMILIES:
         return None
     sizes = {field: source.integer(f"linear_{field}") for field in LINEAR_FIELDS if field != "value_head_dim"}
-    if source.family not in PATTERNED:
+    if source.family not in PATTERNED or source.family == "kimi_linear":
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), **sizes)
     chunk, heads = source.integer("linear_chunk_size"), sizes["num_value_heads"]
     if TRAITS[source.family].one_module or source.family == "minimax":
@@ -617,7 +639,11 @@ def _letters(source: _Source) -> str:
 
 
 def _with_dense_first(source: _Source, letters: str) -> str:
-    """Return the letters of an LFM2-MoE, whose first layers have no experts."""
+    """Return the letters of an LFM2-MoE, whose first layers have no experts, or of a Kimi Linear, whose dense layers are listed."""
+    kinds = source.config.get("mlp_layer_types")
+    if source.family == "kimi_linear" and isinstance(kinds, list | tuple):
+        dense_of = {"M": "m", "*": "D"}
+        return "".join(dense_of[one] if kind == "dense" else one for one, kind in zip(letters, kinds, strict=False))
     dense = source.integer("num_dense_layers", 2, least=0) if source.family == "lfm2_moe" else 0
     return letters[:dense].replace("C", "c").replace("*", "D") + letters[dense:]
 

@@ -213,7 +213,8 @@ class ModelSpec(Spec):
     """One letter per layer, repeated as needed: M for Mamba-2 or lightning attention, * for attention; in Nemotron-H also - for an
     MLP, E for experts; in Falcon-H1 H, or N if a norm follows the state space; in Llama 4 and K-EXAONE L for attention in chunks or
     with a window, G for full attention, D for a dense MLP; in LFM2 C for a short convolution, and c or D for convolution or
-    attention before a dense MLP beside layers of experts."""
+    attention before a dense MLP beside layers of experts; in Kimi Linear m or D for a
+    layer before a dense MLP."""
     predictions: Annotated[int, Range(0, 100)] = 0
     """Depths of NeMo AutoModel's multi-token prediction, in Nemotron 3 only. Each is the letters ae at the end of the pattern: a
     layer of attention behind a joining projection, and one of experts before a norm."""
@@ -488,16 +489,20 @@ class ModelSpec(Spec):
                 f"num_hidden_layers={self.num_hidden_layers}, sliding_window={self.sliding_window} of a gemma4_text model has no "
                 "formula: five layers with a window come before each one of full attention; use a multiple of 6"
             )
-        if self.family == "minimax" and self.linear is not None:
-            self._check_lightning(self.linear)
+        if self.family in ("minimax", "kimi_linear") and self.linear is not None:
+            self._check_linear(self.linear)
         if has_own and self.num_attention_heads % self.global_key_value_heads:
             raise SpecError(
                 f"global_key_value_heads={self.global_key_value_heads} does not divide {self.num_attention_heads} attention heads"
             )
 
-    def _check_lightning(self, linear: LinearSpec) -> None:
-        """Raise SpecError for heads of lightning attention that differ from those of full attention's queries."""
+    def _check_linear(self, linear: LinearSpec) -> None:
+        """Raise SpecError for heads of queries, keys and values that differ, in families without such."""
         heads, width = self.num_attention_heads, self.head_dim
+        if self.family == "kimi_linear":
+            if (linear.num_key_heads, linear.key_head_dim) != (linear.num_value_heads, linear.value_head_dim):
+                raise SpecError(f"linear={linear} of a kimi_linear model: keys and values have as many heads, equally wide")
+            return
         if linear != lightning(heads, width, linear.chunk_size):
             raise SpecError(
                 f"linear={linear} of a minimax model: queries, keys and values of its lightning attention have {heads} heads of "

@@ -45,12 +45,13 @@ LogProbs = Literal[
     "jsd",
     "kd",
     "asft",
+    "jsd and sft",
     "eaft",
     "pairs",
     "pairs in 16 bits",
 ]
 #: Losses that compare all logits with a teacher's.
-WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft")
+WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft", "jsd and sft")
 #: Losses of ORPO, which read the logits that the model returns.
 OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 #: The names that ``fused_kernels`` accepts.

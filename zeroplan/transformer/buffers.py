@@ -20,7 +20,7 @@ from zeroplan.transformer.vision import VISION, tower_buffers
 #: Families whose routers choose experts by score plus bias, which is a buffer.
 BIASED_ROUTERS = (
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "minimax_m2",
-    "nemotron_h", "lfm2_moe", "exaone_moe",
+    "nemotron_h", "lfm2_moe", "kimi_linear", "exaone_moe",
 )  # fmt: skip
 #: Of these, families whose bias is fp32 for every dtype of the model.
 _BIASED_IN_FP32 = ("deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "solar_open", "lfm2_moe")
@@ -117,6 +117,6 @@ def _falcon_scales(model: ModelSpec) -> int:
 def _routing_biases(model: ModelSpec) -> int:
     if model.moe is None or model.family not in BIASED_ROUTERS:
         return 0
-    dense = sum(map(model.letters.count, "cD")) + model.moe.num_dense_layers
+    dense = sum(map(model.letters.count, "cmD")) + model.moe.num_dense_layers
     routers = model.letters.count("E") + model.predictions or model.num_hidden_layers - dense
     return routers * model.moe.num_experts

@@ -58,13 +58,13 @@ KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
 #: Kind of a layer by its letter in a pattern.
 KINDS_OF_LETTERS = {
     "M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside, normed",
-    "L": "local", "G": "global", "D": "dense", "C": "short", "c": "dense_short",
+    "L": "local", "G": "global", "D": "dense", "C": "short", "c": "dense_short", "m": "dense_linear",
     "a": "ahead", "e": "moe_ahead",
 }  # fmt: skip
 #: Kinds of layers with experts; ``ahead``: multi-token prediction.
 WITH_EXPERTS = ("moe", "moe_ahead")
 #: Kinds of layers with linear attention; ``beside``: attention and Mamba-2 side by side, the latter gated or normalised.
-WITH_STATES = ("linear", "beside", "beside, normed")
+WITH_STATES = ("linear", "dense_linear", "beside", "beside, normed")
 
 
 def full_layers(model: ModelSpec) -> tuple[bool, ...]:

@@ -187,6 +187,11 @@ class Block(NamedTuple):
     """Keys and values come from images, whose tokens autograd follows or not."""
 
     @property
+    def made_on_demand(self) -> bool:
+        """Whether the block's checkpoint is part of its compiled graph, whose backward makes tensors again one by one."""
+        return self.recompute != "none" and "compiled-blocks" in self.fused
+
+    @property
     def attend(self) -> Attend:
         """Return the kernel that attention runs. Source for CUDA's choice: torch 2.13, sdp_utils.cpp."""
         if self.ring > 1:

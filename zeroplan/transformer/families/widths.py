@@ -135,7 +135,7 @@ def in_one_chunk(model: ModelSpec, x: Widths) -> Bool:
 
 def grouped_heads(model: ModelSpec, x: Widths, kind: str) -> bool:
     """Whether several heads share keys and values, or in linear attention queries and keys."""
-    if kind == "linear" and model.linear is not None:
+    if kind.endswith("linear") and model.linear is not None:
         return model.linear.num_key_heads != model.linear.num_value_heads
     return x.key != x.query
 

@@ -129,20 +129,39 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
             "no_rope_layers": [int(letter != "G") for letter in spec.letters],
             "moe_layers": [layer for layer, letter in enumerate(spec.letters) if letter != "D"],
         }
-    if spec.linear is None or not spec.layer_pattern:
-        return _OF_PATTERNS[spec.family](spec) if spec.family in _OF_PATTERNS else {}
+    if spec.family in _OF_PATTERNS:
+        return _OF_PATTERNS[spec.family](spec)
+    return {} if spec.linear is None or not spec.layer_pattern else _with_states(spec)
+
+
+def _with_states(spec: ModelSpec) -> dict[str, object]:
+    assert spec.linear is not None  # noqa: S101  asked before
     if spec.family == "falcon_h1":
         width = spec.linear.num_value_heads * spec.linear.value_head_dim
         return {"mamba_d_ssm": width, "mamba_rms_norm": "N" in spec.letters, "mamba_norm_before_gate": False}
     kinds = [_KINDS[letter] for letter in spec.letters]
     if spec.family in ("minimax", "nemotron_h"):
-        latent = {"layers_block_type": kinds, "moe_latent_size": (spec.moe and spec.moe.latent_size) or None}
+        latent: dict[str, object] = {"layers_block_type": kinds, "moe_latent_size": (spec.moe and spec.moe.latent_size) or None}
         return {"layer_types": kinds} if spec.family == "minimax" else latent
     expand = {"mamba_expand": spec.linear.num_value_heads * spec.linear.value_head_dim // spec.hidden_size}
     if spec.family == "bamba":
         return {**expand, "attn_layer_indices": [layer for layer, letter in enumerate(spec.letters) if letter == "*"]}
     dense = {"num_local_experts": 0, "intermediate_size": spec.intermediate_size} if spec.moe is None else {}
     return {**expand, **dense, "layer_types": kinds, "position_embedding_type": "rope" if spec.turned else None}
+
+
+def _of_kimi(spec: ModelSpec) -> dict[str, object]:
+    """Keys of the kinds of layers, of latent attention and of the router of Kimi Linear."""
+    assert spec.mla is not None  # noqa: S101  the family always has it
+    assert spec.moe is not None  # noqa: S101  as above
+    return {
+        "layer_types": ["linear_attention" if letter in "Mm" else "full_attention" for letter in spec.letters],
+        "mlp_layer_types": ["dense" if letter in "mD" else "sparse" for letter in spec.letters],
+        **{name: getattr(spec.mla, name) for name in ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)},
+        "num_shared_experts": spec.moe.num_shared_experts,
+        "n_group": 1,
+        "topk_group": 1,
+    }
 
 
 def _of_lfm2(spec: ModelSpec) -> dict[str, object]:
@@ -164,6 +183,7 @@ _OF_PATTERNS: dict[str, Callable[[ModelSpec], dict[str, object]]] = {
     "lfm2": _of_lfm2,
     "lfm2_moe": _of_lfm2,
     "exaone_moe": _of_exaone_moe,
+    "kimi_linear": _of_kimi,
 }
 
 
