@@ -35,7 +35,7 @@ class MicroBatch:
     def __init__(self, plan: Plan, trace: Trace, units: Units) -> None:
         self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace, units.made)
         self.root, self.ends, self.layers, self._inside = units.root, units.ends, units.layers, units.inside
-        self._ahead: tuple[Unit, ...] = ()
+        self._prefetched: tuple[Unit, ...] = ()
         self._keeps_input = any(line.tag.role is Role.BLOCK_INPUT for line in plan.head.shared)
 
     def _depth(self, *, backward: bool) -> int:
@@ -80,7 +80,7 @@ class MicroBatch:
         """Run every block from the first to the last."""
         for at, (position, unit) in enumerate(self.layers):
             self.trace.recording = position.is_corner
-            self._ahead = tuple([one for _, one in self.layers[at + 1 : at + 1 + self._depth(backward=False)]])
+            self._prefetched = tuple([one for _, one in self.layers[at + 1 : at + 1 + self._depth(backward=False)]])
             if position.layer == self.plan.first_ahead:
                 self.trace.put("predictions", *predictions.beside(self.plan))
             self._block_forward(position, unit)
@@ -123,7 +123,7 @@ class MicroBatch:
     def enter(self, unit: Unit) -> None:
         """Gather a block for its forward."""
         self.run.pre_forward(unit)
-        self._gather_ahead()
+        self._prefetch()
 
     def leave(self, position: Position, unit: Unit) -> None:
         """Reshard a block after its forward. :meth:`unsharded_beside` counts parameters that stay unsharded."""
@@ -222,7 +222,7 @@ class MicroBatch:
                 break
             below = self.layers[at - 1][1] if at else self.below_blocks
             lowest = max(0, at - self._depth(backward=True))
-            self._ahead = tuple([one for _, one in reversed(self.layers[lowest : max(0, at - 1)])])
+            self._prefetched = tuple([one for _, one in reversed(self.layers[lowest : max(0, at - 1)])])
             self.trace.recording = position.is_corner
             if position.layer == self.plan.tower_layers - 1:
                 outside.backward_of_the_projector(self.plan, self.trace)
@@ -270,11 +270,11 @@ class MicroBatch:
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
         """Gather a block for its backward, and prefetch the one below."""
         self.run.pre_backward(unit, below)
-        self._gather_ahead()
+        self._prefetch()
 
-    def _gather_ahead(self) -> None:
+    def _prefetch(self) -> None:
         """Gather the blocks that this one prefetches explicitly."""
-        for one in self._ahead:
+        for one in self._prefetched:
             self.run.prefetch(one)
 
     def gradients_so_far(self, position: Position) -> None:
