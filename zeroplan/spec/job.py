@@ -296,6 +296,7 @@ class JobSpec(Spec):
         self._check_ends_apart()
         self._check_gathers_ahead()
         self._check_step_in_backward()
+        self._check_dion()
         if self.model.adapter is not None:
             self._check_adapter(self.model.adapter)
         if self.model.frozen is not None:
@@ -394,6 +395,18 @@ class JobSpec(Spec):
         if by_itself:
             refuse(f"optimizer {recipe.optimizer!r} with", cases, ", or another optimizer")
         refuse(f"{option}.step_in_backward with", cases, ", or leave it out")
+
+    def _check_dion(self) -> None:
+        """Raise SpecError where dion's Muon is not modelled; it fails itself on matrices that two groups of ranks share."""
+        beside = max(self.mesh.tp, self.mesh.cp, self.mesh.pp, self.mesh.ep) > 1
+        cases = (
+            (beside and "ranks that split the model or a sequence", "dp_shard and dp_replicate alone"),
+            (self.model.moe is not None and "experts", "optimizer 'muon'"),
+            (self.model.adapter is not None and "adapters", "full training"),
+            (self.model.profile is not None and "a profile", "a model of a known family"),
+        )
+        if self.recipe.optimizer == "dion-muon":
+            refuse("optimizer 'dion-muon' with", cases, ", or optimizer 'adamw'")
 
     def _of_the_optimizer(self, *, by_itself: bool) -> Iterator[tuple[str | bool, str]]:
         """Yield optimizers that are not modelled inside the backward, and what to use instead."""
