@@ -142,6 +142,15 @@ class Fsdp2Options(Spec):
     """The embedding is one ``fully_shard`` unit, and the last norm with the head another, which stays gathered until its backward,
     as in accelerate 1.15 and torchtitan. With a tied head all of it is one unit."""
 
+    keeps_last: bool = False
+    """The last block stays gathered from its forward to its backward, as in NeMo AutoModel."""
+
+    forward_prefetch: Annotated[int, Range(0, 8)] = 0
+    """So many blocks ahead are gathered while a block runs its forward (``set_modules_to_forward_prefetch``)."""
+
+    backward_prefetch: Annotated[int, Range(1, 8)] = 1
+    """So many blocks ahead are gathered while a block runs its backward (``set_modules_to_backward_prefetch``)."""
+
     step_in_backward: bool = False
     """Each parameter has its own optimizer, which steps right after the reduction of its unit and frees the gradient
     (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
@@ -152,6 +161,11 @@ class Fsdp2Options(Spec):
 
     float8_all_gather: bool = False
     """Ranks cast their shards of float8 layers' weights and gather them in float8 (torchao's ``enable_fsdp_float8_all_gather``)."""
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether blocks gather others explicitly, or the last one stays gathered."""
+        return self.keeps_last or self.forward_prefetch > 0 or self.backward_prefetch > 1
 
     @property
     def shards_ends(self) -> bool:

@@ -44,6 +44,8 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
                 batch.grad_accum_steps, reductions, backward=backward, ranks=groups[0].experts.ranks,
             )  # fmt: skip
             calls += exchanges(plan, run, mesh, batch, model)
+        if plan.recipe.fsdp2.keeps_last and plan.reshard is True and at == plan.walk[-1].run:
+            backward -= 1  # the last block is still gathered
         beside = (groups[0].beside_experts, groups[1].beside_experts)
         calls += _of_group(plan, beside, run.layers, name, mesh, batch.grad_accum_steps, reductions, backward=backward)
         if plan.recipe.fsdp2.float8_all_gather:
