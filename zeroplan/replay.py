@@ -140,9 +140,15 @@ class StepReplay:
     def _products(self) -> frozenset[int]:
         return frozenset(self.log.products.values())
 
+    @cached_property
+    def _unrecorded(self) -> frozenset[int]:
+        """The requests that a run on fake tensors does not record: scratch inside CUDA's kernels."""
+        scratch = (at for at, one in enumerate(self.log.requests) if one.reason.startswith("scratch of"))
+        return frozenset(scratch if self.log.starts == "recorded" else ())
+
     def _play(self, card: CachingAllocator, *, keeps_up: bool) -> Replayed:
         """Replay the steps on this allocator and return its counters; raises _FullAtError if it runs out of memory."""
-        requests, chunks = self.log.requests, dict[int, Chunk]()
+        requests, chunks, unrecorded = self.log.requests, dict[int, Chunk](), self._unrecorded
         marked = frozenset[int]() if keeps_up else self.log.marked
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
         early, late = (self._products, ()) if self.log.starts == "recorded" else ((), self._products)
@@ -153,6 +159,8 @@ class StepReplay:
                     card.request(self._workspace_bytes)
                 if at in self.log.waits:
                     card.reached(self.log.waits[at])
+                if (deed if deed >= 0 else -1 - deed) in unrecorded:
+                    continue
                 if deed < 0:
                     card.release(chunks.pop(-1 - deed), once_at=at if -1 - deed in marked else None)
                     continue
