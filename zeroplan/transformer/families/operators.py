@@ -505,7 +505,9 @@ def rotary(
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         times_sin = tape.make(TEMPORARY, f"gradient of the {site.name}, times sin", dtype * turned_part, site.source)
-        negative = tape.begin_brief(f"gradient of the {site.name}, first half negated", ceil(value.dtype * turned_part, 2), site.source)
+        negative = tape.begin_brief(
+            f"gradient of the {site.name}, first half negated", ceil(value.dtype * turned_part, 2), site.source
+        )
         given = gradient(tape, value, f"gradient of the {site.name}", site.source)
         tape.end_brief(negative)
         other = tape.make(TEMPORARY, "gradient of the other half", value.dtype * turned_part, site.source)
