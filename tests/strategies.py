@@ -30,11 +30,11 @@ from zeroplan.spec.family import (
     FREE_ACTIVATION,
     INDEXED_FAMILIES,
     LATENT_FAMILIES,
-    LINEAR_FAMILIES,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
     PATTERNED,
     SHARED_EXPERTS,
+    SOME_WINDOWED,
     TRAITS,
     WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
@@ -43,7 +43,7 @@ from zeroplan.spec.family import (
 from zeroplan.spec.frozen import PARTS, FrozenSpec
 from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES
-from zeroplan.spec.model import LinearSpec, MlaSpec
+from zeroplan.spec.model import LinearSpec, MlaSpec, lightning
 from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import ADAM, ON_PAPER, DeepSpeedOptions, Fsdp1Options, MegatronOptions
@@ -60,6 +60,7 @@ _DEEPSPEED_OPTIMIZERS = tuple(name for name in _OPTIMIZERS if name != "muon")
 _SPLIT_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 #: Families that may have parameters of unknown place, of which only the number is known.
 PLACED_ELSEWHERE = ("llama",)
+_UNTIED = ("nemotron_h", "kimi_linear")
 _FIXED_BIASES = {
     "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
     "bloom": (True, True), "starcoder2": (True, True), "ministral3": (False, False), "ernie4_5": (False, False),
@@ -100,10 +101,14 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     patterns = (
         ("LLG", "LDG")
         if family == "llama4_text"
+        else ("DLLG", "LLLG")
+        if family == "exaone_moe"
         else ("C", "CC*", "*")
         if family == "lfm2"
         else ("cC*", "CD")
         if family == "lfm2_moe"
+        else ("mM*", "MD", "m")
+        if family == "kimi_linear"
         else ("M-*", "ME*")
         if traits.one_module
         else ("H", "N")
@@ -111,6 +116,8 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         else ("M", "MM*", "*")
     )
     pattern = draw.choice(patterns) if family in PATTERNED else ""
+    window = _mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None
+    window = 512 if gemma_4 or family == "exaone_moe" else window
     made = ModelSpec(
         name=_mostly(draw, "", "mine"),
         family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,
@@ -118,14 +125,15 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         vocab_size=_up(_about(draw, 16, 260_000), ranks), max_position_embeddings=positions,
         unplaced_parameters=_mostly(draw, 0, _about(draw, 1, 10**9)) if family in PLACED_ELSEWHERE else 0,
         positions={"gpt2": positions, "opt": positions + 2}.get(family, 0),
-        tie_word_embeddings=draw.choice((False, True)) and family != "nemotron_h", attention_bias=attention_bias, mlp_bias=mlp_bias,
-        sliding_window=512 if gemma_4 else _mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None,
+        tie_word_embeddings=draw.choice((False, True)) and family not in _UNTIED, attention_bias=attention_bias, mlp_bias=mlp_bias,
+        sliding_window=window,
+        max_window_layers=draw.randint(0, n_layers - 1) if family in SOME_WINDOWED and window is not None else 0,
         global_head_dim=2 * head_dim if gemma_4 else 0, global_key_value_heads=kv_heads if gemma_4 else 0,
         hidden_act=_mostly(draw, None, *get_args(Activation)) if family in FREE_ACTIVATION else None,
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
         moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES and "-" not in pattern else None,
         mla=mla, layer_pattern=pattern, turned=not traits.unturned_models or (not traits.one_module and draw.choice((False, True))),
-        linear=_state_space(draw, hidden) if pattern and traits.linear else _linear(draw) if family in LINEAR_FAMILIES else None,
+        linear=_states(draw, family, heads, head_dim, hidden) if traits.linear else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
     if family == "glm_moe_dsa" and mla is not None and made.moe is not None and made.moe.num_dense_layers:
@@ -174,6 +182,14 @@ def _latent(draw: Random, *, indexed: bool) -> MlaSpec:
     )  # fmt: skip
 
 
+def _states(draw: Random, family: str, heads: int, head_dim: int, hidden: int) -> LinearSpec:
+    if family == "minimax":
+        return lightning(heads, head_dim, draw.choice((32, 256)))
+    if family == "kimi_linear":
+        return replace(lightning(_about(draw, 1, 64), 8 * _about(draw, 1, 32), 64), conv_kernel_dim=draw.choice((2, 4)))
+    return _state_space(draw, hidden) if family in PATTERNED else _linear(draw)
+
+
 def _state_space(draw: Random, hidden: int) -> LinearSpec:
     heads = next(number for number in (8, 4, 2, 1) if hidden % number == 0)
     return LinearSpec(
@@ -209,7 +225,7 @@ def partly_frozen(draw: Random) -> ModelSpec:
     if one.tie_word_embeddings and ("head" in parts) != ("embedding" in parts):
         parts = ["embedding", "head"]
     layers = draw.randint(0 if parts else 1, 9)
-    deep = replace(one, num_hidden_layers=layers + draw.randint(1, 9))
+    deep = replace(one, num_hidden_layers=layers + draw.randint(1, 9), max_window_layers=0)
     return replace(deep, frozen=FrozenSpec(parts=",".join(parts), layers=layers))
 
 
@@ -666,7 +682,7 @@ def _cut_by_hand(draw: Random, stages: int, layers: int) -> str | None:
 def _in_stages(one: ModelSpec, stages: int) -> ModelSpec:
     """The model with a layer for each stage, where embedding and head count as layers, and without dense first layers."""
     experts = None if one.moe is None else replace(one.moe, num_dense_layers=0)
-    return replace(one, num_hidden_layers=max(one.num_hidden_layers, 2 * stages - 2), moe=experts)
+    return replace(one, num_hidden_layers=max(one.num_hidden_layers, 2 * stages - 2), moe=experts, max_window_layers=0)
 
 
 def _with_experts(draw: Random, one: ModelSpec, split: MeshSpec) -> MeshSpec:
@@ -690,7 +706,7 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     if of_script:
         told, cp = replace(told, attention="eager"), 1
     families = ("gpt2",) if of_script else megatron.FAMILIES
-    one = replace(model(draw, families, ranks=tp, layers=pp * each), hidden_act=None)
+    one = replace(model(draw, families, ranks=tp, layers=pp * each), hidden_act=None, max_window_layers=0)
     if pp > 1 and one.num_hidden_layers > 2 * pp * each and draw.randint(0, 3) == 3:
         one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as one layer each
     by_hand = _cut_by_hand(draw, pp * each, one.num_hidden_layers) if pp > 1 else None

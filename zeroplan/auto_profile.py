@@ -141,7 +141,8 @@ def _of_a_picture(request: Request, keys: Mapping[str, object]) -> list[str]:
     """
     for flag, value in (
         ("--quantize", request.quantize), ("--lora-dropout", request.lora_dropout), ("--lora-compute", request.lora_compute),
-        ("--upcast", request.upcast), ("--images", request.images), ("--freeze", request.freeze),
+        ("--lora-base", request.lora_base), ("--lora-runs", request.lora_runs), ("--upcast", request.upcast),
+        ("--images", request.images), ("--freeze", request.freeze),
     ):  # fmt: skip
         if value not in (None, "none", False):
             raise SpecError(f"{flag} with a transformer of diffusers is not modelled; leave it out")

@@ -12,6 +12,7 @@ from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_ba
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.reserved_shares import with_missed
+from zeroplan.engines.userbuffers import overlap_buffers
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
 from zeroplan.measurement import SETTINGS, AllocatorSettings
@@ -427,7 +428,7 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
 
 
 def _outside(job: JobSpec) -> tuple[Outside, ...]:
-    return (*outside(job.mesh, job.cluster.gpu), *expert_buffers(job))
+    return (*outside(job.mesh, job.cluster.gpu), *expert_buffers(job), *overlap_buffers(job))
 
 
 def needed_by(account: Account, job: JobSpec) -> Needed:
@@ -581,12 +582,33 @@ def _partly_recomputed(job: JobSpec) -> tuple[str, ...]:
     )
 
 
+_KIMI_DELTA = (
+    "Kimi Delta Attention is counted as transformers' own PyTorch code runs it, with a vector for every pair of tokens of a chunk; "
+    "with flash-linear-attention and causal-conv1d installed it keeps a small part of that"
+)
+
+
 def _linear_attention(job: JobSpec) -> tuple[str, ...]:
     if job.model.linear is None:
         return ()
+    if job.model.family == "minimax":
+        return _lightning_attention(job)
+    if job.model.family == "kimi_linear":
+        return (_KIMI_DELTA,)
     kernels = "mamba_ssm and causal-conv1d" if job.model.layer_pattern else "flash-linear-attention and causal-conv1d"
     what = "Mamba-2" if job.model.layer_pattern else "linear attention"
     return (f"{what} is counted as transformers' own PyTorch code runs it; with {kernels} installed it keeps less",)
+
+
+def _lightning_attention(job: JobSpec) -> tuple[str, ...]:
+    counted = "lightning attention is counted as transformers' own PyTorch code runs it, a loop over chunks"
+    if not job.recipe.engine.startswith("fsdp") or not widths(job.recipe.precision).mixed:
+        return (counted,)
+    name = widths(job.recipe.precision).name
+    return (
+        counted,
+        f"load the model in {name} and cast only its parameters to fp32, as accelerate does: fp32 decays stop its class",
+    )
 
 
 def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:

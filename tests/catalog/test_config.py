@@ -121,8 +121,13 @@ def test_a_window_counts_where_the_config_uses_it():
     qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 4096}
     assert model_from_config(qwen).sliding_window is None
     assert model_from_config(qwen | {"use_sliding_window": True, "max_window_layers": 32}).sliding_window is None
-    with pytest.raises(SpecError, match=r"a sliding window of a qwen2 model .* has no formula"):
-        model_from_config(qwen | {"use_sliding_window": True, "max_window_layers": 31})
+    some = model_from_config(qwen | {"use_sliding_window": True, "max_window_layers": 31})
+    assert (some.sliding_window, some.max_window_layers) == (4096, 31)
+    kinds = ["full_attention"] * 4 + ["sliding_attention"] * 28
+    assert model_from_config(qwen | {"use_sliding_window": True, "layer_types": kinds}).max_window_layers == 4
+    assert model_from_config(qwen | {"use_sliding_window": True, "layer_types": kinds[4:] + kinds[-4:]}).max_window_layers == 0
+    with pytest.raises(SpecError, match="makes layer 1 'sliding_attention', which has no formula in a qwen2"):
+        model_from_config(qwen | {"use_sliding_window": True, "layer_types": kinds[::-1]})
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
     assert model_from_config(qwen | experts).sliding_window is None
     windowed = qwen | experts | {"use_sliding_window": True, "max_window_layers": 32}  # all its layers have it

@@ -54,6 +54,8 @@ TOWERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "qwen2_5_vl": (TEXT, QWEN | {"fullatt_block_indexes": [1]}),
     "qwen3_vl": (TEXT, QWEN3 | {"deepstack_visual_indexes": [0, 2]}),
     "qwen3_vl_moe": (TEXT | EXPERTS, QWEN3 | {"deepstack_visual_indexes": [1]}),
+    "qwen2_5_omni_thinker": (TEXT, QWEN),
+    "qwen3_omni_moe_thinker": (TEXT | EXPERTS, QWEN3 | {"deepstack_visual_indexes": [1]}),
     "qwen3_5": (TEXT | LINEAR, QWEN3),
     "qwen3_5_moe": (TEXT | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 24}, QWEN3),
 }
@@ -72,7 +74,39 @@ def test_an_entry_with_a_tower_has_the_parameters_of_its_class(name: str) -> Non
     transformers, torch, config = pytest.importorskip("transformers"), pytest.importorskip("torch"), shipped_config(name)
     with torch.device("meta"):
         real = transformers.AutoModelForImageTextToText.from_config(hub_config(config))
-    assert parameter_count(model(name)) == sum(one.numel() for one in real.parameters())
+    speech = config.get("speech_parameters", 0)
+    assert parameter_count(model(name)) == sum(one.numel() for one in real.parameters()) + (
+        speech if type(speech) is int else 0
+    )
+
+
+@pytest.mark.torch
+def test_what_makes_speech_in_qwens_omni_models_has_the_parameters_of_its_classes() -> None:
+    """The talker in 16 bits; loaded in bf16, the 7B's token2wav stays in fp32, as a small model of the class shows."""
+    torch, kinds = pytest.importorskip("torch"), pytest.importorskip("transformers").CONFIG_MAPPING
+    from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as classes
+
+    talker = kinds["qwen2_5_omni_talker"](
+        hidden_size=896, num_hidden_layers=24, num_attention_heads=12, num_key_value_heads=4, head_dim=128,
+        intermediate_size=18944, embedding_size=3584, vocab_size=8448,
+    )  # fmt: skip
+    with torch.device("meta"):
+        speaks = classes.Qwen2_5OmniTalkerForConditionalGeneration(talker)
+        sounds = classes.Qwen2_5OmniToken2WavModel(classes.Qwen2_5OmniToken2WavConfig())
+    counts = [sum(one.numel() for one in part.parameters()) for part in (speaks, sounds)]
+    thinker, all_of_it = (parameter_count(model(name)) for name in ("qwen2.5-omni-7b", "qwen2.5-omni-7b-whole"))
+    assert all_of_it - thinker == counts[0] + 2 * counts[1]
+
+
+@pytest.mark.torch
+def test_a_whole_omni_model_is_read_as_its_thinker() -> None:
+    thinker = config_with_notes(whole("qwen2_5_omni_thinker"))
+    read = config_with_notes(
+        {"model_type": "qwen2_5_omni", "thinker_config": whole("qwen2_5_omni_thinker"), "talker_config": {}}
+    )
+    assert read.model == thinker.model
+    assert "speech of the thinker's hidden states are left out" in read.notes[-1]
+    assert not any("left out" in note for note in thinker.notes)
 
 
 @pytest.mark.torch

@@ -36,7 +36,7 @@ def test_the_answer_fits_one_screen(run: Run):
 
 
 TIGHT = ("plan", "--model", "gpt2-xl", "--gpu", "l4", "--gpus", "1", "--seq-len", "1024", "--stage", "0", "--engine", "ddp",
-         "--optimizer", "adamw-8bit", "--loss", "full", "--recompute", "full", "--micro-batch")  # fmt: skip
+         "--optimizer", "adamw-8bit", "--loss", "full", "--recompute", "full", "--grad-accum", "1", "--micro-batch")  # fmt: skip
 
 
 def test_a_layout_that_leads_two_rankings_is_named_once(run: Run):

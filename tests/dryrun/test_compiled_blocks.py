@@ -36,17 +36,17 @@ def drawn(seed: int) -> JobSpec:
     """Return the job that a seed draws."""
     dice = random.Random(seed)  # noqa: S311  no secret
     heads, width = dice.choice((8, 16, 32)), dice.choice((64, 128))
-    hidden = heads * width
+    hidden, family = heads * width, dice.choice(("llama", "mistral", "qwen2", "qwen3"))
     model = ModelSpec(
-        family=dice.choice(("llama", "mistral", "qwen2", "qwen3")), hidden_size=hidden,
-        intermediate_size=int(hidden * dice.choice((2.6875, 3, 3.5))),
+        family=family, hidden_size=hidden, attention_bias=family == "qwen2",
+        intermediate_size=int(hidden * dice.choice((2.75, 3, 3.5))),
         num_hidden_layers=dice.choice((2, 3, 4)), num_attention_heads=heads, num_key_value_heads=heads // dice.choice((1, 2, 4)),
         head_dim=width, vocab_size=dice.choice((1000, 8000, 32000)), tie_word_embeddings=dice.random() < 0.3,
     )  # fmt: skip
     return job(
         model=model, gpus=8, gpu="h100-sxm-80gb", engine="fsdp2", stage=dice.choice((2, 3)), optimizer="adamw",
         optimizer_impl="foreach", precision=dice.choice(("bf16-mixed", "bf16")), micro_batch=dice.choice((1, 2, 3)),
-        recompute=dice.choice(("none", "none", "full")), seq_len=dice.choice((512, 777, 1024, 2048, 4096)),
+        recompute=dice.choice(("none", "selective", "full")), seq_len=dice.choice((512, 777, 1024, 2048, 4096)),
         fused_kernels=dice.choice(PARTS),
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from tests.engines.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from tests.published_activations import first_stage_activation_bytes, split_layer_activation_bytes
+from zeroplan.engines.deep_ep import expert_buffers, tuned
 from zeroplan.engines.megatron import account
 from zeroplan.engines.megatron.chunks import Schedule, fullest
 from zeroplan.engines.megatron.rank import Rank, rank_of
+from zeroplan.engines.userbuffers import overlap_buffers
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, total_bytes
@@ -585,3 +588,57 @@ def test_overlapped_micro_batches_have_one_more_layer_in_a_backward() -> None:
         assert more["backward of a layer"] - less["backward of a layer"] == layers * one_more
         assert more["loss"] == less["loss"]
         assert_explained(both[1])
+
+
+@pytest.mark.parametrize(("etp", "ranks"), [(1, 4), (2, 8)])
+def test_deep_eps_buffers_are_beside_the_allocator_and_its_tensors_are_all_to_alls(etp: int, ranks: int):
+    """A dispatcher's group has all ranks that share experts, and those that split one (fused_a2a.py, get_buffer)."""
+    sends, deep = (
+        job(
+            model="mixtral-8x7b", gpus=8, gpu="h100-sxm-80gb", engine="megatron", stage=1, tensor_parallel=2, expert_parallel=4,
+            sequence_parallel=True, seq_len=4096,
+            megatron=MegatronOptions(moe_token_dispatcher_type=kind, expert_tensor_parallel_size=etp),
+        )
+        for kind in ("alltoall", "deepep")
+    )  # fmt: skip
+    assert estimate(sends).peak_bytes == estimate(deep).peak_bytes
+    (buffers,) = expert_buffers(deep)
+    near = max(tuned(ranks, 20, combines=combines).get_nvl_buffer_size_hint(2 * 4096, ranks) for combines in (False, True))
+    assert buffers.band.expected_bytes == near + 32 * 2**20
+    assert not expert_buffers(sends)
+    assert estimate(deep).outside_band.expected_bytes - estimate(sends).outside_band.expected_bytes == near + 32 * 2**20
+
+
+@pytest.mark.parametrize(("more", "gathered", "scattered"), [
+    ({}, 2, 2), ({"fp8_format": "hybrid"}, 1, 2), ({"tp_comm_overlap_cfg": True}, 2, 3.5),
+])  # fmt: skip
+def test_buffers_of_products_that_overlap_their_exchange(more: dict[str, Any], gathered: float, scattered: float):
+    """Eight gather inputs, four scatter outputs; a ring's reduce-scatter has 2p-1 parts of p (comm_gemm_overlap.cpp)."""
+    plain, overlapped = (
+        job(
+            model="llama-3.1-8b", gpus=8, gpu="h100-sxm-80gb", engine="megatron", stage=1, tensor_parallel=4, seq_len=8192,
+            sequence_parallel=True, micro_batch=2, megatron=MegatronOptions(tp_comm_overlap=on, **(more if on else {})),
+        )
+        for on in (False, True)
+    )  # fmt: skip
+    (buffers,) = overlap_buffers(overlapped)
+    tokens = 2 * 8192 * 4096
+    assert buffers.band.expected_bytes == (8 * gathered + 4 * scattered) * tokens + 12 * 5 * MIB
+    assert not overlap_buffers(plain)
+    added = estimate(overlapped).outside_band.expected_bytes - estimate(plain).outside_band.expected_bytes
+    assert added == buffers.band.expected_bytes
+
+
+def test_products_overlap_their_exchange_with_sequence_parallelism_alone():
+    said = {
+        "model": "llama-3.1-8b",
+        "gpus": 8,
+        "engine": "megatron",
+        "stage": 1,
+        "megatron": MegatronOptions(tp_comm_overlap=True),
+    }
+    for more in ({"tensor_parallel": 4}, {}):
+        with pytest.raises(SpecError, match="tp_comm_overlap without sequence_parallel"):
+            job(**said, **more)
+    with pytest.raises(SpecError, match="tp_comm_overlap_cfg needs"):
+        MegatronOptions(tp_comm_overlap_cfg=True)

@@ -277,7 +277,7 @@ def _reserved_elsewhere() -> Iterator[str]:
         "*replay* that of `--replay`, which works out every request of the first steps, or the estimate's if a job has no\n"
         "replay. torchtitan's programs of 2024 kept the logits in fp32 (`--keep-logits fp32`), and the estimate uses\n"
         "transformers' modules for all but f8f545c45 and 9dec370 (`--modules torchtitan`). On a card that is full, the replay\n"
-        "frees its cache as the allocator does: the last of prime-rl's runs.\n"
+        "frees its cache as the allocator does: prime-rl's SFT of 65,536 tokens on B200.\n"
     )
     scored, head = reserved_on_gpus.scored(), ("source", "zeroplan's figure", "rows:", "median:", "of its absolute value:",
                                                "90 in 100:", "lowest:", "highest:", "in the band:",

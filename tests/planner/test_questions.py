@@ -315,3 +315,51 @@ def test_the_largest_number_that_goes_through_is_found(most: int, goes: int):
 
     assert _that_goes_through(most, answer) == goes
     assert len(asked) <= 9
+
+
+@pytest.mark.parametrize(
+    ("said", "sequences"),
+    [
+        ({"gpus": 8, "seq_len": 4096}, 512),  # 64 of a GPU
+        ({"gpus": 1, "seq_len": 1024}, 64),
+        ({"gpus": 64, "seq_len": 8192}, 512),  # 4,194,304 tokens
+        ({"gpus": 24, "seq_len": 4096}, 768),  # the largest power of two on each that does not exceed them
+        ({"gpus": 64, "seq_len": 131072}, 64),  # one of a GPU is more
+        ({"gpus": 8, "seq_len": 4096, "micro_batch": 3}, 768),
+    ],
+)
+def test_without_a_batch_all_layouts_train_on_as_many_tokens(said: dict[str, int], sequences: int):
+    asked = Request(model="llama-3.2-1b", gpu="h100-sxm-80gb", engine="fsdp2", stage=3, recompute="full", **said)  # type: ignore[arg-type]
+    found = ask(asked, Question())
+    assert found.best is not None
+    batch, mesh = found.best.layout.job.batch, found.best.layout.job.mesh
+    assert batch.micro_batch_size * batch.grad_accum_steps * mesh.dp_replicate * mesh.dp_shard == sequences
+    assert f"zeroplan assumes {sequences:,} sequences per step ({sequences * said['seq_len']:,} tokens)" in " ".join(
+        found.notes
+    )
+    same = ask(asked, Question(global_batch=sequences))
+    assert (same.best, any("assumes" in note for note in same.notes)) == (found.best, False)
+
+
+def test_a_batch_is_assumed_only_where_the_question_leaves_it_open(tmp_path: Path):
+    asked = Request(model="gpt2", gpu="l4-24gb", gpus=2, seq_len=512, engine="ddp")
+    open_file, fixed_file = tmp_path / "open.json", tmp_path / "fixed.json"
+    open_file.write_text('{"bf16": true, "learning_rate": 1e-4, "num_train_epochs": 1}')
+    fixed_file.write_text('{"bf16": true, "learning_rate": 1e-4, "per_device_train_batch_size": 4}')
+    from_files = (
+        Request(model="gpt2", gpu="l4-24gb", gpus=2, seq_len=512, from_file=str(one)) for one in (open_file, fixed_file)
+    )
+    assumed, kept = (ask(one, Question()) for one in from_files)
+    assert any("global batch not given" in note for note in assumed.notes)
+    for answer in (kept, ask(replace(asked, grad_accum=1), Question()), ask(asked, Question(max_batch=True))):
+        assert answer.best is not None
+        assert answer.best.layout.job.batch.grad_accum_steps == 1
+        assert not any("global batch not given" in note for note in answer.notes)
+
+
+def test_a_pipeline_is_found_without_a_batch():
+    """Llama 3.1 405B on 1,024 GPUs: with one micro-batch per step a pipeline would idle, so that sharding alone seemed best."""
+    found = ask(Request(model="llama-3.1-405b", gpu="h100-sxm-80gb", gpus=1024), Question())
+    assert found.best is not None
+    assert found.best.layout.job.mesh.tp == 8
+    assert found.best.layout.job.mesh.pp > 1

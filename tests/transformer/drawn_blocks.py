@@ -30,13 +30,14 @@ from zeroplan.spec.family import (
     PATTERNED,
     PLAIN_HEADS,
     SHARED_EXPERTS,
+    SOME_WINDOWED,
     TRAITS,
     WIDE_ROUTERS,
     WINDOWED_FAMILIES,
     Activation,
 )
 from zeroplan.spec.hardware import ClusterSpec
-from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec, lightning
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
@@ -66,11 +67,13 @@ BIASED_AT_WILL = (
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
     "jais2", "helium", "stablelm", "apertus", "hy_v3", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
-BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm")
+BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm", "exaone_moe")
 """Families whose classes always have a window."""
 
 _PATTERNS = {
-    "llama4_text": ("LLG", "LDG", "DGL"), "lfm2": ("*CC", "**C", "*C*"), "lfm2_moe": ("DC*", "D*C", "Dc*", "DDC"),
+    "llama4_text": ("LLG", "LDG", "DGL"), "kimi_linear": ("mM*", "M*M", "mDM", "DmM", "*MM"),
+    "exaone_moe": ("LLG", "DDG", "DGL", "DLG"),
+    "lfm2": ("*CC", "**C", "*C*"), "lfm2_moe": ("DC*", "D*C", "Dc*", "DDC"),
 }  # fmt: skip
 
 
@@ -145,12 +148,13 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     every, patterned = GLOBAL_LAYERS.get(family), family in PATTERNED
     own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1 + TRAITS[family].global_first))
-    state_space = _state_space(draw, hidden) if patterned and family in LINEAR_FAMILIES else None
+    state_space = _state_space(draw, family, heads, head_dim, hidden) if patterned and family in LINEAR_FAMILIES else None
     of_one_module = TRAITS[family].one_module
     pattern = _pattern(draw, family) if patterned else ""
     routed = (
         "E" in pattern if of_one_module else family in MOE_FAMILIES and not (TRAITS[family].may_be_dense and draw.randint(0, 1))
     )
+    window = _window(draw, family)
     spec = ModelSpec(
         family=family,
         hidden_size=hidden,
@@ -163,7 +167,8 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
         max_position_embeddings=512,
         positions={"gpt2": 512, "opt": 514}.get(family, 0),
         tie_word_embeddings=family == "gpt2",
-        sliding_window=_window(draw, family),
+        sliding_window=window,
+        max_window_layers=block + draw.randint(0, 1) if family in SOME_WINDOWED and window is not None else 0,
         moe=_experts(draw, family, ffn) if routed else None,
         mla=mla,
         linear=state_space or (_linear(draw) if family in LINEAR_FAMILIES else None),
@@ -208,6 +213,7 @@ def _experts(draw: Random, family: str, ffn: int) -> MoeSpec:
         moe_intermediate_size=ffn if family in ONE_WIDTH_FAMILIES else draw.choice((32, 56, 96, 256)),
         num_shared_experts=(draw.choice((1, 2)) if family in DENSE_LAYERS else 1) if family in SHARED_EXPERTS else 0,
         num_dense_layers=draw.choice((0, 1, 2)) if family in DENSE_LAYERS else 0,
+        num_groups=draw.choice((0, 1, 2, experts)) if family == "deepseek_v2" else 0,
     )
 
 
@@ -237,7 +243,18 @@ def _linear(draw: Random) -> LinearSpec:
     )
 
 
-def _state_space(draw: Random, hidden: int) -> LinearSpec:
+def _state_space(draw: Random, family: str, heads: int, head_dim: int, hidden: int) -> LinearSpec:
+    if family == "kimi_linear":
+        heads, width = draw.choice((1, 2, 3, 4)), draw.choice((8, 16, 24, 32))
+        return LinearSpec(
+            num_key_heads=heads,
+            num_value_heads=heads,
+            key_head_dim=width,
+            value_head_dim=width,
+            conv_kernel_dim=draw.choice((2, 4)),
+        )
+    if family == "minimax":
+        return lightning(heads, head_dim, draw.choice((16, 32, 64, 256)))
     groups, times = draw.choice((1, 2)), draw.choice((1, 2))
     heads = next(number for number in (6 * groups, 8 * groups, 4 * groups) if times * hidden % number == 0)
     return LinearSpec(

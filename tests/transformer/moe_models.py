@@ -5,17 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroplan.spec.family import LATENT_FAMILIES, LINEAR_FAMILIES, ONE_WIDTH_FAMILIES, PATTERNED, SHARED_EXPERTS, TRAITS
-from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec, lightning
 
 #: Width of an expert's MLP.
 WIDTH = 56
 #: The letters of the layers of hybrid families, where they are not two of Mamba-2.
-_PATTERNS = {"llama4_text": "LG", "nemotron_h": "ME", "falcon_h1": "H", "lfm2_moe": "C*"}
+_PATTERNS = {
+    "llama4_text": "LG", "exaone_moe": "L", "nemotron_h": "ME", "falcon_h1": "H", "lfm2_moe": "C*", "kimi_linear": "M*",
+}  # fmt: skip
 LINEAR = LinearSpec(num_key_heads=3, num_value_heads=6, key_head_dim=10, value_head_dim=14)
 
 
-def linear_of(family: str, hidden: int) -> LinearSpec | None:
+def linear_of(family: str, hidden: int, heads: int, head_dim: int) -> LinearSpec | None:
     """Describe linear attention; heads of a state space are twice as wide together as the residual stream."""
+    if family == "minimax":
+        return lightning(heads, head_dim, 32)
+    if family == "kimi_linear":
+        return replace(lightning(3, 10, 64), conv_kernel_dim=4)
     if family in PATTERNED and family in LINEAR_FAMILIES:
         return replace(LINEAR, num_key_heads=2, num_value_heads=4, value_head_dim=hidden // 2, chunk_size=32)
     return LINEAR if family in LINEAR_FAMILIES else None
@@ -51,7 +57,7 @@ def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True
             num_shared_experts=2 if family in SHARED_EXPERTS else 0,
         ),
         mla=mla if deepseek else None,
-        linear=linear_of(family, hidden),
+        linear=linear_of(family, hidden, heads, head_dim),
         layer_pattern=_PATTERNS.get(family, "MM") if family in PATTERNED else "",
         turned=family != "nemotron_h",
     )

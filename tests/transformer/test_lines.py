@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from zeroplan.spec.family import (
     SHARED_EXPERTS,
     TRAITS,
 )
-from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec, lightning
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, Compute, HeadPass
 from zeroplan.transformer.families.widths import CHUNK
@@ -42,7 +43,15 @@ COMPUTES = [
 
 
 #: The letters of the layers of hybrid families, where they are not those of Granite 4.
-_PATTERNS = {"llama4_text": "LGD", "nemotron_h": "ME*", "falcon_h1": "H", "lfm2": "C*C", "lfm2_moe": "cD*C"}
+_PATTERNS = {
+    "llama4_text": "LGD",
+    "exaone_moe": "DLG",
+    "nemotron_h": "ME*",
+    "falcon_h1": "H",
+    "lfm2": "C*C",
+    "lfm2_moe": "cD*C",
+    "kimi_linear": "mM*D",
+}
 
 
 class Column(NamedTuple):
@@ -53,6 +62,14 @@ class Column(NamedTuple):
 
 def _indexer(family: str) -> dict[str, int]:
     return {"index_n_heads": 3, "index_head_dim": 14, "index_topk": 16} if TRAITS[family].indexed else {}
+
+
+def _linear(family: str) -> LinearSpec:
+    if family == "minimax":
+        return lightning(6, 16, 64)
+    if family == "kimi_linear":
+        return replace(lightning(3, 10, 64), conv_kernel_dim=4)
+    return LinearSpec(num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=32 if family in PATTERNED else 14)
 
 
 def spec(family: str) -> ModelSpec:
@@ -83,9 +100,7 @@ def spec(family: str) -> ModelSpec:
         if family in LATENT_FAMILIES
         else None,
         layer_pattern=_PATTERNS.get(family, "M*M") if family in PATTERNED else "",
-        linear=LinearSpec(num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=32 if family in PATTERNED else 14)
-        if family in LINEAR_FAMILIES
-        else None,
+        linear=_linear(family) if family in LINEAR_FAMILIES else None,
     )
 
 

@@ -13,6 +13,12 @@ _DEEPSEEK = _LLAMA | {
     "qk_rope_head_dim": 4, "v_head_dim": 12, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
 
+_KIMI = {key: value for key, value in _DEEPSEEK.items() if key not in ("n_routed_experts", "n_shared_experts", "q_lora_rank")} | {
+    "num_hidden_layers": 5, "num_experts": 8, "num_shared_experts": 2, "n_group": 1, "mla_use_nope": True,
+    "linear_attn_config": {
+        "head_dim": 8, "num_heads": 3, "short_conv_kernel_size": 4, "full_attn_layers": [2, 5], "kda_layers": [1, 3, 4],
+    },
+}  # fmt: skip
 _NEXT = _LLAMA | {
     "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16,
     "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
@@ -49,11 +55,19 @@ _QWEN2_MOE = _LLAMA | {
 _HUNYUAN = _LLAMA | {
     "num_experts": 8, "num_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16,
 }  # fmt: skip
+_EXAONE_MOE = _LLAMA | {
+    "num_hidden_layers": 5, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "sliding_window": 16,
+}  # fmt: skip
 _LFM2_MOE = _LLAMA | {
     "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 2,
     "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
 }  # fmt: skip
 _FLASH = {key: value for key, value in _DEEPSEEK.items() if key not in ("first_k_dense_replace", "n_group", "topk_group")}
+
+_LIGHTNING = _LLAMA | {
+    "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "block_size": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
 
 TINY: dict[str, dict[str, object]] = {
     "llama": _LLAMA,
@@ -65,7 +79,13 @@ TINY: dict[str, dict[str, object]] = {
     "ministral3, a window, tied": _LLAMA | {"head_dim": 8, "sliding_window": 16, "tie_word_embeddings": True},
     "qwen2": _LLAMA,
     "qwen2, tied": _LLAMA | {"tie_word_embeddings": True},
+    "qwen2, a window in some layers": _LLAMA | {
+        "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2, "num_hidden_layers": 5,
+    },
     "qwen3": _LLAMA | {"head_dim": 16},
+    "qwen3, a window in all layers": _LLAMA | {
+        "head_dim": 16, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0, "tie_word_embeddings": True,
+    },
     "qwen3, biases": _LLAMA | {"attention_bias": True},
     "seed_oss": _LLAMA | {"head_dim": 16},
     "seed_oss, no biases, tied": _LLAMA | {"attention_bias": False, "tie_word_embeddings": True},
@@ -156,6 +176,8 @@ TINY: dict[str, dict[str, object]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "tie_word_embeddings": True,
     },
     "minimax_m2": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    "minimax": _LIGHTNING,
+    "minimax, tied, one chunk": _LIGHTNING | {"block_size": 256, "tie_word_embeddings": True},
     "hunyuan_v1_moe": _LLAMA | {"num_experts": 4, "moe_topk": [2, 2, 2], "head_dim": 16},
     "hunyuan_v1_moe, biases, tied": _LLAMA | {
         "num_experts": 4, "moe_topk": 2, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True,
@@ -212,6 +234,12 @@ TINY: dict[str, dict[str, object]] = {
     "mistral4, whole queries, biases, no dense layer": _V2 | {
         "q_lora_rank": None, "attention_bias": True, "first_k_dense_replace": 0,
     },
+    "kimi_linear": _KIMI,
+    "kimi_linear, compressed queries, keys of transformers": {
+        **{key: value for key, value in _KIMI.items() if key != "linear_attn_config"}, "q_lora_rank": 20, "linear_num_heads": 2,
+        "linear_head_dim": 8, "linear_conv_kernel_dim": 3, "mlp_layer_types": ["sparse", "dense", "sparse", "dense", "sparse"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    },
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3, whole queries, biases": _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},
     "deepseek_v3, biases, no dense layer": _DEEPSEEK | {"attention_bias": True, "first_k_dense_replace": 0},
@@ -231,6 +259,7 @@ TINY: dict[str, dict[str, object]] = {
         "index_n_heads": 3, "index_head_dim": 8, "index_topk": 64, "attention_bias": True, "first_k_dense_replace": 0,
         "tie_word_embeddings": True,
     },
+    "deepseek_v2, groups of experts": _V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "glm_moe_dsa": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 12, "index_topk": 16},
     "glm_moe_dsa, picked keys of several layers": _DEEPSEEK | {
         "index_n_heads": 2, "index_head_dim": 12, "index_topk": 16, "num_hidden_layers": 7, "index_topk_freq": 4,
@@ -248,6 +277,10 @@ TINY: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False, "full_attn_idxs": [0, 1, 2], "block_auto_adjust_ff_dim": False,
     },
     "lfm2_moe": _LFM2_MOE,
+    "exaone_moe": _EXAONE_MOE,
+    "exaone_moe, no dense layer, tied": _EXAONE_MOE | {
+        "head_dim": 16, "first_k_dense_replace": 0, "num_shared_experts": 2, "tie_word_embeddings": True,
+    },
     "lfm2_moe, no dense layer, untied": _LFM2_MOE | {"num_dense_layers": 0, "tie_word_embeddings": False},
     "hy_v3": _HUNYUAN,
     "hy_v3, biases, no dense layer, tied": _HUNYUAN | {

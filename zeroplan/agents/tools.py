@@ -289,7 +289,7 @@ TOOLS: tuple[Tool, ...] = (
             global_batch={
                 "type": "integer",
                 "minimum": 1,
-                "description": "Sequences of all GPUs per step; leave it out for any.",
+                "description": "Sequences of all GPUs per step. (default: about 4M tokens)",
             },
             objective={"enum": list(OBJECTIVES), "description": "What is best. (default: throughput)"},
         ),

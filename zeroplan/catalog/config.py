@@ -17,6 +17,7 @@ from zeroplan.catalog.config_rest import (
     LINEAR_FIELDS,
     activation_of,
     config_keys,
+    full_layers_of,
     listed,
     notes_on_other_keys,
     quantised,
@@ -36,6 +37,7 @@ from zeroplan.spec.family import (
     ONE_WIDTH_FAMILIES,
     PATTERNED,
     PLAIN_HEADS,
+    SOME_WINDOWED,
     TRAITS,
     WIDE_SHARED_EXPERTS,
 )
@@ -48,6 +50,11 @@ LETTERS = {
 }  # fmt: skip
 #: What a Gemma 4 has by default: embeddings of each layer, values of their own, and logits without a cap.
 _WITHOUT_FORMULAS = {"hidden_size_per_layer_input": 256, "attention_k_eq_v": False, "final_logit_softcapping": None}
+#: Keys of Kimi Linear's ``linear_attn_config``, and transformers' for the same.
+_OF_LINEAR_ATTENTION = {
+    "head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim",
+}  # fmt: skip
+_MOST_LAYERS = 10**4
 _GLOBAL_HEADS = ("global_head_dim", "global_key_value_heads")
 _LARGEST = 2 * 10**7
 """More than every width, vocabulary and context in use."""
@@ -81,7 +88,7 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
     _refuse_other_kinds(config)
     part = text_part(config)
-    text, is_part = _of_full_attention(part.config), part.is_part
+    text, is_part = _of_kimi(_of_full_attention(part.config)), part.is_part
     source = _Source(text, _family(text, treat_as))
     _refuse_small_gemmas(source)
     _demand_required(source)
@@ -110,6 +117,23 @@ def _of_full_attention(config: Config) -> Config:
     keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     rest = {key: value for key, value in config.items() if key != "per_layer_config"}
     return {**rest, **{keys[key]: value for key, value in own.items() if key in keys}}
+
+
+def _of_kimi(config: Config) -> Config:
+    """Return a Kimi Linear's config with the keys that transformers makes of ``linear_attn_config``, and of missing lists."""
+    layers, own = config.get("num_hidden_layers"), config.get("linear_attn_config")
+    if config.get("model_type") != "kimi_linear" or not isinstance(layers, int) or layers > _MOST_LAYERS:
+        return config
+    own = own if isinstance(own, Mapping) else {}
+    full, kinds = own.get("full_attn_layers"), ("linear_attention", "full_attention")
+    every = [kinds[layer > 0 and layer % 4 == 0] for layer in range(layers)]
+    if isinstance(full, list | tuple):
+        every = [kinds[layer in full] for layer in range(1, layers + 1)]
+    dense = config.get("first_k_dense_replace", 1)
+    dense = dense if isinstance(dense, int) else 1
+    found = {key: own[old] for old, key in _OF_LINEAR_ATTENTION.items() if old in own}
+    made = {"layer_types": every, "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)]}
+    return {**config, **found, **{key: value for key, value in made.items() if config.get(key) is None}}
 
 
 def _treated(model_type: object, treat_as: str | None) -> Iterator[str]:
@@ -414,6 +438,7 @@ def _shape(source: _Source) -> dict[str, object]:
         "attention_bias": _bias(source, "attention_bias"),
         "mlp_bias": _bias(source, "mlp_bias"),
         "sliding_window": _window(source),
+        **_full_layers(source),
         "hidden_act": activation_of(source.config, source.family),
         **_of_neox(source),
         **({"use_qk_norm": source.flag("use_qk_norm")} if TRAITS[source.family].head_norms is None else {}),
@@ -493,11 +518,19 @@ def _window(source: _Source) -> int | None:
     return source.optional_integer("sliding_window")
 
 
+def _full_layers(source: _Source) -> dict[str, int]:
+    """Return the number of layers of full attention before those with a window, as a field, in families that may have some."""
+    if source.family not in SOME_WINDOWED or _window(source) is None:
+        return {}
+    return {"max_window_layers": full_layers_of(source.config)}
+
+
 def _some_layers_have_it(source: _Source) -> bool:
-    """Whether some layers have a window: in Qwen2 and Qwen3 those from ``max_window_layers`` on (default 28); in Qwen3-MoE all."""
+    """Whether some layers have a window: in Qwen2 and Qwen3 those from ``max_window_layers`` on; in Qwen3-MoE all."""
     if source.family == "qwen3_moe":
         return True
-    return source.integer("max_window_layers", 28, least=0) < source.integer("num_hidden_layers")
+    said = source.integer("max_window_layers", 28, least=0)
+    return (full_layers_of(source.config) if source.family in SOME_WINDOWED else said) < source.integer("num_hidden_layers")
 
 
 def _moe(source: _Source) -> MoeSpec | None:
@@ -511,7 +544,15 @@ def _moe(source: _Source) -> MoeSpec | None:
         num_shared_experts=_shared_experts(source),
         num_dense_layers=_dense_layers(source),
         latent_size=source.integer("moe_latent_size", 0, least=0) if source.family == "nemotron_h" else 0,
+        num_groups=_groups(source),
     )
+
+
+def _groups(source: _Source) -> int:
+    """Return the groups of experts that DeepSeek-V2's router chooses from; 0 where it chooses among all experts."""
+    if source.family != "deepseek_v2" or source.config.get("topk_method") != "group_limited_greedy":
+        return 0
+    return source.integer("n_group")
 
 
 def _some_layers_have_experts(source: _Source) -> bool:
@@ -537,10 +578,10 @@ def _linear(source: _Source) -> LinearSpec | None:
     if source.family not in LINEAR_FAMILIES:
         return None
     sizes = {field: source.integer(f"linear_{field}") for field in LINEAR_FIELDS if field != "value_head_dim"}
-    if source.family not in PATTERNED:
+    if source.family not in PATTERNED or source.family == "kimi_linear":
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), **sizes)
     chunk, heads = source.integer("linear_chunk_size"), sizes["num_value_heads"]
-    if TRAITS[source.family].one_module:
+    if TRAITS[source.family].one_module or source.family == "minimax":
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), chunk_size=chunk, **sizes)
     inner, said = source.integer("mamba_expand", 2) * source.integer("hidden_size"), source.value("linear_value_head_dim")
     if TRAITS[source.family].one_kind:
@@ -574,6 +615,8 @@ def _letters(source: _Source) -> str:
     said, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
     if source.family == "llama4_text":
         return _of_llama_4(source, layers)
+    if source.family == "exaone_moe":
+        return _of_exaone_moe(source, layers)
     if TRAITS[source.family].one_kind:
         return ("N" if source.flag("mamba_rms_norm") else "H") * layers
     often = TRAITS[source.family].pattern[0]
@@ -596,9 +639,26 @@ def _letters(source: _Source) -> str:
 
 
 def _with_dense_first(source: _Source, letters: str) -> str:
-    """Return the letters of an LFM2-MoE, whose first layers have no experts."""
+    """Return the letters of an LFM2-MoE, whose first layers have no experts, or of a Kimi Linear, whose dense layers are listed."""
+    kinds = source.config.get("mlp_layer_types")
+    if source.family == "kimi_linear" and isinstance(kinds, list | tuple):
+        dense_of = {"M": "m", "*": "D"}
+        return "".join(dense_of[one] if kind == "dense" else one for one, kind in zip(letters, kinds, strict=False))
     dense = source.integer("num_dense_layers", 2, least=0) if source.family == "lfm2_moe" else 0
     return letters[:dense].replace("C", "c").replace("*", "D") + letters[dense:]
+
+
+def _of_exaone_moe(source: _Source, layers: int) -> str:
+    """Return a letter for each layer of a K-EXAONE: dense layers come first; every fourth layer has no window."""
+    kinds, mlps = source.config.get("layer_types"), source.config.get("mlp_layer_types")
+    usual = ["sliding_attention" if layer % 4 else "full_attention" for layer in range(1, layers + 1)]
+    dense = mlps.count("dense") if isinstance(mlps, list) else source.integer("first_k_dense_replace", 1, least=0)
+    if mlps not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)) or kinds not in (None, usual) or dense > 3:
+        raise NoFormulasError(
+            f"layer_types, mlp_layer_types and first_k_dense_replace={dense} in config.json have no formula: every fourth layer "
+            "alone has full attention, and at most three dense layers come first; `zeroplan profile --config` traces the model"
+        )
+    return "D" * min(dense, layers) + "".join("LLLG"[layer % 4] for layer in range(dense, layers))
 
 
 def _of_llama_4(source: _Source, layers: int) -> str:

@@ -40,6 +40,9 @@ class TextPart(NamedTuple):
 
 def text_part(config: Config) -> TextPart:
     """Return the language model's config, with the whole model's value for tied embeddings."""
+    if isinstance(thinker := config.get("thinker_config"), Mapping):  # Qwen's Omni models, whose talker has no formulas
+        part = text_part(thinker)
+        return part._replace(notes=(*part.notes, _TALKER))
     text = _text_config(config)
     if config.get("model_type") in FAMILIES or text is None:
         return TextPart(config, is_part=False)
@@ -52,6 +55,7 @@ def text_part(config: Config) -> TextPart:
     return TextPart(found, is_part=True, notes=notes, vision=vision)
 
 
+_TALKER = "the parts that make speech of the thinker's hidden states are left out, and every figure is too low by their weights"
 #: Rows of Llama 3.2 Vision's embedding beyond its vocabulary: transformers 5.23, modeling_mllama.py, MllamaTextModel.__init__.
 _ROWS_BEYOND = 8
 
@@ -121,7 +125,7 @@ def _left_out(config: Config, text: Config, vision: VisionSpec | None) -> Iterat
         str(key)
         for key, part in config.items()
         if str(key).endswith("_config") and isinstance(part, Mapping) and part and key not in known
-        if vision is None or key != "vision_config"
+        if vision is None or (key != "vision_config" and not (key == "audio_config" and vision.hears))
     ]
     if vision is not None and not parts:
         return

@@ -19,6 +19,7 @@ from zeroplan.spec.family import (
     MOE_FAMILIES,
     PATTERNED,
     SAVES_ITS_INPUT,
+    SOME_WINDOWED,
     USUAL_ACTIVATION,
     Activation,
     is_global,
@@ -149,6 +150,10 @@ def _refuse_layer_types(config: Config, family: str) -> None:
         return
     if not isinstance(said, list | tuple) or not all(isinstance(kind, str) for kind in said):
         raise SpecError(f"layer_types={shown(said)} in config.json is not a list of names; correct it, or leave it out")
+    if family in SOME_WINDOWED and config.get("use_sliding_window") is True:
+        first = full_layers_of(config)
+        if [*said] == [*first * ("full_attention",), *(len(said) - first) * ("sliding_attention",)]:
+            return
     every = config_keys(family).window_every
     window = config.get("sliding_window", config_keys(family).defaults.get("sliding_window"))
     windows = ("sliding_attention",) if window is not None else ("sliding_attention", "full_attention")
@@ -174,14 +179,26 @@ def _refuse_other_turns(config: Config, family: str) -> None:
 
 
 def _windowed(config: Config, family: str, layer: int) -> bool:
-    """Whether other keys give a layer of Qwen2 or Qwen3 a window; its size is refused elsewhere."""
+    """Whether other keys give a layer a window, in families where ``use_sliding_window`` turns windows on."""
     first = config.get("max_window_layers", 28)
     return (
         config_keys(family).optional_window
+        and family not in SOME_WINDOWED
         and config.get("use_sliding_window") is True
         and isinstance(first, int)
         and layer > first
     )
+
+
+def full_layers_of(config: Config) -> int:
+    """Return how many layers of a Qwen2 or Qwen3 with a window have full attention; they come first.
+
+    ``layer_types`` outweighs ``max_window_layers``, whose default is 28 (transformers 5.23, configuration_qwen2.py).
+    """
+    said, first = config.get("layer_types"), config.get("max_window_layers", 28)
+    if isinstance(said, list | tuple):
+        return said.count("full_attention")
+    return first if isinstance(first, int) else 28
 
 
 # --- notes ----------------------------------------------------------------------------------------------------------------

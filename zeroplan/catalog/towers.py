@@ -200,8 +200,44 @@ def _qwen3(of: _Sizes) -> VisionSpec:
     )  # fmt: skip
 
 
+def _sound(of: _Sizes) -> _Sizes:
+    """Return the sizes of the encoder of sounds beside the vision tower of Qwen's Omni models."""
+    audio = of.whole.get("audio_config")
+    return of._replace(config=audio if isinstance(audio, Mapping) else {})
+
+
+def _layers_of_sound(sound: _Sizes) -> int:
+    """Parameters of the layers of Whisper's encoder, with a last norm. In Qwen2.5-Omni keys have no bias."""
+    width = sound("d_model", 1280)
+    return sound("encoder_layers", 32) * _encoder_layer(width, sound("encoder_ffn_dim", 5120)) + 2 * width
+
+
+def _qwen2_5_omni(of: _Sizes) -> VisionSpec:
+    """The thinker's vision tower, and its encoder of sounds, of which only the weights count.
+
+    ``speech_parameters``, a key of the catalogue alone: talker and token2wav in 16 bits, where a program loads them, too.
+    """
+    said = of.whole.get("speech_parameters")
+    speech = said if isinstance(said, int) else 0
+    sound, width, plain = _sound(of), _sound(of)("d_model", 1280), _qwen2_5(of)
+    text = sound("output_dim", 3584)
+    convolutions = 3 * width * (sound("num_mel_bins", 128) + width) + 2 * width
+    inside = _layers_of_sound(sound) - sound("encoder_layers", 32) * width
+    return replace(plain, other_parameters=inside + convolutions + 2 * text + _linear(width, text) + speech)
+
+
+def _qwen3_omni(of: _Sizes) -> VisionSpec:
+    sound, width, plain = _sound(of), _sound(of)("d_model", 1280), _qwen3(of)
+    inner, mels = sound("downsample_hidden_size", 480), sound("num_mel_bins", 128)
+    rows = (((mels + 1) // 2 + 1) // 2 + 1) // 2
+    convolutions = 9 * inner + 2 * 9 * inner * inner + 3 * inner + inner * rows * width
+    joining = _linear(width, width) + _linear(width, sound("output_dim", 3584))
+    return replace(plain, other_parameters=_layers_of_sound(sound) + convolutions + joining)
+
+
 _TOWERS: dict[str, Callable[[_Sizes], VisionSpec]] = {
     "gemma3": _gemma3, "internvl": _internvl, "llava": _llava, "llava_next": _llava_next, "mllama": _mllama,
     "qwen2_vl": _qwen2,
     "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3, "qwen3_vl_moe": _qwen3, "qwen3_5": _qwen3, "qwen3_5_moe": _qwen3,
+    "qwen2_5_omni_thinker": _qwen2_5_omni, "qwen3_omni_moe_thinker": _qwen3_omni,
 }  # fmt: skip

@@ -34,7 +34,13 @@ _HELD = (
 
 
 GlobalBatch = Annotated[
-    str | None, _flag("", "N", "Sequences of all GPUs per step; the search chooses micro-batch and accumulation.")
+    str | None,
+    _flag(
+        "",
+        "N",
+        "Sequences of all GPUs per step; the search chooses micro-batch and accumulation. (default: about 4 million tokens, but 1 "
+        "to 64 sequences per GPU)",
+    ),
 ]
 ObjectiveName = Annotated[
     str | None,
@@ -132,10 +138,11 @@ def _planned(asked: Asked, question: "Question", target: "Target | None") -> "tu
     from zeroplan.transformer.params import parameter_count  # noqa: PLC0415
 
     looked_for = {"seq_len": question.max_seq, "gpus": question.min_gpus}
-    told, from_setup, pads = with_setup_defaults(asked.to_search([name for name, wanted in looked_for.items() if wanted]))
+    found = with_setup_defaults(asked.to_search([name for name, wanted in looked_for.items() if wanted]))
+    told = found.request
     request = as_accelerate_has_it(told) if target == "accelerate" else told
-    answer = ask(request, question._replace(pads=pads), extra=asked.extra, inexpressible=inexpressible_in(target))
-    answer = replace(answer, notes=(*from_setup, *answer.notes))
+    answer = ask(request, found.question(question), extra=asked.extra, inexpressible=inexpressible_in(target))
+    answer = replace(answer, notes=(*found.notes, *answer.notes))
     notes = (_HELD,) if request.keep_logits != told.keep_logits else ()
     if answer.best is not None:
         answer = replace(answer, notes=(*asked.how_sure(answer.best.layout.job), *answer.notes))

@@ -91,8 +91,8 @@ def low_latency_hint(tokens: int, hidden: int, experts: int) -> int:
 _WORKSPACE = 32 * MIB
 _HEAP = 512 * MIB
 """NVSHMEM's heap grows in pieces of this size. [bytes]"""
-_AUTOMODEL_SMS = 20
-"""``BackendConfig.dispatcher_num_sms``."""
+_SMS = 20
+"""NeMo AutoModel's ``BackendConfig.dispatcher_num_sms``; Megatron-Core's default (token_dispatcher.py, _DeepepManager)."""
 
 
 def expert_buffers(job: JobSpec) -> tuple[Outside, ...]:
@@ -100,6 +100,10 @@ def expert_buffers(job: JobSpec) -> tuple[Outside, ...]:
 
     Raises SpecError for a number of ranks for which DeepEP has no settings.
     """
+    if job.recipe.engine == "megatron":
+        own, ranks = job.recipe.megatron, job.mesh.ep * job.recipe.megatron.expert_ways(job.mesh.tp)
+        sends = own.moe_token_dispatcher_type == "deepep" and ranks > 1 and job.model.moe is not None  # noqa: S105  tokens of text
+        return (_of_deep_ep(ranks, 2 * job.model.hidden_size),) if sends else ()
     ep, kernels = job.mesh.ep, (SENDING - GATHERING) & set(job.recipe.fused_parts)
     if ep == 1 or not kernels:
         return ()
@@ -109,7 +113,7 @@ def expert_buffers(job: JobSpec) -> tuple[Outside, ...]:
 def _of_deep_ep(ep: int, token: int) -> Outside:
     if ep not in _TUNED:
         raise SpecError(f"DeepEP has no settings for ep={ep}; use one of {', '.join(map(str, _TUNED))}")
-    both = [tuned(ep, _AUTOMODEL_SMS, combines=combines) for combines in (False, True)]
+    both = [tuned(ep, _SMS, combines=combines) for combines in (False, True)]
     near = max(one.get_nvl_buffer_size_hint(token, ep) for one in both)
     far = int(round_up(max(one.get_rdma_buffer_size_hint(token, ep) for one in both), _HEAP))
     sure = near + _WORKSPACE

@@ -11,7 +11,7 @@ the counts from the lines.
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
-from zeroplan.engines import muon
+from zeroplan.engines import muon, shampoo
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import times
 from zeroplan.engines.muon import updated_by_muon
@@ -121,11 +121,14 @@ _COUNTS: dict[str, str] = {
     "U_h": "elements of 16-bit weights that the optimizer corrects",
     "U_k": "tensors whose states are quantised",
     "U_l": "elements of the tensors too small for managed memory, and quantised if any states are",
-    "U_p": "elements of the tensors whose states are in managed memory",
+    "U_p": "elements of the tensors whose states are in managed memory or on the host",
     "U_w": "rows of the matrices and elements of the vectors that this rank updates",
     "U_r": "elements of one projected moment of all matrices",
     "U_j": "elements of the projections of all matrices",
     "U_g": "elements of the squares of the sides that SOAP preconditions",
+    "U_y": "elements of the triangles of the sides that Shampoo preconditions",
+    "U_x": "of them, those of every different side",
+    "U_b": "bytes of the all-gather's buffer",
     "U_f": "rows and columns of the matrices that this rank updates",
     "U_v": "elements of the vectors that this rank updates",
     "U_m": "elements of the matrices that Muon updates",
@@ -232,12 +235,12 @@ def check_engine(recipe: RecipeSpec) -> None:
     if recipe.engine not in one.engines:
         engines = " or ".join(repr(engine) for engine in one.engines if engine != "paper")
         unpaged = recipe.optimizer.removeprefix("paged-")
-        other = unpaged if unpaged in PUBLISHED and one.paged and recipe.engine != "fsdp2" else "adamw"
+        other = unpaged if unpaged in set(PUBLISHED) - {recipe.optimizer} and recipe.engine != "fsdp2" else "adamw"
         raise SpecError(
             f"optimizer {recipe.optimizer!r} with engine {recipe.engine!r} is not modelled; use engine {engines} or optimizer "
             f"{other!r}"
         )
-    if recipe.engine == "ddp" and recipe.zero_stage == 1:
+    if recipe.engine == "ddp" and recipe.zero_stage == 1 and recipe.optimizer not in shampoo.LONGEST:
         raise SpecError(f"optimizer {recipe.optimizer!r} inside ZeroRedundancyOptimizer is not modelled; use stage 0")
     if recipe.offloads_states:
         raise SpecError(f"optimizer {recipe.optimizer!r} in host memory is not modelled; use optimizer 'adamw'")
@@ -350,16 +353,18 @@ def _published_lines(
         scales = next(line.n_bytes for line in lines if line.formula.endswith("U_256"))
         there = where(scales > 0, one.tables, 0)
         lines.append(Line(Kind.OPTIMIZER_STATE, there, "quantization maps", f"{one.tables}·min(1, U_256)", one.source))
+    if one.shared is not None and not paged:
+        lines.append(Line(Kind.OPTIMIZER_STATE, 8 * one.shared(tensors), shampoo.PAIRS, "8·U_x", shampoo.INDICES))
     return tuple(lines)
 
 
-def managed_lines(optimizer: Optimizer, tensors: Sequence[LocalTensor]) -> tuple[Line, ...]:
-    """Return the states in managed memory, which CUDA migrates between host and GPU. [bytes]
+def managed_lines(optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int = 4) -> tuple[Line, ...]:
+    """Return the states in managed memory, which CUDA migrates between host and GPU, or in host memory. [bytes]
 
     >>> [line.n_bytes for line in managed_lines("paged-adamw-32bit", (LocalTensor((1000, 200)), LocalTensor((200,))))]
     [1600000]
     """
-    return _published_lines(PUBLISHED[optimizer], tensors, 0, "U_p", paged=True) if optimizer in PUBLISHED else ()
+    return _published_lines(PUBLISHED[optimizer], tensors, element_bytes, "U_p", paged=True) if optimizer in PUBLISHED else ()
 
 
 def _rows_and_columns(shape: tuple[Int, ...]) -> tuple[Int, Int]:
@@ -414,13 +419,22 @@ def _foreach_temporary(
     return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, reason, formula, source),)
 
 
+def _groups(optimizer: Optimizer, tensors: Sequence[LocalTensor]) -> tuple[Sequence[LocalTensor], ...]:
+    """Return the tensors in the groups that the Trainer makes; GrokAdamW's also as one group."""
+    if optimizer in ("apollo", "galore"):
+        matrices = [tensor for tensor in tensors if updated_by_muon(tensor)]
+        return [tensor for tensor in tensors if not updated_by_muon(tensor)], matrices
+    return (tensors, [tensor for tensor in tensors if len(tensor.shape) > 1]) if optimizer == "grokadamw" else (tensors,)
+
+
 def _published_temporary(optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Line, ...]:
     one, largest = PUBLISHED[optimizer], 0 * total_elements(tensors)
+    if one.together is not None:
+        most = one.together(tensors, element_bytes)
+        return (Line(Kind.OPTIMIZER_TEMPORARY, most, "step of all tensors", "1·U_z", one.scratch_source),)
     if one.scratch is None:
         return ()
-    matrices = [tensor for tensor in tensors if updated_by_muon(tensor)]
-    others = [tensor for tensor in tensors if not updated_by_muon(tensor)]
-    for group in (others, matrices) if optimizer in ("apollo", "galore") else (tensors,):  # the Trainer gives both two groups
+    for group in _groups(optimizer, tensors):
         for before, tensor in _in_turn(group):
             largest = maximum(largest, one.scratch(tensor, before, element_bytes))
     return (Line(Kind.OPTIMIZER_TEMPORARY, largest, "step of one tensor in turn", "1·U_z", one.scratch_source),)

@@ -6,8 +6,10 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ROUNDING, RecipeSpec
 from zeroplan.transformer.blocks import HeadPass
+from zeroplan.transformer.buffers import held_buffers
 from zeroplan.transformer.families.widths import widths
 from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.params import layout
 from zeroplan.transformer.vision import pixels
 
 _STREAMS = "TRL 1.16, models/activation_offloading.py, OffloadActivations; torchtune 0.7, training/_activation_offloading.py"
@@ -39,6 +41,12 @@ def _in_flight(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line
     each = widths(model, compute_of(recipe), batch)
     reason = "latest saved tensors, whose copies to the host may still run"
     return (Line(Kind.ACTIVATIONS, count * each.residual * each.tokens * width, reason, f"{count}·r·T·{named}", _STREAMS),)
+
+
+def buffers_and_pixels(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line, ...]:
+    """Return the buffers that matter in memory, cast to the compute dtype, and the images of a batch. [bytes]"""
+    buffers = held_buffers(model, layout(model), compute_of(recipe).element_bytes)
+    return (*buffers, *pixels(model, batch))
 
 
 def held_beside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line, ...]:

@@ -4,10 +4,12 @@ A state is a number of bytes per unit of a tensor: per element, row, or block of
 every dtype of the tensor; the others keep the tensor's dtype unless they quantise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from zeroplan.engines import shampoo
 from zeroplan.engines.muon import updated_by_muon
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.recipe import Optimizer
@@ -44,9 +46,13 @@ class Published(NamedTuple):
     tables: int = 0
     """Tables that exist once if anything is quantised. [bytes]"""
     paged: tuple[Held, ...] = ()
-    """States in managed memory, which CUDA migrates between host and GPU."""
+    """States in managed memory, which CUDA migrates between host and GPU, or in host memory."""
     engines: tuple[str, ...] = ("paper", "ddp", "fsdp1", "fsdp2", "deepspeed")
     note: str = ""
+    shared: Callable[[Sequence["LocalTensor"]], Int] | None = None
+    """Elements whose indices all tensors share, 8 bytes each."""
+    together: Callable[[Sequence["LocalTensor"], int], Int] | None = None
+    """Temporaries of a step over all tensors at once, instead of ``scratch``. [bytes]"""
 
 
 _SMALLEST = 4096  # both bitsandbytes 0.50 (min_8bit_size) and torchao 0.18 (_new_buffer): smaller tensors are not quantised
@@ -334,6 +340,10 @@ _APOLLO_SOURCE = "APOLLO 1.0.3, apollo_torch/apollo.py, AdamW.step"
 _GALORE_SOURCE = "galore-torch 1.0, galore_torch/adamw.py, AdamW.step"
 _SOAP = "pytorch-optimizer 4.1.0, optimizer/soap.py, SOAP.step"
 _DECOMPOSED = "the workspace of cuSOLVER's decompositions is left out: the step ran on a CPU, not on a GPU"
+_SHAMPOO = (
+    "Distributed Shampoo as its README sets it up for AdamW (f606606); the step ran on a CPU, so the workspace of a decomposition "
+    "is LAPACK's, not cuSOLVER's"
+)
 _MEANS = "means of squares, at most one per row of a matrix and element of a vector"
 
 _SIDES = "products of the sides up to 10,000 of matrices, and their eigenbases"
@@ -343,6 +353,42 @@ _BOTH = Held("momentum and variance", "U", _elements, 0, 2)
 def _alone(states: tuple[Held, ...], scratch: Scratch, source: str, note: str = "") -> Published:
     """Return an optimizer that steps on whole tensors alone."""
     return Published(states, source, scratch, source, engines=("paper", "ddp"), note=note)
+
+
+def _of_grok(tensor: "LocalTensor", before: Int, width: int) -> Int:
+    """Return the three states on the GPU, the amplified gradient, and one more: its product or the denominators.
+
+    Variables hold the previous tensor's three states and amplified gradient until they are assigned again.
+    """
+    return width * maximum(4 * before + 2 * tensor.numel, 2 * before + 3 * tensor.numel, before + 5 * tensor.numel)
+
+
+def _side_lengths(tensor: "LocalTensor") -> Int:
+    return tensor.shape[0] + tensor.shape[1] if len(tensor.shape) > 1 else 0
+
+
+def _of_vectors(tensor: "LocalTensor") -> Int:
+    return tensor.numel if len(tensor.shape) == 1 else 0
+
+
+_GROK = "grokadamw 0.1.2, grokadamw.py, GrokAdamW._update_group"
+_ADALOMO = (
+    Held("row and column means of the matrices' squares, fp32", "U_f", _side_lengths, 4, 2),
+    Held("means of the vectors' squares, fp32", "U_v", _of_vectors, 4),
+)
+_IN_BACKWARD = "lomo_optim 0.1.1, lomo_optim/adalomo.py, AdaLomo.__init__"
+
+
+def _shampoo(longest: int) -> Published:
+    """Return Distributed Shampoo with this ``max_preconditioner_dim`` and Adam's grafting."""
+    return Published(
+        (
+            Held(shampoo.FILTERED, "U", _elements, 0, 2),
+            Held(shampoo.TRIANGLES.format(longest), "U_y", partial(shampoo.triangles, longest=longest), 8, 2),
+        ),
+        shampoo.SOURCE, None, shampoo.STEP, engines=_ON_DTENSORS_TOO, note=_SHAMPOO,
+        shared=partial(shampoo.indices, longest=longest), together=partial(shampoo.highest, longest=longest),
+    )  # fmt: skip
 
 
 PUBLISHED: dict[Optimizer, Published] = {
@@ -376,6 +422,14 @@ PUBLISHED: dict[Optimizer, Published] = {
     "adam-mini": _alone((Held("momentum", "U", _elements), Held(_MEANS, "U_w", _rows)), _of_adam_mini, _ADAM_MINI),
     "apollo": _alone(_APOLLO, _of_apollo, _APOLLO_SOURCE),
     "galore": _alone(_GALORE, _of_galore, _GALORE_SOURCE, _DECOMPOSED),
+    "grokadamw": Published(
+        (), _GROK, _of_grok, _GROK, paged=(Held("momentum, variance and slow gradient", "U", _elements, 0, 3),),
+        engines=("paper", "ddp"),
+        note="GrokAdamW keeps its states in host memory, not pinned, and copies those of one tensor at a time to the GPU",
+    ),
+    "lomo": Published((), _IN_BACKWARD, engines=("paper", "ddp")),
+    "adalomo": Published(_ADALOMO, _IN_BACKWARD, engines=("paper", "ddp")),
+    **{name: _shampoo(longest) for name, longest in shampoo.LONGEST.items()},
     "soap": _alone((_BOTH, Held(_SIDES, "U_g", lambda tensor: sum(_sides(tensor)), 0, 2)), _of_soap, _SOAP, _DECOMPOSED),
 }  # fmt: skip
 

@@ -68,23 +68,22 @@ def _model(job: JobSpec, asked: Request) -> Iterator[str]:
 
 
 def _adapter(adapter: AdapterSpec) -> Iterator[str]:
+    """Yield the flags of an adapter's fields that differ from their defaults."""
     yield from ("--lora-rank", str(adapter.rank), "--lora-targets", str(adapter.targets))
-    if adapter.quantize != "none":
-        yield from ("--quantize", adapter.quantize)
-    if adapter.dropout:
-        yield "--lora-dropout"
-    if adapter.modules_to_save:
-        yield from ("--modules-to-save", adapter.modules_to_save)
-    if adapter.compute != "autocast":
-        yield from ("--lora-compute", adapter.compute)
-    if adapter.upcast != "all":
-        yield from ("--upcast", adapter.upcast)
-    if adapter.quantize_experts:
-        yield "--quantize-experts"
-    if adapter.group_size != 128:
-        yield from ("--group-size", str(adapter.group_size))
-    if adapter.bitsandbytes is not None:
-        yield from ("--bitsandbytes", adapter.bitsandbytes)
+    for field in fields(AdapterSpec):
+        said = getattr(adapter, field.name)
+        if field.name not in _FLAGS_OF_ADAPTERS or said == field.default:
+            continue
+        yield f"--{_FLAGS_OF_ADAPTERS[field.name]}"
+        yield from () if said is True else (str(said),)
+
+
+#: The flags of an adapter's fields, beside its rank and its targets.
+_FLAGS_OF_ADAPTERS = {
+    "quantize": "quantize", "dropout": "lora-dropout", "modules_to_save": "modules-to-save", "compute": "lora-compute",
+    "base": "lora-base", "runs": "lora-runs", "learning": "lora-learning", "looped": "lora-looped", "upcast": "upcast",
+    "quantize_experts": "quantize-experts", "group_size": "group-size", "bitsandbytes": "bitsandbytes",
+}  # fmt: skip
 
 
 def _cluster(job: JobSpec) -> Iterator[str]:

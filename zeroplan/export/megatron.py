@@ -237,6 +237,7 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
     for asked, flag in (
         (not options.gradient_accumulation_fusion, "--no-gradient-accumulation-fusion"),
         (options.grad_reduce_in_bf16, "--grad-reduce-in-bf16"), (options.deterministic_mode, "--deterministic-mode"),
+        (options.tp_comm_overlap, "--tp-comm-overlap"),
         (not options.masked_softmax_fusion, "--no-masked-softmax-fusion"),
         (options.attention_softmax_in_fp32, "--attention-softmax-in-fp32"),
     ):  # fmt: skip
@@ -257,9 +258,10 @@ def _experts(job: JobSpec) -> Iterator[str]:
     options = job.recipe.megatron
     if job.model.moe is None:
         return
-    yield f"--moe-token-dispatcher-type {options.moe_token_dispatcher_type}"
-    if options.moe_token_dispatcher_type == "flex":  # noqa: S105  tokens of text
-        yield "--moe-flex-dispatcher-backend hybridep"
+    kernels = {"flex": "hybridep", "deepep": "deepep"}.get(options.moe_token_dispatcher_type)
+    yield f"--moe-token-dispatcher-type {'flex' if kernels else options.moe_token_dispatcher_type}"
+    if kernels:
+        yield f"--moe-flex-dispatcher-backend {kernels}"
     if options.moe_router_num_groups > 1:
         yield f"--moe-router-num-groups {options.moe_router_num_groups}"
         yield f"--moe-router-group-topk {options.moe_router_group_topk}"

@@ -57,14 +57,28 @@ class Question(NamedTuple):
     """Share of the GPU's memory that a plan keeps free."""
     pads: bool = False
     """Whether the trainer pads the sequences of a micro-batch. If the request names a configuration file, that decides, too."""
+    grad_accum: int | None = None
+    """Micro-batches of a step where neither a flag nor the global batch determines them. None: zeroplan assumes a global batch."""
+
+    @property
+    def is_extreme(self) -> bool:
+        """Whether the answer is a largest or smallest number, which does not depend on the batch of a step."""
+        return any((self.min_gpus, self.max_seq, self.max_batch, self.max_params))
 
 
 class WithDefaults(NamedTuple):
-    """A request with the values of its configuration file, notes, and whether the file's program pads sequences."""
+    """A request with the values of its configuration file, notes, and what the file says of a step's sequences."""
 
     request: Request
     notes: tuple[str, ...]
     pads: bool
+    """Whether the file's program pads the sequences of a micro-batch to one length."""
+    grad_accum: int | None
+    """Micro-batches of a step that the program takes by default, if the file sets their size but not their number."""
+
+    def question(self, asked: "Question") -> "Question":
+        """Return the question with what the file's program does with a step's sequences."""
+        return asked._replace(pads=asked.pads or self.pads, grad_accum=self.grad_accum or asked.grad_accum)
 
 
 def with_setup_defaults(request: Request) -> WithDefaults:
@@ -82,15 +96,17 @@ def with_setup_defaults(request: Request) -> WithDefaults:
     instead = () if found.own is None else found.own.instead
     held = (_HELD,) * bool(found.filled.get("reentrant"))
     complete = replace(found.request, **kept)  # type: ignore[arg-type]  # Request checks every field
-    return WithDefaults(complete, (*instead, *held, *found.notes), found.pads)
+    steps = found.filled.get("grad_accum") if complete.micro_batch is not None else None
+    return WithDefaults(complete, (*instead, *held, *found.notes), found.pads, steps if isinstance(steps, int) else None)
 
 
 @remembering()
 def ask(request: Request, question: Question, *, extra: Path | None = None, inexpressible: Inexpressible | None = None) -> Plan:
     """Return the plan for a question on a request. Raises SpecError in one line for contradictory or impossible settings."""
-    request, told, pads = with_setup_defaults(request)
+    found = with_setup_defaults(request)
+    request, told, question = found.request, found.notes, found.question(question)
     _refuse(request, question)
-    fixed = replace(_fixed(request, question), pads=(pads or question.pads) and request.padded is None)
+    fixed = replace(_fixed(request, question), pads=question.pads and request.padded is None)
     if question.max_params:
         request = _with_the_largest_model(request, fixed, extra, inexpressible)
     base, notes, *_ = _base(replace(request, seq_len=SEQUENCE_STEP) if question.max_seq else request, extra)
@@ -102,16 +118,19 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, inex
             f"--recompute-layers {request.recompute_layers} is more than the {layers} layers of the model; use fewer"
         )
     base = replace(base, cluster=replace(base.cluster, shares=question.shares))
+    if not question.is_extreme:
+        fixed, assumed = _with_a_batch(base, fixed, question.grad_accum)
+        notes = (*notes, *assumed)
     if question.min_gpus:
-        answer, found = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, inexpressible=inexpressible)
-        notes = (*notes, *found)
+        answer, said = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, inexpressible=inexpressible)
+        notes = (*notes, *said)
     elif question.objective == "cost":
         answer = cheapest(base, fixed, mfu=question.mfu, inexpressible=inexpressible)
     else:
-        base, fixed, found = _extreme(base, fixed, question, inexpressible)
+        base, fixed, said = _extreme(base, fixed, question, inexpressible)
         answer = plan(base, fixed, objective=question.objective, mfu=question.mfu, inexpressible=inexpressible)
-        notes = (*notes, *found)
-    if not any((question.min_gpus, question.max_seq, question.max_batch, question.max_params)) and question.objective != "cost":
+        notes = (*notes, *said)
+    if not question.is_extreme and question.objective != "cost":
         less = cheaper(answer, fixed, mfu=question.mfu, inexpressible=inexpressible)
         answer = answer if less is None else replace(answer, rankings=(*answer.rankings, less))
     if question.max_params and answer.best is not None:
@@ -225,6 +244,27 @@ def _fixed(request: Request, question: Question) -> Fixed:
         global_batch_size=question.global_batch,
         margin=question.margin,
     )
+
+
+#: Tokens of a step that a search assumes, as Llama 2 was trained (4M: arXiv:2307.09288, table 1), and the most sequences of a
+#: GPU in it.
+_TOKENS_OF_A_STEP, _SEQUENCES_OF_A_GPU = 1 << 22, 64
+
+
+def _with_a_batch(base: JobSpec, fixed: Fixed, steps: int | None) -> tuple[Fixed, tuple[str, ...]]:
+    """Return the settings with these micro-batches per step or a global batch, and a note, where nothing determines them.
+
+    With it all layouts train on equally many tokens in a step. With one micro-batch each, a pipeline would idle for most of it.
+    """
+    if fixed.global_batch_size is not None or fixed.grad_accum_steps is not None:
+        return fixed, ()
+    if steps is not None:
+        return replace(fixed, grad_accum_steps=steps), ()
+    gpus, length, size = base.mesh.world_size, base.batch.seq_len, fixed.micro_batch_size or 1
+    doublings = max(1, min(_SEQUENCES_OF_A_GPU, _TOKENS_OF_A_STEP // (gpus * length * size))).bit_length() - 1
+    total = gpus * size << doublings
+    note = f"global batch not given: zeroplan assumes {total:,} sequences per step ({total * length:,} tokens)"
+    return replace(fixed, global_batch_size=total), (note,)
 
 
 def _extreme(

@@ -307,7 +307,8 @@ def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degree
     width = widths(recipe.precision).compute
     if recipe.engine == "megatron":
         options = recipe.megatron
-        width += 2 if options.grad_reduce_in_bf16 or options.main_grads_dtype == "bf16" else 4
+        narrow = options.grad_reduce_in_bf16 or options.main_grads_dtype == "bf16" or not options.main_weights
+        width += 2 if narrow else 4
     whole = width * parameter_count(base.model) // (split.tp * split.pp * split.ep)
     if gpu is None or recipe.zero_stage == 3:
         return False

@@ -108,6 +108,8 @@ def engine_words(job: JobSpec) -> str:
     recipe = job.recipe
     if recipe.engine == "ddp" and job.mesh.world_size == 1 and not recipe.wraps_one_rank:
         return "plain loop"
+    if recipe.engine == "ddp" and recipe.zero_stage == 1 and recipe.optimizer.startswith("shampoo"):
+        return "DDP + Shampoo's blocks among ranks"
     return ENGINE_STAGES[recipe.engine][recipe.zero_stage]
 
 

@@ -247,7 +247,8 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         "rank": request.lora_rank, "targets": request.lora_targets, "quantize": request.quantize,
         "dropout": request.lora_dropout, "compute": request.lora_compute, "upcast": request.upcast,
         "modules_to_save": request.modules_to_save, "bitsandbytes": request.bitsandbytes, "group_size": request.group_size,
-        "quantize_experts": request.quantize_experts,
+        "quantize_experts": request.quantize_experts, "base": request.lora_base,
+        "runs": request.lora_runs, "learning": request.lora_learning, "looped": request.lora_looped,
     }  # fmt: skip
     if request.lora_targets == PEFT_DEFAULT:
         if model.family not in PEFT_TARGETS:
@@ -271,12 +272,17 @@ def _first_flag(request: Request) -> str:
     """The first adapter flag of a request that has no rank."""
     for name, value in (
         ("quantize", request.quantize), ("lora-targets", request.lora_targets), ("upcast", request.upcast),
-        ("lora-compute", request.lora_compute), ("bitsandbytes", request.bitsandbytes),
+        ("lora-compute", request.lora_compute), ("lora-base", request.lora_base), ("lora-runs", request.lora_runs),
+        ("lora-learning", request.lora_learning), ("bitsandbytes", request.bitsandbytes),
         ("group-size", request.group_size), ("modules-to-save", request.modules_to_save),
     ):  # fmt: skip
         if value is not None:
             return f"--{name} {value}"
-    for name, said in (("quantize-experts", request.quantize_experts), ("lora-dropout", request.lora_dropout)):
+    for name, said in (
+        ("quantize-experts", request.quantize_experts),
+        ("lora-dropout", request.lora_dropout),
+        ("lora-looped", request.lora_looped),
+    ):
         if said is not None:
             return f"--{name}" if said else f"--no-{name}"
     raise AssertionError("no flag of adapters is given")

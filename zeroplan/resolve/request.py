@@ -23,8 +23,8 @@ from zeroplan.resolve.options import (
     declared,
     value_of,
 )
+from zeroplan.spec.adapter import Base, Quantize, Upcast
 from zeroplan.spec.adapter import Compute as AdapterCompute
-from zeroplan.spec.adapter import Quantize, Upcast
 from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
 from zeroplan.spec.hardware import GpuSpec, Kernels, SharesSpec
 from zeroplan.spec.job import JobSpec
@@ -111,6 +111,21 @@ class Request(Spec):
         "How adapters compute under mixed precision: autocast (in 16 bits), or fp32, as a Trainer without "
         "`bf16` does in a model loaded in 16 bits. (default: autocast)", MODEL, "NAME",
     )})
+    lora_base: Base | None = field(default=None, metadata={"option": Option(
+        "The dtype in which FSDP2 stores frozen weights beside adapters under mixed precision: compute (16 bits), or fp32 (the "
+        "model was loaded in fp32). (default: compute)", MODEL, "NAME",
+    )})
+    lora_runs: int | None = field(default=None, metadata={"option": Option(
+        "prime-rl's adapters, in its own modules: this many beside each layer, of which a token uses one (its "
+        "`max_concurrent_runs`). (default: one adapter, as peft builds it)", MODEL, "N",
+    )})
+    lora_learning: int | None = field(default=None, metadata={"option": Option(
+        "With --lora-runs: how many of the adapters have optimizer states. (default: all)", MODEL, "N",
+    )})
+    lora_looped: bool | None = field(default=None, metadata={"option": Option(
+        "With --lora-runs: the adapters' products run one after the other, as before 30 January 2026 on GPUs other than Hopper's.",
+        SWITCHES,
+    )})
     upcast: Upcast | None = field(default=None, metadata={"option": Option(
         "With --quantize under mixed precision: which unquantised weights are converted to fp32. all: "
         "embedding, norms and head (as peft does). norms: only norms (TRL's SFTTrainer with bf16). none. (default: all)",
@@ -183,8 +198,8 @@ class Request(Spec):
         "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion or muon; bitsandbytes' adamw-8bit, lion-8bit, "
         "lion-32bit, ademamix-8bit, ademamix-32bit, rmsprop-8bit, rmsprop-32bit and, with paged- before them, adamw, lion and "
         "ademamix in both widths; torchao-adamw-8bit, -4bit, -fp8 or torchao-adamw; schedule-free-adamw or -sgd; stable-adamw; "
-        "flash-adamw or flash-adamw-32bit; adam-mini, apollo, galore or soap; Transformer Engine's te-adam, te-adam-remainders or "
-        "te-adam-masters. (default: adamw)", RECIPE, "NAME",
+        "flash-adamw or flash-adamw-32bit; adam-mini, apollo, galore, soap, shampoo, shampoo-1024, grokadamw, lomo or "
+        "adalomo; Transformer Engine's te-adam, te-adam-remainders or te-adam-masters. (default: adamw)", RECIPE, "NAME",
         "recipe.optimizer", control=Control("Optimizer", OF_RECIPE, "adamw"),
     )})
     optimizer_impl: OptimizerImpl | None = field(default=None, metadata={"option": Option(

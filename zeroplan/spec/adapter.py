@@ -27,6 +27,7 @@ TRAINED_MODULES = {"embed_tokens": "embedding", HEAD: "head"}
 
 Quantize = Literal["none", "nf4", "nf4-double", "gptq", "int8"]
 Compute = Literal["autocast", "fp32"]
+Base = Literal["compute", "fp32"]
 Upcast = Literal["none", "norms", "all"]
 
 
@@ -55,7 +56,7 @@ CONVERTED: Mapping[str, tuple[str, str, str]] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _OF_MIXTRAL),
     **dict.fromkeys((
         "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1",
-        "solar_open", "deepseek_v2",
+        "solar_open", "deepseek_v2", "exaone_moe",
     ), MLP),
 }  # fmt: skip
 
@@ -114,7 +115,7 @@ ADAPTED_FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
     "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
-    "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2",
+    "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2", "exaone_moe",
 )  # fmt: skip
 #: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
@@ -126,7 +127,7 @@ ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
     "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "dots1", "jais2", "apertus", "starcoder2",
-    "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2",
+    "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2", "exaone_moe",
 )  # fmt: skip
 #: Families that are modelled under autocast without adapters of experts and routers.
 BARE_EXPERTS_UNDER_AUTOCAST = ("glm4_moe", "glm4_moe_lite")
@@ -142,7 +143,7 @@ STACKED = ("gpt_oss", "granitemoe", "qwen2_moe", "qwen3_5_moe_text", *CONVERTED)
 TRANSPOSED = ("gpt_oss",)
 #: Families in which peft refuses an adapter of Mamba-2's output projection (tuners/tuners_utils.py,
 #: _check_lora_target_modules_mamba).
-_OUTPUT_REFUSED = ("nemotron_h", "falcon_h1")
+OUTPUT_REFUSED = ("nemotron_h", "falcon_h1")
 #: The linear layers of Nemotron-H's blocks, which have one module each, by the letter of the pattern.
 _ONE_MODULE = {"M": _MAMBA.others, "*": ATTENTION, "-": MLP, "E": (*MLP, *LATENT_OF_EXPERTS)}
 
@@ -150,7 +151,7 @@ _ONE_MODULE = {"M": _MAMBA.others, "*": ATTENTION, "-": MLP, "E": (*MLP, *LATENT
 def refused_layers(family: str, layers: tuple[str, ...], *, automodel: bool = False) -> str:
     """Return why adapters of these layers are not modelled in a family, and what to use instead; empty if they are.
 
-    ``automodel``: NeMo AutoModel's, which are no weights of experts.
+    ``automodel``: NeMo AutoModel's, which are no weights of experts, and of Mamba-2's output projection, too.
     """
     if not set(layers) & {*LAYERS_OF.get(family, _LLAMA).every, HEAD, *_OF_EXPERTS}:
         return (
@@ -159,7 +160,7 @@ def refused_layers(family: str, layers: tuple[str, ...], *, automodel: bool = Fa
     refused = "" if automodel else _refused_experts(family, set(layers))
     if refused:
         return refused
-    if family in _OUTPUT_REFUSED and "out_proj" in layers:
+    if family in OUTPUT_REFUSED and "out_proj" in layers and not automodel:
         return f"peft refuses an adapter of out_proj in a {family} model; use --lora-targets attention,mlp,in_proj"
     if family == "llama4_text" and "router" in layers:
         return "peft cannot run an adapter of Llama 4's router, which returns two tensors; use --lora-targets attention,mlp"
@@ -203,8 +204,8 @@ class AdapterSpec(Spec):
     Each targeted linear layer gets a product of two matrices of ``rank``; everything else is frozen. ``targets`` names
     linear layers as peft does, separated by commas (``lm_head`` is one), or ``all-linear``, ``attention`` or ``mlp``.
     ``experts.gate_up_proj``, ``experts.down_proj`` and ``gate.weight`` (peft's ``target_parameters``) are the weights of a layer's
-    experts and of its router. Frozen weights have the compute dtype. Adapters have the dtype of trained parameters (fp32 under
-    mixed precision, as in peft). Leaves out biases of adapters, and DoRA.
+    experts and of its router. Frozen weights have the compute dtype, or that of ``base``. Adapters have the dtype of trained
+    parameters (fp32 under mixed precision, as in peft). Leaves out biases of adapters, and DoRA.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
     ('q_proj', 'v_proj')
@@ -222,6 +223,9 @@ class AdapterSpec(Spec):
     compute: Compute = "autocast"
     """How adapters compute under mixed precision: under autocast, or in fp32 between peft's casts while the layers run in 16 bits
     (a Trainer without ``bf16`` whose model was loaded in 16 bits)."""
+    base: Base = "compute"
+    """The dtype in which FSDP2 stores frozen weights under mixed precision: the compute dtype, or fp32 (a model loaded in fp32),
+    which it casts for every all-gather, as it does trained weights."""
     upcast: Upcast = "all"
     """Which unquantised weights are fp32 under autocast: embedding, norms and head (``all``: peft's
     ``prepare_model_for_kbit_training``); only norms (``norms``: TRL's ``peft_module_casting_to_bf16``); or none."""
@@ -233,6 +237,14 @@ class AdapterSpec(Spec):
     """NeMo AutoModel's adapters: only linear layers get one, and those of dense blocks and of shared experts count among them."""
     experts_rank: Annotated[int, Range(0, 10**5)] = 0
     """The rank of AutoModel's adapters of a layer's experts; 0 without them."""
+    runs: Annotated[int, Range(0, 10**4)] = 0
+    """prime-rl's ``max_concurrent_runs``: its own modules with this many adapters beside each layer, of which a token uses one; 0:
+    one adapter, as peft builds it."""
+    learning: Annotated[int, Range(0, 10**4)] | None = None
+    """With ``runs``: adapters that a run trains, so that they have optimizer states. ``None``: all; 0: prime-rl's benchmark."""
+    looped: bool = False
+    """With ``runs``: the adapters' products run one after the other, not grouped, as for ranks that 8 does not divide, and before
+    30 January 2026 on GPUs other than Hopper's."""
     bitsandbytes: str | None = None
     """The release of bitsandbytes, such as ``0.43.1``. Before 0.43.2 a 4-bit layer saves its input, and before 0.47.0 it computes
     in fp32 after a norm in fp32. ``None``: 0.50."""
@@ -246,6 +258,7 @@ class AdapterSpec(Spec):
                 there = ", ".join((*GROUPS, *_NAMES, HEAD))
                 raise SpecError(f"LoRA has no target {name.strip()!r}; there are {there}")
         self._check_saved()
+        self._check_runs()
         if self.quantize_experts and self.quantize not in ("nf4", "nf4-double"):
             raise SpecError(f"experts in few bits are modelled with quantize nf4 or nf4-double, not {self.quantize}")
         if self.experts_rank and not self.automodel:
@@ -263,6 +276,23 @@ class AdapterSpec(Spec):
                 raise SpecError(f"modules_to_save has no module {name!r}; there are {', '.join(TRAINED_MODULES)}")
             if name in self.layers:
                 raise SpecError(f"{name} has an adapter or is trained whole, not both; leave it out of one of them")
+
+    def _check_runs(self) -> None:
+        if not self.runs and (self.learning is not None or self.looped):
+            raise SpecError("learning and looped adapters are those of prime-rl's runs alone; set runs, the number of adapters")
+        if self.learning is not None and self.learning > self.runs:
+            raise SpecError(f"learning={self.learning} is more than the {self.runs} adapters; use fewer")
+        if self.runs and self.rank % 8 and not self.looped:
+            raise SpecError(f"prime-rl groups the products of ranks that 8 divides; rank {self.rank} needs looped too")
+
+    @property
+    def stepped(self) -> int:
+        """Return how many of a layer's adapters have optimizer states.
+
+        >>> AdapterSpec(rank=8).stepped, AdapterSpec(rank=8, runs=4, learning=0).stepped
+        (1, 0)
+        """
+        return (self.runs or 1) if self.learning is None else self.learning
 
     @property
     def saved(self) -> tuple[str, ...]:

@@ -26,17 +26,28 @@ def check_compiled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None
         refuse("compiled blocks with", _not_modelled(model, recipe, mesh), ", or zeroplan dryrun", says="are not modelled")
 
 
+#: Rows of a compiled graph's tensors longer than this are filled up to a multiple of the second number (torch 2.13,
+#: _inductor/config.py, padding_stride_threshold and padding_alignment_bytes). [elements of 16 bits]
+_LONG_ROW, _FILLED_TO = 1024, 64
+
+
+def _fills_rows(model: ModelSpec) -> bool:
+    heads = model.num_attention_heads, model.num_key_value_heads
+    widths = model.hidden_size, model.intermediate_size, *(one * model.head_dim for one in heads)
+    return any(width > _LONG_ROW and width % _FILLED_TO for width in widths)
+
+
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     # Under DDP dynamo splits a graph at the buckets (torch 2.13, _dynamo/backends/distributed.py, DDPOptimizer).
     yield recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"
     yield not recipe.precision.startswith("bf16") and f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"
     yield model.profile is not None and "a profile", "a model of the catalogue"
     yield model.family not in FAMILIES and f"a {model.family} model", f"one of {', '.join(FAMILIES)}"
+    yield _fills_rows(model) and f"widths that {_FILLED_TO} does not divide", "a model whose widths it divides"
     # flash-attn's call breaks the graph: inside a checkpoint torch then runs the block without the compiler
     yield recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "'sdpa'"
     yield (model.adapter is not None or model.frozen is not None) and "frozen weights", "full training"
     yield model.vision is not None and "images", "text alone"
-    yield recipe.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"
     yield recipe.offload_activations and "offload_activations", "recompute 'full' alone"
     yield recipe.float8_recipe is not None and "float8_recipe", "none"
     others = [one for one in recipe.fused_parts if one not in (COMPILED_BLOCKS, COMPILED_LOSS, "cross-entropy")]

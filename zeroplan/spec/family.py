@@ -12,11 +12,12 @@ Family = Literal[
     "llama", "mistral", "ministral3", "cwm", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee",
     "jais2", "helium", "stablelm", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
-    "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2",
+    "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "minimax",
     "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
     "qwen3_moe", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
-    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3",
+    "deepseek_v3", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open",
+    "hy_v3", "exaone_moe",
     "gpt_oss", "lfm2", "lfm2_moe", "apertus", "falcon",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
@@ -102,8 +103,8 @@ TRAITS: Mapping[str, Traits] = {
     "mistral": Traits("llama", window=True),
     "ministral3": Traits("llama", window=True),
     "cwm": Traits("llama", window=True, global_every=4, global_first=True),
-    "qwen2": Traits("llama", biased_output=False),
-    "qwen3": Traits("llama", head_norms=True),
+    "qwen2": Traits("llama", biased_output=False, window=True),
+    "qwen3": Traits("llama", head_norms=True, window=True),
     "seed_oss": Traits("llama", biased_output=False),
     "smollm3": Traits("llama", global_every=4, unturned=True),
     "hunyuan_v1_dense": Traits("llama", head_norms=True),
@@ -141,6 +142,9 @@ TRAITS: Mapping[str, Traits] = {
     "olmoe": Traits("mixtral", other_activations=False, experts="dispatched", one_width=True),
     "minimax_m2": Traits(
         "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2
+    ),
+    "minimax": Traits(
+        "minimax", other_activations=False, linear=True, pattern="M*", experts="dispatched", one_width=True, routes_in_32_bits=True
     ),
     "hunyuan_v1_moe": Traits(
         "hunyuan_moe", other_activations=False, experts="dispatched", one_width=True, head_norms=True, wide_router=True
@@ -183,6 +187,9 @@ TRAITS: Mapping[str, Traits] = {
     "deepseek_v3": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
     ),
+    "kimi_linear": Traits(
+        "kimi_linear", other_activations=False, linear=True, pattern="Mm*D", experts="dispatched", shared_experts=True, latent=True,
+    ),
     "deepseek_v32": Traits(
         "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         indexed=True,
@@ -210,6 +217,10 @@ TRAITS: Mapping[str, Traits] = {
     "hy_v3": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True
     ),
+    "exaone_moe": Traits(
+        "glm4_moe", other_activations=False, window=True, pattern="LGD", unturned=True, experts="dispatched", shared_experts=True,
+        head_norms=True,
+    ),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
     "lfm2": Traits("lfm2", other_activations=False, pattern="C*", head_norms=True),
     "apertus": Traits("apertus", other_activations=False, head_norms=True),
@@ -231,6 +242,8 @@ def families(having: Callable[[Traits], object]) -> tuple[str, ...]:
 USUAL_ACTIVATION: Mapping[str, Activation] = {name: one.activation for name, one in TRAITS.items()}
 FREE_ACTIVATION = families(lambda one: one.other_activations)
 WINDOWED_FAMILIES = families(lambda one: one.window)
+#: Families of which a model's first layers may have full attention, and the others a window (``max_window_layers``).
+SOME_WINDOWED: tuple[str, ...] = ("qwen2", "qwen3")
 LEARNED_POSITIONS = families(lambda one: one.learned_positions)
 #: Families without rotary positions: learned ones, or ALiBi (BLOOM).
 UNROTATED = (*LEARNED_POSITIONS, "bloom")

@@ -34,6 +34,7 @@ from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.padding import check_padded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import (
+    LOMO,
     ON_PAPER,
     ROUNDED_FAMILIES,
     ROUNDING,
@@ -88,6 +89,11 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
         narrow = not recipe.precision.endswith("mixed")
         yield narrow and f"{asked}, and precision {recipe.precision!r}", "'bf16-mixed', whose adapters are fp32"
         yield adapter.quantize != "none" and f"{asked}, beside quantised weights", "compute 'autocast'"
+    if adapter.base == "fp32":
+        asked = "frozen weights in fp32"
+        yield recipe.engine != "fsdp2" and f"{asked}, and engine {recipe.engine!r}", "engine 'fsdp2', or base 'compute'"
+        yield recipe.precision == "bf16" and f"{asked}, and precision 'bf16'", "'bf16-mixed', or base 'compute'"
+        yield adapter.quantize != "none" and f"{asked}, and quantised weights", "quantize 'none', or base 'compute'"
     yield from _of_weights(adapter, recipe)
     yield from _of_fused_adapters(adapter, recipe)
     if HEAD in adapter.layers:
@@ -141,8 +147,7 @@ def _of_an_adapted_head(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tu
     yield elsewhere and f"an adapter of the head and engine {recipe.engine!r}", "'ddp' or 'fsdp2'"
     cast = recipe.precision != "bf16" and (recipe.engine == "ddp" or adapter.quantize != "none")
     yield cast and "an adapter of the head under autocast, with copies of weights,", "precision 'bf16'"
-    plain = recipe.loss == "full" and "loss-in-pieces" not in recipe.fused_parts
-    yield not plain and "an adapter of the head and a loss that has the head", "loss 'full'"
+    yield recipe.loss != "full" and "an adapter of the head and a loss that has the head", "loss 'full'"
 
 
 def _of_whole_modules(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
@@ -160,6 +165,32 @@ def _of_whole_modules(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tupl
     yield narrow and recipe.precision == "fp16-mixed" and f"{asked} in fp16 under GradScaler", "precision 'bf16-mixed'"
     yield narrow and recipe.ddp.step_in_backward and f"{asked} in 16 bits, and a step in the backward", "false for it"
     yield recipe.loss == "chunked" and f"{asked}, and a chunked loss", "loss 'full' or 'fused'"
+
+
+def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled of prime-rl's adapters of several runs, and what to use instead."""
+    asked = "adapters of several runs (prime-rl's)"
+    widths = {model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim}
+    for is_so, what, instead in (
+        (recipe.engine != "fsdp2", f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+        (recipe.precision not in ("bf16", "bf16-mixed"), f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"),
+        (
+            recipe.precision == "bf16-mixed" and adapter.base == "compute",
+            "frozen weights in 16 bits beside fp32",
+            "base 'fp32'",
+        ),
+        (adapter.quantize != "none", "quantised weights", "quantize 'none'"),
+        (HEAD in adapter.layers, "an adapter of the head", "targets 'all-linear'"),
+        (bool(adapter.saved), "modules that are trained whole", "adapters alone"),
+        (model.family not in ADAPTED_LIKE_LLAMA or model.vision is not None, f"a {model.family} model", "a dense model"),
+        (not adapter.looped and any(one % 8 for one in widths), "widths that 8 does not divide", "looped true"),
+        (recipe.recompute == "selective", "selective recomputation", "recompute 'full'"),
+        (recipe.offloads_states, "states in host memory", "no offload"),
+        (recipe.fsdp2.step_in_backward, "a step in the backward", "false for it"),
+        (not recipe.sync_every_micro_batch, "gradients that stay whole", "sync_every_micro_batch true"),
+        (mesh.model_ranks * mesh.ep > 1, "ranks that split the model", "data-parallel ranks"),
+    ):
+        yield is_so and f"{asked} and {what}", instead
 
 
 def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
@@ -322,24 +353,39 @@ class JobSpec(Spec):
         recipe = self.recipe
         if not recipe.steps_in_backward:
             return
-        option, mesh = "fsdp2" if recipe.fsdp2.step_in_backward else "ddp", self.mesh
-        beside = max(mesh.tp, mesh.cp, mesh.pp, mesh.ep, mesh.dp_replicate) > 1
+        option, mesh, by_itself = "fsdp2" if recipe.fsdp2.step_in_backward else "ddp", self.mesh, recipe.optimizer in LOMO
+        beside = max(mesh.tp, mesh.cp, mesh.pp, mesh.ep) > 1
         alone = option == "fsdp2" or (mesh.world_size == 1 and not recipe.wraps_one_rank)
+        instead = (
+            "one GPU in a plain loop" if by_itself else "one GPU in a plain loop, or engine 'fsdp2' with fsdp2.step_in_backward"
+        )
         cases = (
             (recipe.engine != option and f"engine {recipe.engine!r}", f"engine {option!r}"),
-            (not alone and "ranks in DDP", "one GPU in a plain loop, or engine 'fsdp2' with fsdp2.step_in_backward"),
-            (option == "fsdp2" and beside and "ranks that do more than shard", "dp_shard alone"),
+            (not alone and "ranks in DDP", instead),
+            (option == "fsdp2" and beside and "ranks that split the model or a sequence", "dp_shard and dp_replicate alone"),
             (option == "fsdp2" and recipe.offloads_states and "offload to host memory", "no offload"),
-            (option == "fsdp2" and self.model.adapter is not None and "adapters", "full training"),
+            ((by_itself or option == "fsdp2") and self.model.adapter is not None and "adapters", "full training"),
             (option == "ddp" and recipe.zero_stage != 0 and "ZeroRedundancyOptimizer", "stage 0"),
-            (self.batch.grad_accum_steps > 1 and "gradient accumulation", "one micro-batch"),
+            (not by_itself and self.batch.grad_accum_steps > 1 and "gradient accumulation", "one micro-batch"),
             (recipe.precision == "fp16-mixed" and "a gradient scaler", "precision 'bf16-mixed'"),
             (option == "ddp" and recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
             (option == "fsdp2" and recipe.fsdp2.of_torch_2_15 and "torch 2.15", "fsdp2.torch '2.13'"),
             (self.model.profile is not None and "a profile", "a model of a known family"),
-            (recipe.optimizer not in STEPS_ALONE and f"optimizer {recipe.optimizer!r}", f"one of {', '.join(STEPS_ALONE)}"),
+            *self._of_the_optimizer(by_itself=by_itself),
         )
+        if by_itself:
+            refuse(f"optimizer {recipe.optimizer!r} with", cases, ", or another optimizer")
         refuse(f"{option}.step_in_backward with", cases, ", or leave it out")
+
+    def _of_the_optimizer(self, *, by_itself: bool) -> Iterator[tuple[str | bool, str]]:
+        """Yield optimizers that are not modelled inside the backward, and what to use instead."""
+        recipe, options = self.recipe, self.recipe.ddp.step_in_backward or self.recipe.fsdp2.step_in_backward
+        yield by_itself and options and "step_in_backward, which it does not need", "false"
+        yield by_itself and recipe.ddp.compiled and "a compiled model", "no compiler"
+        stacked = recipe.optimizer == "adalomo" and self.model.moe is not None
+        yield stacked and "stacked experts, for which it fails,", "optimizer 'lomo'"
+        other = not by_itself and recipe.optimizer not in STEPS_ALONE
+        yield other and f"optimizer {recipe.optimizer!r}", f"one of {', '.join(STEPS_ALONE)}"
 
     def _check_attention(self) -> None:
         """Raise SpecError for heads that are too wide for a kernel, and for padding that is not modelled."""
@@ -447,6 +493,7 @@ class JobSpec(Spec):
             (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
             (model.profile is not None and "a profile", "a model of a known family"),
             (model.mla is not None and model.mla.index_every > 1 and "layers that share picked keys", "pp=1"),
+            (model.max_window_layers > 0 and "a window in some layers", "pp=1"),
             (model.is_quantised and "quantised weights (QLoRA)", "LoRA"),
             (recipe.loss in ("fused", "log-probs") and f"loss {recipe.loss!r}", "loss 'full' or 'chunked'"),
             (
@@ -640,6 +687,7 @@ class JobSpec(Spec):
             *(_beside_frozen(recipe) if recipe.engine == "deepspeed" else ()),
             *_of_the_adapter(adapter, recipe),
             *_in_the_family(self.model, adapter, recipe),
+            *(_of_runs(self.model, adapter, recipe, self.mesh) if adapter.runs else ()),
             (
                 any(self.model.stacked)
                 and not self.model.stacked.grouped

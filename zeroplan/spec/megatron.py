@@ -81,6 +81,7 @@ def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     yield model.family not in FAMILIES and f"family {model.family!r}", f"one of {', '.join(FAMILIES)}"
+    yield model.max_window_layers > 0 and "a sliding window in some layers", "a window in all layers, or none"
     yield model.hidden_act is not None and f"activation function {model.hidden_act!r}", "engine 'fsdp2'"
     if model.adapter is not None:
         yield from _not_adapted(model, model.adapter, recipe, mesh)
@@ -128,7 +129,7 @@ def _not_adapted(
          "expert_tensor_parallel_size 1"),
         (own.fp8_format is not None, "adapters and matrices in FP8", "bf16"),
         (own.optimizer_offload_fraction > 0, "adapters and optimizer_offload_fraction", "no offload"),
-        (own.gradients_beside > 0, "adapters and gradients_beside", "0 for it"),
+        (own.gradients_beside > 0 or not own.main_weights, "adapters and gradients_beside or no main_weights", "neither"),
         (own.defer_embedding_wgrad_compute, "adapters and defer_embedding_wgrad_compute", "false for it"),
         (own.cross_entropy_fusion_impl == "verl", "adapters and verl's fused head", "another loss"),
         (own.mtp_num_layers > 0 or own.hybrid_layer_pattern is not None, "adapters and mtp_num_layers or a pattern", "neither"),
@@ -156,20 +157,42 @@ def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> 
         mesh.tp > 1 and has_experts and not recipe.sequence_parallel and "experts and tp without sequence_parallel",
         "sequence_parallel",
     )
+    if recipe.megatron.last_tokens is not None:
+        yield from _not_of_last_tokens(recipe)
+    overlaps = recipe.megatron.tp_comm_overlap and not (recipe.sequence_parallel and mesh.tp > 1)
+    yield overlaps and "tp_comm_overlap without sequence_parallel, as Megatron-LM refuses it,", "sequence_parallel"
     aware = recipe.megatron.use_precision_aware_optimizer
     yield aware and not recipe.zero_stage and "use_precision_aware_optimizer and stage 0", "stage 1, the distributed optimizer"
     yield aware and recipe.precision == "fp32" and "use_precision_aware_optimizer and precision 'fp32'", "'bf16-mixed'"
+    yield (
+        not recipe.megatron.main_weights
+        and recipe.precision != "bf16-mixed"
+        and f"main_weights=false and {recipe.precision!r}",
+        "'bf16-mixed'",
+    )
     if recipe.zero_stage > 1:
         yield from _not_fully_sharded(recipe, mesh)
     if recipe.megatron.fp8_format is not None:
         yield from _not_in_fp8(recipe)
-    flex = recipe.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  tokens of text
-    yield flex and recipe.megatron.core_release == "0.12" and "moe_token_dispatcher_type 'flex' and core_release 0.12", "'0.13'"
+    kind, old = recipe.megatron.moe_token_dispatcher_type, recipe.megatron.core_release == "0.12"
+    yield kind in ("flex", "deepep") and old and f"moe_token_dispatcher_type {kind!r} and core_release 0.12", "'0.13'"
     predicts = recipe.megatron.mtp_num_layers > 0
     yield predicts and recipe.megatron.pretrains != "gpt" and "mtp_num_layers and BERT or T5", "pretrains 'gpt'"
     local = recipe.megatron.transformer_impl == "local"
     yield local and recipe.attention != "eager" and f"transformer_impl 'local' and attention {recipe.attention!r}", "'eager'"
     yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
+
+
+def _not_of_last_tokens(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled where the loss reads the last token of each sequence."""
+    own = recipe.megatron
+    for asked, name in (
+        (own.mtp_num_layers > 0, "mtp_num_layers"), (own.pretrains != "gpt", "BERT or T5"),
+        (recipe.zero_stage > 1, "Megatron-FSDP"),
+        (own.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute"),
+        (own.cross_entropy_fusion_impl == "verl", "verl's fused head"), (own.gradients_beside > 0, "gradients_beside"),
+    ):  # fmt: skip
+        yield asked and f"last_tokens {own.last_tokens!r} and {name}", "neither, or engine 'fsdp2'"
 
 
 def _not_scheduled(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
@@ -196,6 +219,7 @@ def _not_fully_sharded(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str
         (own.hybrid_layer_pattern is not None, "hybrid_layer_pattern"), (own.mtp_num_layers > 0, "mtp_num_layers"),
         (own.overlap_moe_expert_parallel_comm, "overlap_moe_expert_parallel_comm"),
         (own.core_release == "0.12", "core_release 0.12"), (own.gradients_beside > 0, "gradients_beside, which nanotron has alone"),
+        (not own.main_weights, "no main weights, as nanotron may have"),
     ):  # fmt: skip
         yield asked and f"{what}{name}", "stage 1, the distributed optimizer, or leave it out"
 
@@ -223,6 +247,7 @@ def _not_by_muon(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     yield recipe.precision != "bf16-mixed" and f"{what}precision {recipe.precision!r}", "'bf16-mixed'"
     yield own.grad_reduce_in_bf16 and f"{what}grad_reduce_in_bf16", "main gradients in fp32"
     yield own.use_precision_aware_optimizer and f"{what}use_precision_aware_optimizer", "fp32 states"
+    yield not own.main_weights and f"{what}main_weights=false", "main weights"
     yield own.num_distributed_optimizer_instances > 1 and f"{what}several instances of it", "one"
     yield own.hybrid_layer_pattern is not None and f"{what}hybrid_layer_pattern", "layers of one kind"
 

@@ -28,6 +28,7 @@ from zeroplan.spec.family import (
     ONE_WIDTH_FAMILIES,
     PATTERNED,
     SHARED_EXPERTS,
+    SOME_WINDOWED,
     TRAITS,
     USUAL_ACTIVATION,
     WIDE_SHARED_EXPERTS,
@@ -57,6 +58,8 @@ class MoeSpec(Spec):
     """Leading layers that keep a dense MLP of ``intermediate_size``."""
     latent_size: Annotated[int, Range(0, 10**6)] = 0
     """Width of the latent that routed experts read and write (Nemotron 3); 0: they read the residual stream's width."""
+    num_groups: Annotated[int, Range(0, 10**4)] = 0
+    """Groups of experts, of which a token first chooses some (DeepSeek-V2's ``group_limited_greedy``); 0: it chooses among all."""
     separate: bool = False
     """Each expert has linear layers of its own, as in Mixtral before transformers 5; modelled with adapters alone."""
 
@@ -67,6 +70,8 @@ class MoeSpec(Spec):
                 f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}; "
                 "a token cannot visit more experts than there are"
             )
+        if self.num_groups and self.num_experts % self.num_groups:
+            raise SpecError(f"num_groups={self.num_groups} does not divide num_experts={self.num_experts}; correct one")
 
 
 class MlaSpec(Spec):
@@ -118,6 +123,14 @@ class LinearSpec(Spec):
                 f"num_key_heads={self.num_key_heads} does not divide num_value_heads={self.num_value_heads}; each key head serves "
                 "a whole number of value heads"
             )
+
+
+def lightning(heads: int, head_dim: int, chunk_size: int) -> LinearSpec:
+    """Return lightning attention (MiniMax), whose queries, keys and values have as many heads; no convolution precedes it."""
+    return LinearSpec(
+        num_key_heads=heads, num_value_heads=heads, key_head_dim=head_dim, value_head_dim=head_dim, conv_kernel_dim=1,
+        chunk_size=chunk_size,
+    )  # fmt: skip
 
 
 class Profiled(Spec):
@@ -182,6 +195,8 @@ class ModelSpec(Spec):
     """The MLP's projections have biases."""
     sliding_window: Count | None = None
     """The window of attention, in tokens; None for full attention."""
+    max_window_layers: Annotated[int, Range(0, 10**4)] = 0
+    """Qwen2 and Qwen3 only: layers of full attention, which come before those with the window."""
     hidden_act: Activation | None = None
     """The MLP's activation function; None for the family's usual one."""
     parallel_residual: bool = True
@@ -195,9 +210,11 @@ class ModelSpec(Spec):
     linear: LinearSpec | None = None
     """Linear attention, in families with it."""
     layer_pattern: str = ""
-    """One letter per layer, repeated as needed: M for Mamba-2, * for attention; in Nemotron-H also - for an MLP, E for experts; in
-    Falcon-H1 H, or N if a norm follows the state space; in Llama 4 L for attention in chunks, G for full attention, D for a dense
-    MLP; in LFM2 C for a short convolution, and c or D for convolution or attention before a dense MLP beside layers of experts."""
+    """One letter per layer, repeated as needed: M for Mamba-2 or lightning attention, * for attention; in Nemotron-H also - for an
+    MLP, E for experts; in Falcon-H1 H, or N if a norm follows the state space; in Llama 4 and K-EXAONE L for attention in chunks or
+    with a window, G for full attention, D for a dense MLP; in LFM2 C for a short convolution, and c or D for convolution or
+    attention before a dense MLP beside layers of experts; in Kimi Linear m or D for a
+    layer before a dense MLP."""
     predictions: Annotated[int, Range(0, 100)] = 0
     """Depths of NeMo AutoModel's multi-token prediction, in Nemotron 3 only. Each is the letters ae at the end of the pattern: a
     layer of attention behind a joining projection, and one of experts before a norm."""
@@ -281,6 +298,11 @@ class ModelSpec(Spec):
     def is_quantised(self) -> bool:
         """Whether the blocks' linear weights are quantised, to four bits or eight."""
         return self.adapter is not None and self.adapter.quantize != "none"
+
+    @property
+    def frozen_as_trained(self) -> bool:
+        """Whether frozen weights are stored in the dtype of trained ones: without adapters, or beside them if ``base`` is fp32."""
+        return self.adapter is None or self.adapter.base == "fp32"
 
     @property
     def adapted_layers(self) -> tuple[str, ...]:
@@ -436,7 +458,21 @@ class ModelSpec(Spec):
                 f"a sliding window of a {self.family} model (sliding_window={self.sliding_window:,}) has no formula; leave it out "
                 "where sequences are shorter, else `zeroplan profile --config` traces the model"
             )
+        self._check_full_layers()
         self._check_experts()
+
+    def _check_full_layers(self) -> None:
+        said, layers = self.max_window_layers, self.num_hidden_layers
+        if said and (self.family not in SOME_WINDOWED or self.sliding_window is None or said >= layers):
+            raise SpecError(
+                f"max_window_layers={said} of a {self.family} model with {layers} layers and sliding_window={self.sliding_window}: "
+                f"only {' and '.join(SOME_WINDOWED)} may have a window in some of their layers; leave it out"
+            )
+        if said and (self.vision is not None or self.frozen is not None):
+            raise SpecError(
+                f"a window in {layers - said} of {layers} layers is not modelled with images or frozen parts; `zeroplan profile "
+                "--config` traces the model"
+            )
 
     def _check_heads(self) -> None:
         has_own, sizes = self.family == "gemma4_text", (self.global_head_dim, self.global_key_value_heads)
@@ -453,9 +489,24 @@ class ModelSpec(Spec):
                 f"num_hidden_layers={self.num_hidden_layers}, sliding_window={self.sliding_window} of a gemma4_text model has no "
                 "formula: five layers with a window come before each one of full attention; use a multiple of 6"
             )
+        if self.family in ("minimax", "kimi_linear") and self.linear is not None:
+            self._check_linear(self.linear)
         if has_own and self.num_attention_heads % self.global_key_value_heads:
             raise SpecError(
                 f"global_key_value_heads={self.global_key_value_heads} does not divide {self.num_attention_heads} attention heads"
+            )
+
+    def _check_linear(self, linear: LinearSpec) -> None:
+        """Raise SpecError for heads of queries, keys and values that differ, in families without such."""
+        heads, width = self.num_attention_heads, self.head_dim
+        if self.family == "kimi_linear":
+            if (linear.num_key_heads, linear.key_head_dim) != (linear.num_value_heads, linear.value_head_dim):
+                raise SpecError(f"linear={linear} of a kimi_linear model: keys and values have as many heads, equally wide")
+            return
+        if linear != lightning(heads, width, linear.chunk_size):
+            raise SpecError(
+                f"linear={linear} of a minimax model: queries, keys and values of its lightning attention have {heads} heads of "
+                f"{width} elements, and no convolution, which is conv_kernel_dim=1"
             )
 
     def _check_pattern(self) -> None:
@@ -472,6 +523,8 @@ class ModelSpec(Spec):
         if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(own) <= set(known):
             wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
             raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")
+        if self.family == "exaone_moe" and self.sliding_window is None:
+            raise SpecError("an exaone_moe model always has a window; write sliding_window")
         if of_one_module and (self.moe is None) == ("E" in self.layer_pattern):
             raise SpecError(f"layer_pattern={self.layer_pattern!r}: a model with E has experts (`moe`), and no other")
         if not self.turned and self.family in TRAITS and not TRAITS[self.family].unturned_models:
@@ -487,7 +540,7 @@ class ModelSpec(Spec):
             raise SpecError(
                 f"head_dim={self.head_dim} of a {self.family} model has no formula: its heads are as wide as hidden_size together"
             )
-        for name, family in (("latent_size", "nemotron_h"), ("separate", "mixtral")):
+        for name, family in (("latent_size", "nemotron_h"), ("separate", "mixtral"), ("num_groups", "deepseek_v2")):
             if getattr(self.moe, name, 0) and self.family != family:
                 raise SpecError(f"{name}={getattr(self.moe, name)} of a {self.family} model's experts: only {family} has it")
         if self.moe is not None and self.family in WIDE_SHARED_EXPERTS and not self.moe.num_shared_experts:

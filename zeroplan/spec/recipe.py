@@ -19,7 +19,8 @@ Optimizer = Literal[
     "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "ademamix-32bit", "ademamix-8bit",
     "paged-ademamix-32bit", "paged-ademamix-8bit", "rmsprop-32bit", "rmsprop-8bit", "torchao-adamw-8bit", "torchao-adamw-4bit",
     "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "schedule-free-sgd", "stable-adamw", "flash-adamw",
-    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "te-adam", "te-adam-remainders", "te-adam-masters",
+    "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "shampoo", "shampoo-1024", "grokadamw", "lomo", "adalomo",
+    "te-adam", "te-adam-remainders", "te-adam-masters",
 ]  # fmt: skip
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
@@ -27,14 +28,29 @@ ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 STEPS_ALONE: tuple[Optimizer, ...] = (
     "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "lion", "adamw-8bit", "paged-adamw-8bit",
 )  # fmt: skip
+#: Optimizers that update weights inside the backward and keep no gradients.
+LOMO: tuple[Optimizer, ...] = ("lomo", "adalomo")
 Float8Recipe = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
-LogProbs = Literal["tiles", "divergence", "in place", "entropy", "chunks", "columns", "jsd", "kd", "pairs", "pairs in 16 bits"]
+LogProbs = Literal[
+    "tiles",
+    "divergence",
+    "in place",
+    "entropy",
+    "chunks",
+    "columns",
+    "jsd",
+    "kd",
+    "asft",
+    "eaft",
+    "pairs",
+    "pairs in 16 bits",
+]
 #: Losses that compare all logits with a teacher's.
-WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd")
+WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft")
 #: Losses of ORPO, which read the logits that the model returns.
 OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 #: The names that ``fused_kernels`` accepts.
@@ -240,7 +256,15 @@ class MegatronOptions(Spec):
     """False is ``--no-create-attention-mask-in-dataloader``: the batch has no mask (one byte per pair of tokens)."""
     gradients_beside: CountOrZero = 0
     """Copies of gradients in 16 bits beside the main gradients, as nanotron has: the first until a micro-batch's backward ends, and
-    those in DDP's buckets, which stay."""
+    those in DDP's buckets, which stay. Without main weights all of them are in buckets."""
+    main_weights: bool = True
+    """False is nanotron's ``accumulate_grad_in_fp32: false``: main gradients and Adam's moments have the 16 bits of the weights,
+    and there are no main weights in fp32."""
+    tp_comm_overlap: bool = False
+    """``--tp-comm-overlap``: tensor-parallel ranks exchange in Transformer Engine's buffers, a line beside the allocator. Step
+    times are those without it."""
+    tp_comm_overlap_cfg: bool = False
+    """``--tp-comm-overlap-cfg``: with settings of the user's own; the largest buffers that they may ask for count."""
     deterministic_mode: bool = False
     """``--deterministic-mode``: the experts' outputs are kept and added in a fixed order."""
     gradient_accumulation_fusion: bool = True
@@ -286,9 +310,9 @@ class MegatronOptions(Spec):
     """``--qk-layernorm``: queries and keys are normalised over each head. ``None``: as the model's family has it."""
     expert_tensor_parallel_size: Degree | None = None
     """``--expert-tensor-parallel-size``: ranks that split every expert. ``None``: as many as tensor-parallel ranks."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105  tokens of text
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex", "deepep"] = "alltoall"  # noqa: S105  tokens of text
     """How tokens get to their experts (Megatron-LM's default ``allgather`` is rarely used). ``flex``: HybridEP, whose buffers are
-    outside torch's allocator."""
+    outside torch's allocator. ``deepep``: Megatron-LM's ``flex`` with DeepEP, whose buffers are a line beside the allocator."""
     moe_router_num_groups: Degree = 1
     """``--moe-router-num-groups``: groups that the experts are in. With ``flex`` it changes what a rank sends."""
     moe_router_group_topk: Degree = 1
@@ -311,6 +335,9 @@ class MegatronOptions(Spec):
     mtp_num_layers: CountOrZero = 0
     """``--mtp-num-layers``: modules for multi-token prediction on the last pipeline rank, each with a layer like the model's last
     one and its own loss."""
+    last_tokens: Literal["embedding", "reranker"] | None = None
+    """ms-swift's tasks whose loss reads the last token of each sequence: ``embedding`` has no head and normalises hidden states;
+    ``reranker`` (``generative_reranker``) multiplies them with two rows of the head."""
     hybrid_layer_pattern: str | None = None
     """``--hybrid-layer-pattern`` without ``|`` (use ``pipeline_layers``): one letter per layer, ``M`` for Mamba-2, ``*`` for
     attention, ``-`` for an MLP and ``E`` for experts. ``None``: each layer has attention and an MLP."""
@@ -346,6 +373,13 @@ class MegatronOptions(Spec):
             raise SpecError(
                 "megatron.optimizer_offload_fraction needs megatron.use_precision_aware_optimizer=true; set both, or neither"
             )
+        if not self.main_weights and (self.use_precision_aware_optimizer or self.fp8_format is not None):
+            raise SpecError(
+                "megatron.main_weights=false is nanotron's, which has neither megatron.use_precision_aware_optimizer nor "
+                "megatron.fp8_format; leave them out"
+            )
+        if self.tp_comm_overlap_cfg and not self.tp_comm_overlap:
+            raise SpecError("megatron.tp_comm_overlap_cfg needs megatron.tp_comm_overlap=true; set both, or neither")
         if self.fp8_param_gather and self.fp8_format is None:
             raise SpecError("megatron.fp8_param_gather needs megatron.fp8_format; set e4m3 or hybrid, or leave it out")
         unknown = [name for name in self.recompute_modules.split(",") if name not in RECOMPUTED_MODULES]
@@ -559,7 +593,7 @@ class RecipeSpec(Spec):
     @property
     def steps_in_backward(self) -> bool:
         """Whether the optimizer steps inside the backward."""
-        return self.ddp.step_in_backward or self.fsdp2.step_in_backward
+        return self.ddp.step_in_backward or self.fsdp2.step_in_backward or self.optimizer in LOMO
 
     @property
     def keeps_gathered_linears(self) -> bool:

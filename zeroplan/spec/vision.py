@@ -57,7 +57,8 @@ class VisionSpec(Spec):
     fixed_size: _Size = 0
     """Side of the square to which every image is resized, in pixels; 0 if images keep their aspect ratio."""
     other_parameters: CountOrZero = 0
-    """Parameters without a formula: all of an ``other`` tower, SigLIP's pooling head, blocks of CLIP that no one reads."""
+    """Parameters without a formula: all of an ``other`` tower, SigLIP's pooling head, blocks of CLIP that no one reads, encoders
+    of sounds."""
     freeze_tower: bool = False
     """The tower is not trained."""
     freeze_projector: bool = False
@@ -81,6 +82,11 @@ class VisionSpec(Spec):
     def has_blocks(self) -> bool:
         """Whether its blocks have formulas."""
         return self.tower != "other"
+
+    @property
+    def hears(self) -> bool:
+        """Whether an encoder of sounds is beside the tower, of which only the weights count (Qwen's Omni models)."""
+        return self.tower in _PIXELS and self.other_parameters > 0
 
     @property
     def blocks(self) -> int:

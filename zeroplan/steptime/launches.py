@@ -8,6 +8,7 @@ own work under tensor parallelism, CUDA graphs, and the optimizer's step.
 from typing import NamedTuple
 
 from zeroplan.numeric import Float
+from zeroplan.spec.compiled import COMPILED_BLOCKS
 from zeroplan.spec.recipe import RecipeSpec, StepKernels
 
 SOURCE = "measured on the host of one H100, tests/on_gpus/records: steps of 1.2B and 0.3B parameters, torch 2.11"
@@ -53,7 +54,8 @@ def launching(one: Launched, recipe: RecipeSpec, kernels: StepKernels, quicker: 
 
     ``again``: the share of blocks that are recomputed; ``quicker``: the CPU's speed relative to the measured CPU.
     """
-    per_kernel, seen = _KERNEL_S[kernels], _SEEN_S if recipe.recompute == "selective" and recipe.engine != "megatron" else 0.0
+    is_seen = recipe.recompute == "selective" and recipe.engine != "megatron" and COMPILED_BLOCKS not in recipe.fused_parts
+    per_kernel, seen = _KERNEL_S[kernels], _SEEN_S if is_seen else 0.0
     sharded = recipe.engine != "deepspeed" or recipe.zero_stage == 3
     hooks = _HOOKS_S.get(recipe.engine, (0.0, 0.0)) if sharded else (0.0, 0.0)
     per_tensor = _HOOKS_TENSOR_S.get(recipe.engine, (0.0, 0.0))

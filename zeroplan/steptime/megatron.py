@@ -329,7 +329,7 @@ def _to_experts(calls: tuple[Collective, ...], case: _Case, machine: _Machine, p
 
 def _exchange_s(call: Collective, case: _Case, here: Links) -> Float:
     group = neighbours(call.group, here.per_node)
-    if case.recipe.megatron.moe_token_dispatcher_type != "flex":  # noqa: S105  tokens of text
+    if case.recipe.megatron.moe_token_dispatcher_type not in ("flex", "deepep"):
         return seconds(call, group, here)
     to_nodes = visited(case, ceil_div(group.size, group.members)) / visited(case, group.size)
     return handed_on_seconds(call, group, here, to_nodes)

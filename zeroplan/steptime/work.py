@@ -257,7 +257,7 @@ def without_head(whole: Work) -> Work:
 
 
 def _multiplied(model: ModelSpec) -> ModelSpec:
-    """Return the model with weights as they are multiplied; 4-bit weights are dequantised first."""
-    if model.adapter is None or model.adapter.quantize == "none":
+    """Return the model with weights as they are multiplied: dequantised, and with one of several adapters."""
+    if model.adapter is None or (model.adapter.quantize == "none" and not model.adapter.runs):
         return model
-    return replace(model, adapter=replace(model.adapter, quantize="none"))
+    return replace(model, adapter=replace(model.adapter, quantize="none", runs=0, learning=None, looped=False))

@@ -1,7 +1,7 @@
 """The buffers of a model, which are tensors but not parameters: rotary frequencies, a scale, a routing bias.
 
-They are too small to matter in memory, but engines that synchronise buffers send them. Older releases of transformers keep
-position tables in every layer, which do matter.
+Most are too small to matter in memory, but engines that synchronise buffers send them. Those that matter are the position tables
+that older releases of transformers keep in every layer, and the decays of lightning attention.
 """
 
 from functools import lru_cache
@@ -9,23 +9,24 @@ from functools import lru_cache
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import ceil_div
 from zeroplan.spec.family import TRAITS
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import LinearSpec, ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.spec.releases import release_of
 from zeroplan.transformer.families.definition import definition_of
-from zeroplan.transformer.parameters import plain_kind
+from zeroplan.transformer.parameters import Layout, plain_kind
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.vision import VISION, tower_buffers
 
 #: Families whose routers choose experts by score plus bias, which is a buffer.
 BIASED_ROUTERS = (
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "minimax_m2",
-    "nemotron_h", "lfm2_moe",
+    "nemotron_h", "lfm2_moe", "kimi_linear", "exaone_moe",
 )  # fmt: skip
 #: Of these, families whose bias is fp32 for every dtype of the model.
 _BIASED_IN_FP32 = ("deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "solar_open", "lfm2_moe")
 #: How many buffers of one number each layer has: Gemma 4's scalar; ``beta`` and ``eps`` of Apertus' xIELU (``activations.py``).
 _NUMBERS_OF_LAYERS = {"gemma4_text": 1, "apertus": 2}
+_DECAYS = "transformers 5.23, models/minimax/modeling_minimax.py, MiniMaxLightningAttention.decay_factors"
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, which are fp32 for every dtype of the model."""
@@ -45,13 +46,32 @@ def tables_in_layers(model: ModelSpec, recipe: RecipeSpec, element_bytes: int) -
     return (Line(Kind.PARAMETERS, n_bytes, "rotary cos and sin of every position, in every layer", formula, _TABLES),)
 
 
+def held_buffers(model: ModelSpec, tree: Layout, element_bytes: int) -> tuple[Line, ...]:
+    """Return the buffers of a model, or of the part ``tree`` of it, that matter in memory. [bytes]
+
+    They are those of a profile's module; and the decays that every layer of lightning attention keeps for the tokens, and the pairs
+    of tokens, of a chunk, in elements of ``element_bytes``.
+    """
+    layers = sum(run.layers for run in tree.runs if plain_kind(model, run.kind) == "linear") if model.family == "minimax" else 0
+    if not layers or model.linear is None:
+        return tree.buffers
+    heads, chunk = model.linear.num_value_heads, model.linear.chunk_size
+    formula = f"{element_bytes}·{layers}·{heads}·(1+2·{chunk}+{chunk}²)"
+    n_bytes = element_bytes * layers * _decays_of_a_layer(model.linear)
+    return (*tree.buffers, Line(Kind.PARAMETERS, n_bytes, "decays within a chunk of lightning attention", formula, _DECAYS))
+
+
+def _decays_of_a_layer(linear: LinearSpec) -> int:
+    return linear.num_value_heads * (1 + 2 * linear.chunk_size + linear.chunk_size**2)
+
+
 @lru_cache(maxsize=256)
 def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
     """Return the size of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
 
     They are the frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3, OLMo 3); Gemma's
-    scale of the embedding; single numbers of each layer; DeepSeek's bias of each router, in some families in fp32. A profile
-    lists its module's buffers. Source: transformers 5.23, ``models/<family>/modeling_<family>.py``.
+    scale of the embedding; single numbers of each layer; MiniMax's decays; DeepSeek's bias of each router, in some families in
+    fp32. A profile lists its module's buffers. Source: transformers 5.23, ``models/<family>/modeling_<family>.py``.
 
     >>> buffer_bytes(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10), 2)  # 2 · 2 frequencies in fp32
@@ -65,6 +85,8 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
     scale += element_bytes * model.num_hidden_layers * _NUMBERS_OF_LAYERS.get(model.family, 0)
     of_bias = _FP32 if model.family in _BIASED_IN_FP32 else element_bytes
     scale += element_bytes * _falcon_scales(model)
+    if model.family == "minimax" and model.linear is not None:
+        scale += element_bytes * model.letters.count("M") * _decays_of_a_layer(model.linear)
     return _frequencies(model) + tower_buffers(model) + scale + _routing_biases(model) * of_bias
 
 
@@ -95,6 +117,6 @@ def _falcon_scales(model: ModelSpec) -> int:
 def _routing_biases(model: ModelSpec) -> int:
     if model.moe is None or model.family not in BIASED_ROUTERS:
         return 0
-    dense = model.letters.count("c") + model.letters.count("D") + model.moe.num_dense_layers
+    dense = sum(map(model.letters.count, "cmD")) + model.moe.num_dense_layers
     routers = model.letters.count("E") + model.predictions or model.num_hidden_layers - dense
     return routers * model.moe.num_experts

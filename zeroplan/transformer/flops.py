@@ -39,14 +39,15 @@ def linear_attention_flops(model: ModelSpec) -> int:
 
     For each head and chunk of C tokens: two products of keys and queries, 4·C²·D; two triangular systems, C²·(D+I); attention
     within the chunk, 2·C²·I; the state read twice and written once, 6·C·D·I. Source: transformers 5.23,
-    ``models/qwen3_next/modeling_qwen3_next.py``, ``torch_chunk_gated_delta_rule``; ``fla``'s kernel multiplies as much.
+    ``models/qwen3_next/modeling_qwen3_next.py``, ``torch_chunk_gated_delta_rule``; ``fla``'s kernel multiplies as much. So does
+    its kernel of Kimi Delta Attention; transformers' own code multiplies element by element instead.
 
     Mamba-2: scores, 2·C·D; output within the chunk, 2·C·I; the state written and read, 4·D·I. Source: transformers 5.23,
     ``models/granitemoehybrid/modeling_granitemoehybrid.py``, ``mamba2_chunk_scan``.
     """
     if model.linear is None:
         return 0
-    if model.layer_pattern:
+    if model.layer_pattern and model.family != "kimi_linear":
         own = model.linear
         each = 2 * own.chunk_size * (own.key_head_dim + own.value_head_dim) + 4 * own.key_head_dim * own.value_head_dim
         return sum(model.letters.count(letter) for letter in "MHN") * own.num_value_heads * each

@@ -172,9 +172,12 @@ def _whole(question: _Question, *, recomputed: bool) -> HeadPass:
 def _is_leaf_apart(question: _Question, recomputed: bool) -> bool:  # noqa: FBT001  one of two arguments
     """Whether a frozen embedding's output is alive as a tensor apart from block 0's input.
 
-    With recomputation autograd follows that output, and the graph holds it as a leaf (``AccumulateGrad``).
+    With recomputation autograd follows that output, and the graph holds it as a leaf (``AccumulateGrad``). It does not where a
+    loop wraps blocks in checkpoints itself, as prime-rl's does.
     """
-    return recomputed and (question.compute.offloaded or question.around.scales_embeddings)
+    adapter = question.model.adapter
+    followed = recomputed and (adapter is None or not adapter.runs)
+    return followed and (question.compute.offloaded or question.around.scales_embeddings)
 
 
 def _first_saves_it(question: _Question) -> bool:
@@ -236,7 +239,8 @@ def _masks(question: _Question) -> tuple[Line, ...]:
     if question.x.attention == "flash":
         return ()
     if question.x.attention == "eager":
-        return (_EAGER[question.around.masks].line(TEMPORARY, question.values),)
+        masks = question.around.masks if question.model.sliding_window is not None else 1
+        return (_EAGER[masks].line(TEMPORARY, question.values),)
     of_all = _mask_of_all_layers(question)
     if of_all is not None:
         return (of_all.line(TEMPORARY, question.values),)

@@ -35,6 +35,7 @@ SYMBOLS: dict[str, str] = {
     "m": "width of an expert's MLP",
     "X": "width of the latent that experts read and write, where there is one",
     "E": "experts",
+    "G": "groups of experts, of which a token chooses some",
     "n": "shared experts",
     "t": "experts per token",
     "V": "vocabulary",

@@ -17,10 +17,10 @@ from zeroplan.spec.adapter import CONVERTED, MLP
 from zeroplan.spec.described import Job
 from zeroplan.spec.family import HEAD_NORMS, UNROTATED
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import EVEN, RecipeSpec
+from zeroplan.spec.recipe import EVEN, MegatronOptions, RecipeSpec
 from zeroplan.transformer.families import megatron as program
+from zeroplan.transformer.families.megatron.structure import Dispatcher, Routing
 from zeroplan.transformer.families.megatron.structure import Layer as Structure
-from zeroplan.transformer.families.megatron.structure import Routing
 from zeroplan.transformer.families.tags import STATISTICS
 from zeroplan.transformer.families.tape import Alive, LowRank, Store
 from zeroplan.transformer.published import KORTHIKANTI
@@ -284,6 +284,16 @@ def _key_of_columns(structure: Structure, values: Values, *, fused: bool) -> Has
     return _cost, structure, tuple(values), tuple(map(as_key, values.values())), fused
 
 
+def _dispatcher(options: MegatronOptions) -> Dispatcher:
+    """Return the dispatcher whose tensors count: of DeepEP's, all-to-all's, which are as many or more.
+
+    DeepEP receives a token once for all experts of a rank, and sorts it in one copy. All-to-all sorts before it sends and after it
+    receives. Neither saves hidden states. Source: Megatron-LM 2026-08, core/transformer/moe/token_dispatcher.py, _DeepepManager.
+    """
+    kind = options.moe_token_dispatcher_type
+    return "alltoall" if kind == "deepep" else kind
+
+
 def structure_of(job: Job, kind: str) -> Structure:
     """Return the structure that a layer's program depends on."""
     model, recipe = job.model, job.recipe
@@ -293,7 +303,7 @@ def structure_of(job: Job, kind: str) -> Structure:
     dense = 0 if model.moe is None else model.moe.num_dense_layers
     if kind in ROUTED and model.moe is not None and dense < model.num_hidden_layers:
         routing = Routing(
-            options.moe_token_dispatcher_type, options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
+            _dispatcher(options), options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
             shared_width(job) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(job), options.deterministic_mode,
             model.family in GATED_SHARED, options.moe_shared_expert_overlap and shared_width(job) > 0,
             options.core_release == "0.12",

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from zeroplan.ledger import Line
-from zeroplan.spec.family import GLOBAL_LAYERS, LINEAR_FAMILIES
+from zeroplan.spec.family import GLOBAL_LAYERS, LINEAR_FAMILIES, is_global
 from zeroplan.spec.model import ModelSpec
 
 
@@ -58,13 +58,21 @@ KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
 #: Kind of a layer by its letter in a pattern.
 KINDS_OF_LETTERS = {
     "M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside, normed",
-    "L": "local", "G": "global", "D": "dense", "C": "short", "c": "dense_short",
+    "L": "local", "G": "global", "D": "dense", "C": "short", "c": "dense_short", "m": "dense_linear",
     "a": "ahead", "e": "moe_ahead",
 }  # fmt: skip
 #: Kinds of layers with experts; ``ahead``: multi-token prediction.
 WITH_EXPERTS = ("moe", "moe_ahead")
 #: Kinds of layers with linear attention; ``beside``: attention and Mamba-2 side by side, the latter gated or normalised.
-WITH_STATES = ("linear", "beside", "beside, normed")
+WITH_STATES = ("linear", "dense_linear", "beside", "beside, normed")
+
+
+def full_layers(model: ModelSpec) -> tuple[bool, ...]:
+    """Return whether each layer has full attention, in models where others have a window or linear attention; else nothing."""
+    layers = range(model.num_hidden_layers)
+    if model.max_window_layers:
+        return tuple(layer < model.max_window_layers for layer in layers)
+    return tuple(is_global(model.family, layer) for layer in layers) if model.family in GLOBAL_LAYERS else ()
 
 
 def kind_of_first(model: ModelSpec) -> str:
@@ -80,6 +88,8 @@ def kind_of_first(model: ModelSpec) -> str:
         return "linear"
     if model.family in GLOBAL_LAYERS:
         return "local"
+    if model.max_window_layers:
+        return "global"
     return "dense" if model.moe is None or model.moe.num_dense_layers else "moe"
 
 

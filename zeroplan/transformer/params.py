@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from zeroplan.spec.family import INDEXED_FAMILIES, LINEAR_FAMILIES, is_global
+from zeroplan.spec.family import INDEXED_FAMILIES, LINEAR_FAMILIES
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
-from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, Layout, Parameter, kinds_by_indexer
+from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, Layout, Parameter, full_layers, kinds_by_indexer
 from zeroplan.transformer.params_adapted import adapted_layout, only_trained, partly_frozen_layout
 from zeroplan.transformer.vision import VISION, kinds_in_order, with_cross_layers, with_tower
 
@@ -113,7 +113,7 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
     often, rare = KINDS_IN_TURN[model.family in LINEAR_FAMILIES]
     if not at.keys() >= {often, rare}:
         return tuple(index for index, run in enumerate(runs) for _ in range(run.layers))
-    kinds = [rare if is_global(model.family, layer) else often for layer in range(model.num_hidden_layers)]
+    kinds = [rare if full else often for full in full_layers(model)]
     tower = (at[VISION],) * model.tower_layers if model.tower_layers else ()
     return (*tower, *(at["first" if layer == 0 and "first" in at else kind] for layer, kind in enumerate(kinds)))
 

@@ -93,6 +93,21 @@ def only_trained(whole: Layout) -> Layout:
     return Layout(_without_frozen(whole.embeddings), runs, _without_frozen(whole.tail), tied)
 
 
+def only_stepped(learning: Layout, adapter: AdapterSpec | None) -> Layout:
+    """Return the trained parameters that an optimizer updates: all, or those of some of prime-rl's adapters beside each layer."""
+    if adapter is None or not adapter.runs:
+        return learning
+    runs = [
+        run._replace(parameters=tuple([one for one in run.parameters if is_stepped(one, adapter)])) for run in learning.runs
+    ]
+    return learning._replace(runs=tuple(runs))
+
+
+def is_stepped(trained: Parameter, adapter: AdapterSpec | None) -> bool:
+    """Whether an optimizer updates a trained parameter: not if its adapter is beyond those that learn."""
+    return adapter is None or not adapter.runs or int(trained.name.rpartition(".")[2]) < adapter.stepped
+
+
 def only_frozen(whole: Layout) -> Layout:
     """Return the layout with frozen parameters only. Runs of blocks stay."""
     runs = tuple(run._replace(parameters=_frozen_of(run.parameters)) for run in whole.runs)
@@ -186,8 +201,15 @@ def _of_experts(module: str, weight: Parameter, rank: int, *, transposed: bool) 
 
 
 def _matrices(module: str, weight: Parameter, adapter: AdapterSpec) -> Parameters:
-    """Return the two matrices of a linear layer's adapter."""
+    """Return the two matrices of a linear layer's adapter, or of each of prime-rl's, of which a token uses one."""
     outputs, inputs = weight.shape[::-1] if weight.transposed else weight.shape
+    if adapter.runs:
+        shapes = ("A", (adapter.rank, inputs)), ("B", (outputs, adapter.rank))
+        return tuple(
+            Parameter(f"{module}.lora_{name}.{run}", shape, autocast=True, active_share=(1, adapter.runs))
+            for name, shape in shapes
+            for run in range(adapter.runs)
+        )
     return (
         Parameter(f"{module}.lora_A.default.weight", (adapter.rank, inputs), autocast=True),
         Parameter(f"{module}.lora_B.default.weight", (outputs, adapter.rank), autocast=True),

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from zeroplan.spec.family import GLOBAL_LAYERS, is_global
+from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec, MoeSpec
-from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, BlockRun, Layout, Parameter
+from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, BlockRun, Layout, Parameter, full_layers
 from zeroplan.transformer.params_modules import Parameters, embedding, linear, rms_norm, whole
 
 #: Names of the embedding and of the final norm.
@@ -19,7 +19,8 @@ def alike(model: ModelSpec, block: Parameters, norm: NormOf = rms_norm, names: t
     Some families mix layers with a window and layers with full attention. SmolLM3 mixes layers with and without positions;
     EXAONE 4 mixes only where its config has a window.
     """
-    if (model.sliding_window is not None and model.family in GLOBAL_LAYERS) or model.family == "smollm3":
+    mixes = model.max_window_layers > 0 or (model.sliding_window is not None and model.family in GLOBAL_LAYERS)
+    if mixes or model.family == "smollm3":
         return alternating(model, KINDS_IN_TURN[0], block, block)
     return _around(model, (BlockRun("dense", model.num_hidden_layers, block),), names, norm)
 
@@ -61,7 +62,7 @@ def alternating(model: ModelSpec, kinds: tuple[str, str], often: Parameters, rar
     Sums over all layers are exact in any order.
     """
     many, few = kinds
-    full = [is_global(model.family, layer) for layer in range(model.num_hidden_layers)]
+    full = full_layers(model)
     n_rare = sum(full)
     both = BlockRun(many, model.num_hidden_layers - n_rare, often), BlockRun(few, n_rare, rare)
     ordered = both if full[-1] else both[::-1]

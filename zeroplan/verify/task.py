@@ -84,7 +84,7 @@ def refuse_not_local(job: JobSpec) -> None:
         (mesh.cp > 1, "local layers have no context parallelism", "use cp=1"),
         (job.model.moe is not None and own.moe_grouped_gemm, "the grouped product of local experts is a CUDA kernel",
          "--set megatron.moe_grouped_gemm=false"),
-        (own.moe_token_dispatcher_type in ("allgather", "flex"), f"dispatcher {own.moe_token_dispatcher_type!r} is not run",
+        (own.moe_token_dispatcher_type != "alltoall", f"dispatcher {own.moe_token_dispatcher_type!r} is not run",  # noqa: S105
          "use alltoall"),
         (recipe.imbalance != 1, "uneven routing is not run", "leave imbalance out"),
         (own.core_release == "0.12", "core_release 0.12 is older than what is run", "leave it out"),
@@ -122,6 +122,7 @@ def _not_run(job: JobSpec) -> tuple[tuple[object, str], ...]:
         (job.model.predictions, "predictions"),
         (adapter is not None and adapter.quantize == "gptq", "quantize='gptq'"),
         (adapter is not None and adapter.compute == "fp32", "lora_compute='fp32'"),
+        (adapter is not None and adapter.runs, "lora_runs"),
         (adapter is not None and adapter.bitsandbytes, "bitsandbytes"),
     )
 

@@ -120,6 +120,12 @@ class Asked:
 
     keeps_reference: bool = False
     """A file's program on Megatron-Core keeps a reference model's weights on the GPU, whatever ``beta`` is."""
+    by_transformers: bool = False
+    """The trainer generates with transformers on the training GPUs, and with no vLLM."""
+    scored_by: str | None = None
+    """The model of a teacher whose log-probabilities of the rollouts ms-swift's GRPO reads (OPD-RL)."""
+    stage_of_teacher: Literal[0, 1, 2, 3] | None = None
+    """That teacher's stage of DeepSpeed; None for the trained model's."""
     reward_engine: bool = False
     """verl's reward model runs in a second vLLM on the same GPUs, which sleeps while models train."""
     offloads_between_updates: bool = False
@@ -169,7 +175,7 @@ class Asked:
             (self.sync_ref_model and self.precompute_ref_log_probs,
              "--sync-ref-model and --precompute-ref-log-probs exclude each other in TRL; use one of them"),
             (self.beta is not None and self.beta < 0, f"--beta {self.beta} is a weight of the KL term; use 0 or more"),
-            (self.num_generations is not None and self.num_generations < 2,
+            (self.num_generations is not None and self.num_generations < (2 if self.scored_by is None else 1),
              f"--num-generations {self.num_generations} is too few: GRPO compares completions; use 2 or more"),
             (self.vllm_mode == "server" and self.vllm_gpu_memory_utilization is not None,
              f"{flag} is a share of a training GPU, but --vllm-mode server runs on other GPUs; leave it out"),

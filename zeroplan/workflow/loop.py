@@ -10,8 +10,9 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.workflow import distilling, preference, verl
 from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, Asked
-from zeroplan.workflow.distilling import Teacher, teacher_of
+from zeroplan.workflow.distilling import Teacher, scorer_of, teacher_of
 from zeroplan.workflow.forward import without_gradients
+from zeroplan.workflow.generating import generation
 from zeroplan.workflow.loading import host, loading, saving
 from zeroplan.workflow.phases import DRY_RUN, Loop, LoopPhase, renamed
 from zeroplan.workflow.reference import Reference, bytes_of_a_logit, reference_of
@@ -30,6 +31,8 @@ class _Parts(NamedTuple):
     rollout: Rollout | None
     teacher: Teacher | None = None
     """With a teacher, its model is the ``reference``."""
+    scorer: Teacher | None = None
+    """A teacher that scores rollouts beside the reference model."""
 
 
 def loop_of(job: JobSpec, asked: Asked) -> Loop:
@@ -67,10 +70,13 @@ def loop_of_step(job: JobSpec, asked: Asked) -> Loop:
     each = bytes_of_a_logit(asked.workflow) if asked.full_logits else 0
     reference = reference_of(answer.job, all_logits=each) if compares else teacher and teacher.model
     rollout = rollout_of(job, asked, answer.parameters) if _generates_here(asked) else None
-    parts = _Parts(answer, reference, rollout, teacher)
+    parts = _Parts(answer, reference, rollout, teacher, scorer_of(answer.job, asked))
     resident = _resident(parts, asked)
     made = _of_rollouts(parts, asked, resident) if kind.generates else preference.phases(answer, reference, asked)
     copy = _copy_at_first(reference, asked, answer)
+    beside = 0 if not copy else answer.parameters if teacher is None else teacher.parameters
+    if parts.scorer is not None:
+        copy, beside = (*copy, *parts.scorer.model.resident), beside + parts.scorer.parameters
     full, efficient = bool(asked.full_state_dict), bool(asked.fsdp_cpu_ram_efficient_loading)
     stays = () if rollout is None else rollout.while_training
     first = loading(answer, copy, efficient=efficient)
@@ -80,7 +86,6 @@ def loop_of_step(job: JobSpec, asked: Asked) -> Loop:
     phases = (first, *made, *synced, saving(answer, (*resident, *stays), full=full))
     if not _ran(job, asked, rollout):
         phases = tuple(one._replace(compared_with="") for one in phases)
-    beside = 0 if not copy else answer.parameters if teacher is None else teacher.parameters
     away = () if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)
     memory = (*host(answer, beside=beside, efficient=efficient, full=full), *away)
     return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))
@@ -147,7 +152,7 @@ def _generates(asked: Asked) -> bool:
 
 
 def _generates_here(asked: Asked) -> bool:
-    return _generates(asked) and asked.vllm_mode != "server"
+    return _generates(asked) and asked.vllm_mode != "server" and not asked.by_transformers
 
 
 _TOGETHER = "ms-swift 3602360a, megatron/trainers/dpo_trainer.py and kto_trainer.py, forward_step"
@@ -197,7 +202,8 @@ def _ran(job: JobSpec, asked: Asked, rollout: Rollout | None) -> bool:
 def _resident(parts: _Parts, asked: Asked) -> tuple[Line, ...]:
     """The lines that stay on the GPU between phases."""
     copy = () if parts.reference is None or asked.precompute_ref_log_probs else parts.reference.resident
-    return (*copy, *parts.answer.held, *parts.answer.workspaces)
+    scorer = () if parts.scorer is None else parts.scorer.model.resident
+    return (*copy, *scorer, *parts.answer.held, *parts.answer.workspaces)
 
 
 def _copy_at_first(reference: Reference | None, asked: Asked, answer: Estimate) -> tuple[Line, ...]:
@@ -229,12 +235,14 @@ _SYNCED = "trl 1.16, trainer/callbacks.py, SyncRefModelCallback.sync_target_mode
 
 def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
     """Yield the phases in order: weights go to vLLM, which generates; models score; the model trains."""
-    answer, reference, rollout, teacher = parts
+    answer, reference, rollout, teacher, scorer = parts
     batch = _buffered(answer.job, asked, compares=reference is not None and teacher is None)
     stays = () if rollout is None else rollout.while_training
     if rollout is not None:
         yield synchronisation(answer, resident, rollout)
         yield LoopPhase("rollout", "vLLM generates", (*resident, *rollout.awake))
+    elif asked.by_transformers:
+        yield generation(answer, preference.prompt_len(answer.job, asked), _rows(answer.job, asked), resident)
     if teacher is not None:
         yield from distilling.phases(answer, teacher, (*stays, batch))
         return
@@ -244,8 +252,18 @@ def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Ite
     if reference is not None:
         scoring = (*resident, *stays, batch, *reference.forward.lines)
         yield LoopPhase("reference log-probabilities", f"reference: {reference.forward.moment}", scoring, DRY_RUN)
-    copy = () if reference is None else reference.resident
-    yield preference.training(answer, (*copy, *stays, batch))
+    if scorer is not None:
+        forward = scorer.model.forward
+        lines = (*resident, *stays, batch, *forward.lines)
+        yield LoopPhase("teacher's log-probabilities", f"teacher: {forward.moment}", lines)
+    models = (reference, None if scorer is None else scorer.model)
+    copies = tuple(line for one in models if one is not None for line in one.resident)
+    yield preference.training(answer, (*copies, *stays, batch))
+
+
+def _rows(job: JobSpec, asked: Asked) -> int:
+    """Return the sequences that a rank generates at once: those of all micro-batches until the next rollout."""
+    return (asked.steps_per_generation or job.batch.grad_accum_steps) * job.batch.micro_batch_size
 
 
 def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:

@@ -47,6 +47,8 @@ _NO_TRAINING = re.compile(
     r"|is a model's config|neither JSON nor TOML|is not JSON|twice; keep one|LLaMA-Factory's v1"
 )
 _GPU, _MODEL = "h100-sxm-80gb", "llama-3.1-8b"
+#: The model of files that name none and share experts among ranks.
+_WITH_EXPERTS = "qwen3-30b-a3b"
 
 
 class Example(NamedTuple):
@@ -91,7 +93,8 @@ def read_example(project: str, path: Path, name: str) -> Example | None:
 
 def _answer(setup: Setup, path: Path) -> tuple[str, str]:
     """Return how the file's job is answered with no flag but the GPU, and a model if the file names none, and why not."""
-    model = None if any(way in setup.flags for way in WAYS_TO_NAME) else _MODEL
+    usual = _WITH_EXPERTS if "expert_parallel" in setup.flags else _MODEL
+    model = None if any(way in setup.flags for way in WAYS_TO_NAME) else usual
     try:
         estimate(resolve(Request(from_file=str(path), gpu=_GPU, model=model)).job)
     except UnknownNameError as error:

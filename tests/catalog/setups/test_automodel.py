@@ -451,3 +451,53 @@ def test_automodels_configuration_of_transformers_in_the_file(read: Callable[...
     assert (model.family, model.num_hidden_layers, model.moe and model.moe.num_experts) == ("qwen3_moe", 2, 4)
     assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
     assert not any("not known" in note for note in found.notes)
+
+
+CUT = {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"}
+
+
+@pytest.mark.parametrize(
+    ("more", "loss", "noted"),
+    [
+        ({}, "fused", False),
+        ({"cp_size": 2, "tp_size": 1}, "full", True),
+        ({"pp_size": 2, "tp_size": 1}, "full", True),
+        ({"pp_size": 2, "tp_size": 1, "pipeline": {"patch_causal_lm_model": False}}, "full", False),
+    ],
+)
+def test_automodels_cut_loss_is_that_of_all_logits_where_it_is_replaced_or_not_modelled(
+    read: Callable[..., Resolved], tmp_path: Path, *, more: dict[str, Any], loss: str, noted: bool
+):
+    said = {"strategy": "fsdp2", "dp_size": 4, **more}
+    job = read(AUTO | {"loss_fn": CUT, "distributed": said}).job
+    assert (job.recipe.loss, bool(job.recipe.keep_logits)) == (loss, False)
+    setup = read_setup(tmp_path / "mine.yaml", gpus=None)
+    assert ("loss_fn._target_" in setup.matters) is noted
+    assert setup.matters.keys() <= setup.saves
+
+
+@pytest.mark.parametrize(("ranks", "counted"), [(8, True), (16, False)])
+def test_uccl_within_a_node_has_deepeps_buffers(read: Callable[..., Resolved], tmp_path: Path, *, ranks: int, counted: bool):
+    named = {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B", "backend": {"experts": "gmm", "dispatcher": "uccl_ep"}}
+    job = read(AUTO | {"model": named, "distributed": {"strategy": "fsdp2", "dp_size": ranks, "ep_size": ranks}}).job
+    assert ("deepep" in job.recipe.fused_parts) is counted
+    assert ("model.backend.dispatcher" in read_setup(tmp_path / "mine.yaml", gpus=None).matters) is not counted
+    if counted:
+        assert estimate(job).outside[-1].what == "DeepEP's buffers"
+
+
+def test_automodel_adapts_the_output_projection_of_mamba_2(read: Callable[..., Resolved]):
+    """Unlike peft's, which refuses it. The fused kernel does not run the adapter; it is counted as if it ran."""
+    named = {"pretrained_model_name_or_path": "tiiuae/Falcon-H1-7B-Instruct"}
+    peft = {"_target_": "x", "target_modules": "*_proj", "dim": 8}
+    job = read(AUTO | {"model": named, "peft": peft, "distributed": {"strategy": "fsdp2", "dp_size": 4}}).job
+    assert job.model.adapter is not None
+    assert job.model.adapter.automodel
+    assert "out_proj" in job.model.adapter.layers_in("falcon_h1")
+    plain = replace(job.model.adapter, automodel=False)
+    with pytest.raises(SpecError, match="peft refuses an adapter of out_proj"):
+        replace(job.model, adapter=plain)
+    others = ",".join(one for one in job.model.adapter.layers_in("falcon_h1") if one != "out_proj")
+    fewer = replace(job.model, adapter=replace(job.model.adapter, targets=others))
+    assert trained_count(job.model) > trained_count(fewer)
+    assert estimate(job).peak_bytes > estimate(replace(job, model=fewer)).peak_bytes

@@ -148,7 +148,7 @@ GKD = "swift rlhf --rlhf_type gkd --model Qwen/Qwen2.5-7B --teacher_model Qwen/Q
     [
         ("--deepspeed zero3 --lmbda 0", True),
         ("--deepspeed zero3 --teacher_deepspeed zero3_offload --use_vllm true --vllm_mode colocate", True),
-        ("--deepspeed zero3", False),  # transformers' own generation
+        ("--deepspeed zero3", True),  # transformers' own generation
         ("--deepspeed zero2 --teacher_deepspeed zero3 --lmbda 0", False),
         ("--deepspeed zero3 --lmbda 0 --sft_alpha 0.1", False),
         ("--lmbda 0", False),  # accelerate returns fp32 logits
@@ -163,7 +163,7 @@ def test_ms_swifts_distillation(tmp_path: Path, more: str, read: bool):
     if read:
         phases = {one.name for one in loop_of_file(found.job, found.loop).phases}
         assert {"teacher's forward, in every step", "training step"} <= phases
-        assert ("rollout" in phases) is ("colocate" in more)
+        assert ("rollout" in phases) is ("lmbda 0" not in more)
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
@@ -191,6 +191,40 @@ def test_llama_factorys_reference_makes_all_logits_beside_the_models(tmp_path: P
     logits = sequences * 1024 * found.job.model.vocab_size
     held = [line.n_bytes // logits for line in scoring.lines if line.kind in (Kind.LOGITS, Kind.TEMPORARY)]
     assert [one for one in sorted(held) if one] == [4, 4, each]
+
+
+BARE = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": "auto"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "how"),
+    [
+        ({"use_asft_loss": True, "deepspeed": BARE}, "asft"),
+        ({"use_asft_loss": True}, None),  # accelerate returns fp32 logits
+        ({"use_asft_loss": True, "finetuning_type": "lora", "deepspeed": BARE}, None),
+        ({"use_eaft_loss": True}, "eaft"),
+        ({"use_eaft_loss": True, "deepspeed": BARE}, None),  # 16-bit logits, with copies in fp32
+    ],
+)
+def test_llama_factorys_losses_of_tokens(tmp_path: Path, more: dict[str, object], how: str | None):
+    """The loss asft compares all logits with those of a second model, which each rank holds."""
+    own = {
+        "model_name_or_path": "Qwen/Qwen2.5-7B",
+        "finetuning_type": "full",
+        "cutoff_len": 512,
+        "bf16": True,
+        "do_train": True,
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(own | more))
+    assert bool(read_setup(tmp_path / "mine.yaml", gpus=2).matters) is (how is None)
+    if how is None:
+        return
+    found = resolve(Request(from_file=str(tmp_path / "mine.yaml"), gpus=2))
+    assert (found.job.recipe.loss, found.job.recipe.log_probs) == ("log-probs", how)
+    if how == "asft":
+        phases = {one.name: one for one in loop_of_file(found.job, found.loop).phases}
+        held = sum(int(line.n_bytes) for line in phases["training step"].lines if line.reason.startswith("teacher: "))
+        assert held >= 2 * 7_615_616_512
 
 
 @pytest.mark.parametrize("method", ["orpo", "cpo", "simpo"])

@@ -10,6 +10,7 @@ from zeroplan import estimate
 from zeroplan.catalog.setups.reading import read_setup
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, resolve
+from zeroplan.workflow import loop_of_file
 
 COMMAND = (
     "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B-Instruct-2507 --tuner_type full --pipeline_model_parallel_size 2 "
@@ -69,12 +70,13 @@ def test_rotary_positions_are_not_fused_unless_asked(script):
         assert job.recipe.megatron.apply_rope_fusion is fused
 
 
-@pytest.mark.parametrize("task", ["generative_reranker", "embedding"])
-def test_of_tasks_that_need_few_logits_those_of_all_tokens_are_counted(script, task: str):
+@pytest.mark.parametrize(("task", "loss"), [("generative_reranker", "reranker"), ("embedding", "embedding")])
+def test_losses_of_last_tokens_on_megatron_core(script, task: str, loss: str):
     path = script(f"--task_type {task}")
-    assert resolve(Request(from_file=str(path))).job.recipe.loss == "full"
-    setup = read_setup(path, gpus=None)
-    assert setup.matters.keys() == setup.saves == {"task_type"}
+    job = resolve(Request(from_file=str(path))).job
+    assert (job.recipe.loss, job.recipe.megatron.last_tokens) == ("full", loss)
+    assert not read_setup(path, gpus=None).matters
+    assert estimate(job).peak_bytes < estimate(resolve(Request(from_file=str(script("--micro_batch_size 8")))).job).peak_bytes
 
 
 def test_recomputation_of_the_vision_tower_is_that_of_the_model(tmp_path: Path):
@@ -95,3 +97,68 @@ def test_embedding_and_head_trained_whole_beside_adapters(tmp_path: Path):
     assert found.model.adapter.modules_to_save == "embed_tokens,lm_head"
     path.write_text(said.format("word_embeddings router"), encoding="utf-8")
     assert tuple(read_setup(path, gpus=None).matters) == ("modules_to_save",)
+
+
+@pytest.mark.parametrize(("said", "name"), [("", "qwen2.5-omni-7b-whole"), ("ENABLE_AUDIO_OUTPUT=0 ", "qwen2.5-omni-7b")])
+def test_an_omni_model_has_its_talker_unless_a_variable_says_no(tmp_path: Path, said: str, name: str):
+    path = tmp_path / "train.sh"
+    path.write_text(f"{said}swift sft --model Qwen/Qwen2.5-Omni-7B --tuner_type lora --max_length 2048\n", encoding="utf-8")
+    found = resolve(Request(from_file=str(path), gpu="h100-sxm-80gb"))
+    assert found.job.model.name == name
+    assert any("a batch with sound takes more" in note for note in found.notes)
+
+
+OPD = (
+    "NPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --model Qwen/Qwen3-1.7B --teacher_model {} --tuner_type {} --num_generations 1 "
+    "--max_length 1024 --max_completion_length 512 --deepspeed zero2 --per_device_train_batch_size 2 --use_vllm true "
+    "--vllm_mode server {}\n"
+)
+
+
+@pytest.mark.parametrize(("said", "ranks"), [("", 1), ("--teacher_deepspeed zero3", 4), ("--teacher_deepspeed mine.json", 0)])
+def test_a_teacher_that_scores_rollouts_is_on_the_gpus_too(tmp_path: Path, said: str, ranks: int):
+    """Its stage of DeepSpeed is the trained model's, or its own; another file of it is not read."""
+    path = tmp_path / "opd.sh"
+    path.write_text(OPD.format("Qwen/Qwen3-8B", "full", said), encoding="utf-8")
+    assert (read_setup(path, gpus=None).matters.keys() == {"teacher_model"}) == (not ranks)
+    found = resolve(Request(from_file=str(path), gpu="h100-sxm-80gb"))
+    if not ranks:
+        return
+    loop = loop_of_file(found.job, found.loop)
+    phase = next(one for one in loop.phases if one.name == "teacher's log-probabilities")
+    weights = [line.n_bytes for line in phase.lines if line.kind is Kind.PARAMETERS and line.reason.startswith("teacher")]
+    assert sum(weights) == pytest.approx(2 * 8_190_735_360 / ranks, rel=1e-4)
+    training = next(one for one in loop.phases if one.name == "training step")
+    assert set(weights) <= {line.n_bytes for line in training.lines}
+
+
+def test_a_teacher_that_is_the_model_without_adapters_has_no_copy(tmp_path: Path):
+    path = tmp_path / "opd.sh"
+    path.write_text(OPD.format("Qwen/Qwen3-1.7B", "lora", "--beta 0"), encoding="utf-8")
+    found = resolve(Request(from_file=str(path), gpu="h100-sxm-80gb"))
+    loop = loop_of_file(found.job, found.loop)
+    assert any(one.name == "teacher's log-probabilities" for one in loop.phases)
+    assert not [line for one in loop.phases for line in one.lines if line.kind is Kind.PARAMETERS and "teacher" in line.reason]
+
+
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_rollouts_without_vllm_are_transformers_own(tmp_path: Path, stage: int | None):
+    """All of a rank's prompts at once, two micro-batches of four; DeepSpeed's stage 3 gathers the whole model first."""
+    path = tmp_path / "grpo.sh"
+    said = f"--deepspeed zero{stage}" if stage else ""
+    path.write_text(
+        "NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model Qwen/Qwen3-1.7B --tuner_type full --num_generations 8 "
+        "--max_length 1024 --max_completion_length 512 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 "
+        f"--attn_impl flash_attn {said}\n",
+        encoding="utf-8",
+    )
+    assert not read_setup(path, gpus=None).matters
+    found = resolve(Request(from_file=str(path), gpu="h100-sxm-80gb"))
+    phase = next(one for one in loop_of_file(found.job, found.loop).phases if one.name == "rollout")
+    lines = {line.reason: line.n_bytes for line in phase.lines}
+    of_prompt, of_all = (f"keys and values of 8 sequences of {tokens:,} tokens" for tokens in (1024, 1536))
+    tokens = 1024 if of_prompt in lines else 1536
+    assert lines[of_prompt if tokens == 1024 else of_all] == 8 * tokens * 28 * 2 * 8 * 128 * 2
+    whole = lines.get("the whole model, gathered to generate", 0)
+    assert (whole > 0) == (stage == 3)
+    assert whole in (0, 2 * 1_720_574_976)

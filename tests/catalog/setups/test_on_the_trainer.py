@@ -512,9 +512,9 @@ def test_more_shards_are_offered_though_their_engine_has_no_such_checkpoints(rea
 
 def test_a_search_goes_through_engines_whose_checkpoints_are_not_reentrant(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FACTORY))
-    request, notes, _ = with_setup_defaults(Request(from_file=str(tmp_path / "mine.yaml")))
-    assert request.reentrant is None
-    assert any("reentrant checkpoints" in note for note in notes)
+    found = with_setup_defaults(Request(from_file=str(tmp_path / "mine.yaml")))
+    assert found.request.reentrant is None
+    assert any("reentrant checkpoints" in note for note in found.notes)
 
 
 def test_weights_in_eight_bits(read: Callable[..., Resolved]):

@@ -96,11 +96,17 @@ def test_a_note_names_the_compiler_where_other_modules_are_counted(tmp_path: Pat
     assert chosen.job.recipe.fused_parts == ("compiled-blocks", "compiled-loss")
 
 
-def test_where_that_is_not_modelled_a_note_says_why(tmp_path: Path):
+def test_selective_recomputation_is_counted_as_compiled_too(tmp_path: Path):
     file = Path(_file(tmp_path, degree="[compile]\nenable = true"))
     file.write_text(
         file.read_text(encoding="utf-8").replace('"full"', '"selective"\nselective_ac_option = "op"'), encoding="utf-8"
     )
-    answer = resolve(Request(from_file=str(file)))
+    recipe = resolve(Request(from_file=str(file))).job.recipe
+    assert (recipe.recompute, recipe.fused_parts) == ("selective", ("compiled-blocks", "compiled-loss"))
+
+
+def test_where_that_is_not_modelled_a_note_says_why(tmp_path: Path):
+    file = _file(tmp_path, degree="[compile]\nenable = true")
+    answer = resolve(Request(from_file=file, float8_recipe="rowwise"))
     assert answer.job.recipe.fused_parts == ()
-    assert any("compiled blocks with recompute 'selective'" in note for note in answer.notes), answer.notes
+    assert any("compiled blocks with float8_recipe" in note for note in answer.notes), answer.notes

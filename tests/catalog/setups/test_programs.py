@@ -15,6 +15,7 @@ from tests.catalog.setups.test_automodel import AUTO
 from tests.catalog.setups.test_setups import FSDP
 from tests.formulas import assert_explained
 from zeroplan import estimate
+from zeroplan.catalog.model import model
 from zeroplan.catalog.setups import told
 from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
 from zeroplan.catalog.setups.script import launches
@@ -23,6 +24,8 @@ from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.export.megatron import megatron_arguments
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.spec.recipe import MegatronOptions
+from zeroplan.transformer.params import parameter_count
 from zeroplan.workflow import loop_of_file
 
 if TYPE_CHECKING:
@@ -97,6 +100,10 @@ def test_a_torchtune_recipe(read: Callable[..., Resolved]):
     recipe = job.recipe
     assert (recipe.engine, recipe.precision, recipe.recompute, recipe.loss) == ("fsdp2", "bf16", "full", "full")
     assert not any("not known" in note for note in notes)
+    of_head = read({**TUNE, "model": {**TUNE["model"], "apply_lora_to_output": True}}, gpus=4).job
+    assert of_head.recipe.fused_parts == recipe.fused_parts == ("loss-in-pieces",)
+    assert of_head.model.adapter is not None
+    assert of_head.model.adapter.layers[-1] == "lm_head"
     alone, why, *_ = read(TUNE)
     assert (alone.recipe.engine, alone.mesh.world_size) == ("ddp", 1)
     assert any("does not say how many GPUs: zeroplan counts one" in note for note in why)
@@ -132,6 +139,29 @@ def test_torchtune_trains_parts_of_llama_3_2_vision(
     assert job.model.vision is not None
     assert (job.model.vision.frozen_names, job.model.vision.adapted, job.model.vision.recomputes) == (frozen, adapted, True)
     assert [note for note in notes if "trainable=" in note] == []
+
+
+def test_torchtunes_model_is_its_builders_if_the_folder_has_no_name_or_the_builder_takes_sizes(read: Callable[..., Resolved]):
+    said = {"_component_": "torchtune.models.llama3_2.llama3_2_3b"}
+    saved = {"_component_": "x", "checkpoint_dir": "/here/sft/epoch_0"}
+    assert read({**TUNE, "model": said, "checkpointer": saved}).job.model.name == "llama-3.2-3b"
+    named = read({**TUNE, "model": said})
+    assert named.job.model.name == "llama-3.1-8b"  # the folder's name comes first
+    with pytest.raises(UnknownNameError, match="epoch_0"):
+        read({**TUNE, "model": {"_component_": "torchtune.models.llama9.llama9_3b"}, "checkpointer": saved})
+    sizes = {"vocab_size": 32000, "num_layers": 22, "num_heads": 32, "num_kv_heads": 4, "embed_dim": 2048, "max_seq_len": 2048}
+    built = read({**TUNE, "model": {"_component_": "torchtune.models.llama2.llama2", **sizes}, "checkpointer": saved})
+    assert parameter_count(built.job.model) == parameter_count(model("tinyllama-1.1b"))
+    assert [note for note in built.notes if "num_layers" in note] == []
+    wide = {"_component_": "torchtune.models.llama2.llama2", **sizes, "intermediate_dim": 4096}
+    assert read({**TUNE, "model": wide, "checkpointer": saved}).job.model.intermediate_size == 4096
+
+
+def test_litgpt_ties_head_and_embedding(read: Callable[..., Resolved], tmp_path: Path):
+    tied = {"model_name": "stories15M", "train": {**LIT["train"], "tie_embeddings": True}}
+    plain, found = (read({**LIT, "checkpoint_dir": None, **more}) for more in ({"model_name": "stories15M"}, tied))
+    assert parameter_count(plain.job.model) - parameter_count(found.job.model) == 32000 * 288
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
 def test_distillation_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
@@ -210,8 +240,34 @@ def test_nanotrons_gradients_in_16_bits_grow_during_the_backward(read: Callable[
     assert buckets == [2 * elements]
     alone = NANO | {"parallelism": {"dp": 1, "tp": 2, "pp": 1, "tp_mode": "REDUCE_SCATTER"}}
     assert not [line for line in estimate(read(alone).job).states if "buckets" in line.reason]
-    read(NANO | {"optimizer": {"zero_stage": 1, "accumulate_grad_in_fp32": False}})
-    assert read_setup(tmp_path / "mine.yaml", gpus=None).matters.keys() == {"accumulate_grad_in_fp32"}
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (2, 1), (1, 0)])
+def test_nanotron_without_fp32_gradients_has_16_bits_for_everything(
+    read: Callable[..., Resolved], tmp_path: Path, ranks: int, stage: int
+):
+    """Torch's AdamW has the weights themselves: no copy in fp32, moments of their dtype (nanotron, helpers.py)."""
+    said = {"dp": ranks, "tp": 2, "pp": 1, "tp_mode": "REDUCE_SCATTER"}
+    job = read(NANO | {"parallelism": said, "optimizer": {"zero_stage": stage, "accumulate_grad_in_fp32": False}}).job
+    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    answer = estimate(job)
+    assert_explained(answer)
+    own = next(one.value for one in answer.symbols if one.name == "D_rank")
+    kept = {kind: int(n_bytes) for kind, n_bytes in answer.states_by_kind.items()}
+    share = own // 2 if stage else own
+    assert kept == {Kind.PARAMETERS: 2 * own, Kind.GRADIENTS: (4 if ranks > 1 else 2) * own, Kind.OPTIMIZER_STATE: 4 * share}
+    assert not any("until the backward" in line.reason for moment in answer.moments for line in moment.lines)
+
+
+def test_no_main_weights_are_refused_beside_settings_that_need_them():
+    with pytest.raises(SpecError, match="main_weights=false is nanotron's"):
+        MegatronOptions(main_weights=False, use_precision_aware_optimizer=True)
+    with pytest.raises(SpecError, match="main_weights=false and 'fp16-mixed'"):
+        resolve(
+            Request(
+                model="llama-3.2-1b", engine="megatron", precision="fp16-mixed", megatron=MegatronOptions(main_weights=False)
+            )
+        )
 
 
 @pytest.mark.parametrize(("steps", "noted"), [(8, False), (4, True)])
@@ -224,6 +280,19 @@ def test_megatrons_tensors_received_early_in_warm_up_and_flush(
             "global_batch_size": steps, "overlap_p2p_communication_warmup_flush": True}  # fmt: skip
     read({"MODEL_ARGS": said}, gpus=4)
     assert ("overlap_p2p_communication_warmup_flush" in read_setup(tmp_path / "mine.yaml", gpus=4).matters) is noted
+
+
+@pytest.mark.parametrize(("more", "noted"), [
+    ({}, False), ({"bf16": False}, True), ({"mup_embedding_mult": 2.0}, True),
+    ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, True),
+])  # fmt: skip
+def test_mup_scales_logits_where_the_loss_needs_more_anyway(
+    read: Callable[..., Resolved], tmp_path: Path, more: dict[str, object], noted: bool
+):
+    said = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "micro_batch_size": 1, "bf16": True,
+            "vocab_size": 32000, "use_mup": True, "mup_base_hidden_size": 256}  # fmt: skip
+    read({"MODEL_ARGS": said | more}, gpus=1)
+    assert bool(read_setup(tmp_path / "mine.yaml", gpus=1).matters) is noted
 
 
 @pytest.mark.parametrize("key", ["microbatch_group_size_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"])
@@ -426,8 +495,10 @@ def test_megatrons_defaults_are_its_codes(read: Callable[..., Resolved], tmp_pat
     experts = "--num-experts 8 --disable-bias-linear"
     options = read(_of_script(experts), "mine.sh").job.recipe.megatron
     assert options.moe_token_dispatcher_type == "allgather"  # noqa: S105  tokens of text
-    flex = read(_of_script(f"{experts} --moe-token-dispatcher-type flex"), "mine.sh").notes
-    assert any("dispatcher 'flex' is not modelled" in note for note in flex)
+    flex = f"{experts} --moe-token-dispatcher-type flex"
+    assert read(_of_script(flex), "mine.sh").job.recipe.megatron.moe_token_dispatcher_type == "deepep"  # noqa: S105  tokens of text
+    other = read(_of_script(f"{flex} --moe-flex-dispatcher-backend ncclep"), "mine.sh").notes
+    assert any("dispatcher 'flex' is not modelled" in note for note in other)
     lion = read(_of_script("--optimizer lion"), "mine.sh").notes
     assert any("Adam is counted in its place" in note for note in lion)
     swift = "megatron sft --model Qwen/Qwen2.5-7B-Instruct --micro_batch_size 1 --tensor_model_parallel_size 2 --max_length 512"
@@ -513,7 +584,7 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
     ("data", "key", "value"),
     [
         (AUTO, "model.backend.attn", "tilelang"), (AUTO, "distributed.enable_fsdp2_prefetch", True), (AUTO, "model.dlm_dtype", "x"),
-        (TUNE, "model.num_layers", 22), (LIT, "train.tie_embeddings", True),
+        (TUNE, "model.num_layers", 22), (LIT | {"checkpoint_dir": "mine/x"}, "train.tie_embeddings", True),
         (SWIFT, "rlhf_type", "gkd"),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from zeroplan.engines.optimizers import IMPLEMENTATIONS
 from zeroplan.estimator import engine_module
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import LOMO
 from zeroplan.steptime import efficiency, step_time
 from zeroplan.steptime.efficiency import (
     HOST_BYTES_PER_S,
@@ -24,14 +25,17 @@ from zeroplan.steptime.efficiency import (
 )
 from zeroplan.units import GIB
 
+_LAST = "update of the last weight"
+"""LOMO's step inside the backward."""
+
 
 def optimizers() -> str:
     """Return the states and the step's temporaries of every optimizer and implementation, without sharding."""
     sources, rows = Sources(), []
     for name, implementations in IMPLEMENTATIONS.items():
         for implementation in implementations:
-            answer = example(engine="ddp", stage=0, optimizer=name, optimizer_impl=implementation)
-            step = next(moment for moment in answer.moments if moment.phase is Phase.STEP)
+            answer = example(engine="ddp", stage=0, optimizer=name, optimizer_impl=implementation, **_alone(name))
+            step = next(moment for moment in answer.moments if moment.phase is Phase.STEP or moment.name == _LAST)
             mine = [
                 line for line in step.lines if line.kind in (Kind.OPTIMIZER_STATE, Kind.OPTIMIZER_TEMPORARY) and line.n_bytes
             ]
@@ -44,12 +48,17 @@ def optimizers() -> str:
     return table(("optimizer", "step", "kind", "what", "bytes", "GB:", "source:"), once(rows)) + "\n" + sources.listed()
 
 
+def _alone(name: str) -> dict[str, int]:
+    """Return one GPU for optimizers that zeroplan models there alone."""
+    return {"gpus": 1} if name in LOMO else {}
+
+
 def optimizer_symbols() -> str:
     """Return the symbols of the optimizers' formulas."""
     found = {}
     for name, implementations in IMPLEMENTATIONS.items():
         for implementation in implementations:
-            answer = example(engine="ddp", stage=0, optimizer=name, optimizer_impl=implementation)
+            answer = example(engine="ddp", stage=0, optimizer=name, optimizer_impl=implementation, **_alone(name))
             found |= {symbol.name: symbol.meaning for symbol in answer.symbols if symbol.name.startswith("U")}
     return table(("symbol", "what"), [(code(name), meaning) for name, meaning in found.items()])
 

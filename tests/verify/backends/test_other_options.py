@@ -38,6 +38,10 @@ def ddp(name: str = "smollm2-135m", layers: int = 2, *, stage: int = 0, **said: 
     return job(name, layers, **{"engine": "ddp", "zero_stage": stage, "optimizer_impl": "fused", **said})
 
 
+def with_replicas(alone: JobSpec) -> JobSpec:
+    return replace(alone, mesh=replace(alone.mesh, dp_replicate=2))
+
+
 STEPS, SHARDED_STEPS = DdpOptions(step_in_backward=True), Fsdp2Options(step_in_backward=True)
 JOBS = {
     # With one rank, no variable holds the root group's last gradient any more when it is reduced.
@@ -81,6 +85,16 @@ JOBS = {
     ),
     "fsdp2, step in the backward, one rank, for-loop": job(
         "qwen3-30b-a3b", 2, ranks=1, optimizer="adamw", optimizer_impl="forloop", fsdp2=SHARDED_STEPS
+    ),
+    # An all-reduce over replicas holds its buffer until the backward ends, after the step has dropped the gradient.
+    "fsdp2, step in the backward, replicas": with_replicas(
+        job("smollm2-135m", 6, tokens=16, optimizer="adamw", fsdp2=SHARDED_STEPS)
+    ),
+    "fsdp2, step in the backward, replicas, bf16": with_replicas(
+        job("llama-3.1-8b", 3, ranks=4, precision="bf16", optimizer="adamw", loss="chunked", fsdp2=SHARDED_STEPS)
+    ),
+    "fsdp2, step in the backward, replicas, reduced in bf16": with_replicas(
+        job("llama-3.1-8b", 4, tokens=16, optimizer="adamw", fsdp2=replace(SHARDED_STEPS, reduce_dtype="param"))
     ),
     "ddp, stage 1 of one rank": ddp(ranks=1, stage=1),
     "ddp, unused parameters looked for": ddp(precision="fp32", tokens=1024, ddp=DdpOptions(find_unused_parameters=True)),
@@ -144,7 +158,7 @@ def test_a_step_in_the_backward_is_refused_where_it_is_not_modelled(changed: dic
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"mesh": MeshSpec(dp_shard=2, dp_replicate=2)}, "ranks that do more than shard is not modelled"),
+        ({"mesh": MeshSpec(dp_shard=2, tp=2)}, "ranks that split the model or a sequence is not modelled"),
         ({"recipe": RecipeSpec(engine="fsdp2", fsdp2=replace(SHARDED_STEPS, cpu_offload=True))}, "offload to host memory"),
         ({"recipe": RecipeSpec(engine="fsdp2", fsdp2=replace(SHARDED_STEPS, torch="2.15"))}, "torch 2.15"),
         ({"recipe": RecipeSpec(engine="fsdp2", fsdp2=SHARDED_STEPS, optimizer="muon")}, "'muon' is not modelled"),

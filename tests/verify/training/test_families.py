@@ -26,7 +26,8 @@ CASES = (
     "gemma4_text", "falcon_h1", "falcon_h1, a norm, biases, tied", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text",
     "arcee, biases, tied", "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "mistral4", "solar_open", "cwm", "jais2",
     "helium", "hy_v3", "stablelm, biases, tied", "lfm2", "lfm2_moe", "apertus", "falcon",
-    "falcon, several key/value heads, untied", "glm_moe_dsa, picked keys of several layers",
+    "falcon, several key/value heads, untied", "glm_moe_dsa, picked keys of several layers", "qwen2, a window in some layers",
+    "qwen3, a window in all layers", "minimax", "deepseek_v2, groups of experts", "exaone_moe", "kimi_linear",
 )  # fmt: skip
 BATCH = BatchSpec(micro_batch_size=2, seq_len=64)
 #: A recomputed step of GLM-5 is estimated too high by the 16 keys per token that no layer below picked for the first layer. [bytes]

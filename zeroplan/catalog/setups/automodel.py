@@ -15,7 +15,7 @@ from zeroplan.catalog.setups.recipes import (
     tell_sharded,
 )
 from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
-from zeroplan.spec.adapter import CONVERTED, HEAD, JOINING, LATENT_OF_EXPERTS, LAYERS_OF, AdapterSpec, Layers
+from zeroplan.spec.adapter import CONVERTED, HEAD, JOINING, LATENT_OF_EXPERTS, LAYERS_OF, OUTPUT_REFUSED, AdapterSpec, Layers
 from zeroplan.spec.float8 import FAMILIES
 from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
@@ -84,9 +84,12 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
     _auto_flash_adam(reading)
-    if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
-        reading.tell_cut_loss("loss_fn._target_")
-    if "pipeline_parallel" not in reading.flags:  # the output is a local of recipes/llm/train_ft.py, _forward_backward_step
+    cut = table.last("loss_fn._target_") == "FusedLinearCrossEntropy"
+    if cut:
+        _auto_cut_loss(reading)
+    if (
+        not cut and "pipeline_parallel" not in reading.flags
+    ):  # the output is a local of recipes/llm/train_ft.py, _forward_backward_step
         reading.tell("keep_logits", "loss_fn._target_", value=True, filled=True)
     _auto_adapter(reading)
     reading.notes.append(NOT_THEIR_MODULES.format("AutoModel"))
@@ -104,6 +107,26 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     # NEFTune's noise is there while the embedding runs alone (components/training/neftune.py)
     table.like("ci.* benchmark.* _* *output_hidden_states neftune.*")
     return reading.setup("automodel")
+
+
+_AT_ONCE = "the loss is counted with all logits at once, which takes more than AutoModel's"
+_DOWNGRADED = (
+    "AutoModel runs the loss over all logits: its pipeline returns hidden states only with patch_causal_lm_model "
+    "(recipes/llm/train_ft.py, _maybe_downgrade_loss_fn)"
+)
+
+
+def _auto_cut_loss(reading: Reading) -> None:
+    """Read Cut Cross-Entropy, which AutoModel replaces in some pipelines, and which is not modelled in others and in rings."""
+    table = reading.table
+    keys = table.like("*pipeline.patch_causal_lm_model")
+    if "pipeline_parallel" in reading.flags and any(table.switch(key) is False for key in keys):
+        reading.notes.append(_DOWNGRADED)
+    elif {"pipeline_parallel", "context_parallel"} & reading.flags.keys():
+        table.matters["loss_fn._target_"] = _AT_ONCE
+        table.saves.add("loss_fn._target_")
+    else:
+        reading.tell_cut_loss("loss_fn._target_")
 
 
 def _auto_compiled(reading: Reading) -> None:
@@ -367,6 +390,10 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
         table.saves.update([whole] * (alone or sparse))
     parts += ["output-copied", "output-scaled"] * (chosen.get("attn") == "flex" and _has_sinks(reading))
     sender = gathering or (str(chosen.get("dispatcher") or "deepep") if spread else "")
+    if sender == "uccl_ep" and int(str(reading.flags["expert_parallel"].value)) <= PEERS:
+        reading.notes.append(_UCCL)
+        table.matters.pop("model.backend.dispatcher", None)
+        sender = "deepep"
     parts += [sender] * (sender in SENDING)
     parts += ["inputs-kept"] * again + ["output-copied"] * (spread and chosen.get("attn") == "sdpa")
     parts += ["te-linear"] * (chosen.get("linear", "te") == "te") + ["te-experts"] * (
@@ -376,6 +403,9 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
     reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
 
 
+#: Ranks of one node, within which UCCL-EP has DeepEP's buffers (moe/uccl_ep/_buffer.py, get_dispatch_config; buffer.py).
+PEERS = 8
+_UCCL = "UCCL-EP within a node is counted as DeepEP, whose buffers it has there (read, not run)"
 _TE_FLOAT8 = (
     "{}: Transformer Engine's float8 was read (d0067d0), not run: copies of weights are counted until the backward, and a scale "
     "for 32 elements, the most that they take"
@@ -455,7 +485,8 @@ def _auto_targets(reading: Reading) -> None:
         wide = not chosen or any("*" in one or one in ("_proj", "proj", "") for one in chosen)
         adapted = ["all-linear", *(name for name in adapted if name == HEAD)] if wide else chosen
     reading.tell("lora_targets", "peft.target_modules", ",".join(adapted) or "none")
-    if model is not None and adapted and (of_experts or model.family in CONVERTED):
+    unlike = model is not None and (model.family in CONVERTED or (model.family in OUTPUT_REFUSED and "out_proj" in adapted))
+    if model is not None and adapted and (of_experts or unlike):
         _auto_own_adapters(reading, model, tuple(adapted), of_experts=of_experts, scaled=bool(scaled))
 
 

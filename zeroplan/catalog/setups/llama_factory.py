@@ -71,6 +71,7 @@ def _trainers_setup(whole: Table, folder: Path, _: int | None) -> Setup:
         )  # train/rm/trainer.py; trl's head is a vector of the hidden size
     if whole.get("ref_model") is not None:
         whole.matters["ref_model"] = "ref_model: a reference model of the trained model's own size is counted"
+    _token_losses(reading, whole)
     _tower(reading, whole)
     reading.tell_largest_image(whole, pixels="image_max_pixels")
     _adam_mini(reading)
@@ -83,6 +84,26 @@ def _trainers_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     if (workers := whole.count("ray_num_workers")) is not None and workers > 1:
         reading.tell("gpus", "ray_num_workers", workers, filled=True)
     return reading.setup("llama-factory")
+
+
+def _token_losses(reading: Reading, whole: Table) -> None:
+    """Read the losses that copy the logits, or compare them with those of a second model of the same size (train/sft/trainer.py).
+
+    accelerate returns the logits in fp32 under DDP and FSDP1; in 16 bits they were measured under DeepSpeed's.
+    """
+    if whole.text("stage") not in (None, "sft") or whole.switch("enable_liger_kernel"):
+        return
+    by_deepspeed, named = reading.deepspeed is not None, reading.flags.get("model", Told("", None)).value
+    engine = reading.flags.get("engine", Told("", "")).value
+    full = "lora_rank" not in reading.flags and whole.get("ref_model") is None
+    if whole.switch("use_asft_loss") and by_deepspeed and full and isinstance(named, str):
+        reading.tell_log_probs("use_asft_loss", how="asft")
+        # nothing is generated
+        reading.tell_loop("use_asft_loss", "distill", teacher_model=named, vllm_mode="server", max_completion_length=1)
+        whole.matters.pop("use_asft_loss", None)
+    elif whole.switch("use_eaft_loss") and not by_deepspeed and engine in ("ddp", "fsdp1") and not whole.switch("use_dft_loss"):
+        reading.tell_log_probs("use_eaft_loss", how="eaft")
+        whole.matters.pop("use_eaft_loss", None)
 
 
 def _adam_mini(reading: Reading) -> None:

@@ -26,7 +26,8 @@ _CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16",
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _FLOATS = ("hidden_dropout", "attention_dropout")
 _OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "core_release", "recompute_modules", "moe_aux_loss",
-           "cross_entropy_fusion_impl", "expert_tensor_parallel_size", "moe_token_dispatcher_type", "fp8_transposes")  # fmt: skip
+           "cross_entropy_fusion_impl", "expert_tensor_parallel_size", "moe_token_dispatcher_type", "fp8_transposes",
+           "tp_comm_overlap_cfg")  # fmt: skip
 #: Vocabulary sizes of tokenizers, used without ``--vocab-size``.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,
                  "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
@@ -123,6 +124,8 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     else:
         tell_stages(reading)
     _prefetched(reading)
+    if _scales_in_place_of_casts(reading):
+        _counted(table, table.like("use_mup mup_*"))
     if _is_swift(table):
         _loop(reading)
         _tower(reading)
@@ -286,6 +289,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
         options["cp_comm_type"] = "a2a"
         table.leave((f"{before}hierarchical_context_parallel_sizes",))
         reading.notes.append(_BOTH_WAYS)
+    own_buffers = table.get(f"{before}tp_comm_overlap_cfg") is not None
+    options["tp_comm_overlap_cfg"] = (own_buffers and options["tp_comm_overlap"]) or None
     options |= {name: value for switch, (name, value) in _SWITCHES.items() if table.switch(f"{before}{switch}")}
     options["optimizer_offload_fraction"] = _share_on_host(table, before)
     if table.get(f"{before}megatron_fsdp_main_grads_dtype") == "bf16":
@@ -303,6 +308,10 @@ def _options(reading: Reading, before: str, etp: int) -> None:
 _BOTH_WAYS = "cp_comm_type a2a+p2p is counted as a2a, which keeps as much; read from Transformer Engine's code, not run"
 
 
+#: The dispatcher of MegatronOptions for each backend of Megatron-LM's ``flex``.
+_KERNELS = {"deepep": "deepep", "hybridep": "flex"}
+
+
 def _share_on_host(table: Table, before: str) -> float | None:
     """Return the share of the optimizer in host memory: by default none in Megatron-LM, all in ms-swift.
 
@@ -317,8 +326,10 @@ def _share_on_host(table: Table, before: str) -> float | None:
 def _dispatcher(table: Table, before: str) -> str:
     """Return the token dispatcher; the default is allgather in Megatron-LM, alltoall in ms-swift and verl."""
     word = table.text(f"{before}moe_token_dispatcher_type") or ("alltoall" if before or _is_swift(table) else "allgather")
-    hybrid = word == "flex" and table.text(f"{before}moe_flex_dispatcher_backend") == "hybridep"
-    if hybrid or word in ("alltoall", "allgather"):
+    table.switch(f"{before}moe_enable_deepep")  # older releases had it beside flex
+    if word == "flex" and (kernels := table.text(f"{before}moe_flex_dispatcher_backend") or "deepep") in _KERNELS:
+        return _KERNELS[kernels]
+    if word in ("alltoall", "allgather"):
         return word
     table.matters["moe_token_dispatcher_type"] = f"dispatcher {shown(word)} is not modelled: alltoall is counted in its place"
     return "alltoall"
@@ -367,9 +378,8 @@ def _loop(reading: Reading) -> None:
     tell_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
-    if table.text("task_type") in ("generative_reranker", "embedding"):
-        table.matters["task_type"] = _ALL_LOGITS
-        table.saves.add("task_type")
+    if (task := table.text("task_type")) in _OF_LAST_TOKENS:
+        reading.options["megatron.last_tokens"] = Told("task_type", _OF_LAST_TOKENS[task])
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
         return
     table.matters.pop("rlhf_type")
@@ -397,7 +407,8 @@ def _tower(reading: Reading) -> None:
         raise reading.table.refused("vit_gradient_checkpointing")
 
 
-_ALL_LOGITS = "the logits of few tokens or none are needed, and those of all tokens are counted, which take more"
+#: The loss of each task in MegatronOptions.
+_OF_LAST_TOKENS = {"embedding": "embedding", "generative_reranker": "reranker"}
 _RANKED = "an example is a question with up to {} answers, each a sequence of its own: that many are counted"
 _NEGATIVES = (
     "an embedding's examples are counted as two sequences each; every negative of an example, which only the data has, is one "
@@ -445,6 +456,19 @@ def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_r
         vllm_sleep_level=int(str(level)) if sleeps else None, keeps_reference=keeps_reference or None,
         offloads_between_updates=away or None,
     )  # fmt: skip
+
+
+def _scales_in_place_of_casts(reading: Reading) -> bool:
+    """Whether muP, which scales rates, initial weights and the logits, takes no more than what counts.
+
+    Scaled logits in 16 bits are beside the unscaled ones for a moment: less than the loss's fp32 copy beside its 16-bit logits.
+    Source: Megatron-LM d98e8a64, core/models/common/language_module/language_module.py, _scale_logits.
+    """
+    table, wide = reading.table, reading.flags["precision"].value == "fp32"
+    in_place = table.text("cross_entropy_fusion_impl") == "te"  # whose releases up to 2.17 have no copy
+    return (
+        bool(table.switch("use_mup")) and not wide and not in_place and number_of(table.get("mup_embedding_mult"), 1.0) == 1.0
+    )
 
 
 _ONE_MORE = (

@@ -4,6 +4,7 @@ ms-swift's own keys and defaults are those of its code at the commit that docs/f
 transformers' Trainer, so trainer.py reads its other keys. megatron_arguments.py reads those of ``megatron sft``.
 """
 
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -47,7 +48,7 @@ _KNOWN = """
     write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora
     use_hf tau_* fipo_* advantage_estimator *_logprobs off_policy_* cosine_* gkd_* seq_kd offload_teacher_model use_ray
     label_names sequence_parallel_size galore_* norm_bbox reft_* model_kwargs custom_*
-    enable_dft_loss include interleave_prob MAX_*_SAMPLES MAX_PIXELS IMAGE_MAX_TOKEN_NUM
+    enable_dft_loss include interleave_prob MAX_*_SAMPLES ENABLE_AUDIO_OUTPUT MAX_PIXELS IMAGE_MAX_TOKEN_NUM
 """
 
 
@@ -114,14 +115,12 @@ def tell_tower(reading: Reading, whole: Table) -> None:
 
 
 def _loop(reading: Reading, whole: Table) -> None:
-    """Read the loop of DPO, KTO, or GRPO with vLLM (rlhf_trainers/, arguments/rlhf_args.py)."""
+    """Read the loop of DPO, KTO, GRPO or GKD (rlhf_trainers/, arguments/rlhf_args.py)."""
     kind, reference = whole.text("rlhf_type"), whole.text("ref_model")
     if kind in ("dpo", "kto"):
         reading.tell_loop("rlhf_type", kind, full_logits=True)
-    elif kind == "grpo" and whole.switch("use_vllm"):
-        from zeroplan.catalog.setups.megatron_arguments import rolls_out  # noqa: PLC0415  few files roll out
-
-        rolls_out(reading, whole, whole.count("max_completion_length"))
+    elif kind == "grpo":
+        _compares_rollouts(reading, whole)
     elif kind == "gkd":
         _distils(reading, whole)
     elif kind in _ODDS and reading.deepspeed is not None:
@@ -150,6 +149,30 @@ def _wide_logits(reading: Reading) -> None:
         reading.tell("keep_logits", "rlhf_type", "fp32", filled=True)
 
 
+def _compares_rollouts(reading: Reading, whole: Table) -> None:
+    """Read GRPO with vLLM, or beside DDP or DeepSpeed with transformers' own generation (infer_engine/, max_batch_size 0)."""
+    from zeroplan.catalog.setups.megatron_arguments import rolls_out  # noqa: PLC0415  few files roll out
+
+    vllm = whole.switch("use_vllm")
+    if not vllm and reading.deepspeed is None and reading.flags["engine"].value != "ddp":
+        return
+    rolls_out(reading, whole, whole.count("max_completion_length"))
+    if not vllm:
+        reading.loop["by_transformers"] = True
+    _scored_by_a_teacher(reading, whole)
+
+
+def _scored_by_a_teacher(reading: Reading, whole: Table) -> None:
+    """Read OPD-RL: a teacher on the GPUs scores the rollouts (rlhf_trainers/rollout_mixin.py, _setup_teacher)."""
+    teacher, said = whole.text("teacher_model"), str(whole.get("teacher_deepspeed") or "")
+    stage = re.fullmatch(r"zero([0-3])(_offload)?", said)
+    if teacher is None or (said and stage is None):
+        return
+    reading.loop |= {"scored_by": teacher, **({"stage_of_teacher": int(stage[1])} if stage else {})}
+    for key in ("teacher_model", "offload_teacher_model"):  # a teacher moved to the host is counted on the GPU
+        whole.matters.pop(key, None)
+
+
 def _distils(reading: Reading, whole: Table) -> None:
     """Read GKD with a teacher on the GPUs, and completions from the data or from vLLM; the whole batch counts as scored.
 
@@ -160,7 +183,7 @@ def _distils(reading: Reading, whole: Table) -> None:
     same = str(whole.get("teacher_deepspeed") or "")[:5] in ("", str(whole.get("deepspeed") or "")[:5])
     others = ("sft_alpha", "teacher_model_server", "external_plugins", "sequence_parallel_size")
     beyond = any(str(whole.get(key) or "0") not in ("0", "1", "0.0") for key in others)
-    if teacher is None or reading.deepspeed is None or (generates and not vllm) or not same or beyond:
+    if teacher is None or reading.deepspeed is None or not same or beyond:
         return
     here = vllm and whole.text("vllm_mode") != "server"
     share = number_of(whole.get("vllm_gpu_memory_utilization"), 0.9) if here else None
@@ -169,6 +192,7 @@ def _distils(reading: Reading, whole: Table) -> None:
         "rlhf_type", "distill", teacher_model=teacher, vllm_mode="colocate" if here else "server",
         vllm_gpu_memory_utilization=share, vllm_tensor_parallel_size=whole.count("vllm_tensor_parallel_size") if here else None,
         vllm_enable_sleep_mode=(here and whole.count("sleep_level", least=0) not in (None, 0)) or None,
+        by_transformers=(generates and not vllm) or None, max_completion_length=whole.count("max_completion_length"),
     )  # fmt: skip
     for key in ("rlhf_type", "teacher_model", "offload_teacher_model"):  # a teacher moved to the host is counted on the GPU
         whole.matters.pop(key, None)
@@ -203,7 +227,7 @@ def _made(whole: Table) -> dict[str, object]:
     }  # fmt: skip
     mixed = whole.switch("bf16") is not False and word == "bfloat16"
     return {
-        "model_name_or_path": whole.text("model"), "attn_implementation": attention.get(named or ""),
+        "model_name_or_path": _named(whole), "attn_implementation": attention.get(named or ""),
         "bf16": mixed, "fp16": not mixed and word == "float16", "dtype": None if tuner == "lora" else word,
         "per_device_train_batch_size": whole.count("per_device_train_batch_size") or 1,
         "gradient_checkpointing": whole.switch("gradient_checkpointing") is not False,
@@ -211,6 +235,13 @@ def _made(whole: Table) -> dict[str, object]:
         "gradient_checkpointing_kwargs": _of_text(whole.get("gradient_checkpointing_kwargs"), whole.where),
         "optim": whole.text("optim"), **(adapters if tuner == "lora" else {"use_peft": False}),
     }  # fmt: skip
+
+
+def _named(whole: Table) -> str | None:
+    """Return the model's name; of Qwen2.5-Omni, the model with its talker, which is built unless a variable says no."""
+    named, speaks = whole.text("model"), whole.get("ENABLE_AUDIO_OUTPUT")
+    whole_model = str(speaks).lower() not in ("0", "false")
+    return f"{named}-whole" if named is not None and "Qwen2.5-Omni" in named and whole_model else named
 
 
 def _of_text(said: object, where: str) -> object:

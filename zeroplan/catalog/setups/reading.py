@@ -179,7 +179,7 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     if told is not None and kind in ("openrlhf", "ms-swift", "megatron", "torchtune", "automodel"):
         data["launched_gpus"] = told
     if kind == "ms-swift":
-        data |= {name: one.variables[name] for name in (*_SAMPLES, *_PIXELS) if name in one.variables}
+        data |= {name: one.variables[name] for name in (*_SAMPLES, *_PIXELS, _SPEECH) if name in one.variables}
     if kind == "trainer" and _runs(one.words, "dpo"):
         data.setdefault("beta", _DPO_BETA)
     if kind == "trainer" and _runs(one.words, "sft"):
@@ -197,6 +197,8 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
 _SAMPLES = ("MAX_POSITIVE_SAMPLES", "MAX_NEGATIVE_SAMPLES")
 #: Variables that limit the size of an image in ms-swift (model/models/qwen.py, patch_qwen_vl_utils).
 _PIXELS = ("MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM")
+#: The variable that leaves out the parts of Qwen's Omni models that make speech (ms-swift, Qwen2_5OmniLoader.get_config).
+_SPEECH = "ENABLE_AUDIO_OUTPUT"
 #: TRL's default (1.16, DPOConfig.beta).
 _DPO_BETA = 0.1
 

@@ -6,6 +6,7 @@ training/precision.py, nanotron's config/, and litgpt's finetune/ and pretrain.p
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from zeroplan.catalog.setups.told import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setup, Table, Told
@@ -81,6 +82,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     saved = table.text("checkpointer.checkpoint_dir")
     if saved and not saved.startswith("${"):
         reading.tell_model("checkpointer.checkpoint_dir", saved)
+    _tune_model(reading)
     _tune_shards(reading, table.count("launched_gpus") or gpus)
     # training/precision.py, get_dtype: float32 by default
     reading.tell("precision", "dtype", "fp32" if table.text("dtype") in (None, "fp32", "float32") else "bf16")
@@ -110,6 +112,47 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell_loop("loss._component_", "dpo", full_logits=True)
         table.matters.pop("ref_checkpointer._component_", None)
     return reading.setup("torchtune")
+
+
+def _tune_model(reading: Reading) -> None:
+    """Read the model from its builder, as ``torchtune.models.llama3_2.lora_llama3_2_3b``, if the checkpoint's folder names none."""
+    family, _, builder = (reading.table.text("model._component_") or "").rpartition(".")
+    family = family.rpartition(".")[2]
+    if builder.removeprefix("lora_") == family and _tune_shape(reading, family):
+        return
+    if reading.known_model() is not None or "config" in reading.flags or f"{family}_" not in builder:
+        return
+    before = reading.flags.get("model")
+    name = f"{family.replace('_', '.')}-{builder.rpartition(f'{family}_')[2].replace('_', '-')}"
+    reading.tell("model", "model._component_", name)
+    if reading.known_model() is None:
+        reading.flags.pop("model")
+        reading.flags |= {} if before is None else {"model": before}
+
+
+#: torchtune's builders of Llama's layers from sizes, whose keys are alike (models/llama2/_component_builders.py).
+_BUILT = ("llama2", "llama3", "mistral")
+
+
+def _tune_shape(reading: Reading, family: str) -> bool:
+    """Read a model from the sizes that its builder takes; returns whether they are there."""
+    from zeroplan.catalog.config import model_from_config  # noqa: PLC0415  few files pay for it
+
+    table = Table(
+        {key.removeprefix("model."): one for key, one in reading.table.data.items()}, reading.table.where, "model."
+    )  # fmt: skip
+    keys = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
+            "hidden_size": "embed_dim", "vocab_size": "vocab_size", "max_position_embeddings": "max_seq_len"}  # fmt: skip
+    sizes = {theirs: table.count(own) for theirs, own in keys.items()}
+    wide = table.count("intermediate_dim")
+    if family not in _BUILT or None in sizes.values():
+        return False
+    # modules/common_utils.py, scale_hidden_dim_for_mlp: two thirds of four times the width, up to a multiple of 256
+    wide = wide or -(-4 * (2 * int(str(sizes["hidden_size"])) // 3) // 256) * 256
+    config = {"model_type": "llama", "intermediate_size": wide, "tie_word_embeddings": False, **sizes}
+    reading.tell("model", "model._component_", model_from_config(config, name="the file's model"))
+    reading.table.leave([*(f"model.{key}" for key in keys.values()), "model.intermediate_dim"])
+    return True
 
 
 def _tune_shards(reading: Reading, gpus: int | None) -> None:
@@ -145,7 +188,6 @@ def _tune_loss(reading: Reading) -> None:
         return
     alone = not {"tensor_parallel", "context_parallel"} & flags.keys()
     alone = alone and ("offload_activations" not in flags or flags["recompute"].value == "full")
-    alone = alone and not table.switch("model.apply_lora_to_output")
     if flags["precision"].value == "bf16" and alone:
         reading.tell("fused_kernels", "loss._component_", "loss-in-pieces", filled=True)
     else:
@@ -269,8 +311,7 @@ def _tune_fusion(reading: Reading) -> None:
 
 # nanotron
 
-_NARROW = "accumulate_grad_in_fp32 is false: gradients are counted in fp32, which is the most they take"
-_OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees and fp32 gradients, are counted"
+_OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees, are counted"
 
 
 def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
@@ -316,9 +357,8 @@ def _nano_gradients(reading: Reading, cp: int, *, narrow: bool) -> None:
     buckets = (table.count("parallelism.dp") or 1) > 1 or (cp > 1 and not (wide and stage))
     beside = wide + buckets if narrow else 0
     reading.options["megatron.gradients_beside"] = Told("optimizer.accumulate_grad_in_fp32", beside)
-    if not wide:
-        table.matters["accumulate_grad_in_fp32"] = _NARROW
-        table.saves.add("accumulate_grad_in_fp32")
+    if narrow and not wide:  # helpers.py, init_optimizer_and_grad_accumulator: torch's AdamW of the weights themselves
+        reading.options["megatron.main_weights"] = Told("optimizer.accumulate_grad_in_fp32", value=False)
 
 
 def _nanotron_config(said: Mapping[str, object]) -> dict[str, object]:
@@ -392,8 +432,8 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         table.matters["precision"] = _IN_FP32
     if is_lit:
         reading.notes.append(NOT_THEIR_MODULES.format("litgpt"))
-        reading.unmodelled(saves="train.tie_embeddings")  # pretrain.py: one tensor, where two are counted
         _lit(reading, gpus or 1)
+        _lit_tied(reading)
     else:
         _lightning_batch(reading)
     table.like("model.* data.* model_config* slurm*")
@@ -449,6 +489,15 @@ _HYBRID = "litgpt shards within a node (FSDP1's HYBRID_SHARD): FSDP2's replicas 
 def _lit_strategy(table: FlatTable) -> str:
     """Return litgpt's strategy: FSDP1, or FSDP2 for adapters (finetune/lora.py)."""
     return "fsdp" if table.data.get("lora_r") is None else "ModelParallelStrategy"
+
+
+def _lit_tied(reading: Reading) -> None:
+    """Read whether embedding and head are one tensor in a model of the catalogue (pretrain.py, main)."""
+    table, model = reading.table, reading.known_model()
+    if model is None or not table.switch("train.tie_embeddings"):
+        reading.unmodelled(saves="train.tie_embeddings")
+    elif not model.tie_word_embeddings:
+        reading.tell("model", "train.tie_embeddings", replace(model, tie_word_embeddings=True))
 
 
 def _lit(reading: Reading, gpus: int) -> None:

@@ -38,6 +38,7 @@ _OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     "rmsprop_bnb_8bit": ("rmsprop-8bit", None), "schedule_free_adamw": ("schedule-free-adamw", None),
     "schedule_free_radam": ("schedule-free-adamw", None), "schedule_free_sgd": ("schedule-free-sgd", None),
     "stable_adamw": ("stable-adamw", None), "galore_adamw": ("galore", None), "apollo_adamw": ("apollo", None),
+    "grokadamw": ("grokadamw", None), "lomo": ("lomo", None), "adalomo": ("adalomo", None),
 }  # fmt: skip
 _DEFAULT_OPTIM = "adamw_torch_fused"
 #: bitsandbytes' paged optimizers, whose states the driver moves between GPU and host, and the same optimizer without paging.

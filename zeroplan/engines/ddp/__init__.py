@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
+from zeroplan.engines.ddp import lomo, shampoo_blocks
 from zeroplan.engines.ddp.copies import are_narrow, in_fp32, optimizer_lines
 from zeroplan.engines.ddp.reducer import levels_of, plan_of
 from zeroplan.engines.ddp.step import Casts, Training
@@ -34,15 +35,16 @@ from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passe
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.published_optimizers import notes_of
 from zeroplan.engines.rows import Row
+from zeroplan.engines.shampoo import LONGEST
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
+from zeroplan.spec.recipe import LOMO, Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.trace import Moments, Trace, entry_of
-from zeroplan.transformer.buffers import buffer_bytes, tables_in_layers
+from zeroplan.transformer.buffers import buffer_bytes, held_buffers, tables_in_layers
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 from zeroplan.transformer.recomputed import first_recomputed, in_two
 from zeroplan.units import GIB, MIB
@@ -73,18 +75,18 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     these = in_fp32(these, model) if are_narrow(model, recipe) else these
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     held = (*held, *_tables_of_each_optimizer(model, recipe))
-    managed = managed_lines(recipe.optimizer, whole_tensors(trained_layout(model)))
+    managed = managed_lines(recipe.optimizer, whole_tensors(trained_layout(model)), element_bytes)
     weights = _weights(model, recipe, plan.whole)
     buckets, gradients = _gradient_states(recipe, element_bytes, plan.whole.n_elements, mesh.dp_shard)
-    base = (*weights, buckets, *held, *_scaler(recipe), *layout(model).buffers, *_beside(model, recipe, batch))
-    if recipe.ddp.step_in_backward:
+    base = (*weights, buckets, *held, *_scaler(recipe), *_beside(model, recipe, batch))
+    if recipe.steps_in_backward:
         gradients, temporary = (), ()
     states, copied = (*base, *gradients), _copied(model, recipe, these)
     trace = Trace()
     trace.hold("states", *base)
     wrapped = 1 if recipe.wraps_one_rank else where(mesh.dp_shard > 1, 1, 0)
     Training(trace, recipe, these, levels_of(plan, batch.grad_accum_steps), copied, wrapped).run()
-    others = Moment("optimizer step", Phase.STEP, (*states, *temporary)), *_buckets_rebuilt(recipe, plan.whole, batch, weights)
+    others = *_step(recipe, plan.whole, states, temporary), *_buckets_rebuilt(recipe, plan.whole, batch, weights)
     symbols = (
         *_frozen_symbols(model, plan.whole),
         *_symbols(these, copied, batch.grad_accum_steps),
@@ -104,6 +106,15 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     return with_activations_away(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in these.runs))
 
 
+def _step(recipe: RecipeSpec, whole: Row, states: Lines, temporary: Lines) -> Iterator[Moment]:
+    """Yield the optimizer's step; before it LOMO's update of the last weight, at the end of the backward."""
+    if recipe.optimizer in LOMO:
+        width, made = widths(recipe.precision).stored, whole.n_elements
+        last = lomo.waiting(whole, made, width), lomo.updating(whole, made, recipe.optimizer, width)
+        yield Moment("update of the last weight", Phase.BACKWARD, (*states, *last))
+    yield Moment("optimizer step", Phase.STEP, (*states, *temporary))
+
+
 def _width_of_frozen(model: ModelSpec, recipe: RecipeSpec) -> int:
     """Return the size of an element of a frozen weight; without adapters frozen weights stay uncast. [bytes]"""
     return widths(recipe.precision).stored if model.adapter is None else compute_of(recipe).element_bytes
@@ -117,8 +128,10 @@ def _weights(model: ModelSpec, recipe: RecipeSpec, whole: Row) -> Lines:
 
 
 def _beside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Lines:
-    """Return tables in layers, and what the training loop holds beside the model. [bytes]"""
-    return *tables_in_layers(model, recipe, _width_of_frozen(model, recipe)), *held_beside(model, recipe, batch)
+    """Return buffers, tables in layers, and what the training loop holds beside the model. [bytes]"""
+    width = _width_of_frozen(model, recipe)
+    buffers = *held_buffers(model, layout(model), width), *tables_in_layers(model, recipe, width)
+    return *buffers, *held_beside(model, recipe, batch)
 
 
 @lru_cache(maxsize=256)
@@ -173,12 +186,17 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
         yield "the compiled model is counted as without the compiler, but its backward returns all gradients at its end"
     stored, trained = widths(recipe.precision).stored, trained_count(model)
     notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
-    if recipe.ddp.step_in_backward:
+    if recipe.optimizer in LOMO:
+        yield "each weight is updated as soon as the gradient of the next one is there"
+    elif recipe.ddp.step_in_backward:
         yield "each weight's optimizer steps as soon as its gradient is there, which is then freed"
     elif isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:
         more = stored * trained / GIB
         yield f"one GPU runs a plain loop; DDP adds {more:,.2f} GiB (ddp.wrap_one_rank)"
     if recipe.zero_stage == 0 or not isinstance(ranks, int) or ranks == 1:
+        return
+    if recipe.optimizer in LONGEST:
+        yield "each rank updates some of the blocks, as with Shampoo's DDPDistributedConfig; the fullest rank is counted"
         return
     found = fullest_share(model, recipe.optimizer, implementation_of(recipe), stored, ranks)
     in_step = (
@@ -239,10 +257,17 @@ def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, r
         return _all_updated(model, recipe.optimizer, impl, element_bytes)
 
     def share(n: int) -> tuple[Lines, Lines]:
+        if recipe.optimizer in LONGEST:
+            *states, temporary = shampoo_blocks.lines(_shapes(model), element_bytes, LONGEST[recipe.optimizer], n)
+            return tuple(states), (temporary,)
         found = fullest_share(model, recipe.optimizer, impl, element_bytes, n)
         return found.state, found.temporary
 
     return for_ranks(lambda n: share(n)[0], ranks), for_ranks(lambda n: share(n)[1], ranks)
+
+
+def _shapes(model: ModelSpec) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, tensor.shape)) for tensor in every_tensor(model))
 
 
 def _tables_of_each_optimizer(model: ModelSpec, recipe: RecipeSpec) -> Lines:
@@ -283,6 +308,8 @@ def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -
     kept = buffers_sent(model, recipe, calls, ranks)
     if recipe.zero_stage == 0:
         return (reduce, *kept)
+    if recipe.optimizer in LONGEST:
+        return (reduce, shampoo_blocks.all_gather(_shapes(model), LONGEST[recipe.optimizer], ranks), *kept)
     updated = "parameters, each tensor by the rank that updated it"
     return (
         reduce,

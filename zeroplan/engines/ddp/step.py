@@ -8,6 +8,7 @@ from operator import mul
 from typing import NamedTuple
 
 from zeroplan.engines.collecting import operators_below
+from zeroplan.engines.ddp import lomo
 from zeroplan.engines.ddp.reducer import Levels, made_above
 from zeroplan.engines.formulas import blocks_sum, product, times
 from zeroplan.engines.micro_batch import Lines, MicroBatch
@@ -17,7 +18,7 @@ from zeroplan.engines.rows import embedding_elements, has_tied_head
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.numeric import Int, where
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import LOMO, RecipeSpec
 from zeroplan.spec.releases import is_reentrant
 from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
@@ -75,21 +76,38 @@ class Training(MicroBatch):
         experts a run has as much alive anyway.
         """
         gradients = self._gradients(block, made, current)
+        if self.recipe.optimizer in LOMO:
+            return (gradients, *self._of_the_weight_before(block, made, current, summed=summed))
         if not self.recipe.ddp.step_in_backward or not current:
             return (gradients,)
         optimizer, impl, tensor = self.recipe.optimizer, implementation_of(self.recipe), (LocalTensor((current,)),)
         stepping = step_temporary_lines(optimizer, impl, tensor, self.width)
+        return (gradients, *self._beside_what_goes(stepping, current, summed=summed))
+
+    def _of_the_weight_before(self, block: int, made: int, current: int, *, summed: bool) -> Lines:
+        """Return LOMO's gradient of the weight before, and once the newest gradient exists that weight's update."""
+        earlier = self.above[block] + made - current
+        waits = lomo.waiting(self.whole, earlier, self.width)
+        if not current:
+            return (waits,)
+        update = lomo.updating(self.whole, earlier, self.recipe.optimizer, self.width)
+        return (waits, *self._beside_what_goes((update,), current, summed=summed))
+
+    def _beside_what_goes(self, stepping: Lines, current: int, *, summed: bool) -> Lines:
+        """Return an update's temporaries without the bytes of the point's lines that are freed by then."""
         gone = self.width * current if summed else 2 * current * self.casts_go
         left = [line._replace(n_bytes=max(line.n_bytes - gone, 0)) for line in stepping]
-        return (gradients, *[line._replace(formula=product(1, int(line.n_bytes))) for line in left])
+        return tuple([line._replace(formula=product(1, int(line.n_bytes))) for line in left])
 
     def _gradients(self, block: int, made: int, current: int = 0) -> Line:
         """Return the gradients outside the buckets when a block has ``made`` this many elements, of them ``current`` just now."""
         ddp, above = self.recipe.ddp, self.above[block] + made - current
-        before = 0 if ddp.step_in_backward else self.levels.at(above)
+        before = 0 if self.recipe.steps_in_backward else self.levels.at(above)
         n_bytes = before + self.width * current
         if ddp.compiled:
-            n_bytes = n_bytes + self.width * above * (1 if ddp.step_in_backward else where(self.levels.micro_batches > 1, 1, 0))
+            n_bytes = n_bytes + self.width * above * (
+                1 if self.recipe.steps_in_backward else where(self.levels.micro_batches > 1, 1, 0)
+            )
         elements = n_bytes // self.width
         return Line(self.kind, n_bytes, self.reason, product(self.width, elements), ACCUMULATE)
 

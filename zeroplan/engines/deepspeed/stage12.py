@@ -20,6 +20,7 @@ from zeroplan.engines.deepspeed.stage12_offload import host_lines, host_symbols,
 from zeroplan.engines.deepspeed.wrappers import BF16, ENGINE, FUSED, UNFUSED, all_of, all_reduces, takes_flat_wrapper
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines, whole_tensors
+from zeroplan.engines.outside import buffers_and_pixels
 from zeroplan.engines.passes import Passes, kept_in_a_block, passes
 from zeroplan.engines.rows import largest_parameter
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -29,8 +30,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.trace import Entry, Moments, entry_of
-from zeroplan.transformer.params import layout, trained_layout
-from zeroplan.transformer.vision import pixels
+from zeroplan.transformer.params import trained_layout
 
 _FLAT_IS_THE_PEAK = (
     "The peak is the construction of the optimizer, where the model and its flat copy lie beside each other; DeepSpeed makes "
@@ -55,7 +55,7 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     these, away = passes(model, recipe, batch), offloads_optimizer(recipe)
     here = tuple(map(on_host, updated)) if away else updated
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
-    persistent = (flat, *frozen, *here, *left, *way_back(job), *layout(model).buffers, *pixels(model, batch))
+    persistent = (flat, *frozen, *here, *left, *way_back(job), *buffers_and_pixels(model, recipe, batch))
     training = trained(job, impl, these, persistent, () if away else temporary)
     start = beside(_init(job, (flat, here[0], *frozen)), left)
     return Account(
@@ -168,7 +168,7 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     gradients = all_of(job, Kind.GRADIENTS, element, "all gradients", ENGINE)
     these = passes(model, recipe, batch)
     left = abandoned_states(recipe, psi, element)
-    persistent = (*weights, *state, *left, *layout(model).buffers, *pixels(model, batch))
+    persistent = (*weights, *state, *left, *buffers_and_pixels(model, recipe, batch))
     start: tuple[Moment, ...] = (Moment("initialisation: model", Phase.INIT, there),)
     if mixed:
         start = _init_of_whole(job, persistent, temporary, wrapped=wrapped)
@@ -196,7 +196,7 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
-    persistent = (*weights, *state, *left, *layout(model).buffers, *pixels(model, batch))
+    persistent = (*weights, *state, *left, *buffers_and_pixels(model, recipe, batch))
     arrived = all_of(job, Kind.PARAMETERS, 2, "the model as it arrived on the GPU", BF16)
     init = (
         Moment("initialisation: weights laid flat", Phase.INIT, (weights[0], arrived, *frozen_weights(job))),

@@ -17,7 +17,7 @@ from zeroplan.engines.fsdp2.buffers import smaller_shard
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
-from zeroplan.engines.optimizers import counted, step_temporary_lines
+from zeroplan.engines.optimizers import counted, step_temporary_lines, total_elements
 from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.engines.published_optimizers import notes_of as notes_of_optimizer
 from zeroplan.ledger import Line
@@ -42,7 +42,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     if not recipe.fsdp2.step_in_backward:
         states += (plan.gradient_shards(plan.every_layer, "after backward", plan.trained_outside),)
     temporaries = step_temporary_lines(
-        recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=f"{plan.trained_symbol}/N"
+        recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=plan.updated or f"{plan.trained_symbol}/N"
     )
     if recipe.fsdp2.step_in_backward:
         temporaries = ()
@@ -146,6 +146,9 @@ def _of_quantised(model: ModelSpec) -> tuple[Symbol, ...]:
 def _of_trained(plan: Plan) -> Iterator[Symbol]:
     padded = plan.n * plan.trained_shards(plan.every_layer, plan.trained_outside)
     yield Symbol("P_trained", padded, "of the padded parameters those that are trained")
+    if plan.updated is not None:
+        stepped = plan.n * total_elements(plan.local_tensors)
+        yield Symbol("P_stepped", stepped, "of these those that an optimizer updates, of the adapters that learn")
     for group in plan.trained_outside:
         if group.numel:
             yield Symbol(f"P_{group.symbol}", group.padded, "padded parameters that are trained outside the blocks")
@@ -206,6 +209,13 @@ _AHEAD = (
 def _notes(plan: Plan) -> Iterator[str]:
     """Yield the recipe's notes, and one if dim-0 sharding gives rank 0 clearly more than an even share."""
     yield from notes_of(plan.recipe)
+    if plan.recipe.fsdp2.step_in_backward and isinstance(plan.replicated, int) and plan.replicated:
+        yield "an all-reduce over replicas holds its buffer until the backward ends, so that freed gradients save no memory"
+    if plan.outlive > 1:
+        yield (
+            "prime-rl frees the gradients of adapters that step alone, and those of a block share one buffer: "
+            f"{plan.outlive} buffers of all adapters' gradients are counted, the most, if every run steps at another time"
+        )
     if plan.first_ahead is not None:
         yield _AHEAD
     if plan.has_experts_apart:

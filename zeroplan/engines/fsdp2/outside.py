@@ -31,10 +31,11 @@ def reduced(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = ()
     """Return the results of reducing these layers: shards, and with replicas the tensors that their all-reduce still holds. [bytes]
 
     The all-reduce's own buffer lives until the backward ends. In the first micro-batch, in the shards' dtype and on the GPU, it
-    is the gradient shard itself and costs nothing. Otherwise the shards are a copy of it, or it was added to them.
+    is the gradient shard itself and costs nothing. Otherwise the shards are a copy of it, or it was added to them, or a step inside
+    the backward has dropped them.
     """
     shards = plan.gradient_shards(layers, "reduced so far", outside)
-    is_the_shard = plan.reduce_bytes == plan.width.stored and not plan.offloaded
+    is_the_shard = plan.reduce_bytes == plan.width.stored and not (plan.offloaded or plan.recipe.fsdp2.step_in_backward)
     if is_the_shard and not plan.recipe.sync_every_micro_batch:
         return (shards,)
     apart = plan.replicated * (plan.several if is_the_shard else 1)

@@ -18,9 +18,9 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import PREDICTS, ModelSpec
 from zeroplan.spec.recipe import SENDING, OptimizerImpl, RecipeSpec, Recompute
 from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
-from zeroplan.transformer.buffers import tables_in_layers
+from zeroplan.transformer.buffers import held_buffers, tables_in_layers
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
-from zeroplan.transformer.params_adapted import only_frozen
+from zeroplan.transformer.params_adapted import only_frozen, only_stepped
 from zeroplan.transformer.recomputed import first_recomputed
 from zeroplan.transformer.vision import BESIDE_THE_TEXT
 
@@ -49,7 +49,9 @@ class Plan(NamedTuple):
     replicated: Int
     """1 with replicas (HSDP), else 0."""
     several: Int
-    """1 if earlier micro-batches of the same step have run, else 0."""
+    """1 if earlier micro-batches of the same step have run, or left gradients, else 0."""
+    outlive: int
+    """Sets of gradient shards that live through all steps (:func:`outlive_steps`)."""
     twice: Int
     """1 if one has run before another that is not the step's last, else 0."""
     reshard: bool | int
@@ -65,9 +67,12 @@ class Plan(NamedTuple):
     """The corners and their neighbours."""
     parameters: tuple[Parameter, ...]
     local_tensors: tuple[LocalTensor, ...]
+    """This rank's chunks that an optimizer updates."""
+    updated: str | None
+    """The symbol of their elements, if they are not all that is trained."""
     frozen_tensors: tuple[LocalTensor, ...]
     frozen_width: int
-    """Bytes of a frozen element; beside adapters it has the compute dtype."""
+    """Bytes of a frozen element; beside adapters it has the compute dtype unless :attr:`AdapterSpec.base` is fp32."""
     adapter_bytes: int
     """Bytes of an adapter's element while it computes, and of its gradient."""
     root: Group
@@ -78,7 +83,7 @@ class Plan(NamedTuple):
     ends: Ends | None
     """Separate units outside the blocks; the root group is then empty."""
     cast_too: bool
-    """Frozen parameters are as wide as trained ones and are cast before a gather. Beside adapters they have the compute dtype."""
+    """Frozen parameters are as wide as trained ones and are cast before a gather (:attr:`ModelSpec.frozen_as_trained`)."""
     trained_kinds: tuple[str, ...]
     """Kind of the trained part of each run, as symbols write it."""
     tail_elements: int
@@ -226,8 +231,9 @@ class Plan(NamedTuple):
         stored, earlier_too = self.width.stored, self.adds_shards
         now = self.trained_shards(layers, outside)
         if earlier_too and not (isinstance(self.several, int) and not self.several):
-            now = maximum(now, self.several * self.trained_shards(self.every_layer, self.trained_outside))
-        earlier = f"{stored}·M·{self.trained_symbol}/N" if earlier_too else ""
+            sets = self.several * max(1, self.outlive)
+            now = maximum(now, sets * self.trained_shards(self.every_layer, self.trained_outside))
+        earlier = f"{stored * max(1, self.outlive)}·M·{self.trained_symbol}/N" if earlier_too else ""
         reason, formula = _reduced_in_words(stored, layers, self.trained_kinds, when, sum_of("P", outside), earlier)
         return Line(Kind.GRADIENTS, stored * now, reason, formula, REDUCE)
 
@@ -293,7 +299,9 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         blocks = tuple(gathered_in_float8(one, run.parameters, n) for one, run in zip(cut.blocks, cut.tree.runs, strict=True))
         cut = cut._replace(blocks=blocks, trained_blocks=blocks)
     frozen = local_tensors(only_frozen(cut.tree), n, tp, ep) if cut.is_partly_frozen else ()
-    return plan_of(cut, local_tensors(cut.learning, n, tp, ep), frozen, model, recipe, mesh, batch, part=part)
+    updated = "P_stepped/N" if model.adapter is not None and model.adapter.runs else None
+    tensors = local_tensors(only_stepped(cut.learning, model.adapter), n, tp, ep)
+    return plan_of(cut, tensors, frozen, model, recipe, mesh, batch, part=part, updated=updated)
 
 
 def plan_of(
@@ -310,10 +318,9 @@ def plan_of(
     compute = compute._replace(autocast=True) if autocast else compute
     passes, head, tables = _program(model, recipe, batch, cut.tree, compute)
     recomputes = tuple(recompute_of(run, compute) for run in cut.tree.runs)
-    frozen_width = width.stored if model.adapter is None else width.compute
-    here, there = _held(
-        _states(cut, tensors, recipe, frozen_width, updated), (*tables, *_older_tables(model, recipe)), recipe, cut
-    )
+    frozen_width = width.stored if model.frozen_as_trained else width.compute
+    buffers = (*held_buffers(model, cut.tree, width.compute), *tables, *_older_tables(model, recipe))
+    here, there = _held(_states(cut, tensors, recipe, frozen_width, updated), buffers, recipe, cut)
     in_the_loop = held_beside(model, recipe, batch) if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
@@ -321,6 +328,8 @@ def plan_of(
         impl=implementation_of(recipe),
         reduce_bytes=width.compute if recipe.fsdp2.reduce_dtype == "param" else width.stored,
         local_tensors=tensors,
+        updated=updated,
+        outlive=outlive_steps(model),
         frozen_tensors=frozen_tensors,
         frozen_width=frozen_width,
         adapter_bytes=width.stored if model.adapter is not None and model.adapter.compute == "fp32" else width.compute,
@@ -332,9 +341,21 @@ def plan_of(
         persistent=(*here, *in_the_loop),
         is_a_stage=part is not None,
         in_host_memory=there,
-        **_of_the_ranks(recipe, mesh, batch),
+        **_of_the_ranks(recipe, mesh, batch, keeps_gradients=outlive_steps(model) > 0),
         **_of_the_model(cut, model, recipe),
     )
+
+
+def outlive_steps(model: ModelSpec) -> int:
+    """Return how many sets of all adapters' gradient shards live through all steps; 0 if each step frees its gradients.
+
+    prime-rl's optimizers free the gradients of the adapters that they step. Gradients of a unit are views of one buffer, which
+    lives as long as one of them: one buffer for adapters that no optimizer steps, and at most one more for each that steps.
+
+    Source: prime-rl b798a90d, trainer/optim.py, MultiLoRAOptimizer.zero_grad; torch 2.13, ``foreach_reduce``.
+    """
+    adapter = model.adapter
+    return 0 if adapter is None or adapter.runs < 2 else min(adapter.runs, adapter.stepped + 1)
 
 
 def _held(
@@ -349,7 +370,7 @@ def _held(
     every = (*states, *tables)
     if not recipe.fsdp2.cpu_offload:
         return every, ()
-    stay = (*cut.beside, *((*cut.tree.buffers, *tables) if recipe.engine == "fsdp1" else ()))
+    stay = (*cut.beside, *(tables if recipe.engine == "fsdp1" else ()))
     moves = [all(line is not one for one in stay) for line in every]
     return tuple(on_host(line) if moved else line for line, moved in zip(every, moves, strict=True)), tuple(
         line for line, moved in zip(every, moves, strict=True) if moved
@@ -359,20 +380,23 @@ def _held(
 def _states(
     cut: Cut, tensors: tuple[LocalTensor, ...], recipe: RecipeSpec, frozen_width: int, updated: str | None
 ) -> tuple[Line, ...]:  # fmt: skip
-    """Return this rank's parameters, quantised weights' scales and tables, its optimizer state and the model's buffers."""
+    """Return this rank's parameters, quantised weights' scales and tables, and its optimizer state."""
     width = widths(recipe.precision)
     parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
     optimizer = state_lines(recipe.optimizer, implementation_of(recipe), tensors, width.stored, symbol=updated or symbol)
-    return (*parameters, *cut.beside, *optimizer, *cut.tree.buffers)
+    return (*parameters, *cut.beside, *optimizer)
 
 
 def _older_tables(model: ModelSpec, recipe: RecipeSpec) -> tuple[Line, ...]:
     width = widths(recipe.precision)
-    return tables_in_layers(model, recipe, width.stored if model.adapter is None else width.compute)
+    return tables_in_layers(model, recipe, width.stored if model.frozen_as_trained else width.compute)
 
 
-def _of_the_ranks(recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> dict[str, Any]:
-    """Return a plan's fields that follow from the degrees and the number of micro-batches."""
+def _of_the_ranks(recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, keeps_gradients: bool) -> dict[str, Any]:
+    """Return a plan's fields that follow from the degrees and the number of micro-batches.
+
+    ``keeps_gradients``: gradients of earlier steps are there as well.
+    """
     n = mesh.dp_shard * int(mesh.cp)
     return {
         "n": n,
@@ -380,7 +404,7 @@ def _of_the_ranks(recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> dict[str, Any
         "ep": int(mesh.ep),
         "gathers": where(n > 1, 1, 0),
         "replicated": where(mesh.dp_replicate > 1, 1, 0),
-        "several": where(batch.grad_accum_steps > 1, 1, 0),
+        "several": where((batch.grad_accum_steps > 1) | keeps_gradients, 1, 0),
         "twice": where(batch.grad_accum_steps > 2, 1, 0),
         "reshard": _reshard(recipe, n),
         "shared_sequences": int(mesh.cp) > 1,
@@ -403,7 +427,7 @@ def _of_the_model(cut: Cut, model: ModelSpec, recipe: RecipeSpec) -> dict[str, A
         "trained_root": cut.trained_root,
         "trained_blocks": cut.trained_blocks,
         "ends": cut.ends,
-        "cast_too": model.adapter is None,
+        "cast_too": model.frozen_as_trained,
         "trained_kinds": tuple(group.symbol for group in cut.trained_blocks),
         "tail_elements": sum(parameter.numel for parameter in learning.tail),
         "tied_head_elements": 0 if learning.tied_head is None else learning.tied_head.numel,

@@ -41,7 +41,7 @@ def _head_pass(x: Widths, vocab: int, batch: Batch, *, compiled: bool) -> HeadPa
         shared=_held_by_the_loop(x, batch),
         saved=_saved(x),
         loss_forward=forward,
-        output=() if compiled else (logits,),
+        output=(logits,),
         hidden_bytes=x.element * x.tokens * x.hidden,
         loss=kept,
         points=_points(x, vocab, (*kept, *gradients)),

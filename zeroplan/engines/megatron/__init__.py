@@ -69,6 +69,9 @@ _SHARDED_NOTE = (
 _FP8_NOTE = "FP8 is read from Transformer Engine's code, not run; the step time is not modelled with it"
 _ROWS_NOTE = "a head of few outputs is whole on every tensor-parallel rank, read from verl's and ms-swift's code, not run"
 _VERLS_NOTE = "verl's fused head and loss are read from its code, not run"
+_LAST_NOTE = (
+    "the loss of each sequence's last token is read from mcore-bridge's code, not run; the step time counts a whole head for it"
+)
 _BESIDE_NOTE = "nanotron's gradients in 16 bits are read from its code, not run"
 _HYBRID_OPTIMIZER_NOTE = (
     "the optimizer in host memory is read from Megatron-Core's code, not run; the step time is not modelled with it"
@@ -134,8 +137,9 @@ def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
             *((_SHARDED_NOTE,) if recipe.zero_stage >= GRADIENTS_TOO else ()),
             *((_FP8_NOTE,) if recipe.megatron.fp8_format is not None else ()),
             *((_ROWS_NOTE,) if model.head_rows is not None else ()),
+            *((_LAST_NOTE,) if recipe.megatron.last_tokens is not None else ()),
             *((_VERLS_NOTE,) if recipe.megatron.cross_entropy_fusion_impl == "verl" else ()),
-            *((_BESIDE_NOTE,) if recipe.megatron.gradients_beside else ()),
+            *((_BESIDE_NOTE,) if recipe.megatron.gradients_beside or not recipe.megatron.main_weights else ()),
             *((_PREDICTING_NOTE,) if recipe.megatron.mtp_num_layers else ()),
             *((_HYBRID_OPTIMIZER_NOTE,) if recipe.megatron.optimizer_offload_fraction else ()),
             *_notes_of_cut(job),

@@ -89,7 +89,8 @@ def of_each_shape(rank: Rank, job: Job) -> Int:
             elif is_split(parameter.name) and not parameter.name.endswith(".bias"):
                 found[parameter.name] = of_one_rank(parameter, job)
         found["shared expert"] = maximum(found.get("shared expert", 0), of_shared_expert(run.kind, job))
-    of_head = rank.has_head and job.recipe.megatron.cross_entropy_fusion_impl != "verl"  # whose kernels return the gradient
+    own = job.recipe.megatron  # verl's kernels and a product with two rows return the gradient of the head's weight
+    of_head = rank.has_head and own.cross_entropy_fusion_impl != "verl" and own.last_tokens is None
     elements: Int = head_of(job)[0] if of_head else 0
     for each in found.values():
         elements = elements + each

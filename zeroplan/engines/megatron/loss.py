@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.megatron.inputs import BATCH, BERT, MASK, REPORT, width_of_embedding
+from zeroplan.engines.megatron.last_tokens import kept_of_last_tokens, last_tokens_backward
 from zeroplan.engines.megatron.parameters import head_of, padded_vocabulary
 from zeroplan.engines.megatron.rank import Rank
 from zeroplan.engines.megatron.schedule import INPUT
@@ -75,7 +76,7 @@ def head_lines(job: Job) -> tuple[Line, ...]:
     inputs = own_part(count * e * tokens * hidden, job)
     lines = [Line(Kind.LOGITS, inputs, what, own_part_formula(f"{count}·e·T·h", recipe), source)]
     lines += logits_of_loss(job)
-    if recipe.megatron.cross_entropy_fusion_impl == "native":
+    if recipe.megatron.cross_entropy_fusion_impl == "native" and recipe.megatron.last_tokens is None:
         lines.append(_logits(4, job, "a further copy in fp32, of the fused loss", FUSED))
     return tuple(lines)
 
@@ -101,6 +102,9 @@ def logits_of_loss(job: Job) -> Iterator[Line]:
     """
     recipe = job.recipe
     options, narrow = recipe.megatron, element_of(recipe) < 4
+    if options.last_tokens is not None:
+        yield from kept_of_last_tokens(job)
+        return
     if options.cross_entropy_fusion_impl == "verl":
         yield from kept_by_verl(job)
         return
@@ -120,6 +124,9 @@ def head_backward(job: Job) -> Iterator[Line]:
     """Yield the gradients in the head's backward: of logits and input, and of the weight unless it is fused. [bytes]"""
     recipe, batch = job.recipe, job.batch
     e = element_of(recipe)
+    if recipe.megatron.last_tokens is not None:
+        yield from last_tokens_backward(job)
+        return
     if recipe.megatron.cross_entropy_fusion_impl == "verl":
         yield from head_of_verl_backward(job)
         return

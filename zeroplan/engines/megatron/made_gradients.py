@@ -17,7 +17,7 @@ def made_gradients(rank: Rank, job: Job) -> dict[str, Int]:
     or a hybrid pattern, all are counted at every moment, which is the most.
     """
     recipe = job.recipe
-    if not recipe.megatron.gradients_beside:
+    if not recipe.megatron.gradients_beside or not recipe.megatron.main_weights:
         return {}
     order, (embedding, end) = kinds_backward(rank, job), ends_of(job)
     kinds, tied = dict.fromkeys(order), table_of(job) if job.model.tie_word_embeddings else 0

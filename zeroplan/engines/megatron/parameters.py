@@ -126,6 +126,8 @@ def head_of(job: Job) -> tuple[Int, str]:
     OutputLayerLinear.
     """
     model = job.model
+    if job.recipe.megatron.last_tokens == "embedding":
+        return 0, "0"
     if model.head_rows is None:
         return table_of(job), "ceil(V_p·h/p)"
     return model.head_rows * model.hidden_size, f"{model.head_rows}·h"

@@ -39,7 +39,7 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
     gradients, named = (share, shared) if recipe.zero_stage >= GRADIENTS_TOO else whole
     reason = "main gradients, which micro-batches add up in"
     yield Line(Kind.GRADIENTS, width.gradient * gradients, reason, f"{width.gradient}·{named}", STATES)
-    if (buckets := recipe.megatron.gradients_beside - 1) > 0:
+    if (buckets := recipe.megatron.gradients_beside - recipe.megatron.main_weights) > 0:
         reason = "buckets of gradients in 16 bits, which stay"
         yield Line(Kind.GRADIENTS, 2 * buckets * whole[0], reason, f"{2 * buckets}·{whole[1]}", NANOTRON)
     share, shared = states_on_gpu(rank, job)
@@ -54,7 +54,9 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
 
 
 def _moments(recipe: RecipeSpec) -> int:
-    """Return the bytes of both moments per parameter."""
+    """Return the bytes of both moments per parameter. Without main weights they have the dtype of the weights."""
+    if not recipe.megatron.main_weights:
+        return 4
     return WIDTHS[recipe.megatron.exp_avg_dtype] + WIDTHS[recipe.megatron.exp_avg_sq_dtype]
 
 

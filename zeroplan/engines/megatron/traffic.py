@@ -235,7 +235,7 @@ def _to_experts(rank: Rank, job: Job) -> Iterator[Collective]:
     assert model.moe is not None  # noqa: S101  asked of models with experts only
     forwards = 2 if job.recipe.recompute == "full" else 1
     tokens = own_part(batch.micro_batch_size * batch.seq_len, job)
-    flex = job.recipe.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  tokens of text
+    flex = job.recipe.megatron.moe_token_dispatcher_type in ("flex", "deepep")
     copies = visited(job, job.mesh.ep) if flex else 1000 * model.moe.num_experts_per_tok
     payload = element_of(job.recipe) * tokens * copies * model.hidden_size // 1000
     counts = zip(runs_of(job), rank.counts, strict=True)

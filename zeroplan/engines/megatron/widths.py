@@ -25,6 +25,8 @@ class Bytes(NamedTuple):
 
 _NARROW = Bytes(2, 2, 4, 4, "bf16")
 """bf16 with ``--grad-reduce-in-bf16``."""
+_WITHOUT_MAIN_WEIGHTS = Bytes(2, 2, 0, 0, "bf16")
+"""bf16 in nanotron without ``accumulate_grad_in_fp32``."""
 _BYTES: dict[Precision, Bytes] = {
     "bf16-mixed": Bytes(2, 4, 4, 0, "bf16"),
     "fp16-mixed": Bytes(2, 2, 4, 4, "fp16"),
@@ -44,6 +46,8 @@ def bytes_of(recipe: RecipeSpec) -> Bytes:
         raise SpecError(f"engine 'megatron' with precision {recipe.precision!r} is not modelled; use one of {said}")
     if options.use_precision_aware_optimizer:
         return _aware(recipe)
+    if not options.main_weights:
+        return _WITHOUT_MAIN_WEIGHTS
     found = _NARROW if recipe.precision == "bf16-mixed" and options.grad_reduce_in_bf16 else _BYTES[recipe.precision]
     return found._replace(master=4) if recipe.zero_stage >= GRADIENTS_TOO else found  # Megatron-FSDP also copies fp32 weights
 

@@ -12,6 +12,7 @@ from importlib import import_module
 
 from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
+from zeroplan.engines.shampoo import LONGEST
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, HEAD
 from zeroplan.spec.family import INDEXED_FAMILIES
@@ -60,6 +61,7 @@ def not_written(job: JobSpec) -> str:
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
         (recipe.fsdp2.float8_all_gather, "an all-gather in float8"),
+        (recipe.optimizer in LONGEST, "Shampoo"),
         (bool(model.predictions), "multi-token prediction"),
         (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
         (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),
@@ -106,7 +108,7 @@ def _of_engine(job: JobSpec) -> tuple[tuple[bool, str], ...]:
             (recipe.fsdp1.cpu_offload, "offload to host memory under FSDP1"),
         ),
         "ddp": (
-            (recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),
+            (recipe.steps_in_backward, "the optimizer's step inside the backward"),
             (recipe.ddp.compiled, "a compiled model"),
         ),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))

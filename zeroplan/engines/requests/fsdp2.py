@@ -25,6 +25,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import AtEmbedding
 from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.params_adapted import is_stepped
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
 
 
@@ -75,7 +76,7 @@ class Cutting:
         return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]
 
     def width(self, parameter: Parameter) -> int:
-        """Return the stored width of a parameter's element; beside adapters frozen ones have the compute dtype. [bytes]"""
+        """Return the stored width of a parameter's element. [bytes]"""
         return self.plan.frozen_width if parameter.frozen else self.plan.width.stored
 
     def request_shards(self, log: Log, parameters: list[Parameter]) -> None:
@@ -113,7 +114,7 @@ class Step(UnitPass):
     def update(self) -> None:
         """Run the optimizer's step, then ``zero_grad``."""
         self.optimizer.step(self.log, self.tensors)
-        self.log.release("ids", *self.shards)
+        self.log.release("ids", *(() if self.plan.outlive else self.shards))
 
     @property
     def shards(self) -> list[Hashable]:
@@ -135,7 +136,8 @@ class Step(UnitPass):
         if self.plan.shared_sequences:
             self.log.put("sequences", *(line for line in self.plan.persistent if line.kind is Kind.ACTIVATIONS))
         inside = {id(one) for run in self.tree.runs for one in run.parameters}
-        updated = [one for one in self.parameters if not one.frozen and not self.plan.offloaded]
+        trained = [one for one in self.parameters if not one.frozen and not self.plan.offloaded]
+        updated = [one for one in trained if is_stepped(one, self.model.adapter)]
         chunk, n = self.cutting.chunk, self.plan.n
         return [LocalTensor(chunk(one), in_block=id(one) in inside, ranks=n, rows=one.shape[0]) for one in updated]
 
@@ -338,6 +340,8 @@ class Step(UnitPass):
             log.request(shard if not there else "cast", n_bytes, Kind.GRADIENTS, "reduce-scatter output, cast")
         elif not there:
             log.rename("reduced", shard)
+            for _ in range(plan.outlive - 1):
+                log.request(shard, n_bytes, Kind.GRADIENTS, "gradients of adapters that step at another time")
         log.rename("reduced", held)
         log.release("reduced", "cast")
         log.stream = 0

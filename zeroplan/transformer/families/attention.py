@@ -57,6 +57,8 @@ class Heads(NamedTuple):
     """There is a single key/value head, so repeating it makes a view."""
     joined: bool = False
     """Rotary positions copied queries and keys head by head, so they are contiguous."""
+    keys_joined: bool = False
+    """The keys are contiguous in any case."""
     joint: bool = False
     """The values are a view of a joint projection's output."""
     repeated: bool = False
@@ -337,7 +339,7 @@ def eager(
     """
     copies = Copies([], [])
     key, value = _repeated(tape, heads, source)
-    in_order, one_key = heads.grouped or heads.joined, heads.one_key and heads.grouped
+    in_order, one_key = heads.grouped or heads.joined or heads.keys_joined, heads.one_key and heads.grouped
     operands = (
         _operand(tape, heads.query, copies, Site("queries", source), contiguous=heads.joined),
         _operand(tape, key, copies, Site("keys", source), contiguous=in_order, copied_for_several=one_key),
@@ -377,11 +379,12 @@ def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False, broadcast: b
         by_key = [_cloned(tape, one, name) for name, one in zip(names[1:], by_key, strict=True)]
     key = _multiplied(tape, by_key[0], "keys, repeated and scaled" if heads.grouped else "keys, scaled")
     in_order = heads.grouped or heads.repeated
+    keys_in_order = in_order or heads.joined or heads.keys_joined
     spread = partial(_broadcast, tape) if broadcast else lambda one, _name: one
     factors_of_scores = (
         _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4),
         _operand(
-            tape, spread(key, "keys"), copies, Site("keys", MATH), contiguous=in_order or heads.joined, dtype=4,
+            tape, spread(key, "keys"), copies, Site("keys", MATH), contiguous=keys_in_order, dtype=4,
             copied_for_several=broadcast,
         ),
     )  # fmt: skip

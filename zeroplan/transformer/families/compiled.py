@@ -49,7 +49,7 @@ def gated(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
 
     In a block that is recomputed, one kernel makes the product and both gradients, each anew.
     """
-    made = tensor(tape, reason, gate.dtype, gate.shape, COMPILED)
+    made = _over_a_factor(tape, gate, up) or tensor(tape, reason, gate.dtype, gate.shape, COMPILED)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         of_gate = gradient(tape, gate, f"gradient of the gate of the {reason}", COMPILED)
@@ -60,6 +60,14 @@ def gated(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
 
     tape.add(name, (made,), (gate, up), backward, of=(gate, up))
     return made
+
+
+def _over_a_factor(tape: Tape, gate: Value, up: Value) -> Value | None:
+    """Return the product where it overwrites a factor: in the forward of a graph that contains its checkpoint, which keeps one."""
+    if tape.demand is None or tape.saving:
+        return None
+    factor = gate if tape.selected.keeps and up.store in tape.selected.stores() else up
+    return Value(tape.hold(factor.store), factor.dtype, factor.shape)
 
 
 COMPILED_BLOCK = Mode(norm=norm, rotary=rotary, gate=gated)

@@ -28,7 +28,7 @@ from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Sto
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import fused_experts, gated, query_width, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
-from zeroplan.transformer.symbols import E, T, a, c, e, h, m, n, o, o_2, q, r, s, t, u, w
+from zeroplan.transformer.symbols import E, G, T, a, c, e, h, m, n, o, o_2, q, r, s, t, u, w
 
 DEEPSEEK = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py"
 LATENT = f"{DEEPSEEK}, DeepseekV3Attention.forward"
@@ -55,14 +55,14 @@ Choose = Callable[[Tape, Value, Value, Block], tuple[Store, ...]]
 
 def attention(tape: Tape, normal: Value, block: Block, *, choose: Choose | None = None) -> Attended:
     """Run latent attention. The module's variables keep every intermediate tensor to its end."""
-    queries, latent_queries = _queries(tape, normal, block)
+    queries, latent_queries = queries_of(tape, normal, block)
     if choose is None:
         tape.release(*latent_queries)
     bare, turning = op.chunk(tape, queries, (T * BARE, T * a * o), Site("parts of the queries", LATENT))
     name = "first projection of keys and values"
     compressed = op.linear(tape, normal, w + o, Site(name, LATENT, layer="kv_a_proj_with_mqa"), bias=block.attention_bias)
     latent, rotary_key = op.chunk(tape, compressed, (T * w, T * o), Site("latent and rotary key", LATENT))
-    latent_norm = _norm(tape, latent, "norm of the latent", w)
+    latent_norm = norm_of(tape, latent, "norm of the latent", w)
     if block.family == "deepseek_v2":
         turned = _as_complex(tape, turning, rotary_key)
     else:
@@ -73,9 +73,9 @@ def attention(tape: Tape, normal: Value, block: Block, *, choose: Choose | None 
     tape.release(latent, turning, rotary_key)
     query = op.joined(tape, (bare, turned[0]), "queries", T * q, Site("both parts of the queries", LATENT))
     query = _scaled(tape, query) if block.family == "mistral4" else query
-    key, value = _expanded(tape, latent_norm, turned[1])
+    key, value = expanded(tape, latent_norm, turned[1])
     chosen = () if choose is None else choose(tape, normal, latent_queries[0], block)
-    context, weights = _attend(block)(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
+    context, weights = attend_of(block)(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
     made = op.linear(tape, context, h, Site("output projection", LATENT, layer="o_proj"), reads=c, bias=block.attention_bias)
     tape.release(queries, bare, compressed, latent_norm, *turned, query, key, value, context)
     if choose is not None:
@@ -84,35 +84,40 @@ def attention(tape: Tape, normal: Value, block: Block, *, choose: Choose | None 
     return Attended(made, weights)
 
 
-def _attend(block: Block) -> Attend:
-    """Return the kernel for heads of two sizes. CUDA's flash kernel refuses them; a CPU has one kernel."""
+def attend_of(block: Block, *, queries_joined: bool = True) -> Attend:
+    """Return the kernel for heads of two sizes. CUDA's flash kernel refuses them; a CPU has one kernel.
+
+    ``queries_joined``: a concatenation builds the queries, too, head by head.
+    """
+    by_head = partial(_by_head, queries_joined=queries_joined)
     if block.attention == "eager":
-        return partial(_by_head, attend=partial(eager, source=EAGER))
+        return partial(by_head, attend=partial(eager, source=EAGER))
     if block.one_size or block.masked:
-        return partial(_by_head, attend=block.attend)
+        return partial(by_head, attend=block.attend)
     if block.kernels == "cpu" or block.has_no_kernel:
-        return partial(_by_head, attend=in_32_bits)
+        return partial(by_head, attend=in_32_bits)
     return partial(efficient, size=block.head_size)
 
 
-def _by_head(tape: Tape, heads: Heads, *, attend: Attend) -> Attended:
-    """Run ``attend`` on queries and keys that are contiguous because a concatenation built them head by head."""
-    return attend(tape, heads._replace(joined=True))
+def _by_head(tape: Tape, heads: Heads, *, attend: Attend, queries_joined: bool) -> Attended:
+    """Run ``attend`` on keys, and maybe queries, that are contiguous because they were built head by head."""
+    return attend(tape, heads._replace(joined=queries_joined, keys_joined=True))
 
 
-def _queries(tape: Tape, normal: Value, block: Block) -> tuple[Value, tuple[Value, ...]]:
+def queries_of(tape: Tape, normal: Value, block: Block) -> tuple[Value, tuple[Value, ...]]:
     """Project queries with one matrix, or with two low-rank ones and a norm between them; return that norm's result as well."""
     if not block.compressed:
         return op.linear(tape, normal, q, Site("q projection", LATENT, layer="q_proj")), ()
     name = "first projection of the queries"
     compressed = op.linear(tape, normal, u, Site(name, LATENT, layer="q_a_proj"), bias=block.attention_bias)
-    latent = _norm(tape, compressed, "norm of the compressed queries", u)
+    latent = norm_of(tape, compressed, "norm of the compressed queries", u)
     tape.release(compressed)
     made = op.linear(tape, latent, q, Site("second projection of the queries", LATENT, layer="q_b_proj"), reads=u)
     return made, (latent,)
 
 
-def _norm(tape: Tape, value: Value, name: str, width: Size) -> Value:
+def norm_of(tape: Tape, value: Value, name: str, width: Size) -> Value:
+    """Run the norm of a latent."""
     return op.norm(tape, value, name, LLAMA_NORM, weight=width, place=Place(At.NORM))
 
 
@@ -156,7 +161,7 @@ def _scaled(tape: Tape, query: Value) -> Value:
     return made
 
 
-def _expanded(tape: Tape, latent: Value, rotary_key: Value) -> tuple[Value, Value]:
+def expanded(tape: Tape, latent: Value, rotary_key: Value) -> tuple[Value, Value]:
     """Return keys and values of all heads, which share the rotary key. One projection makes values and the keys' first part."""
     joint = op.linear(tape, latent, JOINT, Site("projection to keys and values", EXPAND, layer="kv_b_proj"), reads=w)
     bare, value = op.chunk(tape, joint, (T * BARE, T * c), Site("keys and values", EXPAND))
@@ -224,17 +229,36 @@ def router(tape: Tape, normal: Value, block: Block) -> Routing:
 
 
 def _of_softmax(tape: Tape, normal: Value, block: Block) -> Routing:
-    """Run DeepSeek-V2's router: the highest scores of a softmax in fp32, scaled."""
+    """Run DeepSeek-V2's router: the highest scores of a softmax in fp32, scaled. Its variables live until it returns."""
     source = f"{V2}, DeepseekV2TopkRouter.forward"
     logits = logits_of(tape, normal, block)
     cast_at, at = Site("router: logits", source), Site("router: softmax", source)
     scores = op.softmax_in_32_bits(tape, logits, "router: scores of all experts", cast_at, at)
+    named: tuple[Store, ...] = ()
+    if block.grouped_experts:
+        scores, named = _within_groups(tape, scores, source)
     indices = tape.make(TENSOR, "router: top-k indices, int64", 8 * T * t, source)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
     tape.release(scores)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     weights = op.scaled(tape, chosen, "router: weights, scaled", Site("router: scaling", source))
+    tape.drop(*named)
     return Routing(logits, weights, indices)
+
+
+def _within_groups(tape: Tape, scores: Value, source: str) -> tuple[Value, tuple[Store, ...]]:
+    """Return scores that are 0 outside the chosen groups, and what variables hold; release ``scores``. Autograd saves a mask.
+
+    Every group counts as chosen.
+    """
+    name = "router: scores within the chosen groups"
+    groups = tape.make(TEMPORARY, "router: highest score of each group, and which groups are chosen", 24 * T * G, source)
+    spread = tape.make(TEMPORARY, "router: which experts may be chosen, fp32", 4 * T * E, source)
+    mask = tape.make(TENSOR, "router: which experts are in no chosen group", T * E, source)
+    made = op.run(tape, scores, name, Site(name, source), saved=(mask,), gradient="gradient of the scores within the groups")
+    tape.drop(mask)
+    tape.release(scores)
+    return made, (groups, spread, tape.hold(made.store))
 
 
 def _of_mistral(tape: Tape, normal: Value, block: Block) -> Routing:
@@ -375,10 +399,11 @@ _GLM = CONFIG._replace(
 _V2 = CONFIG._replace(
     defaults={"max_position_embeddings": 2048, "num_dense_layers": 0, "num_shared_experts": 2},
     required=tuple(name for name in CONFIG.required if name not in ("num_dense_layers", "num_shared_experts")),
-    only={"topk_method": ("greedy",), "scoring_func": ("softmax",)},
+    only={"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)},
     harmless={
         **{why: keys for why, keys in CONFIG.harmless.items() if "groups" not in why},
-        "read where topk_method is another": ("n_group", "topk_group"), "read by no code of the class": ("norm_topk_prob",),
+        "read where topk_method needs it": ("n_group",), "a number in a formula": ("topk_group",),
+        "read by no code of the class": ("norm_topk_prob",),
     },
 )  # fmt: skip
 _MISTRAL = CONFIG._replace(

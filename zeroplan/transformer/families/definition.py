@@ -74,6 +74,10 @@ class Training(NamedTuple):
     """Layers in four bits keep fp32 inputs and dequantise their weights to fp32."""
     dropout: bool = False
     """Adapters drop elements of their inputs."""
+    runs: int = 0
+    """Adapters beside each layer in prime-rl's modules; 0: one, in peft's."""
+    looped: bool = False
+    """Those adapters' products run one after the other."""
 
     @property
     def wide_residual(self) -> bool:
@@ -165,6 +169,8 @@ class Block(NamedTuple):
     """Some sequences end in padding, which FlashAttention leaves out."""
     too_wide: bool = False
     """Heads are too wide for the flash kernel, so transformers repeats keys and values itself."""
+    grouped_experts: bool = False
+    """A token chooses groups of experts first (DeepSeek-V2)."""
     shares: bool = False
     """Every token visits shared experts too."""
     borrows_keys: bool = False
@@ -179,6 +185,11 @@ class Block(NamedTuple):
     """A learned number multiplies the output of each branch (Llama 3.2 Vision's tower)."""
     crosses: Literal["", "followed", "constant"] = ""
     """Keys and values come from images, whose tokens autograd follows or not."""
+
+    @property
+    def made_on_demand(self) -> bool:
+        """Whether the block's checkpoint is part of its compiled graph, whose backward makes tensors again one by one."""
+        return self.recompute != "none" and "compiled-blocks" in self.fused
 
     @property
     def attend(self) -> Attend:
@@ -331,7 +342,7 @@ class Around(NamedTuple):
     scales_embeddings: bool = False
     """The model multiplies the embedding's output by a constant, outside the embedding module, before block 0."""
     masks: int = 1
-    """Number of attention masks that it builds for eager attention."""
+    """Number of attention masks that it builds for eager attention, if a model has a window."""
     chunks: bool = False
     """Its window is a chunk, whose mask differs from sequence to sequence."""
 

@@ -310,7 +310,7 @@ def _unfollowed(tape: Tape, value: Value) -> Value:
     return made
 
 
-class _Iteration(NamedTuple):
+class Iteration(NamedTuple):
     """The tensors that variables hold at the end of an iteration."""
 
     core: Value
@@ -321,9 +321,9 @@ class _Iteration(NamedTuple):
     """Attention to earlier chunks, until the next iteration reassigns the variable."""
 
 
-def _loop(tape: Tape, scan: _Scan, core: Value, *, several: bool) -> _Iteration:
+def _loop(tape: Tape, scan: _Scan, core: Value, *, several: bool) -> Iteration:
     """Run the loop over chunks. With two chunks, the iteration between the first and the last has zero bytes."""
-    done = _Iteration(core, scan.state)
+    done = Iteration(core, scan.state)
     if several:
         done = _iteration(tape, scan, done, times=1, after=BETWEEN)
         done = _iteration(tape, scan, done._replace(state=_other_iterations(tape, done.state)), times=BETWEEN)
@@ -332,27 +332,27 @@ def _loop(tape: Tape, scan: _Scan, core: Value, *, several: bool) -> _Iteration:
     return _iteration(tape, scan, done, times=1, last=True)
 
 
-def _iteration(tape: Tape, scan: _Scan, done: _Iteration, *, times: Times, after: Times = 1, last: bool = False) -> _Iteration:
+def _iteration(tape: Tape, scan: _Scan, done: Iteration, *, times: Times, after: Times = 1, last: bool = False) -> Iteration:
     """Run one chunk: read the state, run attention within the chunk, and make the next state. The last chunk's state stays unused.
 
     ``after``: how many next states this iteration represents, without the last iteration's.
     """
-    values, reading, state = _part(tape, scan.values, VALUE_ROWS, times), _part(tape, scan.reading, KEY_ROWS, times), done.state
+    values, reading, state = part(tape, scan.values, VALUE_ROWS, times), part(tape, scan.reading, KEY_ROWS, times), done.state
     known = op.matmul(tape, reading, state, _rows("values that the state knows", times), _site("values known"))
     new = _less(tape, values, known)
     if not tape.autocast:
         tape.summed_anew.add(new)
     tape.release(values, reading, known, *done.new)
-    query = _part(tape, scan.query, KEY_ROWS, times)
+    query = part(tape, scan.query, KEY_ROWS, times)
     copied = tape.make(op.TEMPORARY, "queries of a chunk, in order", scan.copied if last else NOTHING, RULE)
     before = op.matmul(tape, query, state, _rows("attention to chunks before", times), _site("attention to the state"))
     tape.drop(copied)
     tape.release(query, *done.before)
-    within = _part(tape, scan.attention, CHUNK_PAIRS, times)
+    within = part(tape, scan.attention, CHUNK_PAIRS, times)
     inside = op.matmul(tape, within, new, _rows("attention within a chunk", times), _site("attention within a chunk"))
     both = op.add(tape, before, inside, "output of a chunk", _site("sum of a chunk's output"))
     tape.release(within, inside)
-    core = _written(tape, done.core, both, _repeated(VALUE_ROWS, times))
+    core = written(tape, done.core, both, repeated(VALUE_ROWS, times))
     tape.release(both)
     following = state
     if last:
@@ -362,7 +362,7 @@ def _iteration(tape: Tape, scan: _Scan, done: _Iteration, *, times: Times, after
     else:
         following = _next_state(tape, scan, state, new, (times, after))
     tape.release(state)
-    return _Iteration(core, following, (new,), (before,))
+    return Iteration(core, following, (new,), (before,))
 
 
 def _last_state(tape: Tape, scan: _Scan) -> Size:
@@ -373,18 +373,18 @@ def _last_state(tape: Tape, scan: _Scan) -> Size:
 
 
 def _rows(reason: str, times: Times) -> tuple[str, Size]:
-    return reason, _repeated(VALUE_ROWS, times)
+    return reason, repeated(VALUE_ROWS, times)
 
 
 def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, often: tuple[Times, Times]) -> Value:
     """``state * decay + key.T @ new``. ``often``: how many iterations, and how many results, this represents."""
     times, after = often
-    decay, key = _part(tape, scan.decay, b * A, times), _part(tape, scan.key, KEY_ROWS, times)
+    decay, key = part(tape, scan.decay, b * A, times), part(tape, scan.key, KEY_ROWS, times)
     decayed = _times(tape, state, decay, "state, decayed")
     added = op.matmul(
-        tape, key, new, ("what a chunk adds to the state", _repeated(STATE, times)), _site("addition to the state")
+        tape, key, new, ("what a chunk adds to the state", repeated(STATE, times)), _site("addition to the state")
     )
-    made = Value(tape.make(op.TENSOR, "state after a chunk", _repeated(4 * STATE, after), RULE), 4, STATE)
+    made = Value(tape.make(op.TENSOR, "state after a chunk", repeated(4 * STATE, after), RULE), 4, STATE)
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
         return [op.narrowed(tape, one, taken[0], made, _site("state after a chunk")) for one in (decayed, added)]
@@ -406,7 +406,8 @@ def _other_iterations(tape: Tape, state: Value) -> Value:
     return made
 
 
-def _repeated(size: Size, times: Times) -> Size:
+def repeated(size: Size, times: Times) -> Size:
+    """Return the size of so many tensors."""
     return size if isinstance(times, int) else size * times
 
 
@@ -414,12 +415,12 @@ def _site(name: str) -> Site:
     return Site(f"chunk: {name}", RULE)
 
 
-def _part(tape: Tape, whole: Value, shape: Size, times: Times) -> Value:
+def part(tape: Tape, whole: Value, shape: Size, times: Times) -> Value:
     """Return one chunk of a tensor as a view. Its backward writes the gradient into zeros of the whole tensor's size."""
-    made = Value(tape.hold(whole.store), whole.dtype, _repeated(shape, times))
+    made = Value(tape.hold(whole.store), whole.dtype, repeated(shape, times))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        size = _repeated(whole.dtype * whole.shape, times)
+        size = repeated(whole.dtype * whole.shape, times)
         return [(whole, tape.make(op.GRADIENT, "gradient of a chunk, among zeros", size, RULE))]
 
     tape.add("part of a chunk", (made,), (), backward, of=(whole,))
@@ -438,21 +439,21 @@ def _less(tape: Tape, value: Value, known: Value) -> Value:
     return made
 
 
-def _written(tape: Tape, core: Value, part: Value, rows: Size) -> Value:
-    """``core[:, :, i] = part`` in place. Its backward copies the whole gradient. It releases ``core``."""
-    made = Value(tape.hold(core.store), 4, core.shape)
+def written(tape: Tape, core: Value, output: Value, rows: Size) -> Value:
+    """``core[:, :, i] = output`` in place. Its backward copies the whole gradient. It releases ``core``."""
+    made = Value(tape.hold(core.store), core.dtype, core.shape)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         rest = op.gradient(tape, core, "gradient of the output, without a chunk", RULE)
-        own = tape.make(op.GRADIENT, "gradient of a chunk's output", 4 * rows, RULE)
+        own = tape.make(op.GRADIENT, "gradient of a chunk's output", core.dtype * rows, RULE)
         if tape.follows(core):
-            tape.temporary("zeros in its place", 4 * rows, RULE)
+            tape.temporary("zeros in its place", core.dtype * rows, RULE)
         else:
             tape.scratch.append(rest)
         arriving = [(core, rest)] if tape.follows(core) else []
-        return [*arriving, (part, op.as_narrow(tape, part, own, made, RULE))]
+        return [*arriving, (output, op.as_narrow(tape, output, own, made, RULE))]
 
-    tape.add("chunk: its output, written", (made,), (), backward, of=(core, part))
+    tape.add("chunk: its output, written", (made,), (), backward, of=(core, output))
     tape.release(core)
     return made
 

@@ -47,7 +47,7 @@ from zeroplan.transformer.families.tape import (
 from zeroplan.transformer.families.traced import Index, Placed, Places, Plan, Sizes, Within, of_a_rank, top
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.params import is_frozen
-from zeroplan.transformer.symbols import T, T_p, V, b, e, h, i, r
+from zeroplan.transformer.symbols import T, T_p, V, b, e, h, i, r, z
 
 HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
@@ -357,13 +357,16 @@ def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
     """
     tokens = tape.make(LOGITS, "labels, shifted; those that count, and where they are", 24 * T, PIECES, LABELS)
     counting = op.tensor(tape, "hidden states of the tokens that count", read.dtype, T * h, PIECES)
-    pieces = _Pieces(read, [], NOTHING if ending.frozen_head else e * h * V, rounds="int4-qat" in ending.fused)
+    weight = NOTHING if not ending.adapted_head else e * z * (h + V)
+    pieces = _Pieces(read, [], weight if ending.frozen_head else e * h * V, rounds="int4-qat" in ending.fused)
     kept = (fake_quantised.heads_in_pieces(tape, CHUNKS),) if pieces.rounds else ()
     tape.add("tokens that count", (counting,), kept, pieces.spread, of=(read,))
     tape.drop(*kept)
     if pieces.rounds:  # counted as a whole above
         tape.mode = tape.mode._replace(linear=None)
-    product = _product(tape, counting)
+    product = (
+        _adapted_piece(tape, counting, dropout=ending.dropout) if ending.adapted_head else _product(tape, counting)
+    )  # fmt: skip
     product.store.size, product.store.reason = e * _PIECE, "logits of a piece"
     wide = Value(tape.make(LOGITS, "logits of a piece, fp32", 4 * _PIECE, PIECES), 4, product.shape)
     softmax = tape.make(LOGITS, "log-softmax of all pieces, fp32", 4 * T * V, PIECES)
@@ -374,6 +377,25 @@ def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
     tape.add("loss", (loss,), (softmax, tokens), partial(pieces.of_loss, wide), of=(wide,), place=AT_LOSS)
     tape.release(product, wide)
     return _Ran(loss, (softmax, tokens), (softmax, tokens, counting.store))
+
+
+def _adapted_piece(tape: Tape, counting: Value, *, dropout: bool) -> Value:
+    """Return a piece's logits from a frozen head and its adapter, whose inputs wait for the backward in all pieces."""
+    rows = ceil(T, CHUNKS)
+    others = at_least(0, T - rows)
+    kept = [tape.make(SAVED, "outputs of A of the head's adapter, other pieces", e * others * z, PIECES)]
+    if dropout:
+        reason = "inputs of the head's adapter after dropout, and their masks, other pieces"
+        kept.append(tape.make(SAVED, reason, (e + 1) * others * h, PIECES))
+    piece = Value(tape.hold(counting.store), counting.dtype, rows * h)
+    made = op.makes("gradient of the tokens that count", PIECES, counting)
+    tape.add("pieces", (piece,), tuple(kept), made, of=(counting,))
+    tape.drop(*kept)
+    tape.rows = rows
+    product = _product(tape, piece)
+    tape.rows = T
+    tape.release(piece)
+    return product
 
 
 class _Pieces(NamedTuple):
@@ -808,10 +830,15 @@ _KD = _Divergence(
     "torchtune 0.7, modules/loss/kd_losses.py, ForwardKLWithChunkedOutputLoss, and CEWithChunkedOutputLoss",
     3 + 0 * e, 13 + 0 * e, 1 + e,
 )  # fmt: skip
+_FACTORY = "LLaMA-Factory ff6d4d12, train/trainer_utils.py, "
+#: In 16 bits, of several sequences; of one the shifted logits are no copy.
+_ASFT = _Divergence(f"{_FACTORY}asft_loss_func", 22 + 0 * e, 10 + 0 * e, 8 + 0 * e)
+#: With the fp32 logits that accelerate returns, which are its only logits.
+_EAFT = _Divergence(f"{_FACTORY}eaft_loss_func", 8 - e, 4 + 0 * e, 8 + 0 * e)
 
 
 def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> _Ran:
-    """Run a loss that compares all logits with a teacher's, as if every token counted: the most that it takes.
+    """Run a loss that compares all logits with a teacher's or copies them, as if every token counted: the most that it takes.
 
     What it takes was measured on a CPU, with the functions named in ``kind.source`` in 16 bits and in fp32.
     """
@@ -930,6 +957,8 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, entropy": partial(_in_place, entropy=True),
     "log-probs, jsd": partial(_compared, kind=_JSD),
     "log-probs, kd": partial(_compared, kind=_KD),
+    "log-probs, asft": partial(_compared, kind=_ASFT),
+    "log-probs, eaft": partial(_compared, kind=_EAFT),
     "log-probs, pairs": partial(_of_pairs, narrow=False),
     "log-probs, pairs in 16 bits": partial(_of_pairs, narrow=True),
 }

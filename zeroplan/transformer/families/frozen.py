@@ -72,7 +72,7 @@ def linear(
         return op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
     if training.weights == "frozen" and training.narrow:
         given = op.cast(tape, value, e, Site(f"input of the {site.name}", site.source))
-        made = _frozen_linear(tape, given, width, site, reads=reads, bias=bias, keeps_input=training.keeps_inputs)
+        made = frozen_linear(tape, given, width, site, reads=reads, bias=bias, keeps_input=training.keeps_inputs)
         tape.release(given)
         return made
     if training.weights == "frozen" and tape.autocast:
@@ -90,8 +90,12 @@ def linear(
 def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size, bias: bool) -> Value:
     """Run a frozen linear layer and its adapter, if any. peft casts, scales and adds in separate operators."""
     adapts = training.adapts(site)
+    if adapts and training.runs:
+        from zeroplan.transformer.families.many_adapters import beside_frozen  # noqa: PLC0415  few jobs have it
+
+        return beside_frozen(tape, value, site, training, width=width, reads=reads, bias=bias)
     with tape.owning() if adapts else nullcontext():
-        made = _frozen_linear(tape, value, width, site, reads=reads, bias=bias, keeps_input=training.keeps_inputs)
+        made = frozen_linear(tape, value, width, site, reads=reads, bias=bias, keeps_input=training.keeps_inputs)
     if not adapts:
         return made
     read = Site(f"input of the {site.name}'s adapter", LORA, site.module, At.ADAPTED)
@@ -99,7 +103,7 @@ def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width:
     return plus_adapter(tape, given, made, site, training, width=width, reads=reads)
 
 
-def _frozen_linear(
+def frozen_linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool, keeps_input: bool
 ) -> Value:  # fmt: skip
     """Run a frozen linear layer, which saves only its weight. DeepSpeed's stage-3 layer also saves its input, after its product."""

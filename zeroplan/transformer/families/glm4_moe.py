@@ -1,7 +1,8 @@
-"""GLM-4 MoE (GLM-4.5 to 4.7), dots.llm1, Solar Open and Hunyuan 3: grouped-query attention with DeepSeek-V3's experts.
+"""GLM-4 MoE (GLM-4.5 to 4.7), dots.llm1, Solar Open, Hunyuan 3, K-EXAONE: grouped-query attention with DeepSeek-V3's experts.
 
 GLM-4 MoE rotates half of each head; its larger models also normalise queries and keys over each head. Every layer of Solar Open
-has experts. Hunyuan 3 adds the outputs of routed and shared experts in fp32.
+has experts. Hunyuan 3 adds the outputs of routed and shared experts in fp32. Every fourth layer of K-EXAONE has full attention
+without rotary positions, the others a window.
 """
 
 from functools import partial
@@ -16,6 +17,7 @@ from zeroplan.transformer.families.definition import (
     HALF_TABLES,
     SIZES,
     WITH_LATE_NORMS,
+    Around,
     Block,
     Definition,
     before_and_after,
@@ -25,12 +27,13 @@ from zeroplan.transformer.families.experts import Routing, biased_router, routed
 from zeroplan.transformer.families.llama import WITH_NORMS, attention
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import attention_of, head_norms, with_experts
+from zeroplan.transformer.params_gated import attention_of, gated, head_norms, patterned, two_norms, with_experts
 from zeroplan.transformer.symbols import m, n
 
 GLM4_MOE = "transformers 5.23, models/glm4_moe/modeling_glm4_moe.py"
 SOLAR = "transformers 5.23, models/solar_open/modeling_solar_open.py"
 HY3 = "transformers 5.23, models/hy_v3/modeling_hy_v3.py"
+EXAONE = "transformers 5.23, models/exaone_moe/modeling_exaone_moe.py"
 DOTS1 = "transformers 5.23, models/dots1/modeling_dots1.py"
 _PLAIN = Attention(
     f"{GLM4_MOE}, Glm4MoeAttention.forward", joined=True,
@@ -44,6 +47,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 # --- Hunyuan 3 ---------------------------------------------------------------------------------------------------------------
 
+_OF_EXAONE = Attention(f"{EXAONE}, ExaoneMoeAttention.forward", norm=LLAMA_NORM)
 _OF_HUNYUAN = Attention(f"{HY3}, HYV3Attention.forward", norm=LLAMA_NORM)
 
 
@@ -92,6 +96,15 @@ def _hy_v3(model: ModelSpec) -> Layout:
     return with_experts(model, attention, partial(routed_and_shared, model, router_first=True))
 
 
+def _exaone(model: ModelSpec) -> Layout:
+    attention, both = (*attention_of(model), *head_norms(model)), two_norms(model)
+    dense = (*attention, *gated("mlp", model, model.intermediate_size), *both)
+    if model.moe is None:
+        return patterned(model, {"dense": dense})
+    routed = (*attention, *routed_and_shared(model, model.moe), *both)
+    return patterned(model, {"local": routed, "global": routed, "dense": dense})
+
+
 _REQUIRED = (
     *SIZES, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers",
 )  # fmt: skip
@@ -125,6 +138,21 @@ _HY3 = CONFIG._replace(
         "multi-token prediction, which transformers does not build": ("num_nextn_predict_layers", "num_mtp_layers"),
     },
 )
+_EXAONE = CONFIG._replace(
+    defaults={
+        "max_position_embeddings": 2048, "num_key_value_heads": 32, "sliding_window": 4096, "num_shared_experts": 1,
+    },
+    fixed={"attention_bias": False, "mlp_bias": False},
+    required=_REQUIRED[:-2],
+    keys={},
+    only={"norm_topk_prob": (True,), "sliding_window_pattern": (4, "LLLG")},
+    not_null=("sliding_window",),
+    read=("mlp_layer_types", "first_k_dense_replace"),
+    harmless={
+        **{why: keys for why, keys in CONFIG.harmless.items() if "made of" not in why},
+        "of LG's own code": ("is_moe_layer", "first_last_k_dense_replace", "scoring_func", "topk_method"),
+    },
+)  # fmt: skip
 _SOLAR = CONFIG._replace(
     defaults={
         "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
@@ -147,6 +175,11 @@ FAMILIES = {
     "hy_v3": Definition(
         layer(Layer(LLAMA_NORM, _OF_HUNYUAN.run, _hunyuan_mlp, f"{HY3}, HYV3DecoderLayer.forward")), _hy_v3, _HY3,
         before_and_after(WITH_LATE_NORMS, gated_modules("mlp")), before_and_after(WITH_LATE_NORMS, EXPERT_MODULES),
+    ),
+    "exaone_moe": Definition(
+        layer(Layer(LLAMA_NORM, _OF_EXAONE.run, mlp, f"{EXAONE}, ExaoneMoeDecoderLayer.forward")), _exaone, _EXAONE,
+        before_and_after(WITH_LATE_NORMS, gated_modules("mlp")), before_and_after(WITH_LATE_NORMS, EXPERT_MODULES),
+        around=Around(masks=2),
     ),
     "solar_open": Definition(
         layer(Layer(LLAMA_NORM, attention, mlp, f"{SOLAR}, SolarOpenDecoderLayer.forward")), _tensors, _SOLAR,

@@ -6,7 +6,8 @@ log-sum-exp per row for the attention kernel; the same for the second norm; and 
 and their product. Qwen3 also normalises queries and keys over each head, and saves the inputs of those two norms; Hunyuan does
 so after the rotary positions. Every fourth layer of SmolLM3 has no rotary positions. Granite multiplies each branch's output by
 a constant. Arcee's MLP has no gate, nor has that of Jais 2, whose norms are LayerNorms.
-Every fourth layer of CWM, from the first on, has no window. The families differ in biases, too.
+Every fourth layer of CWM, from the first on, has no window; nor have the first layers of a Qwen2 or Qwen3 with one. The families
+differ in biases, too.
 """
 
 from functools import partial
@@ -189,8 +190,8 @@ FAMILIES = {
     "mistral": Definition(_LAYER, _mistral, _MISTRAL),
     "cwm": Definition(_LAYER, _mistral, _CWM, around=Around(masks=2)),
     "ministral3": Definition(_MINISTRAL_LAYER, _mistral, _MINISTRAL),
-    "qwen2": Definition(_LAYER, _qwen2, _QWEN2),
-    "qwen3": Definition(_LAYER, _qwen3, _QWEN3, before_and_after(WITH_NORMS, gated_modules("mlp"))),
+    "qwen2": Definition(_LAYER, _qwen2, _QWEN2, around=Around(masks=2)),
+    "qwen3": Definition(_LAYER, _qwen3, _QWEN3, before_and_after(WITH_NORMS, gated_modules("mlp")), around=Around(masks=2)),
     "seed_oss": Definition(_LAYER, _qwen2, _SEED_OSS),
     "smollm3": Definition(_LAYER, _llama, _SMOLLM3),
     "hunyuan_v1_dense": Definition(

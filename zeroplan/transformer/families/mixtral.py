@@ -34,7 +34,8 @@ MINIMAX = "transformers 5.23, models/minimax_m2/modeling_minimax_m2.py"
 QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer.forward"
 
 
-def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
+def mlp(tape: Tape, normal: Value, block: Block) -> Value:
+    """Run router and experts."""
     if block.looped and block.training is not None:
         from zeroplan.transformer.families.looped_experts import looped_experts  # noqa: PLC0415  only adapters need it
 
@@ -57,7 +58,7 @@ _MINIMAX_ATTENTION = Attention(
 
 
 def _layer(source: str, attention: Callable[[Tape, Value, Block], Attended] = attention) -> Program:
-    return layer(Layer(LLAMA_NORM, attention, _mlp, source))
+    return layer(Layer(LLAMA_NORM, attention, mlp, source))
 
 
 # --- parameters, and the keys of config.json ---------------------------------------------------------------------------------

@@ -128,9 +128,9 @@ def cast(tape: Tape, value: Value, dtype: Width, site: Site, tag: Tag = PLAIN) -
     return run(tape, value, f"{name}{suffix}", at, dtype=dtype, gradient=f"gradient through the {name}", tag=tag)
 
 
-def view(tape: Tape, value: Value, site: Site) -> Value:
-    """``Tensor.view`` as a matrix: the same memory. Its gradients are summed before they reach ``value``, as a view."""
-    made = Value(tape.hold(value.store), value.dtype, value.shape, is_matrix=True)
+def view(tape: Tape, value: Value, site: Site, *, is_matrix: bool = True) -> Value:
+    """``Tensor.view``, by default as a matrix: the same memory. Its gradients are summed before they reach ``value``, as a view."""
+    made = Value(tape.hold(value.store), value.dtype, value.shape, is_matrix=is_matrix)
 
     def backward(_tape: Tape, taken: list[Store]) -> Arriving:
         taken[0].is_view = True

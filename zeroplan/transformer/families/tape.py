@@ -365,6 +365,28 @@ class Selected:
         return tuple([one for store in stores for one in (store, store.twin) if one is not None])
 
 
+@dataclass(slots=True)
+class OnDemand:
+    """How a backward makes again what its checkpoint did not keep, as a compiled graph does: each tensor when it needs it first.
+
+    Source: torch 2.13, _functorch/partitioners.py, ``reordering_to_mimic_autograd_engine``.
+    """
+
+    made_from: dict[Store, tuple[Store, ...]] = field(default_factory=dict)
+    """What an operator reads to make a tensor."""
+    apart: set[Store] = field(default_factory=set)
+    """Kept tensors that no operator saves: their first use frees them."""
+
+    def learn(self, outputs: tuple[Value, ...], of: tuple[Value, ...] | None, saved: Saved) -> None:
+        """Remember the inputs of an operator: ``of``, or the tensors of others that it saves."""
+        made = {one.store for one in outputs}
+        read = [one for one in saved if isinstance(one, Value)] if of is None else of
+        inputs = tuple([one.store for one in read if one.store not in made])
+        for store in (*made, *(one for one in saved if isinstance(one, Store))):
+            if store not in inputs:
+                self.made_from.setdefault(store, inputs)
+
+
 class Tape:
     """A program's run so far."""
 
@@ -406,6 +428,7 @@ class Tape:
     def __init__(
         self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeps_selected: bool = False,
         recomputed: bool = False, marking: bool = False, fused_softmax: bool = False, offloading: bool = False,
+        on_demand: bool = False,
     ) -> None:  # fmt: skip
         """``wide``: the compute dtype is fp32. ``saving``: operators save tensors, as they do outside a checkpoint.
 
@@ -413,8 +436,10 @@ class Tape:
         checkpoint keeps tensors. ``recomputed``: a recomputation saved the tensors, and the backward frees each right after it
         reads it. ``marking``: the history marks modules with weights.
         ``fused_softmax``: a softmax in fp32 reads 16 bits itself. ``offloading``: autograd copies every saved tensor to host
-        memory, once per operator that saves it, and copies it back for the operator's backward.
+        memory, once per operator that saves it, and copies it back for the operator's backward. ``on_demand``: the backward makes
+        each tensor that the checkpoint did not keep when it first needs it.
         """
+        self.demand = OnDemand() if on_demand else None
         self.selected, self.recomputed = Selected(keeps=keeps_selected), recomputed
         self.marks, self.host = Marks() if marking else None, InHost() if offloading else None
         self.wide, self.autocast, self.saving, self.fused_softmax = wide, autocast, saving, fused_softmax
@@ -568,6 +593,8 @@ class Tape:
         if of is not None and not self.follows(*of):
             self.untracked.update(outputs)
             return
+        if self.demand is not None:
+            self.demand.learn(outputs, of, saved)
         stores = tuple([one.store if isinstance(one, Value) else one for one in saved])
         away = () if self.host is None else self._packed(self.host, saved, beside, outputs, strided)
         kept, cast = (stores, cast) if self.keeps_saved else ((), None if self.offloading else cast)
@@ -665,6 +692,12 @@ class Tape:
             self.hold(made)
         self.selected.products.append(made)
 
+    def forget_last_product(self) -> None:
+        """Let go of the block's last product: only the block's output needs it, and a compiled graph keeps none such."""
+        if self.selected.keeps and len(self.selected.products) % 2:
+            self.drop(self.selected.products[-1])
+        self.selected.products.pop()
+
     def kernel_output(self, *made: Store, of: str = "") -> None:
         """Record outputs of attention's kernel, or the tensors that mode ``of`` keeps, which a selective checkpoint keeps."""
         if self.mode.keeps != of:
@@ -718,8 +751,12 @@ class Tape:
         self.moments.clear()
         self.cached.clear()
         self.freed = True
+        if self.demand is not None:
+            self._leave_the_kept(self.demand)
         if incoming.size.terms:
             self.alive[incoming] = None
+            if self.demand is not None:  # the compiler may move the products of weight gradients to the graph's end
+                self.hold_to_the_end(incoming)
         waiting: dict[Value, Store] = {output: incoming}
         for operator in reversed(self.operators):
             if operator.outputs and all(value in waiting for value in operator.outputs):
@@ -732,6 +769,30 @@ class Tape:
                 self._step(operator, waiting)
         self.history.outgoing = next(iter(waiting.values()), None)
         self.drop(*self.held)
+
+    def _leave_the_kept(self, demand: OnDemand) -> None:
+        """Let go of what the checkpoint did not keep. What is not to be made again counts as saved by its operator alone."""
+        kept = self.selected.stores() if self.selected.keeps else ()
+        demand.apart = {store for store in kept if store not in self.saved}
+        self.drop(*(store for store in kept if store in self.saved))
+        for store in [one for one in self.alive if one not in kept and one.tag.role is not Role.BLOCK_INPUT]:
+            self._free(store)
+
+    def _make_again(self, store: Store, demand: OnDemand) -> None:
+        """Make a tensor again from what is alive, and first what it is made from."""
+        if store in self.alive:
+            return
+        inputs = demand.made_from[store]
+        for one in inputs:
+            self._make_again(one, demand)
+        self.name, self.place = f"recomputed: {store.reason}", Place(At.RUN_AGAIN, store.tag.module)
+        self.alive[store] = None
+        self.history.actions.append((Do.REQUEST, store))
+        self.record()
+        self.drop(*(one for one in inputs if one in demand.apart))
+        demand.apart.difference_update(inputs)
+        for one in [one for one in inputs if not one.holds and one in self.alive]:
+            self._free(one)
 
     def hold_to_the_end(self, *stores: Store) -> None:
         """Keep tensors until the backward ends."""
@@ -749,6 +810,9 @@ class Tape:
         self.history.actions += [(Do.DONE, owner) for owner in reversed(operator.owners) if owner not in earlier]
 
     def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:
+        if self.demand is not None:
+            for store in operator.saved:
+                self._make_again(store, self.demand)
         self._begin(operator)
         taken = [waiting.pop(value) for value in operator.outputs]
         if self.host is not None:

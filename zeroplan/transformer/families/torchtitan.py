@@ -40,18 +40,25 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _rotated(tape: Tape, query: Value, key: Value) -> tuple[Value, Value]:
-    """Multiply queries and keys, as pairs of fp32 numbers, by complex rotations. Autograd saves no copy of the rotations."""
-    names = ("queries", "keys")
+    """Multiply queries and keys, as pairs of fp32 numbers, by complex rotations. Autograd saves no copy of the rotations.
+
+    The compiler leaves complex products as they are. Its code frees a tensor after its last use, where Python's variables live on.
+    """
+    frees, names = tape.mode.rotary is not None, ("queries", "keys")
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for one, name in zip((query, key), names, strict=True)]
-    turned = [
-        op.run(
-            tape, one, f"{name}, turned, fp32", Site(f"rotary positions of the {name}", ROTARY), dtype=4,
-            gradient=f"gradient of the {name}, fp32", beside=("conjugate rotations", 4 * s * d),
-        )
-        for one, name in zip(wide, names, strict=True)
-    ]  # fmt: skip
-    narrow = [op.cast(tape, one, query.dtype, Site("queries or keys, turned", ROTARY)) for one in turned]
-    tape.release(*wide, *turned)
+    turned, narrow = list[Value](), list[Value]()
+    for one, name in zip(wide, names, strict=True):
+        turned.append(
+            op.run(
+                tape, one, f"{name}, turned, fp32", Site(f"rotary positions of the {name}", ROTARY), dtype=4,
+                gradient=f"gradient of the {name}, fp32", beside=("conjugate rotations", 4 * s * d),
+            )
+        )  # fmt: skip
+        tape.release(*((one,) if frees else ()))
+    for one in turned:
+        narrow.append(op.cast(tape, one, query.dtype, Site("queries or keys, turned", ROTARY)))
+        tape.release(*((one,) if frees else ()))
+    tape.release(*(() if frees else (*wide, *turned)))
     return narrow[0], narrow[1]
 
 

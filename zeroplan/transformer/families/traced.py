@@ -173,11 +173,12 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
         _refuse_a_window(model, compute, x)
     alike = plain_kind(model, kind)
     if alike in WITH_STATES:
+        of_mamba = model.layer_pattern and model.family not in ("minimax", "kimi_linear")
         alone = x.micro_batch == 1  # Mamba-2 copies less of a single sequence of one chunk
         return by_mask(
             in_one_chunk(model, x),
             lambda one: by_mask(
-                alone if one and model.layer_pattern else False,
+                alone if one and of_mamba else False,
                 lambda single: _of(model, kind, compute, x, recompute, masked=one, single=single),
             ),
         )
@@ -196,14 +197,20 @@ def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
 
 def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute, replaced: tuple[str, ...] = ()) -> BlockPass:
     """Return the memory of one block of torchtitan's Llama 3; fused kernels ``replaced`` some of its parts."""
-    plan = plan_of(torchtitan_structure(x, replaced), run_again=recompute != "none")
+    plan = plan_of(torchtitan_structure(x, replaced, recompute), run_again=recompute != "none")
     return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
-def torchtitan_structure(x: Widths, replaced: tuple[str, ...] = ()) -> Block:
-    """Return the structure of a block of torchtitan's Llama 3; fused kernels ``replaced`` some of its parts."""
+def torchtitan_structure(x: Widths, replaced: tuple[str, ...] = (), recompute: Recompute = "none") -> Block:
+    """Return the structure of a block of torchtitan's Llama 3; fused kernels ``replaced`` some of its parts.
+
+    torchtitan compiles a block with its checkpoint, so that the compiler sees the recomputation.
+    """
     attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
-    return Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels, fused=replaced)
+    return Block(
+        "torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels,
+        recompute=recompute if "compiled-blocks" in replaced else "none", fused=replaced,
+    )  # fmt: skip
 
 
 def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> bool:
@@ -238,16 +245,17 @@ def structure_of(
     no_experts = kind.startswith("dense") or (TRAITS[model.family].one_module and kind not in WITH_EXPERTS)
     dense = model.moe is None or no_experts
     sharded = compute.tp > 1
-    apart = training is not None or sharded or (dense and compute.cp > 1)
+    compiled = "compiled-blocks" in compute.fused and compute.recompute == "selective"
+    apart = training is not None or sharded or (dense and compute.cp > 1) or compiled
     one_key = x.key == x.head_dim * (compute.tp if sharded else 1)
-    if kind == "linear":
+    if kind.endswith("linear"):
         one_key = model.linear is not None and model.linear.num_key_heads == 1
     block = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
         x.autocast if training is None else compute.autocast and not training.wide_adapters,
         x.attention,
-        masked if kind not in WITH_STATES else kind != "linear" and x.padded and x.attention == "sdpa",
+        masked if kind not in WITH_STATES else not kind.endswith("linear") and x.padded and x.attention == "sdpa",
         grouped_heads(model, x, kind),
         one_key,
         model.attention_bias,
@@ -308,6 +316,7 @@ def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block
     return block._replace(
         dispatched=x.expert_ranks > 1,
         latent_experts=moe is not None and moe.latent_size > 0,
+        grouped_experts=moe is not None and moe.num_groups > 0,
         uneven=x.expert_ranks > 1 and x.imbalance != EVEN,
         looped=moe.num_experts if moe is not None and block.release.loops_over_experts else 0,
         is_mlp=kind == "mlp",
@@ -334,14 +343,15 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
     if apart and adapter is None:  # gradients reach embeddings of new tokens: torchtune 0.7, FusionEmbedding
         return Training("frozen", tracked=True, keeps_inputs=compute.keeps_inputs)
     if adapter is not None:
-        tracked = kind != "first" or recomputed
+        tracked = kind != "first" or (recomputed and not adapter.runs)  # prime-rl wraps blocks in checkpoints itself
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
             "adapted", tracked, compute.keeps_inputs, () if apart else model.linear_layers_adapted, model.stacked, adapter.quantize,
             adapter.quantize_experts, upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
-            fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""),
+            fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""), runs=adapter.runs,
+            looped=adapter.looped,
         )  # fmt: skip
     if model.frozen is None:
         return None
@@ -404,7 +414,8 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     checkpoints = checkpoints if run_again else ()
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family in LATENT_FAMILIES}
-    tape, given, output = run_forward(structure, saving=True, recomputed=run_again)
+    keeps = structure.made_on_demand and structure.recompute == "selective"
+    tape, given, output = run_forward(structure, saving=True, recomputed=run_again, keeps_selected=keeps)
     kept = (given.store, *tape.history.input_copies) if structure.offloaded else tape.saved
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     ran = _run_backward(tape, structure, given, output, checkpoints)
@@ -438,6 +449,8 @@ def _run_backward(
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
     whole, until_saved = tape.moments.copy(), tape.moments_until_last_saved()
     tape.run_backward(output, incoming)
+    if structure.made_on_demand:
+        return {}
     if structure.recompute != "none" and structure.training is None:
         tape.moments[: tape.history.moments_before_rerun] = _not_run_again_yet(tape, given.store, structure.recompute)
     return {
@@ -542,6 +555,7 @@ def run_forward(
         marking=marking,
         fused_softmax=structure.is_fp16,
         offloading=structure.offloaded and saving,
+        on_demand=structure.made_on_demand,
     )
     dtype = e if training is not None and training.narrow else r
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, dtype, program.source)
@@ -550,7 +564,10 @@ def run_forward(
 
         freeze(tape, value, training)
     _set_mode(tape, structure)
-    return tape, value, program.block(tape, value, structure)
+    made = program.block(tape, value, structure)
+    if structure.made_on_demand:
+        tape.forget_last_product()
+    return tape, value, made
 
 
 def _set_mode(tape: Tape, structure: Block) -> None:

@@ -135,7 +135,7 @@ def in_one_chunk(model: ModelSpec, x: Widths) -> Bool:
 
 def grouped_heads(model: ModelSpec, x: Widths, kind: str) -> bool:
     """Whether several heads share keys and values, or in linear attention queries and keys."""
-    if kind == "linear" and model.linear is not None:
+    if kind.endswith("linear") and model.linear is not None:
         return model.linear.num_key_heads != model.linear.num_value_heads
     return x.key != x.query
 
@@ -157,6 +157,7 @@ def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str,
         "m": moe.moe_intermediate_size if moe else 0,
         "X": moe.latent_size if moe else 0,
         "E": moe.num_experts if moe else 0,
+        "G": moe.num_groups if moe else 0,
         "n": moe.num_shared_experts if moe else 0,
         "t": moe.num_experts_per_tok if moe else 0,
         "e": x.element,

@@ -4,25 +4,29 @@ Gradient checkpointing and attention are transformers' own. Dropout is off, as i
 """
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from zeroplan.catalog.config_rest import INDEX_FIELDS, LINEAR_FIELDS, config_keys
+from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import MeasurementError
+from zeroplan.numeric import ceil_div
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     FREE_ACTIVATION,
     INDEXED_FAMILIES,
     ONE_WIDTH_FAMILIES,
     PLAIN_HEADS,
+    SOME_WINDOWED,
     TRAITS,
     WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
 )
 from zeroplan.spec.frozen import FrozenSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import ROUNDING, Attention, RecipeSpec
 from zeroplan.transformer.parameters import HANDED, SHARED, kinds_by_indexer
 from zeroplan.transformer.vision import adapted_in_tower
@@ -68,6 +72,8 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
         made[config_keys(spec.family).keys.get("sliding_window", ("sliding_window",))[0]] = spec.sliding_window
     if config_keys(spec.family).optional_window:
         made["use_sliding_window"] = spec.sliding_window is not None
+    if spec.family in SOME_WINDOWED:
+        made["max_window_layers"] = spec.max_window_layers
     if spec.moe is not None and spec.family not in ONE_WIDTH_FAMILIES:
         made[config_keys(spec.family).keys.get("moe_intermediate_size", _OF_EXPERTS)[0]] = spec.moe.moe_intermediate_size
     if spec.moe is not None and spec.family == "qwen3_moe":
@@ -123,14 +129,20 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
             "no_rope_layers": [int(letter != "G") for letter in spec.letters],
             "moe_layers": [layer for layer, letter in enumerate(spec.letters) if letter != "D"],
         }
-    if spec.linear is None or not spec.layer_pattern:
-        return _of_lfm2(spec) if "lfm2" in spec.family else {}
+    if spec.family in _OF_PATTERNS:
+        return _OF_PATTERNS[spec.family](spec)
+    return {} if spec.linear is None or not spec.layer_pattern else _with_states(spec)
+
+
+def _with_states(spec: ModelSpec) -> dict[str, object]:
+    assert spec.linear is not None  # noqa: S101  asked before
     if spec.family == "falcon_h1":
         width = spec.linear.num_value_heads * spec.linear.value_head_dim
         return {"mamba_d_ssm": width, "mamba_rms_norm": "N" in spec.letters, "mamba_norm_before_gate": False}
     kinds = [_KINDS[letter] for letter in spec.letters]
-    if spec.family == "nemotron_h":
-        return {"layers_block_type": kinds, "moe_latent_size": (spec.moe and spec.moe.latent_size) or None}
+    if spec.family in ("minimax", "nemotron_h"):
+        latent: dict[str, object] = {"layers_block_type": kinds, "moe_latent_size": (spec.moe and spec.moe.latent_size) or None}
+        return {"layer_types": kinds} if spec.family == "minimax" else latent
     expand = {"mamba_expand": spec.linear.num_value_heads * spec.linear.value_head_dim // spec.hidden_size}
     if spec.family == "bamba":
         return {**expand, "attn_layer_indices": [layer for layer, letter in enumerate(spec.letters) if letter == "*"]}
@@ -138,11 +150,41 @@ def _hybrid(spec: ModelSpec) -> dict[str, object]:
     return {**expand, **dense, "layer_types": kinds, "position_embedding_type": "rope" if spec.turned else None}
 
 
+def _of_kimi(spec: ModelSpec) -> dict[str, object]:
+    """Keys of the kinds of layers, of latent attention and of the router of Kimi Linear."""
+    assert spec.mla is not None  # noqa: S101  the family always has it
+    assert spec.moe is not None  # noqa: S101  as above
+    return {
+        "layer_types": ["linear_attention" if letter in "Mm" else "full_attention" for letter in spec.letters],
+        "mlp_layer_types": ["dense" if letter in "mD" else "sparse" for letter in spec.letters],
+        **{name: getattr(spec.mla, name) for name in ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)},
+        "num_shared_experts": spec.moe.num_shared_experts,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+
 def _of_lfm2(spec: ModelSpec) -> dict[str, object]:
     kinds = ["conv" if letter in "Cc" else "full_attention" for letter in spec.letters]
     dense = spec.letters.count("c") + spec.letters.count("D")
     own = {"block_auto_adjust_ff_dim": False} if spec.moe is None else {"num_dense_layers": dense, "norm_topk_prob": True}
     return {"layer_types": kinds, **own}
+
+
+def _of_exaone_moe(spec: ModelSpec) -> dict[str, object]:
+    return {
+        "layer_types": ["full_attention" if letter == "G" else "sliding_attention" for letter in spec.letters],
+        "mlp_layer_types": ["dense" if letter == "D" else "sparse" for letter in spec.letters],
+        "num_shared_experts": spec.moe and spec.moe.num_shared_experts,
+    }
+
+
+_OF_PATTERNS: dict[str, Callable[[ModelSpec], dict[str, object]]] = {
+    "lfm2": _of_lfm2,
+    "lfm2_moe": _of_lfm2,
+    "exaone_moe": _of_exaone_moe,
+    "kimi_linear": _of_kimi,
+}
 
 
 def _latent(spec: ModelSpec) -> dict[str, object]:
@@ -162,7 +204,16 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
         keys["num_shared_experts"][0]: spec.moe.num_shared_experts,
         keys["num_dense_layers"][0]: spec.moe.num_dense_layers,
         **({} if grouped or spec.family == "deepseek_v2" else {"n_group": 1, "topk_group": 1}),
+        **_groups(spec.moe),
     }
+
+
+def _groups(moe: MoeSpec) -> dict[str, object]:
+    """Keys of DeepSeek-V2's groups of experts. As few are chosen as a token's experts need."""
+    if not moe.num_groups:
+        return {}
+    chosen = ceil_div(moe.num_experts_per_tok * moe.num_groups, moe.num_experts)
+    return {"topk_method": "group_limited_greedy", "n_group": moe.num_groups, "topk_group": chosen}
 
 
 def layer_period(spec: ModelSpec) -> int:
@@ -190,6 +241,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         made._experts_implementation = "grouped_mm"
     build = causal_model if spec.vision is None else vision.whole_model
     model = build(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
+    _cast_decays(model, recipe)
     reentrant = recipe.engine == "fsdp1" and spec.adapter is not None and recipe.recompute != "none"
     if reentrant:  # as the Trainer does
         model.enable_input_require_grads()  # type: ignore[operator]
@@ -215,6 +267,19 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     if recipe.keep_logits == "fp32":
         model.register_forward_hook(_upcast)
     return _partly_frozen(model, spec.frozen)
+
+
+def _cast_decays(model: nn.Module, recipe: RecipeSpec) -> None:
+    """Cast the decays of lightning attention to the compute dtype: outside autocast its products refuse two dtypes.
+
+    So does whoever loads the model in 16 bits and casts its parameters alone to fp32, as accelerate does for FSDP2.
+    """
+    if compute_of(recipe).autocast:
+        return
+    dtype = {2: torch.bfloat16, 4: torch.float32}[compute_of(recipe).element_bytes]
+    for name, decay in model.named_buffers():
+        if name.endswith(("slope_rate", "_decay")):
+            decay.data = decay.data.to(dtype)
 
 
 def _partly_frozen(model: nn.Module, frozen: FrozenSpec | None) -> nn.Module:

@@ -9,11 +9,13 @@ from torch._C._distributed_c10d import GradBucket, Reducer
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroplan.ledger import Kind, Phase
-from zeroplan.spec.recipe import DdpOptions, RecipeSpec
+from zeroplan.spec.recipe import LOMO, DdpOptions, RecipeSpec
 from zeroplan.verify.training.engine import COMPUTE, Engine, labelled
-from zeroplan.verify.training.optimizers import make_optimizer, stepping_in_backward, trained, zero_redundancy
+from zeroplan.verify.training.optimizers import lomo, make_optimizer, stepping_in_backward, trained, zero_redundancy
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
+
+_LEARNING_RATE = 1e-3
 
 
 class Ddp(Engine):
@@ -31,7 +33,9 @@ class Ddp(Engine):
         self.handed_on = Kind.UNSHARDED_GRADIENTS if recipe.ddp.gradient_as_bucket_view else Kind.GRADIENTS
         parameters = trained(work.module)
         sharded = recipe.zero_stage == 1
-        if recipe.ddp.step_in_backward:
+        if recipe.optimizer in LOMO:
+            self.optimizer = lomo(work.module, recipe)
+        elif recipe.ddp.step_in_backward:
             self.optimizer = stepping_in_backward(parameters, recipe)
         else:
             self.optimizer = zero_redundancy(parameters, recipe) if sharded else make_optimizer(parameters, recipe, work.blocks)
@@ -53,7 +57,15 @@ class Ddp(Engine):
             if not self._recipe.keep_logits:
                 del output
             enter(Phase.BACKWARD)
-            loss.backward()  # type: ignore[no-untyped-call]
+            if self._recipe.optimizer in LOMO:
+                self.optimizer.fused_backward(loss, _LEARNING_RATE)  # type: ignore[attr-defined]
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    def optimizer_step(self) -> None:
+        """Update the parameters, unless the backward has updated them."""
+        if self._recipe.optimizer not in LOMO:
+            super().optimizer_step()
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Label the buckets that DDP's reducer rebuilds in the second forward; its constructor makes the first ones."""

@@ -76,8 +76,8 @@ def stored_dtype(recipe: RecipeSpec) -> torch.dtype:
 
 
 def weights_dtype(job: JobSpec) -> torch.dtype:
-    """The dtype in which an engine receives the job's model; frozen weights are in the compute dtype."""
-    return stored_dtype(job.recipe) if job.model.adapter is None else COMPUTE[job.recipe.precision]
+    """The dtype in which an engine receives the job's model; weights frozen beside adapters are in the compute dtype by default."""
+    return stored_dtype(job.recipe) if job.model.frozen_as_trained else COMPUTE[job.recipe.precision]
 
 
 COMPUTE: dict[Precision, torch.dtype] = {

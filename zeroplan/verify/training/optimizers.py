@@ -1,6 +1,7 @@
 """Builds a recipe's optimizer: torch's own, or one published elsewhere."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -115,6 +116,15 @@ def stepping_in_backward(parameters: Iterator[nn.Parameter], recipe: RecipeSpec)
         optimizer.state = first.state
         parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
     return first
+
+
+def lomo(module: nn.Module, recipe: RecipeSpec) -> torch.optim.Optimizer:
+    """LOMO or AdaLomo of lomo_optim, which updates weights in hooks of the backward; ``fused_backward`` runs it."""
+    if find_spec("lomo_optim") is None:
+        raise NotHereError(f"{recipe.optimizer} needs lomo_optim, which is not installed; install lomo-optim 0.1.1")
+    cls = getattr(import_module("lomo_optim"), {"lomo": "Lomo", "adalomo": "AdaLomo"}[recipe.optimizer])
+    made: torch.optim.Optimizer = cls(module)
+    return made
 
 
 def zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:

@@ -28,6 +28,7 @@ from zeroplan.engines.deepspeed.stage3.traffic import collectives
 from zeroplan.engines.deepspeed.stage3.training import Training
 from zeroplan.engines.deepspeed.stage3_offload import host_lines, host_symbols, states_on_gpu
 from zeroplan.engines.optimizers import counted
+from zeroplan.engines.outside import buffers_and_pixels
 from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.rows import largest_parameter, shares
 from zeroplan.ledger import Line, Phase
@@ -36,8 +37,6 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.trace import Entry, Moments, Trace, entry_of
-from zeroplan.transformer.params import layout
-from zeroplan.transformer.vision import pixels
 
 
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
@@ -49,7 +48,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     everything = shares_held(job, impl)
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
     beside_shards = _beside_shards(model)
-    states = (*states_on_gpu(recipe, everything), *left, *layout(model).buffers, *pixels(model, batch), *beside_shards)
+    states = (*states_on_gpu(recipe, everything), *left, *buffers_and_pixels(model, recipe, batch), *beside_shards)
     refuse_few_pipelined(recipe, group_count(job))
     persistent = (*states, bucket_line(job), persistent_line(job))
     these = passes(model, recipe, batch)
