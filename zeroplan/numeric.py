@@ -4,6 +4,7 @@ A formula accepts ``Int`` and uses only ``+ - * //`` and the functions below, so
 of jobs. NumPy is imported only for columns, so that a single job starts fast.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast, overload
 
@@ -97,6 +98,19 @@ def longest(first: Float, *others: Float) -> Float:
     (2.0, 1.0)
     """
     return cast("Float", maximum(cast("Int", first), *cast("tuple[Int, ...]", others)))
+
+
+def log2(a: Float) -> Float:
+    """Return the logarithm to base 2, element by element for columns.
+
+    >>> log2(8.0)
+    3.0
+    """
+    if isinstance(a, float):
+        return math.log2(a)
+    import numpy as np  # noqa: PLC0415  only columns need it
+
+    return np.log2(a)
 
 
 def shortest(first: Float, *others: Float) -> Float:

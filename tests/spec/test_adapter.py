@@ -34,7 +34,7 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
             {"lora_rank": 8, "quantize": "nf4", "engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"},
             "LoRA with quantised weights .QLoRA. and offload to host memory is not modelled",
         ),
-        ({"lora_rank": 8, "model": "opt-1.3b"}, "LoRA in a opt model is not modelled"),
+        ({"lora_rank": 8, "model": "hunyuan-a13b"}, "LoRA in a hunyuan_v1_moe model is not modelled"),
         ({"lora_rank": 8, "model": "gpt2", "recompute": "full"}, "LoRA with a gpt2 model and recomputation is not modelled"),
         ({"lora_rank": 8, "model": "gpt2", "quantize": "nf4"}, "quantised weights of a gpt2 model are not modelled"),
         ({"lora_rank": 8, "modules_to_save": "wte"}, "modules_to_save has no module 'wte'; there are embed_tokens, lm_head"),

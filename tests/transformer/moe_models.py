@@ -50,6 +50,7 @@ def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True
         vocab_size=vocab,
         max_position_embeddings=512,
         attention_bias=family == "gpt_oss",
+        sliding_window=512 if family == "exaone_moe" else None,
         moe=MoeSpec(
             num_experts=4,
             num_experts_per_tok=2,

@@ -18,6 +18,7 @@ from tests.simulated import on_the_fake_gpu
 from tests.transformer.drawn_blocks import RANDOM_STATE, Case, differences, drawn, run_of, said_of
 from zeroplan.engines.quantised import quantised_lines
 from zeroplan.errors import SpecError
+from zeroplan.estimator import account_of
 from zeroplan.spec.adapter import (
     ADAPTED_FAMILIES,
     ADAPTED_LIKE_LLAMA,
@@ -34,7 +35,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.params import layout, runs_in_order
+from zeroplan.transformer.params import layout, runs_in_order, trained_count
 
 if TYPE_CHECKING:
     from tests.transformer.fake_blocks import BlockRun
@@ -52,8 +53,6 @@ MOST = {
     "llama4_text": "attention,mlp", "nemotron_h": "attention,mlp,in_proj", "falcon_h1": "attention,mlp,in_proj",
     **dict.fromkeys(("gpt_oss", "qwen3_5_moe_text", "granitemoe", "qwen2_moe"), f"all-linear,{_EXPERTS}"),
 }  # fmt: skip
-#: Estimates that are too high by this much in fp32 with recomputation: an eighth of the residual stream. [bytes]
-TOO_HIGH = {"glm4": 81_904}
 COMPUTED: tuple[tuple[Recompute, str], ...] = (("none", "sdpa"), ("full", "sdpa"), ("none", "eager"), ("full", "eager"))
 
 
@@ -70,15 +69,26 @@ def case_of(family: str, number: int, targets: str) -> Case:
 def test_a_block_with_adapters_takes_what_is_said(family: str, number: int) -> None:
     case = case_of(family, number, MOST.get(family, "all-linear"))
     found = on_the_fake_gpu(differences, case)
-    assert all(-TOO_HIGH.get(family, 0) <= one <= 0 for one in found), (found, case)
+    assert found == (), case
 
 
 @pytest.mark.parametrize("family", OTHERS if every_case() else USUAL[:2])
 @pytest.mark.parametrize("number", range(1, 8, 2) if every_case() else (1,))
 def test_a_block_with_adapters_in_attention_alone(family: str, number: int) -> None:
-    """With recomputation, blocks below the first adapter have a backward, too."""
-    found = on_the_fake_gpu(differences, case_of(family, number, "attention"))
-    assert all(-TOO_HIGH.get(family, 0) <= one <= 0 for one in found), (family, number, found)
+    """With recomputation, blocks below the first adapter have a backward, too. A model without attention is refused."""
+    case = case_of(family, number, "attention")
+    if not trained_count(case.spec):
+        job = JobSpec(model=case.spec, recipe=RecipeSpec(engine="ddp", zero_stage=0, precision="bf16", recompute="full"))
+        with pytest.raises(SpecError, match="adapts none of this model's 3 layers"):
+            account_of(job, case.size)
+        return
+    found = on_the_fake_gpu(differences, case)
+    assert found == (), (family, number)
+
+
+def test_a_recomputation_of_gemma_4_begins_before_the_layers_number_is_multiplied() -> None:
+    """A layer ends with a product with a buffer, which autograd saves. In this block of experts the recomputation is the peak."""
+    assert on_the_fake_gpu(differences, case_of("gemma4_text", 5, "all-linear")) == ()
 
 
 @pytest.mark.parametrize("targets", ["mlp,fc1_latent_proj,fc2_latent_proj", "mlp"])
@@ -106,14 +116,12 @@ def test_adapters_of_experts_under_autocast_and_selective_recomputation(family: 
     assert on_the_fake_gpu(differences, under._replace(compute=under.compute._replace(recompute="selective"))) == ()
 
 
-@pytest.mark.parametrize(("number", "kept"), [(1, False), (5, False), (11, True)] if every_case() else [(1, False), (11, True)])
-def test_qwen2_moe_under_autocast(number: int, kept: bool) -> None:
-    """In some blocks the estimate lacks the indices of chosen experts, 8 bytes for each token and expert."""
+@pytest.mark.parametrize("number", range(20) if every_case() else (1, 11))
+def test_qwen2_moe_under_autocast(number: int) -> None:
+    """A variable of the experts' function holds the order of the pairs until it returns: in the eleventh block it counts."""
     case = case_of("qwen2_moe", number, MOST["qwen2_moe"])
-    assert case.spec.moe is not None
-    indices = 8 * case.size.micro_batch_size * case.size.seq_len * case.spec.moe.num_experts_per_tok
     under = case._replace(compute=case.compute._replace(element_bytes=2, autocast=True))
-    assert on_the_fake_gpu(differences, under) == ((indices,) if kept else ())
+    assert on_the_fake_gpu(differences, under) == (), under
 
 
 @pytest.mark.parametrize("family", BARE_EXPERTS_UNDER_AUTOCAST)

@@ -86,7 +86,8 @@ def spec(family: str) -> ModelSpec:
         vocab_size=211,
         positions=64 if gpt2 else 0,
         attention_bias=family == "qwen2",
-        **({"global_head_dim": 32, "global_key_value_heads": 1, "sliding_window": 9} if family == "gemma4_text" else {}),
+        sliding_window=9 if family in ("gemma4_text", "exaone_moe") else None,
+        **({"global_head_dim": 32, "global_key_value_heads": 1} if family == "gemma4_text" else {}),
         moe=MoeSpec(
             num_experts=5,
             num_experts_per_tok=3,

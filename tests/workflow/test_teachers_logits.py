@@ -37,6 +37,13 @@ def jsd(student: Tensor, teacher: Tensor) -> tuple[Tensor, object]:
     return total, (ours, theirs, s_logits, t_logits)
 
 
+def jsd_and_sft(student: Tensor, teacher: Tensor) -> tuple[Tensor, object]:
+    """The same, with ``sft_alpha``: the model has computed cross-entropy of the logits in fp32 (transformers, ForCausalLMLoss)."""
+    lost = functional.cross_entropy(student.float(), torch.zeros(TOKENS, dtype=torch.long))
+    total, held = jsd(student, teacher)
+    return total + 0.1 * lost, held
+
+
 def kd(student: Tensor, teacher: Tensor) -> tuple[Tensor, object]:
     """Torchtune 0.7, modules/loss/kd_losses.py, ForwardKLLoss, beside its cross-entropy, in eight pieces."""
     labels, kept = torch.zeros(TOKENS // 8, dtype=torch.long), []
@@ -89,8 +96,8 @@ def _of_a_logit(
 
 
 CASES = [
-    ("jsd", jsd, "bf16"), ("jsd", jsd, "fp32"), ("kd", kd, "bf16"), ("asft", asft, "bf16"), ("eaft", eaft, "bf16"),
-    ("eaft", eaft, "fp32"),
+    ("jsd", jsd, "bf16"), ("jsd", jsd, "fp32"), ("jsd and sft", jsd_and_sft, "bf16"), ("jsd and sft", jsd_and_sft, "fp32"),
+    ("kd", kd, "bf16"), ("asft", asft, "bf16"), ("eaft", eaft, "bf16"), ("eaft", eaft, "fp32"),
 ]  # fmt: skip
 
 
@@ -105,6 +112,32 @@ def test_a_logit_takes_at_most_what_is_counted(name: str, loss: Any, precision: 
     small = 0.16 if name == "eaft" else 0.05  # this test's head, and numbers per token: its 20 best words
     assert measured[0] <= counted[0] + small < measured[0] + 0.6, (measured, counted)
     assert measured[2] <= counted[1] + small < measured[2] + 2.1, (measured, counted)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 8])
+def test_entropies_of_16_bit_logits_take_less_than_cross_entropy(sequences: int) -> None:
+    """ms-swift 3602360a, rlhf_trainers/grpo_trainer.py, _get_logps_via_local_forward; TRL's functions, one sequence at a time."""
+
+    def grpo(student: Tensor, _teacher: Tensor) -> tuple[Tensor, object]:
+        logits = student.view(sequences, TOKENS // sequences, WORDS)[:, :-1]
+        logits.div_(0.9)
+        scores, entropies = [], []
+        for one in logits:
+            logps = functional.log_softmax(one, dim=-1)
+            scores.append(logps[:, 0])
+        for one in logits.split(1, dim=0):
+            logps = functional.log_softmax(one, dim=-1)
+            entropies.append(-(torch.exp(logps) * logps).sum(-1))
+        own = torch.stack(scores)
+        return torch.exp(own - own.detach()).mean(), (logits, entropies)
+
+    measured = _of_a_logit(grpo, torch.bfloat16, alone=False)
+    asked = job(model="llama-3.2-1b", gpus=2, engine="deepspeed", stage=2, seq_len=1024)
+    each = 1024 * asked.model.vocab_size
+    moments = [one for one in estimate(asked).engine_moments if "the loss" in one.name]
+    at_loss = [sum(int(line.n_bytes) for line in one.lines if line.kind is Kind.LOGITS) / each for one in moments]
+    teacher = 2  # of this test alone, which deletes it after the forward
+    assert max(measured[0] - teacher, *measured[1:]) <= max(at_loss)
 
 
 def test_the_teachers_forward_and_the_step_hold_the_teacher() -> None:

@@ -30,10 +30,11 @@ class Position(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Position, ...]:
+def walk(model: ModelSpec, first_recomputed: int | None = None, beyond: int = 0) -> tuple[Position, ...]:
     """Return the corners and their neighbours, first to last. A program runs through these instead of all layers.
 
-    A layer's memory depends on the layer before it, so a program also runs the neighbours, and ignores their maxima.
+    A layer's memory depends on the layer before it, so a program also runs the neighbours, and ignores their maxima. Where it
+    depends on ``beyond`` layers more, so many layers beside each corner are corners, too.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=9, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
@@ -41,11 +42,10 @@ def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Positio
     [(0, True), (1, True), (2, False), (6, False), (7, True), (8, True)]
     """
     order = order_by_recomputation(model, first_recomputed)
-    found = {position.layer: position for position in corners(model, first_recomputed)}
-    near = {layer + step for layer in found for step in (-1, 0, 1)}
-    return tuple(
-        found.get(layer) or _position(layer, order)._replace(is_corner=False) for layer in sorted(near & set(range(len(order))))
-    )
+    reach = range(-beyond, beyond + 1)
+    found = {position.layer + step for position in corners(model, first_recomputed) for step in reach}
+    near = {layer + step for layer in found for step in (-1 - beyond, *reach, 1 + beyond)}
+    return tuple(_position(layer, order)._replace(is_corner=layer in found) for layer in sorted(near & set(range(len(order)))))
 
 
 @lru_cache(maxsize=256)

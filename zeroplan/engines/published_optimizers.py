@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from zeroplan.engines import shampoo
+from zeroplan.engines import dion, shampoo
 from zeroplan.engines.muon import updated_by_muon
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.recipe import Optimizer
@@ -426,6 +426,11 @@ PUBLISHED: dict[Optimizer, Published] = {
         (), _GROK, _of_grok, _GROK, paged=(Held("momentum, variance and slow gradient", "U", _elements, 0, 3),),
         engines=("paper", "ddp"),
         note="GrokAdamW keeps its states in host memory, not pinned, and copies those of one tensor at a time to the GPU",
+    ),
+    "dion-muon": Published(
+        (Held("momentum of the blocks' matrices", "U_m", lambda tensor: tensor.numel * updated_by_muon(tensor)), _APOLLO[2]),
+        dion.SOURCE, None, dion.SOURCE, engines=("paper", "fsdp2"), together=dion.highest,
+        note="dion compiles its step: the temporaries without the compiler are counted, which is a bound",
     ),
     "lomo": Published((), _IN_BACKWARD, engines=("paper", "ddp")),
     "adalomo": Published(_ADALOMO, _IN_BACKWARD, engines=("paper", "ddp")),

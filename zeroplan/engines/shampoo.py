@@ -64,12 +64,12 @@ def blocks_of(shape: Shape, longest: int) -> tuple[Shape, ...]:
 
 def triangles(tensor: "LocalTensor", longest: int) -> Int:
     """Return the elements of all factors of a tensor."""
-    return _at_every_point(lambda shapes: sum(map(triangles_of, blocks_of(shapes[0], longest))), (tensor,))
+    return at_every_point(lambda shapes: sum(map(triangles_of, blocks_of(shapes[0], longest))), (tensor,))
 
 
 def indices(tensors: Sequence["LocalTensor"], longest: int) -> Int:
     """Return the elements of the triangles of every different side: their indices stay on the GPU."""
-    return _at_every_point(
+    return at_every_point(
         lambda shapes: sum(map(triangle, {side for shape in shapes for block in blocks_of(shape, longest) for side in block})),
         tensors,
     )
@@ -78,7 +78,7 @@ def indices(tensors: Sequence["LocalTensor"], longest: int) -> Int:
 def highest(tensors: Sequence["LocalTensor"], width: int, longest: int) -> Int:
     """Return the temporaries of a step at their peak; ``width`` is in bytes per element. [bytes]"""
     repeats = [tensor.repeat for tensor in tensors]
-    return _at_every_point(
+    return at_every_point(
         lambda shapes: highest_of(in_order([blocks_of(one, longest) for one in shapes], repeats), width), tensors
     )
 
@@ -164,7 +164,7 @@ def in_order(blocks: Sequence[tuple[Shape, ...]], repeats: Sequence[int]) -> lis
     return found
 
 
-def _at_every_point(measure: Callable[[tuple[Shape, ...]], int], tensors: Sequence["LocalTensor"]) -> Int:
+def at_every_point(measure: Callable[[tuple[Shape, ...]], int], tensors: Sequence["LocalTensor"]) -> Int:
     """Apply ``measure`` to the shapes of tensors; if sizes are columns, once for every different row of them."""
     sizes = [side for tensor in tensors for side in tensor.shape]
 

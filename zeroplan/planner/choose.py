@@ -11,6 +11,7 @@ from zeroplan.estimator import estimate, replayed_if_tight
 from zeroplan.job_time import time_of
 from zeroplan.memo import remembering
 from zeroplan.planner.bounds import NEARLY
+from zeroplan.planner.chunked import with_more_chunks
 from zeroplan.planner.degrees import degrees
 from zeroplan.planner.explain import binding, largest_part, why_larger, why_not
 from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
@@ -134,6 +135,7 @@ def _answers(
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # fewer recomputed blocks never save memory
         found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
+        found = (*found, *with_more_chunks(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
     layouts = field(found)
     fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= free
     considered = layouts.layouts + sum(one.layouts for one in tally.fallen)

@@ -45,9 +45,9 @@ def partly_recomputed(
     if fixed.recompute is not None or fixed.recompute_layers is not None or base.cluster.gpu is None:
         return ()
     room = easy_room_of(base, fixed)
-    need = _needed(found, room)
+    need = needed(found, room)
     room = room if any(one.quickest(base, fixed) for one in found) else room_of(base)
-    quickest = max((float(_rates(one)[need(one) <= room].max(initial=0.0)) for one in found), default=0.0)
+    quickest = fastest(found, need, room)
     chances = sorted(_candidates(base, found, need, room), key=lambda one: -one.tokens_per_s)
     made: list[Found] = []
     for chance in chances[:_CLOSELY]:
@@ -56,23 +56,29 @@ def partly_recomputed(
         ):
             continue
         one = _least(base, chance, need, room, mfu)
-        if one is not None and _rates(one)[0] > (1 + TIE) * quickest:
+        if one is not None and rates_of(one)[0] > (1 + TIE) * quickest:
             made.append(one)
-            quickest = float(_rates(one)[0])
+            quickest = float(rates_of(one)[0])
     return tuple(made)
 
 
-_Need = Callable[[Found], Column]
+Need = Callable[[Found], Column]
 
 
-def _needed(found: Sequence[Found], room: int) -> _Need:
+def fastest(found: Sequence[Found], need: "Need", room: int) -> float:
+    """Return the rate of the fastest layout that fits; 0 if none does. [tokens/s of a GPU]"""
+    return max((float(rates_of(one)[need(one) <= room].max(initial=0.0)) for one in found), default=0.0)
+
+
+def needed(found: Sequence[Found], room: int) -> Need:
     """Return the figure that must fit: memory with the allocator's expected cache, or without it if nothing fits with it."""
     if any(bool((one.comfortable_bytes <= room).any()) for one in found):
         return lambda one: one.comfortable_bytes
     return lambda one: one.least_bytes
 
 
-def _rates(one: Found) -> NDArray[np.float64]:
+def rates_of(one: Found) -> NDArray[np.float64]:
+    """Return the rate of every layout. [tokens/s of a GPU]"""
     return one.grid.tokens / one.seconds
 
 
@@ -80,7 +86,7 @@ def _with(recipe: RecipeSpec, layers: int) -> RecipeSpec:
     return replace(recipe, recompute_layers=layers)
 
 
-def _candidates(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> Iterator[_Candidate]:
+def _candidates(base: JobSpec, found: Sequence[Found], need: Need, room: int) -> Iterator[_Candidate]:
     layers = base.model.num_hidden_layers
     none = {(one.recipe, _layouts(one.grid)): one for one in found if one.recipe.recompute == "none"}
     for every in found:
@@ -88,12 +94,12 @@ def _candidates(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -
         if every is other or other is None or not _is_modelled(base, every):
             continue
         much, little = need(other), need(every)
-        rates, slower = _rates(other), _rates(every)
+        rates, slower = rates_of(other), rates_of(every)
         for at in np.flatnonzero((little <= room) & (much > room)):
             share = (int(much[at]) - room) / (int(much[at]) - int(little[at]))
             enough = min(layers, int(share * layers) + 1)
             seconds = (1 - enough / layers) / rates[at] + enough / layers / slower[at]
-            yield _Candidate(every.recipe, _only(every.grid, int(at)), enough, float(1 / seconds))
+            yield _Candidate(every.recipe, only(every.grid, int(at)), enough, float(1 / seconds))
 
 
 def _layouts(grid: Grid) -> tuple[object, ...]:
@@ -110,14 +116,14 @@ def _is_modelled(base: JobSpec, every: Found) -> bool:
     return True
 
 
-def _only(grid: Grid, at: int) -> Grid:
+def only(grid: Grid, at: int) -> Grid:
     """Return one layout of a grid."""
     rows, columns = grid.shape
     row, column = divmod(at, columns)
     return grid.only(np.arange(rows)[:, None] == row).with_batches(np.arange(columns)[None, :] == column)
 
 
-def _least(base: JobSpec, chance: _Candidate, need: _Need, room: int, mfu: float | None) -> Found | None:
+def _least(base: JobSpec, chance: _Candidate, need: Need, room: int, mfu: float | None) -> Found | None:
     """Return the layout with the fewest recomputed blocks that fits; None if all blocks are needed."""
     low, high, layers = 1, base.model.num_hidden_layers - 1, chance.layers
     best: Found | None = None

@@ -90,6 +90,7 @@ JOINING = "eh_proj"
 LAYERS_OF: Mapping[str, Layers] = {
     "phi3": Layers(("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),
     "phi": Layers(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
+    "opt": Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("fc1", "fc2")),
     "glm": _JOINT, "glm4": _JOINT, "gemma4_text": Layers(others=("proj",)),
     "gpt_oss": _ALONE, "granitemoe": _ALONE, "llama4_text": Layers(others=("router",)),
     "mixtral": Layers(mlp=_OF_MIXTRAL), "minimax_m2": Layers(mlp=_OF_MIXTRAL), "qwen2_moe": Layers(others=("shared_expert_gate",)),
@@ -116,6 +117,7 @@ ADAPTED_FAMILIES = (
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
     "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
     "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2", "exaone_moe",
+    "opt",
 )  # fmt: skip
 #: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
@@ -127,7 +129,7 @@ ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 #: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
 NOT_UNDER_AUTOCAST = (
     "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "dots1", "jais2", "apertus", "starcoder2",
-    "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2", "exaone_moe",
+    "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2", "exaone_moe", "opt",
 )  # fmt: skip
 #: Families that are modelled under autocast without adapters of experts and routers.
 BARE_EXPERTS_UNDER_AUTOCAST = ("glm4_moe", "glm4_moe_lite")

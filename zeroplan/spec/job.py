@@ -294,7 +294,9 @@ class JobSpec(Spec):
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         check_compiled(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
+        self._check_gathers_ahead()
         self._check_step_in_backward()
+        self._check_dion()
         if self.model.adapter is not None:
             self._check_adapter(self.model.adapter)
         if self.model.frozen is not None:
@@ -336,6 +338,23 @@ class JobSpec(Spec):
         """Whether the model has other parameters than the token embedding before its blocks."""
         return bool(self.model.positions) or self.model.family == "bloom"
 
+    def _check_gathers_ahead(self) -> None:
+        """Raise SpecError for options that are not modelled with blocks gathered ahead explicitly, or the last one kept."""
+        recipe, mesh, options = self.recipe, self.mesh, self.recipe.fsdp2
+        if recipe.engine != "fsdp2" or not options.gathers_ahead:
+            return
+        ahead, again = options.forward_prefetch > 0 or options.backward_prefetch > 1, options.reshard_after_forward
+        stays = again is False or (again is None and recipe.zero_stage != 3)
+        cases = (
+            (ahead and stays and "blocks that stay gathered", "stage 3"),
+            (ways_of_resharding(options) is not None and "reshard_after_forward as a number", "true or false for it"),
+            (mesh.pp > 1 and f"pp={mesh.pp}", "pp=1"), (mesh.ep > 1 and f"ep={mesh.ep}", "ep=1"),
+            (options.of_torch_2_15 and "FSDP2 of torch 2.15", "torch 2.13"),
+            (self.model.vision is not None and "a vision tower", "the text alone"),
+            (bool(self.model.predictions) and "multi-token prediction", "predictions=0"),
+        )  # fmt: skip
+        refuse("fsdp2.keeps_last, forward_prefetch or backward_prefetch with", cases, ", or leave them out")
+
     def _check_ends_apart(self) -> None:
         """Raise SpecError for options that are not modelled with embedding and head as separate FSDP2 units."""
         recipe = self.recipe
@@ -376,6 +395,18 @@ class JobSpec(Spec):
         if by_itself:
             refuse(f"optimizer {recipe.optimizer!r} with", cases, ", or another optimizer")
         refuse(f"{option}.step_in_backward with", cases, ", or leave it out")
+
+    def _check_dion(self) -> None:
+        """Raise SpecError where dion's Muon is not modelled; it fails itself on matrices that two groups of ranks share."""
+        beside = max(self.mesh.tp, self.mesh.cp, self.mesh.pp, self.mesh.ep) > 1
+        cases = (
+            (beside and "ranks that split the model or a sequence", "dp_shard and dp_replicate alone"),
+            (self.model.moe is not None and "experts", "optimizer 'muon'"),
+            (self.model.adapter is not None and "adapters", "full training"),
+            (self.model.profile is not None and "a profile", "a model of a known family"),
+        )
+        if self.recipe.optimizer == "dion-muon":
+            refuse("optimizer 'dion-muon' with", cases, ", or optimizer 'adamw'")
 
     def _of_the_optimizer(self, *, by_itself: bool) -> Iterator[tuple[str | bool, str]]:
         """Yield optimizers that are not modelled inside the backward, and what to use instead."""

@@ -20,7 +20,7 @@ Optimizer = Literal[
     "paged-ademamix-32bit", "paged-ademamix-8bit", "rmsprop-32bit", "rmsprop-8bit", "torchao-adamw-8bit", "torchao-adamw-4bit",
     "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "schedule-free-sgd", "stable-adamw", "flash-adamw",
     "flash-adamw-32bit", "adam-mini", "apollo", "galore", "soap", "shampoo", "shampoo-1024", "grokadamw", "lomo", "adalomo",
-    "te-adam", "te-adam-remainders", "te-adam-masters",
+    "dion-muon", "te-adam", "te-adam-remainders", "te-adam-masters",
 ]  # fmt: skip
 #: Both forms of Adam, whose steps need the same memory.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
@@ -45,12 +45,13 @@ LogProbs = Literal[
     "jsd",
     "kd",
     "asft",
+    "jsd and sft",
     "eaft",
     "pairs",
     "pairs in 16 bits",
 ]
 #: Losses that compare all logits with a teacher's.
-WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft")
+WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft", "jsd and sft")
 #: Losses of ORPO, which read the logits that the model returns.
 OF_PAIRS: tuple[LogProbs, ...] = ("pairs", "pairs in 16 bits")
 #: The names that ``fused_kernels`` accepts.
@@ -141,6 +142,15 @@ class Fsdp2Options(Spec):
     """The embedding is one ``fully_shard`` unit, and the last norm with the head another, which stays gathered until its backward,
     as in accelerate 1.15 and torchtitan. With a tied head all of it is one unit."""
 
+    keeps_last: bool = False
+    """The last block stays gathered from its forward to its backward, as in NeMo AutoModel."""
+
+    forward_prefetch: Annotated[int, Range(0, 8)] = 0
+    """So many blocks ahead are gathered while a block runs its forward (``set_modules_to_forward_prefetch``)."""
+
+    backward_prefetch: Annotated[int, Range(1, 8)] = 1
+    """So many blocks ahead are gathered while a block runs its backward (``set_modules_to_backward_prefetch``)."""
+
     step_in_backward: bool = False
     """Each parameter has its own optimizer, which steps right after the reduction of its unit and frees the gradient
     (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
@@ -151,6 +161,11 @@ class Fsdp2Options(Spec):
 
     float8_all_gather: bool = False
     """Ranks cast their shards of float8 layers' weights and gather them in float8 (torchao's ``enable_fsdp_float8_all_gather``)."""
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether blocks gather others explicitly, or the last one stays gathered."""
+        return self.keeps_last or self.forward_prefetch > 0 or self.backward_prefetch > 1
 
     @property
     def shards_ends(self) -> bool:

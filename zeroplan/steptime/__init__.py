@@ -5,7 +5,7 @@ gradients while this block computes. DDP reduces bucket by bucket during the bac
 reduces beside the backward with ``overlap_comm``. An overlapped collective adds only what exceeds the computing. Others add all
 of their time, such as those of tensor-parallel ranks, which wait for each other's activations.
 
-Leaves out data loading, stragglers, congestion, checkpoints.
+Leaves out data loading, congestion, checkpoints.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, bytes_by_kind
 from zeroplan.memo import as_key
-from zeroplan.numeric import Float, together
+from zeroplan.numeric import Float, log2, longest, together
 from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.mesh import Mesh
@@ -24,7 +24,7 @@ from zeroplan.steptime.compute import Computing, Rates, Running, computing, peak
 from zeroplan.steptime.copies import copies_of_activations, copies_of_states
 from zeroplan.steptime.efficiency import Efficiency, efficiency, shares_of
 from zeroplan.steptime.links import Links, links, neighbours, seconds
-from zeroplan.steptime.parts import Part, StepTime
+from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.sending import exposed, joining
 from zeroplan.steptime.stepping import stepping
 from zeroplan.steptime.work import Work, of_one, work
@@ -57,6 +57,43 @@ def step_time(
 
     ``running``: the step's kernels, if they differ from the engine's usual ones.
     """
+    alike = _if_all_are_alike(account, model, recipe, mesh, batch, cluster, mfu=mfu, share=share, running=running)
+    here = links(cluster)
+    if mfu is not None or here is None:
+        return alike
+    return alike._replace(parts=(*alike.parts, _for_the_slowest(alike.seconds, recipe, mesh, here.per_node)))
+
+
+#: Each doubling of the nodes makes a step longer by this share of it: the medians of runs of the open half that differ in their
+#: number of GPUs alone. Where every block is gathered from all ranks, they all wait for the slowest at every block.
+_PER_DOUBLING, _PER_DOUBLING_WITH_GATHERS = 0.006, 0.016
+_SLOWEST = (
+    "fitted to published runs that differ in their number of GPUs alone (tests/golden/published_throughput.jsonl, open half)"
+)
+
+
+def _for_the_slowest(step: Float, recipe: RecipeSpec, mesh: Mesh, per_node: int) -> Part:
+    """Return how long the GPUs of several nodes wait for the slowest of them. ``step``: the other parts. [s]"""
+    each = _PER_DOUBLING_WITH_GATHERS if recipe.zero_stage == 3 else _PER_DOUBLING
+    gpus = mesh.dp_replicate * mesh.dp_shard * mesh.tp * mesh.cp * mesh.pp
+    waits = step * each * log2(longest(1.0 * gpus / per_node, 1.0))
+    reason = f"{each:.1%} of the step for each doubling of the nodes"
+    return Part("waiting for the slowest GPU", waits, 0.0 * waits, reason, _SLOWEST, Does.SENDING)
+
+
+def _if_all_are_alike(
+    account: Account,
+    model: ModelSpec,
+    recipe: RecipeSpec,
+    mesh: Mesh,
+    batch: Batch,
+    cluster: ClusterSpec,
+    *,
+    mfu: float | None,
+    share: Efficiency | None,
+    running: Running | None,
+) -> StepTime:
+    """Return the parts of one step in which no GPU is slower than another."""
     rates, here = _rates(recipe, cluster, share, running)
     gpu = rates.gpu
     if recipe.engine == "megatron":

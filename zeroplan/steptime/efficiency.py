@@ -38,18 +38,18 @@ class Efficiency(NamedTuple):
         return Efficiency(matrices, attention, bandwidth, self.source, stepped, factor * self.launching)
 
 
-_AMPERE = Efficiency(0.89, 1.0, 0.8, _FITTED)
-_HOPPER = Efficiency(0.80, 1.0, 0.8, _FITTED)
+_AMPERE = Efficiency(0.90, 1.0, 0.8, _FITTED)
+_HOPPER = Efficiency(0.81, 1.0, 0.8, _FITTED)
 #: Between steps of B200 (0.64), which may draw 1,000 W, and of GB200 (0.69), which may draw 1,200. Training's products alone reach
 #: 0.71 on a B200 (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system).
-_BLACKWELL = Efficiency(0.66, 1.0, 0.8, _FITTED)
+_BLACKWELL = Efficiency(0.67, 1.0, 0.8, _FITTED)
 #: Upper limit of the shares of products, attention and the optimizer's step.
 MOST = 1.5
 #: Products in fp8 and fp4 draw less power: their shares, fitted to the same runs. MXFP8 has a scale for every 32
 #: elements. Blackwell Ultra may draw 1,400 W, Blackwell 1,000 or 1,200.
 _NARROW = {
-    ("Hopper", "fp8"): 0.88, ("Blackwell", "fp8"): 0.88, ("Blackwell", "mxfp8"): 0.83, ("Blackwell", "fp4"): 1.0,
-    ("Blackwell Ultra", "fp8"): 0.93, ("Blackwell Ultra", "mxfp8"): 0.89, ("Blackwell Ultra", "fp4"): 1.12,
+    ("Hopper", "fp8"): 0.90, ("Blackwell", "fp8"): 0.90, ("Blackwell", "mxfp8"): 0.85, ("Blackwell", "fp4"): 1.02,
+    ("Blackwell Ultra", "fp8"): 0.95, ("Blackwell Ultra", "mxfp8"): 0.91, ("Blackwell Ultra", "fp4"): 1.14,
 }  # fmt: skip
 _EFFICIENCIES = {"Ampere": _AMPERE, "Hopper": _HOPPER, "Blackwell": _BLACKWELL, "Blackwell Ultra": _BLACKWELL}
 

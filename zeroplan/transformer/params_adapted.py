@@ -128,7 +128,7 @@ def _wrapped(
     parameters: Parameters, adapter: AdapterSpec, names: tuple[str, ...], few_bits: frozenset[str]
 ) -> Iterator[Parameter]:  # fmt: skip
     """Yield frozen parameters, and after each layer its adapter. ``few_bits``: the layers that are quantised."""
-    for parameter, after in zip(parameters, (*parameters[1:], None), strict=True):
+    for parameter, after in zip(parameters, (*parameters[1:], None), strict=False):
         module, _, tensor = parameter.name.rpartition(".")
         quantised = tensor == "weight" and module.rpartition(".")[2] in few_bits
         if adapter.quantize == "gptq" and module.endswith(".gate"):

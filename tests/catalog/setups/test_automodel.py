@@ -18,6 +18,7 @@ from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Resolved
 from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.families import experts
 from zeroplan.transformer.params import trained_count
@@ -501,3 +502,30 @@ def test_automodel_adapts_the_output_projection_of_mamba_2(read: Callable[..., R
     fewer = replace(job.model, adapter=replace(job.model.adapter, targets=others))
     assert trained_count(job.model) > trained_count(fewer)
     assert estimate(job).peak_bytes > estimate(replace(job, model=fewer)).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("more", "keeps", "ahead"),
+    [
+        ({}, True, (0, 1)),
+        ({"reshard_after_forward": True}, False, (0, 1)),
+        ({"reshard_after_forward": False, "enable_fsdp2_prefetch": True}, False, (0, 1)),
+        ({"enable_fsdp2_prefetch": True}, True, (1, 2)),
+        ({"enable_fsdp2_prefetch": True, "fsdp2_backward_prefetch_depth": 3, "fsdp2_forward_prefetch_depth": 0}, True, (0, 3)),
+        ({"pp_size": 2, "enable_fsdp2_prefetch": True}, False, (0, 1)),
+    ],
+)
+def test_automodels_last_block_stays_gathered_and_others_are_gathered_ahead(
+    read: Callable[..., Resolved], tmp_path: Path, *, more: dict[str, Any], keeps: bool, ahead: tuple[int, int]
+):
+    job = read(AUTO | {"distributed": {"strategy": "fsdp2", "dp_size": 4, **more}}).job
+    options = job.recipe.fsdp2
+    assert (options.keeps_last, (options.forward_prefetch, options.backward_prefetch)) == (keeps, ahead)
+    assert not [key for key in read_setup(tmp_path / "mine.yaml", gpus=None).matters if "prefetch" in key]
+    if keeps:
+        plain = replace(job, recipe=replace(job.recipe, fsdp2=replace(options, keeps_last=False)))
+        assert _of_the_loss(job) > _of_the_loss(plain)
+
+
+def _of_the_loss(job: JobSpec) -> int:
+    return next(int(one.total_bytes) for one in estimate(job).engine_moments if one.name == "loss, forward")

@@ -18,8 +18,7 @@ FILES = {
     "OpenRLHF/examples/unknown.sh": "openrlhf.cli.train_sft --model.model_name_or_path someone/else-1b --data.max_len 512 "
     "--train.micro_batch_size 1 --train.batch_size 8 --ds.zero_stage 3\n",
     "axolotl/examples/cloud/rented.yaml": "base_model: x\n",
-    "litgpt/config_hub/tied.yaml": "model_name: Llama-3.2-1B\ntrain: {micro_batch_size: 1, global_batch_size: 8, "
-    "max_seq_length: 512, tie_embeddings: true}\noptimizer: {class_path: torch.optim.AdamW}\ndevices: 1\n",
+    "ms-swift/examples/train/lisa.sh": "swift sft --model Qwen/Qwen3-0.6B --max_length 512 --lisa_activated_layers 2\n",
 }  # fmt: skip
 
 
@@ -36,14 +35,12 @@ def test_each_file_is_counted_by_what_becomes_of_it(folder: Path):
     assert {path: one.outcome for path, one in found.items()} == {
         "OpenRLHF/examples/sft.sh": "answered", "OpenRLHF/examples/unknown.sh": "unknown model",
         "trl/examples/plain.yaml": "answered", "trl/trl/accelerate_configs/refused.yaml": "not read",
-        "litgpt/config_hub/tied.yaml": "answered",
+        "ms-swift/examples/train/lisa.sh": "answered",
     }  # fmt: skip
     assert found["OpenRLHF/examples/sft.sh"].open_keys == ("model.aux_loss_coef",)
     assert not found["OpenRLHF/examples/sft.sh"].at_most
-    assert (found["litgpt/config_hub/tied.yaml"].open_keys, found["litgpt/config_hub/tied.yaml"].at_most) == (
-        ("train.tie_embeddings",),
-        True,
-    )
+    lisa = found["ms-swift/examples/train/lisa.sh"]
+    assert (lisa.open_keys, lisa.at_most) == (("lisa_activated_layers",), True)
 
 
 def test_a_file_of_two_projects_counts_once(folder: Path):

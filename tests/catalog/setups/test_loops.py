@@ -150,7 +150,7 @@ GKD = "swift rlhf --rlhf_type gkd --model Qwen/Qwen2.5-7B --teacher_model Qwen/Q
         ("--deepspeed zero3 --teacher_deepspeed zero3_offload --use_vllm true --vllm_mode colocate", True),
         ("--deepspeed zero3", True),  # transformers' own generation
         ("--deepspeed zero2 --teacher_deepspeed zero3 --lmbda 0", False),
-        ("--deepspeed zero3 --lmbda 0 --sft_alpha 0.1", False),
+        ("--deepspeed zero3 --lmbda 0 --sft_alpha 0.1", True),
         ("--lmbda 0", False),  # accelerate returns fp32 logits
     ],
 )
@@ -159,7 +159,8 @@ def test_ms_swifts_distillation(tmp_path: Path, more: str, read: bool):
     file.write_text(GKD.format(more))
     found = resolve(Request(from_file=str(file), gpus=4, gpu="h100-sxm-80gb"))
     assert ("rlhf_type" not in read_setup(file, gpus=4).matters) is read
-    assert (found.job.recipe.log_probs == "jsd") is read
+    beside = " and sft" if "sft_alpha" in more else ""
+    assert (found.job.recipe.log_probs == f"jsd{beside}") is read
     if read:
         phases = {one.name for one in loop_of_file(found.job, found.loop).phases}
         assert {"teacher's forward, in every step", "training step"} <= phases

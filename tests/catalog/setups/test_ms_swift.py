@@ -162,3 +162,32 @@ def test_rollouts_without_vllm_are_transformers_own(tmp_path: Path, stage: int |
     whole = lines.get("the whole model, gathered to generate", 0)
     assert (whole > 0) == (stage == 3)
     assert whole in (0, 2 * 1_720_574_976)
+
+
+def test_new_tokens_add_the_rows_that_they_may_need(tmp_path: Path):
+    """Up to a multiple of 128 above the vocabulary, as ms-swift resizes it; a file that is not there keeps the note."""
+    path, said = (
+        tmp_path / "train.sh",
+        "swift sft --model Qwen/Qwen2.5-7B --tuner_type full --max_length 512 --new_special_tokens {}\n",
+    )
+    path.write_text(said.format("'<|a|>' '<|b|>'"), encoding="utf-8")
+    assert resolve(Request(from_file=str(path))).job.model.vocab_size == 152064 + 128
+    path.write_text(said.format("words.txt"), encoding="utf-8")
+    assert tuple(read_setup(path, gpus=None).matters) == ("new_special_tokens",)
+    (tmp_path / "words.txt").write_text(" ".join(f"<|{one}|>" for one in range(300)), encoding="utf-8")
+    found = resolve(Request(from_file=str(path)))
+    assert not read_setup(path, gpus=None).matters
+    assert found.job.model.vocab_size == 152064 + 384
+    assert any("the most that 300 new tokens may need" in note for note in found.notes)
+
+
+def test_placeholders_of_a_script_count_as_left_out(tmp_path: Path):
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "MODEL='<your-model>'\nswift sft --model $MODEL --task_type seq_cls --num_labels '<num-labels>' --tuner_type full "
+        "--max_length 512\n",
+        encoding="utf-8",
+    )
+    setup = read_setup(path, gpus=None)
+    assert "model" not in setup.flags
+    assert setup.head_rows == 2  # ms-swift's own default

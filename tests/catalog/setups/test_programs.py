@@ -583,7 +583,7 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
 @pytest.mark.parametrize(
     ("data", "key", "value"),
     [
-        (AUTO, "model.backend.attn", "tilelang"), (AUTO, "distributed.enable_fsdp2_prefetch", True), (AUTO, "model.dlm_dtype", "x"),
+        (AUTO, "model.backend.attn", "tilelang"), (AUTO, "model.dlm_dtype", "x"),
         (TUNE, "model.num_layers", 22), (LIT | {"checkpoint_dir": "mine/x"}, "train.tie_embeddings", True),
         (SWIFT, "rlhf_type", "gkd"),
     ],

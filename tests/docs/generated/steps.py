@@ -34,7 +34,7 @@ def optimizers() -> str:
     sources, rows = Sources(), []
     for name, implementations in IMPLEMENTATIONS.items():
         for implementation in implementations:
-            answer = example(engine="ddp", stage=0, optimizer=name, optimizer_impl=implementation, **_alone(name))
+            answer = example(**_where(name), optimizer=name, optimizer_impl=implementation)
             step = next(moment for moment in answer.moments if moment.phase is Phase.STEP or moment.name == _LAST)
             mine = [
                 line for line in step.lines if line.kind in (Kind.OPTIMIZER_STATE, Kind.OPTIMIZER_TEMPORARY) and line.n_bytes
@@ -48,9 +48,11 @@ def optimizers() -> str:
     return table(("optimizer", "step", "kind", "what", "bytes", "GB:", "source:"), once(rows)) + "\n" + sources.listed()
 
 
-def _alone(name: str) -> dict[str, int]:
-    """Return one GPU for optimizers that zeroplan models there alone."""
-    return {"gpus": 1} if name in LOMO else {}
+def _where(name: str) -> dict[str, object]:
+    """Return DDP, on one GPU for optimizers that zeroplan models there alone; FSDP2 for dion's Muon."""
+    if name == "dion-muon":
+        return {"engine": "fsdp2", "stage": 3}
+    return {"engine": "ddp", "stage": 0, **({"gpus": 1} if name in LOMO else {})}
 
 
 def optimizer_symbols() -> str:
@@ -58,7 +60,7 @@ def optimizer_symbols() -> str:
     found = {}
     for name, implementations in IMPLEMENTATIONS.items():
         for implementation in implementations:
-            answer = example(engine="ddp", stage=0, optimizer=name, optimizer_impl=implementation, **_alone(name))
+            answer = example(**_where(name), optimizer=name, optimizer_impl=implementation)
             found |= {symbol.name: symbol.meaning for symbol in answer.symbols if symbol.name.startswith("U")}
     return table(("symbol", "what"), [(code(name), meaning) for name, meaning in found.items()])
 

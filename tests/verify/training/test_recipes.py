@@ -18,7 +18,7 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 from zeroplan.verify.replaced import replaced
 
 torch = pytest.importorskip("torch")
@@ -43,6 +43,13 @@ def windowed(family: str, **fields: Any) -> JobSpec:
     return replace(asked, model=replace(asked.model, sliding_window=128))
 
 
+def of_layers(layers: int, *, batch: BatchSpec = WEIGHTS, fsdp2: Fsdp2Options, **fields: Any) -> JobSpec:
+    """Return a job whose blocks gather others ahead, or whose last block stays gathered."""
+    asked = job(batch=batch, fsdp2=fsdp2, **fields)
+    return replace(asked, model=replace(asked.model, num_hidden_layers=layers))
+
+
+LIKE_AUTOMODEL = Fsdp2Options(keeps_last=True, forward_prefetch=1, backward_prefetch=2)
 IN_PIECES: dict[str, Any] = {"fused_kernels": "loss-in-pieces", "precision": "bf16"}
 FSDP2 = {
     "llama, selective": job(recompute="selective"),
@@ -61,6 +68,14 @@ FSDP2 = {
     "gpt2, loss in chunks": job("gpt2", loss="chunked", vocab=5000),
     "llama, loss in pieces": job(**IN_PIECES, vocab=9000, batch=LONG),
     "llama, loss in pieces of few tokens, tied head, recomputed": job(**IN_PIECES, vocab=9000, tied=True, recompute="full"),
+    "llama, last block gathered, many words": of_layers(6, batch=LONG, fsdp2=Fsdp2Options(keeps_last=True), vocab=9000),
+    "llama, one block ahead in the forward": of_layers(6, fsdp2=Fsdp2Options(forward_prefetch=1)),
+    "llama, two blocks ahead in the backward": of_layers(6, fsdp2=Fsdp2Options(backward_prefetch=2)),
+    "llama, both, last block gathered, recomputed": of_layers(6, fsdp2=LIKE_AUTOMODEL, recompute="full"),
+    "llama, both, last block gathered, units of the ends": of_layers(
+        6, fsdp2=replace(LIKE_AUTOMODEL, ends_apart=True), precision="bf16"
+    ),
+    "llama, more blocks ahead": of_layers(9, fsdp2=Fsdp2Options(forward_prefetch=2, backward_prefetch=3), precision="bf16"),
     "granite, selective": job("granite", recompute="selective", batch=LONG),
     "granite, loss in chunks": job("granite", loss="chunked", vocab=5000),
     "granite, full logits": job("granite", vocab=5000),

@@ -92,6 +92,10 @@ ADAPTED = {
         mesh=MeshSpec(dp_shard=2, tp=4), recipe=RecipeSpec(precision="bf16", fsdp2=_WHOLE),
         batch=BatchSpec(micro_batch_size=1, seq_len=256, grad_accum_steps=2),
     ),
+    "llama, few tokens": JobSpec(
+        model=_ADAPTED, mesh=MeshSpec(dp_shard=2, tp=2), recipe=RecipeSpec(precision="bf16", fsdp2=_WHOLE),
+        batch=BatchSpec(micro_batch_size=1, seq_len=128),
+    ),
     "qwen3, fp32, stage 2, the MLP": JobSpec(
         model=replace(_ADAPTED, family="qwen3", adapter=AdapterSpec(rank=8, targets="mlp")), mesh=MeshSpec(dp_shard=2, tp=2),
         recipe=RecipeSpec(precision="fp32", zero_stage=2, fsdp2=_WHOLE), batch=BatchSpec(micro_batch_size=2, seq_len=128),
@@ -188,6 +192,7 @@ def test_split_adapters_hold_what_the_estimate_says(name: str):
     for row in seen.phases:
         assert -small <= row.difference <= (hidden if row.what == "forward" else small), row
     assert abs(seen.held.difference) <= small
+    assert all(row.predicted == row.measured for row in seen.collectives), seen.collectives
 
 
 @pytest.mark.parametrize("name", CASES | SHARED | WHOLE | ADAPTED)

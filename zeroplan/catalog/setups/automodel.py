@@ -29,7 +29,7 @@ _AUTO_SCHEDULES = {
 _AUTO_ADDS = """
     quantization.load_in_8bit
     peft.use_dora qat.* teacher_model.* kd_ratio distributed.autocast_dtype longalign.*
-    model.sparse* model.lm_head* distributed.mp_policy.*_dtype distributed.enable_fsdp2_prefetch
+    model.sparse* model.lm_head* distributed.mp_policy.*_dtype
     distributed.moe.lm_head_precision distributed.bucket_cap_mb
 """
 #: Values of AutoModel's backends (components/models/common/utils.py, BackendConfig) that are counted: attention kernels that save
@@ -289,7 +289,32 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     stage = 0 if strategy == "ddp" else 2 if said is False or (said is None and (pp > 1 or ep > 1)) else 3
     tell_sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
     _auto_alone(reading, strategy)
+    _auto_gathered(reading)
     return max(1, (gpus or split) // split)
+
+
+def _auto_gathered(reading: Reading) -> None:
+    """Read which blocks stay gathered and which are gathered ahead (distributed/parallelizer.py).
+
+    Without a key for it, blocks are resharded after their forward, but for the last one. Models with experts are left out: their
+    units are others (moe/parallelizer.py).
+    """
+    table, flags, model = flat(reading), reading.flags, reading.known_model()
+    one_by_one = flags["engine"].value == "fsdp2" and flags["stage"].value == 3
+    apart = {"pipeline_parallel", "expert_parallel"} & flags.keys() or (
+        model is not None and (model.moe is not None or model.vision is not None or model.predictions)
+    )
+    depths = [table.count(f"distributed.fsdp2_{way}_prefetch_depth", least=0) for way in ("forward", "backward")]
+    if not one_by_one or apart:
+        reading.unmodelled(adds="distributed.enable_fsdp2_prefetch" if one_by_one else "")
+        table.leave(("distributed.enable_fsdp2_prefetch",))  # nothing is gathered ahead where all stays gathered
+        return
+    if table.switch("distributed.reshard_after_forward") is None:
+        reading.options["fsdp2.keeps_last"] = Told("distributed.reshard_after_forward", value=True, filled=True)
+    if table.switch("distributed.enable_fsdp2_prefetch"):
+        ahead, below = (usual if one is None else one for one, usual in zip(depths, (1, 2), strict=True))
+        for name, depth in (("forward_prefetch", ahead), ("backward_prefetch", max(1, below))):
+            reading.options[f"fsdp2.{name}"] = Told("distributed.enable_fsdp2_prefetch", depth)
 
 
 def _auto_pipeline(reading: Reading) -> int | None:

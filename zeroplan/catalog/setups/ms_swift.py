@@ -5,13 +5,16 @@ transformers' Trainer, so trainer.py reads its other keys. megatron_arguments.py
 """
 
 import re
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from zeroplan.catalog.setups.reading import named_file
 from zeroplan.catalog.setups.told import ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
 from zeroplan.catalog.setups.trainer import arguments_read
-from zeroplan.catalog.text import strict_json
+from zeroplan.catalog.text import read_text, strict_json
 from zeroplan.errors import SpecError
+from zeroplan.numeric import round_up
 from zeroplan.spec.adapter import OF_LINEAR
 
 _INSTEAD = {
@@ -68,6 +71,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _task(reading, whole)
     _loop(reading, whole)
     tell_tower(reading, whole)
+    _more_words(reading, whole)
     if (launched := table.count("launched_gpus")) is not None:
         reading.tell("gpus", "NPROC_PER_NODE", launched)
     if table.count("gradient_accumulation_steps") is None:
@@ -76,6 +80,30 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell("grad_accum", "gradient_accumulation_steps", steps, filled=True)
     reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus", "train_type", "quant_method"))
     return reading.setup("ms-swift")
+
+
+_MORE_ROWS = (
+    "new_special_tokens: {:,} rows of the embedding and the head are counted, the most that {} new tokens may need; the "
+    "embedding grows only if its spare rows do not suffice"
+)
+
+
+def _more_words(reading: Reading, whole: Table) -> None:
+    """Read new tokens, written out or in text files, of a model without a tower (model/register.py, _add_new_special_tokens)."""
+    said, model = whole.get("new_special_tokens"), reading.known_model()
+    names = said.split() if isinstance(said, str) else [str(one) for one in said] if isinstance(said, list) else []
+    if not names or model is None or model.vision is not None:
+        return
+    words: list[str] = []
+    for name in names:
+        path = named_file(name, reading.folder, whole.where) if name.endswith(".txt") else None
+        if path is not None and not path.is_file():
+            return
+        words += [name] if path is None else read_text(path, what="file of tokens").split()
+    rows = round_up(model.vocab_size + len(words), 128)
+    note = _MORE_ROWS.format(rows, len(words))
+    reading.tell("model", reading.flags["model"].key, replace(model, vocab_size=rows), note=note)
+    whole.matters.pop("new_special_tokens", None)
 
 
 def _task(reading: Reading, whole: Table) -> None:
@@ -157,6 +185,9 @@ def _compares_rollouts(reading: Reading, whole: Table) -> None:
     if not vllm and reading.deepspeed is None and reading.flags["engine"].value != "ddp":
         return
     rolls_out(reading, whole, whole.count("max_completion_length"))
+    if reading.deepspeed is not None:  # entropies of 16-bit logits take less than the cross-entropy that counts
+        for key in ("log_entropy", "top_entropy_quantile"):
+            whole.matters.pop(key, None)
     if not vllm:
         reading.loop["by_transformers"] = True
     _scored_by_a_teacher(reading, whole)
@@ -181,13 +212,14 @@ def _distils(reading: Reading, whole: Table) -> None:
     teacher, vllm = whole.text("teacher_model"), bool(whole.switch("use_vllm"))
     generates = number_of(whole.get("lmbda"), 0.5) > 0
     same = str(whole.get("teacher_deepspeed") or "")[:5] in ("", str(whole.get("deepspeed") or "")[:5])
-    others = ("sft_alpha", "teacher_model_server", "external_plugins", "sequence_parallel_size")
+    others = ("teacher_model_server", "external_plugins", "sequence_parallel_size")
     beyond = any(str(whole.get(key) or "0") not in ("0", "1", "0.0") for key in others)
     if teacher is None or reading.deepspeed is None or not same or beyond:
         return
     here = vllm and whole.text("vllm_mode") != "server"
     share = number_of(whole.get("vllm_gpu_memory_utilization"), 0.9) if here else None
-    reading.tell_log_probs("rlhf_type", how="jsd")
+    beside = number_of(whole.get("sft_alpha"), 0.0) > 0  # the model computes cross-entropy, too
+    reading.tell_log_probs("rlhf_type", how="jsd and sft" if beside else "jsd")
     reading.tell_loop(
         "rlhf_type", "distill", teacher_model=teacher, vllm_mode="colocate" if here else "server",
         vllm_gpu_memory_utilization=share, vllm_tensor_parallel_size=whole.count("vllm_tensor_parallel_size") if here else None,

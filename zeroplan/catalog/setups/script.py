@@ -1,7 +1,8 @@
 """Finds the program that a shell script launches, its arguments and its GPUs.
 
 The script is parsed, never run. Variables set in the script and defaults (``${NAME:-8}``) are expanded; of a condition the first
-branch counts. Values known only to the shell ($1, $(hostname), the environment) count as left out.
+branch counts. Values known only to the shell ($1, $(hostname), the environment) and placeholders (<path>) count as left
+out.
 """
 
 import ast
@@ -188,12 +189,17 @@ _VERBS = {
 }  # fmt: skip
 
 
+#: A value that the user of a script has to replace, such as ``<path>``.
+_PLACEHOLDER = re.compile(r"<[^<>\n]+>")
+
+
 def _launched(words: list[str], variables: Mapping[str, str]) -> Launched | None:
     at = _program(words)
     if at is None:
         return None
     # of two programs, such as `ray job submit -- python train.py`, the later one trains
-    arguments = _arguments(words[at + 1 :])
+    said = _arguments(words[at + 1 :])
+    arguments = {key: one for key, one in said.items() if not (isinstance(one, str) and _PLACEHOLDER.fullmatch(one))}
     return Launched(tuple(words[: at + 1]), arguments, _arguments(words[:at]), dict(variables)) if arguments else None
 
 

@@ -5,7 +5,8 @@ buffer lives until its last Python reference in host order, so the allocated byt
 ``torch/distributed/fsdp/_fully_shard``: torch 2.13's, or 2.15's if a job says so (``fsdp2.torch``). The estimate is for rank 0,
 whose dim-0 chunk is never the smaller one.
 
-Leaves out frozen parameters without adapters, other wrappings, explicit prefetching, and buffers of the process group itself.
+Leaves out frozen parameters without adapters, other wrappings, explicit prefetching of other units than blocks, and buffers of
+the process group itself.
 """
 
 from collections.abc import Iterator

@@ -420,7 +420,7 @@ def _of_the_model(cut: Cut, model: ModelSpec, recipe: RecipeSpec) -> dict[str, A
         "every_layer": tuple(run.layers for run in tree.runs),
         "kinds": tuple(run.name for run in tree.runs),
         "corners": corners(model, first),
-        "walk": walk(model, first),
+        "walk": walk(model, first, max(recipe.fsdp2.forward_prefetch, recipe.fsdp2.backward_prefetch - 1)),
         "parameters": _every_parameter(tree),
         "root": cut.root,
         "blocks": cut.blocks,

@@ -164,11 +164,11 @@ class Runtime:
     def gather_ahead(self, unit: Unit) -> None:
         """Gather the group that ran last, as the root's hook does before the backward (``_backward_prefetch``)."""
         index = len(unit.parts.groups) - 1
-        if self.plan.reshard is not False and not self.memory.has(unit.gathered(index)):
+        if self.plan.reshard is not False and not self.is_unsharded(unit) and not self.memory.has(unit.gathered(index)):
             self._request_buffer(unit, index, ahead=True)
 
     def prefetch(self, unit: Unit) -> None:
-        """Gather a unit ahead, as the backward of a unit of one group does: only the group that ran last."""
+        """Gather a unit ahead, explicitly or as the backward of a unit of one group does: only the group that ran last."""
         self._gather_groups_ahead(unit, 1)
 
     def _gather_groups_ahead(self, unit: Unit, most: int) -> None:

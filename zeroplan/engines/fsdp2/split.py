@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Among, Collective, Phase
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, where
+from zeroplan.spec.adapter import ATTENTION, AdapterSpec
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.mesh import Mesh
@@ -35,7 +36,8 @@ def split_collectives(
     """
     layers, passes = sum(plan.every_layer), batch.grad_accum_steps
     if not plan.recipe.fsdp2.sequence_parallel:
-        return _of_whole_sequences(plan, batch, ranks, embeds=embeds, ends=ends)
+        whole_states = _of_whole_sequences(plan, batch, model, ranks, embeds=embeds, ends=ends)
+        return (*whole_states, *_of_adapters(plan, batch, model.adapter, ranks))
     tokens = batch.micro_batch_size * batch.seq_len
     whole, e = tokens * plan.parameters[0].shape[1], plan.width.compute
     twice = sum(run.layers for run in plan.runs if not run.plain)
@@ -62,17 +64,23 @@ def split_collectives(
     )
 
 
-def _of_whole_sequences(plan: Plan, batch: Batch, ranks: int, *, embeds: bool, ends: bool) -> tuple[Collective, ...]:
+def _of_whole_sequences(
+    plan: Plan, batch: Batch, model: ModelSpec, ranks: int, *, embeds: bool, ends: bool
+) -> tuple[Collective, ...]:  # fmt: skip
     """Return the sums of whole hidden states: of each branch's output, and of the gradient of each matrix's input.
 
-    Q, k and v projections, gate and up projections, and the head sum one each. A recomputation sums outputs again.
+    Q, k and v projections, gate and up projections, and the head sum one each. A recomputation sums outputs again. Beside adapters
+    no gradient reaches the first layer's input, nor the input of its MLP if its attention has none.
     """
     layers, passes, e = sum(plan.every_layer), batch.grad_accum_steps, plan.width.compute
     twice = sum(run.layers for run in plan.runs if not run.plain)
     again = {"none": 0, "full": twice, "selective": 2 * twice}[plan.recipe.recompute]
     tokens = batch.micro_batch_size * batch.seq_len
     whole = tokens * plan.parameters[0].shape[1]
-    forward, backward = passes * (2 * layers + embeds), passes * (_READERS * layers + ends + again)
+    read = _READERS * layers
+    if model.adapter is not None:
+        read -= _READERS - (_READERS_OF_THE_MLP if set(model.adapted_layers) & set(ATTENTION) else 0)
+    forward, backward = passes * (2 * layers + embeds), passes * (read + ends + again)
     return (
         _among("all_reduce", ACTIVATIONS, Phase.FORWARD, ranks, forward, whole, e, SUMMED),
         _among("all_reduce", ROWS, Phase.FORWARD, ranks, 3 * passes * ends, tokens, 4, PARALLEL),
@@ -81,8 +89,42 @@ def _of_whole_sequences(plan: Plan, batch: Batch, ranks: int, *, embeds: bool, e
 
 
 SUMMED = "torch 2.13, torch/distributed/tensor/placement_types.py, Partial._reduce_value"
-_READERS = 5
-"""Matrices of a block that read whole hidden states."""
+_READERS, _READERS_OF_THE_MLP = 5, 2
+"""Matrices of a block that read whole hidden states, and those of them in its MLP."""
+LOW_RANK = "products of adapters' first matrices"
+_ROW_PARALLEL = ("o_proj", "down_proj")
+
+
+def _of_adapters(plan: Plan, batch: Batch, adapter: AdapterSpec | None, ranks: int) -> tuple[Collective, ...]:
+    """Return what adapters of layers that ranks split exchange between and for their matrices.
+
+    Column-parallel: the ranks gather what the first matrix makes, and scatter the sum of its gradient. Row-parallel: DTensor sums
+    and scatters that product, or gathers the second matrix if that is smaller. In the backward it gathers the product and its
+    gradient, and scatters the second matrix's gradient.
+    """
+    if adapter is None:
+        return ()
+    layers, e = batch.grad_accum_steps * sum(plan.every_layer), plan.width.compute
+    rows = sum(name in _ROW_PARALLEL for name in adapter.layers)
+    columns, hidden = len(adapter.layers) - rows, plan.parameters[0].shape[1]
+    made = batch.micro_batch_size * batch.seq_len * adapter.rank
+    matrix = hidden * adapter.rank
+
+    def of(operation: str, phase: Phase, calls: Int, elements: Int) -> Collective:
+        return _among(operation, LOW_RANK, phase, ranks, layers * calls, elements, e, LORA)
+
+    gathers = where(matrix < made, rows, 0)
+    return (
+        of("all_gather", Phase.FORWARD, columns, made),
+        of("all_gather", Phase.FORWARD, gathers, matrix),
+        of("reduce_scatter", Phase.FORWARD, rows - gathers, made),
+        of("all_gather", Phase.BACKWARD, 2 * rows, made),
+        of("reduce_scatter", Phase.BACKWARD, columns, made),
+        of("reduce_scatter", Phase.BACKWARD, rows, matrix),
+    )
+
+
+LORA = "torch 2.13, torch/distributed/tensor/_collective_utils.py, redistribute_cost"
 
 
 def least_collectives(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:

@@ -35,7 +35,15 @@ class MicroBatch:
     def __init__(self, plan: Plan, trace: Trace, units: Units) -> None:
         self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace, units.made)
         self.root, self.ends, self.layers, self._inside = units.root, units.ends, units.layers, units.inside
+        self._prefetched: tuple[Unit, ...] = ()
         self._keeps_input = any(line.tag.role is Role.BLOCK_INPUT for line in plan.head.shared)
+
+    def _depth(self, *, backward: bool) -> int:
+        """How many blocks a block gathers ahead. FSDP1, which runs this program, too, has options of its own."""
+        options = self.plan.recipe.fsdp2
+        if self.plan.recipe.engine != "fsdp2":
+            return int(backward)
+        return options.backward_prefetch if backward else options.forward_prefetch
 
     @property
     def several(self) -> bool:
@@ -70,8 +78,9 @@ class MicroBatch:
 
     def blocks_forward(self) -> None:
         """Run every block from the first to the last."""
-        for position, unit in self.layers:
+        for at, (position, unit) in enumerate(self.layers):
             self.trace.recording = position.is_corner
+            self._prefetched = tuple([one for _, one in self.layers[at + 1 : at + 1 + self._depth(backward=False)]])
             if position.layer == self.plan.first_ahead:
                 self.trace.put("predictions", *predictions.beside(self.plan))
             self._block_forward(position, unit)
@@ -114,10 +123,13 @@ class MicroBatch:
     def enter(self, unit: Unit) -> None:
         """Gather a block for its forward."""
         self.run.pre_forward(unit)
+        self._prefetch()
 
     def leave(self, position: Position, unit: Unit) -> None:
         """Reshard a block after its forward. :meth:`unsharded_beside` counts parameters that stay unsharded."""
         plan, trace = self.plan, self.trace
+        if plan.recipe.fsdp2.keeps_last and plan.reshard is True and unit is self.layers[-1][1]:
+            return
         if plan.of_torch_2_15 and not isinstance(plan.reshard, bool):
             trace.at(f"forward: resharding {position.name}", Phase.FORWARD)
             self.trace.pass_by(*outside.resharding(plan, position))
@@ -187,7 +199,7 @@ class MicroBatch:
         _, last = self.layers[-1]
         if self.ends is None:
             self.run.gather_ahead(last)
-        elif self.plan.reshard is not False and not self.trace.has(last.gathered(0)):
+        elif self.plan.reshard is not False and not self.run.is_unsharded(last) and not self.trace.has(last.gathered(0)):
             self.trace.at(f"backward: gathering {last.name}", Phase.BACKWARD)
             saved = self.plan.head.saved if self.plan.recipe.loss == "chunked" else ()
             self.trace.hold("entering", *(point.before or saved))
@@ -209,6 +221,8 @@ class MicroBatch:
             if not self.plan.passes[position.run].points:
                 break
             below = self.layers[at - 1][1] if at else self.below_blocks
+            lowest = max(0, at - self._depth(backward=True))
+            self._prefetched = tuple([one for _, one in reversed(self.layers[lowest : max(0, at - 1)])])
             self.trace.recording = position.is_corner
             if position.layer == self.plan.tower_layers - 1:
                 outside.backward_of_the_projector(self.plan, self.trace)
@@ -256,6 +270,12 @@ class MicroBatch:
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
         """Gather a block for its backward, and prefetch the one below."""
         self.run.pre_backward(unit, below)
+        self._prefetch()
+
+    def _prefetch(self) -> None:
+        """Gather the blocks that this one prefetches explicitly."""
+        for one in self._prefetched:
+            self.run.prefetch(one)
 
     def gradients_so_far(self, position: Position) -> None:
         """Hold the shards of the blocks above, and earlier micro-batches' gradients of the others."""

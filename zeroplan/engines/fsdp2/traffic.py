@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from zeroplan.engines import dion
 from zeroplan.engines.fsdp2.buffers import GATHER
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.lines import unsharded_bytes
@@ -9,7 +10,7 @@ from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.muon import SOURCE, for_ranks, sent_by, updated_by_muon
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.ledger import Among, Collective, Phase
-from zeroplan.numeric import Int, ceil_div, maximum, where
+from zeroplan.numeric import Int, ceil_div, for_each_value, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -43,6 +44,8 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
                 batch.grad_accum_steps, reductions, backward=backward, ranks=groups[0].experts.ranks,
             )  # fmt: skip
             calls += exchanges(plan, run, mesh, batch, model)
+        if plan.recipe.fsdp2.keeps_last and plan.reshard is True and at == plan.walk[-1].run:
+            backward -= 1  # the last block is still gathered
         beside = (groups[0].beside_experts, groups[1].beside_experts)
         calls += _of_group(plan, beside, run.layers, name, mesh, batch.grad_accum_steps, reductions, backward=backward)
         if plan.recipe.fsdp2.float8_all_gather:
@@ -57,6 +60,8 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
         calls += exchanged(plan, batch, model, mesh)
     if plan.recipe.optimizer == "muon":
         calls += of_muon(plan)
+    if plan.recipe.optimizer == "dion-muon":
+        calls += of_dion(plan)
     return tuple(calls)
 
 
@@ -80,6 +85,17 @@ def of_muon(plan: Plan) -> Iterator[Collective]:
         yield Collective(
             operation, "matrices that Muon multiplies", "optimizer step", plan.n, calls, n_bytes // maximum(calls, 1), sent,
             volume, SOURCE, of_all=n_bytes, phase=Phase.STEP,
+        )  # fmt: skip
+
+
+def of_dion(plan: Plan) -> Iterator[Collective]:
+    """Yield the two all-to-alls of each shape's matrices in dion's Muon."""
+    for one in dion.batches(plan.local_tensors):
+        n_bytes = for_each_value(one.sent, plan.n)
+        sent, volume = 2 * (n_bytes // plan.n * (plan.n - 1)), where(plan.n > 1, 2 * n_bytes // _BF16, 0)
+        yield Collective(
+            "all_to_all", f"matrices of {one.rows} x {one.columns}", "optimizer step", plan.n, 2, n_bytes, sent, volume,
+            dion.SOURCE, phase=Phase.STEP,
         )  # fmt: skip
 
 

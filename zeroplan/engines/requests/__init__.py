@@ -62,6 +62,7 @@ def not_written(job: JobSpec) -> str:
         (model.vision is not None, "a vision tower"),
         (recipe.fsdp2.float8_all_gather, "an all-gather in float8"),
         (recipe.optimizer in LONGEST, "Shampoo"),
+        (recipe.optimizer == "dion-muon", "dion's Muon"),
         (bool(model.predictions), "multi-token prediction"),
         (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
         (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),

@@ -208,6 +208,23 @@ class Step(UnitPass):
             log.part(unit.unsharded(index), n_bytes, "gone")
             log.release("gone")
 
+    def before_block(self, layer: int) -> None:
+        """Unshard the block, and gather the blocks that it prefetches explicitly."""
+        super().before_block(layer)
+        for one in self.units[layer + 1 : layer + 1 + self.recipe.fsdp2.forward_prefetch]:
+            self.prefetch(one)
+
+    def after_block(self, layer: int) -> None:
+        """Reshard the block, unless it is the last one and stays gathered."""
+        if not self.recipe.fsdp2.keeps_last or self.plan.reshard is not True or layer + 1 < len(self.units):
+            super().after_block(layer)
+
+    def before_block_backward(self, layer: int) -> None:
+        """Unshard the block, and prefetch the blocks below."""
+        super().before_block_backward(layer)
+        for one in reversed(self.units[max(0, layer - self.recipe.fsdp2.backward_prefetch) : max(0, layer - 1)]):
+            self.prefetch(one)
+
     def before_ending(self) -> None:
         """Gather the unit of norm and head. A loss in the training loop runs after the model's forward."""
         super().before_ending()
@@ -217,7 +234,8 @@ class Step(UnitPass):
     def before_ending_backward(self) -> None:
         """End the root's forward with the loss. Its hook prefetches the last block, unless the head has its own unit."""
         self.log.release("parked")
-        if not self.ends_apart and self.recipe.loss != "chunked" and self.plan.reshard is not False:
+        stays = self.plan.reshard is False or self.is_unsharded(self.units[-1])
+        if not self.ends_apart and self.recipe.loss != "chunked" and not stays:
             self.all_gather(self.units[-1], len(self.units[-1].parts.groups) - 1)
 
     def before_head_backward(self) -> None:

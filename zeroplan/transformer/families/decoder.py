@@ -319,6 +319,7 @@ def two_layer_mlp(
     if frees_input:
         tape.release(normal)
     active = activated(tape, inner, block.activation, "activation, input of the second projection", source)
+    active.is_matrix = normal.is_matrix
     tape.release(inner)
     site = Site("second MLP projection", source, layer=layers[1])
     made = op.linear(tape, active, h, site, reads=f, bias=bias, addmm=addmm)

@@ -956,6 +956,7 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, columns": _by_columns,
     "log-probs, entropy": partial(_in_place, entropy=True),
     "log-probs, jsd": partial(_compared, kind=_JSD),
+    "log-probs, jsd and sft": partial(_compared, kind=_JSD._replace(kept=7 * e + 4)),  # log-softmax of cross-entropy, in fp32
     "log-probs, kd": partial(_compared, kind=_KD),
     "log-probs, asft": partial(_compared, kind=_ASFT),
     "log-probs, eaft": partial(_compared, kind=_EAFT),

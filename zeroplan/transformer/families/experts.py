@@ -345,14 +345,14 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * E, EXPERTS)
     outputs, held = _products(tape, selected, _Sorting(experts, order, ends), computing, experts=E, weights=adapted)
     weighted = _weighted_outputs(tape, outputs, by_expert, EXPERTS)
-    unsorted = _back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
+    unsorted, inverse = _back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
     summed_in = CAST_BY_CUDA if tape.autocast and not tape.is_wide(unsorted.dtype) else unsorted.dtype
     wide = op.run(
         tape, unsorted, "sum over a token's experts", Site("sum over a token's experts", EXPERTS), shape=T_own * h_own,
         dtype=summed_in, gradient="gradient of the output, for each expert of a token",
     )  # fmt: skip
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
-    tape.drop(experts, order, counted, ends)
+    tape.drop(experts, order, counted, ends, inverse)
     factors = (factor for one in adapted if one is not None for factor in one.factors)
     tape.release(wide, selected, by_expert, outputs, unsorted, *held, *factors)
     return made
@@ -409,14 +409,13 @@ def _weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -
     return made
 
 
-def _back_in_order(tape: Tape, value: Value, reason: str) -> Value:
-    """Return the pairs in their order before sorting. It releases ``value``."""
+def _back_in_order(tape: Tape, value: Value, reason: str) -> tuple[Value, Store]:
+    """Return the pairs in their order before sorting, and that order, which a variable holds. It releases ``value``."""
     inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", 8 * P_own, EXPERTS)
     tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", 8 * P_own, EXPERTS))
     made = picked(tape, value, (reason, P_own * h_own), inverse, EXPERTS)
-    tape.drop(inverse)
     tape.release(value)
-    return made
+    return made, inverse
 
 
 # --- experts on several ranks: tokens go to the rank of their expert and come back --------------------------------------------
@@ -558,7 +557,8 @@ def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
         tape, outputs, "experts: outputs times one", Site("experts: outputs times one", EXPERTS), shape=P_own * h_own,
         saved=(ones,), gradient="gradient of the outputs, times one",
     )  # fmt: skip
-    back = _back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
+    back, inverse = _back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
     made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=P_own * h_own)
     tape.release(back)
+    tape.drop(inverse)
     return made

@@ -72,7 +72,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     bare = (_with_experts if block.routed else _LAYER.run)(tape, given, block)
     made = Value(bare.store, bare.dtype, bare.shape)
     backward = op.makes("gradient through the layer's number", LAYER, bare)
-    tape.add("the layer's number", (made,), (), backward, of=(bare,))
+    tape.add("the layer's number", (made,), (), backward, of=(bare,), saves_weight=True)  # the number: a buffer, no activation
     return made
 
 

@@ -788,5 +788,6 @@ def weighted(tape: Tape, value: Value, saved: Saved, weight: Size, site: Site, *
 
     of = (value,) if frozen else None
     read = () if plus else (Beside(f"{site.name}: its weight", r * weight),)
-    tape.add(f"{site.name}: product with its weight", (made,), saved, backward, of=of, place=site.place, beside=read)
+    name = f"{site.name}: product with its weight"
+    tape.add(name, (made,), saved, backward, of=of, place=site.place, saves_weight=frozen, beside=read)
     return made

@@ -1,7 +1,5 @@
 """OPT: LayerNorm, three projections with biases, an MLP of two matrices with ReLU. Dropout is off."""
 
-from functools import partial
-
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
@@ -19,19 +17,23 @@ ATTENTION = f"{OPT}, OPTAttention.forward"
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    bare = op.linear(tape, normal, q, Site("q projection", ATTENTION), bias=True)
+    bare = op.linear(tape, normal, q, Site("q projection", ATTENTION, layer="q_proj"), bias=True)
     query = op.scaled(tape, bare, "queries, scaled", Site("scale of the queries", ATTENTION))
-    key = op.linear(tape, normal, k, Site("k projection", ATTENTION), bias=True)
-    value = op.linear(tape, normal, v, Site("v projection", ATTENTION), bias=True)
+    key = op.linear(tape, normal, k, Site("k projection", ATTENTION, layer="k_proj"), bias=True)
+    value = op.linear(tape, normal, v, Site("v projection", ATTENTION, layer="v_proj"), bias=True)
     context, weights = block.attend(tape, Heads(query, key, value, grouped=False, one_key=False))
-    made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=True)
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION, layer="out_proj"), reads=c, bias=True)
     tape.release(query, key, value, context)
     return Attended(made, weights)
 
 
-_LAYER = layer(
-    Layer(LAYER_NORM, _attention, partial(two_layer_mlp, source=LAYER, frees_input=True), LAYER, mlp_frees_input=True)
-)
+def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
+    """Run the MLP on all tokens in one row."""
+    normal.is_matrix = True
+    return two_layer_mlp(tape, normal, block, LAYER, frees_input=True, layers=("fc1", "fc2"))
+
+
+_LAYER = layer(Layer(LAYER_NORM, _attention, _mlp, LAYER, mlp_frees_input=True))
 
 
 def _tensors(model: ModelSpec) -> Layout:

@@ -1,6 +1,6 @@
 """Trains with FSDP2 as in PyTorch's own examples, and labels its buffers."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -67,9 +67,12 @@ def shard(
         _run_in_float8(blocks, recipe.float8_recipe, recipe.fsdp2)
     for block in blocks:
         fully_shard(
-            block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharding(recipe), offload_policy=offload,
+            block, mesh=mesh, mp_policy=policy, offload_policy=offload,
+            reshard_after_forward=resharding(recipe) and not (recipe.fsdp2.keeps_last and block is blocks[-1]),
             shard_placement_fn=None if experts is None else placement(block, mesh, experts),
         )  # fmt: skip
+    if recipe.fsdp2.gathers_ahead:
+        _gather_ahead(blocks, recipe.fsdp2)
     if recipe.fsdp2.ends_apart:
         sharded = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
         _shard_ends(module, sharded, again=resharding(recipe))
@@ -77,6 +80,15 @@ def shard(
     if experts is not None:
         disable_gradient_division(module)
     return whole
+
+
+def _gather_ahead(blocks: Sequence[nn.Module], options: Fsdp2Options) -> None:
+    """Let every block gather the next ones in the forward, and the previous ones in the backward, as NeMo AutoModel does."""
+    for at, block in enumerate(blocks):
+        if ahead := list(blocks[at + 1 : at + 1 + options.forward_prefetch]):
+            block.set_modules_to_forward_prefetch(ahead)  # type: ignore[operator]  # an FSDPModule
+        if below := list(reversed(blocks[max(0, at - options.backward_prefetch) : at])):
+            block.set_modules_to_backward_prefetch(below)  # type: ignore[operator]  # as above
 
 
 def _run_in_float8(blocks: Iterable[nn.Module], recipe: str, options: Fsdp2Options) -> None:
