@@ -14,7 +14,7 @@ from zeroplan import estimate, job
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Band
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Fsdp1Options
+from zeroplan.spec.recipe import Fsdp1Options, Fsdp2Options
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def job_of(row: dict[str, Any], common: dict[str, Any]) -> JobSpec:
         asked["model"] = ModelSpec(**shape)
     if "fsdp1" in row:
         asked["fsdp1"] = Fsdp1Options(**row["fsdp1"])
+    if "fsdp2" in row:
+        asked["fsdp2"] = Fsdp2Options(**row["fsdp2"])
     return job(**asked)
 
 

@@ -26,6 +26,14 @@ def check_compiled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None
         refuse("compiled blocks with", _not_modelled(model, recipe, mesh), ", or zeroplan dryrun", says="are not modelled")
 
 
+def _in_float8(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """What a graph without its checkpoint keeps of float8 products depends on the sizes of its casts."""
+    asked, own = recipe.float8_recipe, recipe.fsdp2.modules == "torchtitan"
+    yield asked in ("mxfp8", "nvfp4") and f"float8_recipe {asked!r}", "'tensorwise' or 'rowwise'"
+    in_graph = recipe.recompute == "selective" or (own and recipe.recompute == "full")
+    yield asked is not None and not in_graph and f"float8_recipe and recompute {recipe.recompute!r}", "recompute 'selective'"
+
+
 #: Rows of a compiled graph's tensors longer than this are filled up to a multiple of the second number (torch 2.13,
 #: _inductor/config.py, padding_stride_threshold and padding_alignment_bytes). [elements of 16 bits]
 _LONG_ROW, _FILLED_TO = 1024, 64
@@ -49,7 +57,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield (model.adapter is not None or model.frozen is not None) and "frozen weights", "full training"
     yield model.vision is not None and "images", "text alone"
     yield recipe.offload_activations and "offload_activations", "recompute 'full' alone"
-    yield recipe.float8_recipe is not None and "float8_recipe", "none"
+    yield from _in_float8(recipe)
     others = [one for one in recipe.fused_parts if one not in (COMPILED_BLOCKS, COMPILED_LOSS, "cross-entropy")]
     yield bool(others) and f"fused_kernels {', '.join(others)!r}", "none of them"
     for name in ("tp", "cp", "pp", "ep"):

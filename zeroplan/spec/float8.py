@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
+from zeroplan.spec.compiled import COMPILED_BLOCKS
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -56,7 +57,8 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     in_blocks = recipe.float8_recipe in _GROUPS
     yield in_blocks and (model.attention_bias or model.mlp_bias) and "biases", "a model without them, or 'rowwise'"
     yield (model.adapter is not None or model.frozen is not None) and "frozen weights", "full training"
-    yield recipe.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"
+    uncompiled = recipe.recompute == "selective" and COMPILED_BLOCKS not in recipe.fused_parts
+    yield uncompiled and "recompute 'selective'", "recompute 'full' or 'none', or compiled blocks"
     yield recipe.offload_activations and "offload_activations", "recompute 'full' alone"
     for name in ("tp", "cp", "pp", "ep"):
         yield getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}", f"{name}=1"

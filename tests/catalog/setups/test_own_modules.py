@@ -107,6 +107,16 @@ def test_selective_recomputation_is_counted_as_compiled_too(tmp_path: Path):
 
 def test_where_that_is_not_modelled_a_note_says_why(tmp_path: Path):
     file = _file(tmp_path, degree="[compile]\nenable = true")
-    answer = resolve(Request(from_file=file, float8_recipe="rowwise"))
+    answer = resolve(Request(from_file=file, float8_recipe="mxfp8", gpu="b200"))
     assert answer.job.recipe.fused_parts == ()
-    assert any("compiled blocks with float8_recipe" in note for note in answer.notes), answer.notes
+    assert any("compiled blocks with float8_recipe 'mxfp8'" in note for note in answer.notes), answer.notes
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_compiled_float8_is_read(tmp_path: Path, recompute: str):
+    file = Path(_file(tmp_path, degree="[compile]\nenable = true"))
+    text = file.read_text(encoding="utf-8").replace("[training]", 'converters = ["quantize.linear.float8"]\n[training]')
+    file.write_text(text.replace('"full"', f'"{recompute}"\nselective_ac_option = "op"'), encoding="utf-8")
+    recipe = resolve(Request(from_file=str(file))).job.recipe
+    assert (recipe.recompute, recipe.float8_recipe, recipe.fsdp2.modules) == (recompute, "tensorwise", "torchtitan")
+    assert recipe.fused_parts == ("compiled-blocks", "compiled-loss")

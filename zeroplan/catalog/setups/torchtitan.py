@@ -88,6 +88,7 @@ def torchtitan_setup(whole: Table, _: Path, gpus: int | None) -> Setup:
     for read in (_precision, _recomputation, _optimizer, _loss, _model):
         read(reading)
     _batch(reading, data_parallel)
+    _selective_in_float8(reading)
     for name, table in reading.tables.items():
         table.leave(_KNOWN[name])
         reading.notes += table.unknown()
@@ -111,6 +112,14 @@ def _compiled(reading: _Reading) -> tuple[str, ...]:
         return ()
     components = table.get("components") or ("model", "loss")
     return tuple(part for name, part in (("model", COMPILED_BLOCKS), ("loss", COMPILED_LOSS)) if name in components)  # type: ignore[operator]  # a list
+
+
+def _selective_in_float8(reading: _Reading) -> None:
+    """Read compiled blocks at once: without them selective recomputation in float8 is not modelled."""
+    again, parts = reading.flags.get("recompute"), _compiled(reading)
+    selective = again is not None and again.value == "selective"
+    if selective and "float8_recipe" in reading.flags and COMPILED_BLOCKS in parts and _is_llama_of_0_2(reading):
+        reading.tell("fused_kernels", "compile.enable", ",".join(parts), filled=True)
 
 
 def _refuse(reading: _Reading) -> None:

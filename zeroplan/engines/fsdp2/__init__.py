@@ -24,6 +24,7 @@ from zeroplan.engines.published_optimizers import notes_of as notes_of_optimizer
 from zeroplan.ledger import Line
 from zeroplan.numeric import ceil_div
 from zeroplan.spec.batch import Batch, of_a_rank
+from zeroplan.spec.compiled import COMPILED_BLOCKS
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -171,6 +172,12 @@ def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
         yield Symbol(f"Q_{group.symbol}", smaller_shard(plan, group), meaning)
 
 
+def _casting(recipe: RecipeSpec) -> str:
+    if COMPILED_BLOCKS in recipe.fused_parts:
+        return "as torch.compile runs it"
+    return "without torch.compile, which fuses the casts and takes less"
+
+
 def notes_of(recipe: RecipeSpec) -> Iterator[str]:
     """Yield notes: torch release and modules, parts on the host, and left-out parts."""
     if recipe.fsdp2.modules == "torchtitan":
@@ -186,7 +193,7 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
         )
     elif recipe.float8_recipe is not None:
         yield (
-            "linear layers of the blocks run in torchao's float8 without torch.compile, which fuses the casts and takes less; "
+            f"linear layers of the blocks run in torchao's float8 {_casting(recipe)}; "
             f"parameters are gathered in {'float8' if recipe.fsdp2.float8_all_gather else 'the compute dtype'}"
         )
     yield from notes_of_optimizer(recipe.optimizer)

@@ -7,11 +7,16 @@ order they run, depends on the sizes. So the backward here is a bound: what a no
 Source: torch 2.13, ``_functorch/partitioners.py`` (``min_cut_rematerialization_partition``) and ``_inductor/scheduler.py``.
 """
 
+from functools import partial
+
 from zeroplan.expr import Size, ceil
-from zeroplan.transformer.families.operators import TENSOR, gradient, tensor, through
+from zeroplan.ledger import Module, Role, Tag
+from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, gradient, tensor, through
 from zeroplan.transformer.families.tape import Arriving, Mode, Site, Store, Tape, Value
+from zeroplan.transformer.symbols import T, c, e, f, h
 
 COMPILED = "torch 2.13, _functorch/partitioners.py and _inductor/scheduler.py"
+FLOAT8 = "torchao 0.18, float8/float8_linear.py, as torch 2.13's compiler runs it"
 _ROWS = 128
 """Rows that one part of a norm's weight gradient sums up, in fp32."""
 
@@ -71,3 +76,76 @@ def _over_a_factor(tape: Tape, gate: Value, up: Value) -> Value | None:
 
 
 COMPILED_BLOCK = Mode(norm=norm, rotary=rotary, gate=gated)
+
+# --- float8 ------------------------------------------------------------------------------------------------------------------
+
+
+def in_float8(recipe: str) -> Mode:
+    """Return how a block that contains its checkpoint runs with a recipe of torchao. ``-gathered``: weights come in float8.
+
+    A checkpoint by operator sees products of float8 tensors as products, and keeps the same ones as in 16 bits.
+    """
+    by_rows, gathered = recipe == "rowwise", recipe.endswith("-gathered")
+    return COMPILED_BLOCK._replace(
+        linear=partial(_float8_linear, by_rows=by_rows, gathered=gathered), gate=partial(_float8_gated, by_rows=by_rows)
+    )
+
+
+def _float8_linear(
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, by_rows: bool, gathered: bool
+) -> Value:  # fmt: skip
+    """Run a product in float8, whose casts are fused. A bias is added in the kernel of a later operator."""
+    name, matrix = site.name, reads * width
+    factors = [tape.make(TEMPORARY, f"input of the {name} in float8", T * reads, FLOAT8)]
+    factors += [] if gathered else [tape.make(TEMPORARY, f"weight of the {name} in float8", matrix, FLOAT8)]
+    made = tensor(tape, f"output of the {name}", e, T * width, FLOAT8, Tag(Role.OUTPUT, site.module))
+    if by_rows:
+        _keep_scales(tape, value, site)
+    tape.matrix_product(made.store)
+    tape.drop(*factors)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        for what, size in (
+            (f"gradient of the {name}'s output in float8, by rows and by columns", 2 * T * width),
+            (f"weight of the {name} in float8, by columns", matrix),
+            (f"input of the {name} in float8", T * reads),
+        ):
+            tape.temporary(what, size, FLOAT8)
+        tape.weight_gradient(matrix)
+        if bias:
+            tape.weight_gradient(width)
+        return [(value, gradient(tape, value, f"gradient through the {name}", FLOAT8))]
+
+    tape.add(name, (made,), (value,), backward, of=None, place=site.place)
+    return made
+
+
+def _keep_scales(tape: Tape, value: Value, site: Site) -> None:
+    """Keep a scale per row of a kept product's input, in fp32, once for each input. No down projection's output is kept."""
+    demand = tape.demand
+    is_kept = len(tape.selected.products) % 2 == 0 and site.module is not Module.DOWN
+    if demand is None or not is_kept or value.store in demand.scaled:
+        return
+    demand.scaled.add(value.store)
+    scales = tape.make(TENSOR, f"scales of the rows of the {site.name}'s input", 4 * T, FLOAT8)
+    tape.kernel_output(scales)
+    tape.drop(scales)
+
+
+def _float8_gated(tape: Tape, gate: Value, up: Value, reason: str, name: str, *, by_rows: bool) -> Value:
+    """``act(gate) * up``. The graph makes float8 weights of products of the backward where it makes those of the recomputation.
+
+    With scales per row, the kernels also write a gradient in fp32, and float8 copies of the product and of a gradient.
+    """
+    made = _over_a_factor(tape, gate, up) or tensor(tape, reason, gate.dtype, gate.shape, COMPILED)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("weights of two recomputed products in float8, by columns", h * c + h * f, FLOAT8)
+        tape.temporary(f"{reason}, recomputed", gate.dtype * gate.shape, COMPILED)
+        if by_rows:
+            tape.temporary(f"{reason}: its gradients in fp32 and float8", 3 * gate.shape, FLOAT8)
+        of_gate = gradient(tape, gate, f"gradient of the gate of the {reason}", COMPILED)
+        return [(gate, of_gate), (up, gradient(tape, up, f"gradient of the other factor of the {reason}", COMPILED))]
+
+    tape.add(name, (made,), (gate, up), backward, of=(gate, up))
+    return made

@@ -376,6 +376,8 @@ class OnDemand:
     """What an operator reads to make a tensor."""
     apart: set[Store] = field(default_factory=set)
     """Kept tensors that no operator saves: their first use frees them."""
+    scaled: set[Store] = field(default_factory=set)
+    """Inputs of products in float8 whose scales per row are kept."""
 
     def learn(self, outputs: tuple[Value, ...], of: tuple[Value, ...] | None, saved: Saved) -> None:
         """Remember the inputs of an operator: ``of``, or the tensors of others that it saves."""

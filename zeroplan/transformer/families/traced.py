@@ -585,9 +585,9 @@ def _set_mode(tape: Tape, structure: Block) -> None:
 
         tape.mode = rounding(tape.mode, structure.training, name)
     if "compiled-blocks" in structure.fused:
-        from zeroplan.transformer.families.compiled import COMPILED_BLOCK  # noqa: PLC0415  as above
+        from zeroplan.transformer.families.compiled import COMPILED_BLOCK, in_float8  # noqa: PLC0415  as above
 
-        tape.mode = COMPILED_BLOCK
+        tape.mode = in_float8(recipes[0]) if recipes else COMPILED_BLOCK
     tape.mode = tape.mode._replace(uneven=structure.uneven, latent_experts=structure.latent_experts)
     if structure.fused:
         tape.mode = tape.mode._replace(
