@@ -165,13 +165,13 @@ class Estimate:
         """The memory that the caching allocator reserves with these settings. [bytes]
 
         It comes from recorded jobs of the engine. A replay of the step's requests (:mod:`zeroplan.replay`), if there is one, gives
-        the lowest and expected value. The highest stays, since programs on GPUs also reserve memory outside their steps.
+        it for this job alone. The highest value stays for jobs whose replay was never compared with a record.
         """
-        of_records = _reserved(self._sizes, self.job, settings)
+        of_records = None if self.replay is not None and self.replay.is_covered else _reserved(self._sizes, self.job, settings)
         if self.replay is None:
-            return of_records
+            return cast("Band", of_records)
         least, expected, most = self.replay.band(settings)
-        return Band(least, expected, maximum(most, of_records.high_bytes))
+        return Band(least, expected, most if of_records is None else maximum(most, of_records.high_bytes))
 
     def under_pressure(self, settings: AllocatorSettings = "default") -> Band:
         """The smallest room in which the job runs if the allocator frees its cache whenever the GPU is full. [bytes]

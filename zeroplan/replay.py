@@ -5,9 +5,10 @@ The engines' programs write every request in order (:mod:`zeroplan.engines.reque
 after the product's output. Recorded runs on fake tensors are replayed with the workspace before the output.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
+from zlib import crc32
 
 from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
 from zeroplan.engines.device import workspace_line
@@ -19,9 +20,17 @@ from zeroplan.ledger import Band, Phase
 from zeroplan.measurement import AllocatorSettings
 from zeroplan.script_trace import Blocks, CollectiveRecorded, SpanRecorded, Trace
 from zeroplan.spec.job import JobSpec
+from zeroplan.timeline import own_pools
+from zeroplan.units import MIB
+from zeroplan.weights import ONE_POOL
 
 _THREADS = 2
 """The forward runs in one thread and autograd in another; each has its own cuBLAS handle with a workspace."""
+
+_DRAWS = 1
+"""Further replays with larger blocks, for each way to keep blocks equal."""
+_UNIT, _UNITS = 512, 8
+"""The allocator's rounding [bytes], and the number of sizes that a large block can get."""
 
 
 class Replayed(NamedTuple):
@@ -75,6 +84,7 @@ class StepReplay:
         self.log = requests_of(job, pipeline_rank=pipeline_rank, starts=starts)
         self._workspace_bytes = int(workspace_line(job.cluster.gpu).n_bytes) // _THREADS
         self._done: dict[AllocatorSettings, Replayed] = {}
+        self._ends: dict[AllocatorSettings, tuple[int, int]] = {}
         self._cards: dict[tuple[int, AllocatorSettings], OnCard] = {}
 
     def replayed(self, settings: AllocatorSettings = "default") -> Replayed:
@@ -89,17 +99,48 @@ class StepReplay:
             self._done[settings] = self._play(_endless(settings), keeps_up=self.keeps_up)
         return self._done[settings]
 
-    def _least_bytes(self, settings: AllocatorSettings) -> int:
-        """The reserved bytes if the GPU keeps up with the program."""
-        if not self.log.marked or self.keeps_up:
-            return self.replayed(settings).reserved_bytes
-        return min(self.replayed(settings).reserved_bytes, self._play(_endless(settings), keeps_up=True).reserved_bytes)
+    def ends(self, settings: AllocatorSettings = "default") -> tuple[int, int]:
+        """The least and the most reserved bytes over what a replay cannot know. [bytes]
+
+        * Timing: a block that another stream uses is free at once, or as late as the engine lets the GPU lag.
+        * Start: FSDP1 wraps weights that were loaded to host memory, or that were built on the GPU.
+        * Fit: a few bytes decide which hole a block gets. So the steps are also replayed with slightly larger blocks.
+        """
+        if settings not in self._ends:
+            elsewhere = self.job.recipe.engine == "fsdp1" and self.log.starts == "loaded"
+            starts = [self, StepReplay(self.job, starts="built", keeps_up=self.keeps_up)] if elsewhere else [self]
+            found = [shown for one in starts for shown in one.timed(settings)]
+            found += [self._play(_endless(settings), keeps_up=self.keeps_up, sizes=sizes) for sizes in self._larger]
+            reserved = [one.reserved_bytes for one in found]
+            self._ends[settings] = min(reserved), max(reserved)
+        return self._ends[settings]
+
+    def timed(self, settings: AllocatorSettings) -> tuple[Replayed, ...]:
+        """The counters on a GPU that lags and, if that makes a difference, on one that keeps up."""
+        either = self.log.marked and not self.keeps_up
+        return self.replayed(settings), *((self._play(_endless(settings), keeps_up=True),) if either else ())
 
     def band(self, settings: AllocatorSettings = "default") -> Band:
-        """The reserved bytes, with the errors of such replays against runs of the engine's own code. [bytes]"""
-        reserved, (low, high) = self.replayed(settings).reserved_bytes, off_by(self.job.recipe, settings)
-        least = max(self._least_bytes(settings) * low // 1000, self.replayed(settings).allocated_bytes)
-        return Band(min(least, reserved), reserved, reserved * high // 1000)
+        """The reserved bytes, from :meth:`ends`, with the errors of such ends against runs of the engine's own code. [bytes]"""
+        reserved, (low, high) = self.replayed(settings), off_by(settings)
+        least, most = self.ends(settings)
+        least = max(least * low // 1000, reserved.allocated_bytes)
+        return Band(
+            min(least, reserved.reserved_bytes), reserved.reserved_bytes, max(most * high // 1000, reserved.reserved_bytes)
+        )
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether records and replays cover what decides the reserve of such jobs.
+
+        No record has ranks that split the model, or weights that loading quantizes on the GPU. DeepSpeed marks memory that its
+        other streams use (``record_stream`` in stage3.py, stage_1_and_2.py and partition_parameters.py of 0.19.8); its requests
+        do not, so they are replayed only as on a GPU that keeps up.
+        """
+        mesh, recipe = self.job.mesh, self.job.recipe
+        splits = max(mesh.tp, mesh.cp, mesh.pp, mesh.ep) > 1
+        lags = recipe.engine == "deepspeed" and own_pools(recipe) != ONE_POOL
+        return not (splits or lags or self.job.model.is_quantised)
 
     def on_card(self, room_bytes: int, settings: AllocatorSettings = "default") -> OnCard:
         """The result of the steps if the allocator may reserve at most ``room_bytes``."""
@@ -140,9 +181,29 @@ class StepReplay:
     def _products(self) -> frozenset[int]:
         return frozenset(self.log.products.values())
 
-    def _play(self, card: CachingAllocator, *, keeps_up: bool) -> Replayed:
-        """Replay the steps on this allocator and return its counters; raises _FullAtError if it runs out of memory."""
-        requests, chunks = self.log.requests, dict[int, Chunk]()
+    @cached_property
+    def _unrecorded(self) -> frozenset[int]:
+        """The requests that a run on fake tensors does not record: scratch inside CUDA's kernels."""
+        scratch = (at for at, one in enumerate(self.log.requests) if one.reason.startswith("scratch of"))
+        return frozenset(scratch if self.log.starts == "recorded" else ())
+
+    @cached_property
+    def _larger(self) -> tuple[list[int], ...]:
+        """The sizes of all requests with those of large blocks up to 3.5 KiB larger, in several draws. [bytes]
+
+        In half of the draws requests of the same size stay equal, in the others those for the same reason.
+        """
+        requests, sizes = self.log.requests, [one.n_bytes for one in self.log.requests]
+        keys = (sizes, [one.reason for one in requests])
+        return tuple(_enlarged(sizes, key, draw) for key in keys for draw in range(_DRAWS))
+
+    def _play(self, card: CachingAllocator, *, keeps_up: bool, sizes: Sequence[int] = ()) -> Replayed:
+        """Replay the steps on this allocator and return its counters; raises _FullAtError if it runs out of memory.
+
+        ``sizes`` replaces the sizes of all requests.
+        """
+        requests, chunks, unrecorded = self.log.requests, dict[int, Chunk](), self._unrecorded
+        sizes = sizes or [one.n_bytes for one in requests]
         marked = frozenset[int]() if keeps_up else self.log.marked
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
         early, late = (self._products, ()) if self.log.starts == "recorded" else ((), self._products)
@@ -153,11 +214,13 @@ class StepReplay:
                     card.request(self._workspace_bytes)
                 if at in self.log.waits:
                     card.reached(self.log.waits[at])
+                if (deed if deed >= 0 else -1 - deed) in unrecorded:
+                    continue
                 if deed < 0:
                     card.release(chunks.pop(-1 - deed), once_at=at if -1 - deed in marked else None)
                     continue
                 before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
-                chunks[deed] = card.request(requests[deed].n_bytes, requests[deed].stream)
+                chunks[deed] = card.request(sizes[deed], requests[deed].stream)
                 if at in late:
                     card.request(self._workspace_bytes)
                 unusable = free if card.reserved_bytes > before else unusable
@@ -165,6 +228,12 @@ class StepReplay:
         except CardFullError:
             raise _FullAtError(at) from None
         return Replayed(highest, card.highest_bytes, unusable)
+
+
+def _enlarged(sizes: list[int], keys: Sequence[Hashable], draw: int) -> list[int]:
+    """Return sizes, those over 1 MiB larger by 0 to 7 units of the allocator, the same for equal keys. [bytes]"""
+    more = {key: _UNIT * (crc32(f"{draw} {key}".encode()) % _UNITS) for key in set(keys)}
+    return [size + more[key] if size > MIB else size for size, key in zip(sizes, keys, strict=True)]
 
 
 def _endless(settings: AllocatorSettings) -> CachingAllocator:

@@ -15,8 +15,9 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.measured import stored
+from tests.on_gpus import gpu_records
 from zeroplan.engines import replayed_shares
-from zeroplan.engines.replayed_shares import Held
+from zeroplan.engines.replayed_shares import Beyond, Held
 from zeroplan.engines.requests import not_written
 from zeroplan.measurement import SETTINGS
 from zeroplan.replay import StepReplay
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 _FILE = Path(replayed_shares.__file__)
 _TABLE = re.compile(r"(?<=# derived: python -m tests\.measured\.replayed\n).*?(?=    # end)", re.DOTALL)
 _NEAR = 0.02
-_LEFT_OUT = 100
-"""Of so many jobs one at either end is left out."""
+_BELOW, _ABOVE = 20, 100
+"""Of so many jobs one is left out below the lower end, and above the upper end. An upper end that is too low is the worse error."""
+EVERY = 4
+"""Of how many records one is replayed; all of FSDP1, which has few. A replay with both ends takes some seconds."""
 
 
 class Seen(NamedTuple):
@@ -43,25 +46,37 @@ class Seen(NamedTuple):
     """The predicted peak over the recorded one."""
     reserved: float
     """The recorded reserve over the predicted one."""
-    scratch: float
-    """What a kernel of attention takes for itself at most, which records on fake tensors have not, over the recorded peak."""
+    least: float
+    """The recorded reserve over the lower of the prediction's ends."""
+    most: float
+    """The recorded reserve over the higher one."""
+
+    def lies_in(self, ends: Beyond) -> bool:
+        """Whether the recorded reserve lies in the band with these ends."""
+        return ends.low <= 1000 * self.least and 1000 * self.most <= ends.high
+
+    def width(self, ends: Beyond) -> float:
+        """The width of that band, as a share of the recorded reserve."""
+        return ends.high / 1000 / self.most - ends.low / 1000 / self.least
 
 
-def records() -> Iterator[Measurement]:
-    """Return all records with a replay of jobs whose requests are known."""
-    every = (record for path in stored.SAMPLES for record in stored.records(path))
-    return (record for record in every if record.allocator and not not_written(record.job))
+def records(every: int = EVERY, of_fsdp1: int = 1) -> list[Measurement]:
+    """Return some of the records with a replay of jobs whose requests are known: one in so many, evenly."""
+    found = [record for path in stored.SAMPLES for record in stored.records(path)]
+    found = [record for record in found if record.allocator and not not_written(record.job)]
+    are_fsdp1 = [record for record in found if record.job.recipe.engine == "fsdp1"]
+    return [*[record for record in found if record.job.recipe.engine != "fsdp1"][::every], *are_fsdp1[::of_fsdp1]]
 
 
 def seen_in(record: Measurement) -> Iterator[Seen]:
-    """Return a record's replays beside those of the prediction."""
-    step = StepReplay(record.job, starts="recorded", keeps_up=True)
-    scratch = max((one.n_bytes for one in step.log.requests if one.reason.startswith("scratch of")), default=0)
+    """Return a record's replays beside those of the prediction. A run on a GPU is compared with the user's prediction."""
+    of_gpu = record.tensors == "cuda"
+    step = StepReplay(record.job) if of_gpu else StepReplay(record.job, starts="recorded", keeps_up=True)
     for shown in record.allocator:
-        predicted = step.replayed(shown.settings)
+        predicted, ends = step.replayed(shown.settings), step.ends(shown.settings)
         allocated = predicted.allocated_bytes / shown.allocated_bytes
-        reserved = shown.reserved_bytes / predicted.reserved_bytes
-        yield Seen(record.job, shown.settings, allocated, reserved, scratch / shown.allocated_bytes)
+        of_ends = (shown.reserved_bytes / one for one in (predicted.reserved_bytes, *ends))
+        yield Seen(record.job, shown.settings, allocated, *of_ends)
 
 
 @cache
@@ -74,24 +89,53 @@ def seen() -> dict[tuple[str, str], list[Seen]]:
     return found
 
 
-def held(found: list[Seen]) -> Held:
-    """Return the figures of some jobs."""
-    ratios, left_out = sorted(one.reserved for one in found), len(found) // _LEFT_OUT
+@cache
+def on_gpus() -> list[Seen]:
+    """Return the runs on a GPU of jobs that records cover."""
+    records = [one.record for one in gpu_records.seen() if one.record is not None and not not_written(one.record.job)]
+    return [one for record in records if StepReplay(record.job).is_covered for one in seen_in(record)]
+
+
+def beyond(found: list[Seen]) -> Beyond:
+    """Return the ends that leave out a few of some jobs."""
+    least, most = sorted(one.least for one in found), sorted(one.most for one in found)
+    return Beyond(
+        low=min(1000, floor(1000 * least[len(found) // _BELOW])),
+        high=max(1000, ceil(1000 * most[-1 - len(found) // _ABOVE])),
+    )
+
+
+def recorded(settings: AllocatorSettings) -> Beyond:
+    """Return the ends of all records with these settings."""
+    return beyond([one for (_, other), found in seen().items() if other == settings for one in found])
+
+
+def held(found: list[Seen], ends: Beyond) -> Held:
+    """Return the figures of some jobs, in a band with these ends."""
     off = [abs(1 / one.reserved - 1) for one in found]
     return Held(
         jobs=len(found),
-        low=floor(1000 * ratios[left_out]),
-        high=ceil(1000 * ratios[-1 - left_out]),
+        inside=floor(1000 * sum(one.lies_in(ends) for one in found) / len(found)),
         median=round(10**6 * median(off)),
         near=floor(1000 * sum(one < _NEAR for one in off) / len(off)),
+        width=ceil(1000 * median(one.width(ends) for one in found)),
     )
 
 
 def main() -> None:
     """Write the figures."""
+    of_gpus, of_records = beyond(on_gpus()), {settings: recorded(settings) for settings in SETTINGS}
+    ends = {how: Beyond(min(one.low, of_gpus.low), max(one.high, of_gpus.high)) for how, one in of_records.items()}
     engines = sorted({engine for engine, _ in seen()})
-    rows = [f'    "{engine}": {tuple(held(seen()[engine, settings]) for settings in SETTINGS)},\n' for engine in engines]
-    _FILE.write_text(_TABLE.sub(lambda _: "".join(rows), _FILE.read_text(encoding="utf-8")), encoding="utf-8")
+    rows = [f'    "{one}": {tuple(held(seen()[one, how], ends[how]) for how in SETTINGS)},\n' for one in engines]
+    tables = iter(
+        (
+            "".join(rows),
+            "".join(f"    {one},\n" for one in of_records.values()),
+            f"    low={of_gpus.low},\n    high={of_gpus.high},\n",
+        )
+    )
+    _FILE.write_text(_TABLE.sub(lambda _: next(tables), _FILE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"written to {_FILE}; run `ruff format`")
 
 

@@ -40,6 +40,11 @@ class Reserved(NamedTuple):
         """The error of the expected figure, as a share of the measurement."""
         return int(self.bands[replayed].expected_bytes) / self.measured - 1
 
+    def width(self, replayed: bool) -> float:
+        """The width of the band, as a share of the measurement."""
+        low, _, high = self.bands[replayed]
+        return (int(high) - int(low)) / self.measured
+
     def inside(self, replayed: bool) -> bool:
         """Whether the figure lies in the band, to the two digits that a source prints."""
         low, _, high = self.bands[replayed]

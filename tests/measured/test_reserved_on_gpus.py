@@ -9,13 +9,14 @@ from zeroplan import estimate
 from zeroplan.ledger import Band
 
 
-def test_nine_in_ten_runs_reserve_what_lies_in_the_band_and_half_of_the_replays_are_within_three_percent():
-    """The bands hold with and without a replay."""
+def test_nine_in_ten_runs_reserve_what_lies_in_the_band_and_half_of_the_replays_are_within_one_percent():
+    """The bands hold with and without a replay, whose band is at most 8 % wide in the median. It is derived without these runs."""
     rows = scored()
     assert len(rows) == sum(len(source["row"]) for source in kept()) >= 10
     for replayed in (False, True):
         assert sum(one.inside(replayed) for one in rows) >= 0.9 * len(rows)
     assert median(abs(one.error(replayed=True)) for one in rows) < 0.01
+    assert median(one.width(replayed=True) for one in rows) <= 0.08
 
 
 def test_another_setting_is_not_what_was_reserved():

@@ -280,7 +280,8 @@ def _reserved_elsewhere() -> Iterator[str]:
         "frees its cache as the allocator does: prime-rl's SFT of 65,536 tokens on B200.\n"
     )
     scored, head = reserved_on_gpus.scored(), ("source", "zeroplan's figure", "rows:", "median:", "of its absolute value:",
-                                               "90 in 100:", "lowest:", "highest:", "in the band:")  # fmt: skip
+                                               "90 in 100:", "lowest:", "highest:", "in the band:",
+                                               "its median width:")  # fmt: skip
     names = [str(source["name"]) for source in reserved_on_gpus.kept()]
     groups = [(name, [one for one in scored if one.source == name]) for name in names] + [("all", [*scored])]
     rows = [_reserved_row(name, ones, replayed=replayed) for name, ones in groups for replayed in (False, True)]
@@ -290,8 +291,9 @@ def _reserved_elsewhere() -> Iterator[str]:
     yield table(head, [(one.name, _gib(round(one.measured)), *_both_bands(one)) for one in scored])
     yield (
         "The replay of Llama 2 7B with full recomputation is 11 % too low. torchtitan's own script of that commit under\n"
-        "`zeroplan dryrun` reserves 30.8 GiB, so the requests of its modules differ from transformers'. These runs of the sources\n"
-        "are no jobs of zeroplan's:\n"
+        "`zeroplan dryrun` reserves 30.8 GiB, so the requests of its modules differ from transformers'. No row was used to derive\n"
+        "the [replay's band](model/device.md#one-figure-instead-of-the-range). These runs of the sources are no jobs of\n"
+        "zeroplan's:\n"
     )
     refused = [
         (source["name"], one["reason"], str(one["rows"])) for source in reserved_on_gpus.kept() for one in source["refused"]
@@ -301,7 +303,18 @@ def _reserved_elsewhere() -> Iterator[str]:
 
 def _reserved_row(name: str, ones: list[reserved_on_gpus.Reserved], *, replayed: bool) -> Row:
     errors, inside = [one.error(replayed) for one in ones], [one.inside(replayed) for one in ones]
-    return (name, "replay" if replayed else ESTIMATE, str(len(ones)), *_of_errors(errors), _share(inside))
+    return (
+        name,
+        "replay" if replayed else ESTIMATE,
+        str(len(ones)),
+        *_of_errors(errors),
+        _share(inside),
+        _width(ones, replayed=replayed),
+    )
+
+
+def _width(ones: list[reserved_on_gpus.Reserved], *, replayed: bool) -> str:
+    return f"{median(one.width(replayed) for one in ones):.1%}"
 
 
 def _both_bands(one: reserved_on_gpus.Reserved) -> Iterator[str]:

@@ -88,7 +88,7 @@ class Step(FlatRuntime, UnitPass):
 
     def before_forward(self) -> None:
         """``_root_pre_forward``: free the gradients whose views ``zero_grad`` has cleared, then unshard the root."""
-        if not self.forwards:
+        if not self.forwards and (self.reduces or self.log.starts != "recorded"):  # no_sync calls it, before the first step
             self.lazy_init()
         self.forwards += 1
         if self.begins:
@@ -145,7 +145,7 @@ class Step(FlatRuntime, UnitPass):
         """``_use_unsharded_grad_views``: make an empty gradient for each parameter's part in the shard, soon replaced by a view."""
         log = self.log
         super().keep_whole(unit, index)
-        if log.has("added") or not self.frees or not self.flat.options.use_orig_params:
+        if log.has("added") or not self.flat.options.use_orig_params:
             return
         for elements in views_of(self.parameters_of[unit.parts], unit.parts.group, aligned_to(self.recipe)):
             log.request("empty", self.plan.width.stored * int(elements), Kind.UNSHARDED_GRADIENTS, "an empty gradient")

@@ -5,7 +5,7 @@ Sizes are those of the eager operators of torch 2.13. Tensors have the names of 
 
 from typing import Literal, NamedTuple
 
-from zeroplan.expr import NOTHING, Size
+from zeroplan.expr import NOTHING, Size, ceil
 from zeroplan.ledger import PLAIN, Kind, Role, Tag
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families.tags import CUDA_ALONE, NORMALISED, STATISTICS
@@ -495,15 +495,24 @@ def rotary(
     dtype = wider(tape, value.dtype, tables)
     turned_part = value.shape if part is None else part
     direct = tape.make(TEMPORARY, f"{site.name} times cos", dtype * turned_part, site.source)
+    negative = tape.begin_brief(f"{site.name}, second half negated", ceil(value.dtype * turned_part, 2), site.source)
     turned = tape.make(TEMPORARY, f"{site.name}, halves exchanged", value.dtype * turned_part, site.source)
+    tape.end_brief(negative)
     times_sin = tape.make(TEMPORARY, f"{site.name} times sin", dtype * turned_part, site.source)
     tape.drop(turned)
     made = tensor(tape, site.name, dtype, value.shape, site.source)
     tape.drop(direct, times_sin)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        times_sin = tape.make(TEMPORARY, f"gradient of the {site.name}, times sin", dtype * turned_part, site.source)
+        negative = tape.begin_brief(
+            f"gradient of the {site.name}, first half negated", ceil(value.dtype * turned_part, 2), site.source
+        )
         given = gradient(tape, value, f"gradient of the {site.name}", site.source)
-        tape.temporary("gradients of the exchanged halves", (dtype + value.dtype) * turned_part, site.source, pieces=2)
+        tape.end_brief(negative)
+        other = tape.make(TEMPORARY, "gradient of the other half", value.dtype * turned_part, site.source)
+        tape.drop(times_sin, other)
+        tape.end_brief(tape.begin_brief(f"gradient of the {site.name}, times cos", dtype * turned_part, site.source))
         return [(value, given)]
 
     read = tuple(Beside(f"rotary {one}", tables * s * per_token, brief=True) for one in ("cos", "sin"))

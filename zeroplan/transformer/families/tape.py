@@ -542,6 +542,16 @@ class Tape:
         self.scratch.append(store)
         return store
 
+    def begin_brief(self, reason: str, size: Size, source: str) -> Store:
+        """Allocate a tensor that only requests show: a later moment of the same operator is at least as high."""
+        store = Store(Kind.TEMPORARY, reason, self.in_this_run(size), source, PLAIN)
+        self.history.actions.append((Do.REQUEST, store))
+        return store
+
+    def end_brief(self, store: Store) -> None:
+        """Free a tensor of :meth:`begin_brief`."""
+        self.history.actions.append((Do.RELEASE, store))
+
     def split_by_batch(self, store: Store) -> None:
         """Split a tensor in two: a single sequence's, which a product saves, and several sequences', which it copies."""
         whole, holders = store.size, store.holds
