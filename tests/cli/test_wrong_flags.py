@@ -27,7 +27,7 @@ from zeroplan.synonyms import _ELSEWHERE, _OURS
         (("--gpus", "8xH100"), "write --gpus 8 --gpu H100"),
         (("--seq-len", "4k"), "may mean 4,000 tokens or 4,096; write the number"),
         (("--seqlen", "4096"), "(Possible options: "),
-        (("--global-batch-size", "8"), "No such option: --global-batch-size; `zeroplan"),  # a flag of another command
+        (("--objective", "cost"), "No such option: --objective; `zeroplan"),  # a flag of another command
     ],
 )
 def test_a_wrong_flag_is_answered_with_the_right_one(run: Run, wrong: tuple[str, ...], says: str):

@@ -238,10 +238,23 @@ def _property(one: Declared) -> dict[str, object]:
     """Return the schema of one option. Numbers may be texts such as 7e9, as in a job file."""
     if one.choices:
         choices = [choice for check in one.checks for choice in check.choices]
-        says = one.help if len(choices) < _MANY else one.help[one.help.rfind("(default") :]
+        says = _said(one.help) if len(choices) < _MANY else one.help[one.help.rfind("(default") :]
         return {"enum": choices, "description": says}
     types = list(dict.fromkeys(_TYPES[check.type] for check in one.checks if check.type in _TYPES))
-    return {"type": types, "description": one.help} if types else {"description": one.help}
+    only = types[0] if len(types) == 1 else types
+    return {"type": only, "description": _said(one.help)} if types else {"description": _said(one.help)}
+
+
+#: The longest description of an option. Of a longer help the tools have the first sentence and the default.
+_LONGEST = 180
+
+
+def _said(told: str) -> str:
+    if len(told) <= _LONGEST:
+        return told
+    first, stop, rest = told.partition(". ")
+    default = rest.rfind("(default")
+    return f"{first}{stop}{rest[default:] if default >= 0 else ''}".strip()
 
 
 def _job(what: str) -> dict[str, object]:

@@ -30,6 +30,10 @@ _WITHOUT_PARAMETERS = (
 )
 
 
+#: Activations, which have no parameters, that a block has only with this layer: Nemotron-H's, and MiniMax's lightning attention.
+_ITS_ACTIVATION = {"mixer.up_proj": "mixer.act_fn", "self_attn.qkv_proj": "self_attn.act_fn"}
+
+
 def block_modules(model: ModelSpec, owners: Sequence[str], kind: str = "") -> Names:
     """Return the modules of a block in forward order; ``owners`` are the modules that own parameters.
 
@@ -50,8 +54,7 @@ def block_modules(model: ModelSpec, owners: Sequence[str], kind: str = "") -> Na
         for name in listed
         if not name.endswith(_WITHOUT_PARAMETERS) and not any(owner == name or owner.startswith(f"{name}.") for owner in owners)
     }
-    if "mixer.up_proj" in missing:  # its activation has no parameters
-        missing.add("mixer.act_fn")
+    missing |= {act for layer, act in _ITS_ACTIVATION.items() if layer in missing}
     if not model.head_norms or kind == "global":
         missing.add("self_attn.qk_norm")
     names = [name for name in listed if name not in missing and _parent(name) not in missing]

@@ -112,19 +112,18 @@ class Request(Spec):
         "`bf16` does in a model loaded in 16 bits. (default: autocast)", MODEL, "NAME",
     )})
     lora_base: Base | None = field(default=None, metadata={"option": Option(
-        "The dtype in which FSDP2 stores frozen weights beside adapters under mixed precision: compute (16 bits), or fp32 (the "
-        "model was loaded in fp32). (default: compute)", MODEL, "NAME",
+        "The dtype in which FSDP2 stores frozen weights beside adapters: compute (16 bits) or fp32. (default: compute)",
+        MODEL, "NAME",
     )})
     lora_runs: int | None = field(default=None, metadata={"option": Option(
-        "prime-rl's adapters, in its own modules: this many beside each layer, of which a token uses one (its "
-        "`max_concurrent_runs`). (default: one adapter, as peft builds it)", MODEL, "N",
+        "prime-rl's modules, with this many adapters beside each layer (`max_concurrent_runs`). (default: one adapter, peft's)",
+        MODEL, "N",
     )})
     lora_learning: int | None = field(default=None, metadata={"option": Option(
         "With --lora-runs: how many of the adapters have optimizer states. (default: all)", MODEL, "N",
     )})
     lora_looped: bool | None = field(default=None, metadata={"option": Option(
-        "With --lora-runs: the adapters' products run one after the other, as before 30 January 2026 on GPUs other than Hopper's.",
-        SWITCHES,
+        "With --lora-runs: products run one adapter after the other, as off Hopper before 30 January 2026.", SWITCHES,
     )})
     upcast: Upcast | None = field(default=None, metadata={"option": Option(
         "With --quantize under mixed precision: which unquantised weights are converted to fp32. all: "

@@ -352,12 +352,19 @@ def test_automodels_general_key_decides_whether_experts_are_resharded(
     assert read(AUTO | model | {"distributed": {"dp_size": 8, "ep_size": 8, **said}}).job.recipe.zero_stage == stage
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v4", "kimi_linear", "kimi_k3"])
+@pytest.mark.parametrize("kind", ["deepseek_v4", "kimi_k3"])
 def test_families_whose_attention_kernels_automodel_names_have_no_formulas(kind: str):
     """If one gets formulas, its values of ``model.backend.attn`` change memory (automodel.py, _is_counted_attention)."""
     config = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     with pytest.raises(SpecError, match="has no formulas"):
         model_from_config(config, name="mine")
+
+
+def test_kimi_linears_eager_attention_is_not_counted(read: Callable[..., Resolved]):
+    """AutoModel runs its own modules of Kimi Linear."""
+    model = {"pretrained_model_name_or_path": "moonshotai/Kimi-Linear-48B-A3B-Instruct", "backend": {"attn": "eager"}}
+    found = read(AUTO | {"model": model, "distributed": {"dp_size": 8}})
+    assert any("model.backend.attn=eager" in note and "too low" in note for note in found.notes)
 
 
 def test_automodels_attention_with_sinks_keeps_no_scores(read: Callable[..., Resolved]):

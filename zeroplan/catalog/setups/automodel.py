@@ -47,8 +47,9 @@ _AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
 #: Of these, what chooses the kernels of experts and their router alone (components/moe/layers.py, MoE.__init__).
 _AUTO_OF_EXPERTS = ("experts", "dispatcher", "dispatcher_num_sms", "dispatcher_share_token_dispatcher", "dispatcher_async_dispatch",
                     "fake_balanced_gate", "fake_gate_noise", "gate_precision")  # fmt: skip
-#: Attention of DeepSeek V4 and Kimi (deepseek_v4/layers.py, kimi_k3/model.py), which have no formulas here. AutoModel's other
-#: models ignore these values, or refuse them (components/attention/utils.py, initialize_attn_module_and_func).
+#: Attention of DeepSeek V4 and Kimi (deepseek_v4/layers.py, kimi_k3/model.py), which have no formulas here, and of Kimi Linear,
+#: where it is not counted (kimi_linear/model.py). AutoModel's other models ignore these values, or refuse them
+#: (components/attention/utils.py, initialize_attn_module_and_func).
 _AUTO_OF_REFUSED = ("torch", "eager")
 _AUTO_BACKEND = "{}={}: what this part of AutoModel's own takes is not counted, and the answer may be too low"
 #: Kernels of experts with the dispatcher torch (components/moe/layers.py, MoE.__init__; common/utils.py, BackendConfig).
@@ -456,7 +457,9 @@ def _is_counted_attention(reading: Reading, kernel: object) -> bool:
     if kernel == "tilelang":  # also in GLM's sparse attention, where transformers' dense one is counted
         return "deepseek_v4" in str(reading.table.data.get("model.config._target_"))
     alone = kernel == "magi" and "context_parallel" not in reading.flags
-    return alone or kernel in _AUTO_OF_REFUSED or (kernel == "flex" and _has_sinks(reading))
+    model = reading.known_model()
+    refused = kernel in _AUTO_OF_REFUSED and (model is None or model.family != "kimi_linear")
+    return alone or refused or (kernel == "flex" and _has_sinks(reading))
 
 
 def _has_sinks(reading: Reading) -> bool:

@@ -4,7 +4,7 @@ The coordinator's hooks surround every module, with or without parameters. Sourc
 ``runtime/zero/parameter_offload.py`` and ``partitioned_param_coordinator.py``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -125,37 +125,61 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
     if linears_of_torch:
         head = head._replace(viewed=head.parameters)
         blocks = [tuple(_with_linear_viewed(whole, module) for module in modules) for modules in blocks]
-    n_blocks, every = whole.n_blocks, len(whole.placed)
+    every = len(whole.placed)
     root = _Module("", inside=(0, every))
     model = _Module("", inside=(0, every - _of_head(whole)))
     if whole.model.family in _MODEL_READS_EMBEDDING:
         model = model._replace(parameters=first[0].parameters, borrows=True)
         first = (first[0]._replace(lent=True), *first[1:])
-    wrappers = (root, root) if whole.model.adapter is not None else ()
-    steps = [_begun(FORWARD, module, -1) for module in (*wrappers, root, model)]
+    roots = (root, root, root) if whole.model.adapter is not None else (root,)
     first, between = _around_the_tower(whole, first)
-    steps += _forward(first, -1)
-    for block, modules in enumerate(blocks):
-        steps += _forward(between.get(block, ()), -1)
+    parts = _Parts(roots, model, first, between, blocks, norm, head)
+    return (*_forward_of(whole, parts, recomputed), *_backward_of(whole, parts, recomputed, lowest))
+
+
+class _Parts(NamedTuple):
+    """A model's modules, in the order in which they run."""
+
+    roots: tuple[_Module, ...]
+    """The whole model, and what adapters wrap around it."""
+    model: _Module
+    first: tuple[_Module, ...]
+    between: Mapping[int, tuple[_Module, ...]]
+    """Modules that run before a block."""
+    blocks: Sequence[tuple[_Module, ...]]
+    norm: _Module
+    head: _Module
+
+
+def _forward_of(whole: Row, parts: _Parts, recomputed: int) -> list[Step]:
+    n_blocks, model = whole.n_blocks, parts.model
+    steps = [_begun(FORWARD, module, -1) for module in (*parts.roots, model)]
+    steps += _forward(parts.first, -1)
+    for block, modules in enumerate(parts.blocks):
+        steps += _forward(parts.between.get(block, ()), -1)
         if block == whole.model.tower_layers:
             steps += [_begun(FORWARD, _Module(""), -1)] * _without_parameters(whole)
         steps += _forward(modules, block, again=block < recomputed)
-    steps += _forward((norm,), n_blocks)
+    steps += _forward((parts.norm,), n_blocks)
     steps[-1] = steps[-1]._replace(frees=(*steps[-1].frees, _freed(model))) if model.borrows else steps[-1]
-    steps += _forward((head,), n_blocks)
-    steps += [*(_begun(BACKWARD, module, n_blocks) for module in (*wrappers, root)), _alone(BACKWARD, head, n_blocks, 1)]
-    steps += [_begun(BACKWARD, model, n_blocks)._replace(made=1), _alone(BACKWARD, norm, n_blocks, 2)]
+    return steps + _forward((parts.head,), n_blocks)
+
+
+def _backward_of(whole: Row, parts: _Parts, recomputed: int, lowest: int) -> list[Step]:
+    n_blocks, first, between = whole.n_blocks, parts.first, parts.between
+    steps = [*(_begun(BACKWARD, module, n_blocks) for module in parts.roots), _alone(BACKWARD, parts.head, n_blocks, 1)]
+    steps += [_begun(BACKWARD, parts.model, n_blocks)._replace(made=1), _alone(BACKWARD, parts.norm, n_blocks, 2)]
     unreached = without_backward(whole.model, recomputed=bool(recomputed))
     if unreached:
         first = tuple(module for module in first if not _of_frozen_images(whole, module))
         between = {at: tuple(one for one in some if not _of_frozen_images(whole, one)) for at, some in between.items()}
     for block in range(n_blocks - 1, max(lowest, 0) - 1, -1):
-        steps += _backward(whole, blocks[block], block, recomputed=recomputed) if block >= unreached else []
+        steps += _backward(whole, parts.blocks[block], block, recomputed=recomputed) if block >= unreached else []
         steps += [_begun(BACKWARD, module, -1) for module in reversed(between.get(block, ()))]
     if lowest >= 0:
-        return tuple(steps)  # autograd does not track the embedding's output
+        return steps  # autograd does not track the embedding's output
     steps += [_begun(BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
-    return (*steps, *(_begun(BACKWARD, module, -1) for module in reversed(first)))
+    return [*steps, *(_begun(BACKWARD, module, -1) for module in reversed(first))]
 
 
 def _around_the_tower(

@@ -378,18 +378,7 @@ def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False, broadcast: b
     if heads.grouped:
         by_key = [_cloned(tape, one, name) for name, one in zip(names[1:], by_key, strict=True)]
     key = _multiplied(tape, by_key[0], "keys, repeated and scaled" if heads.grouped else "keys, scaled")
-    in_order = heads.grouped or heads.repeated
-    keys_in_order = in_order or heads.joined or heads.keys_joined
-    spread = partial(_broadcast, tape) if broadcast else lambda one, _name: one
-    factors_of_scores = (
-        _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4),
-        _operand(
-            tape, spread(key, "keys"), copies, Site("keys", MATH), contiguous=keys_in_order, dtype=4,
-            copied_for_several=broadcast,
-        ),
-    )  # fmt: skip
-    scores = _product(tape, factors_of_scores, copies, "scores", a * T * s, MATH)
-    tape.release(key)
+    scores = _scores_in_32_bits(tape, heads, query, key, copies, broadcast=broadcast)
     with_mask = masked(tape, scores, Site("attention: scores", MATH))
     tape.release(scores)
     weights = softmax(tape, with_mask, 4, MATH)
@@ -399,8 +388,8 @@ def in_32_bits(tape: Tape, heads: Heads, *, has_mask: bool = False, broadcast: b
     )
     beside_keys = heads.joint and by_key[1].store is heads.value.store
     value = _operand(
-        tape, spread(by_key[1], "values"), copies, Site("values", MATH), contiguous=in_order, dtype=4,
-        copied_for_several=beside_keys or broadcast,
+        tape, _broadcast(tape, by_key[1], "values") if broadcast else by_key[1], copies, Site("values", MATH),
+        contiguous=heads.grouped or heads.repeated, dtype=4, copied_for_several=beside_keys or broadcast,
     )  # fmt: skip
     made = _product(tape, ((weights, (weights,)), value), copies, "attention output, head by head", T * c, MATH)
     narrow = cast(tape, made, e, Site("attention output, head by head", MATH))
@@ -612,6 +601,19 @@ def _scores(tape: Tape, operands: tuple[Factor, Factor], copies: Copies, site: S
     with_mask = masked(tape, factor, site)
     tape.release(factor)
     return with_mask
+
+
+def _scores_in_32_bits(
+    tape: Tape, heads: Heads, query: Value, key: Value, copies: Copies, *, broadcast: bool
+) -> Value:  # fmt: skip
+    """Multiply queries and keys. It releases the keys."""
+    in_order = heads.grouped or heads.repeated or heads.joined or heads.keys_joined
+    queries = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4)
+    spread = _broadcast(tape, key, "keys") if broadcast else key
+    keys = _operand(tape, spread, copies, Site("keys", MATH), contiguous=in_order, dtype=4, copied_for_several=broadcast)
+    scores = _product(tape, (queries, keys), copies, "scores", a * T * s, MATH)
+    tape.release(key)
+    return scores
 
 
 def _broadcast_operand(tape: Tape, heads: Heads, value: Value, name: str, copies: Copies) -> Factor:

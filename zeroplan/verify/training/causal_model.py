@@ -226,6 +226,19 @@ def layer_period(spec: ModelSpec) -> int:
     return next((n for n in range(1, len(kinds)) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False))), 1)
 
 
+def _checkpoint_blocks(model: nn.Module, recipe: RecipeSpec, *, reentrant: bool) -> None:
+    """Let blocks recompute as the recipe says; with reentrant checkpoints the input requires gradients, as the Trainer sets it."""
+    if recipe.recompute == "none":
+        return
+    if reentrant:
+        model.enable_input_require_grads()  # type: ignore[operator]
+    if not recipe.fsdp1.checkpoints_units:
+        options = checkpoint_options(recipe.recompute, reentrant=reentrant)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+        for block in () if recipe.recompute_layers is None else find_blocks(model)[recipe.recompute_layers :]:
+            block.gradient_checkpointing = False  # type: ignore[assignment]  # a GradientCheckpointingLayer
+
+
 def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, device: str) -> nn.Module:
     """The causal language model of a job, with the recipe's recomputation, adapters and frozen parts."""
     from transformers import AutoConfig  # noqa: PLC0415  takes seconds, and user workloads need none
@@ -242,14 +255,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     build = causal_model if spec.vision is None else vision.whole_model
     model = build(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
     _cast_decays(model, recipe)
-    reentrant = recipe.engine == "fsdp1" and spec.adapter is not None and recipe.recompute != "none"
-    if reentrant:  # as the Trainer does
-        model.enable_input_require_grads()  # type: ignore[operator]
-    if recipe.recompute != "none" and not recipe.fsdp1.checkpoints_units:
-        options = checkpoint_options(recipe.recompute, reentrant=reentrant)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
-        for block in () if recipe.recompute_layers is None else find_blocks(model)[recipe.recompute_layers :]:
-            block.gradient_checkpointing = False  # type: ignore[assignment]  # a GradientCheckpointingLayer
+    _checkpoint_blocks(model, recipe, reentrant=recipe.engine == "fsdp1" and spec.adapter is not None)
     for name in [one for one in ROUNDING if one in recipe.fused_parts]:
         from zeroplan.verify.training.fake_quantised import round_layers  # noqa: PLC0415  few jobs have it
 
