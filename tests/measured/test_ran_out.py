@@ -14,7 +14,7 @@ def test_what_ran_is_said_to_fit_and_most_of_what_ran_out_is_not():
     """All but two of 165 that ran, and 86 in 100 of 257 that ran out. With a plan's rule 90 and 94, and one of the first forty.
 
     The plan's rule was 96, and none of the first forty, while stages had the layers that Megatron-Core gives them. The program
-    gives the last stage fewer (tests/measured/scaling.py). Why that one layout ran out is not known.
+    counts embedding and head as layers when it cuts stages (tests/measured/scaling.py). Why that layout ran out is not known.
     """
     every = tried()
     assert (sum(one.ran for one in every), len(every)) == (165, 422)
