@@ -98,24 +98,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     mla = _latent(draw, indexed=TRAITS[family].indexed) if family in LATENT_FAMILIES else None
     traits, gemma_4 = TRAITS[family], family == "gemma4_text"
     n_layers = 6 * n_layers if gemma_4 else n_layers
-    patterns = (
-        ("LLG", "LDG")
-        if family == "llama4_text"
-        else ("DLLG", "LLLG")
-        if family == "exaone_moe"
-        else ("C", "CC*", "*")
-        if family == "lfm2"
-        else ("cC*", "CD")
-        if family == "lfm2_moe"
-        else ("mM*", "MD", "m")
-        if family == "kimi_linear"
-        else ("M-*", "ME*")
-        if traits.one_module
-        else ("H", "N")
-        if traits.one_kind
-        else ("M", "MM*", "*")
-    )
-    pattern = draw.choice(patterns) if family in PATTERNED else ""
+    pattern = draw.choice(_patterns(family)) if family in PATTERNED else ""
     window = _mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None
     window = 512 if gemma_4 or family == "exaone_moe" else window
     made = ModelSpec(
@@ -139,6 +122,20 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     if family == "glm_moe_dsa" and mla is not None and made.moe is not None and made.moe.num_dense_layers:
         return replace(made, mla=replace(mla, index_every=draw.choice((1, 2, 4))))
     return made
+
+
+#: Orders of the kinds of layers in families that have an order of their own.
+_PATTERNS = {
+    "llama4_text": ("LLG", "LDG"), "exaone_moe": ("DLLG", "LLLG"), "lfm2": ("C", "CC*", "*"), "lfm2_moe": ("cC*", "CD"),
+    "kimi_linear": ("mM*", "MD", "m"),
+}  # fmt: skip
+
+
+def _patterns(family: str) -> tuple[str, ...]:
+    if family in _PATTERNS:
+        return _PATTERNS[family]
+    traits = TRAITS[family]
+    return ("M-*", "ME*") if traits.one_module else ("H", "N") if traits.one_kind else ("M", "MM*", "*")
 
 
 def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:

@@ -432,7 +432,7 @@ def test_the_ends_of_fsdp1_are_those_of_a_gpu_that_lags_or_keeps_up_and_of_both_
 
 
 def test_larger_blocks_stay_equal_where_they_were():
-    """Small ones keep their sizes, and the others get at most 3.5 KiB."""
+    """Requests of up to 1 MiB keep their size; larger ones grow by at most 3.5 KiB."""
     step = StepReplay(_job(stage=3))
     sizes = [one.n_bytes for one in step.log.requests]
     for larger in step._larger:

@@ -191,7 +191,7 @@ class StepReplay:
     def _larger(self) -> tuple[list[int], ...]:
         """The sizes of all requests with those of large blocks up to 3.5 KiB larger, in several draws. [bytes]
 
-        In half of the draws requests of the same size stay equal, in the others those for the same reason.
+        Half of the draws enlarge all requests of one size equally; the other half, all requests made for one reason.
         """
         requests, sizes = self.log.requests, [one.n_bytes for one in self.log.requests]
         keys = (sizes, [one.reason for one in requests])

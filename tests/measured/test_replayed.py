@@ -42,7 +42,7 @@ def test_nine_in_ten_reserves_are_within_two_percent(found: list[replayed.Seen],
 
 @pytest.mark.parametrize("engine", _ENGINES)
 def test_reserves_lie_in_the_band(found: list[replayed.Seen], engine: str):
-    """At least 90 in 100, and half of the bands are at most 8 % wide."""
+    """At least 90 in 100 of records that mostly gave no figure, and half of the bands are at most 8 % wide."""
     of_engine = [one for one in found if one.job.recipe.engine == engine]
     assert sum(one.lies_in(off_by(one.settings)) for one in of_engine) >= 0.9 * len(of_engine)
     assert median(one.width(off_by(one.settings)) for one in of_engine) <= 0.08

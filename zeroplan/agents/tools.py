@@ -245,11 +245,12 @@ def _property(one: Declared) -> dict[str, object]:
     return {"type": only, "description": _said(one.help)} if types else {"description": _said(one.help)}
 
 
-#: The longest description of an option. Of a longer help the tools have the first sentence and the default.
+#: The longest description of an option. [characters]
 _LONGEST = 180
 
 
 def _said(told: str) -> str:
+    """Return a help text, or the first sentence and the default of a long one."""
     if len(told) <= _LONGEST:
         return told
     first, stop, rest = told.partition(". ")

@@ -18,7 +18,8 @@ from zeroplan.planner.space import Fixed, Grid, easy_room_of, room_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 
-#: The number of layouts to try in other chunks, and by how much they may be slower than the fastest: an idle sixteenth, twice.
+#: The number of layouts to try with other chunks. They may be slower than the fastest by an eighth: more chunks gain at most what a
+#: pipeline idles, and the search interleaves all that idle for over a sixteenth of the step.
 _CLOSELY, _NEAR = 8, 1 / 8
 
 

@@ -242,7 +242,7 @@ def families(having: Callable[[Traits], object]) -> tuple[str, ...]:
 USUAL_ACTIVATION: Mapping[str, Activation] = {name: one.activation for name, one in TRAITS.items()}
 FREE_ACTIVATION = families(lambda one: one.other_activations)
 WINDOWED_FAMILIES = families(lambda one: one.window)
-#: Families of which a model's first layers may have full attention, and the others a window (``max_window_layers``).
+#: Families whose ``max_window_layers`` gives the first layers full attention and the layers after them a sliding window.
 SOME_WINDOWED: tuple[str, ...] = ("qwen2", "qwen3")
 LEARNED_POSITIONS = families(lambda one: one.learned_positions)
 #: Families without rotary positions: learned ones, or ALiBi (BLOOM).

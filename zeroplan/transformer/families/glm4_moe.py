@@ -1,8 +1,8 @@
 """GLM-4 MoE (GLM-4.5 to 4.7), dots.llm1, Solar Open, Hunyuan 3, K-EXAONE: grouped-query attention with DeepSeek-V3's experts.
 
 GLM-4 MoE rotates half of each head; its larger models also normalise queries and keys over each head. Every layer of Solar Open
-has experts. Hunyuan 3 adds the outputs of routed and shared experts in fp32. Every fourth layer of K-EXAONE has full attention
-without rotary positions, the others a window.
+has experts. Hunyuan 3 adds the outputs of routed and shared experts in fp32. In K-EXAONE every fourth layer has full attention
+without rotary positions; the others have a sliding window.
 """
 
 from functools import partial

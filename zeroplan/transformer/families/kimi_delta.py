@@ -2,7 +2,8 @@
 
 Each channel of a head has its own decay, so the decay between two tokens of a chunk is a vector: tensors over all pairs of tokens
 of a chunk are as wide as a head. Everything is in fp32, except matrix products under autocast. A loop over the chunks carries a
-state; the tape runs its first, second last and last iteration, and counts what the others save, as in ``delta_rule.py``.
+state. As in ``delta_rule.py``, the tape runs the first, the last but one, and the last iteration; the rest save what the last
+but one saves, and are counted.
 """
 
 from typing import NamedTuple
@@ -356,7 +357,7 @@ def _less(tape: Tape, value: Value, known: Value) -> Value:
 
 
 def _next_state(tape: Tape, state: Value, of: tuple[Value, Value, Value], often: tuple[Times, Times]) -> Value:
-    """``state * exp(g_last) + (k * exp(g_last - g)).T @ new``. ``often``: how many iterations, and results, this stands for."""
+    """``state * exp(g_last) + (k * exp(g_last - g)).T @ new``. ``often``: how many iterations, and results, this counts."""
     (key, decay, new), (times, after) = of, often
     whole = part(tape, decay, b * A * D, times)
     shrunk = _exponential(tape, whole, "decay of a whole chunk")

@@ -1,8 +1,8 @@
 """MiniMax-Text-01 and MiniMax-M1: blocks of lightning attention or of full attention, each followed by Mixtral's experts.
 
 Lightning attention splits a sequence into chunks. It attends with a decay within a chunk, and a state carries the rest from chunk
-to chunk. A loop over the chunks runs in torch operators; each iteration saves tensors for its backward. The tape runs the first,
-the second last and the last iteration. The others allocate the same as the second last; the tape counts what they save.
+to chunk. A loop over the chunks runs in torch operators; each iteration saves tensors for its backward. The tape runs three
+iterations: the first, the last but one, and the last. The rest save the same tensors as the last but one, so it counts them.
 """
 
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ class _Done(NamedTuple):
     """Outputs of the iterations that the tape does not run."""
 
 
-#: How many iterations a tensor stands for: a number, or an expression that is 0 or 1.
+#: How many iterations of the loop allocate a tensor: a number, or an expression that is 0 or 1.
 _Times: TypeAlias = Size | int
 
 
@@ -139,7 +139,7 @@ def _iteration(
 ) -> tuple[_Done, Value]:  # fmt: skip
     """Run one chunk of ``tokens``. Return what variables hold after it, and its output. Nothing reads the last state.
 
-    ``after``: how many next states this iteration stands for.
+    ``after``: how many states for a next chunk this counts.
     """
     query, key, value = parts
     rows, pairs = tokens * b * A * D * times, tokens * tokens * b * A * times

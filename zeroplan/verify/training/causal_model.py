@@ -278,7 +278,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
 def _cast_decays(model: nn.Module, recipe: RecipeSpec) -> None:
     """Cast the decays of lightning attention to the compute dtype: outside autocast its products refuse two dtypes.
 
-    So does whoever loads the model in 16 bits and casts its parameters alone to fp32, as accelerate does for FSDP2.
+    A user gets the same by loading the model in 16 bits and casting only its parameters to fp32, as accelerate does for FSDP2.
     """
     if compute_of(recipe).autocast:
         return
