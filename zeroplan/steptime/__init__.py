@@ -57,9 +57,9 @@ def step_time(
 
     ``running``: the step's kernels, if they differ from the engine's usual ones.
     """
-    alike = _if_all_are_alike(account, model, recipe, mesh, batch, cluster, mfu=mfu, share=share, running=running)
-    here = links(cluster)
-    if mfu is not None or here is None:
+    rates, here = _rates(recipe, cluster, share, running)
+    alike = _if_all_are_alike(account, model, recipe, mesh, batch, here, rates, mfu)
+    if mfu is not None:
         return alike
     return alike._replace(parts=(*alike.parts, _for_the_slowest(alike.seconds, recipe, mesh, here.per_node)))
 
@@ -87,14 +87,11 @@ def _if_all_are_alike(
     recipe: RecipeSpec,
     mesh: Mesh,
     batch: Batch,
-    cluster: ClusterSpec,
-    *,
+    here: Links,
+    rates: Rates,
     mfu: float | None,
-    share: Efficiency | None,
-    running: Running | None,
 ) -> StepTime:
     """Return the parts of one step in which no GPU is slower than another."""
-    rates, here = _rates(recipe, cluster, share, running)
     gpu = rates.gpu
     if recipe.engine == "megatron":
         from zeroplan.steptime.megatron import megatron_time  # noqa: PLC0415  keeps start-up fast
