@@ -5,13 +5,11 @@ The choice decides the step's memory and traffic. Source: torch 2.13, ``torch/op
 ``torch/distributed/tensor/_ops/_matrix_ops.py``, ``_collective_utils.py`` (``redistribute_cost``) and ``placement_types.py``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from zeroplan.engines.formulas import times
-from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, for_each_value
+from zeroplan.numeric import Int, for_each_value, maximum
 
 if TYPE_CHECKING:
     from zeroplan.engines.optimizers import LocalTensor
@@ -36,15 +34,12 @@ def updated_by_muon(tensor: "LocalTensor") -> bool:
     return tensor.in_block and len(tensor.shape) == 2
 
 
-def state_lines(momentum: Int, others: Int, element_bytes: int) -> tuple[Line, Line]:
-    """Return Muon's momentum for ``momentum`` elements, and AdamW's states for the ``others``. [bytes]"""
-    source = "torch 2.13, torch/optim/_muon.py, _init_group"
-    what, rest = "Muon's momentum of the blocks' matrices", "AdamW's momentum and variance of all other tensors"
-    adamw, both = "torch 2.13, torch/optim", 2 * element_bytes
-    return (
-        Line(Kind.OPTIMIZER_STATE, element_bytes * momentum, what, times(element_bytes, "U_m"), source),
-        Line(Kind.OPTIMIZER_STATE, both * others, rest, times(both, "U_o"), adamw),
-    )
+def highest_of(tensors: Sequence["LocalTensor"], width: int) -> Int:
+    """Return the larger of Muon's step on one matrix and AdamW's foreach step on all other tensors. [bytes]"""
+    others: Int = 0
+    for tensor in tensors:
+        others = others + tensor.repeat * tensor.numel * (not updated_by_muon(tensor))
+    return maximum(width * others, *(for_ranks(tensor, width, highest) for tensor in filter(updated_by_muon, tensors)))
 
 
 def for_ranks(tensor: "LocalTensor", width: int, measure: Callable[[tuple[Deed, ...]], int]) -> Int:
