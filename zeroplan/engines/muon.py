@@ -6,10 +6,10 @@ The choice decides the step's memory and traffic. Source: torch 2.13, ``torch/op
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
-from zeroplan.numeric import Int, for_each_value, maximum
+from zeroplan.numeric import Int, for_each_row, maximum
 
 if TYPE_CHECKING:
     from zeroplan.engines.optimizers import LocalTensor
@@ -46,14 +46,10 @@ def for_ranks(tensor: "LocalTensor", width: int, measure: Callable[[tuple[Deed, 
     """Apply ``measure`` to the step of one matrix, for every number of ranks that share it and every size."""
     rows, columns = tensor.shape[0] if tensor.rows is None else tensor.rows, tensor.shape[1]
 
-    def at(rows: int, columns: int, ranks: int) -> int:
-        return measure(newton_schulz(int(rows), int(columns), int(ranks), width))
+    def at(rows: int, columns: int, ranks: int) -> tuple[int]:
+        return (measure(newton_schulz(rows, columns, ranks, width)),)
 
-    if isinstance(rows, int) and isinstance(columns, int):
-        return for_each_value(partial(at, rows, columns), tensor.ranks)
-    import numpy as np  # noqa: PLC0415  keeps start-up fast
-
-    return cast("Int", np.vectorize(at, otypes=[np.int64])(rows, columns, tensor.ranks))
+    return for_each_row(at, rows, columns, tensor.ranks)[0]
 
 
 def step_of(tensor: "LocalTensor", width: int) -> tuple[Deed, ...]:

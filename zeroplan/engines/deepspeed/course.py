@@ -273,23 +273,7 @@ def _by_index(values: Sequence[Int], at: "NDArray[np.intp]") -> Int:
 
 def _in_columns(seen: list[Sequence[Seen]], which: Int) -> Sequence[Seen]:
     """Return the moments as columns. A shorter list repeats its last moment."""
-    if len(seen) == 1:
+    if isinstance(which, int):
         return seen[0]
     length = max(map(len, seen))
-    return [_column([of_one[min(at, len(of_one) - 1)] for of_one in seen], which) for at in range(length)]
-
-
-def _column(seen: list[Seen], which: Int) -> Seen:
-    if all(each == seen[0] for each in seen):
-        return seen[0]
-    rows = zip(*[(each.block, each.made, *each.held) for each in seen], strict=True)
-    block, made, *held = (_picked(cast("tuple[int, ...]", values), which) for values in rows)
-    return Seen(block, made, Held(*held))
-
-
-def _picked(values: tuple[int, ...], which: Int) -> Int:
-    if values.count(values[0]) == len(values):
-        return values[0]
-    import numpy as np  # noqa: PLC0415  a single job never needs it
-
-    return cast("Int", np.array(values, dtype=np.int64)[which])
+    return [_chosen([of_one[min(at, len(of_one) - 1)] for of_one in seen], which) for at in range(length)]
