@@ -123,7 +123,7 @@ def _of_group(
     *, backward: int = 0, ranks: Int | None = None, is_root: bool = False,
 ) -> Iterator[Collective]:  # fmt: skip
     sharing = plan.n if ranks is None else ranks
-    calls = passes * layers, passes * backward if plan.reshard is not False else 0, reductions * layers
+    calls = passes * layers, passes * backward if backward and plan.reshard is not False else 0, reductions * layers
     again = sharing if isinstance(plan.reshard, bool) else plan.reshard
     for call in of_units(plan, groups, name, calls, ranks=(sharing, again), replicas=mesh.dp_replicate):
         shards = Among.SHARDS if ranks is None else Among.SHARDS_OF_EXPERTS
