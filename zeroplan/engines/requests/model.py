@@ -246,7 +246,7 @@ class ModelPass:
             if waits or not (do is requests or do is releases):
                 self._do(layer, one, ends, forward=forward)
                 continue
-            key = ends[place] if place in ends else (layer, place)
+            key = ends.get(place, (layer, place))
             if do is releases:
                 log.release(key)
             else:
