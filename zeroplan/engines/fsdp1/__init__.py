@@ -46,9 +46,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         host=(*in_host_memory(plan, activations), *there),
         symbols=(*symbols_of(plan, model, activations), *_of_frozen(plan), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan, model)),
-        kept=tuple(
-            (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
-        ),
+        kept=plan.kept_in_a_block,
     )
 
 
