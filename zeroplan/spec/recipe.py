@@ -589,9 +589,10 @@ class RecipeSpec(Spec):
     experts, which run together or one by one), ``output-copied`` (attention copies its output), ``output-scaled`` (attention
     multiplies its output by what sinks leave, in fp32), ``router-in-fp32`` (the router multiplies fp32 copies), ``te-linear`` and
     ``te-experts`` (Transformer Engine's products, with workspaces of their own), ``te-float8`` (which run in float8),
-    ``narrow-loss`` (cross-entropy in the logits' own dtype), ``in-place-loss`` (whose forward writes the gradient over the logits), and
-    ``gathered-logits`` (tensor-parallel ranks gather the logits of the whole vocabulary for the loss). With recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's
-    outputs, or the inputs of norms, attention and MLP."""
+    ``narrow-loss`` (cross-entropy in the logits' own dtype), ``in-place-loss`` (whose forward writes the gradient over the
+    logits), and ``gathered-logits`` (tensor-parallel ranks gather the logits of the whole vocabulary for the loss). With recompute
+    ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's outputs, or
+    the inputs of norms, attention and MLP."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row, or its prototypes for Blackwell:
     MXFP8 with a scale for 32 elements, NVFP4 with four bits and a scale for 16."""

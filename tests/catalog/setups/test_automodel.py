@@ -235,7 +235,7 @@ _LOSS = "nemo_automodel.components.loss"
 def test_automodels_losses_read_the_logits_in_their_own_ways(
     read: Callable[..., Resolved], loss: dict[str, Any], ranks: int, parts: tuple[str, ...]
 ):
-    """torch's cross-entropy reads fp32 logits or those of the model, of all ranks; Transformer Engine's writes over them."""
+    """Torch's cross-entropy reads fp32 logits or those of the model, of all ranks; Transformer Engine's writes over them."""
     said = {"loss_fn": loss, "distributed": {"strategy": "fsdp2", "dp_size": 4, "tp_size": ranks}}
     job = read(AUTO | said).job
     assert set(job.recipe.fused_parts) - {"norm-in-one"} == set(parts)

@@ -6,9 +6,9 @@ Prints the bytes above the beginning at the peak of the forward, after it, and a
 import sys
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import cross_entropy
 
 ranks, kind = int(sys.argv[1]), sys.argv[2]
 batch, length, width, vocabulary = 2, 256, 64, 32768
@@ -21,7 +21,7 @@ def masked_cross_entropy(logits, labels):
         logits = logits.float()
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
-    return F.cross_entropy(logits, labels, reduction="sum") / labels.numel()
+    return cross_entropy(logits, labels, reduction="sum") / labels.numel()
 
 
 mesh = None

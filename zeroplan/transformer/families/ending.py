@@ -353,7 +353,11 @@ _CrossEntropy = Callable[[Tape, Value, tuple[Store, ...]], tuple[Value, tuple[St
 
 def _cross_entropy_of(ending: Ending) -> _CrossEntropy:
     """Return how cross-entropy runs on all logits."""
-    others: dict[str, _CrossEntropy] = {"in-place-loss": _written_early, "cross-entropy": _written_over, "compiled-loss": _compiled}
+    others: dict[str, _CrossEntropy] = {
+        "in-place-loss": _written_early,
+        "cross-entropy": _written_over,
+        "compiled-loss": _compiled,
+    }
     narrow = "narrow-loss" in ending.fused
     if ending.sharded and "in-place-loss" not in ending.fused:
         return partial(_gathered_first, narrow=narrow) if "gathered-logits" in ending.fused else _over_ranks
