@@ -22,7 +22,10 @@ def construction(found: Estimate) -> int:
 
 @pytest.mark.parametrize(
     "said",
-    [{"model": "falcon-h1-7b", "gpus": 2, "lora_rank": 8, "lora_targets": "attention,mlp,in_proj"}, {"model": "glm-5.2", "gpus": 512}],
+    [
+        {"model": "falcon-h1-7b", "gpus": 2, "lora_rank": 8, "lora_targets": "attention,mlp,in_proj"},
+        {"model": "glm-5.2", "gpus": 512},
+    ],
     ids=["Mamba with a norm, adapters", "layers that share picked keys"],
 )
 def test_lines_of_every_kind_of_layer_are_explained(said: dict[str, object]):
