@@ -154,6 +154,8 @@ class Mode(NamedTuple):
     """What a selective checkpoint keeps: by default products and kernels' outputs; router-kept or inputs-kept."""
     fused_rotary: bool = False
     """One kernel rotates queries, or keys, in place."""
+    expert_by_expert: bool = False
+    """transformers multiplies the experts one after the other: torch's ``grouped_mm`` needs compute capability 8.0."""
     low_rank: LowRank | None = None
     """Megatron-Core's matrices are frozen, and some have adapters."""
 
@@ -308,6 +310,8 @@ class History:
         self.moments_before_rerun = 0
         self.input_copies = list[Store]()
         """Copies of a block's inputs other than the residual stream, which the engine makes before any checkpoint."""
+        self.in_nodes = list[Store]()
+        """Tensors that are attributes of autograd's nodes. No hook of a checkpoint or an offload sees them."""
 
 
 class Alive(NamedTuple):
@@ -713,6 +717,26 @@ class Tape:
         self.selected.kernel_outputs += made
 
     # --- the backward --------------------------------------------------------------------------------------------------------
+
+    def hold_in_node(self, store: Store) -> None:
+        """Keep a tensor that an operator of Python stores on its node, beside its saved tensors, until the backward ends."""
+        if store in self.history.in_nodes or self.demand is not None:
+            return
+        self.history.in_nodes.append(store)
+        self.hold_to_the_end(store)
+        if self.keeps_saved:
+            self.saved[store] = None
+
+    def checkpoint_of(self, given: Store) -> tuple[Store, ...]:
+        """Return what a full checkpoint of a block keeps: its inputs, and what nodes hold."""
+        return (given, *self.history.input_copies, *self.history.in_nodes)
+
+    def end_nodes(self) -> None:
+        """Release what nodes hold: those of a recomputation go with its graph, when it ends."""
+        for store in self.history.in_nodes:
+            self.held.remove(store)
+            self.saved.pop(store, None)
+        self.drop(*self.history.in_nodes)
 
     def used(self, *stores: Store) -> None:
         """Record the moment. After a recomputation, free the tensors just read, except a checkpoint's input."""
