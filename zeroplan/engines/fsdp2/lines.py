@@ -4,8 +4,10 @@ from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import ALONE, COPY_OUT, GATHER, POST_FORWARD, reduce_output_width, smaller_shard
 from zeroplan.engines.fsdp2.groups import Group, ParamGroup
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.numeric import Int, ceil_div, maximum, where
+
+_COPIED_OUT = Tag(Role.COPIED_OUT)
 
 # --- parameters -------------------------------------------------------------------------------------------------------
 
@@ -85,7 +87,7 @@ def copying_out(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
     n_bytes = group.narrow * width * group.padded + (1 - group.gathers) * alone
     again = f"{group.narrow}·{width}·{group.whole}" if isinstance(group.narrow, int) else ""
     formula = group.said(n_bytes, f"{again} + (1 - min(1, F-1))·{alone}" if again else "")
-    return (Line(Kind.GATHER, n_bytes, "experts, cast or copied once more on their way out", formula, COPY_OUT),)
+    return (Line(Kind.GATHER, n_bytes, "experts, cast or copied once more on their way out", formula, COPY_OUT, _COPIED_OUT),)
 
 
 def _cast_alone(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
@@ -102,7 +104,7 @@ def _cast_alone(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
         elements = unit.alone_from_host if plan.cast_too else unit.alone_beside_adapters
     n_bytes: Int = (1 - plan.gathers) * width * elements
     formula = group.said(n_bytes, f"(1 - min(1, N-1))·{product(width, elements)}")
-    return (Line(Kind.GATHER, n_bytes, "its parameters, one after the other", formula, ALONE),)
+    return (Line(Kind.GATHER, n_bytes, "its parameters, one after the other", formula, ALONE, _COPIED_OUT),)
 
 
 def cut_to_smaller_shards(plan: Plan, run: int) -> Line:
