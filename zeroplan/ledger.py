@@ -101,7 +101,7 @@ class Role(StrEnum):
     BATCH = "batch"
     """Token ids and positions."""
     COPIED_OUT = "copied out"
-    """A cast or copy beside unsharded parameters, on the compute stream; other gathers are on a stream of their own."""
+    """A parameter's cast or copy, on the compute stream; other gathers are on a stream of their own."""
     LABELS = "labels"
     """Labels as the loss prepares them."""
     UNTIL_NEXT_STEP = "until the next step"
