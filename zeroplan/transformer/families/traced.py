@@ -6,7 +6,6 @@ tensors' bytes for one batch, or for a column of batches.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -83,8 +82,7 @@ class PlacedArrival(NamedTuple):
     stores: Places
 
 
-@dataclass(frozen=True, eq=False, slots=True)  # compared by identity, so that caches keyed on it are fast
-class Plan:
+class Plan(NamedTuple):
     """The record of one structure's runs, with expressions for sizes."""
 
     stores: tuple[Store, ...]
@@ -106,6 +104,18 @@ class Plan:
     arrivals: tuple[PlacedArrival, ...] = ()
     away: Places = ()
     """Copies in host memory of the block's saved tensors."""
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is this very plan: caches keyed on plans must be fast."""
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        """Whether the other is another object."""
+        return self is not other
+
+    def __hash__(self) -> int:
+        """Return a hash of its identity."""
+        return id(self)
 
     @property
     def saved(self) -> Places:
@@ -464,7 +474,7 @@ def of_a_rank(plan: Plan, *, whole: bool) -> Plan:
     shares = SHARES | ({T_p.text: T} if whole else {})
     for store in plan.stores:
         store.size = store.size.replacing(shares)
-    return replace(plan, weights=tuple(weight.replacing(shares) for weight in plan.weights))
+    return plan._replace(weights=tuple(weight.replacing(shares) for weight in plan.weights))
 
 
 def forwards(
