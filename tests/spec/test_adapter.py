@@ -113,7 +113,7 @@ _OF_PRIME_RL: dict[str, Any] = {
             {"lora_rank": 8, "lora_runs": 4, "lora_base": "fp32", "model": "qwen3-30b-a3b"},
             "and a qwen3_moe model is not modelled yet; use fused_kernels 'prime-rl-experts'",
         ),
-        ({**_OF_PRIME_RL, "lora_runs": 0, "lora_learning": None}, "'prime-rl-experts' with peft's adapters is not modelled; use runs, prime-rl's"),
+        ({**_OF_PRIME_RL, "lora_runs": 0, "lora_learning": None}, "with peft's adapters is not modelled; use runs, prime-rl's"),
         ({**_OF_PRIME_RL, "lora_learning": 2}, "experts of which several adapters learn is not modelled yet; use learning 1"),
         ({**_OF_PRIME_RL, "lora_looped": True}, "experts one after the other is not modelled yet; use looped false"),
         ({**_OF_PRIME_RL, "lora_targets": "mlp"}, "single layers beside experts is not modelled yet; use targets 'all-linear'"),
