@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
-from zeroplan.engines.deep_ep import expert_buffers
 from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
@@ -15,11 +14,10 @@ from zeroplan.engines.reserved_shares import with_missed
 from zeroplan.engines.userbuffers import overlap_buffers
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
-from zeroplan.measurement import SETTINGS, AllocatorSettings
 from zeroplan.memo import recalled
 from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.hardware import node_size
+from zeroplan.spec.hardware import SETTINGS, AllocatorSettings, node_size
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -428,7 +426,15 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
 
 
 def _outside(job: JobSpec) -> tuple[Outside, ...]:
-    return (*outside(job.mesh, job.cluster.gpu), *expert_buffers(job), *overlap_buffers(job))
+    return (*outside(job.mesh, job.cluster.gpu), *_of_experts(job), *overlap_buffers(job))
+
+
+def _of_experts(job: JobSpec) -> tuple[Outside, ...]:
+    if job.model.moe is None:
+        return ()
+    from zeroplan.engines.deep_ep import expert_buffers  # noqa: PLC0415  only experts pay for it
+
+    return expert_buffers(job)
 
 
 def needed_by(account: Account, job: JobSpec) -> Needed:

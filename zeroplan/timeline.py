@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from zeroplan.engines.reserved_shares import Shares, pressed_of, shares_of
 from zeroplan.ledger import Band, Kind, Moment, Phase, bytes_by_kind
-from zeroplan.measurement import AllocatorSettings
 from zeroplan.numeric import Int, maximum, minimum
+from zeroplan.spec.hardware import AllocatorSettings
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Moments
 from zeroplan.weights import ONE_POOL, Pools

@@ -11,8 +11,8 @@ of each engine lie in the band here, and in a band that is derived without them.
 
 from typing import NamedTuple
 
-from zeroplan.measurement import SETTINGS, AllocatorSettings
 from zeroplan.numeric import Int, maximum
+from zeroplan.spec.hardware import SETTINGS, AllocatorSettings
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
 

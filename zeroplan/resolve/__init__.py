@@ -21,7 +21,6 @@ from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import LOADS_TOWERS, names_in, with_images
 from zeroplan.resolve.padding import with_padding
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
-from zeroplan.resolve.targets import plain_targets, smaller_sides
 from zeroplan.spec.adapter import PEFT_DEFAULT, PEFT_TARGETS, AdapterSpec
 from zeroplan.spec.base import nearest_fields
 from zeroplan.spec.batch import BatchSpec
@@ -255,6 +254,8 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
             raise SpecError(f"peft has no default layers for {model.family}; name them with --lora-targets, such as all-linear")
         asked["targets"] = PEFT_TARGETS[model.family]
     elif request.lora_targets is not None:
+        from zeroplan.resolve.targets import plain_targets  # noqa: PLC0415  only adapters pay for it
+
         asked["targets"] = plain_targets(request.lora_targets, model)
     said = {name: value for name, value in asked.items() if value is not None}
     if not said or (model.adapter is None and said == {"quantize": "none"}):
@@ -561,6 +562,8 @@ def _wide_adapters(model: ModelSpec) -> str:
     """Return a note if the adapters' rank is beyond the smaller side of a layer that they adapt, which peft 0.21 accepts."""
     if model.adapter is None:
         return ""
+    from zeroplan.resolve.targets import smaller_sides  # noqa: PLC0415  only adapters pay for it
+
     sides = smaller_sides(model, frozenset(model.adapted_layers))
     if not sides:
         return ""

@@ -59,8 +59,10 @@ FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
     "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
     "output-scaled", "int4-qat", "axolotl-qat", "grouped-experts", "looped-experts", "te-float8", "compiled-blocks",
-    "compiled-loss",
+    "compiled-loss", "narrow-loss", "in-place-loss", "gathered-logits",
 )  # fmt: skip
+#: Of these, what runs the loss over all logits.
+OF_LOSS = ("cross-entropy", "loss-in-pieces", "compiled-loss", "narrow-loss", "in-place-loss")
 #: Quantisation-aware training: torchtune's layers, and those that Axolotl makes.
 ROUNDING = ("int4-qat", "axolotl-qat")
 #: Families all of whose matrix products are linear layers, and that were compared with torchao's fake-quantised ones.
@@ -586,9 +588,11 @@ class RecipeSpec(Spec):
     (which send tokens to experts on other ranks), ``grouped-experts`` or ``looped-experts`` (every rank gathers all tokens for its
     experts, which run together or one by one), ``output-copied`` (attention copies its output), ``output-scaled`` (attention
     multiplies its output by what sinks leave, in fp32), ``router-in-fp32`` (the router multiplies fp32 copies), ``te-linear`` and
-    ``te-experts`` (Transformer Engine's products, with workspaces of their own), and ``te-float8`` (which run in float8). With
-    recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's
-    outputs, or the inputs of norms, attention and MLP."""
+    ``te-experts`` (Transformer Engine's products, with workspaces of their own), ``te-float8`` (which run in float8),
+    ``narrow-loss`` (cross-entropy in the logits' own dtype), ``in-place-loss`` (whose forward writes the gradient over the
+    logits), and ``gathered-logits`` (tensor-parallel ranks gather the logits of the whole vocabulary for the loss). With recompute
+    ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's outputs, or
+    the inputs of norms, attention and MLP."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row, or its prototypes for Blackwell:
     MXFP8 with a scale for 32 elements, NVFP4 with four bits and a scale for 16."""
@@ -692,7 +696,7 @@ class RecipeSpec(Spec):
             return
         if self.engine not in ("ddp", "fsdp1", "fsdp2") and not (self.engine == "deepspeed" and set(parts) <= OF_LIGER):
             raise SpecError(f"fused_kernels with engine {self.engine!r} is not modelled; use engine 'ddp', 'fsdp1' or 'fsdp2'")
-        of_loss = next((one for one in ("cross-entropy", "loss-in-pieces", "compiled-loss") if one in parts), None)
+        of_loss = next((one for one in OF_LOSS if one in parts), None)
         if of_loss is not None and self.loss != "full":
             raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
         if "loss-in-pieces" in parts and self.precision != "bf16":

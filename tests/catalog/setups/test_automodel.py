@@ -40,7 +40,7 @@ def test_an_automodel_recipe(read: Callable[..., Resolved]):
     assert (job.mesh.dp_shard, job.mesh.tp, job.batch.grad_accum_steps) == (4, 2, 8)
     assert (job.recipe.engine, job.recipe.precision, job.recipe.optimizer) == ("fsdp2", "bf16", "adam")
     # AutoModel's own Llama: norms, attention and MLP in a checkpoint each, and every norm in one operator
-    assert (job.recipe.recompute, job.recipe.fused_parts) == ("selective", ("norm-in-one", "inputs-kept"))
+    assert (job.recipe.recompute, job.recipe.fused_parts) == ("selective", ("norm-in-one", "inputs-kept", "gathered-logits"))
     assert not any("not known" in note for note in notes)
     assert not job.recipe.fsdp2.sequence_parallel  # its default
     along = {"distributed": {**AUTO["distributed"], "sequence_parallel": True}}
@@ -220,6 +220,28 @@ def test_automodels_training_loop_holds_the_logits(read: Callable[..., Resolved]
     model = {"model": {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"}}
     found = read(AUTO | {"distributed": {"strategy": "fsdp2", "dp_size": 4}} | model | said).job
     assert found.recipe.keep_logits is kept
+
+
+_LOSS = "nemo_automodel.components.loss"
+
+
+@pytest.mark.parametrize(("loss", "ranks", "parts"), [
+    ({"_target_": f"{_LOSS}.masked_ce.MaskedCrossEntropy"}, 1, ()),
+    ({"_target_": f"{_LOSS}.masked_ce.MaskedCrossEntropy", "fp32_upcast": False}, 1, ("narrow-loss",)),
+    ({"_target_": f"{_LOSS}.masked_ce.MaskedCrossEntropy", "fp32_upcast": False}, 2, ("narrow-loss", "gathered-logits")),
+    ({"_target_": f"{_LOSS}.masked_ce.MaskedCrossEntropy"}, 2, ("gathered-logits",)),
+    ({"_target_": f"{_LOSS}.te_parallel_ce.TEParallelCrossEntropy"}, 2, ("in-place-loss",)),
+    ({"_target_": f"{_LOSS}.linear_ce.FusedLinearCrossEntropy"}, 1, ())])  # fmt: skip
+def test_automodels_losses_read_the_logits_in_their_own_ways(
+    read: Callable[..., Resolved], loss: dict[str, Any], ranks: int, parts: tuple[str, ...]
+):
+    """Torch's cross-entropy reads fp32 logits or those of the model, of all ranks; Transformer Engine's writes over them."""
+    said = {"loss_fn": loss, "distributed": {"strategy": "fsdp2", "dp_size": 4, "tp_size": ranks}}
+    job = read(AUTO | said).job
+    assert set(job.recipe.fused_parts) - {"norm-in-one"} == set(parts)
+    assert_explained(estimate(job))
+    plain = replace(job, recipe=replace(job.recipe, fused_kernels="norm-in-one"))
+    assert (estimate(job).peak_bytes > estimate(plain).peak_bytes) is (parts == ("gathered-logits",))
 
 
 def test_automodel_compiles_nothing_under_fsdp2_unless_its_own_key_says_so(read: Callable[..., Resolved], tmp_path: Path):

@@ -6,7 +6,6 @@ tensors' bytes for one batch, or for a column of batches.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, ROUNDING, SENDING, Recompute
-from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place, without_input
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
@@ -83,8 +82,7 @@ class PlacedArrival(NamedTuple):
     stores: Places
 
 
-@dataclass(frozen=True, eq=False, slots=True)  # compared by identity, so that caches keyed on it are fast
-class Plan:
+class Plan(NamedTuple):
     """The record of one structure's runs, with expressions for sizes."""
 
     stores: tuple[Store, ...]
@@ -106,6 +104,18 @@ class Plan:
     arrivals: tuple[PlacedArrival, ...] = ()
     away: Places = ()
     """Copies in host memory of the block's saved tensors."""
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is this very plan: caches keyed on plans must be fast."""
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        """Whether the other is another object."""
+        return self is not other
+
+    def __hash__(self) -> int:
+        """Return a hash of its identity."""
+        return id(self)
 
     @property
     def saved(self) -> Places:
@@ -390,6 +400,7 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
         ),
         yes.cast_elements,
         yes.checkpoint_in_backward,
+        away=lines(yes.away, no.away),
         handed=tuple(
             [HandedOn(one.gradients, lines(one.lines, other.lines)) for one, other in zip(yes.handed, no.handed, strict=True)]
         ),
@@ -416,7 +427,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family in LATENT_FAMILIES}
     keeps = structure.made_on_demand and structure.recompute == "selective"
     tape, given, output = run_forward(structure, saving=True, recomputed=run_again, keeps_selected=keeps)
-    kept = (given.store, *tape.history.input_copies) if structure.offloaded else tape.saved
+    kept = (given.store, *tape.history.in_nodes) if structure.offloaded else tape.saved
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     ran = _run_backward(tape, structure, given, output, checkpoints)
     by_place = structure.training is not None and structure.training.keeps_inputs
@@ -432,7 +443,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
         dtypes,
         checkpoints,
     )
-    places, arrivals = index.of((given.store, *tape.history.input_copies)), index.arrivals(tape.gradients.arrivals)
+    places, arrivals = index.of(tape.checkpoint_of(given.store)), index.arrivals(tape.gradients.arrivals)
     away = () if tape.host is None else index.of(tape.host.copies)
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
@@ -463,7 +474,7 @@ def of_a_rank(plan: Plan, *, whole: bool) -> Plan:
     shares = SHARES | ({T_p.text: T} if whole else {})
     for store in plan.stores:
         store.size = store.size.replacing(shares)
-    return replace(plan, weights=tuple(weight.replacing(shares) for weight in plan.weights))
+    return plan._replace(weights=tuple(weight.replacing(shares) for weight in plan.weights))
 
 
 def forwards(
@@ -474,7 +485,7 @@ def forwards(
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        return index.forward(tape, (given, *tape.history.input_copies, *(tape.selected.stores() if keeping else ())), dtypes)
+        return index.forward(tape, (*tape.checkpoint_of(given), *(tape.selected.stores() if keeping else ())), dtypes)
 
     return {"none": plain, **{one: forward(keeping=one == "selective") for one in checkpoints}}
 
@@ -516,13 +527,16 @@ def _above_the_backward(
 ) -> list[Alive]:  # fmt: skip
     """Return the moments of a recomputation, with the waiting gradients, that no backward moment exceeds.
 
-    The checkpoint holds the block's input, unless the block saves it; it counts separately.
+    The checkpoint holds the block's input, unless the block saves it; it counts separately. Nodes of the forward hold their
+    tensors while the recomputation makes them again.
     """
+    held = [Store(one.kind, one.reason, one.size, one.source, one.tag) for one in tape.history.in_nodes]
     beside = [
         one._replace(
             stores=(
                 *(store for store in one.stores if store not in (given, *tape.history.input_copies) or store in tape.saved),
                 *tape.history.waiting_at_rerun,
+                *held,
             )
         )
         for one in moments
@@ -532,9 +546,9 @@ def _above_the_backward(
 
 def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[Alive]:
     """Return the backward's moments before the recomputation, with only the checkpoint's kept tensors among the saved ones."""
-    kept = tape.selected.stores() if recompute == "selective" else ()
+    kept, stays = tape.selected.stores() if recompute == "selective" else (), (given, *tape.history.in_nodes)
     return [
-        one._replace(stores=(*(store for store in one.stores if store is given or store not in tape.saved), *kept))
+        one._replace(stores=(*(store for store in one.stores if store in stays or store not in tape.saved), *kept))
         for one in tape.moments[: tape.history.moments_before_rerun]
     ]
 
@@ -588,7 +602,9 @@ def _set_mode(tape: Tape, structure: Block) -> None:
         from zeroplan.transformer.families.compiled import COMPILED_BLOCK, in_float8  # noqa: PLC0415  as above
 
         tape.mode = in_float8(recipes[0]) if recipes else COMPILED_BLOCK
-    tape.mode = tape.mode._replace(uneven=structure.uneven, latent_experts=structure.latent_experts)
+    tape.mode = tape.mode._replace(
+        uneven=structure.uneven, latent_experts=structure.latent_experts, expert_by_expert=structure.kernels == "cuda-7"
+    )  # fmt: skip
     if structure.fused:
         tape.mode = tape.mode._replace(
             fused_norms="rms-norm" in structure.fused, liger_norms="liger-rms-norm" in structure.fused,
@@ -716,7 +732,7 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
     before_experts = plan.forwards[recompute].before_experts
     away = sizes.lines(plan.away)
     return BlockPass(
-        () if away else saved,
+        without_input(saved) if away else saved,
         given,
         (*given, *sizes.lines(plan.selective)),
         top(sizes, "none", autocast=autocast),
