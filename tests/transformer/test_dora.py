@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
@@ -94,17 +95,15 @@ def torchtunes_forward(self: Any, x: torch.Tensor, *, scaling: float, base_resul
     change = second(first(identity)).T
     norms = torch.linalg.norm(weight + scaling * change.detach(), dim=1).to(weight.dtype).detach()
     scale = (self.weight / norms).view(1, -1)
-    return (scale - 1) * base_result + scale * output * scaling
+    changed: torch.Tensor = (scale - 1) * base_result + scale * output * scaling
+    return changed
 
 
 def differences_in_torchtunes_order(case: Case) -> tuple[int, ...]:
     from peft.tuners.lora import dora
 
-    before, dora.DoraLinearLayer.forward = dora.DoraLinearLayer.forward, torchtunes_forward
-    try:
+    with patch.object(dora.DoraLinearLayer, "forward", torchtunes_forward):
         return differences(case)
-    finally:
-        dora.DoraLinearLayer.forward = before
 
 
 @pytest.mark.parametrize("number", range(6) if every_case() else (0, 1))
@@ -116,9 +115,8 @@ def test_torchtune_runs_the_adapter_first(number: int) -> None:
 
 @pytest.mark.parametrize("dora", ["peft", "torchtune"])
 def test_magnitudes_are_trained_and_the_norms_take_memory_and_time(dora: Dora) -> None:
-    plain, other = (
-        job(model="llama-3.1-8b", lora_rank=16, dora=one, gpus=8, recompute="full", seq_len=512) for one in ("none", dora)
-    )
+    said = {"model": "llama-3.1-8b", "lora_rank": 16, "engine": "ddp", "stage": 0, "recompute": "full", "seq_len": 128}
+    plain, other = (job(**said, dora=one) for one in ("none", dora))
     widths = 4096 + 1024 + 1024 + 4096 + 14336 + 14336 + 4096
     assert trained_count(other.model) - trained_count(plain.model) == 32 * widths
     more = int(estimate(other).peak.total_bytes) - int(estimate(plain).peak.total_bytes)

@@ -73,7 +73,8 @@ class _Made(NamedTuple):
 def _norms(tape: Tape, read: Value, site: Site, training: Training, *, width: Size, reads: Size) -> _Made:
     """Make the norms of the changed weight's rows."""
     name, matrix, dtype = site.name, reads * width, read.dtype
-    change, saved, copies = _change(tape, read, name, width=width, reads=reads)
+    by_name = training.dora == "torchtune"
+    change, saved, copies = _change(tape, read, name, width=width, reads=reads, in_a_variable=by_name)
     weight = _weight(tape, read, name, matrix, training.quantize)
     scaled = tape.make(TEMPORARY, f"change of the {name}'s weight, scaled", dtype * matrix, DORA)
     total = tape.make(TEMPORARY, f"changed weight of the {name}", dtype * matrix, DORA)
@@ -91,8 +92,11 @@ class _Change(NamedTuple):
     copies: tuple[Store, ...] = ()
 
 
-def _change(tape: Tape, read: Value, name: str, *, width: Size, reads: Size) -> _Change:
-    """Multiply both matrices by an identity. A checkpoint that saves nothing lets go of what autograd would save."""
+def _change(tape: Tape, read: Value, name: str, *, width: Size, reads: Size, in_a_variable: bool) -> _Change:
+    """Multiply both matrices by an identity. A checkpoint that saves nothing lets go of what autograd would save.
+
+    ``in_a_variable``: a variable of the layer's forward holds the identity, as in torchtune.
+    """
     dtype: Width = 4 if tape.autocast else read.dtype
     identity = tape.make(TEMPORARY, f"identity of the {name}'s inputs", dtype * reads * reads, DORA)
     if tape.autocast:
@@ -101,8 +105,8 @@ def _change(tape: Tape, read: Value, name: str, *, width: Size, reads: Size) -> 
     change = tape.make(TEMPORARY, f"change of the {name}'s weight", read.dtype * reads * width, DORA)
     if tape.saving:
         return _Change(change, (identity, inner))
-    tape.drop(identity, inner)
-    return _Change(change, ())
+    tape.drop(inner, *(() if in_a_variable else (identity,)))
+    return _Change(change, (identity,) if in_a_variable else ())
 
 
 def _change_cast(tape: Tape, read: Value, name: str, identity: Store, *, width: Size, reads: Size) -> _Change:

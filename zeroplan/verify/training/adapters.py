@@ -85,9 +85,10 @@ def _write_out_fakes() -> None:
         state = getattr(module.weight, "quant_state", None)
         return theirs(module) if state is None else dequantize_4bit(module.weight.data, state)  # type: ignore[arg-type]
 
-    theirs = getattr(dora.dequantize_module_weight, "theirs", dora.dequantize_module_weight)
+    before = vars(dora)["dequantize_module_weight"]
+    theirs = getattr(before, "theirs", before)
     vars(written_out)["theirs"] = theirs
-    dora.dequantize_module_weight = written_out
+    vars(dora)["dequantize_module_weight"] = written_out
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
