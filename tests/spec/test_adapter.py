@@ -13,6 +13,10 @@ from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.model import ModelSpec
 
 EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
+_OF_PRIME_RL: dict[str, Any] = {
+    "model": "qwen3-30b-a3b", "fused_kernels": "prime-rl-experts", "lora_rank": 8, "lora_runs": 4, "lora_base": "fp32",
+    "lora_learning": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -107,8 +111,13 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
         ({"lora_rank": 8, "lora_runs": 4, "engine": "ddp", "stage": 0}, "adapters of several runs .* and engine 'ddp' is not"),
         (
             {"lora_rank": 8, "lora_runs": 4, "lora_base": "fp32", "model": "qwen3-30b-a3b"},
-            "and a qwen3_moe model is not modelled yet; use a dense model",
+            "and a qwen3_moe model is not modelled yet; use fused_kernels 'prime-rl-experts'",
         ),
+        ({**_OF_PRIME_RL, "lora_runs": 0, "lora_learning": None}, "with peft's adapters is not modelled; use runs, prime-rl's"),
+        ({**_OF_PRIME_RL, "lora_learning": 2}, "experts of which several adapters learn is not modelled yet; use learning 1"),
+        ({**_OF_PRIME_RL, "lora_looped": True}, "experts one after the other is not modelled yet; use looped false"),
+        ({**_OF_PRIME_RL, "lora_targets": "mlp"}, "single layers beside experts is not modelled yet; use targets 'all-linear'"),
+        ({"fused_kernels": "prime-rl-experts"}, "with a llama model is not modelled; use one of qwen3_moe, glm4_moe"),
         (
             {"lora_rank": 8, "lora_runs": 4, "lora_base": "fp32", "tensor_parallel": 2},
             "and ranks that split the model is not modelled yet; use data-parallel ranks",

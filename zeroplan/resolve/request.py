@@ -278,7 +278,7 @@ class Request(Spec):
         "Parts run by other kernels, with commas. Unsloth's: cross-entropy, rms-norm, rope, "
         "lora (QLoRA). Axolotl's: axolotl-lora, axolotl-qat. Liger's: rope, liger-rms-norm, "
         "liger-swiglu. torchtune's: loss-in-pieces, int4-qat. torch.compile's: "
-        "compiled-blocks, compiled-loss. (default: none)", RECIPE, "NAMES",
+        "compiled-blocks, compiled-loss. prime-rl's: prime-rl-experts. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(

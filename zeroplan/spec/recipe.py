@@ -63,7 +63,7 @@ FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
     "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
     "output-scaled", "int4-qat", "axolotl-qat", "grouped-experts", "looped-experts", "te-float8", "compiled-blocks",
-    "compiled-loss", "narrow-loss", "in-place-loss", "gathered-logits",
+    "compiled-loss", "narrow-loss", "in-place-loss", "gathered-logits", "prime-rl-experts",
 )  # fmt: skip
 #: Of these, what runs the loss over all logits.
 OF_LOSS = ("cross-entropy", "loss-in-pieces", "compiled-loss", "narrow-loss", "in-place-loss")
@@ -75,6 +75,8 @@ ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GATHERING = frozenset({"grouped-experts", "looped-experts"})
 #: How NeMo AutoModel's own experts get their tokens: from the kernels of DeepEP or HybridEP, or by gathering all tokens.
 SENDING = frozenset({"deepep", "hybridep"}) | GATHERING
+#: Router and experts of prime-rl's own models.
+PRIME_RL = "prime-rl-experts"
 #: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
 #: Families whose Liger kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) were compared, or that keep their own operators.
@@ -586,7 +588,8 @@ class RecipeSpec(Spec):
     ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
     ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward.
     ``int4-qat`` is quantisation-aware training: torchao's linear layers round inputs to 8 bits and weights to 4, and back;
-    ``axolotl-qat`` is the same with scales and zero points in fp32, to which gradients flow.
+    ``axolotl-qat`` is the same with scales and zero points in fp32, to which gradients flow. ``prime-rl-experts`` are router and
+    experts of prime-rl's own Qwen3-MoE and GLM-4.5, with all experts on each rank.
 
     NeMo AutoModel's: ``norm-in-one`` (one kernel per norm: Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
     (which send tokens to experts on other ranks), ``grouped-experts`` or ``looped-experts`` (every rank gathers all tokens for its

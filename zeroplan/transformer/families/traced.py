@@ -16,7 +16,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import EVEN, ROUNDING, SENDING, Recompute
+from zeroplan.spec.recipe import EVEN, PRIME_RL, ROUNDING, SENDING, Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place, without_input
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
@@ -611,7 +611,7 @@ def _set_mode(tape: Tape, structure: Block) -> None:
             fused_rotary="rope" in structure.fused, fused_gates="liger-swiglu" in structure.fused,
             norm_in_one="norm-in-one" in structure.fused, sends_by="".join(SENDING & set(structure.fused)),
             copies_output="output-copied" in structure.fused, scales_output="output-scaled" in structure.fused,
-            wide_router="router-in-fp32" in structure.fused,
+            wide_router="router-in-fp32" in structure.fused, by_prime_rl=PRIME_RL in structure.fused,
             keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
         )  # fmt: skip
     if "te-float8" in structure.fused:
