@@ -228,7 +228,7 @@ def test_automodels_muon_is_dions(read: Callable[..., Resolved], ranks: int):
     said = {"optimizer": {"_target_": "dion.Muon", "lr": 5e-4}, "distributed": {"strategy": "fsdp2", "dp_size": ranks}}
     job = read(AUTO | said).job
     assert (job.recipe.optimizer, job.recipe.engine, job.mesh.dp_shard) == ("dion-muon", "fsdp2", ranks)
-    with pytest.raises(SpecError, match="_target_=.dion.Muon"):
+    with pytest.raises(SpecError, match=r"_target_=.dion\.Muon"):
         read(AUTO | said | {"optimizer": {"_target_": "dion.Muon", "scalar_opt": "lion"}})
 
 
