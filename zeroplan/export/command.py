@@ -10,6 +10,7 @@ from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.linear_kernels import runs_by_kernels
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -119,7 +120,9 @@ def _words(one: Declared, value: object) -> Iterator[str]:
 
 def _recipe(job: JobSpec) -> Iterator[str]:
     yield from ("--engine", job.recipe.engine, "--stage", str(job.recipe.zero_stage))
-    yield from _set(job, RecipeSpec(), leave_out=("engine", "stage"))
+    by_kernels = job.model.linear is not None and runs_by_kernels(job.model, job.recipe)
+    defaults = RecipeSpec(linear_attention="kernels" if by_kernels else "torch")
+    yield from _set(job, defaults, leave_out=("engine", "stage"))
     yield from _options(job.recipe)
 
 

@@ -39,6 +39,7 @@ from zeroplan.spec.recipe import (
     Float8Recipe,
     Fsdp1Options,
     Fsdp2Options,
+    LinearAttention,
     LogProbs,
     Loss,
     MegatronOptions,
@@ -251,6 +252,10 @@ class Request(Spec):
     attention: Attention | None = field(default=None, metadata={"option": Option(
         "The kernel of attention: sdpa, flash or eager. (default: sdpa)", RECIPE, "NAME", "recipe.attention",
         control=Control("Attention", OF_RECIPE, "sdpa"),
+    )})
+    linear_attention: LinearAttention | None = field(default=None, metadata={"option": Option(
+        "What runs linear attention and Mamba-2: kernels (of flash-linear-attention, mamba_ssm and causal-conv1d) or torch "
+        "(transformers' own operators). (default: kernels where they are modelled)", RECIPE, "NAME", "recipe.linear_attention",
     )})
     padded: bool | None = field(default=None, metadata={"option": Option(
         "Sequences of a batch end in padding: each block keeps a mask (sdpa) or copies without padding (flash). Padding counts "

@@ -28,6 +28,7 @@ from zeroplan.spec.family import (
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
+from zeroplan.spec.linear_kernels import check_linear_attention
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -306,6 +307,7 @@ class JobSpec(Spec):
         self._check_latent_experts()
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         check_compiled(self.model, self.recipe, self.mesh)
+        check_linear_attention(self.model, self.recipe)
         self._check_ends_apart()
         self._check_gathers_ahead()
         self._check_step_in_backward()

@@ -65,6 +65,9 @@ FUSED = (
     "output-scaled", "int4-qat", "axolotl-qat", "grouped-experts", "looped-experts", "te-float8", "compiled-blocks",
     "compiled-loss", "narrow-loss", "in-place-loss", "gathered-logits", "prime-rl-experts",
 )  # fmt: skip
+LinearAttention = Literal["kernels", "torch"]
+#: The part that these kernels run, among the others that fused kernels replace (:attr:`Compute.fused`).
+LINEAR_KERNELS: Final = "linear-kernels"
 #: Of these, what runs the loss over all logits.
 OF_LOSS = ("cross-entropy", "loss-in-pieces", "compiled-loss", "narrow-loss", "in-place-loss")
 #: Quantisation-aware training: torchtune's layers, and those that Axolotl makes.
@@ -539,6 +542,8 @@ class RecipeSpec(Spec):
     streams of torchtune and TRL."""
     attention: Attention = "sdpa"
     """The implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or eager operators."""
+    linear_attention: LinearAttention = "torch"
+    """What runs linear attention: the kernels of flash-linear-attention and causal-conv1d, or transformers' own operators."""
     padded: bool = False
     """Some sequences of a batch end in padding, so that attention gets a mask. The padding counts as tokens."""
     activation_model: ActivationModel = "module"

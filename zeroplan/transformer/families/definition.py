@@ -11,7 +11,7 @@ from zeroplan.spec.adapter import Quantize, Stacked
 from zeroplan.spec.family import TRAITS, Activation
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Attention, Recompute
+from zeroplan.spec.recipe import LINEAR_KERNELS, Attention, Recompute
 from zeroplan.spec.releases import NOW, Release
 from zeroplan.transformer.families import attention as kernels_of
 from zeroplan.transformer.families.attention import Attend, HeadSize
@@ -190,6 +190,11 @@ class Block(NamedTuple):
     def made_on_demand(self) -> bool:
         """Whether the block's checkpoint is part of its compiled graph, whose backward makes tensors again one by one."""
         return self.recompute != "none" and "compiled-blocks" in self.fused
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels of other packages run linear attention."""
+        return LINEAR_KERNELS in self.fused
 
     @property
     def attend(self) -> Attend:
