@@ -254,16 +254,16 @@ def _tune_step(reading: Reading) -> None:
 
 
 _QUERY_AND_VALUE = ("q_proj", "v_proj")
-_JOINT = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "o_proj": "dense"}
+_JOINT = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj", "query_key_value")), "o_proj": ("dense",)}
 
 
 def _in_every_family(names: list[str]) -> list[str]:
-    """Return attention's layers with the names that they have in Phi and Phi-3; a family without a layer leaves its name out.
+    """Return attention's layers with the names that they have in Phi, Phi-3, GPT-NeoX and Falcon; a family leaves out others.
 
     torchtune and litgpt build such models from their own layers. Where transformers joins projections, one adapter of the joint
     layer is counted for all of theirs. It has one first matrix where theirs have one each, which is some 10 KB less per layer.
     """
-    return list(dict.fromkeys([*names, *(_JOINT[one] for one in names if one in _JOINT)]))
+    return list(dict.fromkeys([*names, *(other for one in names for other in _JOINT.get(one, ()))]))
 
 
 def _tune_adapter(reading: Reading, component: str) -> None:
