@@ -124,7 +124,8 @@ _STEPS: dict[Optimizer, Needs] = {
             Held("row and column factors of the matrices' variance", "U_f", _factors),
             Held("variance of the vectors", "U_v", of_vectors),
         ),
-        f"{_ADAFACTOR}, _init_group", scratch_source=f"{_ADAFACTOR}, _single_tensor_adafactor", together=_adafactors_step,
+        f"{_ADAFACTOR}, _init_group and _multi_tensor_adafactor", scratch_source=f"{_ADAFACTOR}, _single_tensor_adafactor",
+        together=_adafactors_step,
         reason="for-loop step: variance estimates of two tensors in turn", implementations=("forloop", "foreach"),
         foreach=(1, "foreach step: variance estimates of all updates at once"),
     ),
@@ -134,7 +135,7 @@ _STEPS: dict[Optimizer, Needs] = {
             Held("Muon's momentum of the blocks' matrices", "U_m", of_matrices),
             Held("AdamW's momentum and variance of all other tensors", "U_o", beside_matrices, alike=2),
         ),
-        "torch 2.13, torch/optim/_muon.py, _init_group", scratch_source=muon.SOURCE, together=muon.highest_of,
+        "torch 2.13, torch/optim/_muon.py and adam.py, _init_group", scratch_source=muon.SOURCE, together=muon.highest_of,
         reason="step: Newton-Schulz iterates of one matrix, or AdamW's denominators",
     ),
 }  # fmt: skip
