@@ -42,6 +42,7 @@ LogProbs = Literal[
     "entropy",
     "chunks",
     "columns",
+    "kernels",
     "jsd",
     "kd",
     "asft",
@@ -50,6 +51,9 @@ LogProbs = Literal[
     "pairs",
     "pairs in 16 bits",
 ]
+#: verl's losses of all logits that the model returns, and all of verl's.
+OF_ALL_LOGITS: tuple[LogProbs, ...] = ("in place", "entropy")
+OF_VERL: tuple[LogProbs, ...] = (*OF_ALL_LOGITS, "chunks", "kernels")
 #: Losses that compare all logits with a teacher's.
 WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft", "jsd and sft")
 #: Losses of ORPO, which read the logits that the model returns.
@@ -555,8 +559,8 @@ class RecipeSpec(Spec):
     log_probs: LogProbs = "tiles"
     """How loss ``log-probs`` is computed: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from
     all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl), or beside the policy's
-    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch); or 2,048 columns of
-    the head at a time (``columns``: prime-rl)."""
+    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch); or 1,024 columns of
+    the head at a time (``kernels``: the same in Triton), or 2,048 (``columns``: prime-rl)."""
     forward_only: bool = False
     """No backward follows, so stage 3 keeps nothing gathered for it. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False
@@ -673,7 +677,8 @@ class RecipeSpec(Spec):
 
     def check_rules(self) -> None:
         """Raise SpecError for options that would be ignored."""
-        if self.keep_logits and self.loss != "full":
+        in_log_probs = self.loss == "log-probs" and self.log_probs in OF_ALL_LOGITS and self.keep_logits != "fp32"
+        if self.keep_logits and self.loss != "full" and not in_log_probs:
             raise SpecError(f"keep_logits with loss={self.loss!r} has no logits to keep; use loss 'full', or leave it out")
         if self.activation_model == "megatron" and self.engine != "paper":
             raise SpecError(f"activation_model='megatron' with engine {self.engine!r} is not modelled; use engine 'paper'")

@@ -222,6 +222,16 @@ def test_automodels_training_loop_holds_the_logits(read: Callable[..., Resolved]
     assert found.recipe.keep_logits is kept
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_automodels_muon_is_dions(read: Callable[..., Resolved], ranks: int):
+    """It updates the blocks' matrices, and AdamW the rest, under FSDP2, as which one GPU is counted."""
+    said = {"optimizer": {"_target_": "dion.Muon", "lr": 5e-4}, "distributed": {"strategy": "fsdp2", "dp_size": ranks}}
+    job = read(AUTO | said).job
+    assert (job.recipe.optimizer, job.recipe.engine, job.mesh.dp_shard) == ("dion-muon", "fsdp2", ranks)
+    with pytest.raises(SpecError, match=r"_target_=.dion\.Muon"):
+        read(AUTO | said | {"optimizer": {"_target_": "dion.Muon", "scalar_opt": "lion"}})
+
+
 _LOSS = "nemo_automodel.components.loss"
 
 
@@ -253,7 +263,7 @@ def test_automodel_compiles_nothing_under_fsdp2_unless_its_own_key_says_so(read:
     assert set(read_setup(tmp_path / "mine.yaml", gpus=None).matters) == {"distributed.enable_compile"}
 
 
-@pytest.mark.parametrize(("named", "recipe"), [("meta-llama/Llama-3.1-8B", "rowwise"), ("bigcode/starcoder2-7b", None)])
+@pytest.mark.parametrize(("named", "recipe"), [("bigcode/starcoder2-7b", "rowwise"), ("openai/gpt-oss-20b", None)])
 def test_automodels_float8_on_one_gpu_is_that_of_one_rank(
     read: Callable[..., Resolved], tmp_path: Path, named: str, recipe: str | None
 ):

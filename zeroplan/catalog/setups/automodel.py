@@ -81,7 +81,10 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _auto_length(reading)
     again = _auto_recompute(reading)
     _auto_attention(reading)
-    tell_optimizer(reading, "optimizer._target_")
+    if _is_dion(reading):
+        reading.tell("optimizer", "optimizer._target_", "dion-muon")
+    else:
+        tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
     _auto_flash_adam(reading)
     cut = table.last("loss_fn._target_") == "FusedLinearCrossEntropy"
@@ -191,6 +194,12 @@ def _auto_attention(reading: Reading) -> None:
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
 
 
+def _is_dion(reading: Reading) -> bool:
+    """Whether the optimizer is dion's Muon for the blocks' matrices, and AdamW for the rest (components/optim/dion.py)."""
+    table = reading.table
+    return table.get("optimizer._target_") == "dion.Muon" and table.get("optimizer.scalar_opt") in (None, "adamw")
+
+
 _TE_STATES = "optimizer.{}={}: states of Transformer Engine's Adam are counted in fp32, the most they take"
 
 
@@ -256,8 +265,8 @@ def _auto_alone(reading: Reading, strategy: str) -> None:
     model = reading.known_model()
     predicts = model is not None and model.predictions > 0
     narrow = reading.table.switch("fp8.enabled") and (model is None or model.family in FAMILIES)
-    if strategy == "fsdp2" and (predicts or narrow) and reading.flags["engine"].value == "ddp":
-        note = _ONE_OF_FSDP2.format("multi-token prediction" if predicts else "float8")
+    if strategy == "fsdp2" and (predicts or narrow or _is_dion(reading)) and reading.flags["engine"].value == "ddp":
+        note = _ONE_OF_FSDP2.format("multi-token prediction" if predicts else "float8" if narrow else "dion's Muon")
         reading.tell("engine", "distributed.strategy", "fsdp2", filled=True, note=note)
         reading.tell("stage", "distributed.strategy", 3, filled=True)
 

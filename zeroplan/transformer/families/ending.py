@@ -59,6 +59,7 @@ FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cro
 TILED = "trl 1.16, kernels/chunked_logprob.py, ChunkedLogProbFunction"
 IN_PLACE = "verl 0.9.1, utils/torch_functional.py, logprobs_from_logits_flash_attn"
 OF_CHUNKS = "verl b178a3cd, utils/experimental/torch_functional.py, FusedLinearForPPOFunction"
+OF_KERNELS = "verl b178a3cd, utils/kernel/linear_cross_entropy.py, LinearCrossEntropy"
 OF_COLUMNS = "prime-rl b798a90d, trainer/models/layers/lm_head.py, FusedOutputLinear"
 COMPARED = "trl 1.16, kernels/chunked_divergence.py, ChunkedDivergenceFunction"
 SCORED = "trl 1.16, trainer/utils.py, add_fused_lm_head"
@@ -863,6 +864,36 @@ def _by_columns(tape: Tape, read: Value, ending: Ending) -> _Ran:
     return _Ran(loss, (labels, scores), (labels, scores))
 
 
+def _by_kernels(tape: Tape, read: Value, ending: Ending) -> _Ran:
+    """Run verl's fused head in Triton: 1,024 columns at a time of all tokens, and 9,504 in the backward. Read, not run.
+
+    The backward makes a gradient of the whole weight, even of a frozen head. A piece's product with the weight is added to the
+    gradient of the input. The last piece is copied without its padding. Both at once are counted, which is at most one of them
+    too much.
+    """
+    labels = tape.make(LOGITS, "labels", 8 * T, OF_KERNELS, LABELS)
+    rows = tape.make(LOGITS, "log-probability, entropy and three sums of each token, fp32", 20 * T, OF_KERNELS)
+    tape.drop(tape.make(LOGITS, "sums for pieces of the vocabulary, fp32", 12 * T * ceil(V, 1024), OF_KERNELS))
+    loss = _scalar()
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        made = tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, OF_KERNELS)
+        tape.drop(
+            tape.make(WEIGHT, "gradient of the head's weight, so far", e * h * V, OF_KERNELS),
+            tape.make(LOGITS, "two pieces of the gradient of the logits", 2 * e * _COLUMNS_OF_VERL * T, OF_KERNELS),
+            tape.make(GRADIENT, "gradient of the head's input, a piece's part", e * T * h, OF_KERNELS),
+        )
+        if not ending.frozen_head:
+            tape.weight_gradient(h * V)
+        if tape.follows(read):
+            return [(read, made)]
+        tape.drop(made)
+        return []
+
+    tape.add("log-probabilities", (loss,), (read, labels, rows), backward, of=None, place=AT_LOSS)
+    return _Ran(loss, (labels, rows), (labels, rows))
+
+
 class _Divergence(NamedTuple):
     """Bytes of a logit: held in the forward beside the student's own and what is kept, kept, and beside that in the backward."""
 
@@ -984,6 +1015,8 @@ def _casts_of_a_tile(tape: Tape, scored: Value, pieces: int) -> tuple[Store, ...
     )
 
 
+_COLUMNS_OF_VERL = 9504
+"""verl b178a3cd, utils/kernel/kernels.py, efficient_entropy_backward."""
 TILE_ROWS, TILE_COLUMNS = 4096, 32768
 """trl 1.16, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE, and trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE."""
 _ROWS = T - b * i
@@ -1002,6 +1035,7 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, in place": _in_place,
     "log-probs, chunks": _by_chunks,
     "log-probs, columns": _by_columns,
+    "log-probs, kernels": _by_kernels,
     "log-probs, entropy": partial(_in_place, entropy=True),
     "log-probs, jsd": partial(_compared, kind=_JSD),
     "log-probs, jsd and sft": partial(_compared, kind=_JSD._replace(kept=7 * e + 4)),  # log-softmax of cross-entropy, in fp32
