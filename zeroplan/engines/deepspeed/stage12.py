@@ -219,11 +219,8 @@ def _all_reduce(job: Job, batch: Batch) -> tuple[Collective, ...]:
     when = "in the backward of every micro-batch" if stage == 2 else "for the last micro-batch"
     calls, what, source = len(job.buckets.flushes), "gradients, bucket by bucket", f"{STAGE12}, allreduce_and_scatter"
     if collects(job.recipe):
-        calls, what, when = (
-            len(all_reduces(job.whole)) if stage == 0 else 1,
-            "gradients",
-            "after the backward of the last micro-batch",
-        )
+        calls, what = len(all_reduces(job.whole)) if stage == 0 else 1, "gradients"
+        when = "after the backward of the last micro-batch"
         source = f"{ENGINE}, allreduce_no_retain"
     return (
         Collective(
