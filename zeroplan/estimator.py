@@ -19,6 +19,7 @@ from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import SETTINGS, AllocatorSettings, node_size
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.linear_kernels import PACKAGES
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, Engine, OptimizerImpl, RecipeSpec
@@ -599,11 +600,13 @@ def _linear_attention(job: JobSpec) -> tuple[str, ...]:
         return ()
     if job.model.family == "minimax":
         return _lightning_attention(job)
+    what, packages = "Mamba-2" if job.model.layer_pattern else "linear attention", PACKAGES.get(job.model.family)
+    if job.recipe.linear_attention == "kernels":
+        return (f"{what} is counted as the code of {packages} allocates; no run on a GPU has confirmed it",)
     if job.model.family == "kimi_linear":
         return (_KIMI_DELTA,)
-    kernels = "mamba_ssm and causal-conv1d" if job.model.layer_pattern else "flash-linear-attention and causal-conv1d"
-    what = "Mamba-2" if job.model.layer_pattern else "linear attention"
-    return (f"{what} is counted as transformers' own PyTorch code runs it; with {kernels} installed it keeps less",)
+    others = packages or "mamba_ssm and causal-conv1d"
+    return (f"{what} is counted as transformers' own PyTorch code runs it; with {others} installed it keeps less",)
 
 
 def _lightning_attention(job: JobSpec) -> tuple[str, ...]:

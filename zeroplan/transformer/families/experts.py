@@ -145,14 +145,14 @@ def biased_router(tape: Tape, logits: Value, block: Block, source: str) -> Routi
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, source)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
-    shares = _shares(tape, chosen, CAST_BY_CUDA if block.autocast else logits.dtype, source)
+    shares = divided_by_sum(tape, chosen, CAST_BY_CUDA if block.autocast else logits.dtype, source)
     weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", source))
     tape.drop(biased, best)
     tape.release(scores)
     return Routing(logits, weights, indices)
 
 
-def _shares(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
+def divided_by_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
     """``weights / weights.sum()``, which saves both. It releases ``chosen``."""
     total = tape.make(op.TENSOR, "router: sum of the top-k weights", dtype * T, source)
     made = op.run(

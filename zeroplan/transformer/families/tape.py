@@ -144,6 +144,8 @@ class Mode(NamedTuple):
     """The kernels that send tokens to their experts, if these are not torch's all-to-all: deepep or hybridep."""
     float8_experts: bool = False
     """Transformer Engine multiplies the experts in float8."""
+    by_prime_rl: bool = False
+    """Router and experts are those of prime-rl's own models."""
     wide_router: bool = False
     """The router multiplies fp32 copies of its input and its weight."""
     copies_output: bool = False

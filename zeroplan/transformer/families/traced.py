@@ -16,7 +16,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import EVEN, ROUNDING, SENDING, Recompute
+from zeroplan.spec.recipe import EVEN, LINEAR_KERNELS, PRIME_RL, ROUNDING, SENDING, Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place, without_input
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
@@ -234,6 +234,10 @@ def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) ->
 _DENSE_LAYERS = {"qwen3_moe": "qwen3"}
 
 
+#: Fused parts outside the blocks.
+_ELSEWHERE = ("cross-entropy", "loss-in-pieces", "compiled-loss")
+
+
 def _of(
     model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool, single: bool = False
 ) -> BlockPass:
@@ -284,7 +288,7 @@ def structure_of(
         chunks="single" if single else _chunks(kind, one=masked),
         release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         is_fp16=compute.is_fp16,
-        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces", "compiled-loss")),
+        fused=tuple(one for one in compute.fused if one not in _ELSEWHERE and (one != LINEAR_KERNELS or kind in WITH_STATES)),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
     return _with_experts(_with_heads(_with_images(block, model, kind, compute), model, kind, x), model, kind, x)
@@ -361,7 +365,7 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
             fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""), runs=adapter.runs,
-            looped=adapter.looped,
+            looped=adapter.looped, dora=adapter.dora,
         )  # fmt: skip
     if model.frozen is None:
         return None
@@ -611,7 +615,7 @@ def _set_mode(tape: Tape, structure: Block) -> None:
             fused_rotary="rope" in structure.fused, fused_gates="liger-swiglu" in structure.fused,
             norm_in_one="norm-in-one" in structure.fused, sends_by="".join(SENDING & set(structure.fused)),
             copies_output="output-copied" in structure.fused, scales_output="output-scaled" in structure.fused,
-            wide_router="router-in-fp32" in structure.fused,
+            wide_router="router-in-fp32" in structure.fused, by_prime_rl=PRIME_RL in structure.fused,
             keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
         )  # fmt: skip
     if "te-float8" in structure.fused:
