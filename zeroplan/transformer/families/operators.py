@@ -3,6 +3,7 @@
 Sizes are those of the eager operators of torch 2.13. Tensors have the names of transformers' variables.
 """
 
+from contextlib import nullcontext
 from typing import Literal, NamedTuple
 
 from zeroplan.expr import NOTHING, Size, ceil
@@ -544,6 +545,7 @@ class Norm(NamedTuple):
     source: str
 
 
+_WITHOUT_WEIGHT = ("power, no weight", "no weight")
 #: Norms that multiply by their weight, in whichever order they cast.
 _PLAIN_RMS_NORMS = ("cast, then weighted", "weighted, then cast", "copied weight, then cast")
 
@@ -558,7 +560,7 @@ def norm(
     """
     at, module = place or Place()
     site = Site(name, kind.source, module, at)
-    with tape.owning():
+    with tape.owning() if kind.kind not in _WITHOUT_WEIGHT else nullcontext():
         if tape.mode.norm is not None:
             return tape.mode.norm(tape, value, weight, rows, site)
         if tape.mode.fused_norms and kind.kind == "cast, then weighted":
