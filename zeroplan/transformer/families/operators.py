@@ -15,7 +15,6 @@ from zeroplan.transformer.families.tape import (
     Arriving,
     Backward,
     Beside,
-    Do,
     Exchange,
     Saved,
     Site,
@@ -311,8 +310,7 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
     The engine counts the bytes of a weight's copy, which lives to the backward. A bias's copy lives to the end of the forward.
     """
     if tracked and not tape.offloading:
-        tape.casts.append(elements)
-        tape.history.actions.append((Do.CAST, elements))
+        tape.hold_cast(elements)
     else:
         tape.cached.append(elements)
     made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
