@@ -17,7 +17,7 @@ from zeroplan.engines.deepspeed.stage12_lines import Job, gradient_line, own_gra
 from zeroplan.engines.deepspeed.wrappers import Around, wrapper_of
 from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.micro_batch import Lines, MicroBatch
-from zeroplan.engines.passes import Passes, RunPass, kept_before, kept_bytes, shared_at
+from zeroplan.engines.passes import Passes, RunPass, kept_bytes, shared_at
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements, numel
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
 from zeroplan.numeric import Int, minimum
@@ -172,7 +172,7 @@ class Training(MicroBatch):
         trace = self.trace
         for point, count in self._received(run):
             seen = self._seen_before(index, count)
-            trace.hold("kept", *seen.lines(lambda one: kept_before(self.these, one.block)))
+            trace.hold("kept", *seen.lines(lambda one: self.kept_before(one.block)))
             trace.at(f"backward of a block before the last: {point.name}", Phase.BACKWARD)
             trace.pass_by(*point.lines, *self._around(seen.held, point.current_gradient))
 
@@ -199,7 +199,7 @@ class Training(MicroBatch):
             return activations + total_bytes(self._tied_until(seen))
 
         def lines(seen: Seen) -> Lines:
-            kept, running = kept_before(these, max(seen.block, 0)), running_lines(these, seen.block, seen.made)
+            kept, running = self.kept_before(max(seen.block, 0)), running_lines(these, seen.block, seen.made)
             return (*shared_at(these, seen.block), *kept, *running, *self._tied_until(seen))
 
         trace.drop("shared")
