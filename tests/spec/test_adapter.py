@@ -127,6 +127,18 @@ _OF_PRIME_RL: dict[str, Any] = {
         ({"lora_rank": 8, "lora_runs": 2, "lora_learning": 3}, "learning=3 is more than the 2 adapters"),
         ({"lora_runs": 4}, "--lora-runs 4 needs the adapters' rank"),
         ({"lora_base": "fp32"}, "--lora-base fp32 needs the adapters' rank"),
+        ({"dora": "peft"}, "--dora peft needs the adapters' rank"),
+        (
+            {"lora_rank": 8, "dora": "peft", "engine": "fsdp1"},
+            "DoRA and engine 'fsdp1' is not modelled yet; use engine 'ddp' or",
+        ),
+        ({"lora_rank": 8, "dora": "peft", "tensor_parallel": 2}, "DoRA and ranks that split the model is not modelled"),
+        ({"lora_rank": 8, "dora": "peft", "model": "qwen3-30b-a3b"}, "DoRA and adapters of all experts of a layer is not"),
+        ({"lora_rank": 8, "dora": "peft", "lora_targets": "lm_head"}, "DoRA and an adapter of the head is not modelled"),
+        (
+            {"lora_rank": 8, "dora": "peft", "quantize": "nf4", "upcast": "none", "engine": "ddp", "stage": 0},
+            "DoRA and weights in four bits under autocast is not modelled yet; use upcast 'norms', which takes as much",
+        ),
         ({"lora_rank": 8, "quantize": "gptq", "engine": "fsdp1"}, "kernels compute in fp16 is not modelled"),
         ({"lora_rank": 8, "quantize": "gptq"}, "GPTQ's weights and engine 'fsdp2' is not modelled"),
         ({"lora_rank": 8, "group_size": 0}, "group_size=0 is no number of weights"),

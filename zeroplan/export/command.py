@@ -83,6 +83,7 @@ def _adapter(adapter: AdapterSpec) -> Iterator[str]:
 _FLAGS_OF_ADAPTERS = {
     "quantize": "quantize", "dropout": "lora-dropout", "modules_to_save": "modules-to-save", "compute": "lora-compute",
     "base": "lora-base", "runs": "lora-runs", "learning": "lora-learning", "looped": "lora-looped", "upcast": "upcast",
+    "dora": "dora",
     "quantize_experts": "quantize-experts", "group_size": "group-size", "bitsandbytes": "bitsandbytes",
 }  # fmt: skip
 

@@ -249,7 +249,7 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         "dropout": request.lora_dropout, "compute": request.lora_compute, "upcast": request.upcast,
         "modules_to_save": request.modules_to_save, "bitsandbytes": request.bitsandbytes, "group_size": request.group_size,
         "quantize_experts": request.quantize_experts, "base": request.lora_base,
-        "runs": request.lora_runs, "learning": request.lora_learning, "looped": request.lora_looped,
+        "runs": request.lora_runs, "learning": request.lora_learning, "looped": request.lora_looped, "dora": request.dora,
     }  # fmt: skip
     if request.lora_targets == PEFT_DEFAULT:
         if model.family not in PEFT_TARGETS:
@@ -278,6 +278,7 @@ def _first_flag(request: Request) -> str:
         ("lora-compute", request.lora_compute), ("lora-base", request.lora_base), ("lora-runs", request.lora_runs),
         ("lora-learning", request.lora_learning), ("bitsandbytes", request.bitsandbytes),
         ("group-size", request.group_size), ("modules-to-save", request.modules_to_save),
+        ("dora", request.dora),
     ):  # fmt: skip
         if value is not None:
             return f"--{name} {value}"

@@ -23,7 +23,7 @@ from zeroplan.resolve.options import (
     declared,
     value_of,
 )
-from zeroplan.spec.adapter import Base, Quantize, Upcast
+from zeroplan.spec.adapter import Base, Dora, Quantize, Upcast
 from zeroplan.spec.adapter import Compute as AdapterCompute
 from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
 from zeroplan.spec.hardware import GpuSpec, Kernels, SharesSpec
@@ -248,6 +248,10 @@ class Request(Spec):
     )})
     lora_dropout: bool | None = field(default=None, metadata={"option": Option(
         "Adapters use dropout (`lora_dropout` above 0). Each then keeps a copy of its input and a mask.", SWITCHES,
+    )})
+    dora: Dora | None = field(default=None, metadata={"option": Option(
+        "DoRA's trained magnitudes beside adapters, as peft (`use_dora`) or torchtune runs them: none, peft or torchtune. "
+        "(default: none)", MODEL, "NAME",
     )})
     attention: Attention | None = field(default=None, metadata={"option": Option(
         "The kernel of attention: sdpa, flash or eager. (default: sdpa)", RECIPE, "NAME", "recipe.attention",

@@ -29,6 +29,7 @@ Quantize = Literal["none", "nf4", "nf4-double", "gptq", "int8"]
 Compute = Literal["autocast", "fp32"]
 Base = Literal["compute", "fp32"]
 Upcast = Literal["none", "norms", "all"]
+Dora = Literal["none", "peft", "torchtune"]
 
 
 class Layers(NamedTuple):
@@ -211,7 +212,7 @@ class AdapterSpec(Spec):
     linear layers as peft does, separated by commas (``lm_head`` is one), or ``all-linear``, ``attention`` or ``mlp``.
     ``experts.gate_up_proj``, ``experts.down_proj`` and ``gate.weight`` (peft's ``target_parameters``) are the weights of a layer's
     experts and of its router. Frozen weights have the compute dtype, or that of ``base``. Adapters have the dtype of trained
-    parameters (fp32 under mixed precision, as in peft). Leaves out biases of adapters, and DoRA.
+    parameters (fp32 under mixed precision, as in peft). Leaves out biases of adapters.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
     ('q_proj', 'v_proj')
@@ -226,6 +227,9 @@ class AdapterSpec(Spec):
     """With ``gptq``: weights that share a scale and a zero point; -1: all weights of one output."""
     dropout: bool = False
     """Whether ``lora_dropout`` is above 0: each adapter then keeps a masked copy of its layer's input, and the mask."""
+    dora: Dora = "none"
+    """DoRA: a trained magnitude for each output of an adapted layer. Every forward makes the whole change of the layer's weight, to
+    divide the magnitudes by the norms of the changed weight. ``torchtune`` runs the adapter before that, ``peft`` after it."""
     compute: Compute = "autocast"
     """How adapters compute under mixed precision: under autocast, or in fp32 between peft's casts while the layers run in 16 bits
     (a Trainer without ``bf16`` whose model was loaded in 16 bits)."""

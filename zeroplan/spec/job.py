@@ -206,6 +206,32 @@ def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: M
         yield is_so and f"{asked} and {what}", instead
 
 
+def _of_dora(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled of DoRA, and what to use instead. peft refuses it for the weights of all experts of a layer."""
+    narrow = recipe.engine == "ddp" and recipe.precision.endswith("mixed") and adapter.upcast == "none"
+    few_bits = adapter.quantize != "none"
+    kernels = {"lora", "axolotl-lora", *ROUNDING} & set(recipe.fused_parts)
+    for is_so, what, instead in (
+        (recipe.engine not in ("ddp", "fsdp2"), f"engine {recipe.engine!r}", "engine 'ddp' or 'fsdp2'"),
+        (adapter.quantize in ("gptq", "int8"), f"quantize {adapter.quantize!r}", "quantize 'nf4-double'"),
+        (few_bits and narrow, "weights in four bits under autocast", "upcast 'norms', which takes as much"),
+        (any(model.stacked), "adapters of all experts of a layer", "targets 'attention'"),
+        (HEAD in adapter.layers, "an adapter of the head", "targets 'all-linear'"),
+        (adapter.runs > 0 or adapter.automodel, "adapters that are not peft's", "peft's"),
+        (adapter.compute == "fp32", "adapters that compute in fp32", "compute 'autocast'"),
+        (
+            model.vision is not None or model.family == "gpt2",
+            f"such a {model.family} model",
+            "a model of text, other than GPT-2",
+        ),
+        (bool(kernels), "kernels that replace linear layers", "none of them"),
+        (recipe.recompute == "selective", "selective recomputation", "recompute 'full'"),
+        (recipe.offload_activations, "offloaded activations", "no offload"),
+        (mesh.model_ranks * mesh.ep > 1, "ranks that split the model", "data-parallel ranks"),
+    ):
+        yield is_so and f"DoRA and {what}", instead
+
+
 def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled for adapters in some families, and what to use instead."""
     autocast = recipe.engine == "ddp" and recipe.precision.endswith("mixed")
@@ -752,6 +778,7 @@ class JobSpec(Spec):
             *_of_the_adapter(adapter, recipe),
             *_in_the_family(self.model, adapter, recipe),
             *(_of_runs(self.model, adapter, recipe, self.mesh) if adapter.runs else ()),
+            *(_of_dora(self.model, adapter, recipe, self.mesh) if adapter.dora != "none" else ()),
             (
                 any(self.model.stacked)
                 and not self.model.stacked.grouped

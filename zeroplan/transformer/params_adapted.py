@@ -223,7 +223,7 @@ def _of_experts(module: str, weight: Parameter, rank: int, *, transposed: bool) 
 
 
 def _matrices(module: str, weight: Parameter, adapter: AdapterSpec) -> Parameters:
-    """Return the two matrices of a linear layer's adapter, or of each of prime-rl's, of which a token uses one."""
+    """Return the matrices of a linear layer's adapter and DoRA's magnitudes, or all of prime-rl's, of which a token uses one."""
     outputs, inputs = weight.shape[::-1] if weight.transposed else weight.shape
     if adapter.runs:
         shapes = ("A", (adapter.rank, inputs)), ("B", (outputs, adapter.rank))
@@ -232,9 +232,11 @@ def _matrices(module: str, weight: Parameter, adapter: AdapterSpec) -> Parameter
             for name, shape in shapes
             for run in range(adapter.runs)
         )
+    magnitude = (Parameter(f"{module}.lora_magnitude_vector.default.weight", (outputs,)),) if adapter.dora != "none" else ()
     return (
         Parameter(f"{module}.lora_A.default.weight", (adapter.rank, inputs), autocast=True),
         Parameter(f"{module}.lora_B.default.weight", (outputs, adapter.rank), autocast=True),
+        *magnitude,
     )
 
 

@@ -164,6 +164,13 @@ def test_litgpt_ties_head_and_embedding(read: Callable[..., Resolved], tmp_path:
     assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
+def test_dora_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
+    adapter = read({**TUNE, "model": {**TUNE["model"], "use_dora": True}}, gpus=2).job.model.adapter
+    assert adapter is not None
+    assert adapter.dora == "torchtune"
+    assert not read_setup(tmp_path / "mine.yaml", gpus=2).matters
+
+
 def test_distillation_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
     more = {
         "teacher_model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},

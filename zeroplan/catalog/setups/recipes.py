@@ -68,7 +68,7 @@ NOT_THEIR_MODULES = "{}'s own modules are not modelled: transformers' of the sam
 
 _TUNE_ADDS = """
     teacher_model._component_ ref_checkpointer._component_ ref_policy_checkpointer._component_
-    reward_and_value_model._component_ model.use_dora quantizer._component_
+    reward_and_value_model._component_ quantizer._component_
     model.encoder_trainable model.fusion_trainable value_checkpointer._component_ cudnn_deterministic_mode
 """
 
@@ -285,6 +285,8 @@ def _tune_adapter(reading: Reading, component: str) -> None:
     reading.tell("lora_dropout", "model.lora_dropout", str(table.get("model.lora_dropout") or "0").strip("0.") != "")
     if component.startswith("qlora") or table.switch("model.quantize_base"):
         reading.tell("quantize", "model._component_", "nf4-double")
+    if table.switch("model.use_dora"):  # modules/peft/dora.py
+        reading.tell("dora", "model.use_dora", "torchtune")
 
 
 def _tune_fusion(reading: Reading) -> None:

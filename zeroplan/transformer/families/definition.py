@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import PLAIN, Kind, Line, Tag
-from zeroplan.spec.adapter import Quantize, Stacked
+from zeroplan.spec.adapter import Dora, Quantize, Stacked
 from zeroplan.spec.family import TRAITS, Activation
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import ModelSpec
@@ -74,6 +74,8 @@ class Training(NamedTuple):
     """Layers in four bits keep fp32 inputs and dequantise their weights to fp32."""
     dropout: bool = False
     """Adapters drop elements of their inputs."""
+    dora: Dora = "none"
+    """Adapters have DoRA's magnitudes, in this program's order of operators."""
     runs: int = 0
     """Adapters beside each layer in prime-rl's modules; 0: one, in peft's."""
     looped: bool = False

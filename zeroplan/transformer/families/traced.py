@@ -365,7 +365,7 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
             fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""), runs=adapter.runs,
-            looped=adapter.looped,
+            looped=adapter.looped, dora=adapter.dora,
         )  # fmt: skip
     if model.frozen is None:
         return None
