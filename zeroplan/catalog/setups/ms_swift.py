@@ -173,21 +173,26 @@ def _loop(reading: Reading, whole: Table) -> None:
     elif kind in _ODDS and reading.deepspeed is not None:
         del whole.matters["rlhf_type"]
         reading.notes.append(_READ_TWICE)
-    if kind == "dpo" and whole.switch("use_liger_kernel"):
-        reading.flags.pop("loss", None)  # the model gets no labels, so that Liger's loss does not run (dpo_trainer.py)
-        reading.tell_liger(*LIGER, key="use_liger_kernel", loss=False)
-        whole.matters.pop("use_liger_kernel", None)
-        whole.saves.discard("use_liger_kernel")
-    elif kind is not None and "fused_kernels" in reading.flags:  # Liger has another loss for these
-        for flag in ("fused_kernels", "loss"):
-            reading.flags.pop(flag, None)
-        whole.unmodelled(saves="use_liger_kernel")
+    _liger(reading, whole, kind)
     _wide_logits(reading)
     if reading.loop or kind == "rm":
         for key in ("rlhf_type", "num_generations"):
             whole.matters.pop(key, None)
     if reference not in (None, whole.data.get("model")):
         whole.matters["ref_model"] = f"ref_model={reference}: a reference model of the trained model's own size is counted"
+
+
+def _liger(reading: Reading, whole: Table, kind: str | None) -> None:
+    """Read Liger's kernels beside a loss of the loop's own; in loops other than DPO's, Liger has another loss for it."""
+    if kind == "dpo" and whole.switch("use_liger_kernel"):
+        reading.flags.pop("loss", None)  # the model gets no labels, so that Liger's loss does not run (dpo_trainer.py)
+        reading.tell_liger(*LIGER, key="use_liger_kernel", loss=False)
+        whole.matters.pop("use_liger_kernel", None)
+        whole.saves.discard("use_liger_kernel")
+    elif kind is not None and "fused_kernels" in reading.flags:
+        for flag in ("fused_kernels", "loss"):
+            reading.flags.pop(flag, None)
+        whole.unmodelled(saves="use_liger_kernel")
 
 
 def _wide_logits(reading: Reading) -> None:
