@@ -160,6 +160,13 @@ class BlockPass(NamedTuple):
     handed: tuple[HandedOn, ...] = ()
     before_experts: tuple[Line, ...] = ()
     """Tensors alive in the forward when the experts begin, in blocks with experts."""
+    named: tuple[Line, ...] = ()
+    """Tensors that layers above read too, if nothing but a variable of the model's forward keeps them."""
+    arriving: tuple[Line, ...] = ()
+    """What is alive when its backward begins, and that no block keeps: gradients of tensors that several layers read, and what
+    recomputations above have left. The points contain it."""
+    leaving: tuple[Line, ...] = ()
+    """The same when its backward ends, without the gradient of its input."""
 
     @property
     def entered(self) -> tuple[Line, ...]:

@@ -24,9 +24,9 @@ from zeroplan.transformer.families.definition import Block, Chunks, Program, Tra
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, beside_adapters
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
-from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
+from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value, with_twins
 from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
-from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, plain_kind
+from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, own_keys, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
@@ -106,6 +106,12 @@ class Plan:
     arrivals: tuple[PlacedArrival, ...] = ()
     away: Places = ()
     """Copies in host memory of the block's saved tensors."""
+    handed: Places = ()
+    """Tensors that layers above read too."""
+    arriving: Places = ()
+    """What layers above leave for the backward beside the residual stream's gradient."""
+    leaving: Places = ()
+    """The same when the backward is done."""
 
     @property
     def saved(self) -> Places:
@@ -301,7 +307,9 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
         head_norms=model.head_norms,
         unturned=not model.turned or unturned,
         filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
-        keys_are_values=kind == "global" and model.global_head_dim > 0,
+        keys_are_values=kind == "global" and model.global_head_dim > 0 and model.per_layer is None,
+        own=own_keys(model, kind),
+        is_local=kind.startswith("local"),
         padded=x.padded and (x.attention == "flash" or kind.endswith("short") or kind in WITH_STATES),
         short=kind.endswith("short"),
         borrows_keys=kind in (HANDED, SHARED),
@@ -394,6 +402,9 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
             [HandedOn(one.gradients, lines(one.lines, other.lines)) for one, other in zip(yes.handed, no.handed, strict=True)]
         ),
         before_experts=lines(yes.before_experts, no.before_experts),
+        named=lines(yes.named, no.named),
+        arriving=yes.arriving,
+        leaving=lines(yes.leaving, no.leaving),
     )
 
 
@@ -434,9 +445,18 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     )
     places, arrivals = index.of((given.store, *tape.history.input_copies)), index.arrivals(tape.gradients.arrivals)
     away = () if tape.host is None else index.of(tape.host.copies)
+    handed, (arriving, leaving) = index.of(with_twins(tape.history.handed)), map(index.of, _beside_the_stream(tape))
     stores, weights = tuple(index.stores), tuple(index.weights)
-    plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
+    plan = Plan(
+        stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away, handed, arriving, leaving
+    )
     return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
+
+
+def _beside_the_stream(tape: Tape) -> tuple[tuple[Store, ...], tuple[Store, ...]]:
+    """Return what is alive before and after the backward beside the gradient of the residual stream."""
+    before = (*tape.arriving.values(), *tape.left)
+    return before, tuple([one for one in tape.history.leaving if one is not tape.history.outgoing])
 
 
 def _run_backward(
@@ -474,7 +494,8 @@ def forwards(
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        return index.forward(tape, (given, *tape.history.input_copies, *(tape.selected.stores() if keeping else ())), dtypes)
+        kept = (given, *tape.history.input_copies, *with_twins(tape.history.handed), *(tape.selected.stores() if keeping else ()))
+        return index.forward(tape, kept, dtypes)
 
     return {"none": plain, **{one: forward(keeping=one == "selective") for one in checkpoints}}
 
@@ -714,11 +735,11 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
     plan = sizes.plan
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
     before_experts = plan.forwards[recompute].before_experts
-    away = sizes.lines(plan.away)
+    away, handed = sizes.lines(plan.away), sizes.lines(plan.handed)
     return BlockPass(
         () if away else saved,
-        given,
-        (*given, *sizes.lines(plan.selective)),
+        (*given, *handed),
+        (*given, *handed, *sizes.lines(plan.selective)),
         top(sizes, "none", autocast=autocast),
         () if recompute == "none" else top(sizes, recompute, autocast=autocast),
         sizes.points(recompute),
@@ -727,6 +748,9 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
         away=away,
         handed=sizes.handed(recompute),
         before_experts=sizes.lines(before_experts),
+        named=() if recompute != "none" else sizes.lines(tuple([one for one in plan.handed if one not in plan.saved])),
+        arriving=sizes.lines(plan.arriving),
+        leaving=sizes.lines(plan.leaving),
     )
 
 
