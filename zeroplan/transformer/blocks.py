@@ -230,6 +230,11 @@ class HeadPass(NamedTuple):
     """Moments when the weights after the blocks receive their gradients."""
     handed_below: tuple[HandedOn, ...] = ()
     """Moments when the weights before the blocks receive their gradients."""
+    before: tuple[Line, ...] = ()
+    """What the part before the blocks needs for its backward, in models whose points of that backward are known. It is among
+    ``with_blocks``, or block 0 keeps it, too."""
+    below: tuple[BackwardPoint, ...] = ()
+    """These points: complete, beside ``at_embedding``."""
     tower_bytes: Int = 0
     """Bytes of the residual stream in a vision tower's blocks, which run before the text's blocks."""
     ahead: Ahead | None = None

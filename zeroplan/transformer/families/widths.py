@@ -247,9 +247,9 @@ def of_each_layer(model: ModelSpec) -> dict[str, int]:
     own = model.per_layer
     if own is None:
         return {}
-    every = model.num_hidden_layers * own.width
-    others = model.global_key_value_heads * model.global_head_dim
-    return {"h_l": own.width, "w_l": every, "V_l": own.vocab_size, "k_o": others, "d_o": model.global_head_dim}
+    layers, others = model.num_hidden_layers, model.global_key_value_heads * model.global_head_dim
+    widths = {"h_l": own.width, "w_l": layers * own.width, "k_o": others, "d_o": model.global_head_dim}
+    return {**widths, "n_l": layers, "V_l": own.vocab_size}
 
 
 def pairs_that_come(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:
