@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from zeroplan.expr import NOTHING, Size
+from zeroplan.ledger import Kind
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.definition import Block
@@ -20,7 +21,7 @@ from zeroplan.transformer.families.tape import Arriving, Operator, Site, Store, 
 from zeroplan.transformer.parameters import BY_KEYS
 from zeroplan.transformer.symbols import T, d_o, e, h, h_l, k, k_o, r, v, w_l
 
-Kind = Literal["local", "global"]
+LayerKind = Literal["local", "global"]
 
 
 class Sources(NamedTuple):
@@ -42,7 +43,7 @@ def begin(tape: Tape, block: Block, source: str) -> Value:
     every = _of_others(tape, block, "embeddings", ("embeddings of all layers", r, T * w_l), source)
     if block.own is None:
         return every
-    other: Kind = "global" if block.is_local else "local"
+    other: LayerKind = "global" if block.is_local else "local"
     if other in block.own.arriving:
         for name, dtype in _keys_and_values(tape):
             _of_others(tape, block, other, (f"shared {name} of the other kind of layers", dtype, T * k_o), source)
@@ -91,17 +92,20 @@ def store_keys(tape: Tape, block: Block, keys: tuple[Value, Value], made_by: lis
         _waits(tape, block, kind, value, name, source)
     tape.of_others.difference_update(keys)  # their gradients go on to this layer's projections
     tape.history.handed = tuple([tape.hold(one) for one in stores])
-    tape.history.beneath = tuple(dict.fromkeys((*stores, *(store for one in made_by for store in one.saved))))
+    beneath = dict.fromkeys((*stores, *(store for one in made_by for store in one.saved)))
+    casts = [Store(Kind.WEIGHT_CASTS, f"16-bit copy, {one.name}", e * one.cast, source) for one in made_by if one.cast is not None]
+    tape.history.beneath = (*beneath, *casts)
     if tape.recomputed:
-        tape.hold_to_the_end(*tape.history.beneath)
+        tape.hold_to_the_end(*beneath)
+        tape.lasting.update(map(id, made_by))
 
 
-def _left_by(block: Block, kind: Kind, source: str) -> list[Store]:
+def _left_by(block: Block, kind: LayerKind, source: str) -> list[Store]:
     """Return the tensors that the recomputation of the stored layer of this kind has left."""
     is_local = kind == "local"
     own, swaps = BY_KEYS[f"{kind}, stored"], {} if is_local == block.is_local else {"k": k_o, "v": k_o, "d": d_o}
     stores = _beneath(block._replace(own=own, is_local=is_local))
-    return [Store(op.TENSOR, f"{one.reason}, left by a layer above", one.size.replacing(swaps), source) for one in stores]
+    return [Store(one.kind, f"{one.reason}, left by a layer above", one.size.replacing(swaps), source) for one in stores]
 
 
 @lru_cache(maxsize=256)

@@ -411,6 +411,8 @@ class Tape:
     """Gradients that layers above have begun; those of the program's operators are added."""
     left: list[Store]
     """Other tensors that layers above have left in memory."""
+    lasting: set[int]
+    """The operators, by ``id``, whose weights' autocast copies outlive them."""
     rows: Size
     """The rows of the inputs of linear layers: the tokens, or those of images to which a layer attends."""
     summed_anew: set[Value]
@@ -460,7 +462,7 @@ class Tape:
         self.mode, self.half, self.module = Mode(), Half.WHOLE, Module.NONE
         self.untracked, self.summed_anew, self.deferred = set(), set(), []
         self.in_parts, self.held, self.rows = set(), [], T
-        self.arriving, self.left, self.of_others = {}, [], set()
+        self.arriving, self.left, self.of_others, self.lasting = {}, [], set(), set()
         self.alive: dict[Store, None] = {}
         self.saved: dict[Store, None] = {}
         self.operators: list[Operator] = []
@@ -852,7 +854,7 @@ class Tape:
         # Engines look up the moment of the loss, so no later moment may replace it.
         self.freed = self.freed or bool(gradients.current) or operator.place.at is At.LOSS
         gradients.current[:] = gradients.waiting
-        if operator.cast is not None:
+        if operator.cast is not None and id(operator) not in self.lasting:
             self.freed = True
             self.casts.remove(operator.cast)
             self.history.actions.append((Do.UNCAST, operator.cast))
