@@ -297,7 +297,7 @@ def _back(whole: Row, modules: tuple[_Module, ...], block: int, *, unnoticed: tu
 
 def _without_parameters(whole: Row) -> int:
     """Return the number of modules without parameters between the embedding and the first block."""
-    kinds = len({run.kind for run in layout(whole.model).runs})
+    kinds = len({run.kind for run in layout(whole.model).runs}) if whole.model.per_layer is None else 2
     return dropouts_of_embedding(whole.model) + rotary_calls(whole.model, kinds)
 
 
@@ -310,7 +310,8 @@ def _around(whole: Row) -> tuple[tuple[_Module, ...], _Module, _Module]:
     found = [_Module(name, tuple(places), (places[0], places[-1] + 1)) for name, places in named.items()]
     found = [module for module in found if not module.name.endswith(_UNUSED)]
     head = found.pop() if _of_head(whole) else found[0]
-    norm = found.pop()  # OPT's norm is registered before its blocks, after the embeddings
+    # OPT's norm is registered before its blocks, after the embeddings, and Gemma 4's before the embeddings of each layer
+    norm = found.pop(-1 if whole.model.per_layer is None else 1)
     return tuple(found), norm, head
 
 

@@ -227,6 +227,9 @@ class Training:
         embedding = gradient_line(job, elements, "gradient of the embedding", embedding_symbol(job.whole) if elements else "")
         waits = () if job.recipe.deepspeed.contiguous_gradients else self._waiting(-1, _NOWHERE)
         gradients, stay, end = (*waits, embedding, *self.tied), staying_lines(job, -1, -1), self.gathered.end
+        for point in head.below:
+            beside = (*self._waiting(-1, point), *self.tied, *stay)
+            self._at(f"backward before the blocks: {point.name}", phase, self.gathered.embedding, point.lines, beside)
         self._at("embedding gathered for its backward", phase, self.gathered.embedding, flowing, (*waits, *self.tied))
         self._at("backward of the embedding", phase, end, flowing, (*gradients, *stay))
         if job.recipe.keeps_gathered_linears and has_tied_head(job.whole):
