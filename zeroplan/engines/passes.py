@@ -20,7 +20,7 @@ from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
-from zeroplan.transformer.blocks import BlockPass, HeadPass
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
@@ -234,6 +234,12 @@ def moments_below(these: Passes, operators: tuple[tuple[str, int], ...]) -> Iter
     if not these.head.below:
         lines = (flowing_at_embedding(these), *these.head.below_blocks)
         yield from (Below(at, name, lines, ends[at], elements) for at, (name, elements) in enumerate(operators))
-    for point in these.head.below:
-        at = min(bisect_right(ends, point.gradients - point.current_gradient), len(ends) - 1)
+    for at, point in operators_of(these, operators):
         yield Below(at, operators[at][0], point.lines, point.gradients, point.current_gradient)
+
+
+def operators_of(these: Passes, operators: tuple[tuple[str, int], ...]) -> Iterator[tuple[int, BackwardPoint]]:
+    """Yield the points of the part before the blocks, each with the index of the operator whose gradient is made then or next."""
+    ends = tuple(accumulate(elements for _, elements in operators))
+    for point in these.head.below:
+        yield min(bisect_right(ends, point.gradients - point.current_gradient), len(ends) - 1), point

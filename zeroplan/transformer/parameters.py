@@ -119,6 +119,8 @@ class OwnKeys(NamedTuple):
     """Gradients that layers above have begun: of all layers' embeddings; of shared keys with a window, or of full attention."""
     left: tuple[Literal["local", "global"], ...] = ()
     """With recomputation: layers above whose recomputed keys and values, with what these came from, live to the end."""
+    weights_too: bool = False
+    """So do the weights that made them, where an engine gathers weights and autograd saves the gathered tensors (ZeRO-3)."""
 
 
 #: Kinds of layers with a window, and of full attention, in such a model. A layer of full attention is the last of each period.
@@ -134,12 +136,10 @@ BY_KEYS: dict[str, OwnKeys] = {
 }
 
 
-def own_keys(model: ModelSpec, kind: str) -> OwnKeys | None:
-    """Return a layer's keys and what arrives from the layers above, in a model with embeddings of each layer."""
-    if model.per_layer is None:
-        return None
+def own_keys(kind: str, *, shares: bool) -> OwnKeys:
+    """Return a layer's keys and what arrives from the layers above. ``shares``: some layers of the model share keys."""
     one = BY_KEYS[kind]
-    return one if model.per_layer.shared_layers else one._replace(keys="own", left=())
+    return one if shares else one._replace(keys="own", left=())
 
 
 def kinds_by_keys(model: ModelSpec) -> tuple[str, ...]:

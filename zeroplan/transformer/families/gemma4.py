@@ -211,8 +211,8 @@ def _with_own_embeddings(model: ModelSpec, own: PerLayerSpec) -> Layout:
 
 
 def _own_block(model: ModelSpec, own: PerLayerSpec, kind: str) -> Parameters:
-    of_kind, keys = model.of_kind(kind), own_keys(model, kind)
-    without = (".k_proj.", ".v_proj.", ".k_norm.") if keys is not None and keys.keys == "shared" else ()
+    of_kind, keys = model.of_kind(kind), own_keys(kind, shares=own.shared_layers > 0)
+    without = (".k_proj.", ".v_proj.", ".k_norm.") if keys.keys == "shared" else ()
     gates = linear("per_layer_input_gate", model.hidden_size, own.width), linear("per_layer_projection", own.width, model.hidden_size)
     plain = [one for one in _block(of_kind) if not any(part in one.name for part in without)]
     return (*plain, *gates[0], *gates[1], *norms(model, ("post_per_layer_input_norm",)))

@@ -105,6 +105,8 @@ def _left_by(block: Block, kind: LayerKind, source: str) -> list[Store]:
     is_local = kind == "local"
     own, swaps = BY_KEYS[f"{kind}, stored"], {} if is_local == block.is_local else {"k": k_o, "v": k_o, "d": d_o}
     stores = _beneath(block._replace(own=own, is_local=is_local))
+    if block.own is not None and block.own.weights_too:
+        stores = (*stores, Store(Kind.UNSHARDED_PARAMETERS, "gathered weights of keys and values", e * h * (k + v), source))
     return [Store(one.kind, f"{one.reason}, left by a layer above", one.size.replacing(swaps), source) for one in stores]
 
 

@@ -26,7 +26,7 @@ from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, besid
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value, with_twins
 from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
-from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, own_keys, plain_kind
+from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, OwnKeys, own_keys, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
@@ -283,7 +283,7 @@ def structure_of(
         fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces", "compiled-loss")),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
-    return _with_experts(_with_heads(_with_images(block, model, kind, compute), model, kind, x), model, kind, x)
+    return _with_experts(_with_heads(_with_images(block, model, kind, compute), model, kind, x, compute), model, kind, x)
 
 
 def _with_images(block: Block, model: ModelSpec, kind: str, compute: Compute) -> Block:
@@ -296,7 +296,7 @@ def _with_images(block: Block, model: ModelSpec, kind: str, compute: Compute) ->
     return block._replace(family="mllama", crosses="followed" if followed else "constant")
 
 
-def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
+def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths, compute: Compute) -> Block:
     """Return the structure with that of its heads."""
     mla, unturned = model.mla, kind == "global" and TRAITS[model.family].unturned
     return block._replace(
@@ -308,7 +308,7 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
         unturned=not model.turned or unturned,
         filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         keys_are_values=kind == "global" and model.global_head_dim > 0 and model.per_layer is None,
-        own=own_keys(model, kind),
+        own=_own_keys(model, kind, compute),
         is_local=kind.startswith("local"),
         padded=x.padded and (x.attention == "flash" or kind.endswith("short") or kind in WITH_STATES),
         short=kind.endswith("short"),
@@ -316,6 +316,13 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
         keys_kept_below=mla is not None and mla.index_every > 1 and kind in ("moe", SHARED),
         too_wide=mla is None and x.head_dim > WIDEST_OF_FLASH,
     )
+
+
+def _own_keys(model: ModelSpec, kind: str, compute: Compute) -> OwnKeys | None:
+    if model.per_layer is None:
+        return None
+    own = own_keys(kind, shares=model.per_layer.shared_layers > 0)
+    return own._replace(weights_too=compute.keeps_inputs and bool(own.left))
 
 
 def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
