@@ -346,7 +346,8 @@ def _refuse_other_falcons(source: _Source) -> None:
 
 
 _REFUSED = {
-    "gemma4_text": lambda source: refuse_other_gemmas(source.config), "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis,
+    "gemma4_text": lambda source: refuse_other_gemmas(source.config),
+    "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis,
     "helium": _refuse_other_heliums, "falcon": _refuse_other_falcons,
 }  # fmt: skip
 
@@ -418,7 +419,10 @@ def _of_gemma_4(source: _Source) -> dict[str, object]:
         width=source.integer("hidden_size_per_layer_input", 256), vocab_size=source.integer("vocab_size_per_layer_input"),
         global_every=period_of(source.config), shared_layers=shared, wide_mlp=shared > 0 and source.flag("use_double_wide_mlp"),
     )  # fmt: skip
-    heads = {"global_head_dim": source.integer("global_head_dim"), "global_key_value_heads": source.integer("num_key_value_heads")}
+    heads = {
+        "global_head_dim": source.integer("global_head_dim"),
+        "global_key_value_heads": source.integer("num_key_value_heads"),
+    }
     return {**heads, "per_layer": own}
 
 

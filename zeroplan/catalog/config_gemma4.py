@@ -25,8 +25,9 @@ def has_own_embeddings(config: Config) -> bool:
 def period_of(config: Config) -> int:
     """Return how many layers there are from one of full attention to the next: six, if ``layer_types`` says nothing else."""
     kinds = config.get("layer_types")
-    listed = isinstance(kinds, list | tuple) and "full_attention" in kinds
-    return kinds.index("full_attention") + 1 if listed and has_own_embeddings(config) else 6  # type: ignore[union-attr]  # asked
+    if isinstance(kinds, list | tuple) and "full_attention" in kinds and has_own_embeddings(config):
+        return kinds.index("full_attention") + 1
+    return 6
 
 
 def of_full_attention(config: Config) -> Config:

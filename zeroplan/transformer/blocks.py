@@ -233,6 +233,8 @@ class HeadPass(NamedTuple):
     before: tuple[Line, ...] = ()
     """What the part before the blocks needs for its backward, in models whose points of that backward are known. It is among
     ``with_blocks``, or block 0 keeps it, too."""
+    looked_up: tuple[Line, ...] = ()
+    """In these models: tensors alive while its tables are looked up."""
     below: tuple[BackwardPoint, ...] = ()
     """These points: complete, beside ``at_embedding``."""
     tower_bytes: Int = 0

@@ -191,6 +191,7 @@ def _with_all_layers(text: HeadPass, question: _Question, batch: Batch, *, recom
         before=(*made.given, *made.kept),
         forward=(*text.forward, *stored),
         first_input=() if apart else text.first_input,
+        looked_up=made.looked_up,
         below=made.points,
         handed_below=made.handed,
     )

@@ -150,7 +150,7 @@ def kinds_by_keys(model: ModelSpec) -> tuple[str, ...]:
     ends = {layers - 1: ", last"}
     if shared:
         first = layers - shared
-        ends = dict.fromkeys(range(first, layers), ", shared") | {layer: ", stored" for layer in (first - 2, first - 1)}
+        ends = dict.fromkeys(range(first, layers), ", shared") | dict.fromkeys((first - 2, first - 1), ", stored")
         ends |= {layers - 2: ", next to last", layers - 1: ", last"}
     return tuple([f"{'global' if full else 'local'}{ends.get(at, '')}" for at, full in enumerate(full_layers(model))])
 

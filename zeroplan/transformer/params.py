@@ -12,7 +12,15 @@ from functools import lru_cache
 from zeroplan.spec.family import INDEXED_FAMILIES, LINEAR_FAMILIES
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
-from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, Layout, Parameter, full_layers, kinds_by_indexer, kinds_by_keys
+from zeroplan.transformer.parameters import (
+    KINDS_IN_TURN,
+    KINDS_OF_LETTERS,
+    Layout,
+    Parameter,
+    full_layers,
+    kinds_by_indexer,
+    kinds_by_keys,
+)
 from zeroplan.transformer.params_adapted import adapted_layout, only_trained, partly_frozen_layout
 from zeroplan.transformer.vision import VISION, kinds_in_order, with_cross_layers, with_tower
 

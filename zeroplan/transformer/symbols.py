@@ -17,6 +17,6 @@ T_2, T_p, V_p, z_p, k_d, d_4, q_4, k_4, q_2, k_2, o_2, c_a = symbols("T/2 T/p V/
 T_g, X_r = symbols("T_g X_r")
 #: Tokens of the images to which layers attend, of all sequences and of one; gates and other single numbers are no symbol.
 T_x, s_x = symbols("T_x s_x")
-#: Widths of one layer's embedding of a token and of all layers', their number, and rows of their table; widths of the keys, and of a head, of the
-#: other kind of layers, with a window or without (Gemma 4 E2B and E4B).
+#: Widths of one layer's embedding of a token and of all layers', their number, and rows of their table; widths of the keys, and of
+#: a head, of the other kind of layers, with a window or without (Gemma 4 E2B and E4B).
 h_l, w_l, n_l, V_l, k_o, d_o = symbols("h_l w_l n_l V_l k_o d_o")

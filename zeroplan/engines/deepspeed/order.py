@@ -179,7 +179,13 @@ def _backward_of(whole: Row, parts: _Parts, recomputed: int, lowest: int) -> lis
     if lowest >= 0:
         return steps  # autograd does not track the embedding's output
     steps += [_begun(BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
-    return [*steps, *(_begun(BACKWARD, module, -1) for module in reversed(first))]
+    return [*steps, *(_below(module) for module in reversed(first))]
+
+
+def _below(module: _Module) -> Step:
+    """Return the backward of a module before the blocks. Its end is seen if its input has a gradient, as token ids have not."""
+    step = _begun(BACKWARD, module, -1)
+    return step._replace(frees=(_freed(module),)) if module.name.startswith("model.per_layer_") else step
 
 
 def _around_the_tower(

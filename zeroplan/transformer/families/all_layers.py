@@ -28,10 +28,12 @@ _MODEL = "transformers 5.23, models/gemma4/modeling_gemma4.py, Gemma4TextModel.p
 class Before(NamedTuple):
     """The memory of the part before the blocks.
 
-    ``made``: the embeddings of all layers, which blocks read; ``kept``: what autograd saves; ``given``: the first block's input, if
-    the projection saves it; ``points`` and ``handed``: moments of the backward, with everything alive.
+    ``looked_up``: the tokens' embeddings, and the rows of the table before and after they are scaled; ``made``: the embeddings of
+    all layers, which blocks read; ``kept``: what autograd saves; ``given``: the first block's input, if the projection saves it;
+    ``points`` and ``handed``: moments of the backward, with everything alive.
     """
 
+    looked_up: tuple[Line, ...]
     made: tuple[Line, ...]
     kept: tuple[Line, ...]
     given: tuple[Line, ...]
@@ -49,6 +51,7 @@ class _Structure(NamedTuple):
 
 class _Planned(NamedTuple):
     plan: Plan
+    looked_up: Places
     made: Places
     kept: Places
     given: Places
@@ -56,11 +59,11 @@ class _Planned(NamedTuple):
 
 def before_blocks(model: ModelSpec, x: Widths, values: Values) -> Before:
     """Return the memory of the part before the blocks, for one batch. [bytes]"""
-    plan, made, kept, given = _plan_of(_Structure(model.family, x.element == 4, x.residual != x.element))
+    plan, looked_up, made, kept, given = _plan_of(_Structure(model.family, x.element == 4, x.residual != x.element))
     sizes = Sizes(plan, values)
     points = tuple([point._replace(lines=(*point.lines, *_copies(point.live_casts))) for point in sizes.points("none")])
     saved = (*sizes.lines(kept), *_copies(sizes.elements(plan.casts)))
-    return Before(sizes.lines(made), saved, sizes.lines(given), points, sizes.handed("none"))
+    return Before(sizes.lines(looked_up), sizes.lines(made), saved, sizes.lines(given), points, sizes.handed("none"))
 
 
 def _copies(elements: int) -> tuple[Line, ...]:
@@ -74,11 +77,11 @@ def _plan_of(structure: _Structure) -> _Planned:
     """Run the part forward and backward, from the gradients of the embeddings of all layers and of the first block's input."""
     tape, index = Tape(wide=structure.wide, autocast=structure.autocast, saving=True), Index()
     dtypes = {"wide": structure.wide, "autocast": structure.autocast}
-    given, made = _run(tape, definition_of(structure.family).program.norm)
+    given, looking_up, made = _run(tape, definition_of(structure.family).program.norm)
     forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
     kept = index.of(one for one in tape.saved if one is not given.store)
     saved = index.of((given.store,) if given.store in tape.saved else ())
-    of_all = index.of((made.store,))
+    looked_up, of_all = index.of(looking_up), index.of((made.store,))
     tape.release(given, made)
     tape.arriving[given] = Store(op.GRADIENT, "gradient of the first block's input", r * given.shape, _MODEL)
     tape.run_backward(made, Store(op.GRADIENT, "gradient of the embeddings of all layers", r * made.shape, _MODEL))
@@ -86,14 +89,15 @@ def _plan_of(structure: _Structure) -> _Planned:
     plan = Plan(
         tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), _MODEL, {}, arrivals
     )  # fmt: skip
-    return _Planned(plan, of_all, kept, saved)
+    return _Planned(plan, looked_up, of_all, kept, saved)
 
 
-def _run(tape: Tape, norm: Norm) -> tuple[Value, Value]:
-    """Run it forward. Return the first block's input, and the embeddings of all layers."""
+def _run(tape: Tape, norm: Norm) -> tuple[Value, tuple[Store, ...], Value]:
+    """Run it forward. Return the first block's input, what is alive beside the table's rows, and the embeddings of all layers."""
     given = _embedded(tape, "token embeddings", T * h, h * V)
     given.store.tag = BLOCK_INPUT
     own = _embedded(tape, "rows of the table of all layers", T * w_l, V_l * w_l)
+    looking_up = tape.moments[-1].stores
     wide = op.linear(tape, given, w_l, Site("projection to all layers", _MODEL, layer="per_layer_model_projection"))
     wide = op.scaled(tape, wide, "projection to all layers, scaled", Site("projection to all layers, scaled", _MODEL))
     normal = op.norm(tape, wide, "norm of the projection to all layers", norm, weight=h_l, rows=T * n_l)
@@ -101,7 +105,7 @@ def _run(tape: Tape, norm: Norm) -> tuple[Value, Value]:
     both = op.add(tape, normal, own, "sum of projections and rows", Site("sum of projections and rows", _MODEL))
     made = op.scaled(tape, both, "embeddings of all layers", Site("embeddings of all layers, scaled", _MODEL))
     tape.release(normal, own)
-    return given, made
+    return given, looking_up, made
 
 
 def _embedded(tape: Tape, reason: str, shape: Size, weight: Size) -> Value:

@@ -213,9 +213,10 @@ def _with_own_embeddings(model: ModelSpec, own: PerLayerSpec) -> Layout:
 def _own_block(model: ModelSpec, own: PerLayerSpec, kind: str) -> Parameters:
     of_kind, keys = model.of_kind(kind), own_keys(kind, shares=own.shared_layers > 0)
     without = (".k_proj.", ".v_proj.", ".k_norm.") if keys.keys == "shared" else ()
-    gates = linear("per_layer_input_gate", model.hidden_size, own.width), linear("per_layer_projection", own.width, model.hidden_size)
     plain = [one for one in _block(of_kind) if not any(part in one.name for part in without)]
-    return (*plain, *gates[0], *gates[1], *norms(model, ("post_per_layer_input_norm",)))
+    gate = linear("per_layer_input_gate", model.hidden_size, own.width)
+    projection = linear("per_layer_projection", own.width, model.hidden_size)
+    return (*plain, *gate, *projection, *norms(model, ("post_per_layer_input_norm",)))
 
 
 def _of_experts(model: ModelSpec) -> Parameters:
@@ -260,9 +261,19 @@ _CONFIG = ConfigKeys(
     },
 )  # fmt: skip
 _MODULES = (
-    "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.v_proj",
-    "self_attn.k_norm", "self_attn.v_norm", "self_attn.o_proj", "post_attention_layernorm", "pre_feedforward_layernorm",
-    *gated_modules("mlp"), "post_feedforward_layernorm",
+    "input_layernorm",
+    "self_attn",
+    "self_attn.q_proj",
+    "self_attn.q_norm",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.k_norm",
+    "self_attn.v_norm",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    *gated_modules("mlp"),
+    "post_feedforward_layernorm",
 )
 _OF_EMBEDDINGS = ("per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm")  # fmt: skip
 _OF_EXPERTS = (

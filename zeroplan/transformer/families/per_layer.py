@@ -93,7 +93,9 @@ def store_keys(tape: Tape, block: Block, keys: tuple[Value, Value], made_by: lis
     tape.of_others.difference_update(keys)  # their gradients go on to this layer's projections
     tape.history.handed = tuple([tape.hold(one) for one in stores])
     beneath = dict.fromkeys((*stores, *(store for one in made_by for store in one.saved)))
-    casts = [Store(Kind.WEIGHT_CASTS, f"16-bit copy, {one.name}", e * one.cast, source) for one in made_by if one.cast is not None]
+    casts = [
+        Store(Kind.WEIGHT_CASTS, f"16-bit copy, {one.name}", e * one.cast, source) for one in made_by if one.cast is not None
+    ]
     tape.history.beneath = (*beneath, *casts)
     if tape.recomputed:
         tape.hold_to_the_end(*beneath)

@@ -455,7 +455,21 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     handed, (arriving, leaving) = index.of(with_twins(tape.history.handed)), map(index.of, _beside_the_stream(tape))
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(
-        stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away, handed, arriving, leaving
+        stores,
+        weights,
+        made,
+        points,
+        casts,
+        cached,
+        selective,
+        places,
+        source,
+        reruns,
+        arrivals,
+        away,
+        handed,
+        arriving,
+        leaving,
     )
     return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
 
@@ -501,7 +515,12 @@ def forwards(
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        kept = (given, *tape.history.input_copies, *with_twins(tape.history.handed), *(tape.selected.stores() if keeping else ()))
+        kept = (
+            given,
+            *tape.history.input_copies,
+            *with_twins(tape.history.handed),
+            *(tape.selected.stores() if keeping else ()),
+        )
         return index.forward(tape, kept, dtypes)
 
     return {"none": plain, **{one: forward(keeping=one == "selective") for one in checkpoints}}

@@ -97,7 +97,11 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
     if spec.family == "minimax_m2":
         made["rotary_dim"] = spec.head_dim // 2
     if spec.family == "gemma4_text":
-        made |= {"global_head_dim": spec.global_head_dim, "final_logit_softcapping": 30.0, "enable_moe_block": spec.moe is not None}
+        made |= {
+            "global_head_dim": spec.global_head_dim,
+            "final_logit_softcapping": 30.0,
+            "enable_moe_block": spec.moe is not None,
+        }
         made |= _of_each_layer(spec)
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size

@@ -81,7 +81,7 @@ class Training:
         trace, these, head, held, phase = self.trace, self.these, self.these.head, self.gathered, Phase.FORWARD
         if head.below:
             trace.hold("shared", *head.at_embedding)
-            self._at("forward before the blocks", phase, held.first, head.before)
+            self._at("forward before the blocks", phase, held.first, head.looked_up)
         trace.hold("shared", *head.shared)
         trace.hold("by name", *head.forward, *head.first_input)
         for run in these.runs:
